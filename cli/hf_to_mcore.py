@@ -1,0 +1,57 @@
+"""``reshard hf-to-mcore``."""
+
+import time
+from typing import Any
+
+import click
+
+from reshard.cli.output import json_option, print_report, progress_bar, workers_option
+
+_SIZE = click.IntRange(min=1)
+
+
+@click.command("hf-to-mcore")
+@click.argument("source")
+@click.argument("destination", type=click.Path())
+@click.option("--tp", "--tensor-model-parallel-size", "tp", type=_SIZE, default=1, show_default=True, help="Tensor parallel size.")
+@click.option("--pp", "--pipeline-model-parallel-size", "pp", type=_SIZE, default=1, show_default=True, help="Pipeline parallel size.")
+@click.option("--vpp", "--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size", "vpp", type=_SIZE, default=1,
+              show_default=True, help="Virtual stages per pipeline rank.")
+@click.option("--ep", "--expert-model-parallel-size", "ep", type=_SIZE, default=1, show_default=True, help="Expert parallel size.")
+@click.option("--etp", "--expert-tensor-parallel-size", "etp", type=_SIZE, help="Expert tensor parallel size (default: TP, as in Megatron).")
+@click.option("--first-stage-layers", "--decoder-first-pipeline-num-layers", "--num-layers-in-first-pipeline-stage", "first_stage_layers",
+              type=_SIZE, help="Layers on the first pipeline rank.")
+@click.option("--last-stage-layers", "--decoder-last-pipeline-num-layers", "--num-layers-in-last-pipeline-stage", "last_stage_layers",
+              type=_SIZE, help="Layers on the last pipeline rank.")
+@click.option("--account-for-embedding-in-pipeline-split", "embedding_in_split", is_flag=True, help="The embedding counts as a layer.")
+@click.option("--account-for-loss-in-pipeline-split", "loss_in_split", is_flag=True, help="The loss counts as a layer.")
+@click.option("--pipeline-model-parallel-layout", "--pipeline-layout", "pipeline", help="Megatron's layout string, such as 'Et*3|t*4|t*3L'.")
+@click.option("--make-vocab-size-divisible-by", type=_SIZE, default=128, show_default=True, help="Pad the vocabulary to this times TP.")
+@click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Cast (default: as it is; fp8 becomes bf16).")
+@click.option("--transformer-impl", type=click.Choice(["transformer_engine", "local"]), default="transformer_engine", show_default=True,
+              help="Which layers will load it: they name some norms differently.")
+@click.option("--release", is_flag=True, help="Write a release (the default).")
+@click.option("--iteration", type=click.IntRange(min=1), help="Write this numbered iteration instead of a release.")
+@click.option("--overwrite", is_flag=True, help="Replace the destination, once the new one is complete.")
+@click.option("--resume", is_flag=True, help="Go on with an interrupted run.")
+@click.option("--no-sync", "sync", flag_value=False, default=True, help="Do not wait until the bytes are on the disk.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be read and written.")
+@workers_option
+@json_option
+def command(source: str, destination: str, as_json: bool, release: bool, **options: Any) -> None:
+    """Convert SOURCE, a Hugging Face directory or hub id, to a Megatron checkpoint at DESTINATION.
+
+    Megatron-LM loads it with --load DESTINATION and the flags in DESTINATION/megatron_flags.txt, at this layout or any other.
+    Under torchrun the processes share the work.
+    """
+    if release and options["iteration"]:
+        raise click.UsageError("--release and --iteration exclude each other")
+    from reshard.convert import hf_to_mcore
+    from reshard.layout import Layout
+
+    names = ("tp", "pp", "vpp", "ep", "etp", "first_stage_layers", "last_stage_layers", "embedding_in_split", "loss_in_split", "pipeline")
+    layout = Layout(**{name: options.pop(name) for name in names})
+    start = time.perf_counter()
+    with progress_bar("hf-to-mcore") as progress:
+        report = hf_to_mcore(source, destination, layout, progress=progress, **options)
+    print_report(report, as_json, time.perf_counter() - start)

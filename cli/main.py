@@ -1,0 +1,72 @@
+"""``reshard``: the command group. Commands are imported when they are called, so that ``--help`` stays quick."""
+
+import os
+import sys
+from importlib import import_module
+
+import click
+
+from reshard.errors import ReshardError
+
+COMMANDS = {
+    "hf-to-mcore": "Hugging Face checkpoint to Megatron torch_dist, at any layout.",
+    "mcore-to-hf": "Megatron torch_dist checkpoint back to Hugging Face.",
+    "inspect": "Show what a checkpoint of either format holds.",
+    "diff": "Compare two checkpoints bit for bit, whatever their formats.",
+    "check": "Compare a checkpoint's bytes with its manifest.",
+    "demo": "Convert a small model there and back, and prove it with Megatron's own loader.",
+}
+
+EPILOG = (
+    "Exit codes: 0 done (diff: equal; check: intact); 1 a difference, a failed check or an error, which is printed as one "
+    "sentence; 2 a mistake in the command line; 130 interrupted."
+)
+
+
+class Commands(click.Group):
+    """Commands by file name; a ReshardError ends with its sentence and status 1."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        return import_module(f"reshard.cli.{name.replace('-', '_')}").command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="reshard")
+def cli() -> None:
+    """Move LLM weights between Hugging Face and Megatron-Core, exactly and at disk speed."""
+
+
+def main() -> None:
+    """The entry point."""
+    try:
+        cli(standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except ReshardError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(1)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("Interrupted.", err=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        click.echo(f"Error: the system refused{where}: {error.strerror}", err=True)
+        sys.exit(1)
+    except MemoryError:
+        click.echo("Error: out of memory; use fewer --workers", err=True)
+        sys.exit(1)

@@ -1,0 +1,33 @@
+"""``reshard mcore-to-hf``."""
+
+import time
+from typing import Any
+
+import click
+
+from reshard.cli.output import json_option, print_report, progress_bar, workers_option
+
+
+@click.command("mcore-to-hf")
+@click.argument("source", type=click.Path())
+@click.argument("destination", type=click.Path())
+@click.option("--hf-config", type=click.Path(), help="config.json, or a directory with it and the tokenizer (default: the one beside the "
+              "weights, else from the checkpoint's args).")
+@click.option("--family", help="Family, where the args alone leave it open.")
+@click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Cast (default: as it is).")
+@click.option("--quantize", type=click.Choice(["fp8"]), help="Write linear weights as fp8 with 128x128 block scales.")
+@click.option("--max-shard-size", default="5GB", show_default=True, help="Largest safetensors file.")
+@click.option("--overwrite", is_flag=True, help="Replace the destination, once the new one is complete.")
+@click.option("--resume", is_flag=True, help="Go on with an interrupted run.")
+@click.option("--no-sync", "sync", flag_value=False, default=True, help="Do not wait until the bytes are on the disk.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be read and written.")
+@workers_option
+@json_option
+def command(source: str, destination: str, as_json: bool, quantize: str | None, **options: Any) -> None:
+    """Convert SOURCE, a Megatron torch_dist checkpoint of any layout, to a Hugging Face directory at DESTINATION."""
+    from reshard.convert import mcore_to_hf
+
+    start = time.perf_counter()
+    with progress_bar("mcore-to-hf") as progress:
+        report = mcore_to_hf(source, destination, quantize=quantize is not None, progress=progress, **options)
+    print_report(report, as_json, time.perf_counter() - start)

@@ -1,0 +1,76 @@
+"""What commands print: progress on a terminal, results as text or JSON."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+workers_option = click.option("--workers", type=click.IntRange(min=1), help="Threads (default: the cores, at most 8).")
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar with rate and time left on a terminal's stderr; nothing where that is piped."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One JSON object on stdout. Numbers that JSON lacks (NaN, infinity) become strings."""
+    click.echo(json.dumps(_plain(value), indent=2, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def size(n: int) -> str:
+    """Bytes for people."""
+    value, unit = float(n), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if unit in ("B", "kB") else f"{value:.2f} {unit}"
+
+
+def print_report(report: Any, as_json: bool, seconds: float) -> None:
+    """The report of a conversion."""
+    if as_json:
+        print_json(report.to_dict() | {"seconds": round(seconds, 3)})
+        return
+    for notice in report.notices:
+        click.echo(f"note: {notice}", err=True)
+    verb = "would write" if report.dry_run else "wrote"
+    click.echo(f"{report.family}, {report.tensors} tensors, {size(report.read_bytes)}: {verb} {report.destination} ({report.layout}, "
+               f"{report.files} file{'s' * (report.files != 1)}, {size(report.written_bytes)})")  # fmt: skip
+    if report.dry_run:
+        if report.bytes_per_rank:
+            values = list(report.bytes_per_rank.values())
+            click.echo(f"bytes per rank: {size(min(values))} to {size(max(values))} on {len(values)} ranks that save")
+            shown = list(report.bytes_per_rank.items())
+            for rank, n in shown[:16]:
+                click.echo(f"  rank {rank}: {size(n)}")
+            if len(shown) > 16:
+                click.echo(f"  ... {len(shown) - 16} more (--json has all)")
+        click.echo(f"peak memory: about {size(report.peak_memory_bytes)}; all names and shapes match")
+    else:
+        if report.resumed_tensors:
+            click.echo(f"resumed: {report.resumed_tensors} tensors were done before")
+        click.echo(f"{seconds:.1f} s, {size(int(report.read_bytes / max(seconds, 1e-9)))}/s")

@@ -1,0 +1,1 @@
+"""Mapping tables: one file of literals per family. `reshard/tables.py` explains the columns."""

@@ -1,0 +1,477 @@
+"""Conversion on disk: Hugging Face to Megatron ``torch_dist`` and back, a slab at a time, without a model, a GPU or torch."""
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from reshard.dtypes import Dtype, dtype_named
+from reshard.errors import ReshardError, listed
+from reshard.files import OpenFiles, allow_many_files
+from reshard.formats import safetensors, torch_dist, torch_zip
+from reshard.fp8 import BLOCK, Fp8Blocks, quantizable
+from reshard.hub import local_directory
+from reshard.layout import Layout
+from reshard.manifest import NAME as MANIFEST
+from reshard.manifest import manifest_json
+from reshard.megatron import TRANSFORMER_IMPLS, Chunk, chunks_to_write, expand, padded_vocab_size
+from reshard.megatron_args import FLAGS_FILE, arguments, checkpoint_args, command_line
+from reshard.placement import Placement
+from reshard.planner import Plan, make_plan
+from reshard.sources import HF_FILES, HuggingFaceSource, MegatronSource, Source
+from reshard.streams import SLAB_BYTES, Strip, StripWriter, TensorInfo, grouped_strips, run_jobs, strip_of
+from reshard.team import Team
+from reshard.workdir import Workdir, fingerprint
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class Report:
+    """What a conversion did, or would do with `dry_run`. Sizes in bytes."""
+
+    direction: str
+    family: str
+    source: str
+    destination: str
+    layout: str
+    tensors: int
+    read_bytes: int
+    written_bytes: int
+    files: int
+    bytes_per_rank: dict[str, int]
+    peak_memory_bytes: int
+    dry_run: bool
+    notices: list[str] = field(default_factory=list)
+    resumed_tensors: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class NewChunk:
+    """A chunk in its file: the container around its bytes, and the byte at which that starts."""
+
+    chunk: Chunk
+    dtype: Dtype
+    container: torch_zip.Container
+    offset: int
+
+
+def default_workers() -> int:
+    """Worker threads: as many as there are cores, at most eight (one disk has no use for more)."""
+    return min(8, len(os.sched_getaffinity(0)))
+
+
+def hf_to_mcore(
+    source: str | Path,
+    destination: str | Path,
+    layout: Layout | None = None,
+    *,
+    dtype: str | None = None,
+    transformer_impl: str = "transformer_engine",
+    make_vocab_size_divisible_by: int = 128,
+    iteration: int | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    sync: bool = True,
+    workers: int | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Convert a Hugging Face checkpoint (a directory or a hub id) to a Megatron ``torch_dist`` checkpoint.
+
+    `layout` decides how the tensors are cut into chunks and files, `dtype` (``bf16``, ``fp16``, ``fp32``) casts, `iteration` writes
+    a numbered iteration where None writes a release. With `sync` all bytes are on the disk before the destination appears. Under
+    torchrun, the processes share the work. `progress(done, total)` is called with bytes.
+
+    Raises ReshardError, and leaves no destination, for anything that cannot be converted exactly.
+    """
+    allow_many_files()
+    team, layout = Team.from_environment(), layout or Layout()
+    target = _float_dtype(dtype)
+    if transformer_impl not in TRANSFORMER_IMPLS:
+        raise ReshardError(f"--transformer-impl {transformer_impl} is not one of {listed(TRANSFORMER_IMPLS)}")
+    if make_vocab_size_divisible_by < 1:
+        raise ReshardError(f"--make-vocab-size-divisible-by is {make_vocab_size_divisible_by}; it starts at 1")
+    if iteration is not None and iteration < 1:
+        raise ReshardError(f"--iteration is {iteration}; iterations start at 1")
+    src = HuggingFaceSource(local_directory(str(source)), target)
+    try:
+        layout.check(src.model)
+        vocab = padded_vocab_size(src.model.symbols["V"], make_vocab_size_divisible_by, layout.tp)
+        mapping = expand(src.model, transformer_impl, vocab)
+        tensors = {n: TensorInfo(t.shape, _stored_dtype(t.dtype, target, n in mapping.fp32)) for n, t in src.tensors.items()}
+        chunks = list(chunks_to_write(src.model, mapping, layout, transformer_impl))
+        shapes = {n: t.shape for n, t in tensors.items() if n not in src.copies}
+        plan = make_plan(Placement.canonical(shapes), Placement.of(shapes, (c.tensor for c in chunks)))
+        written = _chunk_files(chunks, tensors)
+        directory = "release" if iteration is None else f"iter_{iteration:07d}"
+        sizes = {f"{directory}/__{rank}_0.distcp": _file_end(group) for rank, group in written.items()}
+        report = _report("hf-to-mcore", src, source, destination, str(layout), sizes, workers, dry_run, min(len(sizes), team.size))
+        report.bytes_per_rank = {str(rank): sum(c.container.data_bytes for c in group) for rank, group in written.items()}
+        if dry_run:
+            return report
+
+        strips = _strips_to_chunks(plan, written, directory)
+        work = Workdir(Path(destination), overwrite, team.process)
+        options = {"dtype": target and target.name, "impl": transformer_impl, "divisible": make_vocab_size_divisible_by,
+                   "directory": directory}  # fmt: skip
+        run = _Run(src, tensors, strips, sizes, work, team, workers, sync, progress)
+
+        def create(files: OpenFiles, mine: set[str]) -> None:
+            for rank, group in written.items():
+                name = f"{directory}/__{rank}_0.distcp"
+                if name in mine:
+                    for c in group:
+                        files.write(work.path / name, c.offset, c.container.head)
+                        files.write(work.path / name, c.offset + len(c.container.head) + c.container.data_bytes, c.container.tail)
+
+        def finish(checksums: dict[str, str]) -> None:
+            keys: dict[str, torch_dist.Key] = {}
+            for rank, group in written.items():
+                for c in group:
+                    key = keys.setdefault(c.chunk.key, torch_dist.Key(c.dtype, c.chunk.key_shape))
+                    place = torch_dist.Stored(f"__{rank}_0.distcp", c.offset, c.container.size_bytes)
+                    key.chunks[c.chunk.offsets, c.chunk.sizes] = place
+            model_dtype = tensors[next(iter(tensors))].dtype
+            args = arguments(src.model, layout, vocab, make_vocab_size_divisible_by, model_dtype, transformer_impl)
+            saved = checkpoint_args(args, layout.world_size(src.model), model_dtype, iteration or 0)
+            content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+            small = {
+                f"{directory}/.metadata": torch_dist.metadata_bytes(keys, {}, directory),
+                f"{directory}/common.pt": torch_dist.common_bytes(saved, iteration or 0, content),
+                f"{directory}/metadata.json": json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}),
+                torch_dist.TRACKER: "release" if iteration is None else str(iteration),
+                FLAGS_FILE: "\n".join(command_line(args)) + "\n",
+                MANIFEST: manifest_json(
+                    {"format": "megatron torch_dist", "family": src.model.family.name, "source": str(source),
+                     "layout": asdict(layout), "world_size": layout.world_size(src.model), "transformer_impl": transformer_impl,
+                     "iteration": directory, "quantized": sorted(src.scales)},
+                    tensors, checksums),
+            }  # fmt: skip
+            small |= {f"{HF_FILES}/{path.name}": path.read_bytes() for path in src.hf_files()}
+            for name, data in small.items():
+                work.write_file(name, data, sync)
+
+        report.resumed_tensors = run.run(fingerprint(_identity(src), asdict(layout), options), resume, create, finish)
+        return report
+    finally:
+        src.close()
+
+
+def mcore_to_hf(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    hf_config: str | Path | None = None,
+    family: str | None = None,
+    dtype: str | None = None,
+    quantize: bool = False,
+    max_shard_size: str | int = "5GB",
+    overwrite: bool = False,
+    resume: bool = False,
+    sync: bool = True,
+    workers: int | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Convert a Megatron ``torch_dist`` checkpoint, whoever wrote it and at whatever layout, to a Hugging Face directory.
+
+    Without `hf_config` (a ``config.json`` or a directory with one) the config is the one beside the weights, else the one that the
+    checkpoint's ``args`` describe. `quantize` writes linear weights as fp8 with a scale for each 128x128 block. `max_shard_size` is
+    bytes or text like ``5GB``. The other options are those of `hf_to_mcore`, and so is what it raises.
+    """
+    allow_many_files()
+    team, target = Team.from_environment(), _float_dtype(dtype)
+    shard_bytes = parse_size(max_shard_size)
+    src = MegatronSource(Path(source), Path(hf_config) if hf_config is not None else None, family)
+    try:
+        tensors = {n: TensorInfo(t.shape, _stored_dtype(t.dtype, target, n in src.mapping.fp32)) for n, t in src.tensors.items()}
+        fp8 = Fp8Blocks(_quantized(src, tensors) if quantize else ())
+        laid_out: dict[str, tuple[Dtype, tuple[int, ...]]] = {}
+        for name, info in tensors.items():
+            laid_out |= fp8.stored(name, info)
+        new_files = safetensors.plan_files(laid_out, shard_bytes)
+        placed = {name: tensor for file in new_files for name, tensor in file.tensors.items()}
+        sizes = {file.name: file.size_bytes for file in new_files}
+        report = _report("mcore-to-hf", src, source, destination, "whole tensors", sizes, workers, dry_run, min(len(sizes), team.size))
+        if dry_run:
+            return report
+
+        work = Workdir(Path(destination), overwrite, team.process)
+        strips = grouped_strips(
+            (name, strip_of((0,) * len(t.shape), t.shape, (0,) * len(t.shape), t.shape, Path(t.file), t.offset, t.dtype.size))
+            for name, t in placed.items()
+        )
+        run = _Run(src, tensors, strips, sizes, work, team, workers, sync, progress, fp8)
+
+        def create(files: OpenFiles, mine: set[str]) -> None:
+            for file in new_files:
+                if file.name in mine:
+                    files.write(work.path / file.name, 0, file.head)
+
+        def finish(checksums: dict[str, str]) -> None:
+            stored = {name: TensorInfo(t.shape, t.dtype) for name, t in placed.items()}
+            small: dict[str, bytes | str] = {path.name: path.read_bytes() for path in src.hf_files()}
+            small["config.json"] = _config_json(src, tensors, fp8, small.get("config.json"))
+            index = safetensors.index_json(new_files)
+            if index is not None:
+                small[safetensors.INDEX] = index
+            fields = {"format": "huggingface", "family": src.model.family.name, "source": str(source), "quantized": sorted(fp8.names)}
+            small[MANIFEST] = manifest_json(fields, stored, checksums)
+            for name, data in small.items():
+                work.write_file(name, data, sync)
+
+        options = {"dtype": target and target.name, "quantize": quantize, "shard": shard_bytes}
+        report.resumed_tensors = run.run(fingerprint(_identity(src), options), resume, create, finish)
+        return report
+    finally:
+        src.close()
+
+
+@dataclass
+class _Run:
+    """The part that both directions share: create the files, stream every tensor, meet, finish and publish."""
+
+    source: Source
+    tensors: dict[str, TensorInfo]
+    strips: dict[str, list[Strip]]
+    sizes: dict[str, int]
+    work: Workdir
+    team: Team
+    workers: int | None
+    sync: bool
+    progress: Progress | None
+    fp8: Fp8Blocks = field(default_factory=lambda: Fp8Blocks(()))
+
+    def run(self, print_of_run: str, resume: bool, create: Callable, finish: Callable) -> int:
+        """Write everything; the number of tensors that a resumed run found done."""
+        team, work, error = self.team, self.work, None
+        published = False
+        files = OpenFiles(os.O_RDWR | os.O_CREAT)
+        try:
+            try:
+                if team.process == 0:
+                    work.open(print_of_run, resume)
+            except BaseException as caught:
+                error = caught
+            prints = team.agree(error, print_of_run)
+            if len(set(prints)) > 1:
+                raise ReshardError("the processes of this run were given different sources, layouts or options")
+            checksums, resumed = {}, 0
+            try:
+                checksums, resumed = self._stream(files, create)
+            except BaseException as caught:
+                error = caught
+            all_checksums = team.agree(error, checksums)
+            try:
+                if team.process == 0:
+                    merged = {name: value for some in all_checksums for name, value in some.items() if value != "-"}
+                    self._check_copies(merged)
+                    finish(merged)
+                    work.publish()
+                    published = True
+            except BaseException as caught:
+                error = caught
+            team.agree(error)
+            return resumed
+        finally:
+            files.close()
+            # A full disk, an interrupt or a kill leaves the directory for --resume; what cannot be resumed goes away.
+            work.close(remove=not published and isinstance(error, ReshardError) and "--resume" not in str(error))
+
+    def _stream(self, files: OpenFiles, create: Callable) -> tuple[dict[str, str], int]:
+        team, work = self.team, self.work
+        mine = team.share(self.sizes)
+        self._check_space(mine)
+        for name in mine:
+            path = work.path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if os.fstat(files.descriptor(path)).st_size != self.sizes[name]:
+                os.ftruncate(files.descriptor(path), self.sizes[name])
+        finished = work.done()
+        create(files, mine)
+        here = {n: [s._replace(path=work.path / s.path) for s in strips if str(s.path) in mine] for n, strips in self.strips.items()}
+        writer = StripWriter(here, files)
+        names, hashed = [], set()
+        for name in self.tensors:
+            parts = [part for part in self.fp8.parts(name) if part in self.strips]
+            all_strips = [strip for part in parts for strip in self.strips[part]]
+            owns = str(all_strips[0].path) in mine if all_strips else team.process == 0
+            if owns or any(here[part] for part in parts):
+                names.append(name)
+                hashed.update(self.fp8.parts(name) if owns else ())
+        todo = [name for name in names if any(part not in finished for part in self.fp8.parts(name))]
+        totals = {name: self.tensors[name].size_bytes for name in names}
+        total, done = sum(totals.values()), sum(totals[n] for n in names) - sum(totals[n] for n in todo)
+
+        def advance(n: int) -> None:
+            nonlocal done
+            done += n
+            if self.progress is not None:
+                self.progress(done, total)
+
+        advance(0)
+
+        def job(name: str) -> dict[str, str]:
+            sums = self._copy(name, writer)
+            for part, value in sums.items():
+                work.record(part, value if part in hashed else "-")
+            return sums
+
+        results = run_jobs(todo, job, self.workers or default_workers(), advance, totals)
+        checksums = {part: finished[part] for name in names if name not in results for part in self.fp8.parts(name)}
+        checksums |= {part: value for sums in results.values() for part, value in sums.items() if part in hashed}
+        if self.sync:
+            with ThreadPoolExecutor(4) as pool:
+                list(pool.map(lambda name: os.fsync(files.descriptor(work.path / name)), sorted(mine)))
+        return checksums, len(names) - len(todo)
+
+    def _copy(self, name: str, writer: StripWriter) -> dict[str, str]:
+        """Stream one tensor; its checksum, and that of its scales."""
+        info = self.tensors[name]
+        source_dtype = self.source.tensors[name].dtype
+        if name in self.fp8.names:
+            return self.fp8.copy(name, info, lambda a, b: _cast(self.source.read_rows(name, a, b), source_dtype, info.dtype), writer)
+        digest = xxhash.xxh3_128()
+        # Rows of whole fp8 blocks, so that a block's scales are read once.
+        for start, stop in info.slabs(SLAB_BYTES, BLOCK if info.rows > BLOCK else 1):
+            slab = _cast(self.source.read_rows(name, start, stop), source_dtype, info.dtype)
+            digest.update(memoryview(slab.view(np.uint8).reshape(-1)))
+            writer.write_rows(name, start, slab)
+        return {name: digest.hexdigest()}
+
+    def _check_copies(self, checksums: dict[str, str]) -> None:
+        for name, primary in self.source.copies.items():
+            if checksums[name] != checksums[primary]:
+                raise ReshardError(f"{self.source.path}: {name} differs from {primary}, but Megatron holds the two as one parameter")
+
+    def _check_space(self, mine: set[str]) -> None:
+        needed = sum(self.sizes[name] for name in mine)
+        for name in mine:
+            path = self.work.path / name
+            if path.exists():
+                needed -= path.stat().st_blocks * 512
+        status = os.statvfs(self.work.path)
+        if needed > status.f_bavail * status.f_frsize:
+            raise ReshardError(f"{self.work.destination} needs {needed:,} more bytes, but the disk has {status.f_bavail * status.f_frsize:,} free")
+
+
+def _cast(slab: np.ndarray, source: Dtype, target: Dtype) -> np.ndarray:
+    if source == target:
+        return slab
+    with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN are weights like any other
+        return slab.astype(target.numpy())
+
+
+def _float_dtype(name: str | None) -> Dtype | None:
+    if name is None:
+        return None
+    try:
+        return {d.name: d for d in map(dtype_named, ("bf16", "fp16", "fp32"))}[dtype_named(name).name]
+    except KeyError as error:
+        raise ReshardError(f"--dtype {name} is not one of bf16, fp16, fp32") from error
+
+
+def _stored_dtype(dtype: Dtype, target: Dtype | None, keep_precision: bool) -> Dtype:
+    if target is None or (keep_precision and target.size < dtype.size):
+        return dtype
+    return target
+
+
+def _chunk_files(chunks: list[Chunk], tensors: dict[str, TensorInfo]) -> dict[int, list[NewChunk]]:
+    """The chunks of each rank's file, one after the other, by rank. All chunks of a key must have one dtype."""
+    by_rank: dict[int, list[NewChunk]] = defaultdict(list)
+    ends: dict[int, int] = defaultdict(int)
+    key_dtypes: dict[str, tuple[Dtype, str]] = {}
+    containers: dict[tuple, torch_zip.Container] = {}
+    for chunk in sorted(chunks, key=lambda c: c.rank):
+        for part in chunk.tensor.parts:
+            dtype, first = key_dtypes.setdefault(chunk.key, (tensors[part.name].dtype, part.name))
+            if tensors[part.name].dtype != dtype:
+                raise ReshardError(f"{first} is {dtype.name} and {part.name} is {tensors[part.name].dtype.name}, but Megatron's {chunk.key} has "
+                                   "one dtype: pass --dtype")  # fmt: skip
+        dtype = key_dtypes[chunk.key][0]
+        container = containers.get((dtype, chunk.sizes)) or torch_zip.tensor_container(dtype, chunk.sizes)
+        containers[dtype, chunk.sizes] = container
+        by_rank[chunk.rank].append(NewChunk(chunk, dtype, container, ends[chunk.rank]))
+        end = ends[chunk.rank] + container.size_bytes
+        ends[chunk.rank] = end + -end % torch_zip.ALIGNMENT
+    return dict(by_rank)
+
+
+def _file_end(group: list[NewChunk]) -> int:
+    return group[-1].offset + group[-1].container.size_bytes
+
+
+def _strips_to_chunks(plan: Plan, written: dict[int, list[NewChunk]], directory: str) -> dict[str, list[Strip]]:
+    places = {c.chunk.tensor.id: (Path(f"{directory}/__{rank}_0.distcp"), c) for rank, group in written.items() for c in group}
+
+    def strip(t: Any) -> Strip:
+        path, c = places[t.dst]
+        return strip_of(t.box.offsets, t.box.lengths, t.dst_at, c.chunk.tensor.shape, path, c.offset + len(c.container.head), c.dtype.size)
+
+    return grouped_strips((t.name, strip(t)) for t in plan.transfers)
+
+
+def _report(direction: str, src: Source, source: Any, destination: Any, layout: str, sizes: dict[str, int], workers: int | None,
+            dry_run: bool, processes: int) -> Report:  # fmt: skip
+    read = sum(t.size_bytes for n, t in src.tensors.items())
+    largest_row = max(t.columns * t.dtype.size for t in src.tensors.values())
+    slabs = 4 * (workers or default_workers()) * max(SLAB_BYTES, BLOCK * largest_row)
+    return Report(direction, src.model.family.name, str(source), str(destination), layout, len(src.tensors), read, sum(sizes.values()),
+                  len(sizes), {}, slabs + (150 << 20), dry_run, list(src.notices))  # fmt: skip
+
+
+def _identity(src: Source) -> list:
+    """What a resumed run must find unchanged: the source's files, with sizes and times."""
+    paths = sorted(p for p in src.path.rglob("*") if p.is_file())
+    return [[str(p.relative_to(src.path)), p.stat().st_size, p.stat().st_mtime_ns] for p in paths]
+
+
+def _quantized(src: MegatronSource, tensors: dict[str, TensorInfo]) -> list[str]:
+    """The names to quantise: those that were in the checkpoint this one came from, else all linear weights of the layers."""
+    recorded = (src.manifest() or {}).get("quantized")
+    return [n for n in recorded if n in tensors] if recorded else [n for n, t in tensors.items() if quantizable(n, t)]
+
+
+def _config_json(src: Source, tensors: dict[str, TensorInfo], fp8: Fp8Blocks, original: bytes | str | None) -> bytes | str:
+    """config.json: as it was, but for dtype and quantisation where those changed."""
+    config = dict(src.model.config) if original is None else json.loads(original)
+    before = json.dumps(config)
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    dtype = next(t.dtype.name for n, t in tensors.items() if n not in src.mapping.fp32)
+    if fp8.names:
+        config.setdefault("quantization_config", {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+                                                  "weight_block_size": [BLOCK, BLOCK]})  # fmt: skip
+    else:
+        config.pop("quantization_config", None)
+    if config.get(key) != dtype:
+        config[key] = dtype
+    if original is not None and json.dumps(config) == before:
+        return original
+    return json.dumps(config, indent=2) + "\n"
+
+
+def parse_size(size: str | int) -> int:
+    """Bytes of ``5GB``, ``500MB``, ``1.5GiB`` or a number. Raises ReshardError for anything else."""
+    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+    text = str(size).strip().lower()
+    number = text.rstrip("bkmgti ")
+    try:
+        value = int(float(number) * units[text[len(number) :].strip()])
+    except (ValueError, KeyError, OverflowError) as error:
+        raise ReshardError(f"--max-shard-size {size} is not a size such as 5GB or 500MB") from error
+    if value < 1:
+        raise ReshardError(f"--max-shard-size {size} is less than a byte")
+    return value

@@ -1,0 +1,53 @@
+"""Element types: one name each, and what safetensors, torch and numpy call them.
+
+numpy has no bfloat16 or float8 of its own; `ml_dtypes` gives them, with correct rounding between all of these.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    """An element type: `name` as torch says it, `size` in bytes, `safetensors` and torch `storage` names."""
+
+    name: str
+    size: int
+    safetensors: str
+    storage: str
+    floating: bool = True
+
+    def numpy(self) -> Any:
+        """The numpy dtype."""
+        import ml_dtypes
+        import numpy
+
+        return numpy.dtype(getattr(ml_dtypes, self.name, None) or self.name)
+
+
+DTYPES = {
+    dtype.name: dtype
+    for dtype in (
+        Dtype("float64", 8, "F64", "DoubleStorage"),
+        Dtype("float32", 4, "F32", "FloatStorage"),
+        Dtype("float16", 2, "F16", "HalfStorage"),
+        Dtype("bfloat16", 2, "BF16", "BFloat16Storage"),
+        Dtype("float8_e4m3fn", 1, "F8_E4M3", "UntypedStorage"),
+        Dtype("float8_e5m2", 1, "F8_E5M2", "UntypedStorage"),
+        Dtype("int64", 8, "I64", "LongStorage", False),
+        Dtype("int32", 4, "I32", "IntStorage", False),
+        Dtype("int16", 2, "I16", "ShortStorage", False),
+        Dtype("int8", 1, "I8", "CharStorage", False),
+        Dtype("uint8", 1, "U8", "ByteStorage", False),
+        Dtype("bool", 1, "BOOL", "BoolStorage", False),
+    )
+}
+BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in DTYPES.values()}
+BY_STORAGE = {dtype.storage: dtype for dtype in DTYPES.values() if dtype.storage != "UntypedStorage"}
+SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def dtype_named(name: str) -> Dtype:
+    """The element type of this name, long (``bfloat16``, ``torch.bfloat16``) or short (``bf16``). Raises KeyError."""
+    name = name.removeprefix("torch.")
+    return DTYPES[SHORT_NAMES.get(name, name)]

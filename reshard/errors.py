@@ -1,0 +1,15 @@
+"""The one error that a user's mistake or a bad file leads to."""
+
+
+class ReshardError(Exception):
+    """Something that the user can act on: what is wrong, where, and what to do.
+
+    The message is one sentence or a short list; the command line prints it without a traceback and exits with status 1.
+    """
+
+
+def listed(names, limit: int = 10) -> str:
+    """Join names for an error message, at most `limit` of them: ``a, b, c and 7 more``."""
+    names = [str(name) for name in names]
+    head = ", ".join(names[:limit])
+    return head if len(names) <= limit else f"{head} and {len(names) - limit} more"

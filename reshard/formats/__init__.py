@@ -1,0 +1,1 @@
+"""The file formats: safetensors, and the zip and pickle inside Megatron's torch_dist."""

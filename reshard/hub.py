@@ -1,0 +1,33 @@
+"""Hugging Face hub ids as sources."""
+
+import re
+from pathlib import Path
+
+from reshard.errors import ReshardError
+
+# What a conversion needs of a repository.
+PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
+
+
+def local_directory(source: str) -> Path:
+    """The directory of a source: a path as it is, a hub id (``Qwen/Qwen3-0.6B``, optionally ``@revision``) after its download.
+
+    Raises ReshardError where it is neither or the hub does not have it.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ReshardError(f"{source} is a file, not a directory")
+    match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", source)
+    if match is None or source.startswith((".", "/")):
+        raise ReshardError(f"{source} is neither a directory nor a hub id such as Qwen/Qwen3-0.6B")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        return Path(snapshot_download(match[1], revision=match[2], allow_patterns=PATTERNS))
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise ReshardError(f"{source} is not a directory here, and the hub has no such model or revision (or it is private)") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ReshardError(f"{source} is not a directory here, and the hub could not be reached: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,305 @@
+"""Anything that holds a model's weights, read as canonical tensors: a Hugging Face directory or a Megatron checkpoint."""
+
+import json
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reshard.dtypes import DTYPES, Dtype
+from reshard.errors import ReshardError, listed
+from reshard.files import OpenFiles
+from reshard.formats import safetensors, torch_dist
+from reshard.manifest import NAME as MANIFEST
+from reshard.manifest import read_manifest
+from reshard.megatron import Mapping, expand, placement_of_checkpoint, vocab_rows
+from reshard.model import Model
+from reshard.placement import Placement
+from reshard.planner import Transfer, make_plan
+from reshard.streams import Strip, StripReader, TensorInfo, strip_of
+
+HF_FILES = "hf"
+SCALE = "_scale_inv"
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json", ".distcp", ".ckpt")
+
+
+class Source(ABC):
+    """A model's weights as canonical tensors.
+
+    `tensors` are shapes and dtypes by published name (fp8 blocks already as what they dequantise to), `copies` the names in it that
+    repeat another tensor, `mapping` the expanded table, `notices` what a user should be told.
+    """
+
+    kind: str
+    path: Path
+    model: Model
+    mapping: Mapping
+    tensors: dict[str, TensorInfo]
+    copies: dict[str, str]
+    notices: list[str]
+
+    @abstractmethod
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows `start` .. `stop` of a canonical tensor, ``[rows, columns]``."""
+
+    @abstractmethod
+    def hf_directory(self) -> Path | None:
+        """Where config, tokenizer and generation config are."""
+
+    def hf_files(self) -> list[Path]:
+        """The files beside the weights of a Hugging Face checkpoint: config, tokenizer, generation config, chat template."""
+        directory = self.hf_directory()
+        if directory is None:
+            return []
+        return sorted(p for p in directory.iterdir() if p.is_file() and not p.name.startswith(".") and p.name != MANIFEST
+                      and not p.name.endswith(WEIGHT_SUFFIXES))  # fmt: skip
+
+    def manifest(self) -> dict[str, Any] | None:
+        """The manifest, where there is one."""
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        """What `inspect` shows of this format only."""
+        return {}
+
+    def close(self) -> None:
+        """Close the files."""
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A Hugging Face ``config.json``. Raises ReshardError where it is missing or not a JSON object."""
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        raise ReshardError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ReshardError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ReshardError(f"{path} is not a JSON object")
+    return config
+
+
+class HuggingFaceSource(Source):
+    """A Hugging Face directory. fp8 weights with 128x128 block scales read as `dequantize_to`."""
+
+    kind = "huggingface"
+
+    def __init__(self, path: Path, dequantize_to: Dtype | None = None) -> None:
+        self.path, self.notices = path, []
+        self.config = read_config(path / "config.json")
+        self.model = Model.from_hf(self.config, str(path / "config.json"))
+        self.stored = safetensors.read_directory(path)
+        self.files = OpenFiles()
+        prefix = f"model.layers.{self.model.num_layers}."
+        if self.model.mtp_layers and not any(name.startswith(prefix) for name in self.stored):
+            self.notices.append(f"config.json announces {self.model.mtp_layers} MTP layers, but the files have none; converted without")
+            self.model = replace(self.model, mtp_layers=0)
+        self.mapping = expand(self.model)
+        self._quantization(dequantize_to)
+        self._check()
+
+    def _quantization(self, dequantize_to: Dtype | None) -> None:
+        """Find fp8 weights and their scales."""
+        self.scales = {name.removesuffix(SCALE): name for name in self.stored if name.endswith(SCALE)}
+        quantization = self.config.get("quantization_config") or {}
+        method = quantization.get("quant_method")
+        if method not in (None, "fp8"):
+            raise ReshardError(f"{self.path}: weights quantised as {method!r} are not supported, only fp8 with block scales")
+        self.block = tuple(quantization.get("weight_block_size") or (128, 128))
+        self.dequantize_to = dequantize_to or DTYPES["bfloat16"]
+        for name, scale in self.scales.items():
+            weight, scales = self.stored.get(name), self.stored[scale]
+            if weight is None or weight.dtype.name != "float8_e4m3fn" or len(weight.shape) != 2 or scales.dtype.name != "float32":
+                raise ReshardError(f"{self.path}: {scale} does not belong to an fp8 (e4m3) weight, or is not float32")
+            blocks = tuple(-(-n // b) for n, b in zip(weight.shape, self.block, strict=True))
+            if scales.shape != blocks:
+                raise ReshardError(f"{self.path}: {scale} has shape {list(scales.shape)}, expected {list(blocks)} for blocks of {self.block}")
+
+    def _check(self) -> None:
+        """Raise ReshardError unless the files hold exactly the table's tensors, with its shapes."""
+        expected, found = self.mapping.shapes, {n: t for n, t in self.stored.items() if n not in self.scales.values()}
+        missing = [n for n in expected if n not in found and n not in self.mapping.optional]
+        extra = [n for n in found if n not in expected and n not in self.mapping.ignored]
+        family = self.model.family.name
+        if missing or extra:
+            parts = [f"lacks {len(missing)} of {family}'s tensors: {listed(missing)}"] if missing else []
+            parts += [f"holds {len(extra)} that {family} does not have: {listed(extra)}"] if extra else []
+            raise ReshardError(f"{self.path} {'; it '.join(parts)}")
+        self.tensors = {}
+        for name, shape in expected.items():
+            if name not in found:
+                continue
+            tensor = found[name]
+            if tensor.shape != shape:
+                raise ReshardError(f"{self.path}: {name} has shape {list(tensor.shape)}, expected {list(shape)} from config.json")
+            if not tensor.dtype.floating:
+                raise ReshardError(f"{self.path}: {name} has dtype {tensor.dtype.name}, which is not a weight's")
+            if tensor.dtype.name.startswith("float8") and name not in self.scales:
+                raise ReshardError(f"{self.path}: {name} is {tensor.dtype.name} without {name}{SCALE}")
+            self.tensors[name] = TensorInfo(shape, self.dequantize_to if name in self.scales else tensor.dtype)
+        self.copies = {name: primary for name, primary in self.mapping.copies.items() if name in self.tensors}
+        ignored = sorted(self.mapping.ignored & set(found))
+        if ignored:
+            self.notices.append(f"ignored on purpose: {listed(ignored, 3)}")
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        stored = self.stored[name]
+        columns = self.tensors[name].columns
+        if name not in self.scales:
+            return self._rows(stored, start, stop, columns)
+        rows_per_block, columns_per_block = self.block
+        scales = self.stored[self.scales[name]]
+        first, last = start // rows_per_block, -(-stop // rows_per_block)
+        factors = self._rows(scales, first, last, scales.shape[1])
+        factors = np.repeat(factors, rows_per_block, 0)[start - first * rows_per_block :][: stop - start]
+        weight = self._rows(stored, start, stop, columns).astype(np.float32)
+        weight *= np.repeat(factors, columns_per_block, 1)[:, :columns]
+        return weight.astype(self.dequantize_to.numpy())
+
+    def _rows(self, stored: safetensors.Tensor, start: int, stop: int, columns: int) -> np.ndarray:
+        width = columns * stored.dtype.size
+        rows = np.empty((stop - start, width), np.uint8)
+        self.files.read_into(self.path / stored.file, stored.offset + start * width, memoryview(rows.reshape(-1)))
+        return rows.view(stored.dtype.numpy())
+
+    def stored_tensors(self) -> dict[str, TensorInfo]:
+        """The tensors as the files have them: fp8 weights as fp8, and their scales."""
+        return {name: TensorInfo(t.shape, t.dtype) for name, t in self.stored.items()}
+
+    def read_stored_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows of a tensor as the files have it."""
+        stored = self.stored[name]
+        return self._rows(stored, start, stop, TensorInfo(stored.shape, stored.dtype).columns)
+
+    def hf_directory(self) -> Path | None:
+        return self.path
+
+    def manifest(self) -> dict[str, Any] | None:
+        return read_manifest(self.path)
+
+    def describe(self) -> dict[str, Any]:
+        described: dict[str, Any] = {"files": len({t.file for t in self.stored.values()})}
+        return described | ({"fp8_blocks": len(self.scales)} if self.scales else {})
+
+    def close(self) -> None:
+        self.files.close()
+
+
+class MegatronSource(Source):
+    """A ``torch_dist`` checkpoint of Megatron-Core, whoever wrote it."""
+
+    kind = "megatron"
+
+    def __init__(self, path: Path, hf_config: Path | None = None, family: str | None = None) -> None:
+        found = torch_dist.find(path)
+        if found is None:
+            raise ReshardError(f"{path} is no Megatron torch_dist checkpoint: it has neither {torch_dist.TRACKER} nor .metadata")
+        self.path, (directory, iteration) = path, found
+        self.root = path if directory != path else path.parent
+        self.checkpoint = torch_dist.read(directory, iteration)
+        self.model, self.config_from = self._model(hf_config, family)
+        self.files = OpenFiles()
+        self.mapping = expand(self.model, padded_vocab=vocab_rows(self.checkpoint, self.model))
+        placed = placement_of_checkpoint(self.checkpoint, self.model, self.mapping)
+        self.notices = placed.notices
+        recorded = set((self.manifest() or {}).get("tensors", {}))
+        canonical = {n: s for n, s in self.mapping.shapes.items() if n not in self.mapping.copies}
+        self.plan = make_plan(placed.placement, Placement.canonical(canonical))
+        self.transfers = self.plan.by_canonical_tensor()
+        self.tensors = {}
+        for name, transfers in self.transfers.items():
+            dtypes = {self.checkpoint.keys[t.src[0]].dtype.name for t in transfers}
+            if len(dtypes) > 1:
+                raise ReshardError(f"{directory}: {name} lies in chunks of different dtypes: {listed(sorted(dtypes))}")
+            self.tensors[name] = TensorInfo(self.mapping.shapes[name], DTYPES[dtypes.pop()])
+        self.copies = {n: p for n, p in self.mapping.copies.items() if n not in self.mapping.optional or n in recorded}
+        self.tensors |= {name: self.tensors[primary] for name, primary in self.copies.items()}
+        self.tensors = {name: self.tensors[name] for name in self.mapping.shapes if name in self.tensors}
+        self.known_heads: dict[int, list] = defaultdict(list)
+        self.reader = StripReader(self.tensors, self.strips, self.files)
+        self.strip_cache: dict[str, list[Strip]] = {}
+
+    def _model(self, hf_config: Path | None, family: str | None) -> tuple[Model, str]:
+        beside = self.root / HF_FILES / "config.json"
+        if hf_config is not None:
+            config = hf_config / "config.json" if hf_config.is_dir() else hf_config
+        elif beside.is_file():
+            config = beside
+        else:
+            where = f"{self.checkpoint.directory} (args)"
+            args = self.checkpoint.common().get("args") or {}
+            if not args:
+                raise ReshardError(f"{self.checkpoint.directory} has no args and no {HF_FILES}/config.json: pass --hf-config with the model's config.json")
+            args = dict(args)
+            if args.get("vocab_size") is None:
+                raise ReshardError(f"{where} do not say the vocabulary size without padding: pass --hf-config with the model's config.json")
+            return Model.from_megatron_args(args, where, family), "args"
+        model = Model.from_hf(read_config(config), str(config))
+        if model.mtp_layers and not any(key.startswith("mtp.") for key in self.checkpoint.keys):
+            model = replace(model, mtp_layers=0)
+        return model, str(config)
+
+    def strips(self, name: str) -> list[Strip]:
+        """Where the rows of a canonical tensor lie."""
+        return [self._strip(transfer) for transfer in self.transfers[name]]
+
+    def _strip(self, transfer: Transfer) -> Strip:
+        key, offsets, sizes, before = transfer.src
+        stored = self.checkpoint.keys[key].chunks[offsets, sizes]
+        path = self.checkpoint.directory / stored.file
+        dtype, shape, data_at = self._tensor_at(stored, path)
+        expected = self.checkpoint.keys[key].dtype
+        if dtype != expected or tuple(n for n in shape if n != 1) != tuple(n for n in sizes if n != 1):
+            raise ReshardError(f"{path} at byte {stored.offset}: {dtype.name} {list(shape)} is stored, but .metadata says {expected.name} {list(sizes)} of {key}")
+        local = self.plan.src.tensors[transfer.src].shape
+        return strip_of(transfer.box.offsets, transfer.box.lengths, transfer.src_at, local, path,
+                        data_at + before * dtype.size, dtype.size)  # fmt: skip
+
+    def _tensor_at(self, stored: torch_dist.Stored, path: Path) -> tuple[Dtype, tuple[int, ...], int]:
+        """Dtype, shape and place of a container's tensor. Heads seen before (same bytes up to the data) are not parsed again."""
+        head = self.files.read(path, stored.offset, min(1024, stored.length))
+        for known, tensor in self.known_heads[stored.length]:
+            if head.startswith(known):
+                return tensor.dtype, tensor.shape, stored.offset + tensor.offset
+        tensor = self.checkpoint.tensor_at(stored)
+        relative = replace(tensor, offset=tensor.offset - stored.offset)
+        if relative.offset <= len(head):
+            self.known_heads[stored.length].append((head[: relative.offset], relative))
+        return tensor.dtype, tensor.shape, tensor.offset
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        name = self.copies.get(name, name)
+        strips = self.strip_cache.get(name)
+        if strips is None:
+            strips = self.strip_cache[name] = self.strips(name)
+        return self.reader.read_rows(name, start, stop, strips)
+
+    def hf_directory(self) -> Path | None:
+        beside = self.root / HF_FILES
+        return beside if beside.is_dir() else None
+
+    def manifest(self) -> dict[str, Any] | None:
+        return read_manifest(self.root)
+
+    def describe(self) -> dict[str, Any]:
+        files = {stored.file for key in self.checkpoint.keys.values() for stored in key.chunks.values()}
+        return {"iteration": self.checkpoint.iteration, "files": len(files), "keys": len(self.checkpoint.keys), "config": self.config_from}
+
+    def close(self) -> None:
+        self.files.close()
+
+
+def open_source(path: Path, hf_config: Path | None = None, family: str | None = None, dequantize_to: Dtype | None = None) -> Source:
+    """Open a directory of either format. Raises ReshardError where it is none."""
+    if not path.exists():
+        raise ReshardError(f"{path} does not exist")
+    if not path.is_dir():
+        raise ReshardError(f"{path} is not a directory")
+    if torch_dist.find(path) is not None:
+        return MegatronSource(path, hf_config, family)
+    if (path / "config.json").is_file() or any(path.glob("*.safetensors")):
+        return HuggingFaceSource(path, dequantize_to)
+    raise ReshardError(f"{path} is neither a Hugging Face directory (config.json) nor a Megatron torch_dist checkpoint ({torch_dist.TRACKER})")

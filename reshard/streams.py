@@ -1,0 +1,174 @@
+"""The disk executor: canonical tensors, a slab of rows at a time, from where they lie to where they go.
+
+A canonical tensor is a matrix of rows (dim 0). A *strip* says where a run of rows, or some columns of them, lies in a file. The
+executor reads a slab through the source's strips, converts and hashes it, and writes it through the destination's: memory stays
+at a slab for each worker, whatever the size of the model.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from reshard.dtypes import Dtype
+from reshard.errors import ReshardError
+from reshard.files import OpenFiles
+
+SLAB_BYTES = 2 << 20
+
+
+class Strip(NamedTuple):
+    """Rows `start` .. `stop` and columns `column` .. `column + columns` of a canonical tensor lie in a file.
+
+    The first element is at byte `offset`; rows follow each other every `width` elements.
+    """
+
+    start: int
+    stop: int
+    column: int
+    columns: int
+    path: Path
+    offset: int
+    width: int
+
+
+def strip_of(box_offsets: tuple[int, ...], lengths: tuple[int, ...], at: tuple[int, ...], shape: tuple[int, ...], path: Path,
+             tensor_offset: int, itemsize: int) -> Strip:  # fmt: skip
+    """The strip of a box that lies at `at` in a row-major tensor of `shape`, which starts at byte `tensor_offset` of a file."""
+    if len(shape) > 2:
+        raise ReshardError(f"{path}: tensors of {len(shape)} dims have no rows and columns")
+    width, columns = (shape[1], lengths[1]) if len(shape) == 2 else (1, 1)
+    first = at[0] * width + (at[1] if len(shape) == 2 else 0)
+    column = box_offsets[1] if len(shape) == 2 else 0
+    return Strip(box_offsets[0], box_offsets[0] + lengths[0], column, columns, path, tensor_offset + first * itemsize, width)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Shape and dtype of a canonical tensor."""
+
+    shape: tuple[int, ...]
+    dtype: Dtype
+
+    @property
+    def rows(self) -> int:
+        """Length of dim 0."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def columns(self) -> int:
+        """Elements in a row."""
+        return prod(self.shape[1:])
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * self.dtype.size
+
+    def slabs(self, slab_bytes: int = SLAB_BYTES, multiple: int = 1) -> Iterable[tuple[int, int]]:
+        """Runs of rows of about `slab_bytes`, each a multiple of `multiple` rows."""
+        step = max(1, slab_bytes // max(1, self.columns * self.dtype.size * multiple)) * multiple
+        return ((start, min(start + step, self.rows)) for start in range(0, self.rows, step))
+
+
+class StripReader:
+    """Canonical tensors that lie in files, as strips."""
+
+    def __init__(self, tensors: Mapping[str, TensorInfo], strips: Callable[[str], list[Strip]], files: OpenFiles) -> None:
+        self.tensors, self.strips, self.files = tensors, strips, files
+
+    def read_rows(self, name: str, start: int, stop: int, strips: list[Strip]) -> np.ndarray:
+        """Rows `start` .. `stop` of a tensor: an array ``[rows, columns]`` of its dtype."""
+        info = self.tensors[name]
+        size = info.dtype.size
+        slab = np.empty((stop - start, info.columns * size), np.uint8)
+        for strip in strips:
+            a, b = max(start, strip.start), min(stop, strip.stop)
+            if a >= b:
+                continue
+            offset = strip.offset + (a - strip.start) * strip.width * size
+            if strip.columns == strip.width == info.columns:
+                self.files.read_into(strip.path, offset, memoryview(slab[a - start : b - start].reshape(-1)))
+            else:
+                # Whole source rows are read, also where only some columns are wanted: one large read beats many small ones.
+                needed = ((b - a - 1) * strip.width + strip.columns) * size
+                rows = np.empty((b - a) * strip.width * size, np.uint8)
+                self.files.read_into(strip.path, offset, memoryview(rows[:needed]))
+                columns = slice(strip.column * size, (strip.column + strip.columns) * size)
+                slab[a - start : b - start, columns] = rows.reshape(b - a, -1)[:, : strip.columns * size]
+        return slab.view(info.dtype.numpy())
+
+
+class StripWriter:
+    """Canonical tensors that go to files, as strips."""
+
+    def __init__(self, strips: Mapping[str, list[Strip]], files: OpenFiles) -> None:
+        self.strips, self.files = strips, files
+
+    def write_rows(self, name: str, start: int, slab: np.ndarray) -> None:
+        """Write an array ``[rows, columns]`` that begins at row `start` of a tensor."""
+        size = slab.itemsize
+        raw = slab.view(np.uint8)
+        for strip in self.strips.get(name, ()):
+            a, b = max(start, strip.start), min(start + len(slab), strip.stop)
+            if a >= b:
+                continue
+            offset = strip.offset + (a - strip.start) * strip.width * size
+            rows = raw[a - start : b - start, strip.column * size : (strip.column + strip.columns) * size]
+            if strip.columns == strip.width:
+                self.files.write(strip.path, offset, memoryview(np.ascontiguousarray(rows).reshape(-1)))
+            else:
+                for i, row in enumerate(rows):
+                    self.files.write(strip.path, offset + i * strip.width * size, memoryview(row))
+
+
+def checksum(digest: "xxhash.xxh3_128") -> str:
+    """A checksum as the manifest has it."""
+    return digest.hexdigest()
+
+
+def run_jobs(names: Iterable[str], job: Callable[[str], Any], workers: int, progress: Callable[[int], None] | None = None,
+             sizes: Mapping[str, int] | None = None) -> dict[str, Any]:  # fmt: skip
+    """Run `job(name)` for every name on `workers` threads; the first error stops the others and is raised."""
+    results: dict[str, Any] = {}
+    stop, pending, lock = threading.Event(), iter(list(names)), threading.Lock()
+
+    def work() -> None:
+        while not stop.is_set():
+            with lock:
+                name = next(pending, None)
+            if name is None:
+                return
+            try:
+                results[name] = job(name)
+            except BaseException:
+                stop.set()
+                raise
+            if progress is not None:
+                with lock:
+                    progress(sizes[name] if sizes else 1)
+
+    with ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(work) for _ in range(workers)]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            stop.set()
+            raise
+    return results
+
+
+def grouped_strips(strips: Iterable[tuple[str, Strip]]) -> dict[str, list[Strip]]:
+    """Strips by canonical tensor."""
+    groups: dict[str, list[Strip]] = defaultdict(list)
+    for name, strip in strips:
+        groups[name].append(strip)
+    return dict(groups)

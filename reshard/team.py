@@ -1,0 +1,59 @@
+"""The processes that share a conversion: one, or those that ``torchrun`` started, over a common file system.
+
+Each takes whole destination files. They meet twice, through a gloo process group: before the first byte, so that all have the
+same plan, and after the last, so that the first one can publish.
+"""
+
+import os
+from typing import Any
+
+from reshard.errors import ReshardError
+
+
+class Team:
+    """`process` of `size` processes."""
+
+    def __init__(self, process: int = 0, size: int = 1) -> None:
+        self.process, self.size = process, size
+
+    @staticmethod
+    def from_environment() -> "Team":
+        """The team that torchrun's environment variables describe; one process without them."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size == 1 or "RANK" not in os.environ:
+            return Team()
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        return Team(dist.get_rank(), dist.get_world_size())
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Everybody's value, by process; waits for all."""
+        if self.size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def agree(self, error: BaseException | None, what: object = None) -> list[Any]:
+        """Meet: raise everywhere if one process failed, else give everybody's `what`."""
+        answers = self.exchange((None if error is None else str(error) or type(error).__name__, what))
+        failed = [(process, message) for process, (message, _) in enumerate(answers) if message is not None]
+        if error is not None:
+            raise error
+        if failed:
+            raise ReshardError(f"process {failed[0][0]} of {self.size} failed: {failed[0][1]}")
+        return [what for _, what in answers]
+
+    def share(self, sizes: dict[Any, int]) -> set[Any]:
+        """The files (name to bytes) that this process writes: contiguous runs of about equal bytes."""
+        total, mine, position = sum(sizes.values()) or 1, set(), 0
+        for name, n in sizes.items():
+            middle = position + n // 2
+            if min(self.size - 1, middle * self.size // total) == self.process:
+                mine.add(name)
+            position += n
+        return mine
