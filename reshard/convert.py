@@ -21,7 +21,7 @@ from reshard.hub import local_directory
 from reshard.layout import Layout
 from reshard.manifest import NAME as MANIFEST
 from reshard.manifest import manifest_json
-from reshard.megatron import TRANSFORMER_IMPLS, Chunk, chunks_to_write, expand, padded_vocab_size
+from reshard.megatron import TRANSFORMER_IMPLS, Chunk, chunks_to_write, expand, extra_states_to_write, padded_vocab_size
 from reshard.megatron_args import FLAGS_FILE, arguments, checkpoint_args, command_line
 from reshard.placement import Placement
 from reshard.planner import Plan, make_plan
@@ -31,6 +31,9 @@ from reshard.team import Team
 from reshard.workdir import Workdir, fingerprint
 
 Progress = Callable[[int, int], None]
+
+# Every file starts with one empty ``_extra_state``, which all objects of its rank refer to.
+NO_STATE = torch_zip.object_bytes([None])
 
 
 @dataclass
@@ -114,6 +117,9 @@ def hf_to_mcore(
         chunks = list(chunks_to_write(src.model, mapping, layout, transformer_impl))
         shapes = {n: t.shape for n, t in tensors.items() if n not in src.copies}
         plan = make_plan(Placement.canonical(shapes), Placement.of(shapes, (c.tensor for c in chunks)))
+        objects = defaultdict(list)
+        for key, rank in extra_states_to_write(src.model, mapping, layout, transformer_impl):
+            objects[rank].append(key)
         written = _chunk_files(chunks, tensors)
         directory = "release" if iteration is None else f"iter_{iteration:07d}"
         sizes = {f"{directory}/__{rank}_0.distcp": _file_end(group) for rank, group in written.items()}
@@ -132,6 +138,7 @@ def hf_to_mcore(
             for rank, group in written.items():
                 name = f"{directory}/__{rank}_0.distcp"
                 if name in mine:
+                    files.write(work.path / name, 0, NO_STATE)
                     for c in group:
                         files.write(work.path / name, c.offset, c.container.head)
                         files.write(work.path / name, c.offset + len(c.container.head) + c.container.data_bytes, c.container.tail)
@@ -143,12 +150,13 @@ def hf_to_mcore(
                     key = keys.setdefault(c.chunk.key, torch_dist.Key(c.dtype, c.chunk.key_shape))
                     place = torch_dist.Stored(f"__{rank}_0.distcp", c.offset, c.container.size_bytes)
                     key.chunks[c.chunk.offsets, c.chunk.sizes] = place
+            states = {key: torch_dist.Stored(f"__{rank}_0.distcp", 0, len(NO_STATE)) for rank, group in objects.items() for key in group}
             model_dtype = tensors[next(iter(tensors))].dtype
             args = arguments(src.model, layout, vocab, make_vocab_size_divisible_by, model_dtype, transformer_impl)
             saved = checkpoint_args(args, layout.world_size(src.model), model_dtype, iteration or 0)
             content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
             small = {
-                f"{directory}/.metadata": torch_dist.metadata_bytes(keys, {}, directory),
+                f"{directory}/.metadata": torch_dist.metadata_bytes(keys, states, directory),
                 f"{directory}/common.pt": torch_dist.common_bytes(saved, iteration or 0, content),
                 f"{directory}/metadata.json": json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}),
                 torch_dist.TRACKER: "release" if iteration is None else str(iteration),
@@ -392,7 +400,8 @@ def _stored_dtype(dtype: Dtype, target: Dtype | None, keep_precision: bool) -> D
 def _chunk_files(chunks: list[Chunk], tensors: dict[str, TensorInfo]) -> dict[int, list[NewChunk]]:
     """The chunks of each rank's file, one after the other, by rank. All chunks of a key must have one dtype."""
     by_rank: dict[int, list[NewChunk]] = defaultdict(list)
-    ends: dict[int, int] = defaultdict(int)
+    start = len(NO_STATE) + -len(NO_STATE) % torch_zip.ALIGNMENT
+    ends: dict[int, int] = defaultdict(lambda: start)
     key_dtypes: dict[str, tuple[Dtype, str]] = {}
     containers: dict[tuple, torch_zip.Container] = {}
     for chunk in sorted(chunks, key=lambda c: c.rank):

@@ -180,37 +180,79 @@ def key_of(parameter: Parameter, stacked: bool, transformer_impl: str) -> str:
     return parameter.prefix + name
 
 
+class NewObject(NamedTuple):
+    """An object as one rank saves it: `key` with its position among the stacked layers and experts."""
+
+    key: str
+    rank: int
+
+
 def chunks_to_write(model: Model, mapping: Mapping, layout: Layout, transformer_impl: str) -> Iterator[Chunk]:
     """Every chunk that the ranks of a layout save, the way Megatron's own ``dist_checkpointing.save`` cuts them.
 
     A parameter that several ranks hold alike is saved by the first of them; local tensors are named by (key, offsets).
     """
+    first_rank = _first_ranks(model, layout)
+    for p in mapping.parameters:
+        key, base, stack = key_of(p, model.uniform, transformer_impl), first_rank(p), _stack(p, model)
+        key_shape = (*(n for _, n in stack), *p.shape)
+        for rank, box in _cuts(p, layout):
+            tensor = LocalTensor((key, (*(i for i, _ in stack), *box.offsets)), box.lengths, *_inside(p, box), holder=base + rank)
+            yield Chunk(key, key_shape, tensor.id[1], (*(1 for _ in stack), *box.lengths), base + rank, tensor, p.fp32)
+
+
+def extra_states_to_write(model: Model, mapping: Mapping, layout: Layout, transformer_impl: str) -> Iterator[NewObject]:
+    """The ``_extra_state`` objects that a model of these layers asks for when it loads; they hold nothing without fp8.
+
+    Every linear layer has one, whatever its implementation; Transformer Engine's norms and core attention have one too.
+    """
+    first_rank = _first_ranks(model, layout)
+    engine = transformer_impl == "transformer_engine"
+    for p in mapping.parameters:
+        module, _, kind = p.name.rpartition(".")
+        norm = module.rpartition(".")[2] in NORMS
+        if kind != "weight" or module in WITHOUT_STATE or (norm and not engine):
+            continue
+        modules = [module]
+        if engine and module == "self_attention.linear_proj":
+            modules.append("self_attention.core_attention")
+        stack = _stack(p, model) or [(0, 1)]
+        place = "shard_" + ".".join(str(i) for i, _ in stack) + "_" + ".".join(str(n) for _, n in stack)
+        prefix = key_of(p, model.uniform, "transformer_engine").removesuffix(p.name)
+        for name in modules:
+            yield NewObject(f"{prefix}{name}._extra_state/{place}", first_rank(p))
+
+
+NORMS = {"input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "final_layernorm", "enorm", "hnorm"}
+WITHOUT_STATE = {"embedding.word_embeddings", "output_layer", "mlp.router"}
+
+
+def _stack(p: Parameter, model: Model) -> list[tuple[int, int]]:
+    """A parameter's (index, size) in the stacked dims that come before its own."""
+    layers = [(p.layer or 0, model.num_layers)] if p.prefix == "decoder.layers." and model.uniform else []
+    return layers + ([] if p.expert is None else [(p.expert, model.num_experts)])
+
+
+def _first_ranks(model: Model, layout: Layout) -> Callable[[Parameter], int]:
+    """The first of the ranks that hold a parameter, in Megatron's order of ranks."""
     stages = layout.stages(model)
     stage_of_layer = {layer: rank for rank, virtual in enumerate(stages) for stage in virtual for layer in stage.layers}
     first, last, mtp = (
         next((rank for rank, virtual in enumerate(stages) for stage in virtual if getattr(stage, what)), 0)
         for what in ("embedding", "output", "mtp")
     )
-    per_stage = layout.ranks_per_stage(model)
-    for p in mapping.parameters:
+    per_stage, local_experts = layout.ranks_per_stage(model), model.num_experts // layout.ep
+
+    def first_rank(p: Parameter) -> int:
         if p.mtp:
             stage = mtp
         elif p.layer is not None:
             stage = stage_of_layer[p.layer]
         else:
             stage = first if p.name.startswith("embedding.") else last
-        stacks = []
-        if p.prefix == "decoder.layers." and model.uniform:
-            stacks.append((p.layer, model.num_layers))
-        if p.expert is not None:
-            stacks.append((p.expert, model.num_experts))
-        key = key_of(p, model.uniform, transformer_impl)
-        key_shape = (*(n for _, n in stacks), *p.shape)
-        local_experts = model.num_experts // layout.ep if p.expert is not None else 1
-        base = stage * per_stage + (layout.expert_tp * (p.expert // local_experts) if p.expert is not None else 0)
-        for rank, box in _cuts(p, layout):
-            tensor = LocalTensor((key, (*(i for i, _ in stacks), *box.offsets)), box.lengths, *_inside(p, box), holder=base + rank)
-            yield Chunk(key, key_shape, tensor.id[1], (*(1 for _ in stacks), *box.lengths), base + rank, tensor, p.fp32)
+        return stage * per_stage + (layout.expert_tp * (p.expert // local_experts) if p.expert is not None else 0)
+
+    return first_rank
 
 
 def _cuts(p: Parameter, layout: Layout) -> Iterator[tuple[int, Box]]:

@@ -1,0 +1,91 @@
+"""Small real Hugging Face checkpoints, made with transformers from the published configs' fields at smaller sizes."""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+COMMON = dict(vocab_size=1000, hidden_size=64, num_hidden_layers=4, num_attention_heads=8, max_position_embeddings=256, initializer_range=0.05)
+GQA = COMMON | dict(num_key_value_heads=2, intermediate_size=96)
+MOE = GQA | dict(head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True)
+MLA = COMMON | dict(
+    intermediate_size=96, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, num_key_value_heads=8,
+    n_routed_experts=8, num_experts_per_tok=4, moe_intermediate_size=32, n_shared_experts=1, n_group=4, topk_group=2, first_k_dense_replace=1,
+    routed_scaling_factor=2.5, norm_topk_prob=True,
+)  # fmt: skip
+LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                   original_max_position_embeddings=8192)  # fmt: skip
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=40.0, mscale=1.0, mscale_all_dim=1.0, beta_fast=32, beta_slow=1,
+            original_max_position_embeddings=4096)  # fmt: skip
+
+VARIANTS = {
+    "llama": LlamaConfig(**GQA, tie_word_embeddings=False),
+    "llama-rope-tied": LlamaConfig(**GQA, head_dim=16, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
+    "llama-bias": LlamaConfig(**GQA, tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
+    "llama-mha": LlamaConfig(**GQA | dict(num_key_value_heads=8), tie_word_embeddings=False),
+    "qwen2": Qwen2Config(**GQA, tie_word_embeddings=False),
+    "qwen2-tied": Qwen2Config(**GQA, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**GQA, head_dim=32, tie_word_embeddings=False),
+    "qwen3-tied": Qwen3Config(**GQA, head_dim=16, tie_word_embeddings=True),
+    "qwen3-moe": Qwen3MoeConfig(**MOE, tie_word_embeddings=False),
+    "qwen3-moe-mixed": Qwen3MoeConfig(**MOE, tie_word_embeddings=False, mlp_only_layers=[1]),
+    "qwen3-moe-step": Qwen3MoeConfig(**MOE | dict(norm_topk_prob=False), tie_word_embeddings=False, decoder_sparse_step=2),
+    "deepseek-v3": DeepseekV3Config(**MLA, tie_word_embeddings=False, rope_parameters=YARN),
+    "deepseek-v3-no-q-lora": DeepseekV3Config(**MLA | dict(q_lora_rank=None), tie_word_embeddings=False),
+}
+
+
+def make(directory: Path, variant: str, dtype: torch.dtype = torch.float32, seed: int = 0, mtp: bool = False) -> Path:
+    """Save a model of this variant with random weights; norms and router biases random too, so that an exchange shows."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(VARIANTS[variant])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.copy_(torch.randn_like(parameter) * 0.1 + (1.0 if "norm" in name else 0.0))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.1)
+    model = model.to(dtype)
+    model.save_pretrained(directory)
+    config = json.loads((directory / "config.json").read_text())
+    if config["model_type"] == "deepseek_v3":
+        config["num_nextn_predict_layers"] = int(mtp)
+        (directory / "config.json").write_text(json.dumps(config, indent=2))
+        if mtp:
+            _add_mtp(directory, model, dtype)
+    return directory
+
+
+def _add_mtp(directory: Path, model, dtype: torch.dtype) -> None:
+    """A multi-token-prediction layer, as the published checkpoint has it: transformers builds none."""
+    from safetensors.torch import load_file, save_file
+
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    layers, hidden = model.config.num_hidden_layers, model.config.hidden_size
+    last = f"model.layers.{layers - 1}."
+    for name in [name for name in tensors if name.startswith(last)]:
+        tensors[f"model.layers.{layers}." + name.removeprefix(last)] = torch.randn(tensors[name].shape).mul(0.05).to(tensors[name].dtype)
+    prefix = f"model.layers.{layers}."
+    for name, shape in (("enorm.weight", [hidden]), ("hnorm.weight", [hidden]), ("eh_proj.weight", [hidden, 2 * hidden]),
+                        ("shared_head.norm.weight", [hidden])):  # fmt: skip
+        tensors[prefix + name] = torch.randn(shape).mul(0.05).to(dtype)
+    tensors[prefix + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[prefix + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def hf_logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """transformers' own logits, ``[batch, sequence, vocabulary]``."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return model(tokens).logits

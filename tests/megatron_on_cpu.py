@@ -1,0 +1,191 @@
+"""Real Megatron-Core models on a CPU: built from command-line flags as Megatron-LM builds them, saved and loaded by its own code.
+
+Only what needs a CUDA device is replaced: the current device, synchronisation, the CUDA RNG tracker, and for DeepSeek-V3 the core
+attention (the local one rejects MLA's head sizes).
+"""
+
+import contextlib
+import io
+import queue
+import sys
+import warnings
+
+warnings.filterwarnings("ignore")
+
+import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
+import megatron.core.parallel_state as mpu
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
+from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+from megatron.core.tensor_parallel import random as tp_random
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer import MegatronModule, multi_latent_attention
+from megatron.training import global_vars
+from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
+from megatron.training.checkpointing import load_args_from_checkpoint, load_checkpoint
+
+CPU_FLAGS = """--micro-batch-size 1 --transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion
+--no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm
+--attention-dropout 0 --hidden-dropout 0 --moe-token-dispatcher-type allgather --no-load-optim --no-load-rng
+--distributed-backend gloo""".split()
+
+
+class _Tracker:
+    """Stands in for the CUDA RNG tracker: there is no dropout, and weights are loaded."""
+
+    def is_initialized(self):
+        return True
+
+    def get_states(self):
+        return {}
+
+    def set_states(self, states):
+        pass
+
+    @contextlib.contextmanager
+    def fork(self, *_):
+        yield
+
+
+class PlainAttention(MegatronModule):
+    """Causal softmax attention over [sequence, batch, heads, dim], with value heads of a size of their own."""
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, k_channels=None, v_channels=None, **_):
+        super().__init__(config=config)
+        self.scale = softmax_scale
+
+    def forward(self, query, key, value, attention_mask, **_):
+        scores = torch.einsum("sbhd,tbhd->bhst", query, key) * self.scale
+        n = scores.shape[-1]
+        scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), float("-inf"))
+        mixed = torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), value)
+        return mixed.reshape(*mixed.shape[:2], -1)
+
+
+def without_cuda() -> None:
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.synchronize = lambda *a: None
+    torch.cuda.empty_cache = lambda *a: None
+    plain_tensor = torch.tensor
+    torch.tensor = lambda *a, **k: plain_tensor(*a, **(k | {"device": None} if k.get("device") == "cuda" else k))
+    torch.cuda.get_rng_state = lambda *a, **k: torch.zeros(1)
+    for module in (tp_random, sys.modules["megatron.core.tensor_parallel.layers"], sys.modules["megatron.core.tensor_parallel"],
+                   sys.modules["megatron.core.transformer.moe.experts"], sys.modules["megatron.core.transformer.transformer_block"],
+                   sys.modules["megatron.core.transformer.attention"], sys.modules["megatron.core.transformer.dot_product_attention"]):  # fmt: skip
+        if hasattr(module, "get_cuda_rng_tracker"):
+            module.get_cuda_rng_tracker = lambda *a, **k: _Tracker()
+    results = queue.Queue()
+    filesystem_async.get_write_results_queue = lambda *a: results
+    # A pull of YaRN's table: it asks for the current CUDA device where use_cpu_initialization is not passed on.
+    plain_yarn = multi_latent_attention.YarnRotaryEmbedding
+    multi_latent_attention.YarnRotaryEmbedding = lambda *a, **k: plain_yarn(*a, **(k | {"use_cpu_initialization": True}))
+
+
+def parse(flags: list[str], world_size: int = 1):
+    """Megatron's own parsing and validation of a command line."""
+    sys.argv = ["pretrain_gpt.py", *flags, *CPU_FLAGS]
+    with contextlib.redirect_stdout(io.StringIO()):
+        args = parse_args()
+        args.world_size = world_size
+        validate_args(args)
+    return args
+
+
+def build(flags: list[str]):
+    """A list of model chunks (one per virtual stage) for this rank, and the args."""
+    without_cuda()
+    args = parse(flags, torch.distributed.get_world_size())
+    global_vars.set_args(args)
+    init_num_microbatches_calculator(0, None, args.global_batch_size, args.micro_batch_size, args.data_parallel_size)
+    mpu.initialize_model_parallel(
+        args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size, expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+    )  # fmt: skip
+    with contextlib.redirect_stdout(io.StringIO()):
+        config = core_transformer_config_from_args(args)
+    config.use_cpu_initialization = True
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    models = []
+    for stage in range(chunks):
+        vp_stage = stage if chunks > 1 else None
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+        layer_specs = get_gpt_decoder_layer_specs(config, use_transformer_engine=False, normalization="RMSNorm")
+        for layer in (*spec.layer_specs, *layer_specs):
+            attention = layer.submodules.self_attention.submodules
+            if config.multi_latent_attention:
+                attention.core_attention = PlainAttention
+                attention.linear_q_proj = ColumnParallelLinear
+        mtp = None
+        if config.mtp_num_layers:
+            mtp = get_gpt_mtp_block_spec(config, layer_specs[-1], use_transformer_engine=False, vp_stage=vp_stage)
+        model = GPTModel(
+            config, spec, vocab_size=args.padded_vocab_size, max_sequence_length=args.max_position_embeddings,
+            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage) if chunks > 1 else mpu.is_pipeline_first_stage(),
+            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage) if chunks > 1 else mpu.is_pipeline_last_stage(),
+            parallel_output=False, share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type, rotary_base=args.rotary_base, rope_scaling=args.use_rope_scaling,
+            rope_scaling_factor=args.rope_scaling_factor, seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+            mtp_block_spec=mtp, vp_stage=vp_stage,
+        )  # fmt: skip
+        models.append(model.eval())
+    return models, args
+
+
+def load(models, args, directory: str) -> int:
+    """Megatron-LM's own ``load_checkpoint``, as ``--load DIRECTORY`` calls it; the iteration."""
+    args.load = directory
+    with contextlib.redirect_stdout(io.StringIO()):
+        iteration, _ = load_checkpoint(models, None, None, strict=True)
+    return iteration
+
+
+def save(models, directory: str, extra: dict | None = None, metadata: dict | None = None) -> None:
+    """Megatron's own ``dist_checkpointing.save``, with the model part of a training run's state."""
+    metadata = metadata or {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    group = mpu.get_data_parallel_group(with_context_parallel=True)
+    state = {f"model{i}" if len(models) > 1 else "model": m.sharded_state_dict(metadata=metadata | {"dp_cp_group": group})
+             for i, m in enumerate(models)}  # fmt: skip
+    state |= {"checkpoint_version": 3.0, "iteration": 7, **(extra or {})}
+    dist_checkpointing.save(state, directory, content_metadata=dict(metadata))
+
+
+def logits(models, tokens: torch.Tensor) -> torch.Tensor | None:
+    """Run all pipeline stages in order; the last one's ranks return ``[batch, sequence, vocabulary]``."""
+    pp, rank = mpu.get_pipeline_model_parallel_world_size(), mpu.get_pipeline_model_parallel_rank()
+    ranks = torch.distributed.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
+    positions = torch.arange(tokens.shape[1])[None].expand_as(tokens)
+    mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)[None, None]
+    hidden, output = None, None
+    with torch.no_grad():
+        for index in range(len(models) * pp):
+            virtual, stage = divmod(index, pp)
+            if stage != rank:
+                continue
+            model = models[virtual]
+            if index > 0:
+                hidden = torch.empty(tokens.shape[1], tokens.shape[0], model.config.hidden_size)
+                if pp > 1:
+                    torch.distributed.recv(hidden, ranks[(index - 1) % pp])
+                model.set_input_tensor(hidden)
+            output = model(tokens, positions, mask)
+            if index + 1 < len(models) * pp and pp > 1:
+                torch.distributed.send(output.contiguous(), ranks[(index + 1) % pp])
+    return output if rank == pp - 1 else None
+
+
+def load_and_run(rank: int, flags: list[str], directory: str, tokens: torch.Tensor):
+    """Build, load with Megatron-LM's code, run; (iteration, logits or None)."""
+    models, args = build(flags)
+    iteration = load(models, args, directory)
+    return iteration, logits(models, tokens)
+
+
+def weights(models) -> dict[str, torch.Tensor]:
+    """This rank's parameters and buffers by name, a prefix for each virtual stage."""
+    return {f"{i}:{name}": value.clone() for i, model in enumerate(models) for name, value in model.state_dict().items()
+            if isinstance(value, torch.Tensor)}  # fmt: skip
+
+
+__all__ = ["build", "load", "load_and_run", "load_args_from_checkpoint", "logits", "parse", "save", "weights"]

@@ -1,0 +1,53 @@
+"""Run a function on several ranks: processes with a gloo group, forked from a server that has Megatron imported already."""
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import traceback
+from pathlib import Path
+
+_context = None
+
+
+def run_on_ranks(world_size: int, function: str, *args, timeout: float = 600):
+    """Call ``tests.megatron_on_cpu.FUNCTION(rank, *args)`` on every rank; the results by rank. An error on any rank is raised here, with its traceback."""
+    global _context
+    if _context is None:
+        _context = multiprocessing.get_context("forkserver")
+        _context.set_forkserver_preload(["tests.megatron_on_cpu"])
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [_context.Process(target=_rank, args=(folder, rank, world_size, function, args)) for rank in range(world_size)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout)
+        failed = []
+        for rank, process in enumerate(processes):
+            if process.is_alive():
+                process.kill()
+                failed.append(f"rank {rank} did not end in {timeout} s")
+            elif (Path(folder) / f"error{rank}").exists():
+                failed.append(f"rank {rank}:\n" + (Path(folder) / f"error{rank}").read_text())
+            elif process.exitcode:
+                failed.append(f"rank {rank} ended with {process.exitcode}")
+        assert not failed, "\n".join(failed[:2])
+        return [pickle.loads((Path(folder) / f"result{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def _rank(folder: str, rank: int, world_size: int, function, args) -> None:
+    try:
+        import torch
+
+        from tests import megatron_on_cpu
+
+        torch.set_num_threads(1)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+        result = getattr(megatron_on_cpu, function)(rank, *args)
+        torch.distributed.barrier()
+        (Path(folder) / f"result{rank}").write_bytes(pickle.dumps(result))
+        torch.distributed.destroy_process_group()
+    except BaseException:
+        (Path(folder) / f"error{rank}").write_text(traceback.format_exc())
+        os._exit(1)
