@@ -93,6 +93,8 @@ class Model:
             value = self.config[name]
             if value is not None:
                 args[arg] = not value if relation == "not" else value
+        if args.get("multi_latent_attention"):
+            args["kv_channels"] = self.config["v_head_dim"]  # unused by MLA; without it Megatron derives one that --use-checkpoint-args lacks
         args |= megatron_rope(self.config, table.ROPE, self.where)
         args["seq_length"] = args["max_position_embeddings"]
         if args.get("group_query_attention") and args["num_query_groups"] == args["num_attention_heads"]:

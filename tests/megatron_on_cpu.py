@@ -9,6 +9,7 @@ import io
 import queue
 import sys
 import warnings
+from types import SimpleNamespace
 
 warnings.filterwarnings("ignore")
 
@@ -21,10 +22,12 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.tensor_parallel import random as tp_random
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer import MegatronModule, multi_latent_attention
+from megatron.core.transformer import MegatronModule, mla_qk_norm_config, multi_latent_attention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.training import global_vars
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 from megatron.training.checkpointing import load_args_from_checkpoint, load_checkpoint
+from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 CPU_FLAGS = """--micro-batch-size 1 --transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion
 --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm
@@ -66,7 +69,9 @@ class PlainAttention(MegatronModule):
 
 def without_cuda() -> None:
     torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.get_device_properties = lambda *a: SimpleNamespace(major=9, minor=0)
     torch.cuda.synchronize = lambda *a: None
+    torch.Tensor.cuda = lambda self, *a, **k: self
     torch.cuda.empty_cache = lambda *a: None
     plain_tensor = torch.tensor
     torch.tensor = lambda *a, **k: plain_tensor(*a, **(k | {"device": None} if k.get("device") == "cuda" else k))
@@ -85,6 +90,7 @@ def without_cuda() -> None:
 
 def parse(flags: list[str], world_size: int = 1):
     """Megatron's own parsing and validation of a command line."""
+    without_cuda()
     sys.argv = ["pretrain_gpt.py", *flags, *CPU_FLAGS]
     with contextlib.redirect_stdout(io.StringIO()):
         args = parse_args()
@@ -95,8 +101,9 @@ def parse(flags: list[str], world_size: int = 1):
 
 def build(flags: list[str]):
     """A list of model chunks (one per virtual stage) for this rank, and the args."""
-    without_cuda()
     args = parse(flags, torch.distributed.get_world_size())
+    if args.padded_vocab_size is None:
+        args.padded_vocab_size = calculate_padded_vocab_size(args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
     global_vars.set_args(args)
     init_num_microbatches_calculator(0, None, args.global_batch_size, args.micro_batch_size, args.data_parallel_size)
     mpu.initialize_model_parallel(
@@ -117,6 +124,10 @@ def build(flags: list[str]):
             if config.multi_latent_attention:
                 attention.core_attention = PlainAttention
                 attention.linear_q_proj = ColumnParallelLinear
+                if config.q_lora_rank is None:
+                    # Megatron 0.19 would put a second norm before linear_q_proj, which no published model has.
+                    attention.q_layernorm = IdentityOp
+                    mla_qk_norm_config.QKNormConfigResolver._mla_fused_linear_or_default = lambda self, linear, name: linear
         mtp = None
         if config.mtp_num_layers:
             mtp = get_gpt_mtp_block_spec(config, layer_specs[-1], use_transformer_engine=False, vp_stage=vp_stage)
@@ -188,4 +199,20 @@ def weights(models) -> dict[str, torch.Tensor]:
             if isinstance(value, torch.Tensor)}  # fmt: skip
 
 
-__all__ = ["build", "load", "load_and_run", "load_args_from_checkpoint", "logits", "parse", "save", "weights"]
+
+SIZES = """num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups group_query_attention kv_channels
+max_position_embeddings position_embedding_type rotary_base rotary_percent add_bias_linear add_qkv_bias swiglu normalization
+untie_embeddings_and_output_weights num_experts moe_layer_freq moe_ffn_hidden_size moe_router_topk moe_router_pre_softmax
+moe_shared_expert_intermediate_size moe_router_score_function moe_router_enable_expert_bias moe_router_topk_scaling_factor
+padded_vocab_size""".split()
+
+
+def args_of_checkpoint(rank: int, flags: list[str], directory: str):
+    """What the flags say, and what ``--use-checkpoint-args`` makes of a command line without any."""
+    given = parse(flags)
+    sys.argv = ["pretrain_gpt.py", "--load", directory, "--use-checkpoint-args"]
+    blank = parse_args()
+    global_vars.set_args(blank)
+    with contextlib.redirect_stdout(io.StringIO()):
+        taken, _ = load_args_from_checkpoint(blank)
+    return ({n: getattr(given, n) for n in SIZES}, {n: getattr(taken, n) for n in SIZES})

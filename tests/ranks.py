@@ -42,7 +42,7 @@ def _rank(folder: str, rank: int, world_size: int, function, args) -> None:
         from tests import megatron_on_cpu
 
         torch.set_num_threads(1)
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), CUDA_DEVICE_MAX_CONNECTIONS="1")
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
         result = getattr(megatron_on_cpu, function)(rank, *args)
         torch.distributed.barrier()

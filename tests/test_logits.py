@@ -1,0 +1,135 @@
+"""A converted checkpoint, loaded by Megatron-LM's own code at another layout, gives the logits of transformers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from reshard import Layout, hf_to_mcore, mcore_to_hf
+from tests.checkpoints import VARIANTS, hf_logits
+from tests.ranks import run_on_ranks
+
+TOLERANCE = 2e-5  # fp32, four layers: sums in another order give about 1e-6
+PARALLEL = ("--tensor-model", "--pipeline-model", "--expert-", "--num-virtual", "--decoder-", "--account-for", "--make-vocab", "--padded-vocab")
+
+
+def flags_at(directory: Path, *parallel: str) -> list[str]:
+    """The command line that the conversion wrote, at another layout."""
+    lines = [line for line in (directory / "megatron_flags.txt").read_text().splitlines() if not line.startswith(PARALLEL)]
+    # Another padding than the one written: 1000 rows at TP1, 1008 at TP2, 1024 above.
+    return " ".join([*lines, "--make-vocab-size-divisible-by 8", *parallel]).split()
+
+
+def logits_in_megatron(directory: Path, tokens: torch.Tensor, *parallel: str, world_size: int = 1) -> torch.Tensor:
+    """Logits of the last pipeline stage's ranks, which all have to agree."""
+    results = run_on_ranks(world_size, "load_and_run", flags_at(directory, *parallel), str(directory), tokens)
+    outputs = [output for _, output in results if output is not None]
+    assert all(torch.allclose(output, outputs[0], rtol=0, atol=TOLERANCE) for output in outputs[1:])
+    return outputs[0]
+
+
+def compare(source: Path, directory: Path, *parallel: str, world_size: int = 1) -> float:
+    """The largest difference from transformers' logits."""
+    torch.manual_seed(1)
+    tokens = torch.randint(0, 1000, (2, 24))
+    output = logits_in_megatron(directory, tokens, *parallel, world_size=world_size)
+    expected = hf_logits(source, tokens)
+    assert expected.std() > 0.05, "flat logits would hide errors"
+    return float((output[..., : expected.shape[-1]] - expected).abs().max())
+
+
+TP = "--tensor-model-parallel-size"
+PP = "--pipeline-model-parallel-size"
+EP = "--expert-model-parallel-size"
+ETP = "--expert-tensor-parallel-size"
+VPP = "--num-virtual-stages-per-pipeline-rank"
+
+# variant, written at, loaded with, on how many ranks
+RELOADS = [
+    ("llama", Layout(tp=2, pp=2), f"{TP} 4", 4),
+    ("llama", Layout(tp=8), f"{TP} 2 {PP} 2", 4),
+    ("llama", Layout(pp=2, vpp=2), f"{PP} 4", 4),
+    ("llama-rope-tied", Layout(tp=4), f"{PP} 2 {VPP} 2", 2),
+    ("llama-bias", Layout(tp=2, pp=2), f"{TP} 4", 4),
+    ("llama-mha", Layout(tp=4), f"{TP} 2", 2),
+    ("qwen2", Layout(tp=4, pp=2), f"{TP} 2", 2),
+    ("qwen2-tied", Layout(pp=4), f"{TP} 2 {PP} 2", 4),
+    ("qwen3", Layout(pp=3, first_stage_layers=1, last_stage_layers=2), f"{TP} 8", 8),
+    ("qwen3-tied", Layout(tp=2), f"{PP} 2 --decoder-first-pipeline-num-layers 3", 2),
+    ("qwen3-moe", Layout(tp=2, pp=2, ep=2, etp=1), f"{TP} 1 {PP} 1 {EP} 4 {ETP} 1", 4),
+    ("qwen3-moe", Layout(ep=8, etp=1), f"{TP} 2 {EP} 2 {ETP} 2", 4),
+    ("qwen3-moe", Layout(tp=2, ep=2), f"{TP} 4 {EP} 2 {ETP} 2", 4),
+    ("qwen3-moe", Layout(tp=4, ep=4, etp=1), f"{PP} 2 {VPP} 2 {EP} 2 {ETP} 1", 4),
+    ("qwen3-moe-mixed", Layout(pp=4, ep=2, etp=1), f"{TP} 2 {EP} 2 {ETP} 1", 2),
+    ("qwen3-moe-mixed", Layout(tp=2), f"{PP} 2 {VPP} 2", 2),
+    ("qwen3-moe-step", Layout(tp=2, pp=2, ep=4, etp=1), f"{TP} 2 {PP} 2 {ETP} 2", 4),
+    ("deepseek-v3", Layout(tp=2, pp=2, ep=4, etp=1), f"{TP} 4 {EP} 2 {ETP} 2", 4),
+    ("deepseek-v3", Layout(pp=2, ep=2, etp=1, pipeline="Ettt|tL"), f"{PP} 4 {EP} 2 {ETP} 1", 8),
+    ("deepseek-v3-no-q-lora", Layout(tp=4, ep=2, etp=2), f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_megatron_gives_the_logits_of_transformers(variant, checkpoint, tmp_path):
+    hf_to_mcore(checkpoint(variant), tmp_path / "mcore", Layout(), transformer_impl="local")
+    assert compare(checkpoint(variant), tmp_path / "mcore") < TOLERANCE
+
+
+@pytest.mark.parametrize(("variant", "written", "loaded", "ranks"), RELOADS, ids=lambda value: str(value).replace("-model-parallel-size", ""))
+def test_a_checkpoint_of_one_layout_loads_at_another(variant, written, loaded, ranks, checkpoint, tmp_path):
+    hf_to_mcore(checkpoint(variant), tmp_path / "mcore", written, transformer_impl="local")
+    assert compare(checkpoint(variant), tmp_path / "mcore", loaded, world_size=ranks) < TOLERANCE
+
+
+def test_a_numbered_iteration_loads_as_that_iteration(checkpoint, tmp_path):
+    hf_to_mcore(checkpoint("qwen3"), tmp_path / "mcore", transformer_impl="local", iteration=12)
+    tokens = torch.randint(0, 1000, (1, 8))
+    [(iteration, _)] = run_on_ranks(1, "load_and_run", flags_at(tmp_path / "mcore"), str(tmp_path / "mcore"), tokens)
+    assert iteration == 12
+
+
+@pytest.mark.parametrize("variant", ["llama-rope-tied", "qwen3-moe-mixed", "deepseek-v3"])
+def test_use_checkpoint_args_takes_the_sizes_from_the_checkpoint(variant, checkpoint, tmp_path):
+    hf_to_mcore(checkpoint(variant), tmp_path / "mcore", Layout(tp=2, pp=2), transformer_impl="local")
+    flags = (tmp_path / "mcore" / "megatron_flags.txt").read_text().replace("parallel-size 2", "parallel-size 1").split()
+    [(given, taken)] = run_on_ranks(1, "args_of_checkpoint", flags, str(tmp_path / "mcore"))
+    assert {name: (value, taken[name]) for name, value in given.items() if value != taken[name]} == {}
+
+
+@pytest.mark.parametrize("mistake", ["experts", "gate and up", "head", "row", "norm"])
+def test_a_swapped_tensor_shows_in_the_logits_and_in_diff(mistake, checkpoint, tmp_path):
+    from reshard import diff
+
+    hf_to_mcore(checkpoint("qwen3-moe"), tmp_path / "mcore", Layout(tp=2, ep=2, etp=1), transformer_impl="local")
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    swap(tmp_path / "back" / "model.safetensors", mistake)
+    assert not diff(checkpoint("qwen3-moe"), tmp_path / "back").equal
+    hf_to_mcore(tmp_path / "back", tmp_path / "wrong", Layout(tp=2), transformer_impl="local")
+    assert not diff(checkpoint("qwen3-moe"), tmp_path / "wrong").equal
+    assert compare(checkpoint("qwen3-moe"), tmp_path / "wrong") > 20 * TOLERANCE
+
+
+def swap(path: Path, what: str) -> None:
+    """Exchange two things of the same shape in a safetensors file."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    layer = "model.layers.1."
+    if what == "experts":
+        for matrix in ("gate_proj", "up_proj", "down_proj"):
+            a, b = (f"{layer}mlp.experts.{e}.{matrix}.weight" for e in (2, 5))
+            tensors[a], tensors[b] = tensors[b], tensors[a]
+    elif what == "gate and up":
+        for expert in range(8):
+            a, b = (f"{layer}mlp.experts.{expert}.{matrix}_proj.weight" for matrix in ("gate", "up"))
+            tensors[a], tensors[b] = tensors[b], tensors[a]
+    elif what == "norm":
+        a, b = (f"{layer}self_attn.{x}_norm.weight" for x in "qk")
+        tensors[a], tensors[b] = tensors[b], tensors[a]
+    else:
+        rows = tensors[f"{layer}self_attn.v_proj.weight" if what == "row" else f"{layer}self_attn.q_proj.weight"]
+        n = 1 if what == "row" else 16
+        first = rows[:n].clone()
+        rows[:n] = rows[-n:]
+        rows[-n:] = first
+    save_file(tensors, path, metadata={"format": "pt"})
