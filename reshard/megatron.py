@@ -204,7 +204,8 @@ def chunks_to_write(model: Model, mapping: Mapping, layout: Layout, transformer_
 def extra_states_to_write(model: Model, mapping: Mapping, layout: Layout, transformer_impl: str) -> Iterator[NewObject]:
     """The ``_extra_state`` objects that a model of these layers asks for when it loads; they hold nothing without fp8.
 
-    Every linear layer has one, whatever its implementation; Transformer Engine's norms and core attention have one too.
+    Every linear layer has one, whatever its implementation; Transformer Engine's norms have one too, and in some of its releases
+    (not in 2.16) the core attention.
     """
     first_rank = _first_ranks(model, layout)
     engine = transformer_impl == "transformer_engine"

@@ -14,7 +14,7 @@ SPELLINGS = {
     "layernorm_epsilon": "--norm-epsilon",
     "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
 }
-WHEN_FALSE = {"add_bias_linear": "--disable-bias-linear"}
+WHEN_FALSE = {"add_bias_linear": "--disable-bias-linear", "apply_rope_fusion": "--no-rope-fusion"}
 NO_FLAG = {"context_parallel_size"}
 
 

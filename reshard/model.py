@@ -96,6 +96,8 @@ class Model:
         if args.get("multi_latent_attention"):
             args["kv_channels"] = self.config["v_head_dim"]  # unused by MLA; without it Megatron derives one that --use-checkpoint-args lacks
         args |= megatron_rope(self.config, table.ROPE, self.where)
+        if args.get("rope_type") == "rope":
+            args["apply_rope_fusion"] = False  # Megatron's fused rotary embedding for MLA is for YaRN only
         args["seq_length"] = args["max_position_embeddings"]
         if args.get("group_query_attention") and args["num_query_groups"] == args["num_attention_heads"]:
             args["group_query_attention"] = False

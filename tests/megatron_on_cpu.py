@@ -15,6 +15,7 @@ warnings.filterwarnings("ignore")
 
 import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
 import megatron.core.parallel_state as mpu
+import numpy
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
@@ -191,6 +192,34 @@ def load_and_run(rank: int, flags: list[str], directory: str, tokens: torch.Tens
     models, args = build(flags)
     iteration = load(models, args, directory)
     return iteration, logits(models, tokens)
+
+
+def load_and_save(rank: int, flags: list[str], source: str, directory: str, training: bool = False, singleton: bool = False) -> None:
+    """Build, load with Megatron-LM's code, save with Megatron-Core's; `training` adds the state of an optimizer and RNGs."""
+    models, args = build(flags)
+    load(models, args, source)
+    extra: dict = {"args": args}
+    if training:
+        extra |= training_state(models)
+    save(models, directory, extra, {"singleton_local_shards": True} if singleton else None)
+
+
+def training_state(models) -> dict:
+    """What a training run's checkpoint holds besides weights: moments of each parameter, RNG and scheduler state."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    moments = {
+        f"{kind}.{name}": ShardedTensor.from_rank_offsets(f"optimizer.state.{kind}.{name}", torch.ones(4), (0, rank, size))
+        for kind in ("exp_avg", "exp_avg_sq", "fp32_param") for name in ("decoder.layers.mlp.linear_fc1.weight", "output_layer.weight")
+    }  # fmt: skip
+    rng = [{"random_rng_state": (3, (1, 2), None), "torch_rng_state": torch.get_rng_state(), "np_rng_state": numpy.random.get_state()}]
+    return {
+        "optimizer": {"state": moments, "param_groups": [{"lr": 1e-4, "betas": (0.9, 0.95), "params": [0, 1]}]},
+        "rng_state": ShardedObject("rng_state", rng, (size,), (rank,), replica_id=0),
+        "opt_param_scheduler": {"max_lr": 1e-4, "num_steps": 7}, "num_floating_point_operations_so_far": 12.5,
+        "rerun_state_machine": {"mode": "disabled"},
+    }  # fmt: skip
 
 
 def weights(models) -> dict[str, torch.Tensor]:

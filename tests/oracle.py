@@ -1,0 +1,108 @@
+"""Megatron's tensors, assembled by hand from Hugging Face ones: shares no code with the mapping tables."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+
+def hf_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face directory."""
+    return {name: tensor for path in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def stored_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a torch_dist iteration directory, whole, by torch's own reader."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = dcp.FileSystemReader(str(directory))
+    entries = reader.read_metadata().state_dict_metadata
+    state = {k: torch.empty(e.size, dtype=e.properties.dtype) for k, e in entries.items() if isinstance(e, TensorStorageMetadata)}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(str(directory)), no_dist=True)
+    return state
+
+
+def megatron_tensors(directory: Path, padded_vocab: int) -> dict[str, torch.Tensor]:
+    """What a Transformer Engine model's checkpoint holds, key by key."""
+    hf, config = hf_tensors(directory), json.loads((directory / "config.json").read_text())
+    layers, family = config["num_hidden_layers"], config["model_type"]
+    experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
+
+    def is_moe(layer: int) -> bool:
+        if family == "deepseek_v3":
+            return layer >= config["first_k_dense_replace"]
+        return family == "qwen3_moe" and layer not in config["mlp_only_layers"] and (layer + 1) % config["decoder_sparse_step"] == 0
+
+    def padded(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor, tensor.new_zeros(padded_vocab - len(tensor), tensor.shape[1])])
+
+    def qkv(prefix: str, kind: str) -> torch.Tensor:
+        heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+        q, k, v = (hf[f"{prefix}self_attn.{x}_proj.{kind}"] for x in "qkv")
+        d = len(q) // heads
+        q, k, v = (t.reshape(groups, -1, d, *t.shape[1:]) for t in (q, k, v))
+        return torch.cat([q, k, v], dim=1).reshape((heads + 2 * groups) * d, *q.shape[3:])
+
+    def layer(prefix: str, moe: bool) -> dict[str, torch.Tensor]:
+        get = lambda name: hf[prefix + name]  # noqa: E731
+        out = {"self_attention.linear_proj.weight": get("self_attn.o_proj.weight")}
+        if family == "deepseek_v3":
+            out["input_layernorm.weight"] = get("input_layernorm.weight")
+            names = {"kv_a_proj_with_mqa.weight": "linear_kv_down_proj.weight", "kv_a_layernorm.weight": "linear_kv_up_proj.layer_norm_weight",
+                     "kv_b_proj.weight": "linear_kv_up_proj.weight", "q_a_proj.weight": "linear_q_down_proj.weight",
+                     "q_a_layernorm.weight": "linear_q_up_proj.layer_norm_weight", "q_b_proj.weight": "linear_q_up_proj.weight",
+                     "q_proj.weight": "linear_q_proj.weight"}  # fmt: skip
+            out |= {f"self_attention.{to}": get(f"self_attn.{name}") for name, to in names.items() if f"{prefix}self_attn.{name}" in hf}
+        else:
+            out["self_attention.linear_qkv.layer_norm_weight"] = get("input_layernorm.weight")
+            out["self_attention.linear_qkv.weight"] = qkv(prefix, "weight")
+            if f"{prefix}self_attn.q_proj.bias" in hf:
+                out["self_attention.linear_qkv.bias"] = qkv(prefix, "bias")
+            if f"{prefix}self_attn.o_proj.bias" in hf:
+                out["self_attention.linear_proj.bias"] = get("self_attn.o_proj.bias")
+            if "qwen3" in family:
+                for x in "qk":
+                    out[f"self_attention.{x}_layernorm.weight"] = get(f"self_attn.{x}_norm.weight")
+        if not moe:
+            out["mlp.linear_fc1.layer_norm_weight"] = get("post_attention_layernorm.weight")
+            for kind in ("weight", "bias"):
+                if f"{prefix}mlp.up_proj.{kind}" in hf:
+                    out[f"mlp.linear_fc1.{kind}"] = torch.cat([get(f"mlp.gate_proj.{kind}"), get(f"mlp.up_proj.{kind}")])
+                    out[f"mlp.linear_fc2.{kind}"] = get(f"mlp.down_proj.{kind}")
+            return out
+        out["pre_mlp_layernorm.weight"] = get("post_attention_layernorm.weight")
+        out["mlp.router.weight"] = get("mlp.gate.weight")
+        expert = lambda e, name: get(f"mlp.experts.{e}.{name}_proj.weight")  # noqa: E731
+        out["mlp.experts.experts.linear_fc1.weight"] = torch.stack([torch.cat([expert(e, "gate"), expert(e, "up")]) for e in range(experts)])
+        out["mlp.experts.experts.linear_fc2.weight"] = torch.stack([expert(e, "down") for e in range(experts)])
+        if family == "deepseek_v3":
+            out["mlp.router.expert_bias"] = get("mlp.gate.e_score_correction_bias")
+            shared = "mlp.shared_experts."
+            out[f"{shared}linear_fc1.weight"] = torch.cat([get(f"{shared}gate_proj.weight"), get(f"{shared}up_proj.weight")])
+            out[f"{shared}linear_fc2.weight"] = get(f"{shared}down_proj.weight")
+        return out
+
+    result = {"embedding.word_embeddings.weight": padded(hf["model.embed_tokens.weight"]), "decoder.final_layernorm.weight": hf["model.norm.weight"]}
+    if not config["tie_word_embeddings"]:
+        result["output_layer.weight"] = padded(hf["lm_head.weight"])
+    kinds = [is_moe(i) for i in range(layers)]
+    held = [layer(f"model.layers.{i}.", moe) for i, moe in enumerate(kinds)]
+    if len(set(kinds)) == 1:
+        result |= {f"decoder.layers.{name}": torch.stack([one[name] for one in held]) for name in held[0]}
+    else:
+        result |= {f"decoder.layers.{i}.{name}": tensor for i, one in enumerate(held) for name, tensor in one.items()}
+    if f"model.layers.{layers}.enorm.weight" in hf:
+        prefix = f"model.layers.{layers}."
+        result |= {f"mtp.layers.0.transformer_layer.{name}": t for name, t in layer(prefix, kinds[-1]).items()}
+        for name, to in (("enorm", "enorm"), ("hnorm", "hnorm"), ("eh_proj", "eh_proj"), ("shared_head.norm", "final_layernorm")):
+            result[f"mtp.layers.0.{to}.weight"] = hf[f"{prefix}{name}.weight"]
+    return result
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    """The names at which two sets of tensors are not the same bits; also those on one side only."""
+    bits = lambda t: t.contiguous().view(torch.uint8)  # noqa: E731
+    return sorted(set(a) ^ set(b)) + [n for n in a if n in b and (a[n].dtype != b[n].dtype or a[n].shape != b[n].shape
+                                                                  or not torch.equal(bits(a[n]), bits(b[n])))]  # fmt: skip
