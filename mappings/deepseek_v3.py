@@ -18,6 +18,7 @@ CONFIG = (
     ("hidden_size",             "hidden_size",                         "=",   "needed"),
     ("intermediate_size",       "ffn_hidden_size",                     "=",   "needed"),
     ("num_attention_heads",     "num_attention_heads",                 "=",   "needed"),
+    ("num_key_value_heads",     "num_attention_heads",                 "=",   "num_attention_heads"),
     ("vocab_size",              "vocab_size",                          "=",   "needed"),
     ("max_position_embeddings", "max_position_embeddings",             "=",   4096),
     ("rms_norm_eps",            "layernorm_epsilon",                   "=",   1e-6),
@@ -92,6 +93,7 @@ MTP = (
 # Refused by name: what Megatron-Core has no place for.
 REFUSED = (
     ("hidden_act", ("silu",), "Megatron's --swiglu is SiLU"),
+    ("num_attention_heads != num_key_value_heads", (False,), "multi-latent attention has one key and value for each head"),
     ("attention_bias", (False,), "Megatron's add_bias_linear puts a bias on the MLP too"),
     ("scoring_func", ("sigmoid",), "only DeepSeek-V3's sigmoid router is mapped"),
     ("norm_topk_prob", (True,), "Megatron's sigmoid router always normalises the chosen scores"),

@@ -123,6 +123,8 @@ class Model:
         family = families()[family_name] if family_name else _family_of_args(args, where)
         table = family.table
         config: dict[str, Any] = {"architectures": [family.architecture], **table.HF}
+        if args.get("add_bias_linear"):
+            args = args | {"add_qkv_bias": table.MEGATRON.get("add_qkv_bias", False)}  # Megatron sets it then, and it says nothing more
         for name, _, arg, relation, default in config_rows(family):
             value = args.get(arg)
             if name == "num_key_value_heads" and not args.get("group_query_attention"):
@@ -192,7 +194,7 @@ def _family_of_args(args: dict[str, Any], where: str) -> Family:
         name = "qwen3_moe"
     elif args.get("qk_layernorm"):
         name = "qwen3"
-    elif args.get("add_qkv_bias"):
+    elif args.get("add_qkv_bias") and not args.get("add_bias_linear"):
         name = "qwen2"
     else:
         name = "llama"

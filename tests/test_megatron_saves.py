@@ -1,0 +1,130 @@
+"""Checkpoints that Megatron-Core's own ``dist_checkpointing.save`` wrote, back to Hugging Face."""
+
+import json
+import pickle
+import shutil
+
+import pytest
+import torch
+
+from reshard import Layout, ReshardError, diff, hf_to_mcore, inspect, mcore_to_hf
+from tests.oracle import hf_tensors, same
+from tests.ranks import run_on_ranks
+from tests.test_logits import EP, ETP, PP, TP, VPP, flags_at
+
+SAVED = [
+    ("llama", f"{TP} 2 {PP} 2", 4),
+    ("llama-bias", f"{TP} 4", 4),
+    ("llama-rope-tied", f"{TP} 2 {PP} 2", 4),
+    ("qwen2", f"{PP} 2 {VPP} 2", 2),
+    ("qwen2-tied", f"{TP} 8", 8),
+    ("qwen3", f"{TP} 2 {PP} 2 --decoder-first-pipeline-num-layers 1", 4),
+    ("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1", 2),
+    ("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 2", 4),
+    ("qwen3-moe", f"{PP} 2 {VPP} 2 {EP} 2 {ETP} 1", 4),
+    ("qwen3-moe-mixed", f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4),
+    ("deepseek-v3", f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4),
+    ("deepseek-v3-no-q-lora", f"{TP} 4 {EP} 4 {ETP} 1", 4),
+]
+
+
+def saved_by_megatron(source, folder, parallel, ranks, **options):
+    """Save a model of these weights with Megatron's code; the directory that ``--load`` would take."""
+    hf_to_mcore(source, folder / "ours", transformer_impl="local")
+    (folder / "theirs" / "iter_0000007").mkdir(parents=True)
+    run_on_ranks(ranks, "load_and_save", flags_at(folder / "ours", parallel), str(folder / "ours"), str(folder / "theirs" / "iter_0000007"),
+                 *options.values())  # fmt: skip
+    (folder / "theirs" / "latest_checkpointed_iteration.txt").write_text("7")
+    return folder / "theirs"
+
+
+@pytest.mark.parametrize(("variant", "parallel", "ranks"), SAVED, ids=lambda v: str(v).replace("-model-parallel-size", ""))
+def test_what_megatron_saves_becomes_the_hugging_face_tensors(variant, parallel, ranks, checkpoint, tmp_path):
+    source = checkpoint(variant)
+    theirs = saved_by_megatron(source, tmp_path, parallel, ranks)
+    mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
+    assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
+    assert diff(source, theirs).equal and diff(theirs, tmp_path / "ours").equal
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "qwen3-moe", "deepseek-v3"])
+def test_the_singleton_scheme_of_keys_is_read(variant, checkpoint, tmp_path):
+    source = checkpoint(variant)
+    theirs = saved_by_megatron(source, tmp_path, f"{TP} 2 {PP} 2", 4, training=False, singleton=True)
+    keys = pickle.loads((theirs / "iter_0000007" / ".metadata").read_bytes()).state_dict_metadata
+    assert any(key.endswith("linear_fc1.weight_w") for key in keys)
+    mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
+    assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
+
+
+def test_mtp_parameters_load_and_save(checkpoint, tmp_path):
+    source = checkpoint("deepseek-v3", mtp=True)
+    theirs = saved_by_megatron(source, tmp_path, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4)
+    mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
+    assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
+
+
+def test_a_training_checkpoint_gives_its_weights_and_says_what_is_left_out(checkpoint, tmp_path):
+    source = checkpoint("llama")
+    theirs = saved_by_megatron(source, tmp_path, f"{TP} 2 {PP} 2", 4, training=True)
+    report = mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
+    assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
+    told = " ".join(report.notices)
+    assert "optimizer state" in told and "RNG state" in told and "Transformer Engine state" in told
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-rope-tied", "llama-bias", "qwen2", "qwen2-tied", "qwen3", "qwen3-moe", "qwen3-moe-mixed",
+                                     "deepseek-v3"])  # fmt: skip
+def test_the_args_of_a_checkpoint_stand_in_for_the_config(variant, checkpoint, tmp_path):
+    from transformers import AutoConfig
+
+    source = checkpoint(variant)
+    theirs = saved_by_megatron(source, tmp_path, f"{TP} 2", 2, training=True)
+    mcore_to_hf(theirs, tmp_path / "back")
+    assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
+    ours, wanted = (AutoConfig.from_pretrained(d).to_dict() for d in (tmp_path / "back", source))
+    unlike = {k for k in wanted if ours.get(k) != wanted[k]} - {"initializer_range", "transformers_version", "dtype", "_name_or_path"}
+    # Megatron's args do not say these, and they change nothing.
+    assert unlike <= {"bos_token_id", "eos_token_id", "pad_token_id"}, {k: (ours.get(k), wanted[k]) for k in unlike}
+
+
+def test_without_args_and_config_the_error_says_what_to_pass(checkpoint, tmp_path):
+    hf_to_mcore(checkpoint("qwen3"), tmp_path / "mcore")
+    shutil.rmtree(tmp_path / "mcore" / "hf")
+    (tmp_path / "mcore" / "release" / "common.pt").unlink()
+    with pytest.raises(ReshardError, match="pass --hf-config"):
+        mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+
+
+def test_both_spellings_of_the_norms_are_read(checkpoint, tmp_path):
+    source = checkpoint("qwen3-moe")
+    for impl, key in (("local", "decoder.layers.mlp.linear_fc1.layer_norm_weight"), ("transformer_engine", "decoder.layers.pre_mlp_layernorm.weight")):
+        hf_to_mcore(source, tmp_path / impl, transformer_impl=impl)
+        assert key in pickle.loads((tmp_path / impl / "release" / ".metadata").read_bytes()).state_dict_metadata
+        mcore_to_hf(tmp_path / impl, tmp_path / f"{impl}-back")
+        assert same(hf_tensors(source), hf_tensors(tmp_path / f"{impl}-back")) == []
+
+
+def test_an_unknown_parameter_is_refused_by_name(checkpoint, tmp_path):
+    """A vision tower, say, in a checkpoint of a text model."""
+    import torch.distributed.checkpoint as dcp
+
+    hf_to_mcore(checkpoint("qwen3"), tmp_path / "mcore")
+    release = tmp_path / "mcore" / "release"
+    reader = dcp.FileSystemReader(str(release))
+    state = {k: torch.empty(e.size, dtype=e.properties.dtype) for k, e in reader.read_metadata().state_dict_metadata.items() if hasattr(e, "size")}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    state["vision_model.conv1.weight"] = torch.zeros(3)
+    for path in release.glob("*.distcp"):
+        path.unlink()
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(str(release)), no_dist=True)
+    with pytest.raises(ReshardError, match=r"does not have: vision_model\.conv1\.weight"):
+        mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+
+
+def test_inspect_names_layout_and_iteration_of_a_megatron_checkpoint(checkpoint, tmp_path):
+    theirs = saved_by_megatron(checkpoint("qwen3-moe"), tmp_path, f"{TP} 2 {EP} 2 {ETP} 1", 2)
+    found = inspect(theirs).to_dict()
+    assert found["details"]["iteration"] == "iter_0000007" and found["family"] == "qwen3_moe" and found["manifest"] is None
+    assert found["layout"] == {"tp": 2, "pp": 1, "ep": 2, "etp": 1}
+    assert json.loads(json.dumps(found)) == found
