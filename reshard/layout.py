@@ -157,9 +157,11 @@ class Layout:
         return args | {key: value for key, value in optional.items() if value is not None}
 
     def __str__(self) -> str:
-        sizes = [("TP", self.tp), ("PP", self.pp), ("VPP", self.virtual_stages), ("EP", self.ep), ("ETP", self.expert_tp)]
-        shown = " ".join(f"{name}{n}" for name, n in sizes if n > 1 and not (name == "ETP" and n == self.tp)) or "TP1"
-        return shown + (f" ETP{self.expert_tp}" if self.expert_tp == 1 and self.tp > 1 and self.ep > 1 else "")
+        sizes = [("TP", self.tp), ("PP", self.pp), ("VPP", self.vpp), ("EP", self.ep)]
+        shown = [f"{name}{n}" for name, n in sizes if n > 1] or ["TP1"]
+        if self.expert_tp != self.tp:
+            shown.append(f"ETP{self.expert_tp}")
+        return " ".join(shown + ([self.pipeline] if self.pipeline else []))
 
 
 def parse_pipeline(text: str) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 from reshard.boxes import Box, first_overlap, whole
-from reshard.placement import Placement
+from reshard.placement import LocalTensor, Placement
 
 
 class PlanError(Exception):
@@ -124,11 +124,7 @@ def prove(plan: Plan) -> None:
             local = Box(at, t.box.lengths)
             if len(at) != len(tensor.shape) or not whole(tensor.shape).contains(local):
                 raise PlanError(f"a transfer of {t.name} leaves {side} tensor {tensor_id} of shape {tensor.shape}: {local}")
-            if not any(
-                part.name == t.name and part.box.contains(t.box)
-                and at == tuple(a + d for a, d in zip(part.at, t.box.relative_to(part.box.offsets), strict=True))
-                for part in tensor.parts
-            ):
+            if _held(tensor, t.name, t.box, at) != t.box.volume:
                 raise PlanError(f"{side} tensor {tensor_id} does not hold {t.name} at {t.box.offsets} where the transfer says")
         written[t.dst].append(Box(t.dst_at, t.box.lengths))
     for tensor in plan.dst.tensors.values():
@@ -147,3 +143,11 @@ def prove(plan: Plan) -> None:
             shape = plan.dst.shapes.get(part.name)
             if shape is None or not whole(shape).contains(part.box):
                 raise PlanError(f"{tensor.id} holds a box outside {part.name} of shape {shape}: {part.box}")
+
+
+def _held(tensor: LocalTensor, name: str, box: Box, at: tuple[int, ...]) -> int:
+    """How many elements of `box` a local tensor holds exactly where a copy with its first element at `at` looks for them."""
+    shift = tuple(a - o for a, o in zip(at, box.offsets, strict=True))
+    pieces = [part.box.intersect(box) for part in tensor.parts
+              if part.name == name and shift == tuple(a - o for a, o in zip(part.at, part.box.offsets, strict=True))]  # fmt: skip
+    return sum(piece.volume for piece in pieces if piece is not None)

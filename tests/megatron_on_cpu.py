@@ -245,3 +245,41 @@ def args_of_checkpoint(rank: int, flags: list[str], directory: str):
     with contextlib.redirect_stdout(io.StringIO()):
         taken, _ = load_args_from_checkpoint(blank)
     return ({n: getattr(given, n) for n in SIZES}, {n: getattr(taken, n) for n in SIZES})
+
+
+def stages(rank: int, layers: int, pp: int, vpp: int, flags: dict, embedding: bool, loss: bool, layout: str | None) -> list:
+    """Megatron's own answer to which layers are where, as [pp rank][virtual stage]."""
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    config = TransformerConfig(
+        num_layers=layers, hidden_size=8, num_attention_heads=1, pipeline_model_parallel_size=pp, pipeline_dtype=torch.float32,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None, account_for_embedding_in_pipeline_split=embedding,
+        num_layers_in_first_pipeline_stage=flags["decoder_first_pipeline_num_layers"], account_for_loss_in_pipeline_split=loss,
+        num_layers_in_last_pipeline_stage=flags["decoder_last_pipeline_num_layers"],
+        pipeline_model_parallel_layout=layout,
+    )  # fmt: skip
+    if layout:
+        parsed = PipelineParallelLayerLayout(layout, pp)
+        mpu.set_virtual_pipeline_model_parallel_world_size(vpp)
+        from megatron.core.transformer.enums import LayerType
+
+        return [[parsed.get_layer_id_list(LayerType.decoder, v, p) for v in range(vpp)] for p in range(pp)]
+    answer = []
+    for p in range(pp):
+        answer.append([])
+        for v in range(vpp):
+            stage = v if vpp > 1 else None
+            offset = get_transformer_layer_offset(config, stage, p)
+            answer[-1].append(list(range(offset, offset + get_num_layers_to_build(config, stage, p))))
+    return answer
+
+
+def pipelines(rank: int, texts: list[str]) -> list[list[str]]:
+    """Megatron's own unrolling of layout strings, in its letters."""
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    letters = {"embedding": "E", "loss": "L", "decoder": "t", "mtp": "m"}
+    return [["".join(letters[kind.name] for kind in row) for row in PipelineParallelLayerLayout.parse_str_to_list(text)] for text in texts]

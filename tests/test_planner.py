@@ -1,0 +1,141 @@
+"""The planner: exact plans, and a proof that refuses every kind of broken one."""
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reshard import planner
+from reshard.boxes import Box, first_overlap, whole
+from reshard.placement import LocalTensor, Part, Placement
+from reshard.planner import PlanError, make_plan, prove
+
+SHAPES = {"w": (12, 10)}
+
+
+def split(rows, columns):
+    """`w` cut into a grid; local tensors are named by their place in it."""
+    r, c = SHAPES["w"][0] // rows, SHAPES["w"][1] // columns
+    return Placement.of(SHAPES, (
+        LocalTensor((i, j), (r, c), (Part("w", Box((i * r, j * c), (r, c)), (0, 0)),), holder=(i, j)) for i in range(rows) for j in range(columns)
+    ))  # fmt: skip
+
+
+def run(plan, values):
+    """Carry a plan out on integers."""
+    src = {t.id: np.full(t.shape, -1) for t in plan.src.tensors.values()}
+    for t in plan.src.tensors.values():
+        for part in t.parts:
+            src[t.id][slices(part.local_box)] = values[part.name][slices(part.box)]
+    dst = {t.id: np.full(t.shape, -1) for t in plan.dst.tensors.values()}
+    for t in plan.transfers:
+        target = dst[t.dst][slices(Box(t.dst_at, t.box.lengths))]
+        assert (target == -1).all()
+        target[...] = src[t.src][slices(Box(t.src_at, t.box.lengths))]
+    return dst
+
+
+def slices(box):
+    return tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))
+
+
+@pytest.mark.parametrize("src", [(1, 1), (2, 1), (1, 2), (3, 5), (12, 10)])
+@pytest.mark.parametrize("dst", [(1, 1), (4, 1), (1, 5), (6, 2)])
+def test_every_element_arrives_where_it_belongs(src, dst):
+    values = {"w": np.arange(120).reshape(12, 10)}
+    plan = make_plan(split(*src), split(*dst))
+    for tensor_id, array in run(plan, values).items():
+        [part] = plan.dst.tensors[tensor_id].parts
+        assert (array == values["w"][slices(part.box)]).all()
+
+
+def test_neighbouring_rows_are_one_transfer():
+    whole_w = Placement.canonical(SHAPES)
+    rows = Placement.of(SHAPES, [LocalTensor("x", (12, 10), tuple(Part("w", Box((i, 0), (1, 10)), (i, 0)) for i in range(12)))])
+    assert len(make_plan(rows, whole_w).transfers) == 1
+    assert len(make_plan(split(3, 1), whole_w).transfers) == 3
+
+
+def test_the_nearest_of_several_replicas_is_read():
+    copies = Placement.of(SHAPES, [LocalTensor(i, (12, 10), (Part("w", whole((12, 10)), (0, 0)),), holder=i) for i in range(4)])
+    target = Placement.of(SHAPES, [LocalTensor("d", (12, 10), (Part("w", whole((12, 10)), (0, 0)),), holder=2)])
+    plan = make_plan(copies, target, distance=lambda a, b: abs(a - b))
+    assert {t.src for t in plan.transfers} == {2}
+
+
+def test_what_nobody_holds_is_refused():
+    half = Placement.of(SHAPES, [LocalTensor("x", (6, 10), (Part("w", Box((0, 0), (6, 10)), (0, 0)),))])
+    with pytest.raises(PlanError, match="no source holds w at offsets \\(6, 0\\)"):
+        make_plan(half, Placement.canonical(SHAPES))
+
+
+BREAKS = {
+    "dropped": (lambda ts: ts[1:], "cover"),
+    "doubled": (lambda ts: [*ts, ts[0]], "twice"),
+    "other source": (lambda ts: [replace(ts[0], src=(1, 0)), *ts[1:]], "does not hold w"),
+    "no such source": (lambda ts: [replace(ts[0], src="nowhere"), *ts[1:]], "does not exist"),
+    "no such destination": (lambda ts: [replace(ts[0], dst="nowhere"), *ts[1:]], "does not exist"),
+    "shifted read": (lambda ts: [replace(ts[0], src_at=(1, 0), box=Box(ts[0].box.offsets, (1, 5))), *ts[1:]], "does not hold w"),
+    "shifted write": (lambda ts: [replace(ts[0], dst_at=(1, 0), box=Box(ts[0].box.offsets, (1, 5))), *ts[1:]], "does not hold w"),
+    "read beyond the end": (lambda ts: [replace(ts[0], src_at=(11, 9)), *ts[1:]], "leaves source"),
+    "write beyond the end": (lambda ts: [replace(ts[0], dst_at=(11, 9)), *ts[1:]], "leaves destination"),
+    "write before the start": (lambda ts: [replace(ts[0], dst_at=(-1, 0)), *ts[1:]], "leaves destination"),
+    "other tensor": (lambda ts: [replace(ts[0], name="v"), *ts[1:]], "does not hold v"),
+    "too short": (lambda ts: [replace(ts[0], box=Box(ts[0].box.offsets, (ts[0].box.lengths[0] - 1, 5))), *ts[1:]], "cover"),
+}
+
+
+@pytest.mark.parametrize("how", BREAKS)
+def test_a_broken_plan_is_refused(how):
+    plan = make_plan(split(3, 1), split(2, 2))
+    prove(plan)
+    change, message = BREAKS[how]
+    with pytest.raises(PlanError, match=message):
+        prove(replace(plan, transfers=tuple(change(list(plan.transfers)))))
+
+
+def test_a_broken_placement_is_refused():
+    def tensor(*parts, fills=()):
+        return Placement.of(SHAPES, [LocalTensor("x", (4, 10), parts, fills)])
+
+    good, hole = Part("w", Box((0, 0), (4, 10)), (0, 0)), Part("w", Box((0, 0), (3, 10)), (0, 0))
+    make_plan(Placement.canonical(SHAPES), tensor(good))
+    make_plan(Placement.canonical(SHAPES), tensor(hole, fills=(Box((3, 0), (1, 10)),)))
+    for wrong, message in (
+        (tensor(hole), "cover 30 of its 40"),
+        (tensor(good, Part("w", Box((5, 0), (1, 10)), (3, 0))), "twice"),
+        (tensor(good, fills=(Box((3, 0), (1, 10)),)), "twice"),
+        (tensor(hole, fills=(Box((4, 0), (1, 10)),)), "leave its shape"),
+        (tensor(Part("w", Box((10, 0), (4, 10)), (0, 0))), "no source holds"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            make_plan(Placement.canonical(SHAPES), wrong)
+
+
+boxes = st.builds(lambda a, b, c, d: Box((a, b), (c, d)), *[st.integers(0, 5)] * 2, *[st.integers(1, 4)] * 2)
+
+
+@settings(deadline=None)
+@given(boxes, boxes)
+def test_box_arithmetic_agrees_with_marked_cells(a, b):
+    grid = np.zeros((3, 10, 10), int)
+    for i, box in enumerate((a, b)):
+        grid[i][slices(box)] = 1
+    common = a.intersect(b)
+    assert (common.volume if common else 0) == (grid[0] & grid[1]).sum()
+    for rest in a.minus(b):
+        grid[2][slices(rest)] += 1
+    assert (grid[2] == (grid[0] & ~grid[1])).all()
+    assert (first_overlap([a, b]) is not None) == (common is not None)
+    assert a.contains(b) == ((grid[0] & grid[1]).sum() == b.volume)
+
+
+def test_the_planner_imports_nothing_but_boxes_and_placements():
+    tree = ast.parse(Path(planner.__file__).read_text())
+    names = {n.name for node in ast.walk(tree) if isinstance(node, ast.Import) for n in node.names}
+    names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert names <= {"collections", "collections.abc", "dataclasses", "reshard.boxes", "reshard.placement"}
