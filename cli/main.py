@@ -70,3 +70,7 @@ def main() -> None:
     except MemoryError:
         click.echo("Error: out of memory; use fewer --workers", err=True)
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -305,8 +305,7 @@ class _Run:
         for name in mine:
             path = work.path / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            if os.fstat(files.descriptor(path)).st_size != self.sizes[name]:
-                os.ftruncate(files.descriptor(path), self.sizes[name])
+            files.resize(path, self.sizes[name])
         finished = work.done()
         create(files, mine)
         here = {n: [s._replace(path=work.path / s.path) for s in strips if str(s.path) in mine] for n, strips in self.strips.items()}

@@ -54,6 +54,15 @@ class OpenFiles:
             except OSError as error:
                 raise write_error(path, error) from error
 
+    def resize(self, path: Path, size_bytes: int) -> None:
+        """Give a file its final length; new bytes are zero. Raises ReshardError where that is not allowed."""
+        descriptor = self.descriptor(path)
+        try:
+            if os.fstat(descriptor).st_size != size_bytes:
+                os.ftruncate(descriptor, size_bytes)
+        except OSError as error:
+            raise write_error(path, error) from error
+
     def close(self) -> None:
         """Close all files."""
         with self.lock:

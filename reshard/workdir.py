@@ -43,23 +43,29 @@ class Workdir:
         if not parent.is_dir():
             raise ReshardError(f"{parent} is not a directory; create it first")
         if not os.access(parent, os.W_OK | os.X_OK):
-            raise ReshardError(f"cannot write in {parent}: permission denied")
+            raise ReshardError(f"cannot write in {parent}: permission denied or read-only")
 
     def open(self, fingerprint: str, resume: bool) -> None:
         """Create and lock the directory; with `resume`, keep what an interrupted run of the same fingerprint left."""
         self.check_destination()
+        lock = -1
         try:
             self.path.mkdir(exist_ok=True)
-            self.lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ReshardError(f"another run is writing {self.destination}; wait for it to end") from error
+            lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            if lock >= 0:
+                os.close(lock)
+            if isinstance(error, BlockingIOError):
+                raise ReshardError(f"another run is writing {self.destination}; wait for it to end") from error
             raise write_error(self.path, error) from error
+        self.lock = lock  # from here on the directory is ours, to remove too
         with contextlib.suppress(FileNotFoundError):
             if os.fstat(self.lock).st_ino == os.stat(self.path / LOCK).st_ino:
                 self._prepare(fingerprint, resume)
                 return
+        os.close(self.lock)
+        self.lock = None
         raise ReshardError(f"another run has just finished {self.destination}")
 
     def _prepare(self, fingerprint: str, resume: bool) -> None:
