@@ -35,13 +35,23 @@ def make(folder: Path) -> None:
 def run(folder: Path) -> None:
     import torch
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29555", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="29555", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1"
+    )
     torch.cuda.set_device(0)
     torch.distributed.init_process_group("nccl")
     import megatron.core
     import transformer_engine
 
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, "megatron-core", megatron.core.__version__, "TE", transformer_engine.__version__)
+    print(
+        torch.cuda.get_device_name(),
+        "torch",
+        torch.__version__,
+        "megatron-core",
+        megatron.core.__version__,
+        "TE",
+        transformer_engine.__version__,
+    )
     results = {}
     for variant in sorted(p.name for p in folder.iterdir() if (p / "mcore").is_dir()):
         try:

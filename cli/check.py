@@ -1,7 +1,6 @@
 """``reshard check``."""
 
 import click
-
 from reshard.cli.output import json_option, print_json, progress_bar, workers_option
 
 

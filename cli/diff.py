@@ -1,7 +1,6 @@
 """``reshard diff``."""
 
 import click
-
 from reshard.cli.output import json_option, print_json, progress_bar, workers_option
 
 
@@ -29,6 +28,8 @@ def command(a: str, b: str, hf_config: str | None, worst: int, workers: int | No
         for d in result.differences[:worst]:
             note = f" ({d.note})" if d.note else ""
             click.echo(f"{d.name}: {d.unequal:,} of {d.elements:,} differ, max abs {d.max_abs:.3g}, max rel {d.max_rel:.3g}{note}")
-        click.echo(f"{len(result.differences)} of {result.tensors} tensors differ, {len(result.only_a) + len(result.only_b)} are on one side only")
+        click.echo(
+            f"{len(result.differences)} of {result.tensors} tensors differ, {len(result.only_a) + len(result.only_b)} are on one side only"
+        )
     if not result.equal:
         raise click.exceptions.Exit(1)

@@ -4,7 +4,6 @@ import time
 from typing import Any
 
 import click
-
 from reshard.cli.output import json_option, print_report, progress_bar, workers_option
 
 _SIZE = click.IntRange(min=1)
@@ -15,21 +14,50 @@ _SIZE = click.IntRange(min=1)
 @click.argument("destination", type=click.Path())
 @click.option("--tp", "--tensor-model-parallel-size", "tp", type=_SIZE, default=1, show_default=True, help="Tensor parallel size.")
 @click.option("--pp", "--pipeline-model-parallel-size", "pp", type=_SIZE, default=1, show_default=True, help="Pipeline parallel size.")
-@click.option("--vpp", "--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size", "vpp", type=_SIZE, default=1,
-              show_default=True, help="Virtual stages per pipeline rank.")
+@click.option(
+    "--vpp",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--virtual-pipeline-model-parallel-size",
+    "vpp",
+    type=_SIZE,
+    default=1,
+    show_default=True,
+    help="Virtual stages per pipeline rank.",
+)
 @click.option("--ep", "--expert-model-parallel-size", "ep", type=_SIZE, default=1, show_default=True, help="Expert parallel size.")
-@click.option("--etp", "--expert-tensor-parallel-size", "etp", type=_SIZE, help="Expert tensor parallel size (default: TP, as in Megatron).")
-@click.option("--first-stage-layers", "--decoder-first-pipeline-num-layers", "--num-layers-in-first-pipeline-stage", "first_stage_layers",
-              type=_SIZE, help="Layers on the first pipeline rank.")
-@click.option("--last-stage-layers", "--decoder-last-pipeline-num-layers", "--num-layers-in-last-pipeline-stage", "last_stage_layers",
-              type=_SIZE, help="Layers on the last pipeline rank.")
+@click.option(
+    "--etp", "--expert-tensor-parallel-size", "etp", type=_SIZE, help="Expert tensor parallel size (default: TP, as in Megatron)."
+)
+@click.option(
+    "--first-stage-layers",
+    "--decoder-first-pipeline-num-layers",
+    "--num-layers-in-first-pipeline-stage",
+    "first_stage_layers",
+    type=_SIZE,
+    help="Layers on the first pipeline rank.",
+)
+@click.option(
+    "--last-stage-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--num-layers-in-last-pipeline-stage",
+    "last_stage_layers",
+    type=_SIZE,
+    help="Layers on the last pipeline rank.",
+)
 @click.option("--account-for-embedding-in-pipeline-split", "embedding_in_split", is_flag=True, help="The embedding counts as a layer.")
 @click.option("--account-for-loss-in-pipeline-split", "loss_in_split", is_flag=True, help="The loss counts as a layer.")
-@click.option("--pipeline-model-parallel-layout", "--pipeline-layout", "pipeline", help="Megatron's layout string, such as 'Et*3|t*4|t*3L'.")
+@click.option(
+    "--pipeline-model-parallel-layout", "--pipeline-layout", "pipeline", help="Megatron's layout string, such as 'Et*3|t*4|t*3L'."
+)
 @click.option("--make-vocab-size-divisible-by", type=_SIZE, default=128, show_default=True, help="Pad the vocabulary to this times TP.")
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Cast (default: as it is; fp8 becomes bf16).")
-@click.option("--transformer-impl", type=click.Choice(["transformer_engine", "local"]), default="transformer_engine", show_default=True,
-              help="Which layers will load it: they name some norms differently.")
+@click.option(
+    "--transformer-impl",
+    type=click.Choice(["transformer_engine", "local"]),
+    default="transformer_engine",
+    show_default=True,
+    help="Which layers will load it: they name some norms differently.",
+)
 @click.option("--release", is_flag=True, help="Write a release (the default).")
 @click.option("--iteration", type=click.IntRange(min=1), help="Write this numbered iteration instead of a release.")
 @click.option("--overwrite", is_flag=True, help="Replace the destination, once the new one is complete.")

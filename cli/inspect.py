@@ -1,7 +1,6 @@
 """``reshard inspect``."""
 
 import click
-
 from reshard.cli.output import json_option, print_json, size
 
 

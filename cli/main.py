@@ -48,9 +48,8 @@ def cli() -> None:
 def main() -> None:
     """The entry point."""
     try:
-        cli(standalone_mode=False)
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
+        status = cli(standalone_mode=False)  # the code of an Exit, else what the command returns: nothing
+        sys.exit(status if isinstance(status, int) else 0)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

@@ -4,15 +4,17 @@ import time
 from typing import Any
 
 import click
-
 from reshard.cli.output import json_option, print_report, progress_bar, workers_option
 
 
 @click.command("mcore-to-hf")
 @click.argument("source", type=click.Path())
 @click.argument("destination", type=click.Path())
-@click.option("--hf-config", type=click.Path(), help="config.json, or a directory with it and the tokenizer (default: the one beside the "
-              "weights, else from the checkpoint's args).")
+@click.option(
+    "--hf-config",
+    type=click.Path(),
+    help="config.json, or a directory with it and the tokenizer (default: the one beside the weights, else from the checkpoint's args).",
+)
 @click.option("--family", help="Family, where the args alone leave it open.")
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Cast (default: as it is).")
 @click.option("--quantize", type=click.Choice(["fp8"]), help="Write linear weights as fp8 with 128x128 block scales.")

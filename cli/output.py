@@ -51,7 +51,9 @@ def size(n: int) -> str:
 
 
 def print_report(report: Any, as_json: bool, seconds: float) -> None:
-    """The report of a conversion."""
+    """The report of a conversion, from the first of its processes."""
+    if report.process:
+        return
     if as_json:
         print_json(report.to_dict() | {"seconds": round(seconds, 3)})
         return

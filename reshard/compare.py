@@ -194,4 +194,3 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
         return Check(str(path), len(listed), sorted(bad + [name for name, good in results.items() if not good]))
     finally:
         source.close()
-

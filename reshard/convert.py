@@ -5,6 +5,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class Report:
     dry_run: bool
     notices: list[str] = field(default_factory=list)
     resumed_tensors: int = 0
+    process: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -100,16 +102,14 @@ def hf_to_mcore(
     Raises ReshardError, and leaves no destination, for anything that cannot be converted exactly.
     """
     allow_many_files()
-    team, layout = Team.from_environment(), layout or Layout()
-    target = _float_dtype(dtype)
+    layout, target = layout or Layout(), _float_dtype(dtype)
     if transformer_impl not in TRANSFORMER_IMPLS:
         raise ReshardError(f"--transformer-impl {transformer_impl} is not one of {listed(TRANSFORMER_IMPLS)}")
     if make_vocab_size_divisible_by < 1:
         raise ReshardError(f"--make-vocab-size-divisible-by is {make_vocab_size_divisible_by}; it starts at 1")
     if iteration is not None and iteration < 1:
         raise ReshardError(f"--iteration is {iteration}; iterations start at 1")
-    src = HuggingFaceSource(local_directory(str(source)), target)
-    try:
+    with Team.from_environment() as team, closing(HuggingFaceSource(local_directory(str(source)), target)) as src:
         layout.check(src.model)
         vocab = padded_vocab_size(src.model.symbols["V"], make_vocab_size_divisible_by, layout.tp)
         mapping = expand(src.model, transformer_impl, vocab)
@@ -123,7 +123,8 @@ def hf_to_mcore(
         written = _chunk_files(chunks, tensors)
         directory = "release" if iteration is None else f"iter_{iteration:07d}"
         sizes = {f"{directory}/__{rank}_0.distcp": _file_end(group) for rank, group in written.items()}
-        report = _report("hf-to-mcore", src, source, destination, str(layout), sizes, workers, dry_run, min(len(sizes), team.size))
+        report = _report("hf-to-mcore", src, source, destination, str(layout), sizes, workers, dry_run, team)
+        report.notices += src.model.caveats(transformer_impl)
         report.bytes_per_rank = {str(rank): sum(c.container.data_bytes for c in group) for rank, group in written.items()}
         if dry_run:
             return report
@@ -155,7 +156,7 @@ def hf_to_mcore(
             args = arguments(src.model, layout, vocab, make_vocab_size_divisible_by, model_dtype, transformer_impl)
             saved = checkpoint_args(args, layout.world_size(src.model), model_dtype, iteration or 0)
             content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-            small = {
+            small: dict[str, bytes | str] = {
                 f"{directory}/.metadata": torch_dist.metadata_bytes(keys, states, directory),
                 f"{directory}/common.pt": torch_dist.common_bytes(saved, iteration or 0, content),
                 f"{directory}/metadata.json": json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}),
@@ -173,8 +174,6 @@ def hf_to_mcore(
 
         report.resumed_tensors = run.run(fingerprint(_identity(src), asdict(layout), options), resume, create, finish)
         return report
-    finally:
-        src.close()
 
 
 def mcore_to_hf(
@@ -200,10 +199,9 @@ def mcore_to_hf(
     bytes or text like ``5GB``. The other options are those of `hf_to_mcore`, and so is what it raises.
     """
     allow_many_files()
-    team, target = Team.from_environment(), _float_dtype(dtype)
-    shard_bytes = parse_size(max_shard_size)
-    src = MegatronSource(Path(source), Path(hf_config) if hf_config is not None else None, family)
-    try:
+    target, shard_bytes = _float_dtype(dtype), parse_size(max_shard_size)
+    config = Path(hf_config) if hf_config is not None else None
+    with Team.from_environment() as team, closing(MegatronSource(Path(source), config, family)) as src:
         tensors = {n: TensorInfo(t.shape, _stored_dtype(t.dtype, target, n in src.mapping.fp32)) for n, t in src.tensors.items()}
         fp8 = Fp8Blocks(_quantized(src, tensors) if quantize else ())
         laid_out: dict[str, tuple[Dtype, tuple[int, ...]]] = {}
@@ -212,7 +210,7 @@ def mcore_to_hf(
         new_files = safetensors.plan_files(laid_out, shard_bytes)
         placed = {name: tensor for file in new_files for name, tensor in file.tensors.items()}
         sizes = {file.name: file.size_bytes for file in new_files}
-        report = _report("mcore-to-hf", src, source, destination, "whole tensors", sizes, workers, dry_run, min(len(sizes), team.size))
+        report = _report("mcore-to-hf", src, source, destination, "whole tensors", sizes, workers, dry_run, team)
         if dry_run:
             return report
 
@@ -243,8 +241,6 @@ def mcore_to_hf(
         options = {"dtype": target and target.name, "quantize": quantize, "shard": shard_bytes}
         report.resumed_tensors = run.run(fingerprint(_identity(src), options), resume, create, finish)
         return report
-    finally:
-        src.close()
 
 
 @dataclass
@@ -276,7 +272,8 @@ class _Run:
             prints = team.agree(error, print_of_run)
             if len(set(prints)) > 1:
                 raise ReshardError("the processes of this run were given different sources, layouts or options")
-            checksums, resumed = {}, 0
+            checksums: dict[str, str] = {}
+            resumed = 0
             try:
                 checksums, resumed = self._stream(files, create)
             except BaseException as caught:
@@ -310,7 +307,8 @@ class _Run:
         create(files, mine)
         here = {n: [s._replace(path=work.path / s.path) for s in strips if str(s.path) in mine] for n, strips in self.strips.items()}
         writer = StripWriter(here, files)
-        names, hashed = [], set()
+        names: list[str] = []
+        hashed: set[str] = set()
         for name in self.tensors:
             parts = [part for part in self.fp8.parts(name) if part in self.strips]
             all_strips = [strip for part in parts for strip in self.strips[part]]
@@ -341,7 +339,7 @@ class _Run:
         checksums |= {part: value for sums in results.values() for part, value in sums.items() if part in hashed}
         if self.sync:
             with ThreadPoolExecutor(4) as pool:
-                list(pool.map(lambda name: os.fsync(files.descriptor(work.path / name)), sorted(mine)))
+                list(pool.map(lambda name: files.sync(work.path / name), sorted(mine)))
         return checksums, len(names) - len(todo)
 
     def _copy(self, name: str, writer: StripWriter) -> dict[str, str]:
@@ -371,7 +369,9 @@ class _Run:
                 needed -= path.stat().st_blocks * 512
         status = os.statvfs(self.work.path)
         if needed > status.f_bavail * status.f_frsize:
-            raise ReshardError(f"{self.work.destination} needs {needed:,} more bytes, but the disk has {status.f_bavail * status.f_frsize:,} free")
+            raise ReshardError(
+                f"{self.work.destination} needs {needed:,} more bytes, but the disk has {status.f_bavail * status.f_frsize:,} free"
+            )
 
 
 def _cast(slab: np.ndarray, source: Dtype, target: Dtype) -> np.ndarray:
@@ -406,9 +406,11 @@ def _chunk_files(chunks: list[Chunk], tensors: dict[str, TensorInfo]) -> dict[in
     for chunk in sorted(chunks, key=lambda c: c.rank):
         for part in chunk.tensor.parts:
             dtype, first = key_dtypes.setdefault(chunk.key, (tensors[part.name].dtype, part.name))
-            if tensors[part.name].dtype != dtype:
-                raise ReshardError(f"{first} is {dtype.name} and {part.name} is {tensors[part.name].dtype.name}, but Megatron's {chunk.key} has "
-                                   "one dtype: pass --dtype")  # fmt: skip
+            other = tensors[part.name].dtype
+            if other != dtype:
+                raise ReshardError(
+                    f"{first} is {dtype.name} and {part.name} is {other.name}, but Megatron's {chunk.key} has one dtype: pass --dtype"
+                )
         dtype = key_dtypes[chunk.key][0]
         container = containers.get((dtype, chunk.sizes)) or torch_zip.tensor_container(dtype, chunk.sizes)
         containers[dtype, chunk.sizes] = container
@@ -433,12 +435,12 @@ def _strips_to_chunks(plan: Plan, written: dict[int, list[NewChunk]], directory:
 
 
 def _report(direction: str, src: Source, source: Any, destination: Any, layout: str, sizes: dict[str, int], workers: int | None,
-            dry_run: bool, processes: int) -> Report:  # fmt: skip
+            dry_run: bool, team: Team) -> Report:  # fmt: skip
     read = sum(t.size_bytes for n, t in src.tensors.items())
     largest_row = max(t.columns * t.dtype.size for t in src.tensors.values())
     slabs = 4 * (workers or default_workers()) * max(SLAB_BYTES, BLOCK * largest_row)
     return Report(direction, src.model.family.name, str(source), str(destination), layout, len(src.tensors), read, sum(sizes.values()),
-                  len(sizes), {}, slabs + (150 << 20), dry_run, list(src.notices))  # fmt: skip
+                  len(sizes), {}, slabs + (150 << 20), dry_run, list(src.notices), process=team.process)  # fmt: skip
 
 
 def _identity(src: Source) -> list:
@@ -473,7 +475,18 @@ def _config_json(src: Source, tensors: dict[str, TensorInfo], fp8: Fp8Blocks, or
 
 def parse_size(size: str | int) -> int:
     """Bytes of ``5GB``, ``500MB``, ``1.5GiB`` or a number. Raises ReshardError for anything else."""
-    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+    units = {
+        "": 1,
+        "b": 1,
+        "kb": 10**3,
+        "mb": 10**6,
+        "gb": 10**9,
+        "tb": 10**12,
+        "kib": 1 << 10,
+        "mib": 1 << 20,
+        "gib": 1 << 30,
+        "tib": 1 << 40,
+    }
     text = str(size).strip().lower()
     number = text.rstrip("bkmgti ")
     try:

@@ -63,6 +63,13 @@ class OpenFiles:
         except OSError as error:
             raise write_error(path, error) from error
 
+    def sync(self, path: Path) -> None:
+        """Wait until a file's bytes are on the disk."""
+        try:
+            os.fsync(self.descriptor(path))
+        except OSError as error:
+            raise write_error(path, error) from error
+
     def close(self) -> None:
         """Close all files."""
         with self.lock:

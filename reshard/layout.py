@@ -118,7 +118,9 @@ class Layout:
             raise ReshardError("--pipeline-model-parallel-layout says where every layer is; give no other flag for uneven stages")
         rows = parse_pipeline(self.pipeline or "")
         if len(rows) % self.pp or (self.vpp > 1 and len(rows) != self.pp * self.vpp):
-            raise ReshardError(f"pipeline layout {self.pipeline!r} has {len(rows)} stages, which --pp {self.pp} --vpp {self.vpp} does not fit")
+            raise ReshardError(
+                f"pipeline layout {self.pipeline!r} has {len(rows)} stages, which --pp {self.pp} --vpp {self.vpp} does not fit"
+            )
         text = "".join(rows)
         for letter, count, name in (("E", 1, "embedding (E)"), ("L", 1, "loss (L)"), ("t", model.num_layers, "decoder layers (t)"),
                                     ("m", model.mtp_layers, "MTP layers (m)")):  # fmt: skip
@@ -175,7 +177,9 @@ def parse_pipeline(text: str) -> list[str]:
         unrolled = re.sub(pattern, lambda match: match.group(1) * int(match.group(2)), unrolled)
     unknown = set(unrolled) - set("EtmL|")
     if unknown or not unrolled:
-        raise ReshardError(f"pipeline layout {text!r} has {' '.join(sorted(unknown)) or 'nothing'} in it; it is made of E, t, m, L, | and *n")
+        raise ReshardError(
+            f"pipeline layout {text!r} has {' '.join(sorted(unknown)) or 'nothing'} in it; it is made of E, t, m, L, | and *n"
+        )
     return unrolled.split("|")
 
 

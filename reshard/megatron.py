@@ -80,7 +80,9 @@ def expand(model: Model, transformer_impl: str = "transformer_engine", padded_vo
     for index in range(model.mtp_layers):
         layer = model.num_layers + index
         found.block(f"model.layers.{layer}.", f"mtp.layers.{index}.", model.rows("mtp", model.kinds[-1]), index, mtp=True)
-        found.block(f"model.layers.{layer}.", f"mtp.layers.{index}.transformer_layer.", model.rows("layer", model.kinds[-1]), index, mtp=True)
+        found.block(
+            f"model.layers.{layer}.", f"mtp.layers.{index}.transformer_layer.", model.rows("layer", model.kinds[-1]), index, mtp=True
+        )
     copies = {name: found.primary[megatron] for name, megatron in found.copies.items()}
     return Mapping(found.shapes, found.parameters, copies, frozenset(found.ignored), frozenset(found.optional), frozenset(found.fp32))
 
@@ -352,7 +354,9 @@ def placement_of_checkpoint(checkpoint: Checkpoint, model: Model, mapping: Mappi
         elif what != "common state":
             left_over[what] += 1
     if unknown:
-        raise ReshardError(f"{checkpoint.directory} holds {len(unknown)} parameters that {model.family.name} does not have: {listed(sorted(unknown))}")
+        raise ReshardError(
+            f"{checkpoint.directory} holds {len(unknown)} parameters that {model.family.name} does not have: {listed(sorted(unknown))}"
+        )
     notices += [f"ignored {n} entries of {what}" for what, n in sorted(left_over.items())]
     return Found(Placement(mapping.shapes, tensors), notices)
 
@@ -399,4 +403,3 @@ def _spellings(p: Parameter, model: Model, checkpoint: Checkpoint) -> Iterator[t
             if f"{prefix}{single}_w" in checkpoint.keys and f"{prefix}{single}_v" in checkpoint.keys:
                 for suffix, start in (("_w", 0), ("_v", half[0])):
                     yield f"{prefix}{single}{suffix}", [], Box((start, *(0,) * (len(half) - 1)), half)
-

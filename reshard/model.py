@@ -94,7 +94,9 @@ class Model:
             if value is not None:
                 args[arg] = not value if relation == "not" else value
         if args.get("multi_latent_attention"):
-            args["kv_channels"] = self.config["v_head_dim"]  # unused by MLA; without it Megatron derives one that --use-checkpoint-args lacks
+            args["kv_channels"] = self.config[
+                "v_head_dim"
+            ]  # unused by MLA; without it Megatron derives one that --use-checkpoint-args lacks
         args |= megatron_rope(self.config, table.ROPE, self.where)
         if args.get("rope_type") == "rope":
             args["apply_rope_fusion"] = False  # Megatron's fused rotary embedding for MLA is for YaRN only
@@ -113,6 +115,16 @@ class Model:
         else:
             args.pop("mtp_num_layers", None)
         return args
+
+    def caveats(self, transformer_impl: str) -> list[str]:
+        """Where Megatron-Core 0.19 computes something else from the same weights."""
+        found, config = [], self.config
+        if "kv_lora_rank" in config and "no_q_lora" in self.flags and transformer_impl == "transformer_engine":
+            found.append("Megatron-Core 0.19 puts a norm before linear_q_proj where there is no q_lora_rank; load this into layers without it")
+        groups, experts = config.get("topk_group"), config.get("num_experts_per_tok")
+        if groups and groups != config.get("n_group") and experts // groups != 2:
+            found.append(f"Megatron ranks a group of experts by its best {experts // groups}, this model by its best 2: routing may differ")
+        return found
 
     @staticmethod
     def from_megatron_args(args: dict[str, Any], where: str, family_name: str | None = None) -> "Model":

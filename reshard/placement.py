@@ -7,6 +7,7 @@ the parts that say where its elements come from.
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from reshard.boxes import Box
 
@@ -29,11 +30,11 @@ class Part:
 class LocalTensor:
     """One tensor that a holder has.
 
-    `id` names it within its placement, `shape` is in elements, `fills` are regions that hold zeros and come from no canonical
-    tensor (vocabulary padding), `holder` is the rank or file that has it.
+    `id` (anything hashable) names it within its placement, `shape` is in elements, `fills` are regions that hold zeros and come
+    from no canonical tensor (vocabulary padding), `holder` is the rank or file that has it.
     """
 
-    id: Hashable
+    id: Any
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     fills: tuple[Box, ...] = ()
@@ -45,7 +46,7 @@ class Placement:
     """Local tensors, and the canonical shapes that they are made of."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    tensors: Mapping[Hashable, LocalTensor] = field(default_factory=dict)
+    tensors: Mapping[Any, LocalTensor] = field(default_factory=dict)
 
     @staticmethod
     def of(shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[LocalTensor]) -> "Placement":
@@ -56,6 +57,4 @@ class Placement:
     def canonical(shapes: Mapping[str, tuple[int, ...]]) -> "Placement":
         """Every canonical tensor whole, under its own name: what a Hugging Face directory holds."""
         zero = {name: (0,) * len(shape) for name, shape in shapes.items()}
-        return Placement.of(
-            shapes, (LocalTensor(n, s, (Part(n, Box(zero[n], s), zero[n]),)) for n, s in shapes.items())
-        )
+        return Placement.of(shapes, (LocalTensor(n, s, (Part(n, Box(zero[n], s), zero[n]),)) for n, s in shapes.items()))

@@ -7,6 +7,7 @@ merges neighbouring copies, and `prove` shows that the result is right before an
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from reshard.boxes import Box, first_overlap, whole
 from reshard.placement import LocalTensor, Placement
@@ -22,9 +23,9 @@ class Transfer:
 
     name: str
     box: Box
-    src: Hashable
+    src: Any
     src_at: tuple[int, ...]
-    dst: Hashable
+    dst: Any
     dst_at: tuple[int, ...]
 
 
@@ -98,10 +99,14 @@ def _merged(transfers: list[Transfer]) -> list[Transfer]:
         if merged:
             last = merged[-1]
             rows = last.box.lengths[0]
-            if (last.src == t.src and last.box.lengths[1:] == t.box.lengths[1:] and all(
-                b == (a[0] + rows, *a[1:])
-                for a, b in ((last.box.offsets, t.box.offsets), (last.src_at, t.src_at), (last.dst_at, t.dst_at))
-            )):
+            if (
+                last.src == t.src
+                and last.box.lengths[1:] == t.box.lengths[1:]
+                and all(
+                    b == (a[0] + rows, *a[1:])
+                    for a, b in ((last.box.offsets, t.box.offsets), (last.src_at, t.src_at), (last.dst_at, t.dst_at))
+                )
+            ):
                 joined = Box(last.box.offsets, (rows + t.box.lengths[0], *t.box.lengths[1:]))
                 merged[-1] = replace(last, box=joined)
                 continue

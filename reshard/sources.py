@@ -65,6 +65,7 @@ class Source(ABC):
         """What `inspect` shows of this format only."""
         return {}
 
+    @abstractmethod
     def close(self) -> None:
         """Close the files."""
 
@@ -116,7 +117,9 @@ class HuggingFaceSource(Source):
                 raise ReshardError(f"{self.path}: {scale} does not belong to an fp8 (e4m3) weight, or is not float32")
             blocks = tuple(-(-n // b) for n, b in zip(weight.shape, self.block, strict=True))
             if scales.shape != blocks:
-                raise ReshardError(f"{self.path}: {scale} has shape {list(scales.shape)}, expected {list(blocks)} for blocks of {self.block}")
+                raise ReshardError(
+                    f"{self.path}: {scale} has shape {list(scales.shape)}, expected {list(blocks)} for blocks of {self.block}"
+                )
 
     def _check(self) -> None:
         """Raise ReshardError unless the files hold exactly the table's tensors, with its shapes."""
@@ -232,7 +235,9 @@ class MegatronSource(Source):
             where = f"{self.checkpoint.directory} (args)"
             args = self.checkpoint.common().get("args") or {}
             if not args:
-                raise ReshardError(f"{self.checkpoint.directory} has no args and no {HF_FILES}/config.json: pass --hf-config with the model's config.json")
+                raise ReshardError(
+                    f"{self.checkpoint.directory} has no args and no {HF_FILES}/config.json: pass --hf-config with the model's config.json"
+                )
             args = dict(args)
             if args.get("vocab_size") is None:
                 raise ReshardError(f"{where} do not say the vocabulary size without padding: pass --hf-config with the model's config.json")
@@ -253,7 +258,9 @@ class MegatronSource(Source):
         dtype, shape, data_at = self._tensor_at(stored, path)
         expected = self.checkpoint.keys[key].dtype
         if dtype != expected or tuple(n for n in shape if n != 1) != tuple(n for n in sizes if n != 1):
-            raise ReshardError(f"{path} at byte {stored.offset}: {dtype.name} {list(shape)} is stored, but .metadata says {expected.name} {list(sizes)} of {key}")
+            raise ReshardError(
+                f"{path} at byte {stored.offset} holds {dtype.name} {list(shape)}, .metadata says {expected.name} {list(sizes)}: {key}"
+            )
         local = self.plan.src.tensors[transfer.src].shape
         return strip_of(transfer.box.offsets, transfer.box.lengths, transfer.src_at, local, path,
                         data_at + before * dtype.size, dtype.size)  # fmt: skip
@@ -302,4 +309,6 @@ def open_source(path: Path, hf_config: Path | None = None, family: str | None = 
         return MegatronSource(path, hf_config, family)
     if (path / "config.json").is_file() or any(path.glob("*.safetensors")):
         return HuggingFaceSource(path, dequantize_to)
-    raise ReshardError(f"{path} is neither a Hugging Face directory (config.json) nor a Megatron torch_dist checkpoint ({torch_dist.TRACKER})")
+    raise ReshardError(
+        f"{path} is neither a Hugging Face directory (config.json) nor a Megatron torch_dist checkpoint ({torch_dist.TRACKER})"
+    )

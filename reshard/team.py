@@ -11,10 +11,10 @@ from reshard.errors import ReshardError
 
 
 class Team:
-    """`process` of `size` processes."""
+    """`process` of `size` processes; `owns_group` says that it made the process group and has to end it."""
 
-    def __init__(self, process: int = 0, size: int = 1) -> None:
-        self.process, self.size = process, size
+    def __init__(self, process: int = 0, size: int = 1, owns_group: bool = False) -> None:
+        self.process, self.size, self.owns_group = process, size, owns_group
 
     @staticmethod
     def from_environment() -> "Team":
@@ -24,9 +24,24 @@ class Team:
             return Team()
         import torch.distributed as dist
 
-        if not dist.is_initialized():
+        owns_group = not dist.is_initialized()
+        if owns_group:
             dist.init_process_group("gloo")
-        return Team(dist.get_rank(), dist.get_world_size())
+        return Team(dist.get_rank(), dist.get_world_size(), owns_group)
+
+    def close(self) -> None:
+        """End the process group, if it is the team's own: without that, gloo's threads may abort the process at its exit."""
+        if self.owns_group:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+            self.owns_group = False
+
+    def __enter__(self) -> "Team":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def exchange(self, value: Any) -> list[Any]:
         """Everybody's value, by process; waits for all."""

@@ -72,7 +72,9 @@ class Workdir:
         found = self.path / "fingerprint"
         if resume and found.is_file():
             if found.read_text() != fingerprint:
-                raise ReshardError(f"{self.path} is of a run with another source, layout or options; give the same ones, or leave out --resume to start anew")
+                raise ReshardError(
+                    f"{self.path} is of a run with another source, layout or options; give the same, or leave out --resume to start anew"
+                )
             return
         for entry in self.path.iterdir():
             if entry.name != LOCK:

@@ -13,7 +13,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-COMMON = dict(vocab_size=1000, hidden_size=64, num_hidden_layers=4, num_attention_heads=8, max_position_embeddings=256, initializer_range=0.05)
+COMMON = dict(
+    vocab_size=1000, hidden_size=64, num_hidden_layers=4, num_attention_heads=8, max_position_embeddings=256, initializer_range=0.05
+)
 GQA = COMMON | dict(num_key_value_heads=2, intermediate_size=96)
 MOE = GQA | dict(head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True)
 MLA = COMMON | dict(

@@ -104,7 +104,9 @@ def build(flags: list[str]):
     """A list of model chunks (one per virtual stage) for this rank, and the args."""
     args = parse(flags, torch.distributed.get_world_size())
     if args.padded_vocab_size is None:
-        args.padded_vocab_size = calculate_padded_vocab_size(args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
+        args.padded_vocab_size = calculate_padded_vocab_size(
+            args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
+        )
     global_vars.set_args(args)
     init_num_microbatches_calculator(0, None, args.global_batch_size, args.micro_batch_size, args.data_parallel_size)
     mpu.initialize_model_parallel(
@@ -226,7 +228,6 @@ def weights(models) -> dict[str, torch.Tensor]:
     """This rank's parameters and buffers by name, a prefix for each virtual stage."""
     return {f"{i}:{name}": value.clone() for i, model in enumerate(models) for name, value in model.state_dict().items()
             if isinstance(value, torch.Tensor)}  # fmt: skip
-
 
 
 SIZES = """num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups group_query_attention kv_channels

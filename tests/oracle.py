@@ -75,7 +75,9 @@ def megatron_tensors(directory: Path, padded_vocab: int) -> dict[str, torch.Tens
         out["pre_mlp_layernorm.weight"] = get("post_attention_layernorm.weight")
         out["mlp.router.weight"] = get("mlp.gate.weight")
         expert = lambda e, name: get(f"mlp.experts.{e}.{name}_proj.weight")  # noqa: E731
-        out["mlp.experts.experts.linear_fc1.weight"] = torch.stack([torch.cat([expert(e, "gate"), expert(e, "up")]) for e in range(experts)])
+        out["mlp.experts.experts.linear_fc1.weight"] = torch.stack(
+            [torch.cat([expert(e, "gate"), expert(e, "up")]) for e in range(experts)]
+        )
         out["mlp.experts.experts.linear_fc2.weight"] = torch.stack([expert(e, "down") for e in range(experts)])
         if family == "deepseek_v3":
             out["mlp.router.expert_bias"] = get("mlp.gate.e_score_correction_bias")
@@ -84,7 +86,10 @@ def megatron_tensors(directory: Path, padded_vocab: int) -> dict[str, torch.Tens
             out[f"{shared}linear_fc2.weight"] = get(f"{shared}down_proj.weight")
         return out
 
-    result = {"embedding.word_embeddings.weight": padded(hf["model.embed_tokens.weight"]), "decoder.final_layernorm.weight": hf["model.norm.weight"]}
+    result = {
+        "embedding.word_embeddings.weight": padded(hf["model.embed_tokens.weight"]),
+        "decoder.final_layernorm.weight": hf["model.norm.weight"],
+    }
     if not config["tie_word_embeddings"]:
         result["output_layer.weight"] = padded(hf["lm_head.weight"])
     kinds = [is_moe(i) for i in range(layers)]

@@ -24,7 +24,7 @@ def test_the_checkpoint_holds_what_is_assembled_by_hand(variant, options, checkp
     expected = megatron_tensors(source, 1024)
     assert same(stored, expected) == []
     # The comparison sees one wrong bit, and a wrong order of rows.
-    name = next(n for n in expected if n.endswith("mlp.linear_fc1.weight") or n.endswith("experts.linear_fc1.weight"))
+    name = next(n for n in expected if n.endswith(("mlp.linear_fc1.weight", "experts.linear_fc1.weight")))
     for change in (lambda t: t.flatten()[0].mul_(-1), lambda t: t.copy_(t.flip(-2))):
         wrong = {n: t.clone() for n, t in expected.items()}
         change(wrong[name])

@@ -87,7 +87,10 @@ SPOILED_FILES = {
     "header is no JSON": (lambda p: edit_header(p, lambda h: "{" * 200), "not JSON"),
     "header is deeply nested": (lambda p: edit_header(p, lambda h: "[" * 200000), "not JSON"),
     "header is a list": (lambda p: edit_header(p, lambda h: "[]"), "not a JSON object"),
-    "name twice": (lambda p: edit_header(p, lambda h: json.dumps(h)[:-1] + f', "{NORM}": {json.dumps(h[NORM])}}}'), f"has {re.escape(NORM)} twice"),
+    "name twice": (
+        lambda p: edit_header(p, lambda h: json.dumps(h)[:-1] + f', "{NORM}": {json.dumps(h[NORM])}}}'),
+        f"has {re.escape(NORM)} twice",
+    ),
     "bytes that overlap": (lambda p: edit_header(p, set_entry(NORM, data_offsets=[0, 128])), "overlap others or leave a gap"),
     "negative shape": (lambda p: edit_header(p, set_entry(NORM, shape=[-64])), "malformed"),
     "shape that does not fit": (lambda p: edit_header(p, set_entry(NORM, shape=[63])), "128 bytes, but BF16 .63. needs 126"),
@@ -131,7 +134,10 @@ def test_index_and_files_that_do_not_agree_are_refused(sharded, tmp_path):
         refused(lambda: hf_to_mcore(sharded, tmp_path / "out"), message)
         (sharded / INDEX).write_text(before)
 
-    spoil(lambda m: m.update({"model.extra.weight": "model-00001-of-00003.safetensors"}), "names model.extra.weight, which the files do not hold")
+    spoil(
+        lambda m: m.update({"model.extra.weight": "model-00001-of-00003.safetensors"}),
+        "names model.extra.weight, which the files do not hold",
+    )
     spoil(lambda m: m.pop(NORM), f"the files hold {re.escape(NORM)}, which")
     spoil(lambda m: m.update({NORM: "../elsewhere.safetensors"}), "which are not files of")
     spoil(lambda m: m.update({NORM: "model-00009-of-00009.safetensors"}), "lacks the shard files model-00009")
@@ -145,7 +151,9 @@ def test_a_missing_shard_and_a_tensor_in_two_files_are_refused(sharded, tmp_path
     first, second = (load_file(sharded / f"model-0000{i}-of-00003.safetensors") for i in (1, 2))
     name = next(iter(second))
     save_file(first | {name: second[name]}, sharded / "model-00001-of-00003.safetensors")
-    refused(lambda: hf_to_mcore(sharded, tmp_path / "out"), f"{re.escape(name)} is in model-00001-of-00003.safetensors and again in model-00002")
+    refused(
+        lambda: hf_to_mcore(sharded, tmp_path / "out"), f"{re.escape(name)} is in model-00001-of-00003.safetensors and again in model-00002"
+    )
     (sharded / "model-00001-of-00003.safetensors").unlink()
     refused(lambda: hf_to_mcore(sharded, tmp_path / "out"), "lacks the shard files model-00001-of-00003.safetensors")
     nothing_left(tmp_path)
@@ -154,7 +162,10 @@ def test_a_missing_shard_and_a_tensor_in_two_files_are_refused(sharded, tmp_path
 def test_tensors_that_the_table_does_not_cover_are_refused_by_name(source, tmp_path):
     tensors = load_file(source / "model.safetensors")
     save_file({n: t for n, t in tensors.items() if n != NORM} | {"model.vision.weight": torch.zeros(2)}, source / "model.safetensors")
-    refused(lambda: hf_to_mcore(source, tmp_path / "out"), "lacks 1 of qwen3_moe's tensors: model.norm.weight; it holds 1 .*: model.vision.weight")
+    refused(
+        lambda: hf_to_mcore(source, tmp_path / "out"),
+        "lacks 1 of qwen3_moe's tensors: model.norm.weight; it holds 1 .*: model.vision.weight",
+    )
 
 
 def test_parts_of_one_parameter_with_two_dtypes_are_refused_and_a_cast_helps(source, tmp_path):
@@ -418,7 +429,9 @@ def test_an_interrupt_ends_quietly_and_can_be_resumed(source, tmp_path):
     slow = ("import time, reshard.convert as c; copy = c._Run._copy\n"
             "def wait(*a): time.sleep(0.02); return copy(*a)\n"
             "c._Run._copy = wait\nfrom reshard.cli.main import main; main()")  # fmt: skip
-    process = subprocess.Popen([sys.executable, "-c", slow, "hf-to-mcore", str(source), str(tmp_path / "out")], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", slow, "hf-to-mcore", str(source), str(tmp_path / "out")], stderr=subprocess.PIPE, text=True
+    )
     while not (tmp_path / ".out.reshard-partial" / "journal-0").exists():
         time.sleep(0.01)
     time.sleep(0.2)

@@ -5,8 +5,8 @@ import itertools
 from pathlib import Path
 
 import pytest
-
 import reshard.mappings
+
 from reshard import Layout, ReshardError
 from reshard.layout import parse_pipeline
 from reshard.model import Model
@@ -18,7 +18,9 @@ from tests.ranks import run_on_ranks
 
 def model(variant, **changes):
     config = VARIANTS[variant].to_dict() | changes
-    config["architectures"] = config.get("architectures") or [next(f.architecture for f in families().values() if f.name == config["model_type"])]
+    config["architectures"] = config.get("architectures") or [
+        next(f.architecture for f in families().values() if f.name == config["model_type"])
+    ]
     return Model.from_hf(config)
 
 
@@ -33,7 +35,9 @@ PIPELINES = [
 def test_stages_are_those_that_megatron_builds(layers, layout):
     stages = layout.stages(model("llama", num_hidden_layers=layers))
     flags = {"decoder_first_pipeline_num_layers": layout.first_stage_layers, "decoder_last_pipeline_num_layers": layout.last_stage_layers}
-    theirs = run_on_ranks(1, "stages", layers, layout.pp, layout.virtual_stages, flags, layout.embedding_in_split, layout.loss_in_split, layout.pipeline)[0]
+    theirs = run_on_ranks(
+        1, "stages", layers, layout.pp, layout.virtual_stages, flags, layout.embedding_in_split, layout.loss_in_split, layout.pipeline
+    )[0]
     assert [[list(stage.layers) for stage in virtual] for virtual in stages] == theirs
     everything = sorted(layer for virtual in stages for stage in virtual for layer in stage.layers)
     assert everything == list(range(layers))

@@ -10,7 +10,16 @@ from tests.checkpoints import VARIANTS, hf_logits
 from tests.ranks import run_on_ranks
 
 TOLERANCE = 2e-5  # fp32, four layers: sums in another order give about 1e-6
-PARALLEL = ("--tensor-model", "--pipeline-model", "--expert-", "--num-virtual", "--decoder-", "--account-for", "--make-vocab", "--padded-vocab")
+PARALLEL = (
+    "--tensor-model",
+    "--pipeline-model",
+    "--expert-",
+    "--num-virtual",
+    "--decoder-",
+    "--account-for",
+    "--make-vocab",
+    "--padded-vocab",
+)
 
 
 def flags_at(directory: Path, *parallel: str) -> list[str]:
@@ -75,7 +84,9 @@ def test_megatron_gives_the_logits_of_transformers(variant, checkpoint, tmp_path
     assert compare(checkpoint(variant), tmp_path / "mcore") < TOLERANCE
 
 
-@pytest.mark.parametrize(("variant", "written", "loaded", "ranks"), RELOADS, ids=lambda value: str(value).replace("-model-parallel-size", ""))
+@pytest.mark.parametrize(
+    ("variant", "written", "loaded", "ranks"), RELOADS, ids=lambda value: str(value).replace("-model-parallel-size", "")
+)
 def test_a_checkpoint_of_one_layout_loads_at_another(variant, written, loaded, ranks, checkpoint, tmp_path):
     hf_to_mcore(checkpoint(variant), tmp_path / "mcore", written, transformer_impl="local")
     assert compare(checkpoint(variant), tmp_path / "mcore", loaded, world_size=ranks) < TOLERANCE

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from reshard import Layout, ReshardError, diff, hf_to_mcore, inspect, mcore_to_hf
+from reshard import ReshardError, diff, hf_to_mcore, inspect, mcore_to_hf
 from tests.oracle import hf_tensors, same
 from tests.ranks import run_on_ranks
 from tests.test_logits import EP, ETP, PP, TP, VPP, flags_at
@@ -98,7 +98,10 @@ def test_without_args_and_config_the_error_says_what_to_pass(checkpoint, tmp_pat
 
 def test_both_spellings_of_the_norms_are_read(checkpoint, tmp_path):
     source = checkpoint("qwen3-moe")
-    for impl, key in (("local", "decoder.layers.mlp.linear_fc1.layer_norm_weight"), ("transformer_engine", "decoder.layers.pre_mlp_layernorm.weight")):
+    for impl, key in (
+        ("local", "decoder.layers.mlp.linear_fc1.layer_norm_weight"),
+        ("transformer_engine", "decoder.layers.pre_mlp_layernorm.weight"),
+    ):
         hf_to_mcore(source, tmp_path / impl, transformer_impl=impl)
         assert key in pickle.loads((tmp_path / impl / "release" / ".metadata").read_bytes()).state_dict_metadata
         mcore_to_hf(tmp_path / impl, tmp_path / f"{impl}-back")
@@ -112,7 +115,11 @@ def test_an_unknown_parameter_is_refused_by_name(checkpoint, tmp_path):
     hf_to_mcore(checkpoint("qwen3"), tmp_path / "mcore")
     release = tmp_path / "mcore" / "release"
     reader = dcp.FileSystemReader(str(release))
-    state = {k: torch.empty(e.size, dtype=e.properties.dtype) for k, e in reader.read_metadata().state_dict_metadata.items() if hasattr(e, "size")}
+    state = {
+        k: torch.empty(e.size, dtype=e.properties.dtype)
+        for k, e in reader.read_metadata().state_dict_metadata.items()
+        if hasattr(e, "size")
+    }
     dcp.load(state, storage_reader=reader, no_dist=True)
     state["vision_model.conv1.weight"] = torch.zeros(3)
     for path in release.glob("*.distcp"):

@@ -123,7 +123,9 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         if (module, name) not in ALLOWED:
-            raise ReshardError(f"{self.where} holds a pickle that refers to {module}.{name}, which a checkpoint has no need of; refused, nothing was run")
+            raise ReshardError(
+                f"{self.where} holds a pickle that refers to {module}.{name}, which a checkpoint has no need of; refused, nothing was run"
+            )
         return _record_class(module, name)
 
     def persistent_load(self, pid: Any) -> Any:

@@ -130,7 +130,9 @@ def _checkpoint(metadata: Any, directory: Path, iteration: str) -> Checkpoint:
         fields = info.fields
         offset = index.fields.get("offset")
         if fields.get("transform_descriptors"):
-            raise ReshardError(f"{directory}: {index.fields['fqn']} is stored with transforms {fields['transform_descriptors']}, which are not supported")
+            raise ReshardError(
+                f"{directory}: {index.fields['fqn']} is stored with transforms {fields['transform_descriptors']}, which are not supported"
+            )
         relative = Path(fields["relative_path"])
         if relative.is_absolute() or ".." in relative.parts:
             raise ReshardError(f"{directory}/.metadata names the file {relative}, which is outside of the checkpoint")
@@ -154,7 +156,9 @@ def _checkpoint(metadata: Any, directory: Path, iteration: str) -> Checkpoint:
             if sizes[place.file] < 0:
                 missing.append(place.file)
         if 0 <= sizes[place.file] < place.offset + place.length:
-            raise ReshardError(f"{directory / place.file} is truncated: it has {sizes[place.file]} bytes, .metadata needs {place.offset + place.length}")
+            raise ReshardError(
+                f"{directory / place.file} is truncated: it has {sizes[place.file]} bytes, .metadata needs {place.offset + place.length}"
+            )
     if missing:
         raise ReshardError(f"{directory} lacks the files {listed(sorted(missing))} that its .metadata names")
     return Checkpoint(directory, iteration, keys, objects)
@@ -195,4 +199,3 @@ def common_bytes(args: dict[str, Any], iteration: int, content_metadata: dict[st
         "args": call("argparse", "Namespace", state=plain), "iteration": iteration, "checkpoint_version": 3.0,
         "content_metadata": content_metadata,
     })  # fmt: skip
-

@@ -44,7 +44,9 @@ def tensor_container(dtype: Dtype, shape: tuple[int, ...]) -> Container:
     if typed:
         tensor = pickles.call("torch._utils", "_rebuild_tensor_v2", storage, 0, shape, stride, False, hooks)
     else:
-        tensor = pickles.call("torch._utils", "_rebuild_tensor_v3", storage, 0, shape, stride, False, hooks, pickles.Name("torch", dtype.name))
+        tensor = pickles.call(
+            "torch._utils", "_rebuild_tensor_v3", storage, 0, shape, stride, False, hooks, pickles.Name("torch", dtype.name)
+        )
     return _container(pickles.dump(tensor, protocol=2), n * dtype.size)
 
 
@@ -77,7 +79,12 @@ def _local_header(name: str, size: int, offset: int, alignment: int) -> bytes:
         padding = -(end + 4) % alignment
         extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding
     short = min(size, _BIG)
-    return _LOCAL + struct.pack("<5H3L2H", 45 if size >= _BIG else 0, 1 << 11, 0, 0, 0, 0, short, short, len(encoded), len(extra)) + encoded + extra
+    return (
+        _LOCAL
+        + struct.pack("<5H3L2H", 45 if size >= _BIG else 0, 1 << 11, 0, 0, 0, 0, short, short, len(encoded), len(extra))
+        + encoded
+        + extra
+    )
 
 
 def _central_header(name: str, offset: int, size: int) -> bytes:
@@ -123,7 +130,9 @@ def records(read: Any, size: int, where: str) -> dict[str, tuple[int, int]]:
         for _ in range(count):
             if central[position : position + 4] != _CENTRAL:
                 raise broken
-            method, stored, length, name_bytes, extra_bytes, comment_bytes, offset = struct.unpack_from("<10xH8xLLHHH8xL", central, position)
+            method, stored, length, name_bytes, extra_bytes, comment_bytes, offset = struct.unpack_from(
+                "<10xH8xLLHHH8xL", central, position
+            )
             name = central[position + 46 :][:name_bytes].decode()
             extra = central[position + 46 + name_bytes :][:extra_bytes]
             wide = [value for value in (length, stored, offset) if value == _BIG]
@@ -184,5 +193,3 @@ def stored_object(read: Any, size: int, where: str) -> Any:
     if "data.pkl" not in found:
         raise ReshardError(f"{where} has no data.pkl")
     return pickles.load(read(*found["data.pkl"]), where)
-
-

@@ -1,0 +1,208 @@
+"""The command line as a user meets it, several processes, and a stand-in for the hub."""
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from reshard import Layout, check, hf_to_mcore
+from tests.test_faults import run_cli
+
+
+def test_help_is_quick_and_imports_no_torch():
+    code = "import sys; import reshard.cli.main as m; m.cli(['--help'], standalone_mode=False); print('torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip().endswith("False False") and "hf-to-mcore" in done.stdout
+    for command in ("hf-to-mcore", "mcore-to-hf", "inspect", "diff", "check", "demo"):
+        assert run_cli(command, "--help").returncode == 0
+
+
+def test_a_conversion_imports_no_torch(checkpoint, tmp_path):
+    code = ("import sys, reshard; reshard.hf_to_mcore(sys.argv[1], sys.argv[2]); reshard.mcore_to_hf(sys.argv[2], sys.argv[3]);"
+            "assert 'torch' not in sys.modules, 'torch'")  # fmt: skip
+    subprocess.run([sys.executable, "-c", code, str(checkpoint("qwen3")), str(tmp_path / "mcore"), str(tmp_path / "back")], check=True)
+
+
+def test_there_and_back_on_the_command_line(checkpoint, tmp_path):
+    source, mcore, back = checkpoint("qwen3-moe", dtype=torch.bfloat16), tmp_path / "mcore", tmp_path / "back"
+    done = run_cli(
+        "hf-to-mcore", source, mcore, "--tensor-model-parallel-size", 2, "--pp", 2, "--expert-model-parallel-size", 2, "--etp", 1
+    )
+    assert done.returncode == 0 and "TP2 PP2 EP2 ETP1, 4 files" in done.stdout and done.stderr == ""
+    done = run_cli("mcore-to-hf", mcore, back, "--json")
+    assert json.loads(done.stdout)["tensors"] == 135
+    assert run_cli("diff", source, back).stdout == "equal: 135 tensors, bit for bit\n"
+    assert run_cli("check", mcore).stdout == "intact: 135 tensors\n"
+    found = json.loads(run_cli("inspect", mcore, "--json").stdout)
+    assert found["family"] == "qwen3_moe" and found["layout"]["ep"] == 2 and len(found["tensors"]) == 135
+    assert "parameters" in run_cli("inspect", source, "--tensors").stdout
+    for name in ("config.json", "generation_config.json"):
+        assert (mcore / "hf" / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_diff_shows_the_worst_tensors_and_exits_with_1(checkpoint, tmp_path):
+    a, b = checkpoint("qwen3"), checkpoint("qwen3", seed=1)
+    done = run_cli("diff", a, b, "--worst", 3)
+    assert done.returncode == 1 and "max abs" in done.stdout and "47 of 47 tensors differ" in done.stdout
+    assert json.loads(run_cli("diff", a, b, "--json").stdout)["equal"] is False
+
+
+def test_dry_run_writes_nothing_and_tells_bytes_per_rank(checkpoint, tmp_path):
+    done = run_cli("hf-to-mcore", checkpoint("qwen3-moe"), tmp_path / "out", "--tp", 2, "--ep", 4, "--dry-run", "--json")
+    report = json.loads(done.stdout)
+    assert report["dry_run"] and not list(tmp_path.iterdir())
+    hf_to_mcore(checkpoint("qwen3-moe"), tmp_path / "out", Layout(tp=2, ep=4))
+    sizes = {p.name.split("_")[2]: p.stat().st_size for p in (tmp_path / "out" / "release").glob("*.distcp")}
+    assert report["bytes_per_rank"].keys() == sizes.keys() and sum(sizes.values()) == report["written_bytes"]
+    assert all(0 < sizes[rank] - n < 0.5 * n + 20000 for rank, n in report["bytes_per_rank"].items())
+    assert run_cli("mcore-to-hf", tmp_path / "out", tmp_path / "x", "--dry-run").returncode == 0 and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(("args", "code", "message"), [
+    (["hf-to-mcore", "{src}", "{out}", "--tp", "0"], 2, "Invalid value for '--tp'"),
+    (["hf-to-mcore", "{src}"], 2, "Missing argument 'DESTINATION'"),
+    (["nothing"], 2, "No such command"),
+    (["hf-to-mcore", "{src}", "{out}", "--release", "--iteration", "3"], 2, "exclude each other"),
+    (["hf-to-mcore", "no/such/place", "{out}"], 1, "neither a directory nor a hub id"),
+    (["hf-to-mcore", "{src}", "{out}", "--tp", "16"], 1, "sizes that do: 1, 2, 4, 8"),
+    (["mcore-to-hf", "{src}", "{out}"], 1, "is no Megatron torch_dist checkpoint"),
+    (["mcore-to-hf", "{src}", "{out}", "--max-shard-size", "big"], 1, "is not a size such as 5GB"),
+    (["mcore-to-hf", "{out}", "{out}2"], 1, "is no Megatron torch_dist checkpoint"),
+    (["inspect", "{out}"], 1, "neither a directory nor a hub id"),
+    (["check", "{src}"], 1, "has no reshard.json"),
+])  # fmt: skip
+def test_mistakes_get_one_sentence_and_an_exit_code(args, code, message, checkpoint, tmp_path):
+    done = run_cli(*[a.format(src=checkpoint("qwen3"), out=tmp_path / "out") for a in args])
+    assert done.returncode == code and message in done.stderr and "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("processes", [3])
+def test_processes_under_torchrun_share_the_work_and_write_the_same_bytes(processes, checkpoint, tmp_path):
+    source = checkpoint("qwen3-moe", dtype=torch.bfloat16)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--no-python", "--standalone",
+                sys.executable, "-m", "reshard.cli.main"]  # fmt: skip
+    options = ["--tp", "2", "--pp", "2", "--ep", "2", "--etp", "1"]
+    for directory, arguments in (
+        ("mcore", ["hf-to-mcore", source, *options]),
+        ("back", ["mcore-to-hf", tmp_path / "mcore1", "--max-shard-size", "100KB"]),
+    ):
+        assert run_cli(*arguments[:2], tmp_path / f"{directory}1", *arguments[2:]).returncode == 0
+        done = subprocess.run(
+            [*torchrun, *map(str, arguments[:2]), tmp_path / f"{directory}2", *arguments[2:]], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        one, two = (
+            {p.relative_to(d): p.read_bytes() for p in d.rglob("*") if p.is_file()} for d in (tmp_path / f"{directory}{i}" for i in (1, 2))
+        )
+        assert one == two
+    assert check(tmp_path / "mcore2").ok
+    failed = subprocess.run([*torchrun, "hf-to-mcore", str(source), tmp_path / "mcore2"], capture_output=True, text=True)
+    assert failed.returncode != 0 and "exists; pass --overwrite" in failed.stderr
+    assert failed.stderr.count("Traceback (most recent call last)") == 1  # torchrun's own
+
+
+@pytest.fixture
+def hub(checkpoint):
+    """A server with one model, answering as the hub's API does."""
+    directory = checkpoint("qwen3", dtype=torch.bfloat16)
+    sha = "0123456789abcdef0123456789abcdef01234567"
+    files = {p.name: p.read_bytes() for p in directory.iterdir()}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def answer(self, body, **headers):
+            self.send_response(200)
+            for key, value in headers.items():
+                self.send_header(key.replace("_", "-"), value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def do_GET(self):
+            path = self.path.partition("?")[0]
+            name = path.rpartition("/")[2]
+            if path.startswith("/api/models/acme/tiny/tree/"):
+                listing = [{"type": "file", "path": n, "size": len(data), "oid": "0" * 40} for n, data in files.items()]
+                self.answer(json.dumps(listing).encode(), Content_Type="application/json")
+            elif path.startswith("/api/models/acme/tiny"):
+                info = {"id": "acme/tiny", "sha": sha, "siblings": [{"rfilename": n} for n in files], "private": False, "tags": []}
+                self.answer(json.dumps(info).encode(), Content_Type="application/json")
+            elif path.startswith("/acme/tiny/resolve/") and name in files:
+                self.answer(
+                    files[name],
+                    ETag='"' + name.encode().hex().ljust(40, "0")[:40] + '"',
+                    X_Repo_Commit=sha,
+                    X_Linked_Size=str(len(files[name])),
+                )
+            else:
+                self.send_response(404)
+                self.send_header("X-Error-Code", "RepoNotFound")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", directory
+    server.shutdown()
+
+
+def test_a_hub_id_is_downloaded_and_converted(hub, tmp_path):
+    endpoint, directory = hub
+    environment = os.environ | {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(tmp_path / "cache"),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+    done = run_cli("hf-to-mcore", "acme/tiny", tmp_path / "mcore", env=environment)
+    assert done.returncode == 0, done.stderr
+    assert run_cli("diff", tmp_path / "mcore", directory).returncode == 0
+    assert json.loads((tmp_path / "mcore" / "reshard.json").read_text())["source"] == "acme/tiny"
+    done = run_cli("hf-to-mcore", "acme/other", tmp_path / "other", env=environment)
+    assert done.returncode == 1 and "no such model" in done.stderr and "Traceback" not in done.stderr
+    environment["HF_ENDPOINT"] = "http://127.0.0.1:9"
+    done = run_cli("hf-to-mcore", "acme/unreachable", tmp_path / "other", env=environment)
+    assert done.returncode == 1 and "could not be reached" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_progress_shows_on_a_terminal_only(checkpoint, tmp_path):
+    import pty
+
+    master, slave = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-m", "reshard.cli.main", "hf-to-mcore", str(checkpoint("qwen3")), str(tmp_path / "out")],
+                               stdout=subprocess.PIPE, stderr=slave)  # fmt: skip
+    process.wait()
+    os.close(slave)
+    shown = b""
+    while True:
+        try:
+            data = os.read(master, 65536)
+        except OSError:
+            break
+        if not data:
+            break
+        shown += data
+    assert b"hf-to-mcore" in shown and process.stdout.read().startswith(b"qwen3, ")
+
+
+def test_the_readme_s_library_call_works(checkpoint, tmp_path):
+    import reshard
+
+    calls = []
+    report = reshard.hf_to_mcore(
+        checkpoint("qwen3"), tmp_path / "mcore", reshard.Layout(tp=2), progress=lambda done, total: calls.append((done, total))
+    )
+    assert report.tensors == 47 and calls[-1][0] == calls[-1][1] > 0
+    assert Path(tmp_path / "mcore" / "megatron_flags.txt").exists()

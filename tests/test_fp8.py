@@ -1,0 +1,135 @@
+"""Block-fp8 checkpoints, as DeepSeek-V3 is published: dequantised on the way in, quantised again on request."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from reshard import Layout, ReshardError, check, diff, hf_to_mcore, inspect, mcore_to_hf
+from tests.oracle import hf_tensors, megatron_tensors, same, stored_tensors
+
+CONFIG = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def quantize(weight):
+    """One fp32 scale for each 128x128 block, in torch, block by block."""
+    n, m = weight.shape
+    fp8 = torch.empty(n, m, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(-(-n // 128), -(-m // 128))
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            block = weight[i * 128 : i * 128 + 128, j * 128 : j * 128 + 128].float()
+            scales[i, j] = block.abs().max() / 448
+            fp8[i * 128 : i * 128 + 128, j * 128 : j * 128 + 128] = (block / scales[i, j]).to(torch.float8_e4m3fn)
+    return fp8, scales
+
+
+def dequantize(fp8, scales):
+    """weight = fp8 * scale, rounded to bf16."""
+    full = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: fp8.shape[0], : fp8.shape[1]]
+    return (fp8.float() * full).bfloat16()
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A DeepSeek-V3 with matrices larger than a block (and not multiples of it), quantised as published; and what it stands for."""
+    from transformers import AutoModelForCausalLM, DeepseekV3Config
+
+    from tests.checkpoints import MLA
+
+    folder = tmp_path_factory.mktemp("fp8")
+    torch.manual_seed(3)
+    sizes = dict(hidden_size=192, intermediate_size=320, moe_intermediate_size=160, q_lora_rank=136, kv_lora_rank=144, vocab_size=500)
+    AutoModelForCausalLM.from_config(DeepseekV3Config(**MLA | sizes, tie_word_embeddings=False)).bfloat16().save_pretrained(folder / "bf16")
+    shutil.copytree(folder / "bf16", folder / "fp8")
+    tensors, stored = load_file(folder / "bf16" / "model.safetensors"), {}
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2 and "layers" in name and not name.endswith("mlp.gate.weight"):
+            stored[name], stored[name + "_scale_inv"] = quantize(tensor)
+            tensors[name] = dequantize(stored[name], stored[name + "_scale_inv"])
+        else:
+            stored[name] = tensor
+    save_file(stored, folder / "fp8" / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / "bf16" / "model.safetensors", metadata={"format": "pt"})
+    for kind in ("fp8", "bf16"):
+        config = json.loads((folder / kind / "config.json").read_text())
+        config["num_nextn_predict_layers"] = 0
+        if kind == "fp8":
+            config["quantization_config"] = CONFIG
+        (folder / kind / "config.json").write_text(json.dumps(config, indent=2))
+    return folder
+
+
+def test_fp8_blocks_are_dequantised_on_the_way_in(published, tmp_path):
+    hf_to_mcore(published / "fp8", tmp_path / "mcore", Layout(tp=2, pp=2, ep=2, etp=1))
+    assert same(stored_tensors(tmp_path / "mcore" / "release"), megatron_tensors(published / "bf16", 512)) == []
+    assert diff(published / "fp8", published / "bf16").equal
+    assert diff(tmp_path / "mcore", published / "fp8").equal
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    assert same(hf_tensors(tmp_path / "back"), hf_tensors(published / "bf16")) == []
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert "quantization_config" not in config
+
+
+def test_they_are_quantised_again_on_request(published, tmp_path):
+    hf_to_mcore(published / "fp8", tmp_path / "mcore", Layout(tp=4, ep=4, etp=2))
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back", quantize=True, max_shard_size="1MB")
+    ours, theirs = hf_tensors(tmp_path / "back"), hf_tensors(published / "fp8")
+    assert set(ours) == set(theirs) and {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
+    exact = hf_tensors(published / "bf16")
+    for name in (n for n in ours if n + "_scale_inv" in ours):
+        fp8, scales = quantize(exact[name])
+        assert torch.equal(scales, ours[name + "_scale_inv"]), name
+        assert torch.equal(fp8.view(torch.uint8), ours[name].view(torch.uint8)), name
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["quantization_config"] == CONFIG
+    assert check(tmp_path / "back").ok
+    assert inspect(tmp_path / "back").details["fp8_blocks"] == sum(n.endswith("_scale_inv") for n in ours)
+    # and it is a source like any other
+    hf_to_mcore(tmp_path / "back", tmp_path / "again", Layout(tp=2))
+    found = diff(tmp_path / "again", published / "bf16")
+    assert all(d.max_rel < 0.07 or d.max_abs < 1e-3 for d in found.differences)
+
+
+def test_a_bf16_model_can_be_quantised(published, tmp_path):
+    hf_to_mcore(published / "bf16", tmp_path / "mcore", Layout(tp=2))
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back", quantize=True)
+    ours, theirs = hf_tensors(tmp_path / "back"), hf_tensors(published / "fp8")
+    assert set(ours) == set(theirs)
+
+
+def test_dequantising_to_fp32_keeps_every_bit(published, tmp_path):
+    hf_to_mcore(published / "fp8", tmp_path / "mcore", dtype="fp32")
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    stored, ours = hf_tensors(published / "fp8"), hf_tensors(tmp_path / "back")
+    name = "model.layers.2.self_attn.kv_b_proj.weight"
+    scales = stored[name + "_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    assert torch.equal(ours[name], stored[name].float() * scales[: ours[name].shape[0], : ours[name].shape[1]])
+
+
+@pytest.mark.parametrize("spoil", ["no scale", "scale shape", "scale dtype", "other method"])
+def test_fp8_that_does_not_add_up_is_refused(spoil, published, tmp_path):
+    shutil.copytree(published / "fp8", tmp_path / "source")
+    path = tmp_path / "source" / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    if spoil == "no scale":
+        del tensors[name + "_scale_inv"]
+    elif spoil == "scale shape":
+        tensors[name + "_scale_inv"] = torch.ones(5, 5)
+    elif spoil == "scale dtype":
+        tensors[name + "_scale_inv"] = tensors[name + "_scale_inv"].half()
+    else:
+        config = json.loads((tmp_path / "source" / "config.json").read_text())
+        config["quantization_config"]["quant_method"] = "awq"
+        (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path, metadata={"format": "pt"})
+    messages = {
+        "no scale": "is float8_e4m3fn without",
+        "scale shape": r"expected \[2, 1\]",
+        "scale dtype": "not float32",
+        "other method": "quantised as 'awq'",
+    }
+    with pytest.raises(ReshardError, match=messages[spoil]):
+        hf_to_mcore(tmp_path / "source", tmp_path / "out")
