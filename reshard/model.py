@@ -120,7 +120,7 @@ class Model:
         """Where Megatron-Core 0.19 computes something else from the same weights."""
         found, config = [], self.config
         if "kv_lora_rank" in config and "no_q_lora" in self.flags and transformer_impl == "transformer_engine":
-            found.append("Megatron-Core 0.19 puts a norm before linear_q_proj where there is no q_lora_rank; load this into layers without it")
+            found.append("Megatron-Core 0.19 puts a norm before linear_q_proj without q_lora_rank; load this into layers that lack it")
         groups, experts = config.get("topk_group"), config.get("num_experts_per_tok")
         if groups and groups != config.get("n_group") and experts // groups != 2:
             found.append(f"Megatron ranks a group of experts by its best {experts // groups}, this model by its best 2: routing may differ")

@@ -1,0 +1,251 @@
+"""How fast is a conversion, and what does it cost? Against `cp -r` of the same bytes and Megatron-Core's own save.
+
+    python benchmarks/convert.py --folder DIR --gigabytes 2 4 --families qwen3-moe llama --rounds 3 [--json FILE]
+
+For each family and size: a checkpoint of real shapes (hidden sizes, heads and experts of Qwen3-30B-A3B and of Llama-3.1-8B; as many
+layers as the size allows) with random bytes. Then, alternating, `rounds` times:
+
+- `cp -r` of the Hugging Face directory, followed by `sync`;
+- `reshard hf-to-mcore`, and `reshard mcore-to-hf` of the result, as commands (start-up and fsync included);
+- once, Megatron-Core's own `dist_checkpointing.save` of the same model, built and filled on the CPU.
+
+Reported: medians, ratios to `cp` of the same run, peak anonymous memory (sampled from /proc/PID/status, RssAnon), start-up of
+`reshard --help`, and where the time of a conversion goes.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+FAMILIES = {
+    "qwen3-moe": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 151936,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "max_position_embeddings": 40960,
+        "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
+    },
+    "llama": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 131072,
+        "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
+    },
+}  # fmt: skip
+LAYOUTS = {"qwen3-moe": ["--tp", "2", "--pp", "2", "--ep", "4", "--etp", "1"], "llama": ["--tp", "4", "--pp", "2"]}
+
+
+def make(folder: Path, family: str, size_bytes: int) -> int:
+    """Write a checkpoint of about `size_bytes`; its bytes."""
+    import numpy as np
+
+    from reshard.dtypes import DTYPES
+    from reshard.formats import safetensors
+    from reshard.megatron import expand
+    from reshard.model import Model
+
+    def shapes(layers: int) -> dict:
+        return expand(Model.from_hf(FAMILIES[family] | {"num_hidden_layers": layers})).shapes
+
+    def total(layers: int) -> int:
+        return sum(2 * int(np.prod(s)) for n, s in shapes(layers).items() if not n.endswith("inv_freq"))
+
+    layers = 2
+    while total(layers + 2) <= size_bytes:
+        layers += 2
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(FAMILIES[family] | {"num_hidden_layers": layers}, indent=2))
+    files = safetensors.plan_files({n: (DTYPES["bfloat16"], s) for n, s in shapes(layers).items()}, 4 * 10**9)
+    # Bytes of normal numbers of magnitude 2**-14 .. 2, drawn once and shifted, so that making them takes no time.
+    noise = np.random.default_rng(0).integers(0x3880, 0x4000, 1 << 22, dtype=np.uint16).tobytes()
+    for file in files:
+        with open(folder / file.name, "wb") as out:
+            out.write(file.head)
+            for i, tensor in enumerate(file.tensors.values()):
+                left, shift = tensor.size_bytes, (i * 1009) % (1 << 20) * 2
+                while left:
+                    piece = noise[shift : shift + left]
+                    out.write(piece)
+                    left -= len(piece)
+    index = safetensors.index_json(files)
+    if index:
+        (folder / safetensors.INDEX).write_text(index)
+    return sum(f.size_bytes for f in files)
+
+
+def timed(command: list[str]) -> tuple[float, int]:
+    """Seconds and peak anonymous bytes of a command and its children's; it must succeed."""
+    start = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    peak, ended = [0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.01):
+            try:
+                text = Path(f"/proc/{process.pid}/status").read_text()
+                peak[0] = max(peak[0], int(text.split("RssAnon:")[1].split()[0]) * 1024)
+            except (OSError, IndexError):
+                return
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    status = process.wait()
+    seconds = time.perf_counter() - start
+    ended.set()
+    watcher.join()
+    assert status == 0, command
+    return seconds, peak[0]
+
+
+def settle() -> None:
+    """Let the disk finish what earlier rounds left behind."""
+    os.sync()
+    time.sleep(0.5)
+
+
+def megatron_save(source: Path, target: Path) -> dict:
+    """Build the model with Megatron-Core on the CPU, fill it, save it with its own code; seconds of each part and peak memory."""
+    code = f"""
+import sys, json, time, resource; sys.path.insert(0, {str(REPOSITORY)!r})
+from pathlib import Path
+if __name__ == "__main__":
+    import torch
+    from tests import megatron_on_cpu as megatron
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    flags = [f for line in Path({str(target / "ours" / "megatron_flags.txt")!r}).read_text().splitlines()
+             if not line.startswith(("--tensor-model", "--pipeline-model", "--expert-", "--bf16")) for f in line.split()]
+    torch.nn.init.normal_ = torch.nn.init.xavier_normal_ = lambda t, *a, **k: t
+    import megatron.core.tensor_parallel.layers as layers
+    layers._initialize_affine_weight_cpu = lambda weight, *a, **k: None
+    start = time.perf_counter()
+    torch.set_default_dtype(torch.bfloat16)
+    models, args = megatron.build([*flags, "--bf16"])
+    for model in models: model.bfloat16()
+    built = time.perf_counter()
+    megatron.load(models, args, {str(target / "ours")!r})
+    loaded = time.perf_counter()
+    (Path({str(target)!r}) / "theirs").mkdir()
+    megatron.save(models, {str(target / "theirs")!r})
+    saved = time.perf_counter()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps(dict(build=built - start, load=loaded - built, save=saved - loaded, peak_rss_bytes=peak)))
+"""
+    script = target / "save.py"
+    script.write_text(code)
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
+    if done.returncode:
+        return {"error": done.stderr.strip().splitlines()[-1][:300]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def profile(source: Path, target: Path) -> dict[str, float]:
+    """Where the time of hf-to-mcore goes: seconds summed over the worker threads, by what they do."""
+    code = f"""
+import sys, time, json, threading; sys.path.insert(0, {str(REPOSITORY)!r})
+start = time.perf_counter()
+import reshard.convert as c, reshard.files as files, numpy
+spent, lock = dict(imports=time.perf_counter() - start), threading.Lock()
+def clock(owner, name, label):
+    plain = getattr(owner, name)
+    def timed(*a, **k):
+        t = time.perf_counter()
+        try: return plain(*a, **k)
+        finally:
+            with lock: spent[label] = spent.get(label, 0) + time.perf_counter() - t
+    setattr(owner, name, timed)
+clock(files.OpenFiles, "read_into", "read"); clock(files.OpenFiles, "write", "write"); clock(files.OpenFiles, "sync", "fsync (waits of 4 threads)")
+clock(c, "make_plan", "plan and proof"); clock(c, "chunks_to_write", "chunks"); clock(c, "HuggingFaceSource", "open source")
+clock(c.torch_dist, "metadata_bytes", ".metadata"); clock(c._Run, "_copy", "streams (all of a tensor)")
+c.hf_to_mcore({str(source)!r}, {str(target)!r}, c.Layout(tp=4, pp=2))
+spent["wall"] = time.perf_counter() - start
+print(json.dumps(spent))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return {key: round(value, 3) for key, value in json.loads(done.stdout).items()}
+
+
+def measure(folder: Path, family: str, gigabytes: float, rounds: int, megatron: bool) -> dict:
+    work = folder / f"{family}-{gigabytes:g}"
+    shutil.rmtree(work, ignore_errors=True)
+    size = make(work / "hf", family, int(gigabytes * 10**9))
+    reshard = [sys.executable, "-m", "reshard.cli.main"]
+    commands = {
+        "cp": ["bash", "-c", f"cp -r {work / 'hf'} {work / 'cp'} && sync {work / 'cp'}/*"],
+        "hf-to-mcore": [*reshard, "hf-to-mcore", str(work / "hf"), str(work / "ours"), *LAYOUTS[family]],
+        "mcore-to-hf": [*reshard, "mcore-to-hf", str(work / "ours"), str(work / "back")],
+    }
+    unsynced = {
+        "cp, not synced": ["cp", "-r", str(work / "hf"), str(work / "cp")],
+        "hf-to-mcore, not synced": [*commands["hf-to-mcore"], "--no-sync"],
+        "mcore-to-hf, not synced": [*commands["mcore-to-hf"], "--no-sync"],
+    }
+    seconds: dict[str, list[float]] = {}
+    memory: dict[str, int] = {}
+    for _ in range(rounds):
+        for group in (commands, unsynced):
+            for name, command in group.items():
+                settle()
+                spent, peak = timed(command)
+                seconds.setdefault(name, []).append(spent)
+                memory[name] = max(memory.get(name, 0), peak)
+            equal = subprocess.run(["cmp", str(work / "hf" / "config.json"), str(work / "back" / "config.json")]).returncode == 0
+            assert equal
+            for name in ("cp", "ours", "back"):
+                shutil.rmtree(work / name)
+    subprocess.run(commands["hf-to-mcore"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*reshard, "diff", str(work / "hf"), str(work / "ours")], check=True, stdout=subprocess.DEVNULL)
+    medians = {name: round(statistics.median(values), 3) for name, values in seconds.items()}
+    result = {
+        "family": family, "bytes": size, "seconds": medians, "all_seconds": {n: [round(s, 3) for s in v] for n, v in seconds.items()},
+        "ratio_to_cp": {n: round(medians[n] / medians["cp"], 3) for n in ("hf-to-mcore", "mcore-to-hf")},
+        "ratio_to_cp_not_synced": {n: round(medians[f"{n}, not synced"] / medians["cp, not synced"], 3) for n in ("hf-to-mcore", "mcore-to-hf")},
+        "peak_anonymous_bytes": {n: memory[n] for n in ("hf-to-mcore", "mcore-to-hf")},
+    }  # fmt: skip
+    if megatron:
+        settle()
+        saved = megatron_save(work / "hf", work)
+        result["megatron_core"] = saved
+    shutil.rmtree(work / "ours")
+    settle()
+    result["where_the_time_goes"] = profile(work / "hf", work / "profile")
+    shutil.rmtree(work)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--gigabytes", type=float, nargs="+", default=[2.0])
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--megatron", action="store_true", help="also Megatron-Core's own save (needs the model in memory)")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    help_seconds = [timed([sys.executable, "-m", "reshard.cli.main", "--help"])[0] for _ in range(5)]
+    commit = subprocess.run(["git", "-C", str(REPOSITORY), "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    results: dict = {
+        "command": " ".join(sys.argv), "commit": commit, "date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "python": platform.python_version(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "help_seconds": round(statistics.median(help_seconds), 3), "runs": [],
+    }  # fmt: skip
+    print(json.dumps(results))
+    for family in options.families:
+        for gigabytes in options.gigabytes:
+            result = measure(options.folder, family, gigabytes, options.rounds, options.megatron)
+            print(json.dumps(result, indent=1), flush=True)
+            results["runs"].append(result)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
