@@ -104,7 +104,7 @@ def _compare(name: str, one: Source, two: Source) -> Difference | None:
     if a.shape != b.shape:
         return Difference(name, 0, 0, float("nan"), float("nan"), f"shape {list(a.shape)} and {list(b.shape)}")
     unequal, max_abs, max_rel, same = 0, 0.0, 0.0, a.dtype == b.dtype
-    for start, stop in a.slabs(multiple=128 if a.rows > 128 else 1):
+    for start, stop in a.slabs(multiple=max(one.row_multiple(name), two.row_multiple(name))):
         left, right = one.read_rows(name, start, stop), two.read_rows(name, start, stop)
         if same and np.array_equal(left.view(np.uint8), right.view(np.uint8)):
             continue

@@ -25,7 +25,7 @@ from reshard.manifest import manifest_json
 from reshard.megatron import TRANSFORMER_IMPLS, Chunk, chunks_to_write, expand, extra_states_to_write, padded_vocab_size
 from reshard.megatron_args import FLAGS_FILE, arguments, checkpoint_args, command_line
 from reshard.placement import Placement
-from reshard.planner import Plan, make_plan
+from reshard.planner import Plan, Transfer, make_plan
 from reshard.sources import HF_FILES, HuggingFaceSource, MegatronSource, Source
 from reshard.streams import SLAB_BYTES, Strip, StripWriter, TensorInfo, grouped_strips, run_jobs, strip_of
 from reshard.team import Team
@@ -305,7 +305,8 @@ class _Run:
             files.resize(path, self.sizes[name])
         finished = work.done()
         create(files, mine)
-        here = {n: [s._replace(path=work.path / s.path) for s in strips if str(s.path) in mine] for n, strips in self.strips.items()}
+        paths = {Path(name): work.path / name for name in mine}
+        here = {n: [s._replace(path=paths[s.path]) for s in strips if s.path in paths] for n, strips in self.strips.items()}
         writer = StripWriter(here, files)
         names: list[str] = []
         hashed: set[str] = set()
@@ -349,8 +350,7 @@ class _Run:
         if name in self.fp8.names:
             return self.fp8.copy(name, info, lambda a, b: _cast(self.source.read_rows(name, a, b), source_dtype, info.dtype), writer)
         digest = xxhash.xxh3_128()
-        # Rows of whole fp8 blocks, so that a block's scales are read once.
-        for start, stop in info.slabs(SLAB_BYTES, BLOCK if info.rows > BLOCK else 1):
+        for start, stop in info.slabs(SLAB_BYTES, self.source.row_multiple(name)):
             slab = _cast(self.source.read_rows(name, start, stop), source_dtype, info.dtype)
             digest.update(memoryview(slab.view(np.uint8).reshape(-1)))
             writer.write_rows(name, start, slab)
@@ -427,7 +427,7 @@ def _file_end(group: list[NewChunk]) -> int:
 def _strips_to_chunks(plan: Plan, written: dict[int, list[NewChunk]], directory: str) -> dict[str, list[Strip]]:
     places = {c.chunk.tensor.id: (Path(f"{directory}/__{rank}_0.distcp"), c) for rank, group in written.items() for c in group}
 
-    def strip(t: Any) -> Strip:
+    def strip(t: Transfer) -> Strip:
         path, c = places[t.dst]
         return strip_of(t.box.offsets, t.box.lengths, t.dst_at, c.chunk.tensor.shape, path, c.offset + len(c.container.head), c.dtype.size)
 

@@ -19,7 +19,7 @@ from reshard.megatron import Mapping, expand, placement_of_checkpoint, vocab_row
 from reshard.model import Model
 from reshard.placement import Placement
 from reshard.planner import Transfer, make_plan
-from reshard.streams import Strip, StripReader, TensorInfo, strip_of
+from reshard.streams import Scratch, Strip, StripReader, TensorInfo, strip_of
 
 HF_FILES = "hf"
 SCALE = "_scale_inv"
@@ -43,7 +43,11 @@ class Source(ABC):
 
     @abstractmethod
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows `start` .. `stop` of a canonical tensor, ``[rows, columns]``."""
+        """Rows `start` .. `stop` of a canonical tensor, ``[rows, columns]``; valid until the thread's next call."""
+
+    def row_multiple(self, name: str) -> int:
+        """How many rows are best read together."""
+        return 1
 
     @abstractmethod
     def hf_directory(self) -> Path | None:
@@ -93,7 +97,8 @@ class HuggingFaceSource(Source):
         self.config = read_config(path / "config.json")
         self.model = Model.from_hf(self.config, str(path / "config.json"))
         self.stored = safetensors.read_directory(path)
-        self.files = OpenFiles()
+        self.files, self.scratch = OpenFiles(), Scratch()
+        self.paths = {tensor.file: path / tensor.file for tensor in self.stored.values()}
         prefix = f"model.layers.{self.model.num_layers}."
         if self.model.mtp_layers and not any(name.startswith(prefix) for name in self.stored):
             self.notices.append(f"config.json announces {self.model.mtp_layers} MTP layers, but the files have none; converted without")
@@ -162,10 +167,13 @@ class HuggingFaceSource(Source):
         weight *= np.repeat(factors, columns_per_block, 1)[:, :columns]
         return weight.astype(self.dequantize_to.numpy())
 
+    def row_multiple(self, name: str) -> int:
+        return self.block[0] if name in self.scales else 1
+
     def _rows(self, stored: safetensors.Tensor, start: int, stop: int, columns: int) -> np.ndarray:
         width = columns * stored.dtype.size
-        rows = np.empty((stop - start, width), np.uint8)
-        self.files.read_into(self.path / stored.file, stored.offset + start * width, memoryview(rows.reshape(-1)))
+        rows = self.scratch.array(stored.dtype.name, stop - start, width)
+        self.files.read_into(self.paths[stored.file], stored.offset + start * width, memoryview(rows.reshape(-1)))
         return rows.view(stored.dtype.numpy())
 
     def stored_tensors(self) -> dict[str, TensorInfo]:
@@ -221,6 +229,7 @@ class MegatronSource(Source):
         self.copies = {n: p for n, p in self.mapping.copies.items() if n not in self.mapping.optional or n in recorded}
         self.tensors |= {name: self.tensors[primary] for name, primary in self.copies.items()}
         self.tensors = {name: self.tensors[name] for name in self.mapping.shapes if name in self.tensors}
+        self.paths: dict[str, Path] = {}
         self.known_heads: dict[int, list] = defaultdict(list)
         self.reader = StripReader(self.tensors, self.strips, self.files)
         self.strip_cache: dict[str, list[Strip]] = {}
@@ -254,7 +263,7 @@ class MegatronSource(Source):
     def _strip(self, transfer: Transfer) -> Strip:
         key, offsets, sizes, before = transfer.src
         stored = self.checkpoint.keys[key].chunks[offsets, sizes]
-        path = self.checkpoint.directory / stored.file
+        path = self.paths.setdefault(stored.file, self.checkpoint.directory / stored.file)
         dtype, shape, data_at = self._tensor_at(stored, path)
         expected = self.checkpoint.keys[key].dtype
         if dtype != expected or tuple(n for n in shape if n != 1) != tuple(n for n in sizes if n != 1):

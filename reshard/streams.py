@@ -21,7 +21,8 @@ from reshard.dtypes import Dtype
 from reshard.errors import ReshardError
 from reshard.files import OpenFiles
 
-SLAB_BYTES = 2 << 20
+# Small enough that a slab is still in the core's cache when it is hashed and written, large enough that calls cost little.
+SLAB_BYTES = 512 << 10
 
 
 class Strip(NamedTuple):
@@ -78,17 +79,31 @@ class TensorInfo:
         return ((start, min(start + step, self.rows)) for start in range(0, self.rows, step))
 
 
+class Scratch(threading.local):
+    """Buffers that a thread uses again and again: fresh memory costs a page fault every four kilobytes."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, np.ndarray] = {}
+
+    def array(self, use: str, rows: int, width: int) -> np.ndarray:
+        """Bytes ``[rows, width]``, valid until the thread asks for the same `use` again."""
+        buffer = self.buffers.get(use)
+        if buffer is None or buffer.size < rows * width:
+            buffer = self.buffers[use] = np.empty(max(rows * width, SLAB_BYTES), np.uint8)
+        return buffer[: rows * width].reshape(rows, width)
+
+
 class StripReader:
     """Canonical tensors that lie in files, as strips."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo], strips: Callable[[str], list[Strip]], files: OpenFiles) -> None:
-        self.tensors, self.strips, self.files = tensors, strips, files
+        self.tensors, self.strips, self.files, self.scratch = tensors, strips, files, Scratch()
 
     def read_rows(self, name: str, start: int, stop: int, strips: list[Strip]) -> np.ndarray:
-        """Rows `start` .. `stop` of a tensor: an array ``[rows, columns]`` of its dtype."""
+        """Rows `start` .. `stop` of a tensor: an array ``[rows, columns]`` of its dtype, valid until the thread's next call."""
         info = self.tensors[name]
         size = info.dtype.size
-        slab = np.empty((stop - start, info.columns * size), np.uint8)
+        slab = self.scratch.array("slab", stop - start, info.columns * size)
         for strip in strips:
             a, b = max(start, strip.start), min(stop, strip.stop)
             if a >= b:
@@ -99,10 +114,10 @@ class StripReader:
             else:
                 # Whole source rows are read, also where only some columns are wanted: one large read beats many small ones.
                 needed = ((b - a - 1) * strip.width + strip.columns) * size
-                rows = np.empty((b - a) * strip.width * size, np.uint8)
-                self.files.read_into(strip.path, offset, memoryview(rows[:needed]))
+                rows = self.scratch.array("rows", b - a, strip.width * size)
+                self.files.read_into(strip.path, offset, memoryview(rows.reshape(-1)[:needed]))
                 columns = slice(strip.column * size, (strip.column + strip.columns) * size)
-                slab[a - start : b - start, columns] = rows.reshape(b - a, -1)[:, : strip.columns * size]
+                slab[a - start : b - start, columns] = rows[:, : strip.columns * size]
         return slab.view(info.dtype.numpy())
 
 

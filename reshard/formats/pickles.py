@@ -108,7 +108,10 @@ _CLASSES: dict[tuple[str, str], type[Call]] = {}
 
 
 def _record_class(module: str, name: str) -> type[Call]:
-    return _CLASSES.setdefault((module, name), type(name, (Call,), {"module": module, "name": name}))
+    found = _CLASSES.get((module, name))
+    if found is None:
+        found = _CLASSES[module, name] = type(name, (Call,), {"module": module, "name": name})
+    return found
 
 
 class _Unpickler(pickle.Unpickler):
