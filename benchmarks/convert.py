@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[2.0])
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--megatron", action="store_true", help="also Megatron-Core's own save (needs the model in memory)")
+    parser.add_argument("--megatron-up-to", type=float, default=0, help="gigabytes up to which to run Megatron-Core's own save (in memory)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     help_seconds = [timed([sys.executable, "-m", "reshard.cli.main", "--help"])[0] for _ in range(5)]
@@ -240,7 +240,7 @@ def main() -> None:
     print(json.dumps(results))
     for family in options.families:
         for gigabytes in options.gigabytes:
-            result = measure(options.folder, family, gigabytes, options.rounds, options.megatron)
+            result = measure(options.folder, family, gigabytes, options.rounds, gigabytes <= options.megatron_up_to)
             print(json.dumps(result, indent=1), flush=True)
             results["runs"].append(result)
     if options.json:

@@ -215,8 +215,9 @@ class MegatronSource(Source):
         self.files = OpenFiles()
         self.mapping = expand(self.model, padded_vocab=vocab_rows(self.checkpoint, self.model))
         placed = placement_of_checkpoint(self.checkpoint, self.model, self.mapping)
-        self.notices = placed.notices
-        recorded = set((self.manifest() or {}).get("tensors", {}))
+        manifest = self.manifest()
+        recorded = set((manifest or {}).get("tensors", {}))
+        self.notices = placed.notices if manifest is None else []  # what this tool wrote holds weights and empty states only
         canonical = {n: s for n, s in self.mapping.shapes.items() if n not in self.mapping.copies}
         self.plan = make_plan(placed.placement, Placement.canonical(canonical))
         self.transfers = self.plan.by_canonical_tensor()
