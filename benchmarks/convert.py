@@ -5,9 +5,9 @@
 For each family and size: a checkpoint of real shapes (hidden sizes, heads and experts of Qwen3-30B-A3B and of Llama-3.1-8B; as many
 layers as the size allows) with random bytes. Then, alternating, `rounds` times:
 
-- `cp -r` of the Hugging Face directory, followed by `sync`;
-- `reshard hf-to-mcore`, and `reshard mcore-to-hf` of the result, as commands (start-up and fsync included);
-- once, Megatron-Core's own `dist_checkpointing.save` of the same model, built and filled on the CPU.
+- `cp -r` of the Hugging Face directory, `reshard hf-to-mcore` and `reshard mcore-to-hf`, as commands: start-up included, and once with
+  all bytes on the disk at the end (`sync` after `cp`), once without waiting for it;
+- at the end, Megatron-Core's own `dist_checkpointing.save` of the same model, built and filled on the CPU.
 
 Reported: medians, ratios to `cp` of the same run, peak anonymous memory (sampled from /proc/PID/status, RssAnon), start-up of
 `reshard --help`, and where the time of a conversion goes.
@@ -106,10 +106,24 @@ def timed(command: list[str]) -> tuple[float, int]:
     return seconds, peak[0]
 
 
-def settle() -> None:
-    """Let the disk finish what earlier rounds left behind."""
+def settle(source: Path) -> None:
+    """Give every timed command the same start, whatever ran before it.
+
+    Earlier writes are on the disk, caches are empty, and a source of at most a sixth of the memory is read into them. The memory
+    that the command's output will be cached in has just been in use: on a virtual machine, pages that the host has taken back cost
+    several times as much as writing them, and would be charged to whoever comes last.
+    """
     os.sync()
-    time.sleep(0.5)
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+    size = sum(p.stat().st_size for p in source.rglob("*") if p.is_file())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    small = size < memory / 6
+    if small:
+        subprocess.run(f"cat {source}/*.* {source}/*/*.distcp > /dev/null 2>&1", shell=True)
+    touch = min(2 * size, int(memory * 0.6))
+    subprocess.run(
+        [sys.executable, "-c", f"import mmap; m = mmap.mmap(-1, {touch}); b = bytes(1 << 20)\nfor _ in range({touch >> 20}): m.write(b)"]
+    )
 
 
 def megatron_save(source: Path, target: Path) -> dict:
@@ -179,31 +193,30 @@ def measure(folder: Path, family: str, gigabytes: float, rounds: int, megatron: 
     shutil.rmtree(work, ignore_errors=True)
     size = make(work / "hf", family, int(gigabytes * 10**9))
     reshard = [sys.executable, "-m", "reshard.cli.main"]
+    source, mcore, out = work / "hf", work / "mcore", work / "out"
+    convert = [*reshard, "hf-to-mcore", str(source), str(out), *LAYOUTS[family]]
+    back = [*reshard, "mcore-to-hf", str(mcore), str(out)]
     commands = {
-        "cp": ["bash", "-c", f"cp -r {work / 'hf'} {work / 'cp'} && sync {work / 'cp'}/*"],
-        "hf-to-mcore": [*reshard, "hf-to-mcore", str(work / "hf"), str(work / "ours"), *LAYOUTS[family]],
-        "mcore-to-hf": [*reshard, "mcore-to-hf", str(work / "ours"), str(work / "back")],
+        "cp": (source, ["bash", "-c", f"cp -r {source} {out} && sync {out}/*"]),
+        "hf-to-mcore": (source, convert),
+        "mcore-to-hf": (mcore, back),
+        "cp, not synced": (source, ["cp", "-r", str(source), str(out)]),
+        "hf-to-mcore, not synced": (source, [*convert, "--no-sync"]),
+        "mcore-to-hf, not synced": (mcore, [*back, "--no-sync"]),
     }
-    unsynced = {
-        "cp, not synced": ["cp", "-r", str(work / "hf"), str(work / "cp")],
-        "hf-to-mcore, not synced": [*commands["hf-to-mcore"], "--no-sync"],
-        "mcore-to-hf, not synced": [*commands["mcore-to-hf"], "--no-sync"],
-    }
+    subprocess.run(convert, check=True, stdout=subprocess.DEVNULL)
+    out.rename(mcore)
+    subprocess.run([*reshard, "diff", str(source), str(mcore)], check=True, stdout=subprocess.DEVNULL)
     seconds: dict[str, list[float]] = {}
     memory: dict[str, int] = {}
     for _ in range(rounds):
-        for group in (commands, unsynced):
-            for name, command in group.items():
-                settle()
-                spent, peak = timed(command)
-                seconds.setdefault(name, []).append(spent)
-                memory[name] = max(memory.get(name, 0), peak)
-            equal = subprocess.run(["cmp", str(work / "hf" / "config.json"), str(work / "back" / "config.json")]).returncode == 0
-            assert equal
-            for name in ("cp", "ours", "back"):
-                shutil.rmtree(work / name)
-    subprocess.run(commands["hf-to-mcore"], check=True, stdout=subprocess.DEVNULL)
-    subprocess.run([*reshard, "diff", str(work / "hf"), str(work / "ours")], check=True, stdout=subprocess.DEVNULL)
+        for name, (reads, command) in commands.items():
+            settle(reads)
+            spent, peak = timed(command)
+            seconds.setdefault(name, []).append(spent)
+            memory[name] = max(memory.get(name, 0), peak)
+            shutil.rmtree(out)
+    shutil.rmtree(mcore)
     medians = {name: round(statistics.median(values), 3) for name, values in seconds.items()}
     result = {
         "family": family, "bytes": size, "seconds": medians, "all_seconds": {n: [round(s, 3) for s in v] for n, v in seconds.items()},
@@ -212,12 +225,16 @@ def measure(folder: Path, family: str, gigabytes: float, rounds: int, megatron: 
         "peak_anonymous_bytes": {n: memory[n] for n in ("hf-to-mcore", "mcore-to-hf")},
     }  # fmt: skip
     if megatron:
-        settle()
-        saved = megatron_save(work / "hf", work)
-        result["megatron_core"] = saved
-    shutil.rmtree(work / "ours")
-    settle()
-    result["where_the_time_goes"] = profile(work / "hf", work / "profile")
+        subprocess.run(
+            [*convert[: -len(LAYOUTS[family]) - 1], str(work / "ours"), "--transformer-impl", "local"],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        settle(work / "ours")
+        result["megatron_core"] = megatron_save(source, work)
+        shutil.rmtree(work / "ours")
+    settle(source)
+    result["where_the_time_goes"] = profile(source, work / "profile")
     shutil.rmtree(work)
     return result
 

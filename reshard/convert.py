@@ -33,6 +33,9 @@ from reshard.workdir import Workdir, fingerprint
 
 Progress = Callable[[int, int], None]
 
+# What the interpreter and numpy take before the first slab.
+BASE_MEMORY_BYTES = 48 << 20
+
 # Every file starts with one empty ``_extra_state``, which all objects of its rank refer to.
 NO_STATE = torch_zip.object_bytes([None])
 
@@ -130,7 +133,7 @@ def hf_to_mcore(
             return report
 
         strips = _strips_to_chunks(plan, written, directory)
-        work = Workdir(Path(destination), overwrite, team.process)
+        work = Workdir(src.path, Path(destination), overwrite, team.process)
         options = {"dtype": target and target.name, "impl": transformer_impl, "divisible": make_vocab_size_divisible_by,
                    "directory": directory}  # fmt: skip
         run = _Run(src, tensors, strips, sizes, work, team, workers, sync, progress)
@@ -172,7 +175,7 @@ def hf_to_mcore(
             for name, data in small.items():
                 work.write_file(name, data, sync)
 
-        report.resumed_tensors = run.run(fingerprint(_identity(src), asdict(layout), options), resume, create, finish)
+        report.resumed_tensors = run.run(fingerprint(_identity(src), asdict(layout), options, team.size), resume, create, finish)
         return report
 
 
@@ -214,7 +217,7 @@ def mcore_to_hf(
         if dry_run:
             return report
 
-        work = Workdir(Path(destination), overwrite, team.process)
+        work = Workdir(src.path, Path(destination), overwrite, team.process)
         strips = grouped_strips(
             (name, strip_of((0,) * len(t.shape), t.shape, (0,) * len(t.shape), t.shape, Path(t.file), t.offset, t.dtype.size))
             for name, t in placed.items()
@@ -239,7 +242,7 @@ def mcore_to_hf(
                 work.write_file(name, data, sync)
 
         options = {"dtype": target and target.name, "quantize": quantize, "shard": shard_bytes}
-        report.resumed_tensors = run.run(fingerprint(_identity(src), options), resume, create, finish)
+        report.resumed_tensors = run.run(fingerprint(_identity(src), options, team.size), resume, create, finish)
         return report
 
 
@@ -437,10 +440,10 @@ def _strips_to_chunks(plan: Plan, written: dict[int, list[NewChunk]], directory:
 def _report(direction: str, src: Source, source: Any, destination: Any, layout: str, sizes: dict[str, int], workers: int | None,
             dry_run: bool, team: Team) -> Report:  # fmt: skip
     read = sum(t.size_bytes for n, t in src.tensors.items())
-    largest_row = max(t.columns * t.dtype.size for t in src.tensors.values())
-    slabs = 4 * (workers or default_workers()) * max(SLAB_BYTES, BLOCK * largest_row)
+    slab = max(SLAB_BYTES, *(src.row_multiple(n) * t.columns * 4 for n, t in src.tensors.items()))
+    slabs = 4 * (workers or default_workers()) * slab  # read, assembled, cast, cut into columns
     return Report(direction, src.model.family.name, str(source), str(destination), layout, len(src.tensors), read, sum(sizes.values()),
-                  len(sizes), {}, slabs + (150 << 20), dry_run, list(src.notices), process=team.process)  # fmt: skip
+                  len(sizes), {}, slabs + BASE_MEMORY_BYTES, dry_run, list(src.notices), process=team.process)  # fmt: skip
 
 
 def _identity(src: Source) -> list:

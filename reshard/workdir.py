@@ -22,15 +22,18 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class Workdir:
     """The hidden directory of a run. Process 0 of a run that several processes share creates, locks and publishes it."""
 
-    def __init__(self, destination: Path, overwrite: bool, process: int = 0) -> None:
-        self.destination = Path(os.path.abspath(destination))
+    def __init__(self, source: Path, destination: Path, overwrite: bool, process: int = 0) -> None:
+        self.source, self.destination = source, Path(os.path.abspath(destination))
         self.path = self.destination.with_name(f".{self.destination.name}.reshard-partial")
         self.overwrite, self.process = overwrite, process
         self.lock: int | None = None
         self.journal: int | None = None
 
     def check_destination(self) -> None:
-        """Raise ReshardError where the destination is taken or cannot be written."""
+        """Raise ReshardError where the destination is taken, overlaps the source or cannot be written."""
+        source, destination = os.path.realpath(self.source), os.path.realpath(self.destination)
+        if os.path.commonpath((source, destination)) in (source, destination):
+            raise ReshardError(f"{self.destination} and the source {self.source} overlap; write to a directory beside it")
         if self.destination.is_symlink() and not self.destination.exists():
             raise ReshardError(f"{self.destination} is a symbolic link to nowhere")
         if self.destination.is_symlink() and self.overwrite:
@@ -73,7 +76,7 @@ class Workdir:
         if resume and found.is_file():
             if found.read_text() != fingerprint:
                 raise ReshardError(
-                    f"{self.path} is of a run with another source, layout or options; give the same, or leave out --resume to start anew"
+                    f"{self.path} is of a run with another source, layout, options or number of processes; give the same, or drop --resume"
                 )
             return
         for entry in self.path.iterdir():

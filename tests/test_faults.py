@@ -303,6 +303,13 @@ def test_a_taken_destination_is_refused_and_replaced_only_on_success(source, tmp
     nothing_left(tmp_path, "out", "source2", "file", "empty")
 
 
+def test_a_destination_that_overlaps_the_source_is_refused(source, tmp_path):
+    for place in (source, source / "inside", tmp_path):
+        refused(lambda place=place: hf_to_mcore(source, place, overwrite=True), "overlap")
+    assert (source / "model.safetensors").exists()
+    nothing_left(tmp_path)
+
+
 def test_symbolic_links(source, tmp_path):
     """A hub cache is all links; a destination that is one is not followed silently."""
     (tmp_path / "link").symlink_to(source)
@@ -404,7 +411,7 @@ def test_resume_refuses_another_source_or_other_options(source, tmp_path):
     command = [sys.executable, "-c", slow, "hf-to-mcore", str(source), str(tmp_path / "out"), "--tp", "2"]
     assert subprocess.run(command).returncode == -9
     done = run_cli("hf-to-mcore", source, tmp_path / "out", "--tp", "4", "--resume")
-    assert done.returncode == 1 and "another source, layout or options" in done.stderr
+    assert done.returncode == 1 and "another source, layout, options" in done.stderr
     assert (tmp_path / ".out.reshard-partial").exists()
     done = run_cli("hf-to-mcore", source, tmp_path / "out", "--tp", "2", "--resume", "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["resumed_tensors"] == 135
