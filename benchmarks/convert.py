@@ -167,7 +167,7 @@ def profile(source: Path, target: Path) -> dict[str, float]:
     code = f"""
 import sys, time, json, threading; sys.path.insert(0, {str(REPOSITORY)!r})
 start = time.perf_counter()
-import reshard.convert as c, reshard.files as files, numpy
+import reshard.convert as c, reshard.files as files, reshard.run as run, reshard.rank_files as rank_files
 spent, lock = dict(imports=time.perf_counter() - start), threading.Lock()
 def clock(owner, name, label):
     plain = getattr(owner, name)
@@ -179,7 +179,7 @@ def clock(owner, name, label):
     setattr(owner, name, timed)
 clock(files.OpenFiles, "read_into", "read"); clock(files.OpenFiles, "write", "write"); clock(files.OpenFiles, "sync", "fsync (waits of 4 threads)")
 clock(c, "make_plan", "plan and proof"); clock(c, "chunks_to_write", "chunks"); clock(c, "HuggingFaceSource", "open source")
-clock(c.torch_dist, "metadata_bytes", ".metadata"); clock(c._Run, "_copy", "streams (all of a tensor)")
+clock(rank_files.RankFiles, "metadata", ".metadata"); clock(run.Run, "_copy", "streams (all of a tensor)")
 c.hf_to_mcore({str(source)!r}, {str(target)!r}, c.Layout(tp=4, pp=2))
 spent["wall"] = time.perf_counter() - start
 print(json.dumps(spent))

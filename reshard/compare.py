@@ -8,16 +8,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from reshard.convert import default_workers
 from reshard.dtypes import Dtype
 from reshard.errors import ReshardError
 from reshard.files import allow_many_files
 from reshard.hub import local_directory
 from reshard.manifest import CHECKSUM, NAME
+from reshard.run import Progress, default_workers
 from reshard.sources import HuggingFaceSource, Source, open_source
 from reshard.streams import run_jobs
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

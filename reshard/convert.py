@@ -1,43 +1,33 @@
 """Conversion on disk: Hugging Face to Megatron ``torch_dist`` and back, a slab at a time, without a model, a GPU or torch."""
 
 import json
-import os
-from collections import defaultdict
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import xxhash
-
 from reshard.dtypes import Dtype, dtype_named
 from reshard.errors import ReshardError, listed
 from reshard.files import OpenFiles, allow_many_files
-from reshard.formats import safetensors, torch_dist, torch_zip
+from reshard.formats import safetensors, torch_dist
 from reshard.fp8 import BLOCK, Fp8Blocks, quantizable
 from reshard.hub import local_directory
 from reshard.layout import Layout
 from reshard.manifest import NAME as MANIFEST
 from reshard.manifest import manifest_json
-from reshard.megatron import TRANSFORMER_IMPLS, Chunk, chunks_to_write, expand, extra_states_to_write, padded_vocab_size
+from reshard.megatron import TRANSFORMER_IMPLS, chunks_to_write, expand, extra_states_to_write, padded_vocab_size
 from reshard.megatron_args import FLAGS_FILE, arguments, checkpoint_args, command_line
 from reshard.placement import Placement
-from reshard.planner import Plan, Transfer, make_plan
+from reshard.planner import make_plan
+from reshard.rank_files import RankFiles
+from reshard.run import Progress, Run, default_workers
 from reshard.sources import HF_FILES, HuggingFaceSource, MegatronSource, Source
-from reshard.streams import SLAB_BYTES, Strip, StripWriter, TensorInfo, grouped_strips, run_jobs, strip_of
+from reshard.streams import SLAB_BYTES, TensorInfo, grouped_strips, strip_of
 from reshard.team import Team
 from reshard.workdir import Workdir, fingerprint
 
-Progress = Callable[[int, int], None]
-
 # What the interpreter and numpy take before the first slab.
 BASE_MEMORY_BYTES = 48 << 20
-
-# Every file starts with one empty ``_extra_state``, which all objects of its rank refer to.
-NO_STATE = torch_zip.object_bytes([None])
 
 
 @dataclass
@@ -63,21 +53,6 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
         return asdict(self)
-
-
-@dataclass(frozen=True)
-class NewChunk:
-    """A chunk in its file: the container around its bytes, and the byte at which that starts."""
-
-    chunk: Chunk
-    dtype: Dtype
-    container: torch_zip.Container
-    offset: int
-
-
-def default_workers() -> int:
-    """Worker threads: as many as there are cores, at most eight (one disk has no use for more)."""
-    return min(8, len(os.sched_getaffinity(0)))
 
 
 def hf_to_mcore(
@@ -113,6 +88,9 @@ def hf_to_mcore(
     if iteration is not None and iteration < 1:
         raise ReshardError(f"--iteration is {iteration}; iterations start at 1")
     with Team.from_environment() as team, closing(HuggingFaceSource(local_directory(str(source)), target)) as src:
+        work = Workdir(src.path, Path(destination), overwrite, team.process)
+        if not dry_run:
+            work.check_destination()
         layout.check(src.model)
         vocab = padded_vocab_size(src.model.symbols["V"], make_vocab_size_divisible_by, layout.tp)
         mapping = expand(src.model, transformer_impl, vocab)
@@ -120,47 +98,29 @@ def hf_to_mcore(
         chunks = list(chunks_to_write(src.model, mapping, layout, transformer_impl))
         shapes = {n: t.shape for n, t in tensors.items() if n not in src.copies}
         plan = make_plan(Placement.canonical(shapes), Placement.of(shapes, (c.tensor for c in chunks)))
-        objects = defaultdict(list)
-        for key, rank in extra_states_to_write(src.model, mapping, layout, transformer_impl):
-            objects[rank].append(key)
-        written = _chunk_files(chunks, tensors)
         directory = "release" if iteration is None else f"iter_{iteration:07d}"
-        sizes = {f"{directory}/__{rank}_0.distcp": _file_end(group) for rank, group in written.items()}
+        rank_files = RankFiles(directory, chunks, extra_states_to_write(src.model, mapping, layout, transformer_impl), tensors)
+        sizes = rank_files.sizes()
         report = _report("hf-to-mcore", src, source, destination, str(layout), sizes, workers, dry_run, team)
         report.notices += src.model.caveats(transformer_impl)
-        report.bytes_per_rank = {str(rank): sum(c.container.data_bytes for c in group) for rank, group in written.items()}
+        report.bytes_per_rank = rank_files.tensor_bytes()
         if dry_run:
             return report
 
-        strips = _strips_to_chunks(plan, written, directory)
-        work = Workdir(src.path, Path(destination), overwrite, team.process)
         options = {"dtype": target and target.name, "impl": transformer_impl, "divisible": make_vocab_size_divisible_by,
                    "directory": directory}  # fmt: skip
-        run = _Run(src, tensors, strips, sizes, work, team, workers, sync, progress)
+        run = Run(src, tensors, rank_files.strips(plan), sizes, work, team, workers, sync, progress)
 
         def create(files: OpenFiles, mine: set[str]) -> None:
-            for rank, group in written.items():
-                name = f"{directory}/__{rank}_0.distcp"
-                if name in mine:
-                    files.write(work.path / name, 0, NO_STATE)
-                    for c in group:
-                        files.write(work.path / name, c.offset, c.container.head)
-                        files.write(work.path / name, c.offset + len(c.container.head) + c.container.data_bytes, c.container.tail)
+            rank_files.write_containers(work.path, mine, files)
 
         def finish(checksums: dict[str, str]) -> None:
-            keys: dict[str, torch_dist.Key] = {}
-            for rank, group in written.items():
-                for c in group:
-                    key = keys.setdefault(c.chunk.key, torch_dist.Key(c.dtype, c.chunk.key_shape))
-                    place = torch_dist.Stored(f"__{rank}_0.distcp", c.offset, c.container.size_bytes)
-                    key.chunks[c.chunk.offsets, c.chunk.sizes] = place
-            states = {key: torch_dist.Stored(f"__{rank}_0.distcp", 0, len(NO_STATE)) for rank, group in objects.items() for key in group}
             model_dtype = tensors[next(iter(tensors))].dtype
             args = arguments(src.model, layout, vocab, make_vocab_size_divisible_by, model_dtype, transformer_impl)
             saved = checkpoint_args(args, layout.world_size(src.model), model_dtype, iteration or 0)
             content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
             small: dict[str, bytes | str] = {
-                f"{directory}/.metadata": torch_dist.metadata_bytes(keys, states, directory),
+                f"{directory}/.metadata": rank_files.metadata(),
                 f"{directory}/common.pt": torch_dist.common_bytes(saved, iteration or 0, content),
                 f"{directory}/metadata.json": json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}),
                 torch_dist.TRACKER: "release" if iteration is None else str(iteration),
@@ -171,7 +131,7 @@ def hf_to_mcore(
                      "iteration": directory, "quantized": sorted(src.scales)},
                     tensors, checksums),
             }  # fmt: skip
-            small |= {f"{HF_FILES}/{path.name}": path.read_bytes() for path in src.hf_files()}
+            small |= {f"{HF_FILES}/{name}": path.read_bytes() for name, path in src.hf_files().items()}
             for name, data in small.items():
                 work.write_file(name, data, sync)
 
@@ -205,6 +165,9 @@ def mcore_to_hf(
     target, shard_bytes = _float_dtype(dtype), parse_size(max_shard_size)
     config = Path(hf_config) if hf_config is not None else None
     with Team.from_environment() as team, closing(MegatronSource(Path(source), config, family)) as src:
+        work = Workdir(src.path, Path(destination), overwrite, team.process)
+        if not dry_run:
+            work.check_destination()
         tensors = {n: TensorInfo(t.shape, _stored_dtype(t.dtype, target, n in src.mapping.fp32)) for n, t in src.tensors.items()}
         fp8 = Fp8Blocks(_quantized(src, tensors) if quantize else ())
         laid_out: dict[str, tuple[Dtype, tuple[int, ...]]] = {}
@@ -217,12 +180,11 @@ def mcore_to_hf(
         if dry_run:
             return report
 
-        work = Workdir(src.path, Path(destination), overwrite, team.process)
         strips = grouped_strips(
             (name, strip_of((0,) * len(t.shape), t.shape, (0,) * len(t.shape), t.shape, Path(t.file), t.offset, t.dtype.size))
             for name, t in placed.items()
         )
-        run = _Run(src, tensors, strips, sizes, work, team, workers, sync, progress, fp8)
+        run = Run(src, tensors, strips, sizes, work, team, workers, sync, progress, fp8)
 
         def create(files: OpenFiles, mine: set[str]) -> None:
             for file in new_files:
@@ -231,7 +193,7 @@ def mcore_to_hf(
 
         def finish(checksums: dict[str, str]) -> None:
             stored = {name: TensorInfo(t.shape, t.dtype) for name, t in placed.items()}
-            small: dict[str, bytes | str] = {path.name: path.read_bytes() for path in src.hf_files()}
+            small: dict[str, bytes | str] = {name: path.read_bytes() for name, path in src.hf_files().items()}
             small["config.json"] = _config_json(src, tensors, fp8, small.get("config.json"))
             index = safetensors.index_json(new_files)
             if index is not None:
@@ -244,144 +206,6 @@ def mcore_to_hf(
         options = {"dtype": target and target.name, "quantize": quantize, "shard": shard_bytes}
         report.resumed_tensors = run.run(fingerprint(_identity(src), options, team.size), resume, create, finish)
         return report
-
-
-@dataclass
-class _Run:
-    """The part that both directions share: create the files, stream every tensor, meet, finish and publish."""
-
-    source: Source
-    tensors: dict[str, TensorInfo]
-    strips: dict[str, list[Strip]]
-    sizes: dict[str, int]
-    work: Workdir
-    team: Team
-    workers: int | None
-    sync: bool
-    progress: Progress | None
-    fp8: Fp8Blocks = field(default_factory=lambda: Fp8Blocks(()))
-
-    def run(self, print_of_run: str, resume: bool, create: Callable, finish: Callable) -> int:
-        """Write everything; the number of tensors that a resumed run found done."""
-        team, work, error = self.team, self.work, None
-        published = False
-        files = OpenFiles(os.O_RDWR | os.O_CREAT)
-        try:
-            try:
-                if team.process == 0:
-                    work.open(print_of_run, resume)
-            except BaseException as caught:
-                error = caught
-            prints = team.agree(error, print_of_run)
-            if len(set(prints)) > 1:
-                raise ReshardError("the processes of this run were given different sources, layouts or options")
-            checksums: dict[str, str] = {}
-            resumed = 0
-            try:
-                checksums, resumed = self._stream(files, create)
-            except BaseException as caught:
-                error = caught
-            all_checksums = team.agree(error, checksums)
-            try:
-                if team.process == 0:
-                    merged = {name: value for some in all_checksums for name, value in some.items() if value != "-"}
-                    self._check_copies(merged)
-                    finish(merged)
-                    work.publish()
-                    published = True
-            except BaseException as caught:
-                error = caught
-            team.agree(error)
-            return resumed
-        finally:
-            files.close()
-            # A full disk, an interrupt or a kill leaves the directory for --resume; what cannot be resumed goes away.
-            work.close(remove=not published and isinstance(error, ReshardError) and "--resume" not in str(error))
-
-    def _stream(self, files: OpenFiles, create: Callable) -> tuple[dict[str, str], int]:
-        team, work = self.team, self.work
-        mine = team.share(self.sizes)
-        self._check_space(mine)
-        for name in mine:
-            path = work.path / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            files.resize(path, self.sizes[name])
-        finished = work.done()
-        create(files, mine)
-        paths = {Path(name): work.path / name for name in mine}
-        here = {n: [s._replace(path=paths[s.path]) for s in strips if s.path in paths] for n, strips in self.strips.items()}
-        writer = StripWriter(here, files)
-        names: list[str] = []
-        hashed: set[str] = set()
-        for name in self.tensors:
-            parts = [part for part in self.fp8.parts(name) if part in self.strips]
-            all_strips = [strip for part in parts for strip in self.strips[part]]
-            owns = str(all_strips[0].path) in mine if all_strips else team.process == 0
-            if owns or any(here[part] for part in parts):
-                names.append(name)
-                hashed.update(self.fp8.parts(name) if owns else ())
-        todo = [name for name in names if any(part not in finished for part in self.fp8.parts(name))]
-        totals = {name: self.tensors[name].size_bytes for name in names}
-        total, done = sum(totals.values()), sum(totals[n] for n in names) - sum(totals[n] for n in todo)
-
-        def advance(n: int) -> None:
-            nonlocal done
-            done += n
-            if self.progress is not None:
-                self.progress(done, total)
-
-        advance(0)
-
-        def job(name: str) -> dict[str, str]:
-            sums = self._copy(name, writer)
-            for part, value in sums.items():
-                work.record(part, value if part in hashed else "-")
-            return sums
-
-        results = run_jobs(todo, job, self.workers or default_workers(), advance, totals)
-        checksums = {part: finished[part] for name in names if name not in results for part in self.fp8.parts(name)}
-        checksums |= {part: value for sums in results.values() for part, value in sums.items() if part in hashed}
-        if self.sync:
-            with ThreadPoolExecutor(4) as pool:
-                list(pool.map(lambda name: files.sync(work.path / name), sorted(mine)))
-        return checksums, len(names) - len(todo)
-
-    def _copy(self, name: str, writer: StripWriter) -> dict[str, str]:
-        """Stream one tensor; its checksum, and that of its scales."""
-        info = self.tensors[name]
-        source_dtype = self.source.tensors[name].dtype
-        if name in self.fp8.names:
-            return self.fp8.copy(name, info, lambda a, b: _cast(self.source.read_rows(name, a, b), source_dtype, info.dtype), writer)
-        digest = xxhash.xxh3_128()
-        for start, stop in info.slabs(SLAB_BYTES, self.source.row_multiple(name)):
-            slab = _cast(self.source.read_rows(name, start, stop), source_dtype, info.dtype)
-            digest.update(memoryview(slab.view(np.uint8).reshape(-1)))
-            writer.write_rows(name, start, slab)
-        return {name: digest.hexdigest()}
-
-    def _check_copies(self, checksums: dict[str, str]) -> None:
-        for name, primary in self.source.copies.items():
-            if checksums[name] != checksums[primary]:
-                raise ReshardError(f"{self.source.path}: {name} differs from {primary}, but Megatron holds the two as one parameter")
-
-    def _check_space(self, mine: set[str]) -> None:
-        needed = sum(self.sizes[name] for name in mine)
-        for name in mine:
-            path = self.work.path / name
-            if path.exists():
-                needed -= path.stat().st_blocks * 512
-        status = os.statvfs(self.work.path)
-        if needed > status.f_bavail * status.f_frsize:
-            raise ReshardError(
-                f"{self.work.destination} needs {needed:,} more bytes, but the disk has {status.f_bavail * status.f_frsize:,} free"
-            )
-
-
-def _cast(slab: np.ndarray, source: Dtype, target: Dtype) -> np.ndarray:
-    if source == target:
-        return slab
-    with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN are weights like any other
-        return slab.astype(target.numpy())
 
 
 def _float_dtype(name: str | None) -> Dtype | None:
@@ -397,44 +221,6 @@ def _stored_dtype(dtype: Dtype, target: Dtype | None, keep_precision: bool) -> D
     if target is None or (keep_precision and target.size < dtype.size):
         return dtype
     return target
-
-
-def _chunk_files(chunks: list[Chunk], tensors: dict[str, TensorInfo]) -> dict[int, list[NewChunk]]:
-    """The chunks of each rank's file, one after the other, by rank. All chunks of a key must have one dtype."""
-    by_rank: dict[int, list[NewChunk]] = defaultdict(list)
-    start = len(NO_STATE) + -len(NO_STATE) % torch_zip.ALIGNMENT
-    ends: dict[int, int] = defaultdict(lambda: start)
-    key_dtypes: dict[str, tuple[Dtype, str]] = {}
-    containers: dict[tuple, torch_zip.Container] = {}
-    for chunk in sorted(chunks, key=lambda c: c.rank):
-        for part in chunk.tensor.parts:
-            dtype, first = key_dtypes.setdefault(chunk.key, (tensors[part.name].dtype, part.name))
-            other = tensors[part.name].dtype
-            if other != dtype:
-                raise ReshardError(
-                    f"{first} is {dtype.name} and {part.name} is {other.name}, but Megatron's {chunk.key} has one dtype: pass --dtype"
-                )
-        dtype = key_dtypes[chunk.key][0]
-        container = containers.get((dtype, chunk.sizes)) or torch_zip.tensor_container(dtype, chunk.sizes)
-        containers[dtype, chunk.sizes] = container
-        by_rank[chunk.rank].append(NewChunk(chunk, dtype, container, ends[chunk.rank]))
-        end = ends[chunk.rank] + container.size_bytes
-        ends[chunk.rank] = end + -end % torch_zip.ALIGNMENT
-    return dict(by_rank)
-
-
-def _file_end(group: list[NewChunk]) -> int:
-    return group[-1].offset + group[-1].container.size_bytes
-
-
-def _strips_to_chunks(plan: Plan, written: dict[int, list[NewChunk]], directory: str) -> dict[str, list[Strip]]:
-    places = {c.chunk.tensor.id: (Path(f"{directory}/__{rank}_0.distcp"), c) for rank, group in written.items() for c in group}
-
-    def strip(t: Transfer) -> Strip:
-        path, c = places[t.dst]
-        return strip_of(t.box.offsets, t.box.lengths, t.dst_at, c.chunk.tensor.shape, path, c.offset + len(c.container.head), c.dtype.size)
-
-    return grouped_strips((t.name, strip(t)) for t in plan.transfers)
 
 
 def _report(direction: str, src: Source, source: Any, destination: Any, layout: str, sizes: dict[str, int], workers: int | None,

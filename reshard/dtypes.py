@@ -47,6 +47,11 @@ BY_STORAGE = {dtype.storage: dtype for dtype in DTYPES.values() if dtype.storage
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
+def unknown_dtype(name: str) -> Dtype:
+    """Stands for a dtype that only tensors without weights may have, such as RNG or optimizer state."""
+    return Dtype(name, 0, "", "", False)
+
+
 def dtype_named(name: str) -> Dtype:
     """The element type of this name, long (``bfloat16``, ``torch.bfloat16``) or short (``bf16``). Raises KeyError."""
     name = name.removeprefix("torch.")

@@ -5,7 +5,12 @@ class ReshardError(Exception):
     """Something that the user can act on: what is wrong, where, and what to do.
 
     The message is one sentence or a short list; the command line prints it without a traceback and exits with status 1.
+    `resumable` says that what a run has written so far is good, and worth keeping.
     """
+
+    def __init__(self, message: str, resumable: bool = False) -> None:
+        super().__init__(message)
+        self.resumable = resumable
 
 
 def listed(names, limit: int = 10) -> str:

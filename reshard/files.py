@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from reshard.errors import ReshardError
@@ -84,10 +85,43 @@ class OpenFiles:
         self.close()
 
 
+class EarlySync:
+    """Brings files to the disk while they are being written, so that little is left to wait for at the end of the `with` block."""
+
+    def __init__(self, files: OpenFiles, paths: list[Path]) -> None:
+        self.files, self.paths = files, paths
+        self.ended = threading.Event()
+        self.error: ReshardError | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        while not self.ended.wait(0.02):
+            for path in self.paths:
+                if self.ended.is_set():
+                    return
+                try:
+                    os.fdatasync(self.files.descriptor(path))
+                except OSError as error:
+                    self.error = write_error(path, error)  # the kernel tells it once: a later sync would succeed
+                    return
+
+    def __enter__(self) -> None:
+        self.thread.start()
+
+    def __exit__(self, kind: type | None, *exc: object) -> None:
+        self.ended.set()
+        self.thread.join()
+        if self.error is not None and kind is None:
+            raise self.error
+        if kind is None:
+            with ThreadPoolExecutor(4) as pool:
+                list(pool.map(self.files.sync, self.paths))
+
+
 def write_error(path: Path, error: OSError) -> ReshardError:
     """The sentence for a failed write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ReshardError(f"the disk is full: {path} could not be written; free some space and run again with --resume")
+        return ReshardError(f"the disk is full: {path} could not be written; free some space and run again with --resume", resumable=True)
     return ReshardError(f"cannot write {path}: {error.strerror}")
 
 

@@ -325,6 +325,8 @@ def placement_of_checkpoint(checkpoint: Checkpoint, model: Model, mapping: Mappi
             shape = (*(n for _, n in stack), *box.lengths)
             if entry.shape != shape:
                 raise ReshardError(f"{checkpoint.directory}: {key} has shape {list(entry.shape)}, expected {list(shape)} for {model.where}")
+            if not entry.dtype.floating:
+                raise ReshardError(f"{checkpoint.directory}: {key} has dtype {entry.dtype.name}, which is not a weight's")
             used.add(key)
             for offsets, sizes in index[key](tuple(i for i, _ in stack)):
                 depth = len(stack)

@@ -53,13 +53,11 @@ class Source(ABC):
     def hf_directory(self) -> Path | None:
         """Where config, tokenizer and generation config are."""
 
-    def hf_files(self) -> list[Path]:
-        """The files beside the weights of a Hugging Face checkpoint: config, tokenizer, generation config, chat template."""
+    def hf_files(self) -> dict[str, Path]:
+        """The files beside the weights of a Hugging Face checkpoint, by name: config, tokenizer, generation config, chat template."""
         directory = self.hf_directory()
-        if directory is None:
-            return []
-        return sorted(p for p in directory.iterdir() if p.is_file() and not p.name.startswith(".") and p.name != MANIFEST
-                      and not p.name.endswith(WEIGHT_SUFFIXES))  # fmt: skip
+        files = [] if directory is None else [p for p in sorted(directory.iterdir()) if p.is_file() and p.name != MANIFEST]
+        return {p.name: p for p in files if not p.name.startswith(".") and not p.name.endswith(WEIGHT_SUFFIXES)}
 
     def manifest(self) -> dict[str, Any] | None:
         """The manifest, where there is one."""
@@ -128,7 +126,8 @@ class HuggingFaceSource(Source):
 
     def _check(self) -> None:
         """Raise ReshardError unless the files hold exactly the table's tensors, with its shapes."""
-        expected, found = self.mapping.shapes, {n: t for n, t in self.stored.items() if n not in self.scales.values()}
+        scales = set(self.scales.values())
+        expected, found = self.mapping.shapes, {n: t for n, t in self.stored.items() if n not in scales}
         missing = [n for n in expected if n not in found and n not in self.mapping.optional]
         extra = [n for n in found if n not in expected and n not in self.mapping.ignored]
         family = self.model.family.name
@@ -209,9 +208,10 @@ class MegatronSource(Source):
         if found is None:
             raise ReshardError(f"{path} is no Megatron torch_dist checkpoint: it has neither {torch_dist.TRACKER} nor .metadata")
         self.path, (directory, iteration) = path, found
+        self.hf_config = hf_config
         self.root = path if directory != path else path.parent
         self.checkpoint = torch_dist.read(directory, iteration)
-        self.model, self.config_from = self._model(hf_config, family)
+        self.model, self.config_from = self._model(family)
         self.files = OpenFiles()
         self.mapping = expand(self.model, padded_vocab=vocab_rows(self.checkpoint, self.model))
         placed = placement_of_checkpoint(self.checkpoint, self.model, self.mapping)
@@ -235,10 +235,10 @@ class MegatronSource(Source):
         self.reader = StripReader(self.tensors, self.strips, self.files)
         self.strip_cache: dict[str, list[Strip]] = {}
 
-    def _model(self, hf_config: Path | None, family: str | None) -> tuple[Model, str]:
+    def _model(self, family: str | None) -> tuple[Model, str]:
         beside = self.root / HF_FILES / "config.json"
-        if hf_config is not None:
-            config = hf_config / "config.json" if hf_config.is_dir() else hf_config
+        if self.hf_config is not None:
+            config = self.hf_config / "config.json" if self.hf_config.is_dir() else self.hf_config
         elif beside.is_file():
             config = beside
         else:
@@ -295,8 +295,16 @@ class MegatronSource(Source):
         return self.reader.read_rows(name, start, stop, strips)
 
     def hf_directory(self) -> Path | None:
+        if self.hf_config is not None and self.hf_config.is_dir():
+            return self.hf_config
         beside = self.root / HF_FILES
         return beside if beside.is_dir() else None
+
+    def hf_files(self) -> dict[str, Path]:
+        files = super().hf_files()
+        if self.hf_config is not None and self.hf_config.is_file():
+            files["config.json"] = self.hf_config
+        return files
 
     def manifest(self) -> dict[str, Any] | None:
         return read_manifest(self.root)

@@ -5,6 +5,7 @@ same plan, and after the last, so that the first one can publish.
 """
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from reshard.errors import ReshardError
@@ -53,15 +54,20 @@ class Team:
         dist.all_gather_object(values, value)
         return values
 
-    def agree(self, error: BaseException | None, what: object = None) -> list[Any]:
-        """Meet: raise everywhere if one process failed, else give everybody's `what`."""
-        answers = self.exchange((None if error is None else str(error) or type(error).__name__, what))
-        failed = [(process, message) for process, (message, _) in enumerate(answers) if message is not None]
+    def together(self, step: Callable[[], Any]) -> list[Any]:
+        """Run `step` here, and meet: everybody's result, or everywhere an error if it failed in one process."""
+        error, result = None, None
+        try:
+            result = step()
+        except BaseException as caught:
+            error = caught
+        answers = self.exchange((None if error is None else str(error) or type(error).__name__, getattr(error, "resumable", True), result))
         if error is not None:
             raise error
-        if failed:
-            raise ReshardError(f"process {failed[0][0]} of {self.size} failed: {failed[0][1]}")
-        return [what for _, what in answers]
+        for process, (message, resumable, _) in enumerate(answers):
+            if message is not None:
+                raise ReshardError(f"process {process} of {self.size} failed: {message}", resumable)
+        return [answer for _, _, answer in answers]
 
     def share(self, sizes: dict[Any, int]) -> set[Any]:
         """The files (name to bytes) that this process writes: contiguous runs of about equal bytes."""

@@ -76,7 +76,8 @@ class Workdir:
         if resume and found.is_file():
             if found.read_text() != fingerprint:
                 raise ReshardError(
-                    f"{self.path} is of a run with another source, layout, options or number of processes; give the same, or drop --resume"
+                    f"{self.path} is of a run with another source, layout, options or number of processes; give the same, or drop --resume",
+                    resumable=True,
                 )
             return
         for entry in self.path.iterdir():

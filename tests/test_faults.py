@@ -382,9 +382,9 @@ def test_after_kill_9_the_destination_is_whole_or_absent_and_resume_gives_the_sa
     expected = {p.relative_to(whole): p.read_bytes() for p in whole.rglob("*") if p.is_file()}
     out, journal, interrupted = tmp_path / "out", tmp_path / ".out.reshard-partial" / "journal-0", 0
     # A slow disk, so that the kill meets every phase: each tensor waits a little.
-    slow = ("import time, reshard.convert as c; copy = c._Run._copy\n"
+    slow = ("import time, reshard.run as r; copy = r.Run._copy\n"
             "def wait(*a): time.sleep(0.01); return copy(*a)\n"
-            "c._Run._copy = wait\nfrom reshard.cli.main import main; main()")  # fmt: skip
+            "r.Run._copy = wait\nfrom reshard.cli.main import main; main()")  # fmt: skip
     for attempt in range(40):
         process = subprocess.Popen(
             [sys.executable, "-c", slow, direction, str(source), str(out), *options, "--resume"], stderr=subprocess.PIPE
@@ -403,7 +403,9 @@ def test_after_kill_9_the_destination_is_whole_or_absent_and_resume_gives_the_sa
 
 
 def test_resume_refuses_another_source_or_other_options(source, tmp_path):
-    slow = "import os, reshard.convert as c\nc._Run._check_copies = lambda *a: os.kill(os.getpid(), 9)\nfrom reshard.cli.main import main; main()"
+    slow = (
+        "import os, reshard.run as r\nr.Run._check_copies = lambda *a: os.kill(os.getpid(), 9)\nfrom reshard.cli.main import main; main()"
+    )
     command = [sys.executable, "-c", slow, "hf-to-mcore", str(source), str(tmp_path / "out"), "--tp", "2"]
     assert subprocess.run(command).returncode == -9
     done = run_cli("hf-to-mcore", source, tmp_path / "out", "--tp", "4", "--resume")
@@ -416,9 +418,9 @@ def test_resume_refuses_another_source_or_other_options(source, tmp_path):
 
 
 def test_two_runs_on_one_destination(source, tmp_path):
-    slow = ("import time, reshard.convert as c; copy = c._Run._copy\n"
+    slow = ("import time, reshard.run as r; copy = r.Run._copy\n"
             "def wait(*a): time.sleep(0.02); return copy(*a)\n"
-            "c._Run._copy = wait\nfrom reshard.cli.main import main; main()")  # fmt: skip
+            "r.Run._copy = wait\nfrom reshard.cli.main import main; main()")  # fmt: skip
     first = subprocess.Popen([sys.executable, "-c", slow, "hf-to-mcore", str(source), str(tmp_path / "out")])
     while not (tmp_path / ".out.reshard-partial" / "journal-0").exists():
         time.sleep(0.01)
@@ -429,9 +431,9 @@ def test_two_runs_on_one_destination(source, tmp_path):
 
 
 def test_an_interrupt_ends_quietly_and_can_be_resumed(source, tmp_path):
-    slow = ("import time, reshard.convert as c; copy = c._Run._copy\n"
+    slow = ("import time, reshard.run as r; copy = r.Run._copy\n"
             "def wait(*a): time.sleep(0.02); return copy(*a)\n"
-            "c._Run._copy = wait\nfrom reshard.cli.main import main; main()")  # fmt: skip
+            "r.Run._copy = wait\nfrom reshard.cli.main import main; main()")  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, "-c", slow, "hf-to-mcore", str(source), str(tmp_path / "out")], stderr=subprocess.PIPE, text=True
     )
@@ -446,9 +448,9 @@ def test_an_interrupt_ends_quietly_and_can_be_resumed(source, tmp_path):
 
 
 def test_a_source_that_shrinks_meanwhile_is_one_sentence(source, tmp_path):
-    cut = ("import os, sys, reshard.convert as c; stream = c._Run._stream\n"
+    cut = ("import os, sys, reshard.run as r; stream = r.Run._stream\n"
            "def cut(self, *a): os.truncate(self.source.path / 'model.safetensors', 9000); return stream(self, *a)\n"
-           "c._Run._stream = cut\nfrom reshard.cli.main import main; main()")  # fmt: skip
+           "r.Run._stream = cut\nfrom reshard.cli.main import main; main()")  # fmt: skip
     done = subprocess.run([sys.executable, "-c", cut, "hf-to-mcore", str(source), str(tmp_path / "out")], capture_output=True, text=True)
     assert done.returncode == 1 and "it is truncated" in done.stderr and "Traceback" not in done.stderr
     nothing_left(tmp_path)

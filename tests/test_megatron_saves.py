@@ -43,6 +43,7 @@ def test_what_megatron_saves_becomes_the_hugging_face_tensors(variant, parallel,
     source = checkpoint(variant)
     theirs = saved_by_megatron(source, tmp_path, parallel, ranks)
     mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
+    assert (tmp_path / "back" / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
     assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
     assert diff(source, theirs).equal and diff(theirs, tmp_path / "ours").equal
 
@@ -67,7 +68,8 @@ def test_mtp_parameters_load_and_save(checkpoint, tmp_path):
 def test_a_training_checkpoint_gives_its_weights_and_says_what_is_left_out(checkpoint, tmp_path):
     source = checkpoint("llama")
     theirs = saved_by_megatron(source, tmp_path, f"{TP} 2 {PP} 2", 4, training=True)
-    report = mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
+    report = mcore_to_hf(theirs, tmp_path / "back", hf_config=source / "config.json")
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((source / "config.json").read_text())
     assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
     told = " ".join(report.notices)
     assert "optimizer state" in told and "RNG state" in told and "Transformer Engine state" in told

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reshard.dtypes import DTYPES, Dtype
+from reshard.dtypes import DTYPES, Dtype, unknown_dtype
 from reshard.errors import ReshardError, listed
 from reshard.formats import pickles, torch_zip
 from reshard.formats.pickles import METADATA, Name, call
@@ -143,10 +143,8 @@ def _checkpoint(metadata: Any, directory: Path, iteration: str) -> Checkpoint:
             objects[key] = stored[key, None]
             continue
         name = entry.fields["properties"].state[0].name
-        if name not in DTYPES:
-            raise ReshardError(f"{directory}/.metadata: {key} has dtype {name}, which is not supported")
         chunks = {(tuple(c.fields["offsets"]), tuple(c.fields["sizes"])): None for c in entry.fields["chunks"]}
-        keys[key] = Key(DTYPES[name], tuple(entry.fields["size"]), {c: stored[key, c[0]] for c in chunks})
+        keys[key] = Key(DTYPES.get(name) or unknown_dtype(name), tuple(entry.fields["size"]), {c: stored[key, c[0]] for c in chunks})
     sizes: dict[str, int] = {}
     missing = []
     for place in stored.values():
