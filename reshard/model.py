@@ -26,6 +26,15 @@ class Model:
     @staticmethod
     def from_hf(config: dict[str, Any], where: str = "config.json") -> "Model":
         """Read a Hugging Face config. Raises ReshardError for a missing field or a setting that Megatron cannot hold."""
+        try:
+            model = Model._read(config, where)
+            model.megatron_args()  # so that what Megatron cannot hold is refused now
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise ReshardError(f"{where} has a setting that cannot be read ({type(error).__name__}: {error})") from error
+        return model
+
+    @staticmethod
+    def _read(config: dict[str, Any], where: str) -> "Model":
         family = family_of(config, where)
         full = dict(config)
         for name, aliases, _, _, default in config_rows(family):
@@ -37,7 +46,7 @@ class Model:
         for name in (n for n, *_ in config_rows(family)):
             if type(full[name]) is str or isinstance(full[name], (list, dict)):
                 raise ReshardError(f"{where}: {name} is {full[name]!r}, which is not a number")
-        for name in family.table.SYMBOLS.values():
+        for name in ("num_hidden_layers", *family.table.SYMBOLS.values()):
             value = full.get(name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ReshardError(f"{where}: {name} is {value!r}, which is not a positive whole number")
@@ -132,6 +141,16 @@ class Model:
 
         Raises ReshardError where an argument is missing or has a value that the family's models never have.
         """
+        try:
+            return Model._from_args(args, where, family_name)
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ReshardError(f"{where} cannot be read as a model's ({what}): pass --hf-config with the model's config.json") from error
+
+    @staticmethod
+    def _from_args(args: dict[str, Any], where: str, family_name: str | None) -> "Model":
+        if family_name is not None and family_name not in families():
+            raise ReshardError(f"--family {family_name} is not one of {listed(sorted(families()))}")
         family = families()[family_name] if family_name else _family_of_args(args, where)
         table = family.table
         config: dict[str, Any] = {"architectures": [family.architecture], **table.HF}

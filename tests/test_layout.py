@@ -113,12 +113,28 @@ def test_rope_settings_that_megatron_lacks_are_refused_by_name(kind, rope, messa
     ("deepseek-v3", {"first_k_dense_replace": None}, "has no field first_k_dense_replace"),
     ("llama", {"hidden_size": "big"}, "hidden_size is 'big'"),
     ("llama", {"num_attention_heads": -8}, "num_attention_heads is -8"),
+    ("llama", {"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5"),
+    ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "cannot be read .KeyError: 'factor'"),
+    ("deepseek-v3", {"first_k_dense_replace": "three"}, "cannot be read .TypeError"),
+    ("qwen3-moe", {"mlp_only_layers": 7}, "cannot be read .TypeError"),
+    ("qwen3-moe", {"num_experts_per_tok": "2"}, "num_experts_per_tok is '2'"),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "has no mapping table; the nearest is LlamaForCausalLM"),
     ("qwen3", {"architectures": ["Qwen3NextForCausalLM"]}, "the nearest is Qwen3ForCausalLM"),
 ])  # fmt: skip
 def test_configs_that_cannot_be_held_are_refused_by_name(variant, change, message):
     with pytest.raises(ReshardError, match=message):
         model(variant, **change)
+
+
+def test_args_that_describe_no_model_are_refused():
+    args = model("qwen3-moe-mixed").megatron_args()
+    assert Model.from_megatron_args(args, "args").kinds == model("qwen3-moe-mixed").kinds
+    for change, message in (({"moe_layer_freq": "every second"}, "cannot be read as a model's"), ({"num_layers": None}, "num_layers"),
+                            ({"qk_layernorm": False}, "qk_layernorm = False"), ({"squared_relu": True}, "squared_relu")):  # fmt: skip
+        with pytest.raises(ReshardError, match=message):
+            Model.from_megatron_args(args | change, "args")
+    with pytest.raises(ReshardError, match="--family gpt is not one of"):
+        Model.from_megatron_args(args, "args", "gpt")
 
 
 def test_mapping_files_are_tables_of_literals():
