@@ -248,6 +248,7 @@ def main() -> None:
     parser.add_argument("--megatron-up-to", type=float, default=0, help="gigabytes up to which to run Megatron-Core's own save (in memory)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # compiling every module at every start is no user's lot
     help_seconds = [timed([sys.executable, "-m", "reshard.cli.main", "--help"])[0] for _ in range(5)]
     commit = subprocess.run(["git", "-C", str(REPOSITORY), "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     results: dict = {

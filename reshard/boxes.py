@@ -8,12 +8,11 @@ Box(offsets=(2, 4), lengths=(2, 2))
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """A region of a tensor: `offsets[i] .. offsets[i] + lengths[i]` along every dim i, in elements."""
 
     offsets: tuple[int, ...]

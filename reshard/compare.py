@@ -13,9 +13,9 @@ from reshard.errors import ReshardError
 from reshard.files import allow_many_files
 from reshard.hub import local_directory
 from reshard.manifest import CHECKSUM, NAME
-from reshard.run import Progress, default_workers
+from reshard.run import default_workers
 from reshard.sources import HuggingFaceSource, Source, open_source
-from reshard.streams import run_jobs
+from reshard.streams import Progress, run_jobs
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,7 @@ def diff(a: str | Path, b: str | Path, *, hf_config: str | Path | None = None, w
         result.only_a = sorted(n for n in one.tensors if n not in two.tensors and n not in one.mapping.optional)
         result.only_b = sorted(n for n in two.tensors if n not in one.tensors and n not in two.mapping.optional)
         sizes = {name: one.tensors[name].size_bytes for name in common}
-        done, total = 0, sum(sizes.values())
-
-        def advance(n: int) -> None:
-            nonlocal done
-            done += n
-            if progress is not None:
-                progress(done, total)
-
-        found = run_jobs(common, lambda name: _compare(name, one, two), workers or default_workers(), advance, sizes)
+        found = run_jobs(sizes, lambda name: _compare(name, one, two), workers or default_workers(), progress)
         result.differences = sorted((d for d in found.values() if d is not None), key=lambda d: (-_order(d.max_abs), d.name))
         return result
     finally:
@@ -172,15 +164,7 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
         bad = sorted(name for name in set(listed) ^ set(infos))
         bad += [n for n, entry in listed.items() if n in infos
                 and (entry["dtype"], tuple(entry["shape"])) != (infos[n].dtype.name, infos[n].shape)]  # fmt: skip
-        names = [name for name in listed if name in infos and name not in bad]
-        sizes = {name: infos[name].size_bytes for name in names}
-        done, total = 0, sum(sizes.values())
-
-        def advance(n: int) -> None:
-            nonlocal done
-            done += n
-            if progress is not None:
-                progress(done, total)
+        sizes = {name: infos[name].size_bytes for name in listed if name in infos and name not in bad}
 
         def job(name: str) -> bool:
             digest = xxhash.xxh3_128()
@@ -188,7 +172,7 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
                 digest.update(memoryview(reader(name, start, stop).view(np.uint8).reshape(-1)))
             return digest.hexdigest() == listed[name][CHECKSUM]
 
-        results = run_jobs(names, job, workers or default_workers(), advance, sizes)
+        results = run_jobs(sizes, job, workers or default_workers(), progress)
         return Check(str(path), len(listed), sorted(bad + [name for name, good in results.items() if not good]))
     finally:
         source.close()

@@ -1,6 +1,7 @@
 """Conversion on disk: Hugging Face to Megatron ``torch_dist`` and back, a slab at a time, without a model, a GPU or torch."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,9 +21,9 @@ from reshard.megatron_args import FLAGS_FILE, arguments, checkpoint_args, comman
 from reshard.placement import Placement
 from reshard.planner import make_plan
 from reshard.rank_files import RankFiles
-from reshard.run import Progress, Run, default_workers
+from reshard.run import Run, default_workers
 from reshard.sources import HF_FILES, HuggingFaceSource, MegatronSource, Source
-from reshard.streams import SLAB_BYTES, TensorInfo, grouped_strips, strip_of
+from reshard.streams import SLAB_BYTES, Progress, TensorInfo, grouped_strips, strip_of
 from reshard.team import Team
 from reshard.workdir import Workdir, fingerprint
 
@@ -120,7 +121,7 @@ def hf_to_mcore(
             saved = checkpoint_args(args, layout.world_size(src.model), model_dtype, iteration or 0)
             content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
             small: dict[str, bytes | str] = {
-                f"{directory}/.metadata": rank_files.metadata(),
+                f"{directory}/.metadata": metadata.result(),
                 f"{directory}/common.pt": torch_dist.common_bytes(saved, iteration or 0, content),
                 f"{directory}/metadata.json": json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}),
                 torch_dist.TRACKER: "release" if iteration is None else str(iteration),
@@ -135,7 +136,10 @@ def hf_to_mcore(
             for name, data in small.items():
                 work.write_file(name, data, sync)
 
-        report.resumed_tensors = run.run(fingerprint(_identity(src), asdict(layout), options, team.size), resume, create, finish)
+        # Thousands of objects to pickle, made while the streams wait for the disk.
+        with ThreadPoolExecutor(1) as aside:
+            metadata = aside.submit(rank_files.metadata)
+            report.resumed_tensors = run.run(fingerprint(_identity(src), asdict(layout), options, team.size), resume, create, finish)
         return report
 
 

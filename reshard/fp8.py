@@ -12,7 +12,7 @@ from reshard.dtypes import DTYPES, Dtype
 from reshard.streams import SLAB_BYTES, StripWriter, TensorInfo
 
 BLOCK = 128
-SUFFIX = "_scale_inv"
+SCALE_SUFFIX = "_scale_inv"
 E4M3_MAX = 448.0
 FP8, FP32 = DTYPES["float8_e4m3fn"], DTYPES["float32"]
 
@@ -49,20 +49,23 @@ class Fp8Blocks:
 
     def parts(self, name: str) -> tuple[str, ...]:
         """The stored tensors that a canonical tensor becomes."""
-        return (name, name + SUFFIX) if name in self.names else (name,)
+        return (name, name + SCALE_SUFFIX) if name in self.names else (name,)
 
     def stored(self, name: str, info: TensorInfo) -> dict[str, tuple[Dtype, tuple[int, ...]]]:
         """Their dtypes and shapes."""
         if name not in self.names:
             return {name: (info.dtype, info.shape)}
-        return {name: (FP8, info.shape), name + SUFFIX: (FP32, tuple(-(-n // BLOCK) for n in info.shape))}
+        return {name: (FP8, info.shape), name + SCALE_SUFFIX: (FP32, tuple(-(-n // BLOCK) for n in info.shape))}
 
     def copy(self, name: str, info: TensorInfo, read: Callable[[int, int], np.ndarray], writer: StripWriter) -> dict[str, str]:
         """Stream one quantised weight from `read(start, stop)`; the checksums of its parts."""
         weight_digest, scale_digest = xxhash.xxh3_128(), xxhash.xxh3_128()
         for start, stop in info.slabs(SLAB_BYTES, BLOCK):
             weight, scales = quantize(read(start, stop))
-            for part, row, values, digest in ((name, start, weight, weight_digest), (name + SUFFIX, start // BLOCK, scales, scale_digest)):
+            for part, row, values, digest in (
+                (name, start, weight, weight_digest),
+                (name + SCALE_SUFFIX, start // BLOCK, scales, scale_digest),
+            ):
                 digest.update(memoryview(np.ascontiguousarray(values).view(np.uint8).reshape(-1)))
                 writer.write_rows(part, row, np.ascontiguousarray(values))
-        return {name: weight_digest.hexdigest(), name + SUFFIX: scale_digest.hexdigest()}
+        return {name: weight_digest.hexdigest(), name + SCALE_SUFFIX: scale_digest.hexdigest()}

@@ -7,13 +7,12 @@ the parts that say where its elements come from.
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.boxes import Box
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """`box` of canonical tensor `name` lies in a local tensor with its first element at `at` (same dims, same lengths)."""
 
     name: str
@@ -26,8 +25,7 @@ class Part:
         return Box(self.at, self.box.lengths)
 
 
-@dataclass(frozen=True, slots=True)
-class LocalTensor:
+class LocalTensor(NamedTuple):
     """One tensor that a holder has.
 
     `id` (anything hashable) names it within its placement, `shape` is in elements, `fills` are regions that hold zeros and come

@@ -6,8 +6,8 @@ merges neighbouring copies, and `prove` shows that the result is right before an
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from reshard.boxes import Box, first_overlap, whole
 from reshard.placement import LocalTensor, Placement
@@ -17,8 +17,7 @@ class PlanError(Exception):
     """A placement or a plan that would not write every destination element exactly once from where it lies."""
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """Copy `box` of canonical tensor `name` from `src` at `src_at` to `dst` at `dst_at`; offsets in elements."""
 
     name: str
@@ -108,7 +107,7 @@ def _merged(transfers: list[Transfer]) -> list[Transfer]:
                 )
             ):
                 joined = Box(last.box.offsets, (rows + t.box.lengths[0], *t.box.lengths[1:]))
-                merged[-1] = replace(last, box=joined)
+                merged[-1] = last._replace(box=joined)
                 continue
         merged.append(t)
     return merged

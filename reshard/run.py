@@ -14,11 +14,9 @@ from reshard.errors import ReshardError
 from reshard.files import EarlySync, OpenFiles
 from reshard.fp8 import Fp8Blocks
 from reshard.sources import Source
-from reshard.streams import SLAB_BYTES, Strip, StripWriter, TensorInfo, run_jobs
+from reshard.streams import SLAB_BYTES, Progress, Strip, StripWriter, TensorInfo, run_jobs
 from reshard.team import Team
 from reshard.workdir import Workdir
-
-Progress = Callable[[int, int], None]
 
 
 def default_workers() -> int:
@@ -99,16 +97,8 @@ class Run:
                 names.append(name)
                 hashed.update(self.fp8.parts(name) if owns else ())
         todo = [name for name in names if any(part not in finished for part in self.fp8.parts(name))]
-        totals = {name: self.tensors[name].size_bytes for name in names}
-        total, done = sum(totals.values()), sum(totals[n] for n in names) - sum(totals[n] for n in todo)
-
-        def advance(n: int) -> None:
-            nonlocal done
-            done += n
-            if self.progress is not None:
-                self.progress(done, total)
-
-        advance(0)
+        sizes = {name: self.tensors[name].size_bytes for name in todo}
+        done = sum(self.tensors[name].size_bytes for name in names) - sum(sizes.values())
 
         def job(name: str) -> dict[str, str]:
             sums = self._copy(name, writer)
@@ -116,10 +106,8 @@ class Run:
                 work.record(part, value if part in hashed else "-")
             return sums
 
-        # The largest first, so that the last worker to end is not left alone with one of them.
-        todo.sort(key=lambda name: -totals[name])
         with EarlySync(files, sorted(work.path / name for name in mine)) if self.sync else nullcontext():
-            results = run_jobs(todo, job, self.workers or default_workers(), advance, totals)
+            results = run_jobs(sizes, job, self.workers or default_workers(), self.progress, done)
         checksums = {part: finished[part] for name in names if name not in results for part in self.fp8.parts(name)}
         checksums |= {part: value for sums in results.values() for part, value in sums.items() if part in hashed}
         return checksums, len(names) - len(todo)

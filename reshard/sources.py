@@ -13,6 +13,7 @@ from reshard.dtypes import DTYPES, Dtype
 from reshard.errors import ReshardError, listed
 from reshard.files import OpenFiles
 from reshard.formats import safetensors, torch_dist
+from reshard.fp8 import SCALE_SUFFIX
 from reshard.manifest import NAME as MANIFEST
 from reshard.manifest import read_manifest
 from reshard.megatron import Mapping, expand, placement_of_checkpoint, vocab_rows
@@ -22,7 +23,6 @@ from reshard.planner import Transfer, make_plan
 from reshard.streams import Scratch, Strip, StripReader, TensorInfo, strip_of
 
 HF_FILES = "hf"
-SCALE = "_scale_inv"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json", ".distcp", ".ckpt")
 
 
@@ -107,7 +107,7 @@ class HuggingFaceSource(Source):
 
     def _quantization(self, dequantize_to: Dtype | None) -> None:
         """Find fp8 weights and their scales."""
-        self.scales = {name.removesuffix(SCALE): name for name in self.stored if name.endswith(SCALE)}
+        self.scales = {name.removesuffix(SCALE_SUFFIX): name for name in self.stored if name.endswith(SCALE_SUFFIX)}
         quantization = self.config.get("quantization_config") or {}
         method = quantization.get("quant_method")
         if method not in (None, "fp8"):
@@ -145,7 +145,7 @@ class HuggingFaceSource(Source):
             if not tensor.dtype.floating:
                 raise ReshardError(f"{self.path}: {name} has dtype {tensor.dtype.name}, which is not a weight's")
             if tensor.dtype.name.startswith("float8") and name not in self.scales:
-                raise ReshardError(f"{self.path}: {name} is {tensor.dtype.name} without {name}{SCALE}")
+                raise ReshardError(f"{self.path}: {name} is {tensor.dtype.name} without {name}{SCALE_SUFFIX}")
             self.tensors[name] = TensorInfo(shape, self.dequantize_to if name in self.scales else tensor.dtype)
         self.copies = {name: primary for name, primary in self.mapping.copies.items() if name in self.tensors}
         ignored = sorted(self.mapping.ignored & set(found))
@@ -232,7 +232,7 @@ class MegatronSource(Source):
         self.tensors = {name: self.tensors[name] for name in self.mapping.shapes if name in self.tensors}
         self.paths: dict[str, Path] = {}
         self.known_heads: dict[int, list] = defaultdict(list)
-        self.reader = StripReader(self.tensors, self.strips, self.files)
+        self.reader = StripReader(self.tensors, self.files)
         self.strip_cache: dict[str, list[Strip]] = {}
 
     def _model(self, family: str | None) -> tuple[Model, str]:

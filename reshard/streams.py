@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import xxhash
 
 from reshard.dtypes import Dtype
 from reshard.errors import ReshardError
 from reshard.files import OpenFiles
+
+# Called with the bytes that are done and the bytes in all.
+Progress = Callable[[int, int], None]
 
 # Small enough that a slab is still in the core's cache when it is hashed and written, large enough that calls cost little.
 SLAB_BYTES = 512 << 10
@@ -96,8 +98,8 @@ class Scratch(threading.local):
 class StripReader:
     """Canonical tensors that lie in files, as strips."""
 
-    def __init__(self, tensors: Mapping[str, TensorInfo], strips: Callable[[str], list[Strip]], files: OpenFiles) -> None:
-        self.tensors, self.strips, self.files, self.scratch = tensors, strips, files, Scratch()
+    def __init__(self, tensors: Mapping[str, TensorInfo], files: OpenFiles) -> None:
+        self.tensors, self.files, self.scratch = tensors, files, Scratch()
 
     def read_rows(self, name: str, start: int, stop: int, strips: list[Strip]) -> np.ndarray:
         """Rows `start` .. `stop` of a tensor: an array ``[rows, columns]`` of its dtype, valid until the thread's next call."""
@@ -144,16 +146,23 @@ class StripWriter:
                     self.files.write(strip.path, offset + i * strip.width * size, memoryview(row))
 
 
-def checksum(digest: "xxhash.xxh3_128") -> str:
-    """A checksum as the manifest has it."""
-    return digest.hexdigest()
+def run_jobs(sizes: Mapping[str, int], job: Callable[[str], Any], workers: int, progress: Progress | None = None,
+             done: int = 0) -> dict[str, Any]:  # fmt: skip
+    """Run `job(name)` for every name in `sizes` (bytes) on `workers` threads; the first error stops the others and is raised.
 
-
-def run_jobs(names: Iterable[str], job: Callable[[str], Any], workers: int, progress: Callable[[int], None] | None = None,
-             sizes: Mapping[str, int] | None = None) -> dict[str, Any]:  # fmt: skip
-    """Run `job(name)` for every name on `workers` threads; the first error stops the others and is raised."""
+    `done` are the bytes that `progress` counts as done before. The largest go first, so that the last worker to end is not left
+    alone with one of them.
+    """
     results: dict[str, Any] = {}
-    stop, pending, lock = threading.Event(), iter(list(names)), threading.Lock()
+    stop, lock = threading.Event(), threading.Lock()
+    pending = iter(sorted(sizes, key=lambda name: -sizes[name]))
+    total = done + sum(sizes.values())
+
+    def advance(n: int) -> None:
+        nonlocal done
+        done += n
+        if progress is not None:
+            progress(done, total)
 
     def work() -> None:
         while not stop.is_set():
@@ -166,10 +175,10 @@ def run_jobs(names: Iterable[str], job: Callable[[str], Any], workers: int, prog
             except BaseException:
                 stop.set()
                 raise
-            if progress is not None:
-                with lock:
-                    progress(sizes[name] if sizes else 1)
+            with lock:
+                advance(sizes[name])
 
+    advance(0)
     with ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(work) for _ in range(workers)]
         try:

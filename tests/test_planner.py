@@ -76,16 +76,16 @@ def test_what_nobody_holds_is_refused():
 BREAKS = {
     "dropped": (lambda ts: ts[1:], "cover"),
     "doubled": (lambda ts: [*ts, ts[0]], "twice"),
-    "other source": (lambda ts: [replace(ts[0], src=(1, 0)), *ts[1:]], "does not hold w"),
-    "no such source": (lambda ts: [replace(ts[0], src="nowhere"), *ts[1:]], "does not exist"),
-    "no such destination": (lambda ts: [replace(ts[0], dst="nowhere"), *ts[1:]], "does not exist"),
-    "shifted read": (lambda ts: [replace(ts[0], src_at=(1, 0), box=Box(ts[0].box.offsets, (1, 5))), *ts[1:]], "does not hold w"),
-    "shifted write": (lambda ts: [replace(ts[0], dst_at=(1, 0), box=Box(ts[0].box.offsets, (1, 5))), *ts[1:]], "does not hold w"),
-    "read beyond the end": (lambda ts: [replace(ts[0], src_at=(11, 9)), *ts[1:]], "leaves source"),
-    "write beyond the end": (lambda ts: [replace(ts[0], dst_at=(11, 9)), *ts[1:]], "leaves destination"),
-    "write before the start": (lambda ts: [replace(ts[0], dst_at=(-1, 0)), *ts[1:]], "leaves destination"),
-    "other tensor": (lambda ts: [replace(ts[0], name="v"), *ts[1:]], "does not hold v"),
-    "too short": (lambda ts: [replace(ts[0], box=Box(ts[0].box.offsets, (ts[0].box.lengths[0] - 1, 5))), *ts[1:]], "cover"),
+    "other source": (lambda ts: [ts[0]._replace(src=(1, 0)), *ts[1:]], "does not hold w"),
+    "no such source": (lambda ts: [ts[0]._replace(src="nowhere"), *ts[1:]], "does not exist"),
+    "no such destination": (lambda ts: [ts[0]._replace(dst="nowhere"), *ts[1:]], "does not exist"),
+    "shifted read": (lambda ts: [ts[0]._replace(src_at=(1, 0), box=Box(ts[0].box.offsets, (1, 5))), *ts[1:]], "does not hold w"),
+    "shifted write": (lambda ts: [ts[0]._replace(dst_at=(1, 0), box=Box(ts[0].box.offsets, (1, 5))), *ts[1:]], "does not hold w"),
+    "read beyond the end": (lambda ts: [ts[0]._replace(src_at=(11, 9)), *ts[1:]], "leaves source"),
+    "write beyond the end": (lambda ts: [ts[0]._replace(dst_at=(11, 9)), *ts[1:]], "leaves destination"),
+    "write before the start": (lambda ts: [ts[0]._replace(dst_at=(-1, 0)), *ts[1:]], "leaves destination"),
+    "other tensor": (lambda ts: [ts[0]._replace(name="v"), *ts[1:]], "does not hold v"),
+    "too short": (lambda ts: [ts[0]._replace(box=Box(ts[0].box.offsets, (ts[0].box.lengths[0] - 1, 5))), *ts[1:]], "cover"),
 }
 
 
