@@ -65,38 +65,6 @@ def run(folder: Path) -> None:
     print(json.dumps(results))
 
 
-def build(flags: list[str]):
-    import megatron.core.parallel_state as mpu
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator, unset_num_microbatches_calculator
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.module import Float16Module
-    from megatron.training import global_vars
-    from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
-
-    sys.argv = ["pretrain_gpt.py", *flags, "--micro-batch-size", "1", "--no-load-optim", "--no-load-rng", "--attention-dropout", "0",
-                "--hidden-dropout", "0", "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--attention-backend", "unfused", "--no-rope-fusion"]  # fmt: skip
-    with contextlib.redirect_stdout(io.StringIO()):
-        args = parse_args()
-        validate_args(args)
-        config = core_transformer_config_from_args(args)
-    global_vars.set_args(args)
-    unset_num_microbatches_calculator()
-    init_num_microbatches_calculator(0, None, args.global_batch_size, 1, 1)
-    mpu.destroy_model_parallel()
-    mpu.initialize_model_parallel(1, 1)
-    model_parallel_cuda_manual_seed(1)
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
-    mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True) if config.mtp_num_layers else None
-    model = GPTModel(
-        config, spec, args.padded_vocab_size, args.max_position_embeddings, parallel_output=False,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights, position_embedding_type=args.position_embedding_type,
-        rotary_base=args.rotary_base, rope_scaling=args.use_rope_scaling, rope_scaling_factor=args.rope_scaling_factor, mtp_block_spec=mtp,
-    ).cuda().eval()  # fmt: skip
-    return Float16Module(config, model), args
-
-
 def check(source: Path, directory: Path) -> dict:
     import torch
     from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -106,7 +74,11 @@ def check(source: Path, directory: Path) -> dict:
 
     parallel = ("--tensor-model", "--pipeline-model", "--expert-")
     lines = [line for line in (directory / "megatron_flags.txt").read_text().splitlines() if not line.startswith(parallel)]
-    model, args = build(" ".join(lines).split())
+    from megatron.training import get_args
+
+    from benchmarks.gpu_models import megatron_models
+
+    [model], args = megatron_models(" ".join(lines).split()), get_args()
     asked, objects = set(), set()
     for value in nested_values(model.module.sharded_state_dict()):
         for item in value.build() if isinstance(value, ShardedTensorFactory) else [value]:

@@ -35,32 +35,32 @@ HF = {"model_type": "llama", "hidden_act": "silu"}
 ROPE = "llama3"
 LAYER_KINDS = "dense"
 
-#    HF parameter                       shape      Megatron parameter                             local spec  arrangement  split   where
+#    HF parameter                       shape      Megatron parameter                             local spec vLLM parameter               arrangement split   where
 MODEL = (
-    ("model.embed_tokens.weight",       "V H",     "embedding.word_embeddings.weight",            "=",        "vocab",     "tp 0", "always"),
-    ("model.norm.weight",               "H",       "decoder.final_layernorm.weight",              "=",        "plain",     "-",    "always"),
-    ("lm_head.weight",                  "V H",     "output_layer.weight",                         "=",        "vocab",     "tp 0", "untied"),
-    ("lm_head.weight",                  "V H",     "embedding.word_embeddings.weight",            "=",        "copy",      "tp 0", "tied optional"),
+    ("model.embed_tokens.weight",       "V H",     "embedding.word_embeddings.weight",            "=",       "=",                         "vocab",    "tp 0", "always"),
+    ("model.norm.weight",               "H",       "decoder.final_layernorm.weight",              "=",       "=",                         "plain",    "-",    "always"),
+    ("lm_head.weight",                  "V H",     "output_layer.weight",                         "=",       "=",                         "vocab",    "tp 0", "untied"),
+    ("lm_head.weight",                  "V H",     "embedding.word_embeddings.weight",            "=",       "",                          "copy",     "tp 0", "tied optional"),
 )  # fmt: skip
 
 LAYER = (
-    ("input_layernorm.weight",          "H",       "self_attention.linear_qkv.layer_norm_weight", "=",        "plain",     "-",    "always"),
-    ("self_attn.q_proj.weight",         "NQ*D H",  "self_attention.linear_qkv.weight",            "=",        "q",         "tp 0", "always"),
-    ("self_attn.k_proj.weight",         "NKV*D H", "self_attention.linear_qkv.weight",            "=",        "k",         "tp 0", "always"),
-    ("self_attn.v_proj.weight",         "NKV*D H", "self_attention.linear_qkv.weight",            "=",        "v",         "tp 0", "always"),
-    ("self_attn.q_proj.bias",           "NQ*D",    "self_attention.linear_qkv.bias",              "=",        "q",         "tp 0", "attention_bias"),
-    ("self_attn.k_proj.bias",           "NKV*D",   "self_attention.linear_qkv.bias",              "=",        "k",         "tp 0", "attention_bias"),
-    ("self_attn.v_proj.bias",           "NKV*D",   "self_attention.linear_qkv.bias",              "=",        "v",         "tp 0", "attention_bias"),
-    ("self_attn.o_proj.weight",         "H NQ*D",  "self_attention.linear_proj.weight",           "=",        "plain",     "tp 1", "always"),
-    ("self_attn.o_proj.bias",           "H",       "self_attention.linear_proj.bias",             "=",        "plain",     "-",    "attention_bias"),
-    ("self_attn.rotary_emb.inv_freq",   "D/2",     "",                                            "",         "ignored",   "-",    "optional"),
-    ("post_attention_layernorm.weight", "H",       "mlp.linear_fc1.layer_norm_weight",            "=",        "plain",     "-",    "always"),
-    ("mlp.gate_proj.weight",            "F H",     "mlp.linear_fc1.weight",                       "=",        "gate",      "tp 0", "always"),
-    ("mlp.up_proj.weight",              "F H",     "mlp.linear_fc1.weight",                       "=",        "up",        "tp 0", "always"),
-    ("mlp.gate_proj.bias",              "F",       "mlp.linear_fc1.bias",                         "=",        "gate",      "tp 0", "mlp_bias"),
-    ("mlp.up_proj.bias",                "F",       "mlp.linear_fc1.bias",                         "=",        "up",        "tp 0", "mlp_bias"),
-    ("mlp.down_proj.weight",            "H F",     "mlp.linear_fc2.weight",                       "=",        "plain",     "tp 1", "always"),
-    ("mlp.down_proj.bias",              "H",       "mlp.linear_fc2.bias",                         "=",        "plain",     "-",    "mlp_bias"),
+    ("input_layernorm.weight",          "H",       "self_attention.linear_qkv.layer_norm_weight", "=",       "=",                         "plain",    "-",    "always"),
+    ("self_attn.q_proj.weight",         "NQ*D H",  "self_attention.linear_qkv.weight",            "=",       "self_attn.qkv_proj.weight", "q",        "tp 0", "always"),
+    ("self_attn.k_proj.weight",         "NKV*D H", "self_attention.linear_qkv.weight",            "=",       "self_attn.qkv_proj.weight", "k",        "tp 0", "always"),
+    ("self_attn.v_proj.weight",         "NKV*D H", "self_attention.linear_qkv.weight",            "=",       "self_attn.qkv_proj.weight", "v",        "tp 0", "always"),
+    ("self_attn.q_proj.bias",           "NQ*D",    "self_attention.linear_qkv.bias",              "=",       "self_attn.qkv_proj.bias",   "q",        "tp 0", "attention_bias"),
+    ("self_attn.k_proj.bias",           "NKV*D",   "self_attention.linear_qkv.bias",              "=",       "self_attn.qkv_proj.bias",   "k",        "tp 0", "attention_bias"),
+    ("self_attn.v_proj.bias",           "NKV*D",   "self_attention.linear_qkv.bias",              "=",       "self_attn.qkv_proj.bias",   "v",        "tp 0", "attention_bias"),
+    ("self_attn.o_proj.weight",         "H NQ*D",  "self_attention.linear_proj.weight",           "=",       "=",                         "plain",    "tp 1", "always"),
+    ("self_attn.o_proj.bias",           "H",       "self_attention.linear_proj.bias",             "=",       "=",                         "plain",    "-",    "attention_bias"),
+    ("self_attn.rotary_emb.inv_freq",   "D/2",     "",                                            "",        "",                          "ignored",  "-",    "optional"),
+    ("post_attention_layernorm.weight", "H",       "mlp.linear_fc1.layer_norm_weight",            "=",       "=",                         "plain",    "-",    "always"),
+    ("mlp.gate_proj.weight",            "F H",     "mlp.linear_fc1.weight",                       "=",       "mlp.gate_up_proj.weight",   "gate",     "tp 0", "always"),
+    ("mlp.up_proj.weight",              "F H",     "mlp.linear_fc1.weight",                       "=",       "mlp.gate_up_proj.weight",   "up",       "tp 0", "always"),
+    ("mlp.gate_proj.bias",              "F",       "mlp.linear_fc1.bias",                         "=",       "mlp.gate_up_proj.bias",     "gate",     "tp 0", "mlp_bias"),
+    ("mlp.up_proj.bias",                "F",       "mlp.linear_fc1.bias",                         "=",       "mlp.gate_up_proj.bias",     "up",       "tp 0", "mlp_bias"),
+    ("mlp.down_proj.weight",            "H F",     "mlp.linear_fc2.weight",                       "=",       "=",                         "plain",    "tp 1", "always"),
+    ("mlp.down_proj.bias",              "H",       "mlp.linear_fc2.bias",                         "=",       "=",                         "plain",    "-",    "mlp_bias"),
 )  # fmt: skip
 
 MTP = ()

@@ -33,26 +33,26 @@ HF = {"model_type": "qwen3", "hidden_act": "silu"}
 ROPE = "default"
 LAYER_KINDS = "dense"
 
-#    HF parameter                       shape      Megatron parameter                             local spec  arrangement  split   where
+#    HF parameter                       shape      Megatron parameter                             local spec vLLM parameter               arrangement split   where
 MODEL = (
-    ("model.embed_tokens.weight",       "V H",     "embedding.word_embeddings.weight",            "=",        "vocab",     "tp 0", "always"),
-    ("model.norm.weight",               "H",       "decoder.final_layernorm.weight",              "=",        "plain",     "-",    "always"),
-    ("lm_head.weight",                  "V H",     "output_layer.weight",                         "=",        "vocab",     "tp 0", "untied"),
-    ("lm_head.weight",                  "V H",     "embedding.word_embeddings.weight",            "=",        "copy",      "tp 0", "tied optional"),
+    ("model.embed_tokens.weight",       "V H",     "embedding.word_embeddings.weight",            "=",       "=",                         "vocab",    "tp 0", "always"),
+    ("model.norm.weight",               "H",       "decoder.final_layernorm.weight",              "=",       "=",                         "plain",    "-",    "always"),
+    ("lm_head.weight",                  "V H",     "output_layer.weight",                         "=",       "=",                         "vocab",    "tp 0", "untied"),
+    ("lm_head.weight",                  "V H",     "embedding.word_embeddings.weight",            "=",       "",                          "copy",     "tp 0", "tied optional"),
 )  # fmt: skip
 
 LAYER = (
-    ("input_layernorm.weight",          "H",       "self_attention.linear_qkv.layer_norm_weight", "=",        "plain",     "-",    "always"),
-    ("self_attn.q_proj.weight",         "NQ*D H",  "self_attention.linear_qkv.weight",            "=",        "q",         "tp 0", "always"),
-    ("self_attn.k_proj.weight",         "NKV*D H", "self_attention.linear_qkv.weight",            "=",        "k",         "tp 0", "always"),
-    ("self_attn.v_proj.weight",         "NKV*D H", "self_attention.linear_qkv.weight",            "=",        "v",         "tp 0", "always"),
-    ("self_attn.q_norm.weight",         "D",       "self_attention.q_layernorm.weight",           "=",        "plain",     "-",    "always"),
-    ("self_attn.k_norm.weight",         "D",       "self_attention.k_layernorm.weight",           "=",        "plain",     "-",    "always"),
-    ("self_attn.o_proj.weight",         "H NQ*D",  "self_attention.linear_proj.weight",           "=",        "plain",     "tp 1", "always"),
-    ("post_attention_layernorm.weight", "H",       "mlp.linear_fc1.layer_norm_weight",            "=",        "plain",     "-",    "always"),
-    ("mlp.gate_proj.weight",            "F H",     "mlp.linear_fc1.weight",                       "=",        "gate",      "tp 0", "always"),
-    ("mlp.up_proj.weight",              "F H",     "mlp.linear_fc1.weight",                       "=",        "up",        "tp 0", "always"),
-    ("mlp.down_proj.weight",            "H F",     "mlp.linear_fc2.weight",                       "=",        "plain",     "tp 1", "always"),
+    ("input_layernorm.weight",          "H",       "self_attention.linear_qkv.layer_norm_weight", "=",       "=",                         "plain",    "-",    "always"),
+    ("self_attn.q_proj.weight",         "NQ*D H",  "self_attention.linear_qkv.weight",            "=",       "self_attn.qkv_proj.weight", "q",        "tp 0", "always"),
+    ("self_attn.k_proj.weight",         "NKV*D H", "self_attention.linear_qkv.weight",            "=",       "self_attn.qkv_proj.weight", "k",        "tp 0", "always"),
+    ("self_attn.v_proj.weight",         "NKV*D H", "self_attention.linear_qkv.weight",            "=",       "self_attn.qkv_proj.weight", "v",        "tp 0", "always"),
+    ("self_attn.q_norm.weight",         "D",       "self_attention.q_layernorm.weight",           "=",       "=",                         "plain",    "-",    "always"),
+    ("self_attn.k_norm.weight",         "D",       "self_attention.k_layernorm.weight",           "=",       "=",                         "plain",    "-",    "always"),
+    ("self_attn.o_proj.weight",         "H NQ*D",  "self_attention.linear_proj.weight",           "=",       "=",                         "plain",    "tp 1", "always"),
+    ("post_attention_layernorm.weight", "H",       "mlp.linear_fc1.layer_norm_weight",            "=",       "=",                         "plain",    "-",    "always"),
+    ("mlp.gate_proj.weight",            "F H",     "mlp.linear_fc1.weight",                       "=",       "mlp.gate_up_proj.weight",   "gate",     "tp 0", "always"),
+    ("mlp.up_proj.weight",              "F H",     "mlp.linear_fc1.weight",                       "=",       "mlp.gate_up_proj.weight",   "up",       "tp 0", "always"),
+    ("mlp.down_proj.weight",            "H F",     "mlp.linear_fc2.weight",                       "=",       "=",                         "plain",    "tp 1", "always"),
 )  # fmt: skip
 
 MTP = ()

@@ -38,31 +38,31 @@ HF = {"model_type": "qwen3_moe", "hidden_act": "silu"}
 ROPE = "default"
 LAYER_KINDS = "sparse_step"
 
-#    HF parameter                             shape      Megatron parameter                             local spec                          arrangement  split    where
+#    HF parameter                             shape      Megatron parameter                             local spec                          vLLM parameter                           arrangement split    where
 MODEL = (
-    ("model.embed_tokens.weight",             "V H",     "embedding.word_embeddings.weight",            "=",                                "vocab",     "tp 0",  "always"),
-    ("model.norm.weight",                     "H",       "decoder.final_layernorm.weight",              "=",                                "plain",     "-",     "always"),
-    ("lm_head.weight",                        "V H",     "output_layer.weight",                         "=",                                "vocab",     "tp 0",  "untied"),
-    ("lm_head.weight",                        "V H",     "embedding.word_embeddings.weight",            "=",                                "copy",      "tp 0",  "tied optional"),
+    ("model.embed_tokens.weight",             "V H",     "embedding.word_embeddings.weight",            "=",                                "=",                                     "vocab",    "tp 0",  "always"),
+    ("model.norm.weight",                     "H",       "decoder.final_layernorm.weight",              "=",                                "=",                                     "plain",    "-",     "always"),
+    ("lm_head.weight",                        "V H",     "output_layer.weight",                         "=",                                "=",                                     "vocab",    "tp 0",  "untied"),
+    ("lm_head.weight",                        "V H",     "embedding.word_embeddings.weight",            "=",                                "",                                      "copy",     "tp 0",  "tied optional"),
 )  # fmt: skip
 
 LAYER = (
-    ("input_layernorm.weight",                "H",       "self_attention.linear_qkv.layer_norm_weight", "=",                                "plain",     "-",     "always"),
-    ("self_attn.q_proj.weight",               "NQ*D H",  "self_attention.linear_qkv.weight",            "=",                                "q",         "tp 0",  "always"),
-    ("self_attn.k_proj.weight",               "NKV*D H", "self_attention.linear_qkv.weight",            "=",                                "k",         "tp 0",  "always"),
-    ("self_attn.v_proj.weight",               "NKV*D H", "self_attention.linear_qkv.weight",            "=",                                "v",         "tp 0",  "always"),
-    ("self_attn.q_norm.weight",               "D",       "self_attention.q_layernorm.weight",           "=",                                "plain",     "-",     "always"),
-    ("self_attn.k_norm.weight",               "D",       "self_attention.k_layernorm.weight",           "=",                                "plain",     "-",     "always"),
-    ("self_attn.o_proj.weight",               "H NQ*D",  "self_attention.linear_proj.weight",           "=",                                "plain",     "tp 1",  "always"),
-    ("post_attention_layernorm.weight",       "H",       "mlp.linear_fc1.layer_norm_weight",            "=",                                "plain",     "-",     "dense"),
-    ("mlp.gate_proj.weight",                  "F H",     "mlp.linear_fc1.weight",                       "=",                                "gate",      "tp 0",  "dense"),
-    ("mlp.up_proj.weight",                    "F H",     "mlp.linear_fc1.weight",                       "=",                                "up",        "tp 0",  "dense"),
-    ("mlp.down_proj.weight",                  "H F",     "mlp.linear_fc2.weight",                       "=",                                "plain",     "tp 1",  "dense"),
-    ("post_attention_layernorm.weight",       "H",       "pre_mlp_layernorm.weight",                    "mlp.linear_fc1.layer_norm_weight", "plain",     "-",     "moe"),
-    ("mlp.gate.weight",                       "E H",     "mlp.router.weight",                           "=",                                "plain",     "-",     "moe"),
-    ("mlp.experts.{expert}.gate_proj.weight", "FE H",    "mlp.experts.experts.linear_fc1.weight",       "=",                                "gate",      "etp 0", "moe"),
-    ("mlp.experts.{expert}.up_proj.weight",   "FE H",    "mlp.experts.experts.linear_fc1.weight",       "=",                                "up",        "etp 0", "moe"),
-    ("mlp.experts.{expert}.down_proj.weight", "H FE",    "mlp.experts.experts.linear_fc2.weight",       "=",                                "plain",     "etp 1", "moe"),
+    ("input_layernorm.weight",                "H",       "self_attention.linear_qkv.layer_norm_weight", "=",                                "=",                                     "plain",    "-",     "always"),
+    ("self_attn.q_proj.weight",               "NQ*D H",  "self_attention.linear_qkv.weight",            "=",                                "self_attn.qkv_proj.weight",             "q",        "tp 0",  "always"),
+    ("self_attn.k_proj.weight",               "NKV*D H", "self_attention.linear_qkv.weight",            "=",                                "self_attn.qkv_proj.weight",             "k",        "tp 0",  "always"),
+    ("self_attn.v_proj.weight",               "NKV*D H", "self_attention.linear_qkv.weight",            "=",                                "self_attn.qkv_proj.weight",             "v",        "tp 0",  "always"),
+    ("self_attn.q_norm.weight",               "D",       "self_attention.q_layernorm.weight",           "=",                                "=",                                     "plain",    "-",     "always"),
+    ("self_attn.k_norm.weight",               "D",       "self_attention.k_layernorm.weight",           "=",                                "=",                                     "plain",    "-",     "always"),
+    ("self_attn.o_proj.weight",               "H NQ*D",  "self_attention.linear_proj.weight",           "=",                                "=",                                     "plain",    "tp 1",  "always"),
+    ("post_attention_layernorm.weight",       "H",       "mlp.linear_fc1.layer_norm_weight",            "=",                                "=",                                     "plain",    "-",     "dense"),
+    ("mlp.gate_proj.weight",                  "F H",     "mlp.linear_fc1.weight",                       "=",                                "mlp.gate_up_proj.weight",               "gate",     "tp 0",  "dense"),
+    ("mlp.up_proj.weight",                    "F H",     "mlp.linear_fc1.weight",                       "=",                                "mlp.gate_up_proj.weight",               "up",       "tp 0",  "dense"),
+    ("mlp.down_proj.weight",                  "H F",     "mlp.linear_fc2.weight",                       "=",                                "=",                                     "plain",    "tp 1",  "dense"),
+    ("post_attention_layernorm.weight",       "H",       "pre_mlp_layernorm.weight",                    "mlp.linear_fc1.layer_norm_weight", "=",                                     "plain",    "-",     "moe"),
+    ("mlp.gate.weight",                       "E H",     "mlp.router.weight",                           "=",                                "=",                                     "plain",    "-",     "moe"),
+    ("mlp.experts.{expert}.gate_proj.weight", "FE H",    "mlp.experts.experts.linear_fc1.weight",       "=",                                "mlp.experts.routed_experts.w13_weight", "gate",     "etp 0", "moe"),
+    ("mlp.experts.{expert}.up_proj.weight",   "FE H",    "mlp.experts.experts.linear_fc1.weight",       "=",                                "mlp.experts.routed_experts.w13_weight", "up",       "etp 0", "moe"),
+    ("mlp.experts.{expert}.down_proj.weight", "H FE",    "mlp.experts.experts.linear_fc2.weight",       "=",                                "mlp.experts.routed_experts.w2_weight",  "plain",    "etp 1", "moe"),
 )  # fmt: skip
 
 MTP = ()

@@ -1,7 +1,7 @@
 """Megatron's parameters, derived from a table and a model, and how a ``torch_dist`` checkpoint arranges them.
 
 `parameters` expands a table's rows into Megatron parameters made of canonical pieces. `chunks_to_write` cuts them the way the
-ranks of a layout would save them; `placement_of_checkpoint` reads any checkpoint's chunks back as a placement.
+ranks of a layout would save them; `placement_of_keys` reads any checkpoint's chunks, or a live model's shards, as a placement.
 
 Megatron has two schemes of keys. Layers of one kind are stacked, ``decoder.layers.mlp.linear_fc1.weight [layers, ...]``; where
 kinds are mixed (and always for MTP) every layer has keys of its own, ``decoder.layers.3.mlp...``. Experts are stacked in both;
@@ -16,11 +16,13 @@ from typing import NamedTuple
 
 from reshard.boxes import Box, whole
 from reshard.errors import ReshardError, listed
-from reshard.formats.torch_dist import Checkpoint
+from reshard.formats.torch_dist import Key
 from reshard.layout import Layout
 from reshard.model import Model
 from reshard.placement import LocalTensor, Part, Placement
 from reshard.tables import Row, shape_of
+
+Keys = dict[str, Key]
 
 TRANSFORMER_IMPLS = ("transformer_engine", "local")
 
@@ -297,36 +299,36 @@ class Found:
     notices: list[str]
 
 
-def vocab_rows(checkpoint: Checkpoint, model: Model) -> int:
+def vocab_rows(keys: Keys, where: object, model: Model) -> int:
     """Vocabulary rows of a checkpoint, padding included. Raises ReshardError where they are fewer than the vocabulary."""
-    key = checkpoint.keys.get("embedding.word_embeddings.weight")
+    key = keys.get("embedding.word_embeddings.weight")
     vocab = model.symbols["V"]
     if key is None:
-        raise ReshardError(f"{checkpoint.directory} has no embedding.word_embeddings.weight: it is not a GPT model's checkpoint")
+        raise ReshardError(f"{where} has no embedding.word_embeddings.weight: it is not a GPT model's checkpoint")
     if key.shape[0] < vocab:
-        raise ReshardError(f"{checkpoint.directory} has {key.shape[0]} vocabulary rows, fewer than vocab_size {vocab} of {model.where}")
+        raise ReshardError(f"{where} has {key.shape[0]} vocabulary rows, fewer than vocab_size {vocab} of {model.where}")
     return key.shape[0]
 
 
-def placement_of_checkpoint(checkpoint: Checkpoint, model: Model, mapping: Mapping) -> Found:
-    """Find every parameter of a model in a checkpoint, in whichever scheme and spelling it has.
+def placement_of_keys(keys: Keys, objects: Iterable[str], where: object, model: Model, mapping: Mapping) -> Found:
+    """Find every parameter of a model among global tensors by key, in whichever scheme and spelling they have.
 
     Raises ReshardError with the names where a parameter is missing or of the wrong shape, or where a key is left over.
     """
-    index = {key: _by_stack(entry.chunks, len(entry.shape)) for key, entry in checkpoint.keys.items()}
+    index = {key: _by_stack(entry.chunks, len(entry.shape)) for key, entry in keys.items()}
     used: set[str] = set()
     missing: list[str] = []
     tensors: dict = {}
     for p in mapping.parameters:
-        for key, stack, box in _spellings(p, model, checkpoint):
-            if key not in checkpoint.keys:
+        for key, stack, box in _spellings(p, model, keys):
+            if key not in keys:
                 continue
-            entry = checkpoint.keys[key]
+            entry = keys[key]
             shape = (*(n for _, n in stack), *box.lengths)
             if entry.shape != shape:
-                raise ReshardError(f"{checkpoint.directory}: {key} has shape {list(entry.shape)}, expected {list(shape)} for {model.where}")
+                raise ReshardError(f"{where}: {key} has shape {list(entry.shape)}, expected {list(shape)} for {model.where}")
             if not entry.dtype.floating:
-                raise ReshardError(f"{checkpoint.directory}: {key} has dtype {entry.dtype.name}, which is not a weight's")
+                raise ReshardError(f"{where}: {key} has dtype {entry.dtype.name}, which is not a weight's")
             used.add(key)
             for offsets, sizes in index[key](tuple(i for i, _ in stack)):
                 depth = len(stack)
@@ -343,10 +345,10 @@ def placement_of_checkpoint(checkpoint: Checkpoint, model: Model, mapping: Mappi
         else:
             missing.append(key_of(p, model.uniform, "transformer_engine") + ("" if p.expert is None else f" (expert {p.expert})"))
     if missing:
-        raise ReshardError(f"{checkpoint.directory} lacks {len(missing)} parameters that {model.where} calls for: {listed(missing)}")
+        raise ReshardError(f"{where} lacks {len(missing)} parameters that {model.where} calls for: {listed(missing)}")
     notices, unknown = [], []
     left_over: dict[str, int] = defaultdict(int)
-    for key in (*checkpoint.keys, *checkpoint.objects):
+    for key in (*keys, *objects):
         if key in used:
             continue
         what = "Transformer Engine state" if "._extra_state" in key else next(
@@ -356,9 +358,7 @@ def placement_of_checkpoint(checkpoint: Checkpoint, model: Model, mapping: Mappi
         elif what != "common state":
             left_over[what] += 1
     if unknown:
-        raise ReshardError(
-            f"{checkpoint.directory} holds {len(unknown)} parameters that {model.family.name} does not have: {listed(sorted(unknown))}"
-        )
+        raise ReshardError(f"{where} holds {len(unknown)} parameters that {model.family.name} does not have: {listed(sorted(unknown))}")
     notices += [f"ignored {n} entries of {what}" for what, n in sorted(left_over.items())]
     return Found(Placement(mapping.shapes, tensors), notices)
 
@@ -384,7 +384,7 @@ def _by_stack(chunks: Iterable, dims: int) -> Callable[[tuple[int, ...]], list]:
     return at
 
 
-def _spellings(p: Parameter, model: Model, checkpoint: Checkpoint) -> Iterator[tuple[str, list[tuple[int, int]], Box]]:
+def _spellings(p: Parameter, model: Model, keys: Keys) -> Iterator[tuple[str, list[tuple[int, int]], Box]]:
     """Where a parameter may be: key, its (index, size) in the stacked dims, and the box of the parameter that the key holds.
 
     A key that holds the first half only (`singleton_local_shards`) is followed by the one with the second.
@@ -402,6 +402,6 @@ def _spellings(p: Parameter, model: Model, checkpoint: Checkpoint) -> Iterator[t
             yield prefix + single, [], whole(p.shape)
         if p.halves == 2:
             half = (p.shape[0] // 2, *p.shape[1:])
-            if f"{prefix}{single}_w" in checkpoint.keys and f"{prefix}{single}_v" in checkpoint.keys:
+            if f"{prefix}{single}_w" in keys and f"{prefix}{single}_v" in keys:
                 for suffix, start in (("_w", 0), ("_v", half[0])):
                     yield f"{prefix}{single}{suffix}", [], Box((start, *(0,) * (len(half) - 1)), half)

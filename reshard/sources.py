@@ -16,7 +16,7 @@ from reshard.formats import safetensors, torch_dist
 from reshard.fp8 import SCALE_SUFFIX
 from reshard.manifest import NAME as MANIFEST
 from reshard.manifest import read_manifest
-from reshard.megatron import Mapping, expand, placement_of_checkpoint, vocab_rows
+from reshard.megatron import Mapping, expand, placement_of_keys, vocab_rows
 from reshard.model import Model
 from reshard.placement import Placement
 from reshard.planner import Transfer, make_plan
@@ -213,8 +213,8 @@ class MegatronSource(Source):
         self.checkpoint = torch_dist.read(directory, iteration)
         self.model, self.config_from = self._model(family)
         self.files = OpenFiles()
-        self.mapping = expand(self.model, padded_vocab=vocab_rows(self.checkpoint, self.model))
-        placed = placement_of_checkpoint(self.checkpoint, self.model, self.mapping)
+        self.mapping = expand(self.model, padded_vocab=vocab_rows(self.checkpoint.keys, directory, self.model))
+        placed = placement_of_keys(self.checkpoint.keys, self.checkpoint.objects, directory, self.model, self.mapping)
         manifest = self.manifest()
         recorded = set((manifest or {}).get("tensors", {}))
         self.notices = placed.notices if manifest is None else []  # what this tool wrote holds weights and empty states only

@@ -1,6 +1,6 @@
 """Mapping tables: one file of literals per family, under `mappings/`, and what their rows say.
 
-A row ties one Hugging Face parameter to its place in a Megatron parameter:
+A row ties one Hugging Face parameter to its place in a Megatron parameter, and in vLLM's:
 
 | column             | meaning                                                                                             |
 |--------------------|-----------------------------------------------------------------------------------------------------|
@@ -8,6 +8,7 @@ A row ties one Hugging Face parameter to its place in a Megatron parameter:
 | shape              | of that tensor, in the family's SYMBOLS; ``NQ*D H`` is two dims                                     |
 | Megatron parameter | its name in a checkpoint of Transformer Engine layers, without ``decoder.layers.{layer}.``          |
 | local spec         | the name in a checkpoint of local layers, ``=`` for the same                                        |
+| vLLM parameter     | the parameter of vLLM that it is part of, ``=`` for the published name; empty where vLLM has none   |
 | arrangement        | where its rows lie in the Megatron parameter (below)                                                |
 | split              | ``tp 0``: axis tp splits dim 0; ``etp``: expert tensor parallel; ``-``: every rank has all of it; a |
 |                    | leading ``local`` means that only local layers split it                                             |
@@ -17,7 +18,7 @@ Arrangements are a closed set. Rows that share a Megatron parameter fill it toge
 
 - ``plain``: the whole parameter, as it is.
 - ``vocab``: rows 0 .. vocab_size; the padding rows after them are zero.
-- ``q``, ``k``, ``v``: per query group, its query heads, then its key, then its value.
+- ``q``, ``k``, ``v``: per query group, its query heads, then its key, then its value. vLLM: all queries, all keys, all values.
 - ``gate``, ``up``: all gate rows, then all up rows; each half is split on its own.
 - ``copy``: the same bytes as the parameter's other row, which Megatron holds once.
 - ``ignored``: carries no weight; dropped on purpose.
@@ -44,6 +45,7 @@ class Row:
     shape: str
     megatron: str
     local: str
+    vllm: str
     arrangement: str
     split: str
     where: str

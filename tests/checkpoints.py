@@ -60,7 +60,8 @@ def make(directory: Path, variant: str, dtype: torch.dtype = torch.float32, seed
     model.save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
     if config["model_type"] == "deepseek_v3":
-        config["num_nextn_predict_layers"] = int(mtp)
+        # The published config has these; transformers' own class neither reads nor writes them, vLLM needs them.
+        config |= {"num_nextn_predict_layers": int(mtp), "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
         (directory / "config.json").write_text(json.dumps(config, indent=2))
         if mtp:
             _add_mtp(directory, model, dtype)

@@ -10,14 +10,17 @@ from pathlib import Path
 _context = None
 
 
-def run_on_ranks(world_size: int, function: str, *args, timeout: float = 600):
-    """Call ``tests.megatron_on_cpu.FUNCTION(rank, *args)`` on every rank; the results by rank. An error on any rank is raised here, with its traceback."""
+def run_on_ranks(world_size: int, function: str, *args, module: str = "megatron_on_cpu", timeout: float = 600):
+    """Call ``tests.MODULE.FUNCTION(rank, *args)`` on every rank; the results by rank. An error on any rank is raised here, with its traceback.
+
+    The ranks have a gloo group, unless the module makes its own.
+    """
     global _context
     if _context is None:
         _context = multiprocessing.get_context("forkserver")
-        _context.set_forkserver_preload(["tests.megatron_on_cpu"])
+        _context.set_forkserver_preload(["tests.megatron_on_cpu", "tests.refit_on_cpu"])
     with tempfile.TemporaryDirectory() as folder:
-        processes = [_context.Process(target=_rank, args=(folder, rank, world_size, function, args)) for rank in range(world_size)]
+        processes = [_context.Process(target=_rank, args=(folder, rank, world_size, module, function, args)) for rank in range(world_size)]
         for process in processes:
             process.start()
         for process in processes:
@@ -35,16 +38,17 @@ def run_on_ranks(world_size: int, function: str, *args, timeout: float = 600):
         return [pickle.loads((Path(folder) / f"result{rank}").read_bytes()) for rank in range(world_size)]
 
 
-def _rank(folder: str, rank: int, world_size: int, function, args) -> None:
+def _rank(folder: str, rank: int, world_size: int, module: str, function: str, args) -> None:
     try:
-        import torch
+        import importlib
 
-        from tests import megatron_on_cpu
+        import torch
 
         torch.set_num_threads(1)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), CUDA_DEVICE_MAX_CONNECTIONS="1")
-        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-        result = getattr(megatron_on_cpu, function)(rank, *args)
+        if module == "megatron_on_cpu":
+            torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+        result = getattr(importlib.import_module(f"tests.{module}"), function)(rank, *args)
         torch.distributed.barrier()
         (Path(folder) / f"result{rank}").write_bytes(pickle.dumps(result))
         torch.distributed.destroy_process_group()

@@ -1,0 +1,283 @@
+"""How fast is a refit? Ours against the wire, against memory, and against what trainers do today; all in one run.
+
+    torchrun --nproc-per-node 4 benchmarks/refit.py --model qwen3-30b-a3b --tp 2 --ep 4 --etp 1 --vllm-tp 4 [--json FILE]
+
+Every process holds a rank of a real Megatron model (Transformer Engine layers, random weights) and a rank of a real vLLM
+(`external_launcher`). Reported: connect, then warm medians of the slowest rank for
+
+- peer: pulls from peers' memory; buckets: all bytes through NCCL;
+- today: every rank gathers every full Hugging Face tensor, layer by layer, and gives it to vLLM's `load_weights`;
+
+next to the floors: the bytes that a rank must fetch from peers over the measured rate of one large peer copy on all ranks at once,
+and the bytes that its memory must read and write over the measured rate of a copy. Before the timing, the three ways must leave the
+same bits in vLLM, from different garbage.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+import torch
+import torch.distributed as dist
+
+
+def say(*what) -> None:
+    if dist.get_rank() == 0:
+        print(*what, flush=True)
+
+
+def everyone(value: float) -> list[float]:
+    values: list = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def used_bytes() -> int:
+    """Memory of this GPU in use, whoever uses it."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def fingerprints(model: torch.nn.Module) -> dict[str, int]:
+    """A position-weighted sum of the bits of every parameter and buffer."""
+    found = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not tensor.numel() or not tensor.is_floating_point():
+            continue
+        flat = tensor.detach().contiguous().view(-1).view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+        total = torch.zeros((), dtype=torch.int64, device=flat.device)
+        for start in range(0, len(flat), 1 << 26):
+            piece = flat[start : start + (1 << 26)].long()
+            total += (piece * (torch.arange(start, start + len(piece), device=flat.device) % 65521 + 1)).sum()
+        found[name] = int(total)
+    return found
+
+
+def scribble(regions, value: float) -> None:
+    """Fill everything that a refit writes with one value."""
+    for tensor in {id(region.tensor): region.tensor for region in regions.values()}.values():
+        tensor.detach().fill_(value)
+
+
+def link_rate(link) -> float:
+    """Bytes a second and GPU of one large copy from the neighbour's memory, all GPUs at once."""
+    import ctypes
+
+    from reshard.refit.peers import _cuda
+
+    neighbour = (dist.get_rank() + 1) % dist.get_world_size()
+    memory = link.memory_of(neighbour)
+    _, size, handle = max(memory["allocations"], key=lambda entry: entry[1])
+    n = min(everyone(min(size, 1 << 30)))
+    here = torch.empty(int(n), dtype=torch.uint8, device="cuda")
+    there = link.mappings.address(handle, "the neighbour")
+    copy = _cuda().cuMemcpyDtoDAsync_v2
+    copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    times = []
+    for _ in range(6):
+        dist.barrier()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(4):
+            assert copy(here.data_ptr(), there, int(n), torch.cuda.current_stream().cuda_stream) == 0
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / 4)
+    return n / statistics.median(max(column) for column in zip(*everyone(times), strict=True))  # type: ignore[arg-type]
+
+
+def memory_rate() -> float:
+    """Bytes a second, read and written, of a copy within this GPU."""
+    a, b = (torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))
+    times = []
+    for _ in range(6):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(4):
+            b.copy_(a)
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / 4)
+    return 2 * (1 << 30) / statistics.median(times)
+
+
+class Today:
+    """Gather every full tensor on every rank, layer by layer, then vLLM's own loader."""
+
+    def __init__(self, source, model, vllm_model) -> None:
+        from reshard.live.megatron import Shard, source_of
+
+        self.source, self.module = source, vllm_model
+        shards = [[*shard] for shard in source.shards]
+        described: list = [None] * dist.get_world_size()
+        dist.all_gather_object(described, (shards, sorted(source.objects)))
+        self.whole = source_of(
+            {rank: [Shard(*entry) for entry in some] for rank, (some, _) in enumerate(described)},
+            {o for _, some in described for o in some},
+            model,
+        )
+        by_layer: dict = {}
+        for tensor in self.whole.placement.tensors.values():
+            names = [part.name for part in tensor.parts]
+            layer = names[0].split(".")[2] if names[0].startswith("model.layers.") else names[0]
+            by_layer.setdefault(layer, []).append(tensor)
+        self.layers = list(by_layer.values())
+
+    def run(self) -> None:
+        me = dist.get_rank()
+        for tensors in self.layers:
+            gathered, work = {}, []
+            for tensor in tensors:
+                key, offsets, sizes, _ = tensor.id
+                rank, index = self.whole.holders[key, offsets, sizes][0]
+                if rank == me:
+                    region = self.source.regions[index]
+                    strides = (region.pitch, 1) if len(tensor.shape) == 2 else (1,)
+                    here = (
+                        region.tensor.detach()
+                        .as_strided(tensor.shape, strides, region.tensor.storage_offset() + region.offset)
+                        .contiguous()
+                    )
+                else:
+                    here = torch.empty(tensor.shape, dtype=getattr(torch, self.whole.dtypes[tensor.parts[0].name]), device="cuda")
+                work.append(dist.broadcast(here, rank, async_op=True))
+                gathered[tensor.id] = here
+            for w in work:
+                w.wait()
+            full: dict[str, torch.Tensor] = {}
+            for tensor in tensors:
+                for part in tensor.parts:
+                    if part.name not in full:
+                        full[part.name] = torch.empty(
+                            self.whole.placement.shapes[part.name], dtype=gathered[tensor.id].dtype, device="cuda"
+                        )
+                    at = tuple(slice(o, o + n) for o, n in zip(part.box.offsets, part.box.lengths, strict=True))
+                    there = tuple(slice(o, o + n) for o, n in zip(part.at, part.box.lengths, strict=True))
+                    full[part.name][at] = gathered[tensor.id][there]
+            self.module.load_weights(iter(full.items()))
+
+
+def main() -> None:
+    from benchmarks.gpu_models import config_of, flags_of, megatron_models, vllm_engine
+    from reshard import Layout
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--layers", type=int)
+    for name in ("tp", "pp", "ep"):
+        parser.add_argument(f"--{name}", type=int, default=1)
+    parser.add_argument("--etp", type=int)
+    parser.add_argument("--vllm-tp", type=int, required=True)
+    parser.add_argument("--vllm-ep", action="store_true")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--today-rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    config, layout = config_of(options.model, options.layers), Layout(tp=options.tp, pp=options.pp, ep=options.ep, etp=options.etp)
+    start = time.perf_counter()
+    extra = {"enable_expert_parallel": True} if options.vllm_ep else {}
+    llm = vllm_engine(
+        Path(tempfile.gettempdir()) / f"{options.model}-{dist.get_rank()}", config, tensor_parallel_size=options.vllm_tp, **extra
+    )
+    say(f"vLLM started in {time.perf_counter() - start:.1f} s")
+    start = time.perf_counter()
+    models = megatron_models(flags_of(config, layout))
+    say(f"Megatron built in {time.perf_counter() - start:.1f} s; {torch.cuda.memory_allocated() / 1e9:.1f} GB in use")
+    from reshard.live.megatron import MegatronModel
+    from reshard.live.vllm import VllmModel
+    from reshard.refit import Members, connect
+
+    result: dict = {"model": options.model, "layers": config["num_hidden_layers"], "megatron": str(layout), "gpu": torch.cuda.get_device_name(),
+                    "vllm": f"TP{options.vllm_tp}" + (" EP" if options.vllm_ep else ""), "gpus": dist.get_world_size()}  # fmt: skip
+    links, seconds = {}, {}
+    for executor in ("peer", "buckets"):
+        torch.cuda.synchronize()
+        dist.barrier()
+        before, start = used_bytes(), time.perf_counter()
+        source = MegatronModel(models)
+        read = time.perf_counter()
+        destination = VllmModel.from_llm(llm)
+        traced = time.perf_counter()
+        links[executor] = connect(Members.of_process_group(executor), source, destination, executor=executor)
+        connected = time.perf_counter()
+        seconds[executor] = {
+            "read_megatron": round(read - start, 3),
+            "trace_vllm": round(traced - read, 3),
+            "connect": round(connected - traced, 3),
+        }
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_reserved()
+        links[executor].refit()
+        torch.cuda.synchronize()
+        result[f"{executor}_extra_bytes"] = max(
+            everyone(used_bytes() - before + torch.cuda.max_memory_reserved() - max(held, torch.cuda.memory_reserved()))
+        )
+    result["connect_seconds"] = seconds
+    say(json.dumps(seconds))
+    module, model = destination.module, links["peer"].model
+    today = Today(source, model, module)
+    found = {}
+    for index, (name, run) in enumerate({"peer": links["peer"].refit, "buckets": links["buckets"].refit, "today": today.run}.items()):
+        scribble(destination.regions, float(index + 3))
+        run()
+        torch.cuda.synchronize()
+        found[name] = fingerprints(module)
+    different = sorted(n for n in found["today"] if not found["peer"][n] == found["buckets"][n] == found["today"][n])
+    result["parameters"], result["different"] = len(found["today"]), max(everyone(len(different)))
+    say("bits:", result["parameters"], "parameters and buffers;", "different:", different[:5])
+    try:
+        links["peer"].refit(verify=True)
+        start = time.perf_counter()
+        links["peer"].refit(verify=True)
+        result["verified_refit_seconds"] = max(everyone(time.perf_counter() - start))
+    except Exception as error:
+        result["verify_error"] = str(error)
+        raise
+    link = links["peer"]
+    result |= {"local_bytes": everyone(link.local_bytes), "peer_bytes": everyone(link.peer_bytes), "launches": link.table.launches}
+    wire, memory = min(everyone(link_rate(link))), min(everyone(memory_rate()))
+    sent = [0] * dist.get_world_size()
+    for p in link.peer_bytes_by_rank().items():
+        sent[p[0]] += p[1]
+    out = [sum(column) for column in zip(*everyone(sent), strict=True)]  # type: ignore[arg-type]
+    result |= {"link_bytes_per_second": wire, "memory_bytes_per_second": memory, "sent_bytes": out}
+    result["wire_floor_seconds"] = max(max(result["peer_bytes"]), max(out)) / wire
+    result["memory_floor_seconds"] = (
+        max(2 * a + b + c for a, b, c in zip(result["local_bytes"], result["peer_bytes"], out, strict=True)) / memory
+    )
+    floor = max(result["wire_floor_seconds"], result["memory_floor_seconds"])
+    for executor, link in links.items():
+        reports = [link.refit() for _ in range(options.rounds)]
+        for what in ("transfer_seconds", "total_seconds"):
+            slowest = [max(column) for column in zip(*everyone([getattr(r, what) for r in reports]), strict=True)]  # type: ignore[arg-type]
+            result[f"{executor}_{what}"] = statistics.median(slowest)
+        result[f"{executor}_ratio_to_floor"] = result[f"{executor}_transfer_seconds"] / floor
+    times = []
+    for _ in range(options.today_rounds):
+        dist.barrier()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held, start = torch.cuda.memory_allocated(), time.perf_counter()
+        today.run()
+        torch.cuda.synchronize()
+        times.append(max(everyone(time.perf_counter() - start)))
+        result["today_extra_bytes"] = max(everyone(torch.cuda.max_memory_allocated() - held))
+    result["today_seconds"] = statistics.median(times)
+    result["today_over_peer"] = result["today_seconds"] / result["peer_total_seconds"]
+    say(json.dumps(result, indent=1))
+    if options.json and dist.get_rank() == 0:
+        options.json.write_text(json.dumps(result) + "\n")
+    dist.barrier()
+    os._exit(0)  # vLLM's shut-down would wait for processes that have no more to say
+
+
+if __name__ == "__main__":
+    main()

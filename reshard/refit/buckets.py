@@ -1,0 +1,133 @@
+"""Transfers between members that cannot read each other's memory: packed into buckets, exchanged, unpacked.
+
+Both ends of a pair know the same list of pieces and cut it alike, so a bucket needs no header. One all-to-all a round, whatever
+the backend (NCCL, Gloo); while one bucket travels, the next is packed and the one before is unpacked.
+"""
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from reshard.refit.copies import DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, CopyTable, tiles_of
+from reshard.refit.members import Members
+
+ALIGNMENT = 16
+
+
+def new_group(members: Members, device: torch.device) -> Any:
+    """A communicator of all members that leaves torch's own process groups alone."""
+    store, timeout = dist.PrefixStore("buckets", members.store), timedelta(seconds=members.timeout)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, members.rank, members.size, options)
+    return dist.ProcessGroupGloo(store, members.rank, members.size, timeout)
+
+
+def rounds_of(sizes: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pack pieces of these sizes in order into rounds of at most `limit` bytes: each one's round, and its offset in it."""
+    padded = sizes + -sizes % ALIGNMENT
+    rounds, offsets = np.zeros(len(sizes), np.int64), np.zeros(len(sizes), np.int64)
+    current = used = 0
+    for i, size in enumerate(padded.tolist()):
+        if used + size > limit and used:
+            current, used = current + 1, 0
+        rounds[i], offsets[i] = current, used
+        used += size
+    return rounds, offsets
+
+
+class Buckets:
+    """This member's part of the exchange.
+
+    `outgoing` and `incoming` are tables by partner; the address of the other end is left 0. Rows are cut into tiles the same way
+    on both ends, which only depends on rows and widths. `limit` is the bytes of one pair in one round.
+    """
+
+    def __init__(self, members: Members, group: Any, device: torch.device, outgoing: Mapping[int, np.ndarray],
+                 incoming: Mapping[int, np.ndarray], limit: int) -> None:  # fmt: skip
+        self.members, self.group, self.device = members, group, device
+        self.sends = {peer: _Side(table, SRC, SRC_PITCH, limit) for peer, table in outgoing.items()}
+        self.receives = {peer: _Side(table, DST, DST_PITCH, limit) for peer, table in incoming.items()}
+        self.limit = limit
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that this member's pairs need."""
+        return max((side.rounds for side in (*self.sends.values(), *self.receives.values())), default=0)
+
+    def peak_bytes(self) -> int:
+        """Bytes of the buffers, of which there are two in each direction."""
+        return 2 * self.limit * (len(self.sends) + len(self.receives))
+
+    def run(self, rounds: int) -> None:
+        """Exchange everything in `rounds` rounds, which all members must agree on."""
+        size = self.members.size
+        slots = [(self._buffer(self.sends), self._buffer(self.receives)) for _ in range(min(2, rounds))]
+        pending: tuple[Any, int] | None = None
+        for index in range(rounds):
+            send, receive = slots[index % 2]
+            out_splits, out_table = self._layout(self.sends, index, send, SRC)
+            in_splits, _ = self._layout(self.receives, index, receive, DST)
+            CopyTable(out_table, self.device).run()
+            splits_in, splits_out = [in_splits.get(r, 0) for r in range(size)], [out_splits.get(r, 0) for r in range(size)]
+            work = self.group.alltoall_base(receive[: sum(splits_in)], send[: sum(splits_out)], splits_in, splits_out)
+            if pending is not None:
+                self._unpack(pending, slots)
+            pending = (work, index)
+        if pending is not None:
+            self._unpack(pending, slots)
+
+    def _buffer(self, sides: Mapping[int, "_Side"]) -> torch.Tensor:
+        return torch.empty(self.limit * len(sides), dtype=torch.uint8, device=self.device)
+
+    def _unpack(self, pending: tuple[Any, int], slots: list) -> None:
+        work, index = pending
+        work.wait()
+        _, table = self._layout(self.receives, index, slots[index % 2][1], DST)
+        CopyTable(table, self.device).run()
+
+    def _layout(self, sides: Mapping[int, "_Side"], index: int, buffer: torch.Tensor, end: int) -> tuple[dict[int, int], np.ndarray]:
+        """Bytes by partner in a round, and the copies between the members' tensors (`end`) and the buffer."""
+        splits, tables, start = {}, [], buffer.data_ptr()
+        for peer in sorted(sides):
+            side = sides[peer]
+            tiles, offsets, total = side.round(index)
+            splits[peer] = total
+            table = tiles.copy()
+            there, pitch = (DST, DST_PITCH) if end == SRC else (SRC, SRC_PITCH)
+            table[:, there] = start + offsets
+            table[:, pitch] = table[:, WIDTH]
+            tables.append(table)
+            start += total
+        return splits, np.concatenate(tables) if tables else np.zeros((0, 6), np.int64)
+
+
+class _Side:
+    """One direction of one pair: its tiles, and the round and offset of each."""
+
+    def __init__(self, table: np.ndarray, end: int, pitch: int, limit: int) -> None:
+        # Cut at both ends alike: pitches are only known here, so they must not decide.
+        plain = table.copy()
+        plain[:, [SRC, DST]] = 0
+        plain[:, SRC_PITCH] = plain[:, DST_PITCH] = plain[:, WIDTH] + 1
+        cut, origin = tiles_of(plain)
+        cut[:, end] = (
+            table[origin, end] + cut[:, SRC] // (plain[origin, WIDTH] + 1) * table[origin, pitch] + cut[:, SRC] % (plain[origin, WIDTH] + 1)
+        )
+        cut[:, pitch] = table[origin, pitch]
+        self.tiles = cut
+        self.round_of, self.offset = rounds_of(cut[:, ROWS] * cut[:, WIDTH], limit)
+        self.rounds = int(self.round_of.max()) + 1 if len(cut) else 0
+
+    def round(self, index: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """Tiles of a round, their offsets in the bucket, and its bytes."""
+        chosen = self.round_of == index
+        tiles, offsets = self.tiles[chosen], self.offset[chosen]
+        sizes = tiles[:, ROWS] * tiles[:, WIDTH]
+        total = int((offsets + sizes + -sizes % ALIGNMENT).max()) if len(tiles) else 0
+        return tiles, offsets, total

@@ -1,0 +1,66 @@
+"""The kernels of a refit: one that carries out a table of strided copies, and one that digests what lies at addresses.
+
+Both take raw addresses, so that one launch can read many tensors, and other GPUs' memory.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+WORDS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
+BLOCK = 2048
+
+
+@triton.jit
+def _copy(table, WORD: tl.constexpr, PAIR: tl.constexpr, BLOCK: tl.constexpr):
+    row = table + tl.program_id(0).to(tl.int64) * 6
+    src = tl.load(row).to(tl.pointer_type(WORD))
+    dst = tl.load(row + 1).to(tl.pointer_type(WORD))
+    n_rows, width = tl.load(row + 2).to(tl.int32), tl.load(row + 3).to(tl.int32)
+    src_pitch, dst_pitch = tl.load(row + 4), tl.load(row + 5)
+    half = tl.arange(0, PAIR)[None, :]
+    total = n_rows * width
+    if n_rows == 1:
+        for start in range(0, total, BLOCK):
+            at = start + tl.arange(0, BLOCK)[:, None]
+            inside = (at < total) & (half >= 0)
+            where = at * PAIR + half
+            tl.store(dst + where, tl.load(src + where, mask=inside), mask=inside)
+    else:
+        for start in range(0, total, BLOCK):
+            at = start + tl.arange(0, BLOCK)[:, None]
+            inside = (at < total) & (half >= 0)
+            r, c = at // width, at % width
+            value = tl.load(src + ((r * src_pitch + c) * PAIR + half), mask=inside)
+            tl.store(dst + ((r * dst_pitch + c) * PAIR + half), value, mask=inside)
+
+
+def copy_tiles(tiles: torch.Tensor, unit: int) -> None:
+    """Carry out a table of tiles, lengths and pitches counted in words of `unit` bytes (16: two words of 8 bytes at once)."""
+    _copy[(len(tiles),)](tiles, WORDS[unit], 2 if unit == 16 else 1, BLOCK // (2 if unit == 16 else 1), num_warps=8)
+
+
+@triton.jit
+def _digest(table, out, WORD: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr):
+    row = table + tl.program_id(0).to(tl.int64) * 6
+    src = tl.load(row).to(tl.pointer_type(WORD))
+    piece = tl.load(row + 1)
+    n_rows, width, pitch = tl.load(row + 2).to(tl.int32), tl.load(row + 3).to(tl.int32), tl.load(row + 4)
+    first = tl.load(row + 5)
+    total = n_rows * width
+    found = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, total, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < total
+        word = tl.load(src + (at // width) * pitch + at % width, mask=inside, other=0).to(tl.int64) & MASK
+        mixed = (word + 1) * -7046029254386353131 + (first + at) * -4417276706812531889
+        mixed = (mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)) * -4658895280553007687
+        mixed = mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
+        found += tl.where(inside, mixed, 0)
+    tl.atomic_add(out + piece, tl.sum(found))
+
+
+def digest_tiles(tiles: torch.Tensor, out: torch.Tensor, unit: int) -> None:
+    """Add the digests of tiles to `out`, by piece. A tile is (address, piece, rows, words in a row, pitch, index of its first word)."""
+    if len(tiles):
+        _digest[(len(tiles),)](tiles, out, WORDS[unit], (1 << (8 * unit)) - 1 if unit < 8 else -1, 1024, num_warps=4)

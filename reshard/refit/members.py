@@ -1,0 +1,192 @@
+"""The processes that take part in a refit, and what they tell each other: small messages through a key-value store.
+
+No collective is used here, so that a process that dies or stalls is named by the others, within a time limit. Payloads are JSON
+and raw arrays; nothing is unpickled.
+"""
+
+import json
+import os
+import socket
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from reshard.errors import ReshardError
+
+PROTOCOL = 1
+POLL_SECONDS = 0.25
+
+
+class Members:
+    """The trainer's and the inference engine's processes under one numbering.
+
+    `store` is any torch store that all of them reach, `rank` and `size` count over both sides. `timeout` in seconds bounds every
+    wait. Make one with `of_process_group` or `join`.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float = 60.0) -> None:
+        if not 0 <= rank < size:
+            raise ReshardError(f"rank {rank} is not one of {size} members")
+        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self.names = {r: f"rank {r}" for r in range(size)}
+        self.mine: list[str] = []
+
+    @staticmethod
+    def of_process_group(name: str = "reshard", timeout: float = 60.0) -> "Members":
+        """All ranks of this torch process group: trainer and engine in the same processes, or started by one launcher.
+
+        Several links in one job need different names.
+        """
+        if not dist.is_initialized():
+            raise ReshardError("torch.distributed is not initialised: call init_process_group first, or use Members.join")
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        return Members(store, dist.get_rank(), dist.get_world_size(), timeout)
+
+    @staticmethod
+    def join(address: str, rank: int, size: int, timeout: float = 60.0) -> "Members":
+        """Meet at ``host:port``: rank 0 serves there, the others connect.
+
+        A host of ``127.0.0.1`` or ``localhost`` is served to this host only. Raises ReshardError where nobody answers in time.
+        """
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise ReshardError(f"{address} is not an address such as 10.0.0.1:29600")
+        options: dict[str, Any] = {"timeout": timedelta(seconds=timeout), "wait_for_workers": False}
+        try:
+            if rank == 0:
+                listener = socket.create_server((host, int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+                options |= {"is_master": True, "master_listen_fd": listener.detach()}
+            store = dist.TCPStore(host, int(port), None, **options)
+        except (OSError, RuntimeError, ValueError) as error:
+            who = "cannot serve" if rank == 0 else "found no member 0"
+            raise ReshardError(f"rank {rank} {who} at {address} ({str(error).splitlines()[0]})") from error
+        return Members(store, rank, size, timeout)
+
+    def post(self, key: str, payload: bytes = b"", keep: bool = False) -> None:
+        """Publish a payload under a key of this rank; with `keep` it stays when older messages are deleted."""
+        self._call(self.store.set, f"{key}/{self.rank}", payload or b"-")
+        if not keep:
+            self.mine.append(f"{key}/{self.rank}")
+
+    def read(self, key: str, rank: int) -> bytes:
+        """What a rank published; waits for it. Raises ReshardError where some member failed or `rank` is late."""
+        self.wait(key, [rank])
+        payload = self._call(self.store.get, f"{key}/{rank}")
+        return b"" if payload == b"-" else payload
+
+    def wait(self, key: str, ranks: Iterable[int]) -> None:
+        """Wait until these ranks have published under `key`; raises ReshardError naming those that are late, or that failed."""
+        names = {f"{key}/{rank}": rank for rank in ranks}
+        deadline = time.monotonic() + self.timeout
+        while names:
+            left = deadline - time.monotonic()
+            try:
+                self.store.wait(list(names), timedelta(seconds=max(0.001, min(POLL_SECONDS, left))))
+                return
+            except (RuntimeError, dist.DistError):
+                pass
+            self.check()
+            late = {name: rank for name, rank in names.items() if not self._call(self.store.check, [name])}
+            if not late:
+                return
+            if left <= 0:
+                who = ", ".join(self.names[rank] for rank in sorted(late.values()))
+                raise ReshardError(
+                    f"{who} did not reach '{key.rsplit('/', 1)[-1]}' within {self.timeout:g} s: dead, stalled or not started"
+                )
+
+    def gather(self, key: str, payload: bytes) -> list[bytes]:
+        """Publish, and get what everyone published, by rank."""
+        self.post(key, payload)
+        self.wait(key, range(self.size))
+        return [self.read(key, rank) for rank in range(self.size)]
+
+    def meet(self, key: str) -> None:
+        """Wait for everyone. One counter, so that the cost does not grow with the square of the members."""
+        self.post(key)
+        if self._call(self.store.add, f"{key}/count", 1) == self.size:
+            self._call(self.store.set, f"{key}/all", b"-")
+        deadline = time.monotonic() + self.timeout
+        while True:
+            try:
+                self.store.wait([f"{key}/all"], timedelta(seconds=POLL_SECONDS))
+                return
+            except (RuntimeError, dist.DistError):
+                self.check()
+            if time.monotonic() > deadline:
+                self.wait(key, range(self.size))
+                return
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others why this member gives up."""
+        try:
+            if not self.store.check(["failed"]):
+                self.store.set("failed", f"{self.names[self.rank]}: {error}")
+        except (RuntimeError, dist.DistError):
+            pass
+
+    def check(self) -> None:
+        """Raise ReshardError where another member has given up."""
+        if self._call(self.store.check, ["failed"]):
+            raise ReshardError(self._call(self.store.get, "failed").decode())
+
+    def clear_failure(self) -> None:
+        """Forget an earlier failure, so that a new refit can be tried."""
+        self._call(self.store.delete_key, "failed")
+
+    def forget(self, keep: int = 0) -> None:
+        """Delete this member's older messages."""
+        old, self.mine = self.mine[: len(self.mine) - keep], self.mine[len(self.mine) - keep :]
+        for name in old:
+            self._call(self.store.delete_key, name)
+
+    def _call(self, function: Callable, *args: Any) -> Any:
+        try:
+            return function(*args)
+        except (RuntimeError, dist.DistError) as error:
+            raise ReshardError(f"{self.names[self.rank]} lost the store that the members meet at ({str(error).splitlines()[0]})") from error
+
+
+def pack_json(value: Any) -> bytes:
+    """JSON, compressed."""
+    return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
+
+
+def unpack_json(payload: bytes) -> Any:
+    """The inverse of `pack_json`; tuples come back as lists."""
+    return json.loads(zlib.decompress(payload))
+
+
+def pack_array(array: np.ndarray) -> bytes:
+    """An int64 matrix, compressed."""
+    return np.int64(array.shape[1]).tobytes() + zlib.compress(np.ascontiguousarray(array, np.int64).tobytes(), 1)
+
+
+def unpack_array(payload: bytes) -> np.ndarray:
+    """The inverse of `pack_array`."""
+    columns = int(np.frombuffer(payload[:8], np.int64)[0])
+    return np.frombuffer(zlib.decompress(payload[8:]), np.int64).reshape(-1, columns)
+
+
+def this_host() -> str:
+    """Names the machine as long as it runs: two containers on it share memory and links."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
+
+
+def hello(name: str, roles: list[str], device: torch.device) -> dict[str, Any]:
+    """What a member says of itself."""
+    from importlib.metadata import version
+
+    gpu = ""
+    if device.type == "cuda":
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+    return {"protocol": PROTOCOL, "reshard": version("reshard"), "name": name, "roles": roles, "host": this_host(), "user": os.getuid(),
+            "device": device.type, "gpu": gpu, "pid": os.getpid()}  # fmt: skip

@@ -1,0 +1,142 @@
+"""The Triton kernels, under Triton's interpreter, against plain copies; and how copies are cut into tiles."""
+
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reshard.refit.buckets import rounds_of
+from reshard.refit.copies import DST, ROWS, SRC, WIDTH, CopyTable, bytes_of, interleaved, table_of, tiles_of
+from reshard.refit.digests import digests
+
+# rows, width, source pitch, destination pitch, shift of both ends; in bytes
+SHAPES = [(1, 1, 1, 1, 0), (1, 200_000, 0, 0, 16), (7, 192, 768, 192, 0), (130, 96, 96, 96, 32), (3, 150_000, 150_016, 150_032, 0),
+          (5, 6, 10, 12, 2), (9, 3, 5, 7, 1), (64, 4096, 4096, 8192, 48), (40, 64, 0, 64, 0)]  # fmt: skip
+
+
+def make_copies(shapes=SHAPES, seed: int = 0):
+    """Random bytes, a destination full of 0xEE, a table over both, and what the destination should become."""
+    rng = np.random.default_rng(seed)
+    span = 600_000
+    src = torch.from_numpy(rng.integers(0, 256, span * len(shapes), dtype=np.uint8))
+    dst = torch.full((span * len(shapes),), 0xEE, dtype=torch.uint8)
+    expected, rows = dst.clone(), []
+    for i, (n, width, src_pitch, dst_pitch, shift) in enumerate(shapes):
+        start = i * span + shift
+        rows.append((src.data_ptr() + start, dst.data_ptr() + start, n, width, src_pitch, dst_pitch))
+        for row in range(n):
+            a, b = start + row * src_pitch, start + row * dst_pitch
+            expected[b : b + width] = src[a : a + width]
+    return src, dst, table_of(rows), expected
+
+
+def test_a_table_on_the_host_copies_each_byte_to_its_place():
+    src, dst, table, expected = make_copies()
+    CopyTable(tiles_of(table)[0], torch.device("cpu")).run()
+    assert torch.equal(dst, expected)
+    assert not torch.equal(dst, src)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 5000), st.integers(0, 64), st.integers(0, 64), st.sampled_from([64, 1000, 4096]))
+def test_tiles_cover_a_copy_exactly_once(rows, width, more_src, more_dst, tile_bytes):
+    table = table_of([(10_000_000, 50_000_000, rows, width, width + more_src, width + more_dst)])
+    tiles, origin = tiles_of(table, tile_bytes)
+    assert bytes_of(tiles) == rows * width and not origin.any()
+    pairs = []
+    for src, dst, n, wide, src_pitch, dst_pitch in tiles.tolist():
+        assert n * wide <= max(tile_bytes, 1)
+        pairs += [(src + r * src_pitch + i, dst + r * dst_pitch + i) for r in range(n) for i in (0, wide - 1)]
+    step = rows * width if more_src == more_dst == 0 else width + more_src
+    starts = {10_000_000 + r * step for r in range(1 if more_src == more_dst == 0 else rows)}
+    assert starts <= {a for a, _ in pairs}
+    for a, b in pairs:
+        row, byte = divmod(a - 10_000_000, width + more_src)
+        assert b == 50_000_000 + row * (width + more_dst) + byte
+
+
+def test_the_order_of_tiles_lets_the_peers_take_turns():
+    order = interleaved(np.array([0] * 6 + [1] * 3))
+    groups = np.array([0] * 6 + [1] * 3)[order]
+    assert sorted(order.tolist()) == list(range(9))
+    assert all(1 in groups[i : i + 4] for i in range(6))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 500), max_size=40), st.integers(512, 2000))
+def test_rounds_hold_every_piece_within_their_limit(sizes, limit):
+    rounds, offsets = rounds_of(np.array(sizes, np.int64), limit)
+    for index in set(rounds.tolist()):
+        used = [(int(o), int(o) + s) for o, s, r in zip(offsets, sizes, rounds, strict=True) if r == index]
+        assert used == sorted(used) and all(a[1] <= b[0] for a, b in pairwise(used)) and used[-1][1] <= limit + 16
+    assert rounds.tolist() == sorted(rounds.tolist())
+
+
+def test_digests_do_not_depend_on_how_the_rows_lie_and_see_every_change():
+    values = torch.arange(12 * 40, dtype=torch.int16).reshape(12, 40)
+    wide = torch.zeros(12, 64, dtype=torch.int16)
+    wide[:, :40] = values
+
+    def of(tensor, pitch):
+        return int(digests(table_of([(tensor.data_ptr(), 0, 12, 80, pitch, 0)]), np.array([40]), torch.device("cpu"))[0])
+
+    assert of(values, 80) == of(wide, 128)
+    for change in ("value", "exchange", "nan bits"):
+        other = values.clone()
+        if change == "value":
+            other[3, 7] += 1
+        elif change == "exchange":
+            other[2, 5], other[2, 6] = values[2, 6], values[2, 5]
+        else:
+            other[0, 0] = 0x7FC1
+        assert of(other, 80) != of(values, 80), change
+
+
+@pytest.mark.parametrize("kernel", ["copy", "digest"])
+def test_the_kernel_does_what_the_host_does(kernel):
+    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+    done = subprocess.run([sys.executable, "-m", "tests.test_kernels", kernel], capture_output=True, text=True,
+                          env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).resolve().parent.parent)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def interpret(kernel: str) -> None:
+    from reshard.refit.kernels import copy_tiles, digest_tiles
+
+    small = [(n, min(width, 3000), min(a, 3016) if a else a, min(b, 3032) if b else b, shift) for n, width, a, b, shift in SHAPES]
+    src, dst, table, expected = make_copies(small)  # the table holds addresses: both tensors must live
+    tiles, _ = tiles_of(table, 4096)
+    if kernel == "copy":
+        bits = np.bitwise_or.reduce(tiles[:, [SRC, DST, WIDTH, 4, 5]], axis=1)
+        left = np.ones(len(tiles), bool)
+        for unit in (16, 8, 4, 2, 1):
+            chosen = left & (bits % unit == 0)
+            left &= ~chosen
+            some = tiles[chosen].copy()
+            some[:, [WIDTH, 4, 5]] //= unit
+            if len(some):
+                copy_tiles(torch.from_numpy(some), unit)
+        assert torch.equal(dst, expected) and not torch.equal(dst, src)
+        return
+    even = table[(table[:, WIDTH] % 2 == 0) & (table[:, SRC] % 2 == 0) & (table[:, 4] % 2 == 0)]
+    assert len(even) > 4
+    wanted = digests(even, even[:, WIDTH] // 2, torch.device("cpu"))
+    out = torch.zeros(len(even), dtype=torch.int64)
+    packed = even.copy()
+    packed[:, DST], packed[:, 5] = 0, packed[:, WIDTH]
+    cut, origin = tiles_of(packed, 4096)
+    rows = np.stack([cut[:, SRC], origin, cut[:, ROWS], cut[:, WIDTH] // 2, cut[:, 4] // 2, cut[:, DST] // 2], 1)
+    digest_tiles(torch.from_numpy(rows), out, 2)
+    assert out.tolist() == wanted.tolist()
+    assert len(set(wanted.tolist())) == len(even) and src.any()
+
+
+if __name__ == "__main__":
+    interpret(sys.argv[1])

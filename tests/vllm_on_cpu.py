@@ -1,0 +1,80 @@
+"""vLLM's real model classes on the CPU: built, loaded and processed by vLLM's own code, from the ordinary wheel.
+
+Only the platform is ours: vLLM's own CPU platform repacks weights and has no MLA. Attention backends are named, never run.
+"""
+
+import contextlib
+import os
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+import torch
+import vllm.platforms
+from vllm.platforms.interface import Platform, PlatformEnum
+
+
+class Host(Platform):
+    """A device without kernels of its own: weights stay as they are loaded, as they do on a GPU in bf16."""
+
+    _enum = PlatformEnum.OOT
+    device_name = device_type = "cpu"
+    dispatch_key = "CPU"
+    dist_backend = "gloo"
+
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
+        if attn_selector_config.use_mla:
+            return "vllm.v1.attention.backends.mla.triton_mla.TritonMLABackend"
+        return "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
+
+    @classmethod
+    def get_device_total_memory(cls, device_id=0):
+        return 1 << 34
+
+    @classmethod
+    def num_compute_units(cls, device_id=0):
+        return 8
+
+    @classmethod
+    def set_device(cls, device):
+        pass
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config):
+        vllm_config.parallel_config.worker_cls = "vllm.v1.worker.gpu_worker.Worker"
+
+    @classmethod
+    def import_kernels(cls):
+        pass
+
+
+vllm.platforms._current_platform = Host()
+
+from vllm.config import set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention import mla_attention
+from vllm.model_executor.model_loader import get_model_loader
+
+# The prefill kernels need a GPU to be imported; no attention is run here.
+mla_attention.get_mla_prefill_backend = lambda config: type("NoPrefill", (), {"__init__": lambda self, **options: None})
+
+
+def build(directory: str, tp: int = 1, pp: int = 1, dp: int = 1, load_format: str = "safetensors", rank: int | None = None, **options):
+    """A model as a vLLM worker has it after start-up, and its config. Needs a torch process group of dp * pp * tp ranks or more."""
+    rank = torch.distributed.get_rank() if rank is None else rank
+    config = EngineArgs(
+        model=directory, load_format=load_format, dtype=options.pop("dtype", "bfloat16"), tensor_parallel_size=tp, pipeline_parallel_size=pp,
+        data_parallel_size=dp, enforce_eager=True, max_model_len=128, skip_tokenizer_init=True, distributed_executor_backend="external_launcher",
+        **options,
+    ).create_engine_config()  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(set_current_vllm_config(config))
+        if parallel_state._WORLD is None:
+            parallel_state.init_distributed_environment(torch.distributed.get_world_size(), rank, "env://", rank, "gloo")
+        else:
+            parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(tp, pp)
+        model = get_model_loader(config.load_config).load_model(vllm_config=config, model_config=config.model_config)
+    return model, config
