@@ -15,6 +15,7 @@ same bits in vLLM, from different garbage.
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -71,10 +72,11 @@ def link_rate(link) -> float:
     """Bytes a second and GPU of one large copy from the neighbour's memory, all GPUs at once."""
     import ctypes
 
+    from reshard.refit.members import unpack_json
     from reshard.refit.peers import _cuda
 
     neighbour = (dist.get_rank() + 1) % dist.get_world_size()
-    memory = link.memory_of(neighbour)
+    memory = link.memory[neighbour] if neighbour in link.memory else unpack_json(link.members.read("memory", neighbour))
     _, size, handle = max(memory["allocations"], key=lambda entry: entry[1])
     n = min(everyone(min(size, 1 << 30)))
     here = torch.empty(int(n), dtype=torch.uint8, device="cuda")
@@ -128,6 +130,7 @@ class Today:
             layer = names[0].split(".")[2] if names[0].startswith("model.layers.") else names[0]
             by_layer.setdefault(layer, []).append(tensor)
         self.layers = list(by_layer.values())
+        self.give = lambda full: self.module.load_weights(iter(full.items()))
 
     def run(self) -> None:
         me = dist.get_rank()
@@ -160,7 +163,7 @@ class Today:
                     at = tuple(slice(o, o + n) for o, n in zip(part.box.offsets, part.box.lengths, strict=True))
                     there = tuple(slice(o, o + n) for o, n in zip(part.at, part.box.lengths, strict=True))
                     full[part.name][at] = gathered[tensor.id][there]
-            self.module.load_weights(iter(full.items()))
+            self.give(full)
 
 
 def main() -> None:
@@ -191,10 +194,12 @@ def main() -> None:
     start = time.perf_counter()
     models = megatron_models(flags_of(config, layout))
     say(f"Megatron built in {time.perf_counter() - start:.1f} s; {torch.cuda.memory_allocated() / 1e9:.1f} GB in use")
+    from benchmarks.refit_serving import change
     from reshard.live.megatron import MegatronModel
     from reshard.live.vllm import VllmModel
     from reshard.refit import Members, connect
 
+    change(MegatronModel(models), 0)
     result: dict = {"model": options.model, "layers": config["num_hidden_layers"], "megatron": str(layout), "gpu": torch.cuda.get_device_name(),
                     "vllm": f"TP{options.vllm_tp}" + (" EP" if options.vllm_ep else ""), "gpus": dist.get_world_size()}  # fmt: skip
     links, seconds = {}, {}
@@ -242,11 +247,12 @@ def main() -> None:
         result["verify_error"] = str(error)
         raise
     link = links["peer"]
-    result |= {"local_bytes": everyone(link.local_bytes), "peer_bytes": everyone(link.peer_bytes), "launches": link.table.launches}
+    result |= {"local_bytes": everyone(link.local_bytes), "peer_bytes": everyone(link.peer_bytes), "launches": link.pulls.launches}
     wire, memory = min(everyone(link_rate(link))), min(everyone(memory_rate()))
     sent = [0] * dist.get_world_size()
-    for p in link.peer_bytes_by_rank().items():
-        sent[p[0]] += p[1]
+    for rank, pieces in link.pieces.items():
+        if rank != dist.get_rank():
+            sent[rank] += 2 * sum(math.prod(piece.lengths) for piece in pieces)
     out = [sum(column) for column in zip(*everyone(sent), strict=True)]  # type: ignore[arg-type]
     result |= {"link_bytes_per_second": wire, "memory_bytes_per_second": memory, "sent_bytes": out}
     result["wire_floor_seconds"] = max(max(result["peer_bytes"]), max(out)) / wire

@@ -10,17 +10,21 @@ from pathlib import Path
 _context = None
 
 
-def run_on_ranks(world_size: int, function: str, *args, module: str = "megatron_on_cpu", timeout: float = 600):
+def run_on_ranks(world_size: int, function: str, *args, module: str = "megatron_on_cpu", options: dict | None = None,
+                 may_die: bool = False, timeout: float = 600):  # fmt: skip
     """Call ``tests.MODULE.FUNCTION(rank, *args)`` on every rank; the results by rank. An error on any rank is raised here, with its traceback.
 
-    The ranks have a gloo group, unless the module makes its own.
+    The ranks have a gloo group, unless the module makes its own. A rank that `may_die` has None for a result.
     """
     global _context
     if _context is None:
         _context = multiprocessing.get_context("forkserver")
         _context.set_forkserver_preload(["tests.megatron_on_cpu", "tests.refit_on_cpu"])
     with tempfile.TemporaryDirectory() as folder:
-        processes = [_context.Process(target=_rank, args=(folder, rank, world_size, module, function, args)) for rank in range(world_size)]
+        processes = [
+            _context.Process(target=_rank, args=(folder, rank, world_size, module, function, args, options or {}))
+            for rank in range(world_size)
+        ]
         for process in processes:
             process.start()
         for process in processes:
@@ -35,10 +39,12 @@ def run_on_ranks(world_size: int, function: str, *args, module: str = "megatron_
             elif process.exitcode:
                 failed.append(f"rank {rank} ended with {process.exitcode}")
         assert not failed, "\n".join(failed[:2])
-        return [pickle.loads((Path(folder) / f"result{rank}").read_bytes()) for rank in range(world_size)]
+        results = [Path(folder) / f"result{rank}" for rank in range(world_size)]
+        assert may_die or all(path.exists() for path in results), "a rank ended early"
+        return [pickle.loads(path.read_bytes()) if path.exists() else None for path in results]
 
 
-def _rank(folder: str, rank: int, world_size: int, module: str, function: str, args) -> None:
+def _rank(folder: str, rank: int, world_size: int, module: str, function: str, args, options) -> None:
     try:
         import importlib
 
@@ -48,8 +54,9 @@ def _rank(folder: str, rank: int, world_size: int, module: str, function: str, a
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), CUDA_DEVICE_MAX_CONNECTIONS="1")
         if module == "megatron_on_cpu":
             torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-        result = getattr(importlib.import_module(f"tests.{module}"), function)(rank, *args)
-        torch.distributed.barrier()
+        result = getattr(importlib.import_module(f"tests.{module}"), function)(rank, *args, **options)
+        if module == "megatron_on_cpu":
+            torch.distributed.barrier()
         (Path(folder) / f"result{rank}").write_bytes(pickle.dumps(result))
         torch.distributed.destroy_process_group()
     except BaseException:

@@ -1,16 +1,18 @@
 """Refits on the CPU: real Megatron models into vLLM's real model classes, several processes, the code path of the GPUs."""
 
 import os
-import tempfile
 import zlib
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 from megatron.core.transformer.module import Float16Module
 
+from reshard.errors import ReshardError
+from reshard.live import vllm as live_vllm
 from reshard.live.megatron import MegatronModel
 from reshard.live.vllm import VllmModel
-from reshard.refit import Members, connect
+from reshard.refit import Members, connect, copies
+from reshard.refit import members as members_module
 from tests import megatron_on_cpu, vllm_on_cpu
 
 
@@ -31,46 +33,174 @@ def fingerprint(model: torch.nn.Module) -> dict[str, tuple]:
                    if t.numel() else 0) for name, t in named}  # fmt: skip
 
 
-def refit_twice(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict, options: dict | None = None):
-    """Refit from each of two Megatron checkpoints in turn.
-
-    `sides` is {"trainer": n, "engine": m, "together": bool}; the engine starts with random weights. Returns, for engine ranks, what
-    vLLM then holds and what its own loader makes of the two Hugging Face checkpoints, and whether an address has changed.
-    """
-    n, m, together, folder = sides["trainer"], sides["engine"], sides["together"], sides["folder"]
-    is_trainer, index = rank < n, rank if together or rank < n else rank - n
-    world = max(n, m) if together else (n if is_trainer else m)
-    name = "all" if together else ("trainer" if is_trainer else "engine")
+def start(rank: int, sides: dict) -> tuple[bool, bool, Members]:
+    """Torch's own process group for this rank's side, and the members of both; whether the rank is a trainer's, an engine's."""
+    n, m, folder, timeout = sides["trainer"], sides["engine"], sides["folder"], sides.get("timeout", 60)
+    if sides.get("together"):
+        assert n == m, "one world"
+        world, index, name = n, rank, "all"
+    else:
+        world, index, name = (n, rank, "trainer") if rank < n else (m, rank - n, "engine")
     os.environ.update(RANK=str(index), WORLD_SIZE=str(world), LOCAL_RANK=str(index))
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=index, world_size=world)
+    if sides.get("together"):
+        return True, True, Members.of_process_group(timeout=timeout)
+    return rank < n, rank >= n, Members.join(f"127.0.0.1:{sides['port']}", rank, n + m, timeout=timeout)
+
+
+def refit_twice(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict, **options):
+    """Refit from each of two Megatron checkpoints in turn.
+
+    `sides` is {"trainer": n, "engine": m, "together": bool, ...}; the engine starts with random weights. `moving` parameters get new
+    memory before every refit; `traced` takes the vLLM names out of the tables. Returns, for engine ranks, what vLLM then holds, what
+    its own loader makes of the two Hugging Face checkpoints, the names whose address has changed, and the reports.
+    """
+    if options.pop("traced", False):
+        without_vllm_names()
+    moving = options.pop("moving", False)
+    is_trainer, is_engine, members = start(rank, sides)
     source = destination = load = None
     if is_trainer:
         chunks, load = trainer(flags, checkpoints[0][1])
         source = MegatronModel(chunks)
-    if together or not is_trainer:
+    if is_engine:
         model, config = vllm_on_cpu.build(checkpoints[0][0], load_format="dummy", **engine)
         destination = VllmModel(model, config)
-    if together:
-        members = Members.of_process_group(timeout=60)
-    else:
-        members = Members(torch.distributed.FileStore(f"{folder}/members", n + m), rank, n + m, timeout=60)
-    link = connect(members, source, destination, **(options or {}))
+    link = connect(members, source, destination, **options)
     addresses = {name: t.data_ptr() for name, t in destination.tensors.items()} if destination else {}
     held, reports = [], []
     for step, (_, mcore) in enumerate(checkpoints):
         if step and load is not None:
             load(mcore)
+        if moving and source is not None:
+            for model in source.models:
+                for tensor in [*model.parameters(), *model.buffers()]:
+                    old = tensor.data
+                    tensor.data = old.clone()
+                    old.fill_(-77.0)
         reports.append(link.refit(version=10 + step, verify=True).to_dict())
         held.append(fingerprint(destination.module) if destination else None)
     moved = [name for name, t in (destination.tensors.items() if destination else ()) if t.data_ptr() != addresses[name]]
-    expected = []
-    if destination is not None:
-        for hf, _ in checkpoints:
-            reference, _ = vllm_on_cpu.build(hf, **engine)
-            expected.append(fingerprint(reference))
+    expected = [fingerprint(vllm_on_cpu.build(hf, **engine)[0]) for hf, _ in checkpoints] if destination else []
     return held, expected, moved, reports, link.version
 
 
-def new_folder() -> str:
-    """A place for the ranks to meet."""
-    return str(Path(tempfile.mkdtemp()))
+def without_vllm_names() -> None:
+    """A family whose table says nothing of vLLM."""
+    from dataclasses import replace
+
+    from reshard import tables
+
+    for name, family in tables.families().items():
+        blocks = {block: tuple(replace(row, vllm="") for row in getattr(family, block)) for block in ("model", "layer", "mtp")}
+        tables.families()[name] = replace(family, **blocks)
+
+
+def caught(action) -> str:
+    """The sentence of the ReshardError that an action raises."""
+    try:
+        action()
+    except ReshardError as error:
+        return str(error)
+    return "no error"
+
+
+def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], what: str):
+    """One trainer and two engine ranks (TP2), something wrong, and what each of them says, with what it says next."""
+    import time
+
+    began = time.monotonic()
+    if what == "protocol" and rank == 2:
+        members_module.PROTOCOL = 99
+    is_trainer, is_engine, members = start(rank, sides)
+    source = destination = None
+    if is_trainer:
+        chunks, _ = trainer(flags, checkpoint[1]) if what != "dtype" else (trainer_in_fp32(flags, checkpoint[1]), None)
+        source = MegatronModel(chunks)
+        if what == "lacks a parameter":
+            dropped = next(i for i, shard in enumerate(source.shards) if "linear_proj" in shard.key)
+            del source.shards[dropped], source.regions[dropped]
+        if what == "has one too many":
+            source.shards.append(source.shards[0]._replace(key="decoder.layers.adapter.weight"))
+            source.regions.append(source.regions[0])
+    else:
+        model, config = vllm_on_cpu.build(
+            checkpoint[0], load_format="dummy", tp=2, **({"hf_overrides": {"rms_norm_eps": 0.5}} if what == "config" else {})
+        )
+        destination = VllmModel(model, config)
+    if what == "never comes" and rank == 2:
+        return ["absent"]
+    holder: dict = {}
+    said = [caught(lambda: holder.update(link=connect(members, source, destination)))]
+    if "link" not in holder:
+        return said + [round(time.monotonic() - began)]
+    link = holder["link"]
+    if what == "dies" and rank == 0:
+        os._exit(0)
+    link.refit(version=1)
+    if what == "dies later":
+        if rank == 2:
+            os._exit(0)
+        said.append(caught(lambda: link.refit(version=2)))
+        return said
+    if is_trainer:
+        with torch.no_grad():  # else what was lost would be there from the first refit
+            for tensor in source.models[0].parameters():
+                tensor.mul_(-1.5)
+    plain = copies.copy_on_host
+    if rank == 1:
+        if what == "fails in the middle":
+
+            def broken(table):
+                raise ReshardError("the device is gone")
+
+            copies.copy_on_host = broken
+        if what == "loses a tile":
+            copies.copy_on_host = lambda table: plain(table[:-1])
+    said.append(caught(lambda: link.refit(version=2, verify=True)))
+    copies.copy_on_host = plain
+    if is_engine:
+        said.append(caught(lambda: destination.module(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))))
+        said.append(str((destination.fit, destination.version)))
+    link.refit(version=3, verify=True)
+    if is_engine:
+        said.append(str((destination.fit, destination.version)))
+    return said
+
+
+def trainer_in_fp32(flags: list[str], directory: str):
+    """The chunks as Megatron builds them without --bf16."""
+    models, args = megatron_on_cpu.build([flag for flag in flags if flag != "--bf16"])
+    megatron_on_cpu.load(models, args, directory)
+    return models
+
+
+def agreement(rank: int, sides: dict, checkpoint: str, engine: dict, change: str):
+    """What is said where our rules, or vLLM's state, are not what they should be."""
+    start(rank, sides | {"together": True, "engine": sides["trainer"]})
+    model, config = vllm_on_cpu.build(checkpoint, **engine)
+    before = fingerprint(model)
+    plain = live_vllm.vllm_placement
+    if change in ("gate and up", "expert"):
+
+        def changed(*args):
+            placement = plain(*args)
+            name = next(i for i in placement.tensors if i[0].endswith("gate_up_proj.weight" if change == "gate and up" else "w13_weight"))
+            tensor = placement.tensors[name]
+            gate, up = tensor.parts
+            if change == "gate and up":
+                parts = gate._replace(at=up.at), up._replace(at=gate.at)
+            else:
+                parts = gate._replace(name=gate.name.replace("experts.0", "experts.1")), up
+            return replace(placement, tensors={**placement.tensors, name: tensor._replace(parts=parts)})
+
+        live_vllm.vllm_placement = changed
+    if change == "backend":
+        from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+        for module in model.modules():
+            if hasattr(getattr(module, "quant_method", None), "unquantized_backend"):
+                module.quant_method.unquantized_backend = UnquantizedMoeBackend.FLASHINFER_CUTLASS
+    said = caught(lambda: VllmModel(model, config))
+    live_vllm.vllm_placement = plain
+    return said, fingerprint(model) == before

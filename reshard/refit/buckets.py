@@ -5,6 +5,7 @@ the backend (NCCL, Gloo); while one bucket travels, the next is packed and the o
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -18,8 +19,11 @@ from reshard.refit.members import Members
 ALIGNMENT = 16
 
 
-def new_group(members: Members, device: torch.device) -> Any:
-    """A communicator of all members that leaves torch's own process groups alone."""
+def group_of(members: Members, device: torch.device) -> Any:
+    """A communicator of all members: on GPUs torch's own where they are its ranks, since another takes memory of its own."""
+    if members.process_group is not None and device.type == "cuda":
+        with suppress(RuntimeError):
+            return members.process_group._get_backend(device)
     store, timeout = dist.PrefixStore("buckets", members.store), timedelta(seconds=members.timeout)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
@@ -54,6 +58,8 @@ class Buckets:
         self.sends = {peer: _Side(table, SRC, SRC_PITCH, limit) for peer, table in outgoing.items()}
         self.receives = {peer: _Side(table, DST, DST_PITCH, limit) for peer, table in incoming.items()}
         self.limit = limit
+        self.addresses: list[tuple[int, int]] = []
+        self.steps: list[tuple[list[int], list[int], CopyTable, CopyTable]] = []
 
     @property
     def rounds(self) -> int:
@@ -66,45 +72,47 @@ class Buckets:
 
     def run(self, rounds: int) -> None:
         """Exchange everything in `rounds` rounds, which all members must agree on."""
-        size = self.members.size
         slots = [(self._buffer(self.sends), self._buffer(self.receives)) for _ in range(min(2, rounds))]
-        pending: tuple[Any, int] | None = None
-        for index in range(rounds):
+        addresses = [(send.data_ptr(), receive.data_ptr()) for send, receive in slots]
+        if addresses != self.addresses:
+            # The caching allocator usually gives the same memory again, so that this happens once.
+            self.steps = [self._step(index, *addresses[index % 2]) for index in range(rounds)]
+            self.addresses = addresses
+        pending: tuple[Any, CopyTable] | None = None
+        for index, (splits_in, splits_out, pack, unpack) in enumerate(self.steps):
             send, receive = slots[index % 2]
-            out_splits, out_table = self._layout(self.sends, index, send, SRC)
-            in_splits, _ = self._layout(self.receives, index, receive, DST)
-            CopyTable(out_table, self.device).run()
-            splits_in, splits_out = [in_splits.get(r, 0) for r in range(size)], [out_splits.get(r, 0) for r in range(size)]
+            pack.run()
             work = self.group.alltoall_base(receive[: sum(splits_in)], send[: sum(splits_out)], splits_in, splits_out)
             if pending is not None:
-                self._unpack(pending, slots)
-            pending = (work, index)
+                self._unpack(*pending)
+            pending = (work, unpack)
         if pending is not None:
-            self._unpack(pending, slots)
+            self._unpack(*pending)
 
     def _buffer(self, sides: Mapping[int, "_Side"]) -> torch.Tensor:
         return torch.empty(self.limit * len(sides), dtype=torch.uint8, device=self.device)
 
-    def _unpack(self, pending: tuple[Any, int], slots: list) -> None:
-        work, index = pending
+    def _unpack(self, work: Any, table: CopyTable) -> None:
         work.wait()
-        _, table = self._layout(self.receives, index, slots[index % 2][1], DST)
-        CopyTable(table, self.device).run()
+        table.run()
 
-    def _layout(self, sides: Mapping[int, "_Side"], index: int, buffer: torch.Tensor, end: int) -> tuple[dict[int, int], np.ndarray]:
-        """Bytes by partner in a round, and the copies between the members' tensors (`end`) and the buffer."""
-        splits, tables, start = {}, [], buffer.data_ptr()
+    def _step(self, index: int, send: int, receive: int) -> tuple[list[int], list[int], CopyTable, CopyTable]:
+        """A round with its buffers at these addresses: bytes from and to each member, and the copies before and after."""
+        splits_out, packed = self._layout(self.sends, index, send, DST, DST_PITCH)
+        splits_in, unpacked = self._layout(self.receives, index, receive, SRC, SRC_PITCH)
+        return splits_in, splits_out, CopyTable(packed, self.device), CopyTable(unpacked, self.device)
+
+    def _layout(self, sides: Mapping[int, "_Side"], index: int, start: int, end: int, pitch: int) -> tuple[list[int], np.ndarray]:
+        """Bytes by member, and the copies with their ends in the buffer filled in."""
+        splits, tables = [0] * self.members.size, [np.zeros((0, 6), np.int64)]
         for peer in sorted(sides):
-            side = sides[peer]
-            tiles, offsets, total = side.round(index)
-            splits[peer] = total
+            tiles, offsets, splits[peer] = sides[peer].round(index)
             table = tiles.copy()
-            there, pitch = (DST, DST_PITCH) if end == SRC else (SRC, SRC_PITCH)
-            table[:, there] = start + offsets
+            table[:, end] = start + offsets
             table[:, pitch] = table[:, WIDTH]
             tables.append(table)
-            start += total
-        return splits, np.concatenate(tables) if tables else np.zeros((0, 6), np.int64)
+            start += splits[peer]
+        return splits, np.concatenate(tables)
 
 
 class _Side:
@@ -116,9 +124,8 @@ class _Side:
         plain[:, [SRC, DST]] = 0
         plain[:, SRC_PITCH] = plain[:, DST_PITCH] = plain[:, WIDTH] + 1
         cut, origin = tiles_of(plain)
-        cut[:, end] = (
-            table[origin, end] + cut[:, SRC] // (plain[origin, WIDTH] + 1) * table[origin, pitch] + cut[:, SRC] % (plain[origin, WIDTH] + 1)
-        )
+        row, byte = np.divmod(cut[:, SRC], plain[origin, SRC_PITCH])
+        cut[:, end] = table[origin, end] + row * table[origin, pitch] + byte
         cut[:, pitch] = table[origin, pitch]
         self.tiles = cut
         self.round_of, self.offset = rounds_of(cut[:, ROWS] * cut[:, WIDTH], limit)

@@ -65,6 +65,7 @@ def tiles_of(table: np.ndarray, tile_bytes: int = TILE_BYTES) -> tuple[np.ndarra
     tiles[:, DST] += start * np.where(single, 1, tiles[:, DST_PITCH])
     tiles[:, WIDTH] = np.where(single, size, tiles[:, WIDTH])
     tiles[:, ROWS] = np.where(single, 1, size)
+    tiles[single, SRC_PITCH:] = 0  # of a single row, they say nothing, and must not decide about the widest word
     return tiles, origin[index]
 
 

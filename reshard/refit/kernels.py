@@ -64,3 +64,16 @@ def digest_tiles(tiles: torch.Tensor, out: torch.Tensor, unit: int) -> None:
     """Add the digests of tiles to `out`, by piece. A tile is (address, piece, rows, words in a row, pitch, index of its first word)."""
     if len(tiles):
         _digest[(len(tiles),)](tiles, out, WORDS[unit], (1 << (8 * unit)) - 1 if unit < 8 else -1, 1024, num_warps=4)
+
+
+def compile_kernels(device: torch.device) -> None:
+    """Compile all variants now, on nothing, so that the first refit does not wait for it."""
+    scratch = torch.zeros(6, dtype=torch.int64, device=device)
+    nothing, out = torch.zeros((1, 6), dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    nothing[0, :2] = scratch.data_ptr()
+    for unit in WORDS:
+        copy_tiles(nothing, unit)
+    nothing[0, 1] = 0
+    for unit in (1, 2, 4, 8):
+        digest_tiles(nothing, out, unit)
+    torch.cuda.synchronize(device)

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, listed
 
 PROTOCOL = 1
-POLL_SECONDS = 0.25
+CHECK_SECONDS = 0.1
+LINGER_SECONDS = 3.0
 
 
 class Members:
@@ -37,6 +38,8 @@ class Members:
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
         self.names = {r: f"rank {r}" for r in range(size)}
         self.mine: list[str] = []
+        self.process_group: dist.ProcessGroup | None = None
+        self.scope = "connect"
 
     @staticmethod
     def of_process_group(name: str = "reshard", timeout: float = 60.0) -> "Members":
@@ -47,7 +50,9 @@ class Members:
         if not dist.is_initialized():
             raise ReshardError("torch.distributed is not initialised: call init_process_group first, or use Members.join")
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-        return Members(store, dist.get_rank(), dist.get_world_size(), timeout)
+        members = Members(store, dist.get_rank(), dist.get_world_size(), timeout)
+        members.process_group = dist.group.WORLD
+        return members
 
     @staticmethod
     def join(address: str, rank: int, size: int, timeout: float = 60.0) -> "Members":
@@ -84,23 +89,27 @@ class Members:
     def wait(self, key: str, ranks: Iterable[int]) -> None:
         """Wait until these ranks have published under `key`; raises ReshardError naming those that are late, or that failed."""
         names = {f"{key}/{rank}": rank for rank in ranks}
-        deadline = time.monotonic() + self.timeout
-        while names:
-            left = deadline - time.monotonic()
-            try:
-                self.store.wait(list(names), timedelta(seconds=max(0.001, min(POLL_SECONDS, left))))
-                return
-            except (RuntimeError, dist.DistError):
-                pass
-            self.check()
-            late = {name: rank for name, rank in names.items() if not self._call(self.store.check, [name])}
-            if not late:
-                return
-            if left <= 0:
-                who = ", ".join(self.names[rank] for rank in sorted(late.values()))
-                raise ReshardError(
-                    f"{who} did not reach '{key.rsplit('/', 1)[-1]}' within {self.timeout:g} s: dead, stalled or not started"
-                )
+        if self._until(list(names)):
+            return
+        late = sorted(rank for name, rank in names.items() if not self._call(self.store.check, [name]))
+        who, what = listed(self.names[rank] for rank in late), key.rsplit("/", 1)[-1]
+        raise ReshardError(f"{who} did not reach '{what}' within {self.timeout:g} s: dead, stalled or not started")
+
+    def _until(self, names: list[str]) -> bool:
+        """Wait until all of these keys are there, or the time is over. Raises ReshardError where a member has given up."""
+        start = time.monotonic()
+        pause, told = 50e-6, start
+        while not self._call(self.store.check, names):
+            now = time.monotonic()
+            if now - told > CHECK_SECONDS:
+                self.check()
+                told = now
+            if now - start > self.timeout:
+                return False
+            # Soon at first, since a refit takes milliseconds; then without a load on the store.
+            time.sleep(pause)
+            pause = min(pause * 1.2, 5e-3)
+        return True
 
     def gather(self, key: str, payload: bytes) -> list[bytes]:
         """Publish, and get what everyone published, by rank."""
@@ -113,37 +122,39 @@ class Members:
         self.post(key)
         if self._call(self.store.add, f"{key}/count", 1) == self.size:
             self._call(self.store.set, f"{key}/all", b"-")
-        deadline = time.monotonic() + self.timeout
-        while True:
-            try:
-                self.store.wait([f"{key}/all"], timedelta(seconds=POLL_SECONDS))
-                return
-            except (RuntimeError, dist.DistError):
-                self.check()
-            if time.monotonic() > deadline:
-                self.wait(key, range(self.size))
-                return
+            self.mine += [f"{key}/count", f"{key}/all"]
+        if not self._until([f"{key}/all"]):
+            self.wait(key, range(self.size))
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others why this member gives up."""
+        """Tell the others why this member gives up. Rank 0, which serves the store, stays until they know."""
+        said = f"left {self.scope}"
         try:
-            if not self.store.check(["failed"]):
-                self.store.set("failed", f"{self.names[self.rank]}: {error}")
+            if not self.store.check([f"failed in {self.scope}"]):
+                self.store.set(f"failed in {self.scope}", f"{self.names[self.rank]}: {error}")
+            self.store.set(f"{said}/{self.rank}", "-")
+            deadline = time.monotonic() + LINGER_SECONDS
+            while self.rank == 0 and time.monotonic() < deadline and not self.store.check([f"{said}/{r}" for r in range(self.size)]):
+                time.sleep(0.01)
         except (RuntimeError, dist.DistError):
             pass
 
+    def silent(self, key: str, seconds: float = 2.0) -> list[int]:
+        """Publish under `key`; those who have not done so some seconds later, though all should."""
+        self.post(key)
+        deadline, names = time.monotonic() + seconds, [f"{key}/{rank}" for rank in range(self.size)]
+        while time.monotonic() < deadline and not self._call(self.store.check, names):
+            time.sleep(0.01)
+        return [rank for rank, name in enumerate(names) if not self._call(self.store.check, [name])]
+
     def check(self) -> None:
-        """Raise ReshardError where another member has given up."""
-        if self._call(self.store.check, ["failed"]):
-            raise ReshardError(self._call(self.store.get, "failed").decode())
+        """Raise ReshardError where another member has given up in this scope."""
+        if self._call(self.store.check, [f"failed in {self.scope}"]):
+            raise ReshardError(self._call(self.store.get, f"failed in {self.scope}").decode())
 
-    def clear_failure(self) -> None:
-        """Forget an earlier failure, so that a new refit can be tried."""
-        self._call(self.store.delete_key, "failed")
-
-    def forget(self, keep: int = 0) -> None:
-        """Delete this member's older messages."""
-        old, self.mine = self.mine[: len(self.mine) - keep], self.mine[len(self.mine) - keep :]
+    def forget(self) -> None:
+        """Delete this member's messages but the last three: others may not have seen yet that all have met."""
+        old, self.mine = self.mine[:-3], self.mine[-3:]
         for name in old:
             self._call(self.store.delete_key, name)
 

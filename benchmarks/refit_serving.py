@@ -1,0 +1,148 @@
+"""Does a refitted vLLM say exactly what a freshly loaded one says? After many refits, with CUDA graphs, on real engines.
+
+    torchrun --nproc-per-node 2 benchmarks/refit_serving.py refit --model qwen3-30b-a3b --layers 4 --folder DIR
+    torchrun --nproc-per-node 2 benchmarks/refit_serving.py fresh --folder DIR
+
+`refit` starts vLLM with random weights and a Megatron model with Transformer Engine layers, changes Megatron's weights and refits,
+20 times, by both executors in turn, generating in between; then it writes the weights as a Hugging Face checkpoint, gathered by
+broadcasts, and what vLLM generates and its prompt logprobs. `fresh` starts vLLM from that checkpoint and compares, exactly.
+"""
+
+import argparse
+import json
+import os
+import sys
+import zlib
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+
+STEPS = 20
+GRAPHS = {
+    "enforce_eager": False,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]},
+}
+
+
+def change(source, step: int) -> None:
+    """An optimizer step: other weights, the same on every rank that holds a shard."""
+    for shard, region in zip(source.shards, source.regions, strict=True):
+        strides = (region.pitch, 1) if len([n for n in shard.sizes if n > 1]) > 1 else (1,)
+        lengths = [n for n in shard.sizes if n > 1] or [1]
+        view = region.tensor.detach().as_strided(lengths, strides, region.tensor.storage_offset() + region.offset)
+        torch.manual_seed(zlib.crc32(repr((shard.key, shard.offsets, step)).encode()))
+        std = 0.02 if view.ndim == 2 else 0.1
+        values = torch.randn(lengths, dtype=torch.float32, device=view.device) * std
+        view.copy_(values + (1.0 if "norm" in shard.key else 0.0))
+
+
+def prompts(vocabulary: int) -> list[dict]:
+    generator = torch.Generator().manual_seed(7)
+    return [{"prompt_token_ids": torch.randint(0, vocabulary, (n,), generator=generator).tolist()} for n in (7, 33, 64, 120, 200)]
+
+
+def spoken(llm, vocabulary: int) -> list:
+    """Generated tokens, their logprobs and the prompts' logprobs."""
+    from vllm import SamplingParams
+
+    outputs = llm.generate(
+        prompts(vocabulary), SamplingParams(temperature=0, max_tokens=16, logprobs=0, prompt_logprobs=0, detokenize=False), use_tqdm=False
+    )
+    found = []
+    for output in outputs:
+        prompt = [entry[token].logprob for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)]
+        tokens = list(output.outputs[0].token_ids)
+        found.append([tokens, [entry[token].logprob for token, entry in zip(tokens, output.outputs[0].logprobs, strict=True)], prompt])
+    return found
+
+
+def refit(options) -> None:
+    from benchmarks.gpu_models import config_of, flags_of, megatron_models, vllm_engine
+    from benchmarks.refit import Today, used_bytes
+    from reshard import Layout
+    from reshard.live.megatron import MegatronModel
+    from reshard.live.vllm import VllmModel
+    from reshard.refit import Members, connect
+
+    size, rank = dist.get_world_size(), dist.get_rank()
+    config = config_of(options.model, options.layers)
+    moe = config.get("num_experts") or config.get("n_routed_experts")
+    if "n_routed_experts" in config:
+        config |= {"n_routed_experts": 64, "n_group": 8}
+    layout = Layout(tp=size, ep=size, etp=1) if moe else Layout(tp=size // 2, pp=2)
+    llm = vllm_engine(options.folder / f"dummy{rank}", config, tensor_parallel_size=size, **GRAPHS)
+    models = megatron_models(flags_of(config, layout))
+    source, destination = MegatronModel(models), VllmModel.from_llm(llm)
+    links = [connect(Members.of_process_group(name), source, destination, executor=name) for name in ("peer", "buckets")]
+    addresses = [tensor.data_ptr() for tensor in destination.tensors.values()]
+    used = []
+    for step in range(STEPS):
+        change(source, step)
+        links[step % 2].refit(version=step, verify=step % 5 == 0)
+        llm.reset_prefix_cache()
+        if step % 7 == 0:
+            spoken(llm, config["vocab_size"])
+        used.append(used_bytes())
+    said = spoken(llm, config["vocab_size"])
+    assert [tensor.data_ptr() for tensor in destination.tensors.values()] == addresses, "an address moved"
+    growth = used[-1] - used[5]
+    # A negative control: other weights must say something else.
+    change(source, STEPS)
+    links[0].refit(version=STEPS)
+    llm.reset_prefix_cache()
+    other = spoken(llm, config["vocab_size"])
+    change(source, STEPS - 1)
+    tensors: dict = {}
+    today = Today(source, links[0].model, destination.module)
+    today.give = lambda full: tensors.update({name: value.cpu() for name, value in full.items()})
+    today.run()
+    if rank == 0:
+        from safetensors.torch import save_file
+
+        folder = options.folder / "hf"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        differs = sum(a != b for a, b in zip(said, other, strict=True))
+        (options.folder / "said.json").write_text(json.dumps({"said": said, "model": options.model, "layout": str(layout), "memory_growth_bytes": growth,
+                                                              "prompts_that_differ_with_other_weights": differs, "config": config}))  # fmt: skip
+
+
+def fresh(options) -> None:
+    from benchmarks.gpu_models import vllm_engine
+
+    before = json.loads((options.folder / "said.json").read_text())
+    llm = vllm_engine(
+        options.folder / "hf", before["config"], tensor_parallel_size=dist.get_world_size(), load_format="safetensors", **GRAPHS
+    )
+    said = spoken(llm, before["config"]["vocab_size"])
+    differences = [abs(a - b) for x, y in zip(said, before["said"], strict=True) for k in (1, 2) for a, b in zip(x[k], y[k], strict=True)]
+    if dist.get_rank() == 0:
+        print(json.dumps({
+            "model": before["model"], "layers": before["config"]["num_hidden_layers"], "megatron": before["layout"], "vllm": f"TP{dist.get_world_size()}",
+            "refits": STEPS, "same_tokens": all(x[0] == y[0] for x, y in zip(said, before["said"], strict=True)),
+            "logprobs": len(differences), "largest_difference": max(differences), "memory_growth_bytes": before["memory_growth_bytes"],
+            "prompts_that_differ_with_other_weights": before["prompts_that_differ_with_other_weights"], "prompts": len(said),
+            "logprob_mean": sum(v for x in said for v in x[2]) / sum(len(x[2]) for x in said),
+        }), flush=True)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["refit", "fresh"])
+    parser.add_argument("--model", default="qwen3-30b-a3b")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--folder", type=Path, required=True)
+    options = parser.parse_args()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    {"refit": refit, "fresh": fresh}[options.what](options)
+    dist.barrier()
+    os._exit(0)  # vLLM's shut-down would wait for processes that have no more to say
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Refits between real Megatron models and vLLM's real model classes: bit for bit what vLLM's own loader makes of the export."""
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from reshard import hf_to_mcore
+from tests.ranks import run_on_ranks
+from tests.test_logits import EP, ETP, PP, TP, VPP, flags_at
+
+# variant, Megatron's layout on how many ranks, vLLM's on how many, in the same processes
+LAYOUTS = [
+    ("llama", f"{TP} 2 {PP} 2", 4, dict(tp=4), 4, True),
+    ("llama-rope-tied", f"{PP} 2 {VPP} 2", 2, dict(pp=2), 2, True),
+    ("llama-bias", f"{PP} 4 --decoder-first-pipeline-num-layers 1", 4, dict(tp=2), 2, False),
+    ("qwen2", f"{TP} 2", 2, dict(tp=8), 8, False),  # four times the key heads
+    ("qwen2-tied", f"{TP} 2 {PP} 2", 4, dict(tp=2, pp=2), 4, True),
+    ("qwen3", f"{TP} 8", 8, dict(tp=2), 2, False),  # four times the query groups
+    ("qwen3-tied", f"{PP} 3 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 2", 3, dict(tp=1), 1, False),
+    ("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1", 4, dict(tp=4), 4, True),
+    ("qwen3-moe", f"{TP} 4 {EP} 2 {ETP} 2", 4, dict(tp=4, enable_expert_parallel=True), 4, True),
+    ("qwen3-moe", f"{EP} 4 {ETP} 1", 4, dict(tp=8, enable_expert_parallel=True), 8, False),
+    ("qwen3-moe-mixed", f"{TP} 2 {PP} 2 {VPP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, pp=2), 4, True),
+    ("qwen3-moe-step", f"{PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2), 2, False),
+    ("deepseek-v3", f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=4), 4, True),
+    ("deepseek-v3", f"{TP} 4 {EP} 2 {ETP} 2", 4, dict(tp=2, enable_expert_parallel=True), 2, False),
+    ("deepseek-v3-no-q-lora", f"{TP} 2 {EP} 4 {ETP} 1", 4, dict(tp=2), 2, False),
+]
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """Two checkpoints of a variant in bf16, each as (Hugging Face directory, Megatron directory)."""
+    from tests.checkpoints import make
+
+    made = {}
+
+    def get(variant: str, **options) -> list[tuple[str, str]]:
+        key = (variant, *sorted(options))
+        if key not in made:
+            made[key] = []
+            for seed in (0, 1):
+                folder = tmp_path_factory.mktemp(variant)
+                make(folder / "hf", variant, torch.bfloat16, seed=seed, **options)
+                hf_to_mcore(folder / "hf", folder / "mcore", transformer_impl="local")
+                made[key].append((str(folder / "hf"), str(folder / "mcore")))
+        return made[key]
+
+    return get
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def refit(checkpoints, parallel: str, trainers: int, engine: dict, engines: int, together: bool, folder, **options):
+    """Run it, and check what every engine rank holds after each refit; the reports."""
+    sides = {"trainer": trainers, "engine": engines, "together": together, "folder": str(folder), "port": free_port()}
+    arguments = (sides, flags_at(Path(checkpoints[0][1]), parallel), checkpoints, engine)
+    results = run_on_ranks(trainers if together else trainers + engines, "refit_twice", *arguments, module="refit_on_cpu", options=options)
+    checked = 0
+    for held, expected, moved, reports, version in results:
+        assert version == 11 and len(reports) == 2
+        if not expected:
+            continue
+        checked += 1
+        assert not moved
+        for now, loaded in zip(held, expected, strict=True):
+            assert {name for name in loaded if now.get(name) != loaded[name]} == set() and now.keys() == loaded.keys()
+        # The second refit must have brought other weights: nearly all of them differ between the checkpoints.
+        assert sum(held[0][name] != held[1][name] for name in held[0]) > 0.6 * len(
+            [n for n in held[0] if "scale" not in n and "cache" not in n]
+        )
+    assert checked == engines
+    return [reports for _, _, _, reports, _ in results]
+
+
+@pytest.mark.parametrize(("variant", "parallel", "trainers", "engine", "engines", "together"), LAYOUTS,
+                         ids=lambda v: str(v).replace("-model-parallel-size", "").replace(" ", ""))  # fmt: skip
+def test_a_refit_leaves_what_vllms_own_loader_makes_of_the_export(
+    variant, parallel, trainers, engine, engines, together, converted, tmp_path
+):
+    refit(converted(variant), parallel, trainers, engine, engines, together, tmp_path)
+
+
+def test_mtp_layers_and_their_embedding_stay_behind(converted, tmp_path):
+    refit(converted("deepseek-v3", mtp=True), f"{PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2), 2, False, tmp_path)
+
+
+def test_small_buckets_give_the_same(converted, tmp_path):
+    reports = refit(converted("qwen3-moe"), f"{TP} 2", 2, dict(tp=2), 2, False, tmp_path, bucket_bytes=4 * 2 * (64 << 10))
+    assert all(r["bucket_bytes"] > 4 * (64 << 10) for r in reports[-1])
+
+
+def test_bytes_of_the_same_process_are_not_sent(converted, tmp_path):
+    reports = refit(converted("qwen3"), f"{TP} 2", 2, dict(tp=2), 2, True, tmp_path)
+    for one, two in reports:
+        # MLP and attention shards are where they are needed; the vocabulary is padded in another way on either side.
+        assert one["local_bytes"] > 5 * one["bucket_bytes"] and one["local_bytes"] == two["local_bytes"]
+
+
+def test_parameters_that_move_between_refits_are_found_again(converted, tmp_path):
+    refit(converted("qwen3-moe"), f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2), 2, True, tmp_path, moving=True)
+
+
+def test_a_family_without_vllm_names_goes_by_the_traced_layout(converted, tmp_path):
+    refit(converted("deepseek-v3"), f"{PP} 2", 2, dict(tp=2), 2, False, tmp_path, traced=True)
+
+
+def fault(converted, folder, what: str, variant: str = "qwen3", timeout: float = 60, flags: str = ""):
+    checkpoint = converted(variant)[0]
+    sides = {"trainer": 1, "engine": 2, "folder": str(folder), "port": free_port(), "timeout": timeout}
+    return run_on_ranks(
+        3, "fault", sides, flags_at(Path(checkpoint[1]), flags), checkpoint, what, module="refit_on_cpu", may_die=what.startswith("dies")
+    )
+
+
+@pytest.mark.parametrize(("what", "flags", "sentence"), [
+    ("config", "", "the trainer's layernorm_epsilon is 1e-06, but the served model's is 0.5"),
+    ("dtype", "", "is float32 in the trainer, but bfloat16 in vLLM"),
+    ("protocol", "", "has protocol 1, inference rank 2 has 99"),
+    ("lacks a parameter", "", "no source holds model.layers.0.self_attn.o_proj.weight at offsets"),
+    ("has one too many", "", "holds 1 parameters that qwen3 does not have: decoder.layers.adapter.weight"),
+])  # fmt: skip
+def test_two_sides_that_do_not_fit_are_refused_at_connect_everywhere(what, flags, sentence, converted, tmp_path):
+    for said in fault(converted, tmp_path, what, flags=flags):
+        assert sentence in said[0] or (what == "protocol" and "has protocol 99, " in said[0]), said
+
+
+def test_a_member_that_never_comes_is_named_within_the_time_limit(converted, tmp_path):
+    for said in fault(converted, tmp_path, "never comes", timeout=15)[:2]:
+        assert "rank 2 did not reach 'hello' within 15 s" in said[0]
+
+
+def test_a_member_that_dies_is_named_within_the_time_limit(converted, tmp_path):
+    results = fault(converted, tmp_path, "dies later", timeout=15)
+    for said in results[:2]:
+        assert "inference rank 2 is silent" in said[1] or "inference rank 2 did not reach" in said[1], said
+
+
+@pytest.mark.parametrize(("what", "sentence"), [
+    ("fails in the middle", "inference rank 1: the device is gone"),
+    ("loses a tile", "tensors did not arrive as they are in the trainer: "),
+])  # fmt: skip
+def test_an_engine_serves_no_half_written_model_until_a_whole_refit_succeeded(what, sentence, converted, tmp_path):
+    trainer, first, second = fault(converted, tmp_path, what)
+    for said in (trainer, second):
+        assert said[0] == "no error" and sentence in said[1], said
+    for said in (first, second):
+        assert "holds a half-written model" in said[2] and said[3:] == ["(False, 1)", "(True, 3)"], said
+
+
+@pytest.mark.parametrize(("variant", "change", "sentence"), [
+    ("qwen3", "gate and up", "disagree on model.layers.0.mlp.gate_up_proj.weight"),
+    ("qwen3-moe", "expert", "disagree on model.layers.0.mlp.experts.routed_experts.w13_weight"),
+    ("qwen3-moe", "backend", "keeps its experts in the order of FLASHINFER_CUTLASS"),
+    ("qwen3-moe", "nothing", "no error"),
+])  # fmt: skip
+def test_a_disagreement_with_vllms_own_loader_is_refused_and_changes_nothing(variant, change, sentence, converted, tmp_path):
+    sides = {"trainer": 1, "folder": str(tmp_path), "port": free_port()}
+    [(said, unchanged)] = run_on_ranks(1, "agreement", sides, converted(variant)[0][0], {}, change, module="refit_on_cpu")
+    assert sentence in said and unchanged
