@@ -40,14 +40,14 @@ def tiles_of(table: np.ndarray, tile_bytes: int = TILE_BYTES) -> tuple[np.ndarra
     origin = np.arange(len(t))
     if len(wide):
         singles, sources = [], []
-        for index in wide:
-            rows = np.arange(t[index, ROWS])
-            some = np.repeat(t[index : index + 1], len(rows), 0)
-            some[:, SRC] += rows * t[index, SRC_PITCH]
-            some[:, DST] += rows * t[index, DST_PITCH]
+        for copy in wide:
+            rows = np.arange(t[copy, ROWS])
+            some = np.repeat(t[copy : copy + 1], len(rows), 0)
+            some[:, SRC] += rows * t[copy, SRC_PITCH]
+            some[:, DST] += rows * t[copy, DST_PITCH]
             some[:, ROWS] = 1
             singles.append(some)
-            sources.append(np.full(len(rows), index))
+            sources.append(np.full(len(rows), copy))
         rest = np.ones(len(t), bool)
         rest[wide] = False
         t = np.concatenate([t[rest], *singles])
