@@ -15,6 +15,7 @@ COMMANDS = {
     "inspect": "Show what a checkpoint of either format holds.",
     "diff": "Compare two checkpoints bit for bit, whatever their formats.",
     "check": "Compare a checkpoint's bytes with its manifest.",
+    "plan": "Say what a refit of vLLM from Megatron would move, without a GPU.",
     "demo": "Convert a small model there and back, and prove it with Megatron's own loader.",
 }
 
@@ -43,7 +44,7 @@ class Commands(click.Group):
 @click.group(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="reshard")
 def cli() -> None:
-    """Move LLM weights between Hugging Face and Megatron-Core, exactly and at disk speed."""
+    """Move LLM weights between Hugging Face, Megatron-Core and vLLM, exactly and fast."""
 
 
 def main() -> None:

@@ -37,6 +37,7 @@ MEGATRON = {
 HF = {"model_type": "qwen3_moe", "hidden_act": "silu"}
 ROPE = "default"
 LAYER_KINDS = "sparse_step"
+VLLM_ENDS = "every stage"
 
 #    HF parameter                             shape      Megatron parameter                             local spec                          vLLM parameter                           arrangement split    where
 MODEL = (

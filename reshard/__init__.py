@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from reshard.errors import ReshardError
     from reshard.inspection import inspect
     from reshard.layout import Layout
+    from reshard.refit.forecast import plan_refit
+    from reshard.sources import read_model
+    from reshard.vllm_layout import VllmLayout
 
 _HOMES = {
     "hf_to_mcore": "convert", "mcore_to_hf": "convert", "inspect": "inspection", "diff": "compare", "check": "compare",
-    "Layout": "layout", "ReshardError": "errors",
+    "Layout": "layout", "ReshardError": "errors", "VllmLayout": "vllm_layout", "plan_refit": "refit.forecast", "read_model": "sources",
 }  # fmt: skip
-__all__ = ["Layout", "ReshardError", "check", "diff", "hf_to_mcore", "inspect", "mcore_to_hf"]
+__all__ = ["Layout", "ReshardError", "VllmLayout", "check", "diff", "hf_to_mcore", "inspect", "mcore_to_hf", "plan_refit", "read_model"]
 
 
 def __getattr__(name: str) -> Any:

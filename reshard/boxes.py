@@ -9,6 +9,7 @@ Box(offsets=(2, 4), lengths=(2, 2))
 
 from collections.abc import Iterable, Sequence
 from math import prod
+from operator import add, ge, le, sub
 from typing import NamedTuple
 
 
@@ -26,23 +27,21 @@ class Box(NamedTuple):
     @property
     def ends(self) -> tuple[int, ...]:
         """One past the last index, per dim."""
-        return tuple(o + n for o, n in zip(self.offsets, self.lengths, strict=True))
+        return tuple(map(add, self.offsets, self.lengths))
 
     def intersect(self, other: "Box") -> "Box | None":
         """The common region, or None where there is none."""
         starts = tuple(map(max, self.offsets, other.offsets))
-        lengths = tuple(min(a, b) - s for a, b, s in zip(self.ends, other.ends, starts, strict=True))
-        return Box(starts, lengths) if all(n > 0 for n in lengths) else None
+        lengths = tuple(map(sub, map(min, self.ends, other.ends), starts))
+        return Box(starts, lengths) if min(lengths, default=1) > 0 else None
 
     def contains(self, other: "Box") -> bool:
         """Whether `other` lies wholly inside."""
-        return all(a <= c for a, c in zip(self.offsets, other.offsets, strict=True)) and all(
-            d <= b for b, d in zip(self.ends, other.ends, strict=True)
-        )
+        return all(map(le, self.offsets, other.offsets)) and all(map(ge, self.ends, other.ends))
 
     def relative_to(self, origin: Sequence[int]) -> tuple[int, ...]:
         """This box's offsets, counted from `origin`."""
-        return tuple(o - base for o, base in zip(self.offsets, origin, strict=True))
+        return tuple(map(sub, self.offsets, origin))
 
     def minus(self, other: "Box") -> "list[Box]":
         """What is left of this box without `other`: disjoint boxes, at most two per dim.
@@ -53,6 +52,8 @@ class Box(NamedTuple):
         common = self.intersect(other)
         if common is None:
             return [self]
+        if common == self:
+            return []
         rest, offsets, lengths = [], list(self.offsets), list(self.lengths)
         for dim, (start, end) in enumerate(zip(common.offsets, common.ends, strict=True)):
             for a, b in ((offsets[dim], start), (end, offsets[dim] + lengths[dim])):

@@ -9,8 +9,9 @@ from reshard.errors import ReshardError
 PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 
 
-def local_directory(source: str) -> Path:
-    """The directory of a source: a path as it is, a hub id (``Qwen/Qwen3-0.6B``, optionally ``@revision``) after its download.
+def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
+    """The directory of a source: a path as it is, a hub id (``Qwen/Qwen3-0.6B``, optionally ``@revision``) after `patterns` of it
+    were downloaded.
 
     Raises ReshardError where it is neither or the hub does not have it.
     """
@@ -26,7 +27,7 @@ def local_directory(source: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        return Path(snapshot_download(match[1], revision=match[2], allow_patterns=PATTERNS))
+        return Path(snapshot_download(match[1], revision=match[2], allow_patterns=patterns))
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise ReshardError(f"{source} is not a directory here, and the hub has no such model or revision (or it is private)") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -20,7 +20,7 @@ from reshard.formats.torch_dist import Key
 from reshard.layout import Layout
 from reshard.model import Model
 from reshard.placement import LocalTensor, Part, Placement
-from reshard.tables import Row, shape_of
+from reshard.tables import Row
 
 Keys = dict[str, Key]
 
@@ -107,14 +107,14 @@ class _Expansion:
                 self.ignored.add(hf_prefix + row.hf)
             elif row.arrangement == "copy":
                 self.copies[hf_prefix + row.hf] = row.megatron
-                self.shapes[hf_prefix + row.hf] = shape_of(row.shape, self.model.symbols)
+                self.shapes[hf_prefix + row.hf] = self.model.shape(row.shape)
             else:
                 groups[row.megatron].append(row)
             if row.optional:
                 self.optional.add(hf_prefix + row.hf)
         for megatron, group in groups.items():
             experts = range(self.model.num_experts) if "{expert}" in group[0].hf else [None]
-            shapes = [shape_of(row.shape, self.model.symbols) for row in group]
+            shapes = [self.model.shape(row.shape) for row in group]
             for expert in experts:
                 names = [hf_prefix + (row.hf if expert is None else row.hf.replace("{expert}", str(expert))) for row in group]
                 self._parameter(prefix, megatron, group, names, shapes, layer, expert, mtp)
@@ -240,24 +240,62 @@ def _stack(p: Parameter, model: Model) -> list[tuple[int, int]]:
 
 def _first_ranks(model: Model, layout: Layout) -> Callable[[Parameter], int]:
     """The first of the ranks that hold a parameter, in Megatron's order of ranks."""
+    stages_of, per_stage, local_experts = _stages_of(model, layout), layout.ranks_per_stage(model), model.num_experts // layout.ep
+
+    def first_rank(p: Parameter) -> int:
+        return stages_of(p)[0] * per_stage + (layout.expert_tp * (p.expert // local_experts) if p.expert is not None else 0)
+
+    return first_rank
+
+
+def _stages_of(model: Model, layout: Layout) -> Callable[[Parameter], list[int]]:
+    """The pipeline ranks that hold a parameter; the one that saves it comes first."""
     stages = layout.stages(model)
     stage_of_layer = {layer: rank for rank, virtual in enumerate(stages) for stage in virtual for layer in stage.layers}
     first, last, mtp = (
         next((rank for rank, virtual in enumerate(stages) for stage in virtual if getattr(stage, what)), 0)
         for what in ("embedding", "output", "mtp")
     )
-    per_stage, local_experts = layout.ranks_per_stage(model), model.num_experts // layout.ep
+    # A tied output layer and MTP layers have a copy of the embedding with them.
+    copies = ([last] if "tied" in model.flags else []) + ([mtp] if model.mtp_layers else [])
 
-    def first_rank(p: Parameter) -> int:
+    def stages_of(p: Parameter) -> list[int]:
         if p.mtp:
-            stage = mtp
-        elif p.layer is not None:
-            stage = stage_of_layer[p.layer]
-        else:
-            stage = first if p.name.startswith("embedding.") else last
-        return stage * per_stage + (layout.expert_tp * (p.expert // local_experts) if p.expert is not None else 0)
+            return [mtp]
+        if p.layer is not None:
+            return [stage_of_layer[p.layer]]
+        return list(dict.fromkeys([first, *copies])) if p.name.startswith("embedding.") else [last]
 
-    return first_rank
+    return stages_of
+
+
+class LiveShard(NamedTuple):
+    """A shard as a trainer's ranks hold it in memory: the local tensor, and all ranks that have the same one."""
+
+    tensor: LocalTensor
+    ranks: tuple[int, ...]
+
+
+def live_shards(model: Model, layout: Layout, ranks_per_stage: int) -> Callable[[Parameter], list[LiveShard]]:
+    """The shards of a parameter on a trainer whose pipeline stages have `ranks_per_stage` ranks each; simulated, nothing is asked.
+
+    Within a stage, ranks that differ in data parallelism only follow each other every TP ranks, for experts every ETP times EP.
+    """
+    stages_of, local_experts, etp = _stages_of(model, layout), model.num_experts // layout.ep, layout.expert_tp
+
+    def shards(p: Parameter) -> list[LiveShard]:
+        found = []
+        for index, box in _cuts(p, layout):
+            if p.expert is not None:
+                within: Iterable[int] = range(p.expert // local_experts * etp + index, ranks_per_stage, etp * layout.ep)
+            else:
+                within = range(index, ranks_per_stage, layout.tp if p.split else 1)
+            ranks = tuple(stage * ranks_per_stage + rank for stage in stages_of(p) for rank in within)
+            tensor = LocalTensor((p.prefix, p.name, p.layer, p.expert, box), box.lengths, *_inside(p, box))
+            found.append(LiveShard(tensor, ranks))
+        return found
+
+    return shards
 
 
 def _cuts(p: Parameter, layout: Layout) -> Iterator[tuple[int, Box]]:

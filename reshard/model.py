@@ -6,7 +6,7 @@ from typing import Any
 
 from reshard.errors import ReshardError, listed
 from reshard.rope import hf_rope, megatron_rope
-from reshard.tables import Family, Row, families, family_of, rows_that_hold
+from reshard.tables import Family, Row, families, family_of, rows_that_hold, shape_of
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,17 @@ class Model:
         """The family's SYMBOLS with this model's sizes."""
         values = {symbol: self.config.get(name) for symbol, name in self.family.table.SYMBOLS.items()}
         return {symbol: int(value) for symbol, value in values.items() if value is not None}
+
+    def shape(self, expression: str) -> tuple[int, ...]:
+        """The shape that a table's expression, such as ``NQ*D H``, stands for in this model."""
+        found = self._shapes.get(expression)
+        if found is None:
+            found = self._shapes[expression] = shape_of(expression, self.symbols)
+        return found
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {}
 
     @cached_property
     def flags(self) -> frozenset[str]:

@@ -7,6 +7,7 @@ merges neighbouring copies, and `prove` shows that the result is right before an
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from operator import add, sub
 from typing import Any, NamedTuple
 
 from reshard.boxes import Box, first_overlap, whole
@@ -65,9 +66,9 @@ def make_plan(src: Placement, dst: Placement, distance: Callable[[Hashable, Hash
     transfers: list[Transfer] = []
     for tensor in dst.tensors.values():
         for part in tensor.parts:
-            candidates = [c for c in sources.get(part.name, ()) if c[0].intersect(part.box)]
+            candidates = sources.get(part.name, ())
             if distance is not None:
-                candidates.sort(key=lambda c: distance(c[3], tensor.holder))
+                candidates = sorted(candidates, key=lambda c: distance(c[3], tensor.holder))
             wanted, found = [part.box], []
             for box, at, tensor_id, _ in candidates:
                 rest = []
@@ -76,8 +77,8 @@ def make_plan(src: Placement, dst: Placement, distance: Callable[[Hashable, Hash
                     if common is None:
                         rest.append(piece)
                         continue
-                    src_at = tuple(a + d for a, d in zip(at, common.relative_to(box.offsets), strict=True))
-                    dst_at = tuple(a + d for a, d in zip(part.at, common.relative_to(part.box.offsets), strict=True))
+                    src_at = tuple(map(add, at, common.relative_to(box.offsets)))
+                    dst_at = tuple(map(add, part.at, common.relative_to(part.box.offsets)))
                     found.append(Transfer(part.name, common, tensor_id, src_at, tensor.id, dst_at))
                     rest += piece.minus(common)
                 wanted = rest
@@ -93,6 +94,8 @@ def make_plan(src: Placement, dst: Placement, distance: Callable[[Hashable, Hash
 
 def _merged(transfers: list[Transfer]) -> list[Transfer]:
     """Join transfers that follow each other along dim 0 in the canonical tensor, in the source and in the destination."""
+    if len(transfers) == 1:
+        return transfers
     merged: list[Transfer] = []
     for t in sorted(transfers, key=lambda t: (t.box.offsets[1:], t.box.offsets)):
         if merged:
@@ -153,7 +156,10 @@ def prove(plan: Plan) -> None:
 
 def _held(tensor: LocalTensor, name: str, box: Box, at: tuple[int, ...]) -> int:
     """How many elements of `box` a local tensor holds exactly where a copy with its first element at `at` looks for them."""
-    shift = tuple(a - o for a, o in zip(at, box.offsets, strict=True))
-    pieces = [part.box.intersect(box) for part in tensor.parts
-              if part.name == name and shift == tuple(a - o for a, o in zip(part.at, part.box.offsets, strict=True))]  # fmt: skip
-    return sum(piece.volume for piece in pieces if piece is not None)
+    shift = tuple(map(sub, at, box.offsets))
+    held = 0
+    for part in tensor.parts:
+        if part.name == name and shift == tuple(map(sub, part.at, part.box.offsets)):
+            piece = part.box.intersect(box)
+            held += piece.volume if piece is not None else 0
+    return held

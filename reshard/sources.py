@@ -14,6 +14,7 @@ from reshard.errors import ReshardError, listed
 from reshard.files import OpenFiles
 from reshard.formats import safetensors, torch_dist
 from reshard.fp8 import SCALE_SUFFIX
+from reshard.hub import local_directory
 from reshard.manifest import NAME as MANIFEST
 from reshard.manifest import read_manifest
 from reshard.megatron import Mapping, expand, placement_of_keys, vocab_rows
@@ -330,3 +331,18 @@ def open_source(path: Path, hf_config: Path | None = None, family: str | None = 
     raise ReshardError(
         f"{path} is neither a Hugging Face directory (config.json) nor a Megatron torch_dist checkpoint ({torch_dist.TRACKER})"
     )
+
+
+def read_model(path: str) -> Model:
+    """The model that a config describes: a ``config.json``, a directory of either format, or a hub id, of which only the config is
+    fetched. Raises ReshardError where it cannot be read."""
+    if Path(path).is_file():
+        return Model.from_hf(read_config(Path(path)), path)
+    directory = local_directory(path, ["config.json"])
+    if (directory / "config.json").is_file():
+        return Model.from_hf(read_config(directory / "config.json"), str(directory / "config.json"))
+    source = open_source(directory)
+    try:
+        return source.model
+    finally:
+        source.close()

@@ -15,7 +15,7 @@ from reshard.boxes import Box, whole
 from reshard.errors import ReshardError
 from reshard.model import Model
 from reshard.placement import LocalTensor, Part, Placement
-from reshard.tables import Row, shape_of
+from reshard.tables import Row
 
 VOCAB_MULTIPLE = 64
 
@@ -41,6 +41,24 @@ class VllmLayout:
         """Ranks in all: DP times PP times TP."""
         return self.dp * self.pp * self.tp
 
+    def __str__(self) -> str:
+        experts = " EP" + " round-robin" * self.round_robin if self.expert_parallel else ""
+        sizes = " ".join(f"{name}{n}" for name, n in (("TP", self.tp), ("PP", self.pp), ("DP", self.dp)) if n > 1)
+        return (sizes or "TP1") + experts
+
+    def check(self, model: Model) -> None:
+        """Raise ReshardError where vLLM would not start at these sizes."""
+        heads = model.symbols["NQ"]
+        if heads % self.tp:
+            fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            raise ReshardError(f"vLLM's tp {self.tp} does not divide {heads} attention heads; sizes that do: {fits}")
+        if self.pp > model.num_layers:
+            raise ReshardError(f"vLLM's pp {self.pp} is more than the model's {model.num_layers} layers")
+        if self.expert_parallel and not model.num_experts:
+            raise ReshardError(f"expert parallelism needs experts, which a {model.family.name} model without them does not have")
+        if self.expert_parallel and self.tp * self.dp > model.num_experts:
+            raise ReshardError(f"vLLM's tp {self.tp} x dp {self.dp} are more ranks than the model's {model.num_experts} experts")
+
     def rank(self, model: Model, rank: int) -> "VllmRank":
         """What one rank holds; TP is the innermost axis, then PP, then DP. Raises ReshardError where a size does not divide."""
         tp_rank, pp_rank, dp_rank = rank % self.tp, rank // self.tp % self.pp, rank // (self.tp * self.pp)
@@ -58,7 +76,8 @@ class VllmLayout:
                 experts = experts[first : first + few + (index < extra)]
             ranks, index = 1, 0
         layers = tuple(range(start, start + counts[pp_rank]))
-        first, last = pp_rank == 0, pp_rank == self.pp - 1
+        everywhere = getattr(model.family.table, "VLLM_ENDS", "") == "every stage"
+        first, last = everywhere or pp_rank == 0, everywhere or pp_rank == self.pp - 1
         names = [row.hf for row in model.rows("model") if row.vllm]
         embedding = [n for n in names if n.endswith("embed_tokens.weight") and (first or (last and "tied" in model.flags))]
         outer = frozenset(embedding + [n for n in names if last and not n.endswith("embed_tokens.weight")])
@@ -120,7 +139,7 @@ class _Expansion:
         columns: tuple[int, ...] = ()
         at = 0
         for hf, row in named:
-            shape = shape_of(row.shape, self.model.symbols)
+            shape = self.model.shape(row.shape)
             self.shapes[hf] = shape
             box, padding = self.box(row, hf, shape)
             if prod(box.lengths):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reshard import hf_to_mcore
+from reshard import Layout, VllmLayout, hf_to_mcore, plan_refit, read_model
 from tests.ranks import run_on_ranks
 from tests.test_logits import EP, ETP, PP, TP, VPP, flags_at
 
@@ -75,7 +75,26 @@ def refit(checkpoints, parallel: str, trainers: int, engine: dict, engines: int,
             [n for n in held[0] if "scale" not in n and "cache" not in n]
         )
     assert checked == engines
+    if not options.keys() & {"traced", "executor"}:
+        as_forecast(checkpoints[0][0], parallel, trainers, engine, together, [reports for held, _, _, reports, _ in results if held[0]])
     return [reports for _, _, _, reports, _ in results]
+
+
+SIZES = {TP: "tp", PP: "pp", VPP: "vpp", EP: "ep", ETP: "etp", "--decoder-first-pipeline-num-layers": "first_stage_layers",
+         "--decoder-last-pipeline-num-layers": "last_stage_layers"}  # fmt: skip
+
+
+def as_forecast(checkpoint: str, parallel: str, trainers: int, engine: dict, together: bool, reports: list) -> None:
+    """A refit on simulated ranks must have moved just these bytes."""
+    words = parallel.split()
+    sizes = {SIZES[flag]: int(n) for flag, n in zip(words[::2], words[1::2], strict=True)}
+    model = read_model(checkpoint)
+    layout = Layout(**sizes)
+    target = VllmLayout(engine.get("tp", 1), engine.get("pp", 1), engine.get("dp", 1), engine.get("enable_expert_parallel", False),
+                        engine.get("expert_placement_strategy") == "round_robin")  # fmt: skip
+    dp = trainers // (layout.tp * layout.pp)
+    found = plan_refit(model, layout, target, dp=dp, colocated=together, gpus_per_host=64, vocab_divisible_by=8, transformer_impl="local")
+    assert [(r["local_bytes"], r["bucket_bytes"]) for _, r in reports] == [(r.local_bytes, r.host_bytes) for r in found.ranks]
 
 
 @pytest.mark.parametrize(("variant", "parallel", "trainers", "engine", "engines", "together"), LAYOUTS,

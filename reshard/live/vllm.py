@@ -13,7 +13,6 @@ from reshard.live.memory import Region
 from reshard.live.trace import Trace, trace_load
 from reshard.model import Model
 from reshard.placement import LocalTensor, Part, Placement
-from reshard.tables import shape_of
 from reshard.vllm_layout import VllmRank, vllm_placement
 
 # Methods that serve from weights as they were loaded.
@@ -128,7 +127,7 @@ class VllmModel:
             for row in rows:
                 if row.arrangement in ("ignored", "copy"):
                     continue
-                shape = shape_of(row.shape, self.model.symbols)
+                shape = self.model.shape(row.shape)
                 for expert in range(self.model.num_experts) if "{expert}" in row.hf else [None]:
                     name = prefix + (row.hf if expert is None else row.hf.replace("{expert}", str(expert)))
                     named[name] = (shape, torch.float32 if row.fp32 else dtype)

@@ -38,6 +38,7 @@ from reshard.refit.copies import TILE_BYTES, CopyTable, bytes_of, interleaved, t
 from reshard.refit.digests import digests
 from reshard.refit.members import Members, hello, pack_array, pack_json, unpack_array, unpack_json
 from reshard.refit.peers import Mappings
+from reshard.refit.routes import Seat, distance, nearest
 
 EXECUTORS = ("auto", "peer", "buckets")
 BUCKET_BYTES = 512 << 20
@@ -174,6 +175,7 @@ class Link:
             plan = make_plan(source.placement, wanted)
         except PlanError as error:
             raise ReshardError(f"the trainer's shards do not make up the served model: {error}") from error
+        self._position = self.engines.index(self.members.rank), self.destination.rank.tp
         pieces: dict[int, list[Piece]] = defaultdict(list)
         for transfer in plan.transfers:
             piece = self._piece(transfer, source)
@@ -182,19 +184,15 @@ class Link:
 
     def _piece(self, transfer: Transfer, source: Source) -> Piece:
         key, offsets, sizes, _ = transfer.src
-        rank, index = min(source.holders[key, offsets, sizes], key=lambda holder: self._distance(holder[0]))
+        holders = source.holders[key, offsets, sizes]
+        rank, index = holders[nearest([rank for rank, _ in holders], self._distance, *self._position)]
         return Piece(transfer.name, rank, index, transfer.src_at, transfer.box.lengths, transfer.dst, transfer.dst_at)
 
-    def _distance(self, rank: int) -> tuple[int, int]:
-        """How far a trainer's rank is: this process, this GPU, this host, another; equals take turns over the inference ranks."""
-        mine, other = self.peers[self.members.rank], self.peers[rank]
-        if rank == self.members.rank:
-            near = 0
-        elif other["host"] == mine["host"]:
-            near = 1 if other["gpu"] and other["gpu"] == mine["gpu"] else 2
-        else:
-            near = 3
-        return near, (rank - self.engines.index(self.members.rank)) % self.members.size
+    def _distance(self, rank: int) -> int:
+        return distance(self._seat(self.members.rank), self._seat(rank))
+
+    def _seat(self, rank: int) -> Seat:
+        return Seat(rank, self.peers[rank]["gpu"] or None, self.peers[rank]["host"])
 
     def _reachable(self, a: int, b: int) -> bool:
         """Whether one member can read the other's memory."""

@@ -1,0 +1,111 @@
+"""``reshard plan``."""
+
+from typing import Any
+
+import click
+from reshard.cli.output import json_option, print_json, progress_bar, size
+
+SHOWN = 16
+_RATE = click.FloatRange(min=0, min_open=True)
+
+
+@click.command("plan")
+@click.option("--model", "path", required=True, help="Directory of either format, config.json, or hub id.")
+@click.option("--from", "trainer", required=True, metavar="SIZES", help="Megatron: tp=,pp=,vpp=,ep=,etp=,dp=,cp=,pipeline=, ...")
+@click.option("--to", "engine", required=True, metavar="SIZES", help="vLLM: tp=,pp=,dp=, and ep or ep=round_robin for expert parallelism.")
+@click.option("--colocated/--separate", default=None, help="Same GPUs, or the engine's after the trainer's (default: same where as many).")
+@click.option("--gpu-order", help="GPU of each inference rank, such as 0,2,1,3 (colocated).")
+@click.option("--gpus-per-host", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--link-rate", type=_RATE, default=370, show_default=True, help="GB/s of a GPU's links within a host, each direction.")
+@click.option("--network-rate", type=_RATE, default=50, show_default=True, help="GB/s of a GPU's network, each direction.")
+@click.option("--memory-rate", type=_RATE, default=4200, show_default=True, help="GB/s of a GPU's memory, reads and writes together.")
+@click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
+@click.option("--make-vocab-size-divisible-by", "vocab_divisible_by", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--transformer-impl", type=click.Choice(["transformer_engine", "local"]), default="transformer_engine", show_default=True)
+@click.option("--ranks", help="Plan these inference ranks only, such as 0,1,17.")
+@json_option
+def command(path: str, trainer: str, engine: str, gpu_order: str | None, dtype: str, ranks: str | None, as_json: bool,
+            **options: Any) -> None:  # fmt: skip
+    """Say what a refit of vLLM from a Megatron trainer would move: bytes in, out and local per GPU, floors, memory, planning time.
+
+    Example: reshard plan --model Qwen/Qwen3-32B --from tp=4,pp=2 --to tp=8
+    """
+    from reshard.layout import Layout
+    from reshard.refit.forecast import plan_refit
+    from reshard.sources import read_model
+    from reshard.vllm_layout import VllmLayout
+
+    source = _sizes(
+        trainer, "--from", {"tp", "pp", "vpp", "ep", "etp", "dp", "cp", "first_stage_layers", "last_stage_layers"}, {"pipeline"}
+    )
+    target = _sizes(engine, "--to", {"tp", "pp", "dp"}, {"ep"})
+    extra = {name: source.pop(name) for name in ("dp", "cp") if name in source}
+    experts = target.pop("ep", None)
+    if experts not in (None, "", "linear", "round_robin"):
+        raise click.UsageError(f"--to ep={experts}: vLLM spreads experts over TP times DP; say ep, or ep=round_robin")
+    for name in ("link_rate", "network_rate", "memory_rate"):
+        options[name] *= 1e9
+    layouts = Layout(**source), VllmLayout(**target, expert_parallel=experts is not None, round_robin=experts == "round_robin")
+    options |= {"order": _numbers(gpu_order, "--gpu-order"), "ranks": _numbers(ranks, "--ranks"), "itemsize": 4 if dtype == "fp32" else 2}
+    with progress_bar("plan") as progress:
+        found = plan_refit(read_model(path), *layouts, progress=progress, **extra, **options)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        _show(found)
+
+
+def _show(found: Any) -> None:
+    click.echo(f"{found.model}: Megatron {found.trainer} ({found.trainer_ranks} ranks) to vLLM {found.engine} ({found.engine_ranks} ranks) "
+               f"on {'the same' if found.colocated else 'other'} GPUs")  # fmt: skip
+    widths = (6, 6, 11, 11, 11, 11, 7, 9, 10)
+    heads = ("rank", "GPU", "weights", "local", "host", "network", "peers", "copies", "tables")
+    click.echo("".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)))
+    shown = found.ranks
+    if len(shown) > SHOWN:
+        shown = sorted(shown, key=lambda r: -(r.host_bytes + r.network_bytes))[:SHOWN]
+    for r in shown:
+        amounts = (size(n) for n in (r.weight_bytes, r.local_bytes, r.host_bytes, r.network_bytes))
+        row = (r.rank, r.gpu, *amounts, r.partners, f"{r.transfers:,}", size(r.table_bytes))
+        click.echo("".join(f"{value:>{width}}" for value, width in zip(row, widths, strict=True)))
+    if len(shown) < len(found.ranks):
+        click.echo(f"   ... and {len(found.ranks) - len(shown)} that receive no more (--json has all)")
+    partly = "" if len(found.ranks) == found.engine_ranks else " to these ranks"
+    click.echo(f"trainer's GPUs: weights {size(max(found.trainer_bytes))} at most; out{partly} {size(min(found.out_bytes))} to "
+               f"{size(max(found.out_bytes))}")  # fmt: skip
+    rates = f"{found.link_rate / 1e9:g} GB/s within a host and {found.network_rate / 1e9:g} GB/s between hosts"
+    click.echo(f"wire floor {found.wire_seconds * 1e3:.1f} ms at {rates}; memory floor {found.memory_seconds * 1e3:.1f} ms "
+               f"at {found.memory_rate / 1e9:g} GB/s")  # fmt: skip
+    click.echo(
+        "extra memory of a GPU: the tables; where ranks cannot read each other's memory, the buckets (512 MiB unless told otherwise)"
+    )
+    now = sum(r.local_bytes for r in found.ranks)
+    if found.order_bytes > now:
+        order = ",".join(map(str, found.gpu_order))
+        click.echo(f"with --gpu-order {order} {size(found.order_bytes)} would stay on their GPU instead of {size(now)}")
+    total = sum(r.plan_seconds for r in found.ranks)
+    click.echo(f"planned in {found.plan_seconds:.2f} s for a rank at most, {total:.1f} s in all; every plan is proven")
+
+
+def _sizes(text: str, option: str, numbers: set[str], words: set[str]) -> dict[str, Any]:
+    """``tp=4,pp=2`` as a dict; a pipeline layout, which may have commas, comes last."""
+    head, found, layout = text.partition("pipeline=") if "pipeline" in words else (text, "", "")
+    values: dict[str, Any] = {"pipeline": layout} if found else {}
+    for entry in filter(None, head.split(",")):
+        name, _, value = entry.partition("=")
+        if name in numbers and value.isdecimal() and int(value):
+            values[name] = int(value)
+        elif name in words:
+            values[name] = value
+        else:
+            names = ", ".join(f"{n}=N" for n in sorted(numbers)) + "".join(f", {n}" for n in sorted(words))
+            raise click.UsageError(f"{option} {text}: {entry!r} is none of {names}")
+    return values
+
+
+def _numbers(text: str | None, option: str) -> list[int] | None:
+    if text is None:
+        return None
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise click.UsageError(f"{option} {text} is not a list of numbers such as 0,2,1,3")
+    return [int(part) for part in text.split(",")]
