@@ -3,10 +3,7 @@
 The processes are started by torchrun; weights are random.
 """
 
-import contextlib
-import io
 import json
-import sys
 from pathlib import Path
 
 COMMON = {"hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False, "max_position_embeddings": 4096}
@@ -38,9 +35,6 @@ MODELS = {
                                                  "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}},
 }  # fmt: skip
 
-QUIET = """--micro-batch-size 1 --no-load-optim --no-load-rng --attention-dropout 0 --hidden-dropout 0 --no-gradient-accumulation-fusion
---no-masked-softmax-fusion --attention-backend unfused --no-rope-fusion""".split()
-
 
 def config_of(name: str, layers: int | None = None) -> dict:
     """A published config, with fewer layers where asked."""
@@ -52,60 +46,22 @@ def config_of(name: str, layers: int | None = None) -> dict:
     return config
 
 
-def flags_of(config: dict, layout) -> list[str]:
-    """Megatron-LM's command line for a model in a layout."""
-    from reshard.dtypes import DTYPES
-    from reshard.megatron import padded_vocab_size
-    from reshard.megatron_args import arguments, command_line
-    from reshard.model import Model
-
-    model = Model.from_hf(config)
-    vocab = padded_vocab_size(model.symbols["V"], 128, layout.tp)
-    return " ".join(command_line(arguments(model, layout, vocab, 128, DTYPES["bfloat16"], "transformer_engine"))).split()
-
-
-def megatron_models(flags: list[str]) -> list:
+def megatron_models(config: dict, layout) -> list:
     """The chunks of this rank, in bf16 on the GPU and wrapped as a trainer wraps them, with Megatron's random weights."""
     import megatron.core.parallel_state as mpu
     import torch
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator, unset_num_microbatches_calculator
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.module import Float16Module
-    from megatron.training import global_vars
-    from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 
-    sys.argv = ["pretrain_gpt.py", *flags, *QUIET]
-    with contextlib.redirect_stdout(io.StringIO()):
-        args = parse_args()
-        validate_args(args)
-        config = core_transformer_config_from_args(args)
-    global_vars.set_args(args)
-    unset_num_microbatches_calculator()
-    init_num_microbatches_calculator(0, None, args.global_batch_size, 1, args.data_parallel_size)
+    from reshard.live.build import build_megatron, initialize_parallel
+    from reshard.model import Model
+
     mpu.destroy_model_parallel()
-    mpu.initialize_model_parallel(
-        args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size,
-        expert_model_parallel_size=args.expert_model_parallel_size, expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-    )  # fmt: skip
+    initialize_parallel(layout)
     model_parallel_cuda_manual_seed(1 + torch.distributed.get_rank())
-    chunks = args.virtual_pipeline_model_parallel_size or 1
-    models = []
-    for stage in range(chunks):
-        vp_stage = stage if chunks > 1 else None
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-        mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True, vp_stage=vp_stage) if config.mtp_num_layers else None
-        which = {"ignore_virtual": False, "vp_stage": vp_stage} if chunks > 1 else {}
-        model = GPTModel(
-            config, spec, args.padded_vocab_size, args.max_position_embeddings, parallel_output=True,
-            pre_process=mpu.is_pipeline_first_stage(**which), post_process=mpu.is_pipeline_last_stage(**which),
-            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            position_embedding_type=args.position_embedding_type, rotary_base=args.rotary_base, rope_scaling=args.use_rope_scaling,
-            rope_scaling_factor=args.rope_scaling_factor, mtp_block_spec=mtp, vp_stage=vp_stage,
-        ).cuda()  # fmt: skip
-        models.append(Float16Module(config, model).eval())
-    return models
+    chunks = build_megatron(Model.from_hf(config), layout, attention_backend=AttnBackend.unfused)
+    return [Float16Module(chunk.config, chunk.cuda()).eval() for chunk in chunks]
 
 
 def vllm_engine(folder: Path, config: dict, **options):

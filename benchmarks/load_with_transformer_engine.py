@@ -16,6 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+QUIET = """--micro-batch-size 1 --no-load-optim --no-load-rng --attention-dropout 0 --hidden-dropout 0 --no-gradient-accumulation-fusion
+--no-masked-softmax-fusion --attention-backend unfused --no-rope-fusion""".split()
+
 
 def make(folder: Path) -> None:
     import torch
@@ -76,9 +79,7 @@ def check(source: Path, directory: Path) -> dict:
     lines = [line for line in (directory / "megatron_flags.txt").read_text().splitlines() if not line.startswith(parallel)]
     from megatron.training import get_args
 
-    from benchmarks.gpu_models import megatron_models
-
-    [model], args = megatron_models(" ".join(lines).split()), get_args()
+    [model], args = megatron_from_flags(" ".join(lines).split()), get_args()
     asked, objects = set(), set()
     for value in nested_values(model.module.sharded_state_dict()):
         for item in value.build() if isinstance(value, ShardedTensorFactory) else [value]:
@@ -106,6 +107,50 @@ def check(source: Path, directory: Path) -> dict:
     result |= {"logits_std": exact.std().item(), "megatron_bf16_vs_fp32": (ours - exact).abs().mean().item(),
                "transformers_bf16_vs_fp32": (half - exact).abs().mean().item(), "megatron_vs_transformers_bf16": (ours - half).abs().mean().item()}  # fmt: skip
     return result
+
+
+def megatron_from_flags(flags: list[str]) -> list:
+    """The chunks of this rank, in bf16 on the GPU built and wrapped as Megatron-LM does from its command line."""
+    import megatron.core.parallel_state as mpu
+    import torch
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator, unset_num_microbatches_calculator
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.module import Float16Module
+    from megatron.training import global_vars
+    from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
+
+    sys.argv = ["pretrain_gpt.py", *flags, *QUIET]
+    with contextlib.redirect_stdout(io.StringIO()):
+        args = parse_args()
+        validate_args(args)
+        config = core_transformer_config_from_args(args)
+    global_vars.set_args(args)
+    unset_num_microbatches_calculator()
+    init_num_microbatches_calculator(0, None, args.global_batch_size, 1, args.data_parallel_size)
+    mpu.destroy_model_parallel()
+    mpu.initialize_model_parallel(
+        args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size, expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+    )  # fmt: skip
+    model_parallel_cuda_manual_seed(1 + torch.distributed.get_rank())
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    models = []
+    for stage in range(chunks):
+        vp_stage = stage if chunks > 1 else None
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True, vp_stage=vp_stage) if config.mtp_num_layers else None
+        which = {"ignore_virtual": False, "vp_stage": vp_stage} if chunks > 1 else {}
+        model = GPTModel(
+            config, spec, args.padded_vocab_size, args.max_position_embeddings, parallel_output=True,
+            pre_process=mpu.is_pipeline_first_stage(**which), post_process=mpu.is_pipeline_last_stage(**which),
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type, rotary_base=args.rotary_base, rope_scaling=args.use_rope_scaling,
+            rope_scaling_factor=args.rope_scaling_factor, mtp_block_spec=mtp, vp_stage=vp_stage,
+        ).cuda()  # fmt: skip
+        models.append(Float16Module(config, model).eval())
+    return models
 
 
 if __name__ == "__main__":

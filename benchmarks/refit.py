@@ -167,7 +167,7 @@ class Today:
 
 
 def main() -> None:
-    from benchmarks.gpu_models import config_of, flags_of, megatron_models, vllm_engine
+    from benchmarks.gpu_models import config_of, megatron_models, vllm_engine
     from reshard import Layout
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -192,7 +192,7 @@ def main() -> None:
     )
     say(f"vLLM started in {time.perf_counter() - start:.1f} s")
     start = time.perf_counter()
-    models = megatron_models(flags_of(config, layout))
+    models = megatron_models(config, layout)
     say(f"Megatron built in {time.perf_counter() - start:.1f} s; {torch.cuda.memory_allocated() / 1e9:.1f} GB in use")
     from benchmarks.refit_serving import change
     from reshard.live.megatron import MegatronModel

@@ -60,7 +60,7 @@ def spoken(llm, vocabulary: int) -> list:
 
 
 def refit(options) -> None:
-    from benchmarks.gpu_models import config_of, flags_of, megatron_models, vllm_engine
+    from benchmarks.gpu_models import config_of, megatron_models, vllm_engine
     from benchmarks.refit import Today, used_bytes
     from reshard import Layout
     from reshard.live.megatron import MegatronModel
@@ -74,7 +74,7 @@ def refit(options) -> None:
         config |= {"n_routed_experts": 64, "n_group": 8}
     layout = Layout(tp=size, ep=size, etp=1) if moe else Layout(tp=size // 2, pp=2)
     llm = vllm_engine(options.folder / f"dummy{rank}", config, tensor_parallel_size=size, **GRAPHS)
-    models = megatron_models(flags_of(config, layout))
+    models = megatron_models(config, layout)
     source, destination = MegatronModel(models), VllmModel.from_llm(llm)
     links = [connect(Members.of_process_group(name), source, destination, executor=name) for name in ("peer", "buckets")]
     addresses = [tensor.data_ptr() for tensor in destination.tensors.values()]

@@ -56,7 +56,7 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    from benchmarks.gpu_models import config_of, flags_of, megatron_models
+    from benchmarks.gpu_models import config_of, megatron_models
     from reshard import Layout
     from reshard.live.megatron import MegatronModel
     from reshard.refit import Members, connect
@@ -89,7 +89,7 @@ def main() -> None:
         print("engine", answer(), flush=True)
     dist.barrier()
     moe = "num_experts" in config or "n_routed_experts" in config
-    models = megatron_models(flags_of(config, Layout(tp=trainers, ep=trainers if moe else 1, etp=1 if moe else None)))
+    models = megatron_models(config, Layout(tp=trainers, ep=trainers if moe else 1, etp=1 if moe else None))
 
     # The part that goes into a trainer: connect once ...
     tell("collective_rpc", "reshard_connect", args=(ADDRESS, trainers, trainers + tp))

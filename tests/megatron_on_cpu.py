@@ -196,6 +196,25 @@ def load_and_run(rank: int, flags: list[str], directory: str, tokens: torch.Tens
     return iteration, logits(models, tokens)
 
 
+def build_and_run(rank: int, config: dict, layout: dict, directory: str, tokens: torch.Tensor):
+    """Build from the Hugging Face config alone, load with Megatron-Core's code, run; logits or None."""
+    from reshard import Layout
+    from reshard.live.build import build_megatron, initialize_parallel
+    from reshard.model import Model
+
+    without_cuda()
+    sizes = Layout(**layout)
+    initialize_parallel(sizes)
+    models = build_megatron(Model.from_hf(config), sizes, transformer_impl="local", dtype=torch.float32, parallel_output=False,
+                            use_cpu_initialization=True, masked_softmax_fusion=False)  # fmt: skip
+    metadata = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+    state = {f"model{i}": model.eval().sharded_state_dict(metadata=metadata) for i, model in enumerate(models)}
+    loaded = dist_checkpointing.load(state, directory)
+    for i, model in enumerate(models):
+        model.load_state_dict(loaded[f"model{i}"])
+    return logits(models, tokens)
+
+
 def load_and_save(rank: int, flags: list[str], source: str, directory: str, training: bool = False, singleton: bool = False) -> None:
     """Build, load with Megatron-LM's code, save with Megatron-Core's; `training` adds the state of an optimizer and RNGs."""
     models, args = build(flags)

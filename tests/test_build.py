@@ -1,0 +1,83 @@
+"""Megatron models built from the Hugging Face config are those that Megatron-LM builds from the flags."""
+
+import contextlib
+import io
+import sys
+from dataclasses import fields
+
+import pytest
+import torch
+from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
+
+from reshard import Layout, ReshardError, hf_to_mcore, read_model
+from reshard.dtypes import DTYPES
+from reshard.live.build import transformer_config
+from reshard.megatron_args import arguments, command_line
+from reshard.model import Model
+from tests.checkpoints import VARIANTS, hf_logits, make
+from tests.ranks import run_on_ranks
+
+# What a command line turns on for speed, and what only training has.
+NOT_NUMERICS = {
+    "gradient_accumulation_fusion", "deallocate_pipeline_outputs", "bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm",
+    "bias_dropout_fusion", "overlap_p2p_comm", "batch_p2p_comm", "cp_comm_type", "inference_sampling_seed", "use_cpu_initialization",
+    "tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards", "attention_softmax_in_fp32",
+}  # fmt: skip
+
+
+def config_from_flags(model: Model, layout: Layout, impl: str, monkeypatch):
+    """Megatron-LM's own way: command line, arguments, config."""
+    flags = " ".join(command_line(arguments(model, layout, 1024, 128, DTYPES["bfloat16"], impl))).split()
+    dropout = "--attention-dropout 0 --hidden-dropout 0".split()
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *flags, "--micro-batch-size", "1", "--no-rope-fusion", *dropout])
+    with contextlib.redirect_stdout(io.StringIO()):
+        args = parse_args()
+        args.world_size = layout.world_size(model)
+        validate_args(args)
+        return core_transformer_config_from_args(args)
+
+
+@pytest.fixture
+def no_cuda(monkeypatch):
+    """The flags are parsed as on a machine with GPUs."""
+    for name in ("current_device", "get_device_properties", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *a: type("Hopper", (), {"major": 9, "minor": 0}))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_config_is_the_one_of_the_command_line(variant, impl, no_cuda, monkeypatch):
+    config = VARIANTS[variant].to_dict() | ({"num_nextn_predict_layers": 1} if variant == "deepseek-v3" else {})
+    model = Model.from_hf(config)
+    split = "Ett|ttmL" if model.mtp_layers else "Ett|ttL"
+    layouts = [Layout(), Layout(tp=2, pp=2), Layout(pp=2, vpp=2), Layout(pp=2, first_stage_layers=1), Layout(pp=2, pipeline=split)]
+    for layout in layouts + ([Layout(tp=2, ep=2, etp=1)] if model.num_experts else []):
+        theirs, ours = config_from_flags(model, layout, impl, monkeypatch), transformer_config(model, layout, transformer_impl=impl)
+        assert type(ours) is type(theirs)
+        different = {f.name for f in fields(theirs) if str(getattr(ours, f.name)) != str(getattr(theirs, f.name))}
+        assert different <= NOT_NUMERICS, (variant, layout)
+
+
+@pytest.mark.parametrize(("variant", "layout"), [
+    ("llama-rope-tied", dict(tp=2)), ("qwen2", dict(pp=2, vpp=2)), ("qwen3-moe-mixed", dict(tp=2, ep=2, etp=1)),
+    ("qwen3-tied", dict(pp=2, pipeline="Ettt|tL")),
+])  # fmt: skip
+def test_a_model_built_from_the_config_gives_the_logits_of_transformers(variant, layout, tmp_path):
+    make(tmp_path / "hf", variant)
+    hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", transformer_impl="local")
+    model, tokens = read_model(str(tmp_path / "hf")), torch.randint(0, 1000, (2, 17))
+    ranks = Layout(**layout).world_size(model)
+    results = run_on_ranks(ranks, "build_and_run", model.config, layout, str(tmp_path / "mcore" / "release"), tokens)
+    outputs = [output for output in results if output is not None]
+    assert outputs and all((output[..., :1000] - hf_logits(tmp_path / "hf", tokens)).abs().max() < 1e-4 for output in outputs)
+
+
+def test_a_field_that_megatron_does_not_have_is_refused():
+    model = Model.from_hf(VARIANTS["llama"].to_dict())
+    with pytest.raises(ReshardError, match="TransformerConfig has no field sequence_paralel"):
+        transformer_config(model, Layout(), sequence_paralel=True)
+    with pytest.raises(ReshardError, match="--tp 3 does not divide 8 attention heads"):
+        transformer_config(model, Layout(tp=3))
+    assert transformer_config(model, Layout(tp=2), sequence_parallel=True).sequence_parallel

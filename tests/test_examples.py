@@ -1,0 +1,27 @@
+"""The examples that need no GPU, run as they are written."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.checkpoints import make
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def run(*command) -> str:
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_convert(tmp_path):
+    make(tmp_path / "qwen", "qwen3")
+    said = run(EXAMPLES / "convert.py", tmp_path / "qwen", tmp_path / "out", "--tp", 2, "--pp", 2)
+    assert "there and back equal: True" in said
+
+
+def test_refit_on_cpu():
+    said = run("-m", "torch.distributed.run", "--nproc-per-node", 2, EXAMPLES / "refit_on_cpu.py")
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in said.splitlines()]
+    assert len(losses) == 3 and losses[2] < losses[0] and "version 2, 185,088 bytes stayed" in said.splitlines()[2]
