@@ -16,8 +16,8 @@ def run(*command) -> str:
 
 
 def test_convert(tmp_path):
-    make(tmp_path / "qwen", "qwen3")
-    said = run(EXAMPLES / "convert.py", tmp_path / "qwen", tmp_path / "out", "--tp", 2, "--pp", 2)
+    make(tmp_path / "qwen", "qwen3-moe")
+    said = run(EXAMPLES / "convert.py", tmp_path / "qwen", tmp_path / "out", "--tp", 2, "--ep", 2)
     assert "there and back equal: True" in said
 
 
