@@ -23,7 +23,8 @@ VOCAB_MULTIPLE = 64
 @dataclass(frozen=True)
 class VllmLayout:
     """vLLM's parallel sizes: its ``tensor_parallel_size``, ``pipeline_parallel_size``, ``data_parallel_size``,
-    ``enable_expert_parallel`` and, with `round_robin`, ``expert_placement_strategy="round_robin"``."""
+    ``enable_expert_parallel`` and, with `round_robin`, ``expert_placement_strategy="round_robin"`` (with DP vLLM 0.26 heeds that only
+    on the DeepEP low-latency and NIXL backends)."""
 
     tp: int = 1
     pp: int = 1
@@ -58,6 +59,8 @@ class VllmLayout:
             raise ReshardError(f"expert parallelism needs experts, which a {model.family.name} model without them does not have")
         if self.expert_parallel and self.tp * self.dp > model.num_experts:
             raise ReshardError(f"vLLM's tp {self.tp} x dp {self.dp} are more ranks than the model's {model.num_experts} experts")
+        if self.round_robin and (model.config.get("n_group") or 1) < 2:
+            raise ReshardError("vLLM places experts round-robin only where the model has expert groups; it would place them linearly")
 
     def rank(self, model: Model, rank: int) -> "VllmRank":
         """What one rank holds; TP is the innermost axis, then PP, then DP. Raises ReshardError where a size does not divide."""
@@ -81,13 +84,14 @@ class VllmLayout:
         names = [row.hf for row in model.rows("model") if row.vllm]
         embedding = [n for n in names if n.endswith("embed_tokens.weight") and (first or (last and "tied" in model.flags))]
         outer = frozenset(embedding + [n for n in names if last and not n.endswith("embed_tokens.weight")])
-        return VllmRank(self.tp, tp_rank, ranks, index, experts, layers, outer)
+        sequence_parallel = self.expert_parallel and self.tp > 1 and self.dp > 1
+        return VllmRank(self.tp, tp_rank, ranks, index, experts, layers, outer, sequence_parallel)
 
 
 @dataclass(frozen=True)
 class VllmRank:
-    """One rank: TP, the split of experts (`moe_tp`), the global ids of its experts in their order, its layers, and the parameters
-    outside the layers that it has."""
+    """One rank: TP, the split of experts (`moe_tp`), the global ids of its experts in their order, its layers, the parameters outside
+    the layers that it has, and whether its MoE layers split tokens over TP, so that every rank has all of the shared experts."""
 
     tp: int
     tp_rank: int
@@ -96,6 +100,7 @@ class VllmRank:
     experts: tuple[int, ...]
     layers: tuple[int, ...]
     outer: frozenset[str]
+    sequence_parallel: bool = False
 
 
 def vllm_placement(model: Model, rank: VllmRank) -> Placement:
@@ -153,7 +158,7 @@ class _Expansion:
     def box(self, row: Row, hf: str, shape: tuple[int, ...]) -> tuple[Box, int]:
         """The part of a canonical tensor that this rank has, and the rows of padding after it."""
         split = row.split_of("transformer_engine")
-        if split is None:
+        if split is None or (self.rank.sequence_parallel and "shared" in row.conditions):
             return whole(shape), 0
         axis, dim = split
         n, index = (self.rank.moe_tp, self.rank.moe_tp_rank) if axis == "etp" else (self.rank.tp, self.rank.tp_rank)

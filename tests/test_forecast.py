@@ -101,6 +101,7 @@ def test_deepseek_v3_is_planned_from_1024_ranks_to_256():
     (VllmLayout(tp=3), {}, "vLLM's tp 3 does not divide 64 attention heads; sizes that do: 1, 2, 4, 8, 16, 32, 64"),
     (VllmLayout(pp=65), {}, "vLLM's pp 65 is more than the model's 64 layers"),
     (VllmLayout(tp=2, expert_parallel=True), {}, "expert parallelism needs experts"),
+    (VllmLayout(tp=2, round_robin=True), {}, "round-robin only where the model has expert groups"),
     (VllmLayout(tp=2), {"ranks": [2]}, "the engine's 2 ranks are 0 to 1; asked for [2]"),
     (VllmLayout(tp=16), {"colocated": True}, "the engine's 16 ranks do not fit on the trainer's 8 GPUs"),
     (VllmLayout(tp=8), {"order": [0, 1, 2, 3, 4, 5, 6, 6]}, "does not name 8 different ones of 0 to 7"),

@@ -27,6 +27,12 @@ LAYOUTS = [
     ("deepseek-v3", f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=4), 4, True),
     ("deepseek-v3", f"{TP} 4 {EP} 2 {ETP} 2", 4, dict(tp=2, enable_expert_parallel=True), 2, False),
     ("deepseek-v3-no-q-lora", f"{TP} 2 {EP} 4 {ETP} 1", 4, dict(tp=2), 2, False),
+    ("qwen3", f"{TP} 2", 2, dict(tp=1, dp=2), 2, True),
+    ("llama", f"{TP} 2", 2, dict(tp=2, dp=2), 4, False),
+    ("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, dp=2), 4, True),
+    ("qwen3-moe", f"{PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, dp=2, enable_expert_parallel=True), 4, True),
+    ("deepseek-v3", f"{TP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, dp=2, enable_expert_parallel=True), 4, True),
+    ("deepseek-v3", f"{TP} 2 {EP} 2 {ETP} 1", 4, dict(tp=4, enable_expert_parallel=True, expert_placement_strategy="round_robin"), 4, True),
 ]
 
 

@@ -77,7 +77,8 @@ class VllmModel:
         layers = sorted({int(name.split(".")[2]) for name in self.tensors if name.startswith("model.layers.")})
         # Not by the stage: some of vLLM's models have the output on every one.
         outer = frozenset(row.hf for row in self.model.rows("model") if row.vllm and row.hf in self.tensors)
-        return VllmRank(tp.world_size, tp.rank_in_group, moe_tp, moe_tp_rank, experts, tuple(layers), outer)
+        sequence_parallel = self.vllm_config.parallel_config.use_sequence_parallel_moe
+        return VllmRank(tp.world_size, tp.rank_in_group, moe_tp, moe_tp_rank, experts, tuple(layers), outer, sequence_parallel)
 
     def _placement(self) -> tuple[Placement, dict[Any, Region]]:
         """What the rules say, checked against what vLLM's loader does; or that alone, for a family without vLLM names."""
