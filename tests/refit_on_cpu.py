@@ -16,14 +16,34 @@ from reshard.refit import members as members_module
 from tests import megatron_on_cpu, vllm_on_cpu
 
 
-def trainer(flags: list[str], directory: str, wrapped: bool = True):
-    """Megatron's chunks for this rank in bf16, loaded; and a function that loads another checkpoint into the same memory."""
+def trainer(flags: list[str], directory: str, ddp: bool = False):
+    """Megatron's chunks for this rank in bf16, loaded and wrapped; and a function that loads another checkpoint into the same memory.
+
+    With `ddp` they are wrapped as for a distributed optimizer, which makes every parameter a view of one buffer; the embedding and
+    one norm are frozen and stay outside of it.
+    """
     models, args = megatron_on_cpu.build(flags)
     for model in models:
         model.bfloat16()
     megatron_on_cpu.load(models, args, directory)
-    chunks = [Float16Module(model.config, model) for model in models] if wrapped else models
+    chunks = [Float16Module(model.config, model) for model in models]
+    if ddp:
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                parameter.requires_grad_("word_embeddings" not in name and "layers.1.input_layernorm" not in name)
+        chunks = [distributed(chunk) for chunk in chunks]
     return chunks, lambda other: megatron_on_cpu.load(models, args, other)
+
+
+def distributed(chunk: torch.nn.Module) -> torch.nn.Module:
+    """Megatron's DDP around a chunk, with its parameters in the distributed optimizer's buffer."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    options = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False, bucket_size=None)
+    wrapped = DistributedDataParallel(chunk.config, options, chunk)
+    storages = {p.untyped_storage().data_ptr() for p in chunk.parameters() if p.requires_grad}
+    assert len(storages) == len(wrapped.buffers) + len(wrapped.expert_parallel_buffers), "the parameters are views of the buffers"
+    return wrapped
 
 
 def fingerprint(model: torch.nn.Module) -> dict[str, tuple]:
@@ -52,16 +72,16 @@ def refit_twice(rank: int, sides: dict, flags: list[str], checkpoints: list[tupl
     """Refit from each of two Megatron checkpoints in turn.
 
     `sides` is {"trainer": n, "engine": m, "together": bool, ...}; the engine starts with random weights. `moving` parameters get new
-    memory before every refit; `traced` takes the vLLM names out of the tables. Returns, for engine ranks, what vLLM then holds, what
+    memory before every refit; `ddp` wraps them for a distributed optimizer; `traced` takes the vLLM names out of the tables. Returns, for engine ranks, what vLLM then holds, what
     its own loader makes of the two Hugging Face checkpoints, the names whose address has changed, and the reports.
     """
     if options.pop("traced", False):
         without_vllm_names()
-    moving = options.pop("moving", False)
+    moving, ddp = options.pop("moving", False), options.pop("ddp", False)
     is_trainer, is_engine, members = start(rank, sides)
     source = destination = load = None
     if is_trainer:
-        chunks, load = trainer(flags, checkpoints[0][1])
+        chunks, load = trainer(flags, checkpoints[0][1], ddp)
         source = MegatronModel(chunks)
     if is_engine:
         model, config = vllm_on_cpu.build(checkpoints[0][0], load_format="dummy", **engine)

@@ -131,6 +131,11 @@ def test_parameters_that_move_between_refits_are_found_again(converted, tmp_path
     refit(converted("qwen3-moe"), f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2), 2, True, tmp_path, moving=True)
 
 
+@pytest.mark.parametrize(("variant", "parallel"), [("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1"), ("llama-rope-tied", f"{PP} 2 {VPP} 2")])
+def test_parameters_in_a_distributed_optimizers_buffer_and_frozen_ones_are_refitted_alike(variant, parallel, converted, tmp_path):
+    refit(converted(variant), parallel, 4, dict(tp=2), 2, False, tmp_path, ddp=True)
+
+
 def test_a_family_without_vllm_names_goes_by_the_traced_layout(converted, tmp_path):
     refit(converted("deepseek-v3"), f"{PP} 2", 2, dict(tp=2), 2, False, tmp_path, traced=True)
 
