@@ -13,7 +13,7 @@ from reshard.live.megatron import MegatronModel
 from reshard.live.vllm import VllmModel
 from reshard.refit import Members, connect, copies
 from reshard.refit import members as members_module
-from tests import megatron_on_cpu, vllm_on_cpu
+from tests import megatron_on_cpu, two_hosts, vllm_on_cpu
 
 
 def trainer(flags: list[str], directory: str, ddp: bool = False):
@@ -54,7 +54,14 @@ def fingerprint(model: torch.nn.Module) -> dict[str, tuple]:
 
 
 def start(rank: int, sides: dict) -> tuple[bool, bool, Members]:
-    """Torch's own process group for this rank's side, and the members of both; whether the rank is a trainer's, an engine's."""
+    """Torch's own process group for this rank's side, and the members of both; whether the rank is a trainer's, an engine's.
+
+    With `hosts` in `sides` the trainer's ranks run on the first of `two_hosts`, the engine's on the second.
+    """
+    host = "127.0.0.1"
+    if "hosts" in sides:
+        two_hosts.enter(sides["hosts"], int(rank >= sides["trainer"]))
+        host = two_hosts.ADDRESSES[0]
     n, m, folder, timeout = sides["trainer"], sides["engine"], sides["folder"], sides.get("timeout", 60)
     if sides.get("together"):
         assert n == m, "one world"
@@ -65,7 +72,7 @@ def start(rank: int, sides: dict) -> tuple[bool, bool, Members]:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=index, world_size=world)
     if sides.get("together"):
         return True, True, Members.of_process_group(timeout=timeout)
-    return rank < n, rank >= n, Members.join(f"127.0.0.1:{sides['port']}", rank, n + m, timeout=timeout)
+    return rank < n, rank >= n, Members.join(f"{host}:{sides['port']}", rank, n + m, timeout=timeout)
 
 
 def refit_twice(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict, **options):
@@ -123,6 +130,14 @@ def caught(action) -> str:
     except ReshardError as error:
         return str(error)
     return "no error"
+
+
+def joining(rank: int, sides: dict) -> str:
+    """What is said where the members cannot meet."""
+    said = caught(lambda: start(rank, sides))
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return said
 
 
 def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], what: str):

@@ -1,6 +1,9 @@
 """Refits between real Megatron models and vLLM's real model classes: bit for bit what vLLM's own loader makes of the export."""
 
+import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,9 +65,11 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def refit(checkpoints, parallel: str, trainers: int, engine: dict, engines: int, together: bool, folder, **options):
+def refit(
+    checkpoints, parallel: str, trainers: int, engine: dict, engines: int, together: bool, folder, sides: dict | None = None, **options
+):
     """Run it, and check what every engine rank holds after each refit; the reports."""
-    sides = {"trainer": trainers, "engine": engines, "together": together, "folder": str(folder), "port": free_port()}
+    sides = {"trainer": trainers, "engine": engines, "together": together, "folder": str(folder), "port": free_port(), **(sides or {})}
     arguments = (sides, flags_at(Path(checkpoints[0][1]), parallel), checkpoints, engine)
     results = run_on_ranks(trainers if together else trainers + engines, "refit_twice", *arguments, module="refit_on_cpu", options=options)
     checked = 0
@@ -138,6 +143,33 @@ def test_parameters_in_a_distributed_optimizers_buffer_and_frozen_ones_are_refit
 
 def test_a_family_without_vllm_names_goes_by_the_traced_layout(converted, tmp_path):
     refit(converted("deepseek-v3"), f"{PP} 2", 2, dict(tp=2), 2, False, tmp_path, traced=True)
+
+
+@pytest.fixture
+def hosts():
+    """Two hosts: network namespaces with a link between them."""
+    program = [sys.executable, str(Path(__file__).parent / "two_hosts.py")]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdin and process.stdout and process.stderr
+        said = process.stdout.readline()
+        if not said:
+            problem = process.stderr.read()
+            assert "PermissionError" in problem, problem
+            pytest.skip("this machine lets nobody make network namespaces")
+        yield json.loads(said)
+        process.stdin.close()
+
+
+def test_a_trainer_and_an_engine_on_two_hosts(converted, tmp_path, hosts):
+    reports = refit(converted("qwen3-moe"), f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2), 2, False, tmp_path, {"hosts": hosts})
+    assert all(r["bucket_bytes"] > 0 and r["local_bytes"] == r["peer_bytes"] == 0 for r in reports[-1])
+
+
+def test_a_host_that_cannot_be_reached_is_named(converted, tmp_path, hosts):
+    lost = hosts | {"hosts": hosts["hosts"][::-1]}  # rank 0 would serve at an address of the other host
+    sides = {"trainer": 1, "engine": 1, "folder": str(tmp_path), "port": free_port(), "timeout": 5, "hosts": lost}
+    results = run_on_ranks(2, "joining", sides, module="refit_on_cpu")
+    assert "rank 0 cannot serve at 10.199.7.1" in results[0] and "rank 1 found no member 0 at 10.199.7.1" in results[1], results
 
 
 def fault(converted, folder, what: str, variant: str = "qwen3", timeout: float = 60, flags: str = ""):

@@ -29,7 +29,13 @@ def group_of(members: Members, device: torch.device) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, members.rank, members.size, options)
-    return dist.ProcessGroupGloo(store, members.rank, members.size, timeout)
+    gloo: Any = dist.ProcessGroupGloo
+    if members.local_address is None:
+        return gloo(store, members.rank, members.size, timeout)
+    # Of several networks the one on which the members met; by itself Gloo takes the one that the host's name stands for.
+    settings = gloo._Options()
+    settings._timeout, settings._devices = timeout, [gloo.create_device(hostname=members.local_address)]
+    return gloo(store, members.rank, members.size, settings)
 
 
 def rounds_of(sizes: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:

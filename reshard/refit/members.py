@@ -39,6 +39,7 @@ class Members:
         self.names = {r: f"rank {r}" for r in range(size)}
         self.mine: list[str] = []
         self.process_group: dist.ProcessGroup | None = None
+        self.local_address: str | None = None
         self.scope = "connect"
 
     @staticmethod
@@ -72,7 +73,9 @@ class Members:
         except (OSError, RuntimeError, ValueError) as error:
             who = "cannot serve" if rank == 0 else "found no member 0"
             raise ReshardError(f"rank {rank} {who} at {address} ({str(error).splitlines()[0]})") from error
-        return Members(store, rank, size, timeout)
+        members = Members(store, rank, size, timeout)
+        members.local_address = _address_towards(host, int(port))
+        return members
 
     def post(self, key: str, payload: bytes = b"", keep: bool = False) -> None:
         """Publish a payload under a key of this rank; with `keep` it stays when older messages are deleted."""
@@ -163,6 +166,14 @@ class Members:
             return function(*args)
         except (RuntimeError, dist.DistError) as error:
             raise ReshardError(f"{self.names[self.rank]} lost the store that the members meet at ({str(error).splitlines()[0]})") from error
+
+
+def _address_towards(host: str, port: int) -> str:
+    """This machine's address on the way to a host; nothing is sent."""
+    [(family, kind, _, _, there), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    with socket.socket(family, kind) as probe:
+        probe.connect(there)
+        return str(probe.getsockname()[0])
 
 
 def pack_json(value: Any) -> bytes:
