@@ -230,6 +230,11 @@ def agreement(rank: int, sides: dict, checkpoint: str, engine: dict, change: str
             return replace(placement, tensors={**placement.tensors, name: tensor._replace(parts=parts)})
 
         live_vllm.vllm_placement = changed
+    if change == "fp8":
+        from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+
+        layer = model.get_submodule("model.layers.0.self_attn.qkv_proj")
+        layer.quant_method = object.__new__(Fp8LinearMethod)  # its kernels ask for a GPU when it is made
     if change == "backend":
         from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 

@@ -220,6 +220,7 @@ def test_an_engine_serves_no_half_written_model_until_a_whole_refit_succeeded(wh
     ("qwen3-moe", "expert", "disagree on model.layers.0.mlp.experts.routed_experts.w13_weight"),
     ("qwen3-moe", "backend", "keeps its experts in the order of FLASHINFER_CUTLASS"),
     ("qwen3-moe", "nothing", "no error"),
+    ("qwen3", "fp8", "model.layers.0.self_attn.qkv_proj serves from weights that Fp8LinearMethod has changed"),
 ])  # fmt: skip
 def test_a_disagreement_with_vllms_own_loader_is_refused_and_changes_nothing(variant, change, sentence, converted, tmp_path):
     sides = {"trainer": 1, "folder": str(tmp_path), "port": free_port()}
