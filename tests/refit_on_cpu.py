@@ -170,14 +170,13 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
     if "link" not in holder:
         return said + [round(time.monotonic() - began)]
     link = holder["link"]
-    if what == "dies" and rank == 0:
-        os._exit(0)
     link.refit(version=1)
-    if what == "dies later":
-        if rank == 2:
+    if what in ("dies", "trainer dies", "stalls"):
+        if rank == (0 if what == "trainer dies" else 2):
+            time.sleep(3 * sides["timeout"] if what == "stalls" else 0)
             os._exit(0)
         said.append(caught(lambda: link.refit(version=2)))
-        return said
+        return [*said, destination.fit if destination else None, time.monotonic() - began]
     if is_trainer:
         with torch.no_grad():  # else what was lost would be there from the first refit
             for tensor in source.models[0].parameters():

@@ -4,12 +4,14 @@ No collective is used here, so that a process that dies or stalls is named by th
 and raw arrays; nothing is unpickled.
 """
 
+import atexit
 import json
 import os
 import socket
 import time
 import zlib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ class Members:
         self.mine: list[str] = []
         self.process_group: dist.ProcessGroup | None = None
         self.local_address: str | None = None
+        self.met = ""
         self.scope = "connect"
 
     @staticmethod
@@ -75,6 +78,8 @@ class Members:
             raise ReshardError(f"rank {rank} {who} at {address} ({str(error).splitlines()[0]})") from error
         members = Members(store, rank, size, timeout)
         members.local_address = _address_towards(host, int(port))
+        if rank == 0:
+            atexit.register(members.linger)
         return members
 
     def post(self, key: str, payload: bytes = b"", keep: bool = False) -> None:
@@ -128,6 +133,19 @@ class Members:
             self.mine += [f"{key}/count", f"{key}/all"]
         if not self._until([f"{key}/all"]):
             self.wait(key, range(self.size))
+        self.met = f"{key}/seen"
+        if self.rank:
+            with suppress(RuntimeError, dist.DistError):
+                self.store.add(self.met, 1)
+        else:
+            self.mine.append(self.met)
+
+    def linger(self) -> None:
+        """As rank 0, stay until the others know that all have met: they ask the store that this process serves."""
+        deadline = time.monotonic() + LINGER_SECONDS
+        with suppress(RuntimeError, dist.DistError):
+            while self.met and self.store.add(self.met, 0) < self.size - 1 and time.monotonic() < deadline:
+                time.sleep(1e-3)
 
     def fail(self, error: BaseException) -> None:
         """Tell the others why this member gives up. Rank 0, which serves the store, stays until they know."""
@@ -156,16 +174,21 @@ class Members:
             raise ReshardError(self._call(self.store.get, f"failed in {self.scope}").decode())
 
     def forget(self) -> None:
-        """Delete this member's messages but the last three: others may not have seen yet that all have met."""
+        """Delete this member's messages but the last three: others may not have seen yet that all have met.
+
+        Who serves the store may be gone by then, after the last refit of a job; the next wait would say so.
+        """
         old, self.mine = self.mine[:-3], self.mine[-3:]
-        for name in old:
-            self._call(self.store.delete_key, name)
+        with suppress(RuntimeError, dist.DistError):
+            for name in old:
+                self.store.delete_key(name)
 
     def _call(self, function: Callable, *args: Any) -> Any:
         try:
             return function(*args)
         except (RuntimeError, dist.DistError) as error:
-            raise ReshardError(f"{self.names[self.rank]} lost the store that the members meet at ({str(error).splitlines()[0]})") from error
+            who = f"{self.names[0]}, which serves the store that the members meet at, does not answer {self.names[self.rank]}"
+            raise ReshardError(f"{who} ({str(error).splitlines()[0]})") from error
 
 
 def _address_towards(host: str, port: int) -> str:
