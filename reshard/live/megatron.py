@@ -55,6 +55,7 @@ class MegatronModel:
         self.regions: list[Region] = []
         self.objects: set[str] = set()
         self._read(dict(metadata) if metadata else None)
+        self._tensors = list({id(region.tensor): region.tensor for region in self.regions}.values())
 
     def _read(self, metadata: dict[str, Any] | None) -> None:
         from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -86,7 +87,7 @@ class MegatronModel:
 
     def addresses(self) -> list[int]:
         """Where the parameters are now: one address for each tensor that a shard looks into."""
-        return [tensor.data_ptr() for tensor in {id(region.tensor): region.tensor for region in self.regions}.values()]
+        return [tensor.data_ptr() for tensor in self._tensors]
 
     def check_config(self, model: Model) -> None:
         """Raise ReshardError where Megatron's config says something else than the model that is served, with both values."""

@@ -116,6 +116,10 @@ class _Recorder(TorchDispatchMode):
         self.fills: list[TracedFill] = []
         self.used: set[str] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and to keep Dynamo out of it takes longer than the call itself
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.ops.aten.copy_.default:
             self._copy(args[0], args[1])
@@ -123,7 +127,7 @@ class _Recorder(TorchDispatchMode):
         if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
             self._fill(args[0], args[1] if len(args) > 1 else 0)
             return args[0]
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs) if kwargs else func(*args)
         if isinstance(out, torch.Tensor) and not func.is_view:
             # A new tensor made of a canonical one: a copy of it could not be traced to a box.
             for arg in args:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from reshard.boxes import whole
+from reshard.collector import collector_paused
 from reshard.errors import ReshardError, listed
 from reshard.live.memory import Region
 from reshard.live.trace import Trace, trace_load
@@ -35,7 +36,8 @@ class VllmModel:
         named = [*model.named_parameters(remove_duplicate=True), *model.named_buffers()]
         self.tensors: dict[str, torch.Tensor] = dict(named)
         self.rank = self._rank()
-        self.placement, self.regions = self._placement()
+        with collector_paused():
+            self.placement, self.regions = self._placement()
         self.derived = _derived_attention(model)
         self.version: int | None = None
         self._fit, self._guarded = True, False

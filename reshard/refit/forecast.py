@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard.collector import collector_paused
 from reshard.errors import ReshardError
 from reshard.layout import Layout
 from reshard.megatron import LiveShard, Mapping, Parameter, expand, live_shards, padded_vocab_size
@@ -79,6 +80,7 @@ class Forecast:
         return asdict(self) | {"plan_seconds": self.plan_seconds}
 
 
+@collector_paused()
 def plan_refit(model: Model, trainer: Layout, engine: VllmLayout, *, dp: int | None = None, cp: int = 1, colocated: bool | None = None,
                gpus_per_host: int = 8, link_rate: float = 370e9, network_rate: float = 50e9, memory_rate: float = 4.2e12,
                itemsize: int = 2, transformer_impl: str = "transformer_engine", vocab_divisible_by: int = 128,

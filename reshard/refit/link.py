@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from reshard.collector import collector_paused
 from reshard.dtypes import dtype_named
 from reshard.errors import ReshardError, listed
 from reshard.live.megatron import MegatronModel, Shard, Source, source_of
@@ -76,7 +77,7 @@ def connect(members: Members, source: MegatronModel | None = None, destination: 
     if executor not in EXECUTORS:
         raise ReshardError(f"executor {executor!r} is not one of {listed(EXECUTORS)}")
     link = Link(members, source, destination, executor, bucket_bytes)
-    with link._told("connect"):
+    with link._told("connect"), collector_paused():
         link._connect()
     return link
 

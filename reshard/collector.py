@@ -1,0 +1,17 @@
+"""Python's garbage collector, kept from looking through a million tuples of a plan again and again."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No garbage collection inside, as a decorator or a context; boxes and transfers have no cycles."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
