@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 import click
+from reshard.cli.layout import LAYOUT_NAMES, layout_options
 from reshard.cli.output import json_option, print_report, progress_bar, workers_option
 
 _SIZE = click.IntRange(min=1)
@@ -12,43 +13,7 @@ _SIZE = click.IntRange(min=1)
 @click.command("hf-to-mcore")
 @click.argument("source")
 @click.argument("destination", type=click.Path())
-@click.option("--tp", "--tensor-model-parallel-size", "tp", type=_SIZE, default=1, show_default=True, help="Tensor parallel size.")
-@click.option("--pp", "--pipeline-model-parallel-size", "pp", type=_SIZE, default=1, show_default=True, help="Pipeline parallel size.")
-@click.option(
-    "--vpp",
-    "--num-virtual-stages-per-pipeline-rank",
-    "--virtual-pipeline-model-parallel-size",
-    "vpp",
-    type=_SIZE,
-    default=1,
-    show_default=True,
-    help="Virtual stages per pipeline rank.",
-)
-@click.option("--ep", "--expert-model-parallel-size", "ep", type=_SIZE, default=1, show_default=True, help="Expert parallel size.")
-@click.option(
-    "--etp", "--expert-tensor-parallel-size", "etp", type=_SIZE, help="Expert tensor parallel size (default: TP, as in Megatron)."
-)
-@click.option(
-    "--first-stage-layers",
-    "--decoder-first-pipeline-num-layers",
-    "--num-layers-in-first-pipeline-stage",
-    "first_stage_layers",
-    type=_SIZE,
-    help="Layers on the first pipeline rank.",
-)
-@click.option(
-    "--last-stage-layers",
-    "--decoder-last-pipeline-num-layers",
-    "--num-layers-in-last-pipeline-stage",
-    "last_stage_layers",
-    type=_SIZE,
-    help="Layers on the last pipeline rank.",
-)
-@click.option("--account-for-embedding-in-pipeline-split", "embedding_in_split", is_flag=True, help="The embedding counts as a layer.")
-@click.option("--account-for-loss-in-pipeline-split", "loss_in_split", is_flag=True, help="The loss counts as a layer.")
-@click.option(
-    "--pipeline-model-parallel-layout", "--pipeline-layout", "pipeline", help="Megatron's layout string, such as 'Et*3|t*4|t*3L'."
-)
+@layout_options
 @click.option("--make-vocab-size-divisible-by", type=_SIZE, default=128, show_default=True, help="Pad the vocabulary to this times TP.")
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Cast (default: as it is; fp8 becomes bf16).")
 @click.option(
@@ -77,8 +42,7 @@ def command(source: str, destination: str, as_json: bool, release: bool, **optio
     from reshard.convert import hf_to_mcore
     from reshard.layout import Layout
 
-    names = ("tp", "pp", "vpp", "ep", "etp", "first_stage_layers", "last_stage_layers", "embedding_in_split", "loss_in_split", "pipeline")
-    layout = Layout(**{name: options.pop(name) for name in names})
+    layout = Layout(**{name: options.pop(name) for name in LAYOUT_NAMES})
     start = time.perf_counter()
     with progress_bar("hf-to-mcore") as progress:
         report = hf_to_mcore(source, destination, layout, progress=progress, **options)

@@ -16,12 +16,13 @@ COMMANDS = {
     "diff": "Compare two checkpoints bit for bit, whatever their formats.",
     "check": "Compare a checkpoint's bytes with its manifest.",
     "plan": "Say what a refit of vLLM from Megatron would move, without a GPU.",
+    "parity": "Say whether two systems give the same logprobs.",
     "demo": "Convert a small model there and back, and prove it with Megatron's own loader.",
 }
 
 EPILOG = (
-    "Exit codes: 0 done (diff: equal; check: intact); 1 a difference, a failed check or an error, which is printed as one "
-    "sentence; 2 a mistake in the command line; 130 interrupted."
+    "Exit codes: 0 done (diff: equal; check: intact; parity: within the limits); 1 a difference, a failed check or an error, "
+    "which is printed as one sentence; 2 a mistake in the command line; 130 interrupted."
 )
 
 

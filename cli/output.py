@@ -27,6 +27,20 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def quiet() -> None:
+    """Keep the libraries that run models from talking while they load."""
+    import logging
+    import warnings
+
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+
+
 def print_json(value: dict[str, Any]) -> None:
     """One JSON object on stdout. Numbers that JSON lacks (NaN, infinity) become strings."""
     click.echo(json.dumps(_plain(value), indent=2, allow_nan=False))

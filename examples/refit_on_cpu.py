@@ -51,21 +51,21 @@ def main() -> None:
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo")
     from reshard import Layout, read_model
-    from reshard.live.build import build_megatron, initialize_parallel
+    from reshard.live.build import build_megatron, initialize_parallel, without_gpu
     from reshard.live.vllm import VllmModel
 
-    # Helpers of the tests: they stand in for what these two packages ask of a GPU.
-    from tests import megatron_on_cpu, vllm_on_cpu
+    # A helper of the tests: it builds vLLM's model classes on a platform without a GPU.
+    from tests import vllm_on_cpu
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
         model, config = vllm_on_cpu.build(folder, pp=2, load_format="dummy")
-        megatron_on_cpu.without_cuda()
         layout = Layout(tp=2)
-        initialize_parallel(layout)
         options = {"transformer_impl": "local", "use_cpu_initialization": True, "masked_softmax_fusion": False}
-        chunks = build_megatron(read_model(folder), layout, parallel_output=True, **options)
-        train([chunk.bfloat16() for chunk in chunks], VllmModel(model, config), steps=3)
+        with without_gpu():
+            initialize_parallel(layout)
+            chunks = build_megatron(read_model(folder), layout, **options)
+            train([chunk.bfloat16() for chunk in chunks], VllmModel(model, config), steps=3)
     dist.destroy_process_group()
 
 

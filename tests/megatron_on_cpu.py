@@ -199,11 +199,12 @@ def load_and_run(rank: int, flags: list[str], directory: str, tokens: torch.Tens
 def build_and_run(rank: int, config: dict, layout: dict, directory: str, tokens: torch.Tensor):
     """Build from the Hugging Face config alone, load with Megatron-Core's code, run; logits or None."""
     from reshard import Layout
-    from reshard.live.build import build_megatron, initialize_parallel
+    from reshard.live.build import build_megatron, initialize_parallel, without_gpu
     from reshard.model import Model
 
-    without_cuda()
     sizes = Layout(**layout)
+    inside = without_gpu()
+    inside.__enter__()  # until this process ends
     initialize_parallel(sizes)
     models = build_megatron(Model.from_hf(config), sizes, transformer_impl="local", dtype=torch.float32, parallel_output=False,
                             use_cpu_initialization=True, masked_softmax_fusion=False)  # fmt: skip

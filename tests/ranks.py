@@ -19,7 +19,7 @@ def run_on_ranks(world_size: int, function: str, *args, module: str = "megatron_
     global _context
     if _context is None:
         _context = multiprocessing.get_context("forkserver")
-        _context.set_forkserver_preload(["tests.megatron_on_cpu", "tests.refit_on_cpu"])
+        _context.set_forkserver_preload(["tests.megatron_on_cpu", "tests.parity_on_cpu", "tests.refit_on_cpu"])
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             _context.Process(target=_rank, args=(folder, rank, world_size, module, function, args, options or {}))
@@ -52,10 +52,10 @@ def _rank(folder: str, rank: int, world_size: int, module: str, function: str, a
 
         torch.set_num_threads(1)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), CUDA_DEVICE_MAX_CONNECTIONS="1")
-        if module == "megatron_on_cpu":
+        if module != "refit_on_cpu":
             torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
         result = getattr(importlib.import_module(f"tests.{module}"), function)(rank, *args, **options)
-        if module == "megatron_on_cpu":
+        if module != "refit_on_cpu":
             torch.distributed.barrier()
         (Path(folder) / f"result{rank}").write_bytes(pickle.dumps(result))
         torch.distributed.destroy_process_group()

@@ -4,6 +4,8 @@ The fields that decide numerics (rotary scaling, YaRN and mscale, q/k norm, the 
 MTP) come from the family's table, the same that converts the weights.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -105,8 +107,50 @@ def layer_specs(config: Any, transformer_impl: str, vp_stage: int | None) -> tup
 
     engine = transformer_impl == "transformer_engine"
     decoder = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage)
-    if not config.mtp_num_layers:
-        return decoder, None
-    # Not the stage's own: it may have no layer of the kind that follows the last one.
+    # The stage's own may lack a layer of the kind that MTP follows.
     last = get_gpt_decoder_layer_specs(config, use_transformer_engine=engine, normalization="RMSNorm")[-1]
-    return decoder, get_gpt_mtp_block_spec(config, last, use_transformer_engine=engine, vp_stage=vp_stage)
+    if config.multi_latent_attention:
+        from reshard.live.mla import MLAWithPlainQueries, PlainCoreAttention
+
+        for layer in (*decoder.layer_specs, last):
+            attention = layer.submodules.self_attention
+            if config.q_lora_rank is None:
+                attention.module = MLAWithPlainQueries
+            if not engine:
+                attention.submodules.core_attention = PlainCoreAttention
+    mtp = get_gpt_mtp_block_spec(config, last, use_transformer_engine=engine, vp_stage=vp_stage) if config.mtp_num_layers else None
+    return decoder, mtp
+
+
+@contextmanager
+def without_gpu() -> Iterator[None]:
+    """On a machine without a GPU: what is inside can build and run Megatron's local layers on the CPU.
+
+    They ask for the current CUDA device by name, move tied embeddings there, and want CUDA's random states even where there is no
+    dropout. All three are changed for the whole process and put back.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    from megatron.core.tensor_parallel import random
+
+    kept = torch.cuda.current_device, random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED
+    kept_move = torch.Tensor.cuda
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = _NoRandomStates(), True
+    try:
+        yield
+    finally:
+        torch.cuda.current_device, random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = kept
+        torch.Tensor.cuda = kept_move  # type: ignore[method-assign]
+
+
+class _NoRandomStates:
+    """In place of CUDA's random states, by the name that Megatron asks for."""
+
+    def fork(self, *_: Any) -> Any:
+        return nullcontext()
+
+    def is_initialized(self) -> bool:
+        return True

@@ -1,0 +1,74 @@
+"""``reshard parity``."""
+
+from typing import Any
+
+import click
+from reshard.cli.layout import LAYOUT_NAMES, layout_options
+from reshard.cli.output import json_option, print_json, quiet
+
+
+@click.command("parity")
+@click.argument("a")
+@click.argument("b")
+@click.option("--prompts", type=click.Path(), help="A line each: text, or JSON with text or tokens.")
+@click.option("--random", "count", type=click.IntRange(min=1), help="So many prompts of random tokens (default: 8).")
+@click.option("--lengths", default="16,64,128", show_default=True, help="Lengths of random prompts, in turn.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Prompts at a time, padded to the longest.")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: bf16 with a GPU, fp32 without.")
+@click.option("--hf-config", type=click.Path(), help="config.json to read a Megatron checkpoint with.")
+@click.option("--noise", is_flag=True, help="Also compare A with itself, again and in the other dtype.")
+@click.option("--max-abs", type=float, help="Largest |difference| of two logprobs that passes.")
+@click.option("--max-mean-abs", "mean_abs", type=float, help="Largest mean |difference|.")
+@click.option("--max-token-mult-prob-error", "token_mult_prob_error", type=float, help="Largest mean of exp |difference|.")
+@click.option("--max-kl", "kl", type=float, help="Largest KL over the vocabulary, in nats.")
+@click.option("--min-argmax-agreement", "argmax_agreement", type=float, help="Smallest share of positions with the same best token.")
+@layout_options
+@json_option
+def command(a: str, b: str, prompts: str | None, count: int | None, lengths: str, as_json: bool, **options: Any) -> None:
+    """Score the same prompts in A and in B, and exit 1 where their logprobs are further apart than the limits.
+
+    Each is a Hugging Face directory or hub id, which transformers runs, or a Megatron checkpoint, which Megatron-Core runs; at a layout
+    of several ranks start this under torchrun: torchrun --nproc-per-node 4 --no-python reshard parity A B --tp 2 --pp 2
+    """
+    if prompts is not None and count is not None:
+        raise click.UsageError("--prompts and --random exclude each other")
+    parts = lengths.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 1 for part in parts):
+        raise click.UsageError(f"--lengths {lengths} is not a list of numbers above 1, such as 16,64")
+    from dataclasses import replace
+    from pathlib import Path
+
+    from reshard.layout import Layout
+    from reshard.parity.gate import Limits, parity
+    from reshard.parity.prompts import read_prompts, tokenizer_of
+
+    quiet()
+    names = ("max_abs", "mean_abs", "token_mult_prob_error", "kl", "argmax_agreement")
+    given = {name: value for name in names if (value := options.pop(name)) is not None}
+    layout = Layout(**{name: options.pop(name) for name in LAYOUT_NAMES})
+    wanted = read_prompts(Path(prompts), lambda: tokenizer_of([a, b])) if prompts is not None else count or 8
+    found = parity(a, b, wanted, layout=layout, lengths=[int(part) for part in parts],
+                   limits=lambda dtype: replace(Limits.of_dtype(dtype), **given), **options)  # fmt: skip
+    if not found.first_process:
+        raise click.exceptions.Exit(0 if found.ok else 1)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        _show(found)
+    if not found.ok:
+        click.echo(f"Error: A and B do not hold the same model: {'; '.join(found.exceeded)}", err=True)
+        raise click.exceptions.Exit(1)
+
+
+def _show(found: Any) -> None:
+    click.echo(f"A: {found.a}\nB: {found.b}")
+    columns = {"A to B": found.overall} | {name.replace("A", "A to A", 1): metrics for name, metrics in found.noise.items()}
+    click.echo(f"{found.overall.tokens} tokens of {len(found.prompts)} prompts".ljust(36) + "".join(f"{name:>20}" for name in columns))
+    for name, value in found.overall.to_dict().items():
+        if name == "tokens" or value is None:
+            continue
+        shown = (getattr(metrics, name) for metrics in columns.values())
+        click.echo(f"  {name:<34}" + "".join(f"{'-' if v is None else format(v, '.6g'):>20}" for v in shown))
+    worst = max(range(len(found.prompts)), key=lambda i: found.prompts[i].mean_abs)
+    click.echo(f"worst prompt: {worst} ({found.prompts[worst].tokens} tokens), mean_abs {found.prompts[worst].mean_abs:.6g}")

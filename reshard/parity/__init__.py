@@ -1,0 +1,18 @@
+"""Parity: do two systems that hold the same model give the same logprobs?"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from reshard.parity.gate import Limits, ParityReport, compare_scores, parity
+    from reshard.parity.metrics import Metrics, Scores, metrics_of
+
+_HOMES = {"Limits": "gate", "ParityReport": "gate", "compare_scores": "gate", "parity": "gate", "Metrics": "metrics", "Scores": "metrics",
+          "metrics_of": "metrics"}  # fmt: skip
+__all__ = ["Limits", "Metrics", "ParityReport", "Scores", "compare_scores", "metrics_of", "parity"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"reshard.parity.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'reshard.parity' has no attribute {name!r}")

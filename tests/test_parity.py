@@ -1,0 +1,226 @@
+"""The parity gate: the same model passes, at any layout; every seeded fault is caught."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from reshard.cli.main import cli
+from safetensors.torch import load_file, save_file
+
+from reshard import Layout, ReshardError, hf_to_mcore
+from reshard.parity import Limits, Scores, metrics_of
+from reshard.parity.prompts import check_prompts, random_prompts, read_prompts
+from tests.checkpoints import make
+from tests.ranks import run_on_ranks
+
+TP1 = Layout()
+# A variant, the layout that it is written at, and the one that it is loaded and run at.
+SAME = [
+    ("llama", Layout(tp=2), dict(pp=2, vpp=2)),
+    ("llama-rope-tied", Layout(pp=2), dict(tp=2, pp=2)),
+    ("llama-bias", Layout(), dict(tp=2)),
+    ("llama-mha", Layout(tp=4), dict(pp=2, first_stage_layers=1)),
+    ("qwen2", Layout(pp=2), dict(tp=4)),
+    ("qwen2-tied", Layout(tp=2), dict(pp=2)),
+    ("qwen3", Layout(tp=2, pp=2), dict(tp=2)),
+    ("qwen3-tied", Layout(), dict(tp=2, pp=2)),
+    ("qwen3-moe", Layout(ep=4, etp=1), dict(tp=2, ep=2, etp=1)),
+    ("qwen3-moe-mixed", Layout(tp=2, ep=2, etp=2), dict(pp=2, ep=2, etp=1)),
+    ("qwen3-moe-step", Layout(pp=2), dict(tp=2, ep=2, etp=2)),
+    ("deepseek-v3", Layout(tp=2, ep=2, etp=1), dict(tp=2, pp=2, ep=2, etp=1)),
+    ("deepseek-v3-no-q-lora", Layout(pp=2), dict(ep=4, etp=1)),
+]
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """A variant's Hugging Face directory, and its Megatron checkpoint at a layout."""
+    made = {}
+
+    def get(variant: str, layout: Layout = TP1):
+        if (variant, layout) not in made:
+            folder = tmp_path_factory.mktemp(variant)
+            make(folder / "hf", variant)
+            hf_to_mcore(folder / "hf", folder / "mcore", layout, transformer_impl="local")
+            made[variant, layout] = folder / "hf", folder / "mcore"
+        return made[variant, layout]
+
+    return get
+
+
+def run(a, b, layout=None, **options):
+    """The report of the first rank; all ranks have the same."""
+    ranks = Layout(**(layout or {})).pp * max(Layout(**(layout or {})).tp, Layout(**(layout or {})).ep * Layout(**(layout or {})).expert_tp)
+    results = run_on_ranks(ranks, "run", str(a), str(b), layout or {}, {"prompts": 4, "lengths": (9, 33)} | options, module="parity_on_cpu")
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+@pytest.mark.parametrize(("variant", "written", "loaded"), SAME, ids=lambda v: str(v))
+def test_a_converted_model_is_the_model_at_any_layout(variant, written, loaded, converted):
+    hf, mcore = converted(variant, written)
+    report = run(hf, mcore, loaded, batch_size=2)
+    assert report["ok"] and report["overall"]["tokens"] == 2 * (8 + 32) and len(report["prompts"]) == 4
+    assert report["overall"]["max_abs"] < 1e-4 and report["overall"]["mean_abs"] < 1e-6
+    assert report["overall"]["argmax_agreement"] == 1.0 and report["overall"]["kl"] < 1e-7
+
+
+def swapped(tensors, one: str, two: str) -> None:
+    tensors[one], tensors[two] = tensors[two].clone(), tensors[one].clone()
+
+
+def gate_and_up(tensors, config):
+    swapped(tensors, "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight")
+
+
+def one_head(tensors, config):
+    q = tensors["model.layers.2.self_attn.q_proj.weight"]
+    size = config["head_dim"]
+    tensors["model.layers.2.self_attn.q_proj.weight"] = torch.cat([q[size : 2 * size], q[:size], q[2 * size :]])
+
+
+def rope_base(tensors, config):
+    config["rope_parameters"]["rope_theta"] *= 2
+
+
+def query_norm(tensors, config):
+    tensors["model.layers.0.self_attn.q_norm.weight"] = torch.ones_like(tensors["model.layers.0.self_attn.q_norm.weight"])
+
+
+def router_bias(tensors, config):
+    for name in [n for n in tensors if n.endswith("e_score_correction_bias")]:
+        tensors[name] = torch.zeros_like(tensors[name])
+
+
+def top_k_scaling(tensors, config):
+    config["routed_scaling_factor"] = 1.0
+
+
+def one_expert(tensors, config):
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        swapped(tensors, f"model.layers.3.mlp.experts.0.{part}.weight", f"model.layers.3.mlp.experts.1.{part}.weight")
+
+
+def vocabulary(tensors, config):
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].roll(1, 0)
+
+
+@pytest.mark.parametrize(("variant", "fault"), [
+    ("qwen3", gate_and_up), ("qwen3", one_head), ("qwen3", rope_base), ("qwen3", query_norm), ("deepseek-v3", router_bias),
+    ("deepseek-v3", top_k_scaling), ("qwen3-moe", one_expert), ("qwen3", vocabulary),
+])  # fmt: skip
+def test_a_seeded_fault_is_caught(variant, fault, converted, tmp_path):
+    hf, mcore = converted(variant)
+    shutil.copytree(hf, tmp_path / "hf")
+    tensors, config = load_file(hf / "model.safetensors"), json.loads((hf / "config.json").read_text())
+    fault(tensors, config)
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    report = run(tmp_path / "hf", mcore)
+    assert not report["ok"] and any(sentence.startswith("max_abs") for sentence in report["exceeded"])
+
+
+def test_padding_changes_nothing(converted):
+    hf, mcore = converted("qwen3")
+    alone, padded = run(hf, mcore), run(hf, mcore, batch_size=4)
+    assert abs(alone["overall"]["mean_abs"] - padded["overall"]["mean_abs"]) < 1e-6
+
+
+def test_the_noise_floor_is_the_same_system_again_and_in_bf16(converted):
+    noise = run(*converted("llama"), noise=True)["noise"]
+    assert noise["A again"]["max_abs"] == 0 and 1e-4 < noise["A in bf16"]["mean_abs"] < 0.02
+    assert 1.0001 < noise["A in bf16"]["token_mult_prob_error"] < 1.02
+
+
+def test_other_vocabularies_and_layouts_without_their_processes_are_refused(converted, tmp_path):
+    hf, mcore = converted("qwen3")
+    config = json.loads((hf / "config.json").read_text()) | {"vocab_size": 999}
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    tensors = load_file(hf / "model.safetensors")
+    tensors |= {name: tensors[name][:999].clone() for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    assert "A has a vocabulary of 999 tokens, B of 1000" in run(tmp_path / "hf", mcore)
+    [said] = run_on_ranks(1, "run", str(hf), str(mcore), {"tp": 2}, {"prompts": 1}, module="parity_on_cpu")
+    assert "TP2 needs 2 processes or a multiple of them, and there are 1: start it with torchrun --nproc-per-node 2" in said
+    assert "prompt 0 has 257 tokens, more than the model's context of 256" in run(hf, mcore, prompts=[[1] * 257])
+
+
+def scores(*logprobs: float, best=None) -> Scores:
+    return Scores(np.array(logprobs), None if best is None else np.array(best))
+
+
+def test_metrics_are_what_they_are_called():
+    a, b = [scores(-1.0, -2.0, best=[3, 4]), scores(-3.0, best=[5])], [scores(-1.1, -2.0, best=[3, 9]), scores(-2.7, best=[5])]
+    found = metrics_of(a, b)
+    assert found.tokens == 3 and found.mean_abs == pytest.approx(0.4 / 3) and found.max_abs == pytest.approx(0.3)
+    assert found.token_mult_prob_error == pytest.approx((np.exp(0.1) + 1 + np.exp(0.3)) / 3)
+    assert found.argmax_agreement == pytest.approx(2 / 3) and found.kl is None
+    assert found.ratio_max == pytest.approx(np.exp(0.1)) and found.ratio_min == pytest.approx(np.exp(-0.3))
+    assert found.kl_estimate == pytest.approx((np.exp(-0.1) - 1 + 0.1 + np.exp(0.3) - 1 - 0.3) / 3)
+    assert found.pearson == pytest.approx(np.corrcoef([-1, -2, -3], [-1.1, -2.0, -2.7])[0, 1])
+    p, q = np.log([[0.5, 0.5], [0.9, 0.1]]), np.log([[0.25, 0.75], [0.9, 0.1]])
+    both = metrics_of([replace(scores(-1.0, -1.0), distributions=p)], [replace(scores(-1.0, -1.0), distributions=q)])
+    assert both.kl == pytest.approx((0.5 * np.log(2) + 0.5 * np.log(2 / 3)) / 2) and both.kl_tokens == 2 and both.pearson == 1.0
+
+
+@pytest.mark.parametrize(("a", "b", "sentence"), [
+    (scores(-1.0, float("nan")), scores(-1.0, -1.0), "A gives the logprob nan for token 2 of prompt 0"),
+    (scores(-1.0), scores(float("-inf")), "B gives the logprob -inf for token 1 of prompt 0"),
+    (scores(-1.0, -1.0), scores(-1.0), "prompt 0: A gives 2 logprobs, B 1"),
+    (scores(), scores(), "the prompts have no token to predict"),
+])  # fmt: skip
+def test_logprobs_that_are_none_are_a_failure_never_a_pass(a, b, sentence):
+    with pytest.raises(ReshardError) as error:
+        metrics_of([a], [b])
+    assert sentence in str(error.value)
+
+
+def test_limits_that_cannot_fail_or_cannot_be_met_are_refused():
+    for limits in (Limits(), Limits(max_abs=float("inf")), Limits(max_abs=float("nan")), Limits(mean_abs=-1.0),
+                   Limits(token_mult_prob_error=0.99), Limits(argmax_agreement=0.0), Limits(argmax_agreement=1.5)):  # fmt: skip
+        with pytest.raises(ReshardError, match="limit"):
+            limits.check()
+    assert Limits(max_abs=0.5).exceeded(metrics_of([scores(-1.0)], [scores(-1.6)])) == ["max_abs is 0.6, the limit is 0.5"]
+    assert Limits(argmax_agreement=0.9).exceeded(metrics_of([scores(-1.0, best=[1])], [scores(-1.0, best=[2])]))
+
+
+def test_prompts_are_read_and_checked(tmp_path):
+    file = tmp_path / "prompts"
+    file.write_text('{"tokens": [1, 2, 3]}\n\n{"text": "ab"}\nplain words\n')
+    assert read_prompts(file, lambda: lambda text: [ord(c) for c in text])[:2] == [[1, 2, 3], [97, 98]]
+    for text, sentence in (("", "has no prompts"), ("words", "is text, and neither system has a tokenizer"), ("{1", "begins like JSON"),
+                           ('{"tokens": "1"}', "has neither text nor a list of tokens")):  # fmt: skip
+        file.write_text(text)
+        with pytest.raises(ReshardError, match=sentence):
+            read_prompts(file, lambda: None)
+    with pytest.raises(ReshardError, match="cannot read the prompts"):
+        read_prompts(tmp_path / "absent", lambda: None)
+    assert {len(p) for p in random_prompts(4, 10, [3, 5])} == {3, 5}
+    for prompts, sentence in (([], "no prompts"), ([[1]], "nothing to predict"), ([[1, 2], []], "prompt 1 has 0 tokens"),
+                              ([[1, 10]], "token 10, which a vocabulary of 10")):  # fmt: skip
+        with pytest.raises(ReshardError, match=sentence):
+            check_prompts(prompts, 10, 100)
+
+
+def test_the_command_gates(converted, tmp_path):
+    hf, mcore = converted("qwen3")
+    command = [sys.executable, "-m", "reshard", "parity", str(hf), str(mcore), "--random", "2", "--lengths", "9"]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True)
+    assert done.returncode == 0 and json.loads(done.stdout)["overall"]["tokens"] == 16, done.stderr
+    other = make(tmp_path / "other", "qwen3", seed=1)
+    done = subprocess.run([*command[:4], str(hf), str(other), "--random", "2"], capture_output=True, text=True)
+    assert done.returncode == 1 and "Error: A and B do not hold the same model: max_abs is " in done.stderr
+    done = subprocess.run(["torchrun", "--nproc-per-node", "2", "-m", "reshard", *command[3:], "--tp", "2"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("mean_abs") == 2 and "Megatron-Core" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("--prompts", "x", "--random", "2"), ("--lengths", "1"), ("--lengths", "a"), ("--random", "0")])
+def test_a_mistake_in_the_command_line_is_status_2(arguments):
+    assert CliRunner().invoke(cli, ["parity", "a", "b", *arguments]).exit_code == 2
