@@ -1,20 +1,23 @@
 """The parity gate: the same model passes, at any layout; every seeded fault is caught."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from click.testing import CliRunner
 from reshard.cli.main import cli
 from safetensors.torch import load_file, save_file
 
 from reshard import Layout, ReshardError, hf_to_mcore
-from reshard.parity import Limits, Scores, metrics_of
+from reshard.parity import Limits, Scores, check_rollout, metrics_of
 from reshard.parity.prompts import check_prompts, random_prompts, read_prompts
 from tests.checkpoints import make
 from tests.ranks import run_on_ranks
@@ -219,6 +222,38 @@ def test_the_command_gates(converted, tmp_path):
     assert done.returncode == 1 and "Error: A and B do not hold the same model: max_abs is " in done.stderr
     done = subprocess.run(["torchrun", "--nproc-per-node", "2", "-m", "reshard", *command[3:], "--tp", "2"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.count("mean_abs") == 2 and "Megatron-Core" in done.stdout, done.stderr
+
+
+def test_a_rollout_is_watched():
+    torch.manual_seed(0)
+    train = -torch.rand(3, 5)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]])
+    engine = train + 0.001
+    engine[0, 3:], engine[2, 1:] = float("nan"), float("-inf")  # padding, which does not count
+    verdict = check_rollout(train, engine, mask)
+    assert verdict.ok and verdict.metrics.tokens == 9 and verdict.to_dict()["ok"] == 1
+    assert verdict.metrics.token_mult_prob_error == pytest.approx(np.exp(0.001), rel=1e-4)
+    far = check_rollout(train.bfloat16(), engine - 0.5, mask)
+    assert not far.ok and far.exceeded[0].startswith("mean_abs is 0.49")
+    assert check_rollout([-1.0, -2.0], [-1.0, -2.0]).metrics.tokens == 2
+    ragged = [np.array([-1.0, -2.0]), np.array([-3.0])]
+    assert check_rollout(ragged, ragged).metrics.tokens == 3
+    with pytest.raises(ReshardError, match="B gives the logprob nan for token 4 of prompt 0"):
+        check_rollout(train, engine)
+    with pytest.raises(ReshardError, match="have shapes"):
+        check_rollout(train, engine[:, :4], mask)
+    with pytest.raises(ReshardError, match="no token to predict"):
+        check_rollout(train, engine, torch.zeros(3, 5))
+
+
+def test_the_example_repository_gates_a_checkpoint(converted, tmp_path):
+    example = Path(__file__).parent.parent / "examples" / "ci"
+    shutil.copytree(example, tmp_path / "ci")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path / "ci" / "tests")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"MODEL": str(converted("qwen3")[0])})
+    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout[-3000:]
+    workflow = yaml.safe_load((example / ".github" / "workflows" / "parity.yml").read_text())
+    assert workflow["jobs"]["parity"]["steps"][-1]["run"] == "pytest tests/test_parity.py"
 
 
 @pytest.mark.parametrize("arguments", [("--prompts", "x", "--random", "2"), ("--lengths", "1"), ("--lengths", "a"), ("--random", "0")])

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from reshard.parity.gate import Limits, ParityReport, compare_scores, parity
     from reshard.parity.metrics import Metrics, Scores, metrics_of
+    from reshard.parity.monitor import Verdict, check_rollout
 
 _HOMES = {"Limits": "gate", "ParityReport": "gate", "compare_scores": "gate", "parity": "gate", "Metrics": "metrics", "Scores": "metrics",
-          "metrics_of": "metrics"}  # fmt: skip
-__all__ = ["Limits", "Metrics", "ParityReport", "Scores", "compare_scores", "metrics_of", "parity"]
+          "metrics_of": "metrics", "Verdict": "monitor", "check_rollout": "monitor"}  # fmt: skip
+__all__ = ["Limits", "Metrics", "ParityReport", "Scores", "Verdict", "check_rollout", "compare_scores", "metrics_of", "parity"]
 
 
 def __getattr__(name: str) -> Any:
