@@ -23,9 +23,10 @@ from reshard.cli.output import json_option, print_json, quiet
 @click.option("--max-token-mult-prob-error", "token_mult_prob_error", type=float, help="Largest mean of exp |difference|.")
 @click.option("--max-kl", "kl", type=float, help="Largest KL over the vocabulary, in nats.")
 @click.option("--min-argmax-agreement", "argmax_agreement", type=float, help="Smallest share of positions with the same best token.")
+@click.option("--locate", "locating", is_flag=True, help="Where parity fails, name the first module that departs.")
 @layout_options
 @json_option
-def command(a: str, b: str, prompts: str | None, count: int | None, lengths: str, as_json: bool, **options: Any) -> None:
+def command(a: str, b: str, prompts: str | None, count: int | None, lengths: str, locating: bool, as_json: bool, **options: Any) -> None:
     """Score the same prompts in A and in B, and exit 1 where their logprobs are further apart than the limits.
 
     Each is a Hugging Face directory or hub id, which transformers runs, or a Megatron checkpoint, which Megatron-Core runs; at a layout
@@ -50,12 +51,19 @@ def command(a: str, b: str, prompts: str | None, count: int | None, lengths: str
     wanted = read_prompts(Path(prompts), lambda: tokenizer_of([a, b])) if prompts is not None else count or 8
     found = parity(a, b, wanted, layout=layout, lengths=[int(part) for part in parts],
                    limits=lambda dtype: replace(Limits.of_dtype(dtype), **given), **options)  # fmt: skip
+    located = None
+    if locating and not found.ok:
+        from reshard.parity.locate import locate
+
+        located = locate(a, b, found.worst_prompt, dtype=found.dtype, layout=layout, hf_config=options["hf_config"])
     if not found.first_process:
         raise click.exceptions.Exit(0 if found.ok else 1)
     if as_json:
-        print_json(found.to_dict())
+        print_json(found.to_dict() | ({"located": located and located.to_dict()} if locating else {}))
     else:
         _show(found)
+        if locating and not found.ok:
+            click.echo(located.sentence if located is not None else "no module's output departs for the worst prompt")
     if not found.ok:
         click.echo(f"Error: A and B do not hold the same model: {'; '.join(found.exceeded)}", err=True)
         raise click.exceptions.Exit(1)
@@ -70,5 +78,5 @@ def _show(found: Any) -> None:
             continue
         shown = (getattr(metrics, name) for metrics in columns.values())
         click.echo(f"  {name:<34}" + "".join(f"{'-' if v is None else format(v, '.6g'):>20}" for v in shown))
-    worst = max(range(len(found.prompts)), key=lambda i: found.prompts[i].mean_abs)
+    worst = found.worst
     click.echo(f"worst prompt: {worst} ({found.prompts[worst].tokens} tokens), mean_abs {found.prompts[worst].mean_abs:.6g}")

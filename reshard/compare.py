@@ -32,11 +32,11 @@ class Difference:
 
 @dataclass
 class Diff:
-    """The outcome of a comparison; `differences` are sorted with the worst first."""
+    """The outcome of a comparison; `names` are the tensors that both have, `differences` are sorted with the worst first."""
 
     a: str
     b: str
-    tensors: int
+    names: list[str]
     differences: list[Difference] = field(default_factory=list)
     only_a: list[str] = field(default_factory=list)
     only_b: list[str] = field(default_factory=list)
@@ -48,14 +48,22 @@ class Diff:
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
-        return {"equal": self.equal, **asdict(self)}
+        values = asdict(self)
+        del values["names"]
+        return {"equal": self.equal, "tensors": self.tensors, **values}
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors were compared."""
+        return len(self.names)
 
 
-def diff(a: str | Path, b: str | Path, *, hf_config: str | Path | None = None, workers: int | None = None,
-         progress: Progress | None = None) -> Diff:  # fmt: skip
+def diff(a: str | Path, b: str | Path, *, hf_config: str | Path | None = None, only: Callable[[str], bool] | None = None,
+         workers: int | None = None, progress: Progress | None = None) -> Diff:  # fmt: skip
     """Compare two checkpoints of either format and any layout, tensor by tensor, as canonical tensors.
 
-    A tensor of another dtype differs, and is compared by value. Raises ReshardError where one of them cannot be read.
+    `only` chooses tensors by their published names. A tensor of another dtype differs, and is compared by value. Raises ReshardError
+    where one of them cannot be read.
     """
     allow_many_files()
     config = Path(hf_config) if hf_config is not None else None
@@ -66,11 +74,12 @@ def diff(a: str | Path, b: str | Path, *, hf_config: str | Path | None = None, w
         one.close()
         raise
     try:
-        common = [name for name in one.tensors if name in two.tensors]
+        chosen = only or (lambda name: True)
+        common = [name for name in one.tensors if name in two.tensors and chosen(name)]
         # A copy that only one side keeps under a name of its own says nothing new.
-        result = Diff(str(a), str(b), len(common))
-        result.only_a = sorted(n for n in one.tensors if n not in two.tensors and n not in one.mapping.optional)
-        result.only_b = sorted(n for n in two.tensors if n not in one.tensors and n not in two.mapping.optional)
+        result = Diff(str(a), str(b), common)
+        result.only_a = sorted(n for n in one.tensors if n not in two.tensors and n not in one.mapping.optional and chosen(n))
+        result.only_b = sorted(n for n in two.tensors if n not in one.tensors and n not in two.mapping.optional and chosen(n))
         sizes = {name: one.tensors[name].size_bytes for name in common}
         found = run_jobs(sizes, lambda name: _compare(name, one, two), workers or default_workers(), progress)
         result.differences = sorted((d for d in found.values() if d is not None), key=lambda d: (-_order(d.max_abs), d.name))

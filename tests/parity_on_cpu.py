@@ -5,6 +5,14 @@ import logging
 from reshard.errors import ReshardError
 from reshard.layout import Layout
 from reshard.parity.gate import parity
+from reshard.parity.locate import locate
+
+
+def find(rank: int, a: str, b: str, layout: dict):
+    """Where the two part, as a sentence, and the place."""
+    logging.disable(logging.WARNING)
+    found = locate(a, b, list(range(5, 40)), layout=Layout(**layout))
+    return (found.sentence, found.place, [d.name for d in found.differing]) if found else None
 
 
 def run(rank: int, a: str, b: str, layout: dict, options: dict):

@@ -57,10 +57,15 @@ def converted(tmp_path_factory):
     return get
 
 
+def ranks_of(sizes: dict) -> int:
+    layout = Layout(**sizes)
+    return layout.pp * max(layout.tp, layout.ep * layout.expert_tp)
+
+
 def run(a, b, layout=None, **options):
     """The report of the first rank; all ranks have the same."""
-    ranks = Layout(**(layout or {})).pp * max(Layout(**(layout or {})).tp, Layout(**(layout or {})).ep * Layout(**(layout or {})).expert_tp)
-    results = run_on_ranks(ranks, "run", str(a), str(b), layout or {}, {"prompts": 4, "lengths": (9, 33)} | options, module="parity_on_cpu")
+    arguments = str(a), str(b), layout or {}, {"prompts": 4, "lengths": (9, 33)} | options
+    results = run_on_ranks(ranks_of(layout or {}), "run", *arguments, module="parity_on_cpu")
     assert all(result == results[0] for result in results)
     return results[0]
 
@@ -114,19 +119,36 @@ def vocabulary(tensors, config):
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].roll(1, 0)
 
 
-@pytest.mark.parametrize(("variant", "fault"), [
-    ("qwen3", gate_and_up), ("qwen3", one_head), ("qwen3", rope_base), ("qwen3", query_norm), ("deepseek-v3", router_bias),
-    ("deepseek-v3", top_k_scaling), ("qwen3-moe", one_expert), ("qwen3", vocabulary),
+@pytest.mark.parametrize(("variant", "fault", "layout", "place", "differing"), [
+    ("qwen3", gate_and_up, {"tp": 2}, "the MLP of layer 1", ["gate_proj", "up_proj"]),
+    ("qwen3", one_head, {"pp": 2}, "the attention of layer 2", ["q_proj"]),
+    ("qwen3", rope_base, {}, "the attention of layer 0", []),
+    ("qwen3", query_norm, {"tp": 2, "pp": 2}, "the attention of layer 0", ["q_norm"]),
+    ("deepseek-v3", router_bias, {}, "the experts of layer 1", ["gate.e_score_correction_bias"]),
+    ("deepseek-v3", top_k_scaling, {"ep": 2, "etp": 1}, "the experts of layer 1", []),
+    ("qwen3-moe", one_expert, {"ep": 2, "etp": 1}, "the experts of layer 3", ["experts.0.", "experts.1."]),
+    ("qwen3", vocabulary, {"tp": 2}, "the embedding", ["embed_tokens"]),
 ])  # fmt: skip
-def test_a_seeded_fault_is_caught(variant, fault, converted, tmp_path):
+def test_a_seeded_fault_is_caught_and_located(variant, fault, layout, place, differing, converted, tmp_path):
     hf, mcore = converted(variant)
     shutil.copytree(hf, tmp_path / "hf")
     tensors, config = load_file(hf / "model.safetensors"), json.loads((hf / "config.json").read_text())
     fault(tensors, config)
     save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    report = run(tmp_path / "hf", mcore)
+    report = run(tmp_path / "hf", mcore, layout)
     assert not report["ok"] and any(sentence.startswith("max_abs") for sentence in report["exceeded"])
+    places = run_on_ranks(ranks_of(layout), "find", str(tmp_path / "hf"), str(mcore), layout, module="parity_on_cpu")
+    sentence, found, names = places[0]
+    assert found == place and all(other == places[0] for other in places), sentence
+    assert all(any(part in name for name in names) for part in differing) and all(any(part in name for part in differing) for name in names)
+    assert differing or "equal bit for bit, so that the config or the code must differ" in sentence
+
+
+def test_nothing_departs_in_the_same_model(converted):
+    for variant, layout in (("deepseek-v3", {"tp": 2, "pp": 2}), ("llama-rope-tied", {"pp": 2, "vpp": 2})):
+        hf, mcore = converted(variant)
+        assert run_on_ranks(ranks_of(layout), "find", str(mcore), str(hf), layout, module="parity_on_cpu")[0] is None
 
 
 def test_padding_changes_nothing(converted):

@@ -72,12 +72,23 @@ class ParityReport:
     noise: dict[str, Metrics]
     scores_a: list[Scores]
     scores_b: list[Scores]
+    tokens: list[Prompt]
     first_process: bool = True
 
     @property
     def ok(self) -> bool:
         """Whether every limit holds."""
         return not self.exceeded
+
+    @property
+    def worst(self) -> int:
+        """The prompt with the largest mean |difference|."""
+        return max(range(len(self.prompts)), key=lambda i: self.prompts[i].mean_abs)
+
+    @property
+    def worst_prompt(self) -> Prompt:
+        """Its tokens."""
+        return self.tokens[self.worst]
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``; without the scores themselves."""
@@ -127,7 +138,7 @@ def parity(a: str, b: str, prompts: Sequence[Prompt] | int = 8, *, dtype: str | 
     wanted: list[tuple[str, str, str]] = [("a", a, dtype), ("b", b, dtype)]
     if noise:
         wanted[1:1] = [("A again", a, dtype), (f"A in {_other(dtype)}", a, _other(dtype))]
-    vocabulary = 0
+    vocabulary, tokens = 0, list[Prompt]()
     for name, spec, kind in wanted:
         system = open_system(spec, kind, layout, where)
         size, context = system.model.symbols["V"], int(system.model.config["max_position_embeddings"])
@@ -136,15 +147,17 @@ def parity(a: str, b: str, prompts: Sequence[Prompt] | int = 8, *, dtype: str | 
         if vocabulary and vocabulary != size:
             raise ReshardError(f"A has a vocabulary of {vocabulary} tokens, B of {size}: they do not hold the same model")
         vocabulary = size
-        check_prompts(prompts, size, context)
-        keep = KEPT_BYTES // (4 * size * len(prompts))
-        runs[name], names[name] = scores_of(system, prompts, batch_size, keep), system.name
+        tokens = list(prompts)
+        check_prompts(tokens, size, context)
+        keep = KEPT_BYTES // (4 * size * len(tokens))
+        runs[name], names[name] = scores_of(system, tokens, batch_size, keep), system.name
         system.close()
     overall, exceeded = compare_scores(runs["a"], runs["b"], limits)
     each = [metrics_of([x], [y]) for x, y in zip(runs["a"], runs["b"], strict=True)]
     floor = {name: metrics_of(runs["a"], scores) for name, scores in runs.items() if name not in ("a", "b")}
     one, two = ([replace(s, distributions=None) for s in runs[name]] for name in ("a", "b"))
-    return ParityReport(names["a"], names["b"], dtype, overall, each, limits, exceeded, floor, one, two, dist.get_rank() == 0)
+    first = dist.get_rank() == 0
+    return ParityReport(names["a"], names["b"], dtype, overall, each, limits, exceeded, floor, one, two, tokens, first)
 
 
 def _other(dtype: str) -> str:

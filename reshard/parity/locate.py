@@ -1,0 +1,164 @@
+"""Where two models part: hidden states of transformers and of Megatron-Core, compared module by module."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from reshard.compare import Difference, diff
+from reshard.errors import ReshardError
+from reshard.layout import Layout
+from reshard.model import Model
+from reshard.parity.prompts import Prompt, check_prompts
+from reshard.parity.systems import HuggingFace, Megatron, join_processes, open_system
+
+# Relative distance of two hidden states (norm of the difference over the norm) that two implementations do not have.
+TOLERANCES = {"fp32": 1e-4, "bf16": 0.03}
+States = dict[str, torch.Tensor]
+
+
+class Point(NamedTuple):
+    """A module's output: its place for people, the module in transformers, and what its parameters' names begin with."""
+
+    place: str
+    module: str
+    prefix: str
+
+
+@dataclass(frozen=True)
+class Located:
+    """The first output that departs. `before` is the last one that agrees, `distance` relative to the norm, `parameters` feed it;
+    `differing` are those whose bytes are not equal."""
+
+    place: str
+    before: str | None
+    distance: float
+    tolerance: float
+    parameters: list[str]
+    differing: list[Difference]
+
+    @property
+    def sentence(self) -> str:
+        """For people."""
+        after = f"; {self.before} still agrees" if self.before else ""
+        if self.differing:
+            more = f" and {len(self.differing) - 4} more" if len(self.differing) > 4 else ""
+            names = ", ".join(d.name for d in self.differing[:4]) + more
+            cause = f"of its {len(self.parameters)} parameters these differ: {names}"
+        elif self.parameters:
+            cause = f"its {len(self.parameters)} parameters are equal bit for bit, so that the config or the code must differ"
+        else:
+            cause = "it has no parameters of its own"
+        return f"{self.place} departs first (relative distance {self.distance:.2g}){after}; {cause}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return asdict(self) | {"sentence": self.sentence}
+
+
+def points_of(model: Model) -> list[Point]:
+    """The outputs that are compared, in the order of the computation."""
+    points = [Point("the embedding", "model.embed_tokens", "model.embed_tokens.")]
+    for layer in range(model.num_layers):
+        for module, name in (("input_layernorm", "input norm"), ("self_attn", "attention"), ("post_attention_layernorm", "MLP norm"),
+                             ("mlp", "MLP" if model.kinds[layer] == "dense" else "experts")):  # fmt: skip
+            path = f"model.layers.{layer}.{module}"
+            points.append(Point(f"the {name} of layer {layer}", path, path + "."))
+        points.append(Point(f"the output of layer {layer}", f"model.layers.{layer}", f"model.layers.{layer}."))
+    points.append(Point("the final norm", "model.norm", "model.norm."))
+    head = "model.embed_tokens." if "tied" in model.flags else "lm_head."
+    return [*points, Point("the output layer", "lm_head", head)]
+
+
+def locate(a: str, b: str, prompt: Prompt, *, dtype: str = "fp32", layout: Layout | None = None, hf_config: str | Path | None = None,
+           tolerance: float | None = None) -> Located | None:  # fmt: skip
+    """Run one prompt through a Hugging Face directory and a Megatron checkpoint (in either order) and name the first output that departs.
+
+    None where none does. Under torchrun every rank calls it, and has the result. Raises ReshardError where the two are not one of each.
+    """
+    join_processes()
+    systems = [open_system(spec, dtype, layout or Layout(), Path(hf_config) if hf_config is not None else None) for spec in (a, b)]
+    hf = next((s for s in systems if isinstance(s, HuggingFace)), None)
+    megatron = next((s for s in systems if isinstance(s, Megatron)), None)
+    if hf is None or megatron is None:
+        raise ReshardError(f"{a} and {b} must be a Hugging Face directory and a Megatron checkpoint: only those can be compared inside")
+    check_prompts([prompt], megatron.model.symbols["V"], int(megatron.model.config["max_position_embeddings"]))
+    tokens = torch.tensor([prompt], device="cuda" if torch.cuda.is_available() else "cpu")
+    points = points_of(megatron.model)
+    theirs = _gathered(_states_of_hf(hf, points, tokens) if dist.get_rank() == 0 else {})
+    ours = _gathered(_states_of_megatron(megatron, tokens))
+    for system in systems:
+        system.close()
+    limit, before = tolerance or TOLERANCES[dtype], None
+    for point in points:
+        if point.module not in ours or point.module not in theirs:
+            continue  # Transformer Engine has norms inside its linear layers
+        x, y = theirs[point.module].double(), ours[point.module].double()
+        distance = float((x - y).norm() / x.norm().clamp_min(1e-30))
+        if not distance <= limit:
+            found = diff(a, b, hf_config=hf_config, only=_beginning_with(point.prefix))
+            return Located(point.place, before, distance, limit, found.names, found.differences)
+        before = point.place
+    return None
+
+
+def _beginning_with(prefix: str) -> Callable[[str], bool]:
+    return lambda name: name.startswith(prefix)
+
+
+def _states_of_hf(system: HuggingFace, points: Sequence[Point], tokens: torch.Tensor) -> States:
+    states: States = {}
+    modules = {point.module: system.module.get_submodule(point.module) for point in points}
+    with _watching(modules, lambda name, out: states.__setitem__(name, out.float().cpu())), torch.no_grad():
+        system.logits(tokens)
+    return states
+
+
+def _states_of_megatron(system: Megatron, tokens: torch.Tensor) -> States:
+    """This rank's states, in transformers' names and order of dims."""
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    states: States = {}
+    modules: dict[str, torch.nn.Module] = {}
+    for chunk in system.models:
+        model: Any = chunk
+        if model.pre_process:
+            modules["model.embed_tokens"] = model.embedding
+        for layer in model.decoder.layers:
+            prefix = f"model.layers.{layer.layer_number - 1}"
+            modules |= {f"{prefix}.input_layernorm": layer.input_layernorm, f"{prefix}.self_attn": layer.self_attention, prefix: layer,
+                        f"{prefix}.post_attention_layernorm": layer.pre_mlp_layernorm, f"{prefix}.mlp": layer.mlp}  # fmt: skip
+        if model.decoder.final_layernorm is not None:
+            modules["model.norm"] = model.decoder.final_layernorm
+    modules = {name: module for name, module in modules.items() if not isinstance(module, IdentityOp)}
+    with _watching(modules, lambda name, out: states.__setitem__(name, out.float().cpu().transpose(0, 1))), torch.no_grad():
+        logits = system.logits(tokens)
+    if logits is not None:
+        states["lm_head"] = logits.float().cpu()
+    return states
+
+
+@contextmanager
+def _watching(modules: dict[str, torch.nn.Module], keep: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+    """Hand a copy of every module's output to `keep`: without gradients Megatron adds the residual in place."""
+
+    def hook(name: str) -> Callable[..., None]:
+        return lambda module, inputs, output: keep(name, (output[0] if isinstance(output, tuple) else output).detach().clone())
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _gathered(states: States) -> States:
+    """All ranks' states together."""
+    everyone: list[States] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, states)
+    return {name: state for some in everyone for name, state in some.items()}
