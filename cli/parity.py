@@ -23,10 +23,13 @@ from reshard.cli.output import json_option, print_json, quiet
 @click.option("--max-token-mult-prob-error", "token_mult_prob_error", type=float, help="Largest mean of exp |difference|.")
 @click.option("--max-kl", "kl", type=float, help="Largest KL over the vocabulary, in nats.")
 @click.option("--min-argmax-agreement", "argmax_agreement", type=float, help="Smallest share of positions with the same best token.")
+@click.option("--html", type=click.Path(dir_okay=False), help="Also write a report with drawings to this file.")
 @click.option("--locate", "locating", is_flag=True, help="Where parity fails, name the first module that departs.")
 @layout_options
 @json_option
-def command(a: str, b: str, prompts: str | None, count: int | None, lengths: str, locating: bool, as_json: bool, **options: Any) -> None:
+def command(
+    a: str, b: str, prompts: str | None, count: int | None, lengths: str, locating: bool, html: str | None, as_json: bool, **options: Any
+) -> None:
     """Score the same prompts in A and in B, and exit 1 where their logprobs are further apart than the limits.
 
     Each is a Hugging Face directory or hub id, which transformers runs, or a Megatron checkpoint, which Megatron-Core runs; at a layout
@@ -58,6 +61,10 @@ def command(a: str, b: str, prompts: str | None, count: int | None, lengths: str
         located = locate(a, b, found.worst_prompt, dtype=found.dtype, layout=layout, hf_config=options["hf_config"])
     if not found.first_process:
         raise click.exceptions.Exit(0 if found.ok else 1)
+    if html is not None:
+        from reshard.parity.html import html_report
+
+        Path(html).write_text(html_report(found))
     if as_json:
         print_json(found.to_dict() | ({"located": located and located.to_dict()} if locating else {}))
     else:

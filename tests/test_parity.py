@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -276,6 +278,31 @@ def test_the_example_repository_gates_a_checkpoint(converted, tmp_path):
     assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout[-3000:]
     workflow = yaml.safe_load((example / ".github" / "workflows" / "parity.yml").read_text())
     assert workflow["jobs"]["parity"]["steps"][-1]["run"] == "pytest tests/test_parity.py"
+
+
+def test_the_page_stands_alone_and_shows_every_token(converted, tmp_path):
+    hf, _ = converted("qwen3")
+    other = make(tmp_path / "a<b", "qwen3", seed=1)
+    command = [
+        sys.executable,
+        "-m",
+        "reshard",
+        "parity",
+        str(hf),
+        str(other),
+        "--random",
+        "3",
+        "--lengths",
+        "9",
+        "--html",
+        str(tmp_path / "r.html"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    page = (tmp_path / "r.html").read_text()
+    drawings = [ElementTree.fromstring(text) for text in re.findall("<svg.*?</svg>", page)]
+    assert [len(d.findall("circle")) for d in drawings] == [24, 0, 24] and len(drawings[1].findall("rect")) == 40
+    assert "http" not in page and "<script" not in page and "a&lt;b" in page and "max_abs is " in page
 
 
 @pytest.mark.parametrize("arguments", [("--prompts", "x", "--random", "2"), ("--lengths", "1"), ("--lengths", "a"), ("--random", "0")])
