@@ -174,6 +174,7 @@ def test_other_vocabularies_and_layouts_without_their_processes_are_refused(conv
     tensors |= {name: tensors[name][:999].clone() for name in ("model.embed_tokens.weight", "lm_head.weight")}
     save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
     assert "A has a vocabulary of 999 tokens, B of 1000" in run(tmp_path / "hf", mcore)
+    assert "A is a LlamaForCausalLM, B a Qwen3ForCausalLM" in run(converted("llama")[0], mcore)
     [said] = run_on_ranks(1, "run", str(hf), str(mcore), {"tp": 2}, {"prompts": 1}, module="parity_on_cpu")
     assert "TP2 needs 2 processes or a multiple of them, and there are 1: start it with torchrun --nproc-per-node 2" in said
     assert "prompt 0 has 257 tokens, more than the model's context of 256" in run(hf, mcore, prompts=[[1] * 257])
@@ -244,7 +245,11 @@ def test_the_command_gates(converted, tmp_path):
     other = make(tmp_path / "other", "qwen3", seed=1)
     done = subprocess.run([*command[:4], str(hf), str(other), "--random", "2"], capture_output=True, text=True)
     assert done.returncode == 1 and "Error: A and B do not hold the same model: max_abs is " in done.stderr
-    done = subprocess.run(["torchrun", "--nproc-per-node", "2", "-m", "reshard", *command[3:], "--tp", "2"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "reshard", *command[3:], "--tp", "2"],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0 and done.stdout.count("mean_abs") == 2 and "Megatron-Core" in done.stdout, done.stderr
 
 

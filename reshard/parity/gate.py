@@ -138,12 +138,16 @@ def parity(a: str, b: str, prompts: Sequence[Prompt] | int = 8, *, dtype: str | 
     wanted: list[tuple[str, str, str]] = [("a", a, dtype), ("b", b, dtype)]
     if noise:
         wanted[1:1] = [("A again", a, dtype), (f"A in {_other(dtype)}", a, _other(dtype))]
-    vocabulary, tokens = 0, list[Prompt]()
+    vocabulary, first_architecture, tokens = 0, "", list[Prompt]()
     for name, spec, kind in wanted:
         system = open_system(spec, kind, layout, where)
         size, context = system.model.symbols["V"], int(system.model.config["max_position_embeddings"])
         if isinstance(prompts, int):
             prompts = random_prompts(prompts, size, [min(n, context) for n in lengths], seed)
+        architecture = system.model.family.architecture
+        if first_architecture not in ("", architecture):
+            raise ReshardError(f"A is a {first_architecture}, B a {architecture}: they do not hold the same model")
+        first_architecture = architecture
         if vocabulary and vocabulary != size:
             raise ReshardError(f"A has a vocabulary of {vocabulary} tokens, B of {size}: they do not hold the same model")
         vocabulary = size
