@@ -1,6 +1,7 @@
-"""Megatron's layout as options of a command, under its short names and Megatron's own."""
+"""Layouts on the command line: Megatron's as options, under its short names and its own; either engine's as one list of sizes."""
 
 from collections.abc import Callable
+from typing import Any
 
 import click
 
@@ -63,3 +64,30 @@ def layout_options(command: Callable) -> Callable:
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
+
+
+def sizes_of(text: str, option: str, numbers: set[str], words: set[str]) -> dict[str, Any]:
+    """``tp=4,pp=2`` as a dict; a pipeline layout, which may have commas, comes last."""
+    head, found, layout = text.partition("pipeline=") if "pipeline" in words else (text, "", "")
+    values: dict[str, Any] = {"pipeline": layout} if found else {}
+    for entry in filter(None, head.split(",")):
+        name, _, value = entry.partition("=")
+        if name in numbers and value.isdecimal() and int(value):
+            values[name] = int(value)
+        elif name in words:
+            values[name] = value
+        else:
+            names = ", ".join(f"{n}=N" for n in sorted(numbers)) + "".join(f", {n}" for n in sorted(words))
+            raise click.UsageError(f"{option} {text}: {entry!r} is none of {names}")
+    return values
+
+
+def vllm_layout(text: str, option: str, numbers: set[str]) -> Any:
+    """``tp=4,ep`` as a `reshard.VllmLayout`."""
+    from reshard.vllm_layout import VllmLayout
+
+    sizes = sizes_of(text, option, numbers, {"ep"})
+    experts = sizes.pop("ep", None)
+    if experts not in (None, "", "linear", "round_robin"):
+        raise click.UsageError(f"{option} ep={experts}: vLLM spreads experts over TP times DP; say ep, or ep=round_robin")
+    return VllmLayout(**sizes, expert_parallel=experts is not None, round_robin=experts == "round_robin")

@@ -3,7 +3,7 @@
 from typing import Any
 
 import click
-from reshard.cli.layout import LAYOUT_NAMES, layout_options
+from reshard.cli.layout import LAYOUT_NAMES, layout_options, vllm_layout
 from reshard.cli.output import json_option, print_json, quiet
 
 
@@ -15,6 +15,9 @@ from reshard.cli.output import json_option, print_json, quiet
 @click.option("--lengths", default="16,64,128", show_default=True, help="Lengths of random prompts, in turn.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Prompts at a time, padded to the longest.")
+@click.option("--packed", is_flag=True, help="Pack the prompts of a batch into one sequence instead.")
+@click.option("--routing/--no-routing", default=True, show_default=True, help="Compare the experts that tokens go to.")
+@click.option("--vllm", "engine", metavar="SIZES", help="vLLM's tp= and ep (default: TP over all processes).")
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: bf16 with a GPU, fp32 without.")
 @click.option("--hf-config", type=click.Path(), help="config.json to read a Megatron checkpoint with.")
 @click.option("--noise", is_flag=True, help="Also compare A with itself, again and in the other dtype.")
@@ -23,17 +26,29 @@ from reshard.cli.output import json_option, print_json, quiet
 @click.option("--max-token-mult-prob-error", "token_mult_prob_error", type=float, help="Largest mean of exp |difference|.")
 @click.option("--max-kl", "kl", type=float, help="Largest KL over the vocabulary, in nats.")
 @click.option("--min-argmax-agreement", "argmax_agreement", type=float, help="Smallest share of positions with the same best token.")
+@click.option("--max-routing-margin", "routing_margin", type=float, help="How far from a tie a token may be that goes elsewhere.")
 @click.option("--html", type=click.Path(dir_okay=False), help="Also write a report with drawings to this file.")
 @click.option("--locate", "locating", is_flag=True, help="Where parity fails, name the first module that departs.")
 @layout_options
 @json_option
 def command(
-    a: str, b: str, prompts: str | None, count: int | None, lengths: str, locating: bool, html: str | None, as_json: bool, **options: Any
+    a: str,
+    b: str,
+    prompts: str | None,
+    count: int | None,
+    lengths: str,
+    locating: bool,
+    html: str | None,
+    engine: str | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Score the same prompts in A and in B, and exit 1 where their logprobs are further apart than the limits.
 
     Each is a Hugging Face directory or hub id, which transformers runs, or a Megatron checkpoint, which Megatron-Core runs; at a layout
     of several ranks start this under torchrun: torchrun --nproc-per-node 4 --no-python reshard parity A B --tp 2 --pp 2
+
+    With vllm: before it, vLLM serves it: vllm:HF as vLLM loads it, vllm:MEGATRON refitted from Megatron-Core at the layout.
     """
     if prompts is not None and count is not None:
         raise click.UsageError("--prompts and --random exclude each other")
@@ -48,11 +63,12 @@ def command(
     from reshard.parity.prompts import read_prompts, tokenizer_of
 
     quiet()
-    names = ("max_abs", "mean_abs", "token_mult_prob_error", "kl", "argmax_agreement")
+    names = ("max_abs", "mean_abs", "token_mult_prob_error", "kl", "argmax_agreement", "routing_margin")
     given = {name: value for name in names if (value := options.pop(name)) is not None}
     layout = Layout(**{name: options.pop(name) for name in LAYOUT_NAMES})
     wanted = read_prompts(Path(prompts), lambda: tokenizer_of([a, b])) if prompts is not None else count or 8
-    found = parity(a, b, wanted, layout=layout, lengths=[int(part) for part in parts],
+    served = vllm_layout(engine, "--vllm", {"tp"}) if engine is not None else None
+    found = parity(a, b, wanted, layout=layout, engine=served, lengths=[int(part) for part in parts],
                    limits=lambda dtype: replace(Limits.of_dtype(dtype), **given), **options)  # fmt: skip
     located = None
     if locating and not found.ok:
@@ -85,5 +101,7 @@ def _show(found: Any) -> None:
             continue
         shown = (getattr(metrics, name) for metrics in columns.values())
         click.echo(f"  {name:<34}" + "".join(f"{'-' if v is None else format(v, '.6g'):>20}" for v in shown))
+    if found.routing is not None:
+        click.echo(f"routing: {found.routing.sentence}")
     worst = found.worst
     click.echo(f"worst prompt: {worst} ({found.prompts[worst].tokens} tokens), mean_abs {found.prompts[worst].mean_abs:.6g}")

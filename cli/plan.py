@@ -3,6 +3,7 @@
 from typing import Any
 
 import click
+from reshard.cli.layout import sizes_of, vllm_layout
 from reshard.cli.output import json_option, print_json, progress_bar, size
 
 SHOWN = 16
@@ -33,19 +34,13 @@ def command(path: str, trainer: str, engine: str, gpu_order: str | None, dtype: 
     from reshard.layout import Layout
     from reshard.refit.forecast import plan_refit
     from reshard.sources import read_model
-    from reshard.vllm_layout import VllmLayout
 
-    source = _sizes(
-        trainer, "--from", {"tp", "pp", "vpp", "ep", "etp", "dp", "cp", "first_stage_layers", "last_stage_layers"}, {"pipeline"}
-    )
-    target = _sizes(engine, "--to", {"tp", "pp", "dp"}, {"ep"})
+    numbers = {"tp", "pp", "vpp", "ep", "etp", "dp", "cp", "first_stage_layers", "last_stage_layers"}
+    source = sizes_of(trainer, "--from", numbers, {"pipeline"})
     extra = {name: source.pop(name) for name in ("dp", "cp") if name in source}
-    experts = target.pop("ep", None)
-    if experts not in (None, "", "linear", "round_robin"):
-        raise click.UsageError(f"--to ep={experts}: vLLM spreads experts over TP times DP; say ep, or ep=round_robin")
     for name in ("link_rate", "network_rate", "memory_rate"):
         options[name] *= 1e9
-    layouts = Layout(**source), VllmLayout(**target, expert_parallel=experts is not None, round_robin=experts == "round_robin")
+    layouts = Layout(**source), vllm_layout(engine, "--to", {"tp", "pp", "dp"})
     options |= {"order": _numbers(gpu_order, "--gpu-order"), "ranks": _numbers(ranks, "--ranks"), "itemsize": 4 if dtype == "fp32" else 2}
     with progress_bar("plan") as progress:
         found = plan_refit(read_model(path), *layouts, progress=progress, **extra, **options)
@@ -85,22 +80,6 @@ def _show(found: Any) -> None:
         click.echo(f"with --gpu-order {order} {size(found.order_bytes)} would stay on their GPU instead of {size(now)}")
     total = sum(r.plan_seconds for r in found.ranks)
     click.echo(f"planned in {found.plan_seconds:.2f} s for a rank at most, {total:.1f} s in all; every plan is proven")
-
-
-def _sizes(text: str, option: str, numbers: set[str], words: set[str]) -> dict[str, Any]:
-    """``tp=4,pp=2`` as a dict; a pipeline layout, which may have commas, comes last."""
-    head, found, layout = text.partition("pipeline=") if "pipeline" in words else (text, "", "")
-    values: dict[str, Any] = {"pipeline": layout} if found else {}
-    for entry in filter(None, head.split(",")):
-        name, _, value = entry.partition("=")
-        if name in numbers and value.isdecimal() and int(value):
-            values[name] = int(value)
-        elif name in words:
-            values[name] = value
-        else:
-            names = ", ".join(f"{n}=N" for n in sorted(numbers)) + "".join(f", {n}" for n in sorted(words))
-            raise click.UsageError(f"{option} {text}: {entry!r} is none of {names}")
-    return values
 
 
 def _numbers(text: str | None, option: str) -> list[int] | None:

@@ -10,9 +10,13 @@ The trainer's ranks call `reshard.refit.connect` and `Link.refit` at the same ti
 from typing import Any
 
 from reshard.errors import ReshardError
+from reshard.live.cpu_engine import keep_weights_plain
 from reshard.live.vllm import VllmModel
 from reshard.refit.link import BUCKET_BYTES, Link, connect
 from reshard.refit.members import Members
+
+# vLLM imports this module in each worker before it loads the model.
+keep_weights_plain()
 
 
 class RefitExtension:

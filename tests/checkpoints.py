@@ -44,11 +44,24 @@ VARIANTS = {
     "deepseek-v3-no-q-lora": DeepseekV3Config(**MLA | dict(q_lora_rank=None), tie_word_embeddings=False),
 }
 
+# Sizes of heads and matrices that the kernels of vLLM's build for the CPU take.
+WIDE = GQA | dict(hidden_size=128, num_attention_heads=4)
+SERVED = {
+    "served-llama": LlamaConfig(**WIDE, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
+    "served-qwen2": Qwen2Config(**WIDE, tie_word_embeddings=True),
+    "served-qwen3": Qwen3Config(**WIDE, head_dim=64, tie_word_embeddings=False),
+    "served-qwen3-moe": Qwen3MoeConfig(**MOE | WIDE | dict(head_dim=32), tie_word_embeddings=False, mlp_only_layers=[1]),
+    "served-deepseek-v3": DeepseekV3Config(
+        **MLA | dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=4, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32),
+        tie_word_embeddings=False, rope_parameters=YARN,
+    ),
+}  # fmt: skip
+
 
 def make(directory: Path, variant: str, dtype: torch.dtype = torch.float32, seed: int = 0, mtp: bool = False) -> Path:
     """Save a model of this variant with random weights; norms and router biases random too, so that an exchange shows."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(VARIANTS[variant])
+    model = AutoModelForCausalLM.from_config((VARIANTS | SERVED)[variant])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:

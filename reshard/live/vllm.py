@@ -3,6 +3,7 @@
 Our rules (`reshard.vllm_layout`) say what each parameter is made of; vLLM's own loader, traced, must say the same.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,14 +23,15 @@ PLAIN_MOE_BACKENDS = ("TRITON", "BATCHED_TRITON", "OOT")
 
 
 class VllmModel:
-    """One rank of a running vLLM: a model, its ``VllmConfig``, and, where there is one, the worker that runs it.
+    """One rank of a running vLLM: a model, its ``VllmConfig``, and, where there are, the worker that runs it and the engine of this
+    process that takes the requests.
 
     Raises ReshardError, before anything is changed, where the model serves from another arrangement of its weights than the
     loaded one, and where vLLM's loader disagrees with our rules.
     """
 
-    def __init__(self, model: torch.nn.Module, config: Any, worker: Any = None) -> None:
-        self.module, self.vllm_config, self.worker = model, config, worker
+    def __init__(self, model: torch.nn.Module, config: Any, worker: Any = None, front: Any = None) -> None:
+        self.module, self.vllm_config, self.worker, self.front = model, config, worker, front
         self.hf_config = _published(config.model_config.hf_config.to_dict())
         self.model = Model.from_hf(self.hf_config, f"vLLM's config of {config.model_config.model}")
         _refuse_processed(model)
@@ -56,7 +58,8 @@ class VllmModel:
             raise ReshardError(
                 "this LLM's workers run in other processes: start it with worker_extension_cls='reshard.vllm_worker.RefitExtension'"
             ) from error
-        return VllmModel.from_worker(getattr(worker, "worker", worker))
+        worker = getattr(worker, "worker", worker)
+        return VllmModel(worker.get_model(), worker.vllm_config, worker, llm.llm_engine)
 
     def _rank(self) -> VllmRank:
         from vllm.distributed import parallel_state
@@ -83,7 +86,8 @@ class VllmModel:
         return VllmRank(tp.world_size, tp.rank_in_group, moe_tp, moe_tp_rank, experts, tuple(layers), outer, sequence_parallel)
 
     def _placement(self) -> tuple[Placement, dict[Any, Region]]:
-        """What the rules say, checked against what vLLM's loader does; or that alone, for a family without vLLM names."""
+        """What the rules say, checked against what vLLM's loader does; or that alone, for a family without vLLM names, and where vLLM
+        builds other modules than the rules know (DeepSeek's attention with ``VLLM_MLA_DISABLE=1``)."""
         family = self.model.family
         rules = any(row.vllm for row in family.layer)
         trace = trace_load(self.module, self._canonical())
@@ -93,6 +97,8 @@ class VllmModel:
         if not rules:
             return self._traced(trace)
         placement = vllm_placement(self.model, self.rank)
+        if any(name not in self.tensors for name, _ in placement.tensors):
+            return self._traced(trace)
         regions: dict[Any, Region] = {}
         said: dict[tuple, str] = {}
         for tensor in placement.tensors.values():
@@ -183,17 +189,21 @@ class VllmModel:
         if self._guarded:
             return
         self._guarded = True
+        if self.front is not None:
+            # Before a request is scheduled: a worker that raises leaves vLLM's scheduler waiting for what will not come.
+            self.front.add_request = self._asking_first(self.front.add_request)
         runner = getattr(self.worker, "model_runner", None)
         if runner is None:
             self.module.register_forward_pre_hook(lambda *_: self._refuse_unfit())
             return
-        plain = runner.execute_model
+        runner.execute_model = self._asking_first(runner.execute_model)
 
-        def execute_model(*args: Any, **kwargs: Any) -> Any:
+    def _asking_first(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
             self._refuse_unfit()
             return plain(*args, **kwargs)
 
-        runner.execute_model = execute_model
+        return guarded
 
     def _refuse_unfit(self) -> None:
         if not self._fit:
@@ -221,7 +231,12 @@ def _refuse_processed(model: torch.nn.Module) -> None:
             continue
         if kind not in PLAIN_METHODS:
             raise ReshardError(f"{name} serves from weights that {kind} has changed, which a refit cannot write in place: serve in bf16")
-        if backend is not None and backend not in PLAIN_MOE_BACKENDS:
+        packed = backend == "CPU" and getattr(getattr(method, "cpu_fused_moe", None), "isa", None) != "none"
+        if packed or (hasattr(module, "cpu_linear") and not module.weight.numel()):
+            raise ReshardError(f"{name} serves from weights that vLLM has packed for the CPU, which a refit cannot write: call "
+                               "reshard.live.cpu_engine.keep_weights_plain() before vLLM is started, or start it with "
+                               "worker_extension_cls='reshard.vllm_worker.RefitExtension'")  # fmt: skip
+        if backend is not None and backend not in (*PLAIN_MOE_BACKENDS, "CPU"):
             raise ReshardError(f"{name} keeps its experts in the order of {backend}, which a refit cannot write: pass moe_backend='triton'")
 
 

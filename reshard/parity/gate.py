@@ -4,12 +4,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ReshardError
 from reshard.layout import Layout
+from reshard.model import Model
 from reshard.parity.metrics import Metrics, Scores, metrics_of
 from reshard.parity.prompts import Prompt, check_prompts, random_prompts
+from reshard.parity.routing import Routing, compare_routing
+from reshard.vllm_layout import VllmLayout
+
+if TYPE_CHECKING:
+    from reshard.parity.systems import System
 
 # Distributions that are kept for the KL over the vocabulary, in bytes of each system.
 KEPT_BYTES = 1 << 30
@@ -17,20 +23,22 @@ KEPT_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest values that pass; None does not limit. `argmax_agreement` is the smallest."""
+    """The largest values that pass; None does not limit. `argmax_agreement` is the smallest. `routing_margin` limits how far from a tie
+    a token may be that goes to other experts (`reshard.parity.routing`)."""
 
     max_abs: float | None = None
     mean_abs: float | None = None
     token_mult_prob_error: float | None = None
     kl: float | None = None
     argmax_agreement: float | None = None
+    routing_margin: float | None = None
 
     @staticmethod
     def of_dtype(dtype: str) -> "Limits":
         """The defaults: for fp32 what is left between two implementations, for bf16 less than trainers accept (1.03 to 1.1)."""
         if dtype == "fp32":
-            return Limits(max_abs=1e-3, mean_abs=1e-4, token_mult_prob_error=1.0001, kl=1e-6)
-        return Limits(mean_abs=0.02, token_mult_prob_error=1.02, kl=1e-3)
+            return Limits(max_abs=1e-3, mean_abs=1e-4, token_mult_prob_error=1.0001, kl=1e-6, routing_margin=1e-3)
+        return Limits(mean_abs=0.02, token_mult_prob_error=1.02, kl=1e-3, routing_margin=0.2)
 
     def check(self) -> None:
         """Raise ReshardError for a limit that cannot fail, or that nothing can pass."""
@@ -45,11 +53,12 @@ class Limits:
         if all(getattr(self, field.name) is None for field in fields(self)):
             raise ReshardError("without any limit the gate cannot fail: give at least one")
 
-    def exceeded(self, metrics: Metrics) -> list[str]:
-        """A sentence for every limit that `metrics` exceed."""
+    def exceeded(self, metrics: Metrics, routing: Routing | None = None) -> list[str]:
+        """A sentence for every limit that the metrics, or the routing, exceed."""
         found = []
+        values = metrics.to_dict() | {"routing_margin": None if routing is None else routing.margin}
         for field in fields(self):
-            limit, value = getattr(self, field.name), getattr(metrics, field.name)
+            limit, value = getattr(self, field.name), values[field.name]
             if limit is None or value is None:
                 continue
             over = value < limit if field.name == "argmax_agreement" else not value <= limit
@@ -60,7 +69,8 @@ class Limits:
 
 @dataclass
 class ParityReport:
-    """Two systems' scores, compared. `noise` has what the same system gives twice and in another dtype, by name."""
+    """Two systems' scores, compared. `noise` has what the same system gives twice and in another dtype, by name;
+    `routing` is None where the model has no experts, or a system does not tell which it chose."""
 
     a: str
     b: str
@@ -70,6 +80,7 @@ class ParityReport:
     limits: Limits
     exceeded: list[str]
     noise: dict[str, Metrics]
+    routing: Routing | None
     scores_a: list[Scores]
     scores_b: list[Scores]
     tokens: list[Prompt]
@@ -95,7 +106,7 @@ class ParityReport:
         return {
             "a": self.a, "b": self.b, "dtype": self.dtype, "ok": self.ok, "exceeded": self.exceeded, "limits": asdict(self.limits),
             "overall": self.overall.to_dict(), "noise": {name: metrics.to_dict() for name, metrics in self.noise.items()},
-            "prompts": [metrics.to_dict() for metrics in self.prompts],
+            "routing": self.routing and self.routing.to_dict(), "prompts": [metrics.to_dict() for metrics in self.prompts],
         }  # fmt: skip
 
 
@@ -106,16 +117,18 @@ def compare_scores(a: Sequence[Scores], b: Sequence[Scores], limits: Limits) -> 
     return overall, limits.exceeded(overall)
 
 
-def parity(a: str, b: str, prompts: Sequence[Prompt] | int = 8, *, dtype: str | None = None, layout: Layout | None = None,
-           hf_config: str | Path | None = None, limits: Limits | Callable[[str], Limits] | None = None,
-           lengths: Sequence[int] = (16, 64, 128), seed: int = 0,
-           batch_size: int = 1, noise: bool = False) -> ParityReport:  # fmt: skip
+def parity(a: "str | System", b: "str | System", prompts: Sequence[Prompt] | int = 8, *, dtype: str | None = None,
+           layout: Layout | None = None, engine: VllmLayout | None = None, hf_config: str | Path | None = None,
+           limits: Limits | Callable[[str], Limits] | None = None, lengths: Sequence[int] = (16, 64, 128), seed: int = 0,
+           batch_size: int = 1, packed: bool = False, routing: bool = True, noise: bool = False) -> ParityReport:  # fmt: skip
     """Score prompts in two systems and compare.
 
     `a` and `b` are paths or hub ids: Hugging Face directories, which transformers runs, or Megatron checkpoints, which Megatron-Core
-    runs at `layout` (under torchrun, where that has several ranks). `prompts` are token ids, or how many random ones to make. `dtype` is
-    ``fp32`` (default without a GPU) or ``bf16``; `limits` may be a function of it. With `noise` A is
-    also scored again, and in the other dtype.
+    runs at `layout` (under torchrun, where that has several ranks). With ``vllm:`` before it vLLM serves it, at `engine` (default:
+    TP over all processes): a Hugging Face directory as vLLM loads it, a Megatron checkpoint by a refit from Megatron-Core. Either may
+    also be a `reshard.parity.LiveVllm`. `prompts` are token ids, or how many random ones to make; `batch_size` of them go together,
+    padded, or `packed` into one sequence. `dtype` is ``fp32`` (default without a GPU) or ``bf16``; `limits` may be a function of it.
+    `routing` compares the experts that tokens go to. With `noise` A is also scored again, and in the other dtype.
 
     Raises ReshardError where a system cannot be loaded, the two do not have the same vocabulary, a prompt does not fit, or logprobs are
     missing, NaN or infinite.
@@ -123,7 +136,7 @@ def parity(a: str, b: str, prompts: Sequence[Prompt] | int = 8, *, dtype: str | 
     import torch
     import torch.distributed as dist
 
-    from reshard.parity.systems import DTYPES, join_processes, open_system, scores_of
+    from reshard.parity.systems import DTYPES, Scoring, System, join_processes, open_system, scores_of
 
     dtype = dtype or ("bf16" if torch.cuda.is_available() else "fp32")
     if dtype not in DTYPES:
@@ -135,33 +148,49 @@ def parity(a: str, b: str, prompts: Sequence[Prompt] | int = 8, *, dtype: str | 
     where = Path(hf_config) if hf_config is not None else None
     runs: dict[str, list[Scores]] = {}
     names: dict[str, str] = {}
-    wanted: list[tuple[str, str, str]] = [("a", a, dtype), ("b", b, dtype)]
+    wanted: list[tuple[str, str | System, str]] = [("a", a, dtype), ("b", b, dtype)]
     if noise:
-        wanted[1:1] = [("A again", a, dtype), (f"A in {_other(dtype)}", a, _other(dtype))]
-    vocabulary, first_architecture, tokens = 0, "", list[Prompt]()
+        wanted[1:1] = [("A again", a, dtype)] + ([(f"A in {_other(dtype)}", a, _other(dtype))] if isinstance(a, str) else [])
+    first: Model | None = None
+    tokens = list[Prompt]()
     for name, spec, kind in wanted:
-        system = open_system(spec, kind, layout, where)
-        size, context = system.model.symbols["V"], int(system.model.config["max_position_embeddings"])
+        system = spec if isinstance(spec, System) else open_system(spec, kind, layout, where, engine)
+        model, context = system.model, int(system.model.config["max_position_embeddings"])
+        size = model.symbols["V"]
         if isinstance(prompts, int):
             prompts = random_prompts(prompts, size, [min(n, context) for n in lengths], seed)
-        architecture = system.model.family.architecture
-        if first_architecture not in ("", architecture):
-            raise ReshardError(f"A is a {first_architecture}, B a {architecture}: they do not hold the same model")
-        first_architecture = architecture
-        if vocabulary and vocabulary != size:
-            raise ReshardError(f"A has a vocabulary of {vocabulary} tokens, B of {size}: they do not hold the same model")
-        vocabulary = size
-        tokens = list(prompts)
+        tokens, first = list(prompts), first or model
+        _check_same(first, model)
         check_prompts(tokens, size, context)
-        keep = KEPT_BYTES // (4 * size * len(tokens))
-        runs[name], names[name] = scores_of(system, tokens, batch_size, keep), system.name
+        how = Scoring(batch_size, packed, KEPT_BYTES // (4 * size * len(tokens)), routing and model.num_experts > 0)
+        runs[name], names[name] = scores_of(system, tokens, how), system.name
         system.close()
-    overall, exceeded = compare_scores(runs["a"], runs["b"], limits)
+    assert first is not None
+    overall, _ = compare_scores(runs["a"], runs["b"], limits)
+    routed = _routing(runs["a"], runs["b"], first)
     each = [metrics_of([x], [y]) for x, y in zip(runs["a"], runs["b"], strict=True)]
     floor = {name: metrics_of(runs["a"], scores) for name, scores in runs.items() if name not in ("a", "b")}
     one, two = ([replace(s, distributions=None) for s in runs[name]] for name in ("a", "b"))
-    first = dist.get_rank() == 0
-    return ParityReport(names["a"], names["b"], dtype, overall, each, limits, exceeded, floor, one, two, tokens, first)
+    exceeded = limits.exceeded(overall, routed)
+    return ParityReport(
+        names["a"], names["b"], dtype, overall, each, limits, exceeded, floor, routed, one, two, tokens, dist.get_rank() == 0
+    )
+
+
+def _check_same(first: Model, model: Model) -> None:
+    """Raise ReshardError where two systems cannot hold the same model."""
+    one, other = first.family.architecture, model.family.architecture
+    if one != other:
+        raise ReshardError(f"A is a {one}, B a {other}: they do not hold the same model")
+    if first.symbols["V"] != model.symbols["V"]:
+        raise ReshardError(f"A has a vocabulary of {first.symbols['V']} tokens, B of {model.symbols['V']}: they do not hold the same model")
+
+
+def _routing(a: Sequence[Scores], b: Sequence[Scores], model: Model) -> Routing | None:
+    one, two = ([s.choices for s in some if s.choices is not None] for some in (a, b))
+    if len(one) != len(a) or len(two) != len(b) or not one:
+        return None
+    return compare_routing(one, two, int(model.config.get("n_group") or 1))
 
 
 def _other(dtype: str) -> str:

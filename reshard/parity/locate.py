@@ -13,8 +13,9 @@ from reshard.compare import Difference, diff
 from reshard.errors import ReshardError
 from reshard.layout import Layout
 from reshard.model import Model
+from reshard.parity.megatron import Megatron
 from reshard.parity.prompts import Prompt, check_prompts
-from reshard.parity.systems import HuggingFace, Megatron, join_processes, open_system
+from reshard.parity.systems import HuggingFace, join_processes, open_system
 
 # Relative distance of two hidden states (norm of the difference over the norm) that two implementations do not have.
 TOLERANCES = {"fp32": 1e-4, "bf16": 0.03}
@@ -45,12 +46,14 @@ class Located:
     def sentence(self) -> str:
         """For people."""
         after = f"; {self.before} still agrees" if self.before else ""
+        count = len(self.parameters)
         if self.differing:
             more = f" and {len(self.differing) - 4} more" if len(self.differing) > 4 else ""
             names = ", ".join(d.name for d in self.differing[:4]) + more
-            cause = f"of its {len(self.parameters)} parameters these differ: {names}"
+            cause = f"of its {count} parameters these differ: {names}" if count > 1 else f"its parameter differs: {names}"
         elif self.parameters:
-            cause = f"its {len(self.parameters)} parameters are equal bit for bit, so that the config or the code must differ"
+            equal = f"its {count} parameters are" if count > 1 else "its parameter is"
+            cause = f"{equal} equal bit for bit, so that the config or the code must differ"
         else:
             cause = "it has no parameters of its own"
         return f"{self.place} departs first (relative distance {self.distance:.2g}){after}; {cause}"

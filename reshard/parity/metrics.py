@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import ReshardError
+from reshard.parity.routing import Choices
 
 
 @dataclass(frozen=True)
@@ -15,12 +16,13 @@ class Scores:
 
     `logprobs` ``[n - 1]``: of each token after the first, given those before it, in nats. `best` ``[n - 1]``: the token that the system
     finds most likely there. `distributions` ``[positions, vocabulary]``: logprobs of all tokens at the first `positions` places, as many
-    as were kept.
+    as were kept. `choices`: the experts that the tokens went to, where they were noted.
     """
 
     logprobs: np.ndarray
     best: np.ndarray | None = None
     distributions: np.ndarray | None = None
+    choices: Choices | None = None
 
 
 @dataclass(frozen=True)

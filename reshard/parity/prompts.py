@@ -13,6 +13,8 @@ from reshard.hub import local_directory
 from reshard.sources import HF_FILES
 
 Prompt = list[int]
+# Before a path, it says that vLLM is to serve it.
+SERVED = "vllm:"
 
 
 def random_prompts(count: int, vocabulary: int, lengths: Sequence[int], seed: int = 0) -> list[Prompt]:
@@ -30,7 +32,7 @@ def tokenizer_of(systems: Sequence[str]) -> Callable[[str], list[int]] | None:
 
     found: dict[str, Any] = {}
     for system in systems:
-        path = local_directory(system)
+        path = local_directory(system.removeprefix(SERVED))
         for folder in (path, path / HF_FILES):
             if (folder / "tokenizer_config.json").is_file() or (folder / "tokenizer.json").is_file():
                 try:

@@ -1,12 +1,18 @@
-"""Systems that hold a model and can say how likely tokens are: transformers, and Megatron-Core."""
+"""Systems that hold a model and can say how likely tokens are. Here: what they have in common, and transformers.
+
+Megatron-Core and vLLM have modules of their own beside this one.
+"""
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -14,62 +20,129 @@ from reshard.errors import ReshardError
 from reshard.formats import torch_dist
 from reshard.hub import local_directory
 from reshard.layout import Layout
-from reshard.live.build import build_megatron, initialize_parallel, without_gpu
 from reshard.model import Model
 from reshard.parity.metrics import Scores
-from reshard.parity.prompts import Prompt
-from reshard.sources import MegatronSource, open_source, read_config
+from reshard.parity.prompts import SERVED, Prompt
+from reshard.parity.routing import Choices
+from reshard.sources import read_config
+from reshard.vllm_layout import VllmLayout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """How prompts are scored: `batch_size` at a time, padded on the right to the longest or `packed` into one sequence; `keep` positions
+    of each keep their distribution; with `routing` the chosen experts are noted."""
+
+    batch_size: int = 1
+    packed: bool = False
+    keep: int = 0
+    routing: bool = False
+
+
 class System(ABC):
-    """A model that is ready to score prompts. `name` is for people, `model` its config."""
+    """A model that is ready to score prompts. `name` is for people, `model` its config; where it is not `spread`, any one process will
+    do, and otherwise all of them score together."""
 
     name: str
     model: Model
+    spread = True
 
     @abstractmethod
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """``[batch, sequence, vocabulary]`` of right-padded token ids ``[batch, sequence]``; None on a rank that does not have them."""
+    def score(self, prompts: Sequence[Prompt], how: Scoring) -> list[Scores]:
+        """Score every prompt; empty on a rank that does not have the result."""
 
     @abstractmethod
     def close(self) -> None:
         """Free the memory, so that the next system finds room."""
 
-    def score(self, prompts: Sequence[Prompt], batch_size: int = 1, keep: int = 0) -> list[Scores]:
-        """Score every prompt, `batch_size` at a time padded to the longest, keeping the distributions of up to `keep` positions of each.
 
-        Without logits on this rank the list is empty.
+class ForwardSystem(System):
+    """A system whose modules run in this process, and give the logits of all tokens."""
+
+    @abstractmethod
+    def logits(self, tokens: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor | None:
+        """``[batch, sequence, vocabulary]`` of token ids ``[batch, sequence]``; None on a rank that does not have them.
+
+        Prompts are padded on the right, or, with their `lengths`, packed one after the other in a batch of one.
         """
+
+    @abstractmethod
+    def routers(self) -> dict[int, torch.nn.Module]:
+        """The routers of this rank's MoE layers, by layer."""
+
+    @abstractmethod
+    def choices(self, router: Any, inputs: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a router chose in a forward: experts ``[batch, sequence, top k]``, and the scores ``[batch, sequence, experts]`` that it
+        chose by, the larger the better."""
+
+    def gathered(self, noted: dict[int, Any]) -> dict[int, Any]:
+        """What was noted by layer, of all ranks."""
+        return noted
+
+    def score(self, prompts: Sequence[Prompt], how: Scoring) -> list[Scores]:
+        """Score every prompt. Without logits on this rank the list is empty."""
         found: list[Scores] = []
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        for batch in _batches(prompts, batch_size):
-            longest = max(map(len, batch))
-            tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in batch], device=device)
-            with torch.no_grad():
-                logits = self.logits(tokens)
-            for row, prompt in enumerate(batch if logits is not None else ()):
-                assert logits is not None
-                found.append(_scores(logits[row, : len(prompt) - 1], prompt, keep))
+        for start in range(0, len(prompts), how.batch_size):
+            batch = prompts[start : start + how.batch_size]
+            lengths = [len(prompt) for prompt in batch]
+            if how.packed:
+                tokens = torch.tensor([[token for prompt in batch for token in prompt]], device=device)
+                spans = [(0, sum(lengths[:i]), n) for i, n in enumerate(lengths)]
+            else:
+                tokens = torch.tensor([prompt + [0] * (max(lengths) - len(prompt)) for prompt in batch], device=device)
+                spans = [(i, 0, n) for i, n in enumerate(lengths)]
+            with torch.no_grad(), self._noting(how.routing, tokens.shape) as noted:
+                logits = self.logits(tokens, lengths if how.packed else None)
+            routed = self.gathered(noted) if how.routing else {}
+            if logits is None:
+                continue
+            for (row, at, n), prompt in zip(spans, batch, strict=True):
+                choices = _choices_at(routed, row, at, n - 1)
+                found.append(_scores(logits[row, at : at + n - 1], prompt, how.keep, choices))
         return found
 
+    @contextmanager
+    def _noting(self, wanted: bool, shape: Sequence[int]) -> Iterator[dict[int, Any]]:
+        """While it is open, what the routers choose, by layer."""
+        noted: dict[int, Any] = {}
 
-def _batches(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
-    for start in range(0, len(prompts), size):
-        yield prompts[start : start + size]
+        def hook(layer: int) -> Callable[..., None]:
+            def note(module: Any, inputs: Any, output: Any) -> None:
+                noted[layer] = tuple(t.view(*shape, -1).cpu() for t in self.choices(module, inputs, output))
+
+            return note
+
+        handles = [router.register_forward_hook(hook(layer)) for layer, router in self.routers().items()] if wanted else []
+        try:
+            yield noted
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
-def _scores(logits: torch.Tensor, prompt: Prompt, keep: int) -> Scores:
+def _choices_at(noted: Mapping[int, Any], row: int, at: int, count: int) -> Choices | None:
+    if not noted:
+        return None
+    layers = sorted(noted)
+    experts, scores = (np.stack([noted[layer][i][row, at : at + count].numpy() for layer in layers], 1) for i in (0, 1))
+    return Choices(tuple(layers), np.sort(experts, -1), scores)
+
+
+def _scores(logits: torch.Tensor, prompt: Prompt, keep: int, choices: Choices | None) -> Scores:
     logprobs = torch.log_softmax(logits.float(), -1)
     following = torch.tensor(prompt[1:], device=logits.device)
     chosen = logprobs.gather(1, following[:, None])[:, 0]
     kept = logprobs[:keep].cpu().numpy() if keep else None
-    return Scores(chosen.double().cpu().numpy(), logprobs.argmax(-1).cpu().numpy(), kept)
+    return Scores(chosen.double().cpu().numpy(), logprobs.argmax(-1).cpu().numpy(), kept, choices)
 
 
-class HuggingFace(System):
+class HuggingFace(ForwardSystem):
     """A Hugging Face directory in transformers."""
+
+    spread = False
 
     def __init__(self, path: Path, dtype: str) -> None:
         self.name = f"transformers, {path}, {dtype}"
@@ -84,103 +157,56 @@ class HuggingFace(System):
         try:
             module = AutoModelForCausalLM.from_pretrained(self.path, dtype=DTYPES[self.dtype], attn_implementation="eager")
         except (OSError, ValueError, RuntimeError) as error:
-            raise ReshardError(f"transformers cannot load {self.path}: {str(error).splitlines()[0]}") from error
+            raise ReshardError(f"transformers cannot load {self.path}: {first_line(error)}") from error
         return module.eval().cuda() if torch.cuda.is_available() else module.eval()
 
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        # Right padding: no token before it sees it, so that no mask is needed.
-        return self.module(tokens).logits
+    def logits(self, tokens: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor:
+        # Right padding: no token before it sees it, so that no mask is needed. Packed prompts are told apart by their positions.
+        restarting = {} if lengths is None else {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None].to(tokens.device)}
+        return self.module(tokens, use_cache=False, **restarting).logits
+
+    def routers(self) -> dict[int, torch.nn.Module]:
+        layers = [layer for layer, kind in enumerate(self.model.kinds) if kind != "dense"]
+        return {layer: self.module.get_submodule(f"model.layers.{layer}.mlp.gate") for layer in layers}
+
+    def choices(self, router: Any, inputs: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, _, experts = output
+        bias = getattr(router, "e_score_correction_bias", None)
+        return experts, logits.float() if bias is None else logits.float().sigmoid() + bias.float()
 
     def close(self) -> None:
         vars(self).pop("module", None)
 
 
-class Megatron(System):
-    """A Megatron checkpoint, loaded by Megatron-Core's own code into its own modules, at any layout.
+def first_line(error: BaseException) -> str:
+    """Of what another library says, as much as fits into a sentence."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0] if len(lines[0]) <= 300 else lines[0][:300] + " ..."
 
-    Under torchrun every rank makes one; the logits are on the ranks of the last pipeline stage.
+
+def open_system(spec: str, dtype: str, layout: Layout, hf_config: Path | None = None, engine: VllmLayout | None = None) -> System:
+    """A system from a path or hub id: a Hugging Face directory (transformers) or a Megatron checkpoint (Megatron-Core at `layout`).
+
+    With ``vllm:`` before it vLLM serves it, at the sizes of `engine`: a Hugging Face directory as vLLM loads it, a Megatron checkpoint
+    by a refit from Megatron-Core.
     """
+    path = local_directory(spec.removeprefix(SERVED))
+    megatron = torch_dist.find(path) is not None
+    if spec.startswith(SERVED):
+        from reshard.parity.vllm import RefittedVllm, Vllm
 
-    def __init__(self, path: Path, dtype: str, layout: Layout, hf_config: Path | None = None) -> None:
-        source = open_source(path, hf_config)  # so that no pickle is loaded that was not looked at
-        if not isinstance(source, MegatronSource):
-            raise ReshardError(f"{path} is no Megatron checkpoint")
-        directory, self.model = source.checkpoint.directory, source.model
-        source.close()
-        self.name = f"Megatron-Core, {path}, {layout}, {dtype}"
-        join_processes()
-        needed, there = layout.world_size(self.model), dist.get_world_size()
-        if there % needed:
-            raise ReshardError(f"{layout} needs {needed} processes or a multiple of them, and there are {there}: start it with "
-                               f"torchrun --nproc-per-node {needed} --no-python reshard ...")  # fmt: skip
-        impl = "transformer_engine" if torch.cuda.is_available() else "local"
-        with without_gpu():
-            initialize_parallel(layout)
-            options = {} if torch.cuda.is_available() else {"use_cpu_initialization": True, "masked_softmax_fusion": False}
-            self.models = build_megatron(self.model, layout, transformer_impl=impl, dtype=DTYPES[dtype], parallel_output=False, **options)
-            self.models = [m.to(DTYPES[dtype]).eval() for m in self.models]
-            self._load(directory)
+        return RefittedVllm(path, dtype, layout, hf_config, engine) if megatron else Vllm(path, dtype, engine)
+    if megatron:
+        from reshard.parity.megatron import Megatron
 
-    def _load(self, directory: Path) -> None:
-        """By Megatron-Core's own loader, strictly."""
-        from megatron.core import dist_checkpointing, parallel_state
-        from megatron.core.dist_checkpointing.core import CheckpointingException
-
-        metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-        state = {f"model{i}": model.sharded_state_dict(metadata=metadata) for i, model in enumerate(self.models)}  # type: ignore[operator]
-        try:
-            loaded = dist_checkpointing.load(state, str(directory))
-        except (CheckpointingException, RuntimeError, ValueError, KeyError) as error:
-            raise ReshardError(f"Megatron-Core cannot load {directory}: {str(error).strip().splitlines()[0]}") from error
-        for i, model in enumerate(self.models):
-            model.load_state_dict(loaded[f"model{i}"])
-
-    def close(self) -> None:
-        from megatron.core import parallel_state
-
-        self.models = []
-        parallel_state.destroy_model_parallel()
-
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        from megatron.core import parallel_state
-
-        stages, stage = parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_rank()
-        ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-        batch, length = tokens.shape
-        positions = torch.arange(length, device=tokens.device).expand(batch, length)
-        mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
-        out = None
-        last = len(self.models) * stages - 1
-        with without_gpu():
-            for index in range(last + 1):
-                if index % stages != stage:
-                    continue
-                model: Any = self.models[index // stages]
-                if index:
-                    hidden = out
-                    if stages > 1:
-                        hidden = torch.empty(length, batch, model.config.hidden_size, dtype=model.config.params_dtype, device=tokens.device)
-                        dist.recv(hidden, ranks[(index - 1) % stages])
-                    model.set_input_tensor(hidden)
-                out = model(tokens, positions, mask)
-                if index < last and stages > 1:
-                    dist.send(out.contiguous(), ranks[(index + 1) % stages])
-        return out[..., : self.model.symbols["V"]] if out is not None and stage == stages - 1 else None
+        return Megatron(path, dtype, layout, hf_config)
+    return HuggingFace(path, dtype)
 
 
-def open_system(spec: str, dtype: str, layout: Layout, hf_config: Path | None = None) -> System:
-    """A system from a path or hub id: a Hugging Face directory (transformers) or a Megatron checkpoint (Megatron-Core at `layout`)."""
-    path = local_directory(spec)
-    return Megatron(path, dtype, layout, hf_config) if torch_dist.find(path) is not None else HuggingFace(path, dtype)
-
-
-def scores_of(system: System, prompts: Sequence[Prompt], batch_size: int, keep: int) -> list[Scores]:
+def scores_of(system: System, prompts: Sequence[Prompt], how: Scoring) -> list[Scores]:
     """A system's scores, on every rank."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    if not isinstance(system, Megatron):
-        mine = system.score(prompts, batch_size, keep) if alone or dist.get_rank() == 0 else []
-    else:
-        mine = system.score(prompts, batch_size, keep)
+    mine = system.score(prompts, how) if alone or system.spread or dist.get_rank() == 0 else []
     if alone:
         return mine
     gathered: list[list[Scores]] = [[] for _ in range(dist.get_world_size())]

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -25,6 +26,7 @@ from reshard.errors import ReshardError, listed
 PROTOCOL = 1
 CHECK_SECONDS = 0.1
 LINGER_SECONDS = 3.0
+_made: Counter[str] = Counter()
 
 
 class Members:
@@ -49,11 +51,13 @@ class Members:
     def of_process_group(name: str = "reshard", timeout: float = 60.0) -> "Members":
         """All ranks of this torch process group: trainer and engine in the same processes, or started by one launcher.
 
-        Several links in one job need different names.
+        Every rank makes the same ones in the same order; those of one name are told apart by counting them.
         """
         if not dist.is_initialized():
             raise ReshardError("torch.distributed is not initialised: call init_process_group first, or use Members.join")
-        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        # What earlier members of this name have left in the store must not be read again.
+        _made[name] += 1
+        store = dist.PrefixStore(f"{name}/{_made[name]}", dist.distributed_c10d._get_default_store())
         members = Members(store, dist.get_rank(), dist.get_world_size(), timeout)
         members.process_group = dist.group.WORLD
         return members

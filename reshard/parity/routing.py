@@ -1,0 +1,104 @@
+"""Which experts two systems send each token to, and whether where they differ it was a near-tie.
+
+Two implementations of one model differ by rounding, and where two experts score almost the same a token can go to either. From that
+layer on its hidden state is another, so that what it chooses in later layers says nothing. A difference is therefore judged at the
+first layer where a token's experts differ: by how much better the one system finds its own choice.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from reshard.errors import ReshardError
+
+
+class Choices(NamedTuple):
+    """The experts that a prompt's n tokens went to: `experts` ``[n, layers, top k]``, ascending, and `scores` ``[n, layers, experts]``
+    that they were chosen by, the larger the better (None where the system does not tell them); `layers` has the layers' numbers."""
+
+    layers: tuple[int, ...]
+    experts: np.ndarray
+    scores: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How the routing of two systems compares: `choices` were made (a token in a layer), `differing` of them differ, of `tokens` tokens
+    `differing_tokens` somewhere.
+
+    `margin` is the largest at the first layer where a token's experts differ: how far apart one system scores the experts that
+    it took and those that the other took, in standard deviations of that token's scores. Zero where nothing differs.
+    """
+
+    choices: int
+    differing: int
+    tokens: int
+    differing_tokens: int
+    margin: float
+    worst_layer: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return asdict(self)
+
+    @property
+    def sentence(self) -> str:
+        """For people."""
+        if not self.differing:
+            return f"all {self.choices:,} choices of experts are the same"
+        return (f"{self.differing:,} of {self.choices:,} choices of experts differ, of {self.differing_tokens:,} of {self.tokens:,} "
+                f"tokens; at the first layer where a token's differ the scores are {self.margin:.2g} standard deviations apart at most "
+                f"(layer {self.worst_layer})")  # fmt: skip
+
+
+def compare_routing(a: Sequence[Choices], b: Sequence[Choices], groups: int = 1) -> Routing:
+    """Compare the choices of two systems for the same prompts; `groups` is the number of expert groups that are chosen among first.
+
+    Raises ReshardError where the systems do not have the same MoE layers, or neither tells its scores.
+
+    >>> scores = np.array([[[0.9, 0.5, 0.4, 0.1]]])
+    >>> found = compare_routing([Choices((0,), np.array([[[0, 1]]]), scores)], [Choices((0,), np.array([[[0, 2]]]), None)])
+    >>> found.differing, round(found.margin, 3)
+    (1, 0.35)
+    """
+    choices = differing = tokens = differing_tokens = 0
+    margin, worst = 0.0, None
+    for x, y in zip(a, b, strict=True):
+        if x.layers != y.layers or x.experts.shape != y.experts.shape:
+            raise ReshardError(f"A chooses experts in layers {list(x.layers)}, {x.experts.shape[-1]} of them, "
+                               f"B in layers {list(y.layers)}, {y.experts.shape[-1]}")  # fmt: skip
+        other = (x.experts != y.experts).any(-1)
+        choices, differing = choices + other.size, differing + int(other.sum())
+        tokens, differing_tokens = tokens + len(other), differing_tokens + int(other.any(-1).sum())
+        for token in np.flatnonzero(other.any(-1)):
+            layer = int(other[token].argmax())
+            apart = _apart(x, y, token, layer, groups)
+            if not apart <= margin:  # NaN counts as the largest
+                margin, worst = apart, x.layers[layer]
+    return Routing(choices, differing, tokens, differing_tokens, margin, worst)
+
+
+def _apart(x: Choices, y: Choices, token: int, layer: int, groups: int) -> float:
+    """How far apart the better experts of one system and those of the other are, by the scores of the first that tells them."""
+    if x.scores is None:
+        x, y = y, x
+    if x.scores is None:
+        raise ReshardError("neither system tells the scores that it chooses experts by: compare with transformers or Megatron-Core")
+    scores = x.scores[token, layer].astype(np.float64)
+    taken, other = x.experts[token, layer], y.experts[token, layer]
+    mine, theirs = np.setdiff1d(taken, other), np.setdiff1d(other, taken)
+    if groups > 1:
+        # The group that the other took instead may be as good, while its experts are better or worse than those of the first.
+        each = scores.reshape(groups, -1)
+        of_groups = np.sort(each, -1)[:, -2:].sum(-1)
+        size = each.shape[-1]
+        own, new = set(taken // size), set(theirs // size) - set(taken // size)
+        if new:
+            return abs(min(of_groups[list(own)]) - max(of_groups[list(new)])) / _spread(of_groups)
+    return float(np.abs(np.sort(scores[mine]) - np.sort(scores[theirs])).max()) / _spread(scores)
+
+
+def _spread(values: np.ndarray) -> float:
+    return float(values.std()) or 1.0

