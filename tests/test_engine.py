@@ -1,7 +1,6 @@
 """A real vLLM on the CPU: refitted from a live Megatron model it serves what a vLLM serves that has loaded the export."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import pytest
 
 from reshard import Layout, hf_to_mcore
 from tests.checkpoints import make
+from tests.install_vllm_cpu import environment_of_engine
 
 ROOT = Path(__file__).parent.parent
 # What is served, from which layout of Megatron to which of vLLM, both on the same two ranks.
@@ -41,18 +41,14 @@ def converted(tmp_path_factory):
     return get
 
 
-def environment() -> dict[str, str]:
-    installed = ROOT / ".vllm-cpu"
-    assert installed.is_dir(), "install vLLM's build for the CPU with: python tests/install_vllm_cpu.py"
-    return os.environ | {"PYTHONPATH": f"{installed}{os.pathsep}{ROOT}"}
-
-
 def run(folder: Path, ranks: int, function: str, *arguments):
     """What ``tests.engine_on_cpu.FUNCTION`` returns on the first of several processes."""
     (folder / "arguments").write_text(json.dumps(arguments))
-    started = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    started = (
+        [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    )
     command = [*started, "-m", "tests.engine_on_cpu", function, str(folder / "arguments"), str(folder / "result")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment_of_engine(), cwd=ROOT, timeout=600)
     assert (folder / "result").is_file(), done.stdout[-3000:] + done.stderr[-6000:]
     return json.loads((folder / "result").read_text())
 

@@ -21,6 +21,8 @@ from safetensors.torch import load_file, save_file
 from reshard import Layout, ReshardError, hf_to_mcore
 from reshard.parity import Limits, Scores, check_rollout, metrics_of
 from reshard.parity.prompts import check_prompts, random_prompts, read_prompts
+from reshard.parity.routing import Choices, compare_routing
+from reshard.parity.systems import HuggingFace, Scoring
 from tests.checkpoints import make
 from tests.ranks import run_on_ranks
 
@@ -79,6 +81,11 @@ def test_a_converted_model_is_the_model_at_any_layout(variant, written, loaded, 
     assert report["ok"] and report["overall"]["tokens"] == 2 * (8 + 32) and len(report["prompts"]) == 4
     assert report["overall"]["max_abs"] < 1e-4 and report["overall"]["mean_abs"] < 1e-6
     assert report["overall"]["argmax_agreement"] == 1.0 and report["overall"]["kl"] < 1e-7
+    if "moe" in variant or "deepseek" in variant:
+        layers = {"qwen3-moe": 4, "qwen3-moe-step": 2}.get(variant, 3)
+        assert report["routing"]["choices"] == layers * 80 and report["routing"]["differing"] == 0
+    else:
+        assert report["routing"] is None
 
 
 def swapped(tensors, one: str, two: str) -> None:
@@ -140,6 +147,9 @@ def test_a_seeded_fault_is_caught_and_located(variant, fault, layout, place, dif
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     report = run(tmp_path / "hf", mcore, layout)
     assert not report["ok"] and any(sentence.startswith("max_abs") for sentence in report["exceeded"])
+    if variant == "deepseek-v3":
+        # A bias that is gone sends tokens elsewhere; a scale does in later layers, whose inputs it has changed.
+        assert report["routing"]["differing"] and any(sentence.startswith("routing_margin") for sentence in report["exceeded"])
     places = run_on_ranks(ranks_of(layout), "find", str(tmp_path / "hf"), str(mcore), layout, module="parity_on_cpu")
     sentence, found, names = places[0]
     assert found == place and all(other == places[0] for other in places), sentence
@@ -157,6 +167,41 @@ def test_padding_changes_nothing(converted):
     hf, mcore = converted("qwen3")
     alone, padded = run(hf, mcore), run(hf, mcore, batch_size=4)
     assert abs(alone["overall"]["mean_abs"] - padded["overall"]["mean_abs"]) < 1e-6
+
+
+def test_packed_prompts_do_not_see_each_other(converted):
+    hf, mcore = converted("qwen3-moe")
+    alone, packed = (run(mcore, hf, batch_size=n, packed=n > 1) for n in (1, 3))
+    assert "cannot run packed prompts: leave out --packed" in packed
+    system = HuggingFace(hf, "fp32")
+    prompts = random_prompts(4, 1000, [9, 33, 21])
+    one, other = system.score(prompts, Scoring(routing=True)), system.score(prompts, Scoring(batch_size=3, packed=True, routing=True))
+    metrics = metrics_of(one, other)
+    assert metrics.max_abs < 1e-5 and metrics.tokens == sum(map(len, prompts)) - 4 and alone["ok"]
+    assert not compare_routing([s.choices for s in one], [s.choices for s in other]).differing
+
+
+def test_a_near_tie_is_told_apart_from_an_error():
+    """In bf16 both systems of a correct model send some tokens elsewhere; a fault does it where no tie is near."""
+    scores = np.array([[[2.0, 1.0, 0.999, -1.0], [0.0, 1.0, 2.0, 3.0]]])
+    one = Choices((1, 3), np.array([[[0, 1], [2, 3]]]), scores)
+    tie = one._replace(experts=np.array([[[0, 2], [0, 3]]]), scores=None)
+    found = compare_routing([one], [tie], apart=[np.array([0.25])])
+    assert found.differing == 2 and found.tokens == found.differing_tokens == 1 and found.worst_layer == 1
+    assert found.margin == pytest.approx(0.001 / scores[0, 0].std()), "the second layer follows from the first"
+    assert (found.mean_abs_same, found.mean_abs_differing) == (None, 0.25) and "2 of 2 choices of experts differ" in found.sentence
+    assert compare_routing([tie], [one]).margin == found.margin, "whichever system tells its scores"
+    error = one._replace(experts=np.array([[[0, 3], [2, 3]]]))
+    assert compare_routing([one], [error]).margin == pytest.approx(2 / scores[0, 0].std())
+    # Two groups of two: the other system took the second, which is as good as the first, with experts that are not.
+    groups = Choices((0,), np.array([[[0, 1]]]), np.array([[[1.0, 0.0, 0.5, 0.5001]]]))
+    other = groups._replace(experts=np.array([[[2, 3]]]))
+    assert compare_routing([groups], [other], groups=2).margin == pytest.approx(0.0001 / groups.scores.std())
+    for wrong in (one._replace(layers=(1, 2)), one._replace(experts=one.experts[..., :1])):
+        with pytest.raises(ReshardError, match="chooses experts in layers"):
+            compare_routing([one], [wrong])
+    with pytest.raises(ReshardError, match="neither system tells"):
+        compare_routing([tie], [one._replace(scores=None)])
 
 
 def test_the_noise_floor_is_the_same_system_again_and_in_bf16(converted):
@@ -246,7 +291,19 @@ def test_the_command_gates(converted, tmp_path):
     done = subprocess.run([*command[:4], str(hf), str(other), "--random", "2"], capture_output=True, text=True)
     assert done.returncode == 1 and "Error: A and B do not hold the same model: max_abs is " in done.stderr
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "reshard", *command[3:], "--tp", "2"],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "reshard",
+            *command[3:],
+            "--tp",
+            "2",
+        ],
         capture_output=True,
         text=True,
     )

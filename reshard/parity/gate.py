@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from reshard.errors import ReshardError
 from reshard.layout import Layout
 from reshard.model import Model
@@ -38,7 +40,7 @@ class Limits:
         """The defaults: for fp32 what is left between two implementations, for bf16 less than trainers accept (1.03 to 1.1)."""
         if dtype == "fp32":
             return Limits(max_abs=1e-3, mean_abs=1e-4, token_mult_prob_error=1.0001, kl=1e-6, routing_margin=1e-3)
-        return Limits(mean_abs=0.02, token_mult_prob_error=1.02, kl=1e-3, routing_margin=0.2)
+        return Limits(mean_abs=0.02, token_mult_prob_error=1.02, kl=1e-3, routing_margin=0.3)
 
     def check(self) -> None:
         """Raise ReshardError for a limit that cannot fail, or that nothing can pass."""
@@ -190,7 +192,8 @@ def _routing(a: Sequence[Scores], b: Sequence[Scores], model: Model) -> Routing 
     one, two = ([s.choices for s in some if s.choices is not None] for some in (a, b))
     if len(one) != len(a) or len(two) != len(b) or not one:
         return None
-    return compare_routing(one, two, int(model.config.get("n_group") or 1))
+    apart = [np.abs(x.logprobs - y.logprobs) for x, y in zip(a, b, strict=True)]
+    return compare_routing(one, two, int(model.config.get("n_group") or 1), apart)
 
 
 def _other(dtype: str) -> str:

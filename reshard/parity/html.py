@@ -26,11 +26,14 @@ def html_report(report: ParityReport) -> str:
     chosen = np.unique(np.linspace(0, len(one) - 1, min(len(one), POINTS)).astype(int))
     one, two, position = one[chosen], two[chosen], position[chosen]
     shown = "" if len(one) == report.overall.tokens else f"<p>The drawings show {len(one)} of {report.overall.tokens} tokens.</p>"
-    verdict = '<span class="ok">within the limits</span>' if report.ok else f'<span class="bad">{escape("; ".join(report.exceeded))}</span>'
+    verdict = '<span class="ok">within the limits</span>' if report.ok else '<span class="bad">beyond the limits</span>'
+    reasons = "".join(f'<li class="bad">{escape(sentence)}</li>' for sentence in report.exceeded)
+    routing = f"<p>Routing: {escape(report.routing.sentence)}.</p>" if report.routing is not None else ""
     columns = {"A to B": report.overall, **{f"A to {name}": metrics for name, metrics in report.noise.items()}}
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Logprob parity</title><style>{STYLE}</style></head><body>'
-        f"<h1>Logprob parity: {verdict}</h1><p>A: {escape(report.a)}<br>B: {escape(report.b)}</p>{_metrics_table(columns, report)}"
+        f"<h1>Logprob parity: {verdict}</h1><ul>{reasons}</ul><p>A: {escape(report.a)}<br>B: {escape(report.b)}</p>"
+        f"{_metrics_table(columns, report)}{routing}"
         f'<div class="charts">{_scatter(one, two)}{_histogram(one - two)}{_against_position(position, one - two)}</div>{shown}'
         f"<h2>Prompts</h2>{_prompts_table(report.prompts)}</body></html>\n"
     )

@@ -29,7 +29,8 @@ class Routing:
     `differing_tokens` somewhere.
 
     `margin` is the largest at the first layer where a token's experts differ: how far apart one system scores the experts that
-    it took and those that the other took, in standard deviations of that token's scores. Zero where nothing differs.
+    it took and those that the other took, in standard deviations of that token's scores. Zero where nothing differs. `mean_abs_same` and
+    `mean_abs_differing` are the mean |difference of logprobs| of the tokens whose experts are all the same, and of the others.
     """
 
     choices: int
@@ -38,6 +39,8 @@ class Routing:
     differing_tokens: int
     margin: float
     worst_layer: int | None
+    mean_abs_same: float | None = None
+    mean_abs_differing: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -48,13 +51,18 @@ class Routing:
         """For people."""
         if not self.differing:
             return f"all {self.choices:,} choices of experts are the same"
-        return (f"{self.differing:,} of {self.choices:,} choices of experts differ, of {self.differing_tokens:,} of {self.tokens:,} "
-                f"tokens; at the first layer where a token's differ the scores are {self.margin:.2g} standard deviations apart at most "
+        text = (f"{self.differing:,} of {self.choices:,} choices of experts differ, of {self.differing_tokens:,} of {self.tokens:,} "
+                f"tokens; at a token's first the scores are {self.margin:.2g} standard deviations apart at most "
                 f"(layer {self.worst_layer})")  # fmt: skip
+        if self.mean_abs_differing is None:
+            return text
+        same = "-" if self.mean_abs_same is None else f"{self.mean_abs_same:.3g}"
+        return f"{text}; mean_abs {same} of the tokens without a difference, {self.mean_abs_differing:.3g} of the others"
 
 
-def compare_routing(a: Sequence[Choices], b: Sequence[Choices], groups: int = 1) -> Routing:
-    """Compare the choices of two systems for the same prompts; `groups` is the number of expert groups that are chosen among first.
+def compare_routing(a: Sequence[Choices], b: Sequence[Choices], groups: int = 1, apart: Sequence[np.ndarray] | None = None) -> Routing:
+    """Compare the choices of two systems for the same prompts; `groups` is the number of expert groups that are chosen among first,
+    `apart` has the |difference of logprobs| of each prompt's tokens ``[n]``.
 
     Raises ReshardError where the systems do not have the same MoE layers, or neither tells its scores.
 
@@ -65,6 +73,7 @@ def compare_routing(a: Sequence[Choices], b: Sequence[Choices], groups: int = 1)
     """
     choices = differing = tokens = differing_tokens = 0
     margin, worst = 0.0, None
+    touched: list[np.ndarray] = []
     for x, y in zip(a, b, strict=True):
         if x.layers != y.layers or x.experts.shape != y.experts.shape:
             raise ReshardError(f"A chooses experts in layers {list(x.layers)}, {x.experts.shape[-1]} of them, "
@@ -74,10 +83,15 @@ def compare_routing(a: Sequence[Choices], b: Sequence[Choices], groups: int = 1)
         tokens, differing_tokens = tokens + len(other), differing_tokens + int(other.any(-1).sum())
         for token in np.flatnonzero(other.any(-1)):
             layer = int(other[token].argmax())
-            apart = _apart(x, y, token, layer, groups)
-            if not apart <= margin:  # NaN counts as the largest
-                margin, worst = apart, x.layers[layer]
-    return Routing(choices, differing, tokens, differing_tokens, margin, worst)
+            distance = _apart(x, y, token, layer, groups)
+            if not distance <= margin:  # NaN counts as the largest
+                margin, worst = distance, x.layers[layer]
+        touched.append(other.any(-1))
+    same, others = None, None
+    if apart is not None and touched:
+        values, where = np.concatenate(apart), np.concatenate(touched)
+        same, others = (float(part.mean()) if len(part) else None for part in (values[~where], values[where]))
+    return Routing(choices, differing, tokens, differing_tokens, margin, worst, same, others)
 
 
 def _apart(x: Choices, y: Choices, token: int, layer: int, groups: int) -> float:
@@ -96,7 +110,7 @@ def _apart(x: Choices, y: Choices, token: int, layer: int, groups: int) -> float
         size = each.shape[-1]
         own, new = set(taken // size), set(theirs // size) - set(taken // size)
         if new:
-            return abs(min(of_groups[list(own)]) - max(of_groups[list(new)])) / _spread(of_groups)
+            return abs(min(of_groups[list(own)]) - max(of_groups[list(new)])) / _spread(scores)
     return float(np.abs(np.sort(scores[mine]) - np.sort(scores[theirs])).max()) / _spread(scores)
 
 

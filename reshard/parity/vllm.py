@@ -182,6 +182,8 @@ def score_with(llm: Any, prompts: Sequence[Prompt], how: Scoring, model: Model) 
 
     found = scores_of_outputs(generate(prompts, 1), prompts, model)
     keep = min(how.keep, KEPT_LOGPROBS // (model.symbols["V"] * len(prompts)))
+    if 0 <= llm.llm_engine.vllm_config.model_config.max_logprobs < model.symbols["V"]:
+        keep = 0  # started without max_logprobs=-1: it does not give whole distributions
     if not keep:
         return found
     heads = [prompt[: keep + 1] for prompt in prompts]
