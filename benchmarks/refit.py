@@ -7,6 +7,7 @@ Every process holds a rank of a real Megatron model (Transformer Engine layers, 
 
 - peer: pulls from peers' memory; buckets: all bytes through NCCL;
 - today: every rank gathers every full Hugging Face tensor, layer by layer, and gives it to vLLM's `load_weights`;
+- mbridge, where it is installed (`pip install --no-deps mbridge`): its `export_weights` alone, and into `load_weights`;
 
 next to the floors: the bytes that a rank must fetch from peers over the measured rate of one large peer copy on all ranks at once,
 and the bytes that its memory must read and write over the measured rate of a copy. Before the timing, the three ways must leave the
@@ -166,8 +167,42 @@ class Today:
             self.give(full)
 
 
+def rival(models, folder: Path, module, rounds: int) -> dict:
+    """mbridge's way: seconds of its export alone and with vLLM's loader, memory, and whether the bits are the same afterwards."""
+    try:
+        from mbridge import AutoBridge
+        from transformers import AutoConfig
+    except ImportError:
+        return {}
+    before = fingerprints(module)
+    bridge = AutoBridge.from_config(AutoConfig.from_pretrained(folder))
+
+    def export() -> None:
+        for _ in bridge.export_weights(models):
+            pass
+
+    found: dict = {}
+    for name, run in {"mbridge_export": export, "mbridge": lambda: module.load_weights(bridge.export_weights(models))}.items():
+        times = []
+        for _ in range(rounds):
+            dist.barrier()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            held, start = torch.cuda.memory_allocated(), time.perf_counter()
+            run()
+            torch.cuda.synchronize()
+            times.append(max(everyone(time.perf_counter() - start)))
+        found |= {
+            f"{name}_seconds": statistics.median(times),
+            f"{name}_extra_bytes": max(everyone(torch.cuda.max_memory_allocated() - held)),
+        }
+    after = fingerprints(module)
+    found["mbridge_different"] = max(everyone(sum(before[name] != after[name] for name in before)))
+    return found
+
+
 def main() -> None:
-    from benchmarks.gpu_models import config_of, megatron_models, vllm_engine
+    from benchmarks.models import config_of, megatron_models, vllm_engine
     from reshard import Layout
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -187,9 +222,8 @@ def main() -> None:
     config, layout = config_of(options.model, options.layers), Layout(tp=options.tp, pp=options.pp, ep=options.ep, etp=options.etp)
     start = time.perf_counter()
     extra = {"enable_expert_parallel": True} if options.vllm_ep else {}
-    llm = vllm_engine(
-        Path(tempfile.gettempdir()) / f"{options.model}-{dist.get_rank()}", config, tensor_parallel_size=options.vllm_tp, **extra
-    )
+    folder = Path(tempfile.gettempdir()) / f"{options.model}-{dist.get_rank()}"
+    llm = vllm_engine(folder, config, tensor_parallel_size=options.vllm_tp, **extra)
     say(f"vLLM started in {time.perf_counter() - start:.1f} s")
     start = time.perf_counter()
     models = megatron_models(config, layout)
@@ -277,6 +311,10 @@ def main() -> None:
         times.append(max(everyone(time.perf_counter() - start)))
         result["today_extra_bytes"] = max(everyone(torch.cuda.max_memory_allocated() - held))
     result["today_seconds"] = statistics.median(times)
+    try:
+        result |= rival(models, folder, module, options.today_rounds)
+    except Exception as error:
+        result["mbridge_error"] = f"{type(error).__name__}: {error}"
     result["today_over_peer"] = result["today_seconds"] / result["peer_total_seconds"]
     say(json.dumps(result, indent=1))
     if options.json and dist.get_rank() == 0:

@@ -60,7 +60,7 @@ def spoken(llm, vocabulary: int) -> list:
 
 
 def refit(options) -> None:
-    from benchmarks.gpu_models import config_of, megatron_models, vllm_engine
+    from benchmarks.models import config_of, megatron_models, vllm_engine
     from benchmarks.refit import Today, used_bytes
     from reshard import Layout
     from reshard.live.megatron import MegatronModel
@@ -112,7 +112,7 @@ def refit(options) -> None:
 
 
 def fresh(options) -> None:
-    from benchmarks.gpu_models import vllm_engine
+    from benchmarks.models import vllm_engine
 
     before = json.loads((options.folder / "said.json").read_text())
     llm = vllm_engine(

@@ -2,11 +2,11 @@
 
     torchrun --nproc-per-node 2 examples/refit_colocated.py [--model llama-3.1-8b] [--layers 4]
 
-A GPU for each process; weights are random, at the published shapes.
+A GPU for each process; weights are random, at the published shapes. Without GPUs a small model is trained, bytes travel over
+Gloo, and vLLM's build for the CPU serves.
 """
 
 import argparse
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+
+from benchmarks.models import config_of, device, finish, megatron_models, start_processes, vllm_engine
 
 
 def train(models: list[torch.nn.Module], llm, steps: int) -> None:
@@ -27,8 +29,8 @@ def train(models: list[torch.nn.Module], llm, steps: int) -> None:
 
     link = connect(Members.of_process_group(), source=MegatronModel(models), destination=VllmModel.from_llm(llm))
     optimizer = torch.optim.SGD([p for model in models for p in model.parameters() if p.requires_grad], lr=0.5)
-    tokens = torch.arange(5, 261, device="cuda")[None]
-    positions, mask = torch.arange(256, device="cuda")[None], torch.ones(256, 256, dtype=torch.bool, device="cuda").triu(1)[None, None]
+    tokens, positions = torch.arange(5, 261)[None].to(device()), torch.arange(256)[None].to(device())
+    mask = torch.ones(256, 256, dtype=torch.bool, device=device()).triu(1)[None, None]
     greedy = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
     for step in range(steps):
         loss = models[0](tokens, positions, mask, labels=tokens.roll(-1, 1)).mean()
@@ -40,27 +42,29 @@ def train(models: list[torch.nn.Module], llm, steps: int) -> None:
         [output] = llm.generate([{"prompt_token_ids": list(range(5, 25))}], greedy, use_tqdm=False)
         if dist.get_rank() == 0:
             received = report.local_bytes + report.peer_bytes + report.bucket_bytes
-            print(f"step {step}: loss {loss.item():.4f}, version {report.version}, {received / 1e9:.2f} GB in "
+            print(f"step {step}: loss {loss.item():.4f}, version {report.version}, {received / 1e6:.1f} MB in "
                   f"{report.transfer_seconds * 1e3:.1f} ms, then {output.outputs[0].token_ids}", flush=True)  # fmt: skip
 
 
 def main() -> None:
-    from benchmarks.gpu_models import config_of, megatron_models, vllm_engine
     from reshard import Layout
+    from reshard.live.build import without_gpu
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama-3.1-8b", help="a dense model of benchmarks/gpu_models.py")
+    default = "llama-3.1-8b" if device() == "cuda" else "tiny-qwen3"
+    parser.add_argument("--model", default=default, help="a dense model of benchmarks/models.py")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--vllm-pp", type=int, default=1, help="pipeline stages of vLLM; the rest of the processes are its TP")
     options = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    config, tp = config_of(options.model, options.layers), dist.get_world_size()
-    with tempfile.TemporaryDirectory() as folder:
+    start_processes()
+    config, size = config_of(options.model, options.layers), dist.get_world_size()
+    with tempfile.TemporaryDirectory() as folder, without_gpu():
         # vLLM first: it sizes its cache by the memory that is free.
-        llm = vllm_engine(Path(folder), config, tensor_parallel_size=tp)
-        train(megatron_models(config, Layout(tp=tp)), llm, options.steps)
-    os._exit(0)
+        engine = {"tensor_parallel_size": size // options.vllm_pp, "pipeline_parallel_size": options.vllm_pp}
+        llm = vllm_engine(Path(folder), config, **engine)
+        train(megatron_models(config, Layout(tp=size)), llm, options.steps)
+    finish()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERR
                "CUDA_DEVICE_MAX_CONNECTIONS": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # fmt: skip
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
-os.environ["VLLM_DIST_IDENT"] = f"reshard-{os.getppid()}"  # names shared memory of the ranks, which would else meet that of other runs
 
 PROMPTS = [[(7 * i + 3 * j) % 1000 for j in range(n)] for i, n in enumerate((9, 33, 21))]
 
@@ -106,7 +105,7 @@ def engine_of_its_own(pairs: list, port: int) -> dict:
     """A vLLM that starts processes of its own, under load, and a trainer in this one; what both say at every step."""
     import asyncio
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_DIST_IDENT"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "VLLM_ENABLE_V1_MULTIPROCESSING"):
         os.environ.pop(name, None)
     return asyncio.run(_engine_of_its_own(pairs, port))
 

@@ -22,11 +22,19 @@ def test_convert(tmp_path):
     assert "there and back equal: True" in said
 
 
-def test_refit_on_cpu():
-    said = run(
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, EXAMPLES / "refit_on_cpu.py", env=environment_of_engine()
-    )
-    steps = [line for line in said.splitlines() if line.startswith("step ")]
+def refit(example: str, *options) -> list[str]:
+    """The lines of an example's steps, on two ranks of the trainer."""
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, EXAMPLES / example, *options)
+    return [line for line in run(*command, env=environment_of_engine()).splitlines() if line.startswith("step ")]
+
+
+def test_refit_colocated():
+    steps = refit("refit_colocated.py", "--vllm-pp", 2)
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in steps]
-    assert len(losses) == 3 and losses[2] < losses[0] and "version 2, 185,088 bytes stayed" in steps[2]
+    assert len(losses) == 3 and min(losses[1:]) < losses[0] and "version 2, 0.8 MB" in steps[2]
     assert len({line.split("then ")[1] for line in steps}) == 3
+
+
+def test_refit_separate():
+    steps = refit("refit_separate.py", "--engine-gpus", "0")
+    assert len(steps) == 3 and "version 2, " in steps[2] and len({line.split("then ")[1] for line in steps}) == 3

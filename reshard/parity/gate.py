@@ -169,7 +169,7 @@ def parity(a: "str | System", b: "str | System", prompts: Sequence[Prompt] | int
         system.close()
     assert first is not None
     overall, _ = compare_scores(runs["a"], runs["b"], limits)
-    routed = _routing(runs["a"], runs["b"], first)
+    routed = routing_of(runs["a"], runs["b"], first)
     each = [metrics_of([x], [y]) for x, y in zip(runs["a"], runs["b"], strict=True)]
     floor = {name: metrics_of(runs["a"], scores) for name, scores in runs.items() if name not in ("a", "b")}
     one, two = ([replace(s, distributions=None) for s in runs[name]] for name in ("a", "b"))
@@ -188,7 +188,8 @@ def _check_same(first: Model, model: Model) -> None:
         raise ReshardError(f"A has a vocabulary of {first.symbols['V']} tokens, B of {model.symbols['V']}: they do not hold the same model")
 
 
-def _routing(a: Sequence[Scores], b: Sequence[Scores], model: Model) -> Routing | None:
+def routing_of(a: Sequence[Scores], b: Sequence[Scores], model: Model) -> Routing | None:
+    """How the experts compare that two systems chose; None where one does not tell, or the model has none."""
     one, two = ([s.choices for s in some if s.choices is not None] for some in (a, b))
     if len(one) != len(a) or len(two) != len(b) or not one:
         return None

@@ -4,7 +4,6 @@ import gc
 import json
 import os
 import tempfile
-import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from reshard.errors import ReshardError
 from reshard.layout import Layout
-from reshard.live.cpu_engine import keep_weights_plain
+from reshard.live.cpu_engine import keep_weights_plain, name_shared_memory
 from reshard.live.megatron import MegatronModel
 from reshard.live.vllm import VllmModel
 from reshard.model import Model
@@ -81,6 +80,7 @@ class _OwnVllm(System):
             with _environment():
                 from vllm import LLM
 
+                name_shared_memory()
                 return LLM(
                     str(path), dtype="float32" if self.dtype == "fp32" else "bfloat16", tensor_parallel_size=self.engine.tp,
                     enable_expert_parallel=self.engine.expert_parallel,
@@ -150,11 +150,8 @@ class RefittedVllm(_OwnVllm):
 @contextmanager
 def _environment() -> Iterator[None]:
     """What vLLM's ``external_launcher`` wants to find, also where this process was not started by torchrun."""
-    # Under this name vLLM's build for the CPU shares memory among ranks: not with those of another run.
-    identity = [f"reshard-{os.getpid()}-{time.time_ns()}"]
-    dist.broadcast_object_list(identity)
-    wanted = {"VLLM_DIST_IDENT": identity[0], "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "WORLD_SIZE": str(dist.get_world_size()),
-              "RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank())}  # fmt: skip
+    wanted = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()),
+              "WORLD_SIZE": str(dist.get_world_size())}  # fmt: skip
     added = [name for name in wanted if name not in os.environ]
     os.environ.update({name: wanted[name] for name in added})
     try:

@@ -1,10 +1,14 @@
-"""Real models for the benchmarks on GPUs: Megatron-Core with Transformer Engine layers, and vLLM in the same processes.
+"""Real models for benchmarks and examples: Megatron-Core (Transformer Engine layers; local ones without a GPU), and vLLM in the same processes.
 
 The processes are started by torchrun; weights are random.
 """
 
 import json
+import os
 from pathlib import Path
+
+# What vLLM's build for the CPU should know: leave the threads alone, and do not compile.
+CPU_ENGINE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
 
 COMMON = {"hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False, "max_position_embeddings": 4096}
 QWEN3 = COMMON | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "rms_norm_eps": 1e-6,
@@ -33,7 +37,47 @@ MODELS = {
                              "num_nextn_predict_layers": 0,
                              "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0,
                                                  "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}},
+    # For a machine without a GPU.
+    "tiny-qwen3": QWEN3 | {"vocab_size": 1000, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+                           "num_key_value_heads": 2, "head_dim": 64},
+    "tiny-qwen3-moe": QWEN3 | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 1000, "hidden_size": 128,
+                               "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+                               "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
+                               "decoder_sparse_step": 1, "mlp_only_layers": []},
 }  # fmt: skip
+
+
+def device() -> str:
+    """Where this process's models go."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def start_processes() -> None:
+    """torchrun's process group, on this process's GPU where there is one."""
+    import torch
+    import torch.distributed as dist
+
+    # What vLLM and Megatron look for, before either is imported.
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    else:
+        os.environ |= CPU_ENGINE
+        dist.init_process_group("gloo")
+
+
+def finish() -> None:
+    """End this process, when all have come here."""
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    if torch.cuda.is_available():
+        os._exit(0)  # vLLM's shut-down would wait for processes that have no more to say
+    dist.destroy_process_group()
 
 
 def config_of(name: str, layers: int | None = None) -> dict:
@@ -47,29 +91,38 @@ def config_of(name: str, layers: int | None = None) -> dict:
 
 
 def megatron_models(config: dict, layout) -> list:
-    """The chunks of this rank, in bf16 on the GPU and wrapped as a trainer wraps them, with Megatron's random weights."""
+    """The chunks of this rank, in bf16 and wrapped as a trainer wraps them, with Megatron's random weights."""
     import megatron.core.parallel_state as mpu
     import torch
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.module import Float16Module
 
-    from reshard.live.build import build_megatron, initialize_parallel
+    from reshard.live.build import build_megatron, initialize_parallel, without_gpu
     from reshard.model import Model
 
     mpu.destroy_model_parallel()
-    initialize_parallel(layout)
-    model_parallel_cuda_manual_seed(1 + torch.distributed.get_rank())
-    chunks = build_megatron(Model.from_hf(config), layout, attention_backend=AttnBackend.unfused)
-    return [Float16Module(chunk.config, chunk.cuda()).eval() for chunk in chunks]
+    with without_gpu():
+        initialize_parallel(layout)
+        torch.manual_seed(1 + torch.distributed.get_rank())
+        if torch.cuda.is_available():
+            model_parallel_cuda_manual_seed(1 + torch.distributed.get_rank())
+            options: dict = {"attention_backend": AttnBackend.unfused}
+        else:
+            options = {"transformer_impl": "local", "use_cpu_initialization": True, "masked_softmax_fusion": False}
+        chunks = build_megatron(Model.from_hf(config), layout, **options)
+        return [Float16Module(chunk.config, chunk.to(device())).eval() for chunk in chunks]
 
 
 def vllm_engine(folder: Path, config: dict, **options):
     """vLLM with dummy weights in this process (``external_launcher``); `folder` gets the config."""
     from vllm import LLM
 
+    from reshard.live.cpu_engine import keep_weights_plain
+
+    keep_weights_plain()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     options = {"load_format": "dummy", "enforce_eager": True, "max_model_len": 2048, "gpu_memory_utilization": 0.9, "seed": 0,
-               "kv_cache_memory_bytes": 1 << 30, "skip_tokenizer_init": True, "disable_log_stats": True} | options  # fmt: skip
+               "kv_cache_memory_bytes": 1 << (30 if device() == "cuda" else 27), "skip_tokenizer_init": True, "disable_log_stats": True} | options  # fmt: skip
     return LLM(model=str(folder), distributed_executor_backend="external_launcher", dtype="bfloat16", **options)

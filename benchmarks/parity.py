@@ -1,0 +1,168 @@
+"""Parity at real widths: transformers, Megatron-Core, vLLM as it loads a checkpoint, and vLLM refitted from Megatron-Core.
+
+    torchrun --nproc-per-node 2 benchmarks/parity.py llama-3.1-8b qwen3-30b-a3b --folder /dev/shm/parity --json parity.json
+
+Random weights at a published shape, with fewer layers, are written as a Hugging Face checkpoint and converted. Each system scores the
+same prompts in bf16, transformers also in fp32. Reported: each system's own error against fp32, Megatron-Core against vLLM next to
+the larger of their two errors, whether the refitted vLLM says exactly what the loaded one says, and where tokens were routed.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+
+LAYERS = {"deepseek-v3": 2}
+
+
+def write(folder: Path, config: dict, std: float) -> None:
+    """A Hugging Face checkpoint of random weights: matrices of this standard deviation, norms around one, biases around zero."""
+    from safetensors.torch import save_file
+
+    from reshard.megatron import expand
+    from reshard.model import Model
+
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    model = Model.from_hf(config)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    tensors: dict = {}
+    mapping = expand(model)
+    for name, shape in mapping.shapes.items():
+        if name in mapping.copies:
+            continue
+        values = torch.randn(shape, device=device, dtype=torch.float32) * (std if len(shape) == 2 else 0.1)
+        if len(shape) == 1 and "norm" in name:
+            values += 1
+        tensors[name] = values.to(torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16).cpu()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def measure(name: str, options: argparse.Namespace) -> dict:
+    """All systems' scores of one model, compared."""
+    from benchmarks.models import MODELS, config_of
+    from reshard import Layout, VllmLayout, hf_to_mcore
+    from reshard.model import Model
+    from reshard.parity import compare_scores, metrics_of, random_prompts
+    from reshard.parity.gate import Limits, routing_of
+    from reshard.parity.megatron import Megatron
+    from reshard.parity.systems import HuggingFace, Scoring, System, scores_of
+    from reshard.parity.vllm import RefittedVllm, Vllm
+
+    size, rank = dist.get_world_size(), dist.get_rank()
+    layers = options.layers or LAYERS.get(name, 4)
+    config = config_of(name, layers) if name in MODELS else json.loads((Path(name) / "config.json").read_text())
+    moe = Model.from_hf(config).num_experts > 0
+    layout = (
+        Layout(tp=size, ep=size if moe else 1, etp=1 if moe else None) if not options.pp else Layout(tp=size // options.pp, pp=options.pp)
+    )
+    hf, mcore = options.folder / Path(name).name / "hf", options.folder / Path(name).name / "mcore"
+    if rank == 0:
+        write(hf, config, options.std)
+    dist.barrier()
+    hf_to_mcore(hf, mcore, layout)
+    served = VllmLayout(tp=size, expert_parallel=moe and options.vllm_ep)
+    systems: dict[str, Callable[[], System]] = {
+        "transformers fp32": lambda: HuggingFace(hf, "fp32"), "transformers": lambda: HuggingFace(hf, "bf16"),
+        "megatron": lambda: Megatron(mcore, "bf16", layout), "vllm loaded": lambda: Vllm(hf, "bf16", served),
+        "vllm refitted": lambda: RefittedVllm(mcore, "bf16", layout, engine=served),
+    }  # fmt: skip
+    prompts = random_prompts(options.prompts, config["vocab_size"], options.lengths)
+    scores, seconds, failed = {}, {}, {}
+    for system_name, make in systems.items():
+        start = time.monotonic()
+        try:
+            system = make()
+            if system_name.startswith("vllm") and torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            scores[system_name] = scores_of(system, prompts, Scoring(keep=4, routing=moe))
+            system.close()
+        except Exception:
+            failed[system_name] = traceback.format_exc()[-1500:]
+            if rank == 0:
+                print(f"{name}: {system_name} failed\n{traceback.format_exc()}", flush=True)
+        seconds[system_name] = round(time.monotonic() - start, 1)
+    found: dict = {
+        "model": name, "layers": config["num_hidden_layers"], "std": options.std, "megatron": str(layout), "vllm": str(served),
+        "prompts": [len(p) for p in prompts], "seconds": seconds, "failed": failed, "error_against_fp32": {}, "routing": {},
+    }  # fmt: skip
+    for other in ("transformers", "megatron", "vllm loaded", "vllm refitted"):
+        if other in scores and "transformers fp32" in scores:
+            found["error_against_fp32"][other] = metrics_of(scores["transformers fp32"], scores[other]).to_dict()
+    model = HuggingFace(hf, "bf16").model
+    for a, b in (("megatron", "vllm refitted"), ("megatron", "transformers"), ("vllm loaded", "vllm refitted")):
+        if a in scores and b in scores:
+            metrics, exceeded = compare_scores(scores[a], scores[b], Limits.of_dtype("bf16"))
+            found[f"{a} to {b}"] = metrics.to_dict() | {"exceeded": exceeded}
+            routing = routing_of(scores[a], scores[b], model)
+            if routing is not None:
+                found["routing"][f"{a} to {b}"] = routing.to_dict() | {"sentence": routing.sentence}
+    errors = [found["error_against_fp32"].get(other, {}).get("mean_abs") for other in ("megatron", "vllm refitted")]
+    if all(errors) and "megatron to vllm refitted" in found:
+        found["ratio_to_larger_error"] = found["megatron to vllm refitted"]["mean_abs"] / max(errors)
+    if "vllm loaded to vllm refitted" in found:
+        found["refitted_equals_loaded"] = found["vllm loaded to vllm refitted"]["max_abs"] == 0.0
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(options.folder / Path(name).name)
+    return found
+
+
+def show(found: dict) -> None:
+    print(f"\n{found['model']}, {found['layers']} layers, Megatron {found['megatron']}, vLLM {found['vllm']}: {found['seconds']}")
+    for name, metrics in found["error_against_fp32"].items():
+        print(f"  {name} against fp32: mean_abs {metrics['mean_abs']:.5f}, token_mult_prob_error {metrics['token_mult_prob_error']:.5f}")
+    for name in ("megatron to vllm refitted", "megatron to transformers", "vllm loaded to vllm refitted"):
+        if name in found:
+            m = found[name]
+            print(f"  {name}: mean_abs {m['mean_abs']:.5f}, max_abs {m['max_abs']:.4f}, token_mult_prob_error {m['token_mult_prob_error']:.5f}, "
+                  f"kl {m['kl']}, argmax {m['argmax_agreement']:.4f} {m['exceeded']}")  # fmt: skip
+    for name, routing in found["routing"].items():
+        print(f"  routing, {name}: {routing['sentence']}")
+    print(
+        f"  ratio to the larger error {found.get('ratio_to_larger_error')}, refitted equals loaded {found.get('refitted_equals_loaded')}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", help="names of benchmarks/models.py, or directories with a config.json")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--layers", type=int, help="default: 4, of DeepSeek-V3 2")
+    parser.add_argument("--pp", type=int, default=0, help="Megatron's pipeline stages (default: TP over all ranks, EP too)")
+    parser.add_argument("--vllm-ep", action="store_true")
+    parser.add_argument("--std", type=float, default=0.02)
+    parser.add_argument("--prompts", type=int, default=9)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 512])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    from benchmarks.models import finish, start_processes
+
+    start_processes()
+    results = []
+    for name in options.models:
+        try:
+            results.append(measure(name, options))
+        except Exception:
+            print(f"rank {dist.get_rank()}, {name}: {traceback.format_exc()}", flush=True)
+            continue
+        if dist.get_rank() == 0:
+            show(results[-1])
+            if options.json is not None:
+                options.json.write_text(json.dumps(results, indent=1))
+    finish()
+
+
+if __name__ == "__main__":
+    main()
