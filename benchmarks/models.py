@@ -94,7 +94,6 @@ def megatron_models(config: dict, layout) -> list:
     """The chunks of this rank, in bf16 and wrapped as a trainer wraps them, with Megatron's random weights."""
     import megatron.core.parallel_state as mpu
     import torch
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.module import Float16Module
 
@@ -103,10 +102,9 @@ def megatron_models(config: dict, layout) -> list:
 
     mpu.destroy_model_parallel()
     with without_gpu():
-        initialize_parallel(layout)
+        initialize_parallel(layout, seed=1 + torch.distributed.get_rank())
         torch.manual_seed(1 + torch.distributed.get_rank())
         if torch.cuda.is_available():
-            model_parallel_cuda_manual_seed(1 + torch.distributed.get_rank())
             options: dict = {"attention_backend": AttnBackend.unfused}
         else:
             options = {"transformer_impl": "local", "use_cpu_initialization": True, "masked_softmax_fusion": False}

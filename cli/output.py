@@ -32,12 +32,14 @@ def quiet() -> None:
     import logging
     import warnings
 
+    # Before they are imported: torch's extensions look for CUDA while they are.
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    logging.getLogger("torch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
 
 

@@ -52,6 +52,8 @@ def command(
     """
     if prompts is not None and count is not None:
         raise click.UsageError("--prompts and --random exclude each other")
+    if locating and (a.startswith("vllm:") or b.startswith("vllm:")):
+        raise click.UsageError("--locate looks inside transformers and Megatron-Core, not inside vLLM: compare those two")
     parts = lengths.split(",")
     if not all(part.strip().isdecimal() and int(part) > 1 for part in parts):
         raise click.UsageError(f"--lengths {lengths} is not a list of numbers above 1, such as 16,64")

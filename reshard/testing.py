@@ -11,7 +11,7 @@ Megatron-Core with its local layers runs on a machine without a GPU, in this pro
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,19 +20,24 @@ from reshard.layout import Layout
 from reshard.parity.gate import Limits, ParityReport, parity
 from reshard.parity.metrics import Metrics
 
+if TYPE_CHECKING:
+    from reshard.parity.systems import System
 
-def assert_logprob_parity(a: str | Path, b: str | Path, *, max_abs: float | None = None, mean_abs: float | None = None,
+
+def assert_logprob_parity(a: "str | Path | System", b: "str | Path | System", *,
+                          max_abs: float | None = None, mean_abs: float | None = None,
                           token_mult_prob_error: float | None = None, kl: float | None = None, argmax_agreement: float | None = None,
-                          **options: Any) -> ParityReport:  # fmt: skip
+                          routing_margin: float | None = None, **options: Any) -> ParityReport:  # fmt: skip
     """Fail unless two systems give the same logprobs; the report where they do.
 
     The systems and `options` are those of `reshard.parity.parity`; a limit that is given here replaces the dtype's default. Raises
     AssertionError with the figures, ReshardError where the two cannot be compared.
     """
     given = {"max_abs": max_abs, "mean_abs": mean_abs, "token_mult_prob_error": token_mult_prob_error, "kl": kl,
-             "argmax_agreement": argmax_agreement}  # fmt: skip
+             "argmax_agreement": argmax_agreement, "routing_margin": routing_margin}  # fmt: skip
     chosen = {name: value for name, value in given.items() if value is not None}
-    report = parity(str(a), str(b), limits=lambda dtype: replace(Limits.of_dtype(dtype), **chosen), **options)
+    one, other = (str(side) if isinstance(side, Path) else side for side in (a, b))
+    report = parity(one, other, limits=lambda dtype: replace(Limits.of_dtype(dtype), **chosen), **options)
     assert report.ok, f"{report.a} and {report.b}: {'; '.join(report.exceeded)} (worst prompts: {_worst(report.prompts)})"
     return report
 

@@ -367,6 +367,22 @@ def test_the_page_stands_alone_and_shows_every_token(converted, tmp_path):
     assert "http" not in page and "<script" not in page and "a&lt;b" in page and "max_abs is " in page
 
 
-@pytest.mark.parametrize("arguments", [("--prompts", "x", "--random", "2"), ("--lengths", "1"), ("--lengths", "a"), ("--random", "0")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--prompts", "x", "--random", "2"),
+        ("--lengths", "1"),
+        ("--lengths", "a"),
+        ("--random", "0"),
+        ("--vllm", "tp=0"),
+        ("--vllm", "pp=2"),
+        ("--vllm", "ep=4"),
+    ],
+)
 def test_a_mistake_in_the_command_line_is_status_2(arguments):
     assert CliRunner().invoke(cli, ["parity", "a", "b", *arguments]).exit_code == 2
+
+
+def test_what_cannot_be_looked_into_is_not_located():
+    said = CliRunner().invoke(cli, ["parity", "a", "vllm:b", "--locate"])
+    assert said.exit_code == 2 and "--locate looks inside transformers and Megatron-Core" in said.output

@@ -59,14 +59,20 @@ def transformer_config(model: Model, layout: Layout, *, transformer_impl: str = 
     return kind(**(values | overrides))
 
 
-def initialize_parallel(layout: Layout, **options: Any) -> None:
-    """Megatron's ``initialize_model_parallel`` for a layout; torch.distributed must be initialised, with as many ranks as it needs."""
+def initialize_parallel(layout: Layout, seed: int = 1234, **options: Any) -> None:
+    """Megatron's ``initialize_model_parallel`` for a layout; torch.distributed must be initialised, with as many ranks as it needs.
+
+    On a GPU Megatron's random states, which its modules draw their weights from, are seeded too.
+    """
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     parallel_state.initialize_model_parallel(
         layout.tp, layout.pp, layout.virtual_stages if layout.virtual_stages > 1 else None,
         expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.expert_tp, **options,
     )  # fmt: skip
+    if torch.cuda.is_available():
+        model_parallel_cuda_manual_seed(seed)
 
 
 def build_megatron(model: Model, layout: Layout, *, transformer_impl: str = "transformer_engine", dtype: torch.dtype = torch.bfloat16,
@@ -74,7 +80,7 @@ def build_megatron(model: Model, layout: Layout, *, transformer_impl: str = "tra
     """This rank's ``GPTModel`` chunks, one for each virtual stage, with Megatron's own random weights; bare, as Float16Module and DDP
     take them.
 
-    Megatron's parallel state must be initialised (`initialize_parallel`), its RNG states seeded. `vocab_divisible_by` is
+    Megatron's parallel state must be initialised (`initialize_parallel`). `vocab_divisible_by` is
     ``--make-vocab-size-divisible-by``; `overrides` as for `transformer_config`.
     """
     from megatron.core import parallel_state

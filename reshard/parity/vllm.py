@@ -7,6 +7,7 @@ import tempfile
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ class _OwnVllm(System):
     """An engine that is started for the first prompts, whose lengths it must hold, in the processes that there are."""
 
     def __init__(self, engine: VllmLayout | None, dtype: str) -> None:
+        if find_spec("vllm") is None:
+            raise ReshardError("vLLM is not installed here: pip install 'reshard[vllm]'")
         join_processes()
         self.engine = engine or VllmLayout(tp=dist.get_world_size())
         if self.engine.pp > 1 or self.engine.dp > 1:
@@ -79,7 +82,10 @@ class _OwnVllm(System):
         try:
             with _environment():
                 from vllm import LLM
+                from vllm.platforms import current_platform
 
+                if not current_platform.device_type:
+                    raise ReshardError("this vLLM finds no device to run on: its ordinary build needs a GPU")
                 name_shared_memory()
                 return LLM(
                     str(path), dtype="float32" if self.dtype == "fp32" else "bfloat16", tensor_parallel_size=self.engine.tp,
@@ -87,11 +93,10 @@ class _OwnVllm(System):
                     expert_placement_strategy="round_robin" if self.engine.round_robin else "linear",
                     distributed_executor_backend="external_launcher", max_model_len=context, max_num_batched_tokens=max(context, 2048),
                     skip_tokenizer_init=True, enforce_eager=True, enable_prefix_caching=False, max_logprobs=-1, seed=0,
+                    use_tqdm_on_load=False,
                     gpu_memory_utilization=_share_of_memory(), kv_cache_memory_bytes=KV_CACHE_BYTES, disable_log_stats=True,
                     enable_return_routed_experts=routing and bool(self.model.num_experts), **options,
                 )  # fmt: skip
-        except ImportError as error:
-            raise ReshardError(f"vLLM is not installed here ({error}): pip install 'reshard[vllm]'") from error
         except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
             raise ReshardError(f"vLLM cannot serve {path}: {first_line(error)}") from error
 
@@ -151,7 +156,7 @@ class RefittedVllm(_OwnVllm):
 def _environment() -> Iterator[None]:
     """What vLLM's ``external_launcher`` wants to find, also where this process was not started by torchrun."""
     wanted = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()),
-              "WORLD_SIZE": str(dist.get_world_size())}  # fmt: skip
+              "WORLD_SIZE": str(dist.get_world_size()), "VLLM_LOGGING_LEVEL": "ERROR"}  # fmt: skip
     added = [name for name in wanted if name not in os.environ]
     os.environ.update({name: wanted[name] for name in added})
     try:
