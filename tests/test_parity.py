@@ -17,10 +17,14 @@ import yaml
 from click.testing import CliRunner
 from reshard.cli.main import cli
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from reshard import Layout, ReshardError, hf_to_mcore
 from reshard.parity import Limits, Scores, check_rollout, metrics_of
-from reshard.parity.prompts import check_prompts, random_prompts, read_prompts
+from reshard.parity.prompts import check_prompts, random_prompts, read_prompts, tokenizer_of
 from reshard.parity.routing import Choices, compare_routing
 from reshard.parity.systems import HuggingFace, Scoring
 from tests.checkpoints import make
@@ -308,6 +312,31 @@ def test_the_command_gates(converted, tmp_path):
         text=True,
     )
     assert done.returncode == 0 and done.stdout.count("mean_abs") == 2 and "Megatron-Core" in done.stdout, done.stderr
+
+
+def with_tokenizer(source: Path, directory: Path, words: list[str]) -> Path:
+    """A copy of a Hugging Face directory with a tokenizer of whole words."""
+    shutil.copytree(source, directory)
+    vocabulary = {word: i for i, word in enumerate(["?", *words])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(directory)
+    return directory
+
+
+def test_text_goes_through_the_tokenizer_that_both_have(converted, tmp_path):
+    hf, plain = converted("qwen3")
+    one = with_tokenizer(hf, tmp_path / "one", ["weights", "move", "fast"])
+    other = with_tokenizer(hf, tmp_path / "other", ["weights", "fast", "move"])
+    hf_to_mcore(one, tmp_path / "mcore")
+    (tmp_path / "prompts").write_text('weights move fast move\n{"text": "move weights"}\n{"tokens": [5, 6, 7]}\n')
+    command = [sys.executable, "-m", "reshard", "parity", "--prompts", str(tmp_path / "prompts"), "--json"]
+    done = subprocess.run([*command, str(one), str(tmp_path / "mcore")], capture_output=True, text=True)
+    assert done.returncode == 0 and [p["tokens"] for p in json.loads(done.stdout)["prompts"]] == [3, 1, 2], done.stderr
+    assert tokenizer_of([str(tmp_path / "mcore")])("weights move fast move") == [1, 2, 3, 2]
+    assert tokenizer_of([str(hf), str(plain)]) is None
+    with pytest.raises(ReshardError, match="the tokenizers of .*one and .*other differ: they do not hold the same model"):
+        tokenizer_of([str(one), "vllm:" + str(other)])
 
 
 def test_a_rollout_is_watched():
