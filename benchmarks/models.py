@@ -56,17 +56,13 @@ def device() -> str:
 
 def start_processes() -> None:
     """torchrun's process group, on this process's GPU where there is one."""
-    import torch
-    import torch.distributed as dist
-
     # What vLLM and Megatron look for, before either is imported.
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cpu:gloo,cuda:nccl")
-    else:
+    if device() == "cpu":
         os.environ |= CPU_ENGINE
-        dist.init_process_group("gloo")
+    from reshard.parity.systems import join_processes
+
+    join_processes()
 
 
 def finish() -> None:
@@ -104,10 +100,7 @@ def megatron_models(config: dict, layout) -> list:
     with without_gpu():
         initialize_parallel(layout, seed=1 + torch.distributed.get_rank())
         torch.manual_seed(1 + torch.distributed.get_rank())
-        if torch.cuda.is_available():
-            options: dict = {"attention_backend": AttnBackend.unfused}
-        else:
-            options = {"transformer_impl": "local", "use_cpu_initialization": True, "masked_softmax_fusion": False}
+        options: dict = {"attention_backend": AttnBackend.unfused} if device() == "cuda" else {"transformer_impl": "local"}
         chunks = build_megatron(Model.from_hf(config), layout, **options)
         return [Float16Module(chunk.config, chunk.to(device())).eval() for chunk in chunks]
 

@@ -83,8 +83,6 @@ def measure(name: str, options: argparse.Namespace) -> dict:
         start = time.monotonic()
         try:
             system = make()
-            if system_name.startswith("vllm") and torch.cuda.is_available():
-                torch.cuda.empty_cache()
             try:
                 scores[system_name] = scores_of(system, prompts, Scoring(keep=4, routing=moe))
             except ReshardError as error:  # a vLLM that cannot return what it routed

@@ -17,7 +17,6 @@ same bits in vLLM, from different garbage.
 import argparse
 import json
 import math
-import os
 import statistics
 import sys
 import tempfile
@@ -202,7 +201,7 @@ def rival(models, folder: Path, module, rounds: int) -> dict:
 
 
 def main() -> None:
-    from benchmarks.models import config_of, megatron_models, vllm_engine
+    from benchmarks.models import config_of, finish, megatron_models, start_processes, vllm_engine
     from reshard import Layout
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -217,8 +216,7 @@ def main() -> None:
     parser.add_argument("--today-rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    start_processes()
     config, layout = config_of(options.model, options.layers), Layout(tp=options.tp, pp=options.pp, ep=options.ep, etp=options.etp)
     start = time.perf_counter()
     extra = {"enable_expert_parallel": True} if options.vllm_ep else {}
@@ -319,8 +317,7 @@ def main() -> None:
     say(json.dumps(result, indent=1))
     if options.json and dist.get_rank() == 0:
         options.json.write_text(json.dumps(result) + "\n")
-    dist.barrier()
-    os._exit(0)  # vLLM's shut-down would wait for processes that have no more to say
+    finish()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ broadcasts, and what vLLM generates and its prompt logprobs. `fresh` starts vLLM
 
 import argparse
 import json
-import os
 import sys
 import zlib
 from pathlib import Path
@@ -131,17 +130,17 @@ def fresh(options) -> None:
 
 
 def main() -> None:
+    from benchmarks.models import finish, start_processes
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["refit", "fresh"])
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    start_processes()
     {"refit": refit, "fresh": fresh}[options.what](options)
-    dist.barrier()
-    os._exit(0)  # vLLM's shut-down would wait for processes that have no more to say
+    finish()
 
 
 if __name__ == "__main__":

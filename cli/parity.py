@@ -52,21 +52,20 @@ def command(
     """
     if prompts is not None and count is not None:
         raise click.UsageError("--prompts and --random exclude each other")
-    if locating and (a.startswith("vllm:") or b.startswith("vllm:")):
-        raise click.UsageError("--locate looks inside transformers and Megatron-Core, not inside vLLM: compare those two")
     parts = lengths.split(",")
     if not all(part.strip().isdecimal() and int(part) > 1 for part in parts):
         raise click.UsageError(f"--lengths {lengths} is not a list of numbers above 1, such as 16,64")
-    from dataclasses import replace
+    from dataclasses import fields, replace
     from pathlib import Path
 
     from reshard.layout import Layout
     from reshard.parity.gate import Limits, parity
-    from reshard.parity.prompts import read_prompts, tokenizer_of
+    from reshard.parity.prompts import SERVED, read_prompts, tokenizer_of
 
+    if locating and (a.startswith(SERVED) or b.startswith(SERVED)):
+        raise click.UsageError("--locate looks inside transformers and Megatron-Core, not inside vLLM: compare those two")
     quiet()
-    names = ("max_abs", "mean_abs", "token_mult_prob_error", "kl", "argmax_agreement", "routing_margin")
-    given = {name: value for name in names if (value := options.pop(name)) is not None}
+    given = {field.name: value for field in fields(Limits) if (value := options.pop(field.name)) is not None}
     layout = Layout(**{name: options.pop(name) for name in LAYOUT_NAMES})
     wanted = read_prompts(Path(prompts), lambda: tokenizer_of([a, b])) if prompts is not None else count or 8
     served = vllm_layout(engine, "--vllm", {"tp"}) if engine is not None else None

@@ -13,6 +13,12 @@ class ReshardError(Exception):
         self.resumable = resumable
 
 
+def first_line(error: BaseException) -> str:
+    """Of what another library says, as much as fits into a sentence."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0] if len(lines[0]) <= 300 else lines[0][:300] + " ..."
+
+
 def listed(names, limit: int = 10) -> str:
     """Join names for an error message, at most `limit` of them: ``a, b, c and 7 more``."""
     names = [str(name) for name in names]

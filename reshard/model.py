@@ -97,6 +97,11 @@ class Model:
         return self.symbols.get("E", 0) if "moe" in self.kinds else 0
 
     @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The numbers of the decoder layers that have experts."""
+        return tuple(layer for layer, kind in enumerate(self.kinds) if kind == "moe")
+
+    @property
     def uniform(self) -> bool:
         """Whether all decoder layers are of one kind, so that Megatron stacks them under one name."""
         return len(set(self.kinds)) == 1

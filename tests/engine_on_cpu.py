@@ -6,16 +6,18 @@ Attention is plain for DeepSeek-V3 too (``VLLM_MLA_DISABLE``): that build has no
 """
 
 import copy
-import gc
 import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
+
+from tests.ranks import caught
 
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_MLA_DISABLE": "1",
                "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1",
-               "CUDA_DEVICE_MAX_CONNECTIONS": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # fmt: skip
+               "CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # fmt: skip
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
 
@@ -28,16 +30,6 @@ def engine(path: str, **options):
 
     return LLM(path, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=64, seed=0, kv_cache_memory_bytes=1 << 27,
                disable_log_stats=True, distributed_executor_backend="external_launcher", **options)  # fmt: skip
-
-
-def shut_down() -> None:
-    """Forget an engine's groups, so that the next one finds a clean process."""
-    from vllm.distributed import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    parallel_state._WORLD.destroy()
-    parallel_state._WORLD = None
-    gc.collect()
 
 
 def answers(llm) -> list:
@@ -55,11 +47,12 @@ def refit_and_serve(cases: list) -> dict:
     import torch.distributed as dist
     from vllm import SamplingParams
 
-    from reshard import Layout, ReshardError
+    from reshard import Layout
     from reshard.live.cpu_engine import keep_weights_plain
     from reshard.live.megatron import MegatronModel
     from reshard.live.vllm import VllmModel
     from reshard.parity.megatron import Megatron
+    from reshard.parity.vllm import forget_engine
     from reshard.refit import Members, connect
 
     keep_weights_plain()
@@ -79,23 +72,19 @@ def refit_and_serve(cases: list) -> dict:
         moved = [key for key, tensor in VllmModel.from_llm(llm).tensors.items() if tensor.data_ptr() != addresses[key]]
         # Half-written weights are not served, and a whole refit mends them.
         destination.begin()
-        try:
-            llm.generate([{"prompt_token_ids": PROMPTS[0]}], SamplingParams(max_tokens=1), use_tqdm=False)
-            refused = ""
-        except ReshardError as error:
-            refused = str(error)
+        refused = caught(partial(llm.generate, [{"prompt_token_ids": PROMPTS[0]}], SamplingParams(max_tokens=1), use_tqdm=False))
         link.refit(2)
         mended = answers(llm)
         trainer.close()
         found[name] = {"before": before, "served": served, "moved": moved, "refused": refused, "mended": mended, "version": link.version}
         del llm, link, destination, trainer
-        shut_down()
+        forget_engine()
         loaded = []
         for hf, _ in pairs:
             fresh = engine(hf, **options)
             loaded.append(answers(fresh))
             del fresh
-            shut_down()
+            forget_engine()
         found[name]["loaded"] = loaded
         dist.barrier()
     return found
@@ -199,16 +188,10 @@ def compare(cases: list, other: str) -> dict:
     """Reports of `reshard.parity` with vLLM as a system, for (name, Hugging Face, Megatron) directories, and what is refused."""
     from vllm import SamplingParams
 
-    from reshard import ReshardError, VllmLayout
+    from reshard import VllmLayout
     from reshard.live.vllm import VllmModel
     from reshard.parity import LiveVllm, parity, scores_of_outputs
-
-    def refusal(action) -> str:
-        try:
-            action()
-        except ReshardError as error:
-            return str(error)
-        return "no error"
+    from reshard.parity.vllm import forget_engine
 
     options = {"prompts": 6, "lengths": (9, 33)}
     _, hf, mcore = cases[0]
@@ -220,14 +203,14 @@ def compare(cases: list, other: str) -> dict:
     short.prompt_logprobs = short.prompt_logprobs[:-2]
     stray.prompt_logprobs = [None, {}, *stray.prompt_logprobs[2:]]
     refused = [
-        refusal(lambda: VllmModel.from_llm(llm)), refusal(lambda: scores_of_outputs(none, PROMPTS)),
-        refusal(lambda: scores_of_outputs([outputs[0], short, outputs[2]], PROMPTS)),
-        refusal(lambda: scores_of_outputs([*outputs[:2], stray], PROMPTS)), refusal(lambda: scores_of_outputs(outputs[:2], PROMPTS)),
-        refusal(lambda: parity(hf, "vllm:" + hf, engine=VllmLayout(tp=2), **options)),
-        refusal(lambda: parity(hf, "vllm:" + hf, engine=VllmLayout(pp=2), **options)),
+        caught(lambda: VllmModel.from_llm(llm)), caught(lambda: scores_of_outputs(none, PROMPTS)),
+        caught(lambda: scores_of_outputs([outputs[0], short, outputs[2]], PROMPTS)),
+        caught(lambda: scores_of_outputs([*outputs[:2], stray], PROMPTS)), caught(lambda: scores_of_outputs(outputs[:2], PROMPTS)),
+        caught(lambda: parity(hf, "vllm:" + hf, engine=VllmLayout(tp=2), **options)),
+        caught(lambda: parity(hf, "vllm:" + hf, engine=VllmLayout(pp=2), **options)),
     ]  # fmt: skip
     llm = None
-    shut_down()
+    forget_engine()
     found = {name: parity(mcore, "vllm:" + mcore, **options).to_dict() for name, _, mcore in cases}
     loaded = parity("vllm:" + hf, hf, batch_size=3, packed=True, noise=True, **options).to_dict()
     wrong = parity("vllm:" + other, "vllm:" + mcore, **options).to_dict()
@@ -237,12 +220,13 @@ def compare(cases: list, other: str) -> dict:
 def main() -> None:
     import torch.distributed as dist
 
+    from reshard.parity.systems import join_processes
+
     function, arguments, result = sys.argv[1:]
     began = time.monotonic()
-    if os.environ["WORLD_SIZE"] != "1":
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    join_processes()
+    for name in ("RANK", "LOCAL_RANK"):  # which vLLM wants of a single process too
+        os.environ.setdefault(name, "0")
     found = globals()[function](*json.loads(Path(arguments).read_text()))
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(found, default=str))

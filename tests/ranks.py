@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import socket
 import tempfile
 import traceback
 from pathlib import Path
@@ -62,3 +63,19 @@ def _rank(folder: str, rank: int, world_size: int, module: str, function: str, a
     except BaseException:
         (Path(folder) / f"error{rank}").write_text(traceback.format_exc())
         os._exit(1)
+
+
+def caught(action) -> str:
+    """The sentence of the ReshardError that an action raises."""
+    from reshard.errors import ReshardError
+
+    try:
+        action()
+    except ReshardError as error:
+        return str(error)
+    return "no error"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

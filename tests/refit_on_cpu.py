@@ -14,6 +14,7 @@ from reshard.live.vllm import VllmModel
 from reshard.refit import Members, connect, copies
 from reshard.refit import members as members_module
 from tests import megatron_on_cpu, two_hosts, vllm_on_cpu
+from tests.ranks import caught
 
 
 def trainer(flags: list[str], directory: str, ddp: bool = False):
@@ -121,15 +122,6 @@ def without_vllm_names() -> None:
     for name, family in tables.families().items():
         blocks = {block: tuple(replace(row, vllm="") for row in getattr(family, block)) for block in ("model", "layer", "mtp")}
         tables.families()[name] = replace(family, **blocks)
-
-
-def caught(action) -> str:
-    """The sentence of the ReshardError that an action raises."""
-    try:
-        action()
-    except ReshardError as error:
-        return str(error)
-    return "no error"
 
 
 def joining(rank: int, sides: dict) -> str:

@@ -1,7 +1,6 @@
 """A real vLLM on the CPU: refitted from a live Megatron model it serves what a vLLM serves that has loaded the export."""
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from reshard import Layout, hf_to_mcore
 from tests.checkpoints import make
 from tests.install_vllm_cpu import environment_of_engine
+from tests.ranks import free_port
 
 ROOT = Path(__file__).parent.parent
 # What is served, from which layout of Megatron to which of vLLM, both on the same two ranks.
@@ -69,9 +69,7 @@ def test_a_live_vllm_serves_what_it_was_refitted_with(name, served):
 
 
 def test_a_vllm_in_processes_of_its_own_is_refitted_under_load(converted, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    said = run(tmp_path, 1, "engine_of_its_own", converted("qwen3"), port)
+    said = run(tmp_path, 1, "engine_of_its_own", converted("qwen3"), free_port())
     for step in ("first", "second"):
         trainer, engine = said[step]
         assert len(engine) == len(trainer) == 8 and trainer == pytest.approx(engine, abs=1e-4)

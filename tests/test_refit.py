@@ -1,7 +1,6 @@
 """Refits between real Megatron models and vLLM's real model classes: bit for bit what vLLM's own loader makes of the export."""
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from reshard import Layout, VllmLayout, hf_to_mcore, plan_refit, read_model
-from tests.ranks import run_on_ranks
+from tests.ranks import free_port, run_on_ranks
 from tests.test_logits import EP, ETP, PP, TP, VPP, flags_at
 
 # variant, Megatron's layout on how many ranks, vLLM's on how many, in the same processes
@@ -58,11 +57,6 @@ def converted(tmp_path_factory):
         return made[key]
 
     return get
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def refit(

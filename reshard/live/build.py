@@ -53,6 +53,8 @@ def transformer_config(model: Model, layout: Layout, *, transformer_impl: str = 
         values["virtual_pipeline_model_parallel_size"] = layout.virtual_stages if layout.virtual_stages > 1 else None
     if transformer_impl == "local":
         values |= {"moe_grouped_gemm": False, "persist_layer_norm": False, "gradient_accumulation_fusion": False}
+        if not torch.cuda.is_available():
+            values |= {"use_cpu_initialization": True, "masked_softmax_fusion": False}
     unknown = overrides.keys() - names
     if unknown:
         raise ReshardError(f"{kind.__name__} has no field {', '.join(sorted(unknown))}")

@@ -19,7 +19,7 @@ from reshard.vllm_layout import VllmRank, vllm_placement
 
 # Methods that serve from weights as they were loaded.
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
-PLAIN_MOE_BACKENDS = ("TRITON", "BATCHED_TRITON", "OOT")
+PLAIN_MOE_BACKENDS = ("TRITON", "BATCHED_TRITON", "OOT", "CPU")  # the last one where it has not packed them
 
 
 class VllmModel:
@@ -45,9 +45,9 @@ class VllmModel:
         self._fit, self._guarded = True, False
 
     @staticmethod
-    def from_worker(worker: Any) -> "VllmModel":
-        """The model of a vLLM worker (``vllm.v1.worker.gpu_worker.Worker``)."""
-        return VllmModel(worker.get_model(), worker.vllm_config, worker)
+    def from_worker(worker: Any, front: Any = None) -> "VllmModel":
+        """The model of a vLLM worker (``vllm.v1.worker.gpu_worker.Worker``); `front` is the engine of this process, if it is here."""
+        return VllmModel(worker.get_model(), worker.vllm_config, worker, front)
 
     @staticmethod
     def from_llm(llm: Any) -> "VllmModel":
@@ -58,8 +58,7 @@ class VllmModel:
             raise ReshardError(
                 "this LLM's workers run in other processes: start it with worker_extension_cls='reshard.vllm_worker.RefitExtension'"
             ) from error
-        worker = getattr(worker, "worker", worker)
-        return VllmModel(worker.get_model(), worker.vllm_config, worker, llm.llm_engine)
+        return VllmModel.from_worker(getattr(worker, "worker", worker), llm.llm_engine)
 
     def _rank(self) -> VllmRank:
         from vllm.distributed import parallel_state
@@ -236,7 +235,7 @@ def _refuse_processed(model: torch.nn.Module) -> None:
             raise ReshardError(f"{name} serves from weights that vLLM has packed for the CPU, which a refit cannot write: call "
                                "reshard.live.cpu_engine.keep_weights_plain() before vLLM is started, or start it with "
                                "worker_extension_cls='reshard.vllm_worker.RefitExtension'")  # fmt: skip
-        if backend is not None and backend not in (*PLAIN_MOE_BACKENDS, "CPU"):
+        if backend is not None and backend not in PLAIN_MOE_BACKENDS:
             raise ReshardError(f"{name} keeps its experts in the order of {backend}, which a refit cannot write: pass moe_backend='triton'")
 
 

@@ -168,7 +168,7 @@ def parity(a: "str | System", b: "str | System", prompts: Sequence[Prompt] | int
         runs[name], names[name] = scores_of(system, tokens, how), system.name
         system.close()
     assert first is not None
-    overall, _ = compare_scores(runs["a"], runs["b"], limits)
+    overall = metrics_of(runs["a"], runs["b"])
     routed = routing_of(runs["a"], runs["b"], first)
     each = [metrics_of([x], [y]) for x, y in zip(runs["a"], runs["b"], strict=True)]
     floor = {name: metrics_of(runs["a"], scores) for name, scores in runs.items() if name not in ("a", "b")}

@@ -1,7 +1,6 @@
 """Where two models part: hidden states of transformers and of Megatron-Core, compared module by module."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from reshard.layout import Layout
 from reshard.model import Model
 from reshard.parity.megatron import Megatron
 from reshard.parity.prompts import Prompt, check_prompts
-from reshard.parity.systems import HuggingFace, join_processes, open_system
+from reshard.parity.systems import HuggingFace, hooked, join_processes, of_all_ranks, open_system
 
 # Relative distance of two hidden states (norm of the difference over the norm) that two implementations do not have.
 TOLERANCES = {"fp32": 1e-4, "bf16": 0.03}
@@ -92,8 +91,8 @@ def locate(a: str, b: str, prompt: Prompt, *, dtype: str = "fp32", layout: Layou
     check_prompts([prompt], megatron.model.symbols["V"], int(megatron.model.config["max_position_embeddings"]))
     tokens = torch.tensor([prompt], device="cuda" if torch.cuda.is_available() else "cpu")
     points = points_of(megatron.model)
-    theirs = _gathered(_states_of_hf(hf, points, tokens) if dist.get_rank() == 0 else {})
-    ours = _gathered(_states_of_megatron(megatron, tokens))
+    theirs = of_all_ranks(_states_of_hf(hf, points, tokens) if dist.get_rank() == 0 else {})
+    ours = of_all_ranks(_states_of_megatron(megatron, tokens))
     for system in systems:
         system.close()
     limit, before = tolerance or TOLERANCES[dtype], None
@@ -116,7 +115,7 @@ def _beginning_with(prefix: str) -> Callable[[str], bool]:
 def _states_of_hf(system: HuggingFace, points: Sequence[Point], tokens: torch.Tensor) -> States:
     states: States = {}
     modules = {point.module: system.module.get_submodule(point.module) for point in points}
-    with _watching(modules, lambda name, out: states.__setitem__(name, out.float().cpu())), torch.no_grad():
+    with hooked(modules, lambda name, _, __, out: states.__setitem__(name, _copied(out))), torch.no_grad():
         system.logits(tokens)
     return states
 
@@ -138,30 +137,14 @@ def _states_of_megatron(system: Megatron, tokens: torch.Tensor) -> States:
         if model.decoder.final_layernorm is not None:
             modules["model.norm"] = model.decoder.final_layernorm
     modules = {name: module for name, module in modules.items() if not isinstance(module, IdentityOp)}
-    with _watching(modules, lambda name, out: states.__setitem__(name, out.float().cpu().transpose(0, 1))), torch.no_grad():
+    with hooked(modules, lambda name, _, __, out: states.__setitem__(name, _copied(out).transpose(0, 1))), torch.no_grad():
         logits = system.logits(tokens)
     if logits is not None:
         states["lm_head"] = logits.float().cpu()
     return states
 
 
-@contextmanager
-def _watching(modules: dict[str, torch.nn.Module], keep: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
-    """Hand a copy of every module's output to `keep`: without gradients Megatron adds the residual in place."""
-
-    def hook(name: str) -> Callable[..., None]:
-        return lambda module, inputs, output: keep(name, (output[0] if isinstance(output, tuple) else output).detach().clone())
-
-    handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _gathered(states: States) -> States:
-    """All ranks' states together."""
-    everyone: list[States] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, states)
-    return {name: state for some in everyone for name, state in some.items()}
+def _copied(output: Any) -> torch.Tensor:
+    """A copy of a module's output: without gradients Megatron adds the residual in place."""
+    state = output[0] if isinstance(output, tuple) else output
+    return state.detach().clone().float().cpu()

@@ -1,17 +1,18 @@
 """Megatron-Core as a system: a checkpoint of any layout, loaded by its own loader into its own modules."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from reshard.errors import ReshardError, listed
+from reshard.errors import ReshardError, first_line, listed
+from reshard.formats.torch_dist import Checkpoint
 from reshard.layout import Layout
 from reshard.live.build import build_megatron, initialize_parallel, without_gpu
-from reshard.parity.systems import DTYPES, ForwardSystem, first_line, join_processes
+from reshard.model import Model
+from reshard.parity.systems import DTYPES, ForwardSystem, check_processes, join_processes, of_all_ranks, release_memory
 from reshard.sources import MegatronSource, open_source
 
 
@@ -23,44 +24,41 @@ class Megatron(ForwardSystem):
 
     def __init__(self, path: Path, dtype: str, layout: Layout, hf_config: Path | None = None) -> None:
         self.hf_config = hf_config
-        with self._opened(path) as source:
-            self.model = source.model
+        self.model, checkpoint = self._looked_at(path)
         self.name = f"Megatron-Core, {path}, {layout}, {dtype}"
         join_processes()
-        needed, there = layout.world_size(self.model), dist.get_world_size()
-        if there % needed:
-            raise ReshardError(f"{layout} needs {needed} processes or a multiple of them, and there are {there}: start it with "
-                               f"torchrun --nproc-per-node {needed} --no-python reshard ...")  # fmt: skip
+        check_processes(str(layout), layout.world_size(self.model), replicas=True)
         impl = "transformer_engine" if torch.cuda.is_available() else "local"
         with without_gpu():
             initialize_parallel(layout)
-            options = {} if torch.cuda.is_available() else {"use_cpu_initialization": True, "masked_softmax_fusion": False}
-            self.models = build_megatron(self.model, layout, transformer_impl=impl, dtype=DTYPES[dtype], parallel_output=False, **options)
+            self.models = build_megatron(self.model, layout, transformer_impl=impl, dtype=DTYPES[dtype], parallel_output=False)
             self.models = [m.to(DTYPES[dtype]).eval() for m in self.models]
-        self.load(path)
+        self._load(checkpoint)
 
-    @contextmanager
-    def _opened(self, path: Path) -> Iterator[MegatronSource]:
-        """The checkpoint, looked at by our own reader first: Megatron's loader runs pickles."""
+    def _looked_at(self, path: Path) -> tuple[Model, Checkpoint]:
+        """What a checkpoint holds, as our own reader finds it before Megatron's loader, which runs pickles, is let at it."""
         source = open_source(path, self.hf_config)
         try:
             if not isinstance(source, MegatronSource):
                 raise ReshardError(f"{path} is no Megatron checkpoint")
-            yield source
+            return source.model, source.checkpoint
         finally:
             source.close()
 
     def load(self, path: Path) -> None:
-        """Load the weights of a checkpoint into the modules, by Megatron-Core's own loader; every parameter must be there.
+        """Load the weights of another checkpoint of the model into the modules, by Megatron-Core's own loader.
 
-        A checkpoint of the other kind of layers (local, Transformer Engine) has other names for some parameters.
+        Raises ReshardError where a parameter is not there.
         """
+        self._load(self._looked_at(path)[1])
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint of the other kind of layers (local, Transformer Engine) has other names for some parameters."""
         from megatron.core import dist_checkpointing, parallel_state
         from megatron.core.dist_checkpointing.core import CheckpointingException
         from torch.distributed.checkpoint.api import CheckpointException
 
-        with self._opened(path) as source:
-            directory, keys = source.checkpoint.directory, source.checkpoint.keys
+        directory, keys = checkpoint.directory, checkpoint.keys
         metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
         state: dict[str, Any] = {}
         for index, chunk in enumerate(self.models):
@@ -99,6 +97,7 @@ class Megatron(ForwardSystem):
 
         self.models = []
         parallel_state.destroy_model_parallel()
+        release_memory()
 
     def logits(self, tokens: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor | None:
         from megatron.core import parallel_state
@@ -143,9 +142,7 @@ class Megatron(ForwardSystem):
         return experts.transpose(0, 1), scores.transpose(0, 1)
 
     def gathered(self, noted: dict[int, Any]) -> dict[int, Any]:
-        everyone: list[dict[int, Any]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, noted)
-        return {layer: entry for some in everyone for layer, entry in some.items()}
+        return of_all_ranks(noted)
 
 
 def _packed(lengths: Sequence[int], device: torch.device) -> Any:

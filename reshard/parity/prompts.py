@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, first_line
 from reshard.hub import local_directory
 from reshard.sources import HF_FILES
 
@@ -38,7 +38,7 @@ def tokenizer_of(systems: Sequence[str]) -> Callable[[str], list[int]] | None:
                 try:
                     found.setdefault(system, AutoTokenizer.from_pretrained(folder))
                 except (OSError, ValueError) as error:
-                    raise ReshardError(f"the tokenizer of {folder} cannot be read: {str(error).splitlines()[0]}") from error
+                    raise ReshardError(f"the tokenizer of {folder} cannot be read: {first_line(error)}") from error
     if not found:
         return None
     (one, first), *others = found.items()

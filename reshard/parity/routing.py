@@ -79,14 +79,15 @@ def compare_routing(a: Sequence[Choices], b: Sequence[Choices], groups: int = 1,
             raise ReshardError(f"A chooses experts in layers {list(x.layers)}, {x.experts.shape[-1]} of them, "
                                f"B in layers {list(y.layers)}, {y.experts.shape[-1]}")  # fmt: skip
         other = (x.experts != y.experts).any(-1)
+        somewhere = other.any(-1)
         choices, differing = choices + other.size, differing + int(other.sum())
-        tokens, differing_tokens = tokens + len(other), differing_tokens + int(other.any(-1).sum())
-        for token in np.flatnonzero(other.any(-1)):
+        tokens, differing_tokens = tokens + len(other), differing_tokens + int(somewhere.sum())
+        for token in np.flatnonzero(somewhere):
             layer = int(other[token].argmax())
             distance = _apart(x, y, token, layer, groups)
             if not distance <= margin:  # NaN counts as the largest
                 margin, worst = distance, x.layers[layer]
-        touched.append(other.any(-1))
+        touched.append(somewhere)
     same, others = None, None
     if apart is not None and touched:
         values, where = np.concatenate(apart), np.concatenate(touched)

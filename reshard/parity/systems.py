@@ -3,12 +3,13 @@
 Megatron-Core and vLLM have modules of their own beside this one.
 """
 
+import gc
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, first_line
 from reshard.formats import torch_dist
 from reshard.hub import local_directory
 from reshard.layout import Layout
@@ -109,18 +110,36 @@ class ForwardSystem(System):
         """While it is open, what the routers choose, by layer."""
         noted: dict[int, Any] = {}
 
-        def hook(layer: int) -> Callable[..., None]:
-            def note(module: Any, inputs: Any, output: Any) -> None:
-                noted[layer] = tuple(t.view(*shape, -1).cpu() for t in self.choices(module, inputs, output))
+        def note(layer: int, *forward: Any) -> None:
+            noted[layer] = tuple(t.view(*shape, -1).cpu() for t in self.choices(*forward))
 
-            return note
-
-        handles = [router.register_forward_hook(hook(layer)) for layer, router in self.routers().items()] if wanted else []
-        try:
+        with hooked(self.routers() if wanted else {}, note):
             yield noted
-        finally:
-            for handle in handles:
-                handle.remove()
+
+
+@contextmanager
+def hooked[Name](modules: Mapping[Name, torch.nn.Module], note: Callable[[Name, Any, Any, Any], None]) -> Iterator[None]:
+    """While it is open, `note` is told of every forward of the modules: (name, module, inputs, output)."""
+    handles = [module.register_forward_hook(partial(note, name)) for name, module in modules.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def of_all_ranks[Name](entries: dict[Name, Any]) -> dict[Name, Any]:
+    """The ranks' entries together, on every rank; of one that several have, the last rank's."""
+    everyone: list[dict[Name, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, entries)
+    return {name: entry for some in everyone for name, entry in some.items()}
+
+
+def release_memory() -> None:
+    """Give back what no object holds any more, so that another library finds it free."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _choices_at(noted: Mapping[int, Any], row: int, at: int, count: int) -> Choices | None:
@@ -166,8 +185,7 @@ class HuggingFace(ForwardSystem):
         return self.module(tokens, use_cache=False, **restarting).logits
 
     def routers(self) -> dict[int, torch.nn.Module]:
-        layers = [layer for layer, kind in enumerate(self.model.kinds) if kind != "dense"]
-        return {layer: self.module.get_submodule(f"model.layers.{layer}.mlp.gate") for layer in layers}
+        return {layer: self.module.get_submodule(f"model.layers.{layer}.mlp.gate") for layer in self.model.moe_layers}
 
     def choices(self, router: Any, inputs: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         logits, _, experts = output
@@ -176,12 +194,7 @@ class HuggingFace(ForwardSystem):
 
     def close(self) -> None:
         vars(self).pop("module", None)
-
-
-def first_line(error: BaseException) -> str:
-    """Of what another library says, as much as fits into a sentence."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0] if len(lines[0]) <= 300 else lines[0][:300] + " ..."
+        release_memory()
 
 
 def open_system(spec: str, dtype: str, layout: Layout, hf_config: Path | None = None, engine: VllmLayout | None = None) -> System:
@@ -212,6 +225,14 @@ def scores_of(system: System, prompts: Sequence[Prompt], how: Scoring) -> list[S
     gathered: list[list[Scores]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, mine)
     return next(some for some in gathered if some)
+
+
+def check_processes(what: str, needed: int, replicas: bool = False) -> None:
+    """Raise ReshardError unless there are as many processes as `what` needs, or, with `replicas`, a multiple of that."""
+    there = dist.get_world_size()
+    if there % needed if replicas else there != needed:
+        raise ReshardError(f"{what} needs {needed} processes{' or a multiple of them' * replicas}, and there are {there}: start it with "
+                           f"torchrun --nproc-per-node {needed} --no-python reshard ...")  # fmt: skip
 
 
 def join_processes() -> None:

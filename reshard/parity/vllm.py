@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, first_line
 from reshard.layout import Layout
 from reshard.live.cpu_engine import keep_weights_plain, name_shared_memory
 from reshard.live.megatron import MegatronModel
@@ -24,7 +24,7 @@ from reshard.model import Model
 from reshard.parity.metrics import Scores
 from reshard.parity.prompts import Prompt
 from reshard.parity.routing import Choices
-from reshard.parity.systems import Scoring, System, first_line, join_processes
+from reshard.parity.systems import Scoring, System, check_processes, join_processes, release_memory
 from reshard.refit import Members, connect
 from reshard.sources import read_config
 from reshard.vllm_layout import VllmLayout
@@ -35,7 +35,7 @@ KEPT_LOGPROBS = 1 << 22
 
 
 class LiveVllm(System):
-    """A vLLM that is already running in this process: an ``LLM``, or anything with its ``generate``."""
+    """A vLLM that is already running: an ``LLM``."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
@@ -60,10 +60,7 @@ class _OwnVllm(System):
         self.engine = engine or VllmLayout(tp=dist.get_world_size())
         if self.engine.pp > 1 or self.engine.dp > 1:
             raise ReshardError(f"vLLM at {self.engine} cannot be scored in processes of torchrun: use tp, and ep")
-        needed, there = self.engine.world_size, dist.get_world_size()
-        if needed != there:
-            raise ReshardError(f"vLLM at {self.engine} needs {needed} processes, and there are {there}: start it with "
-                               f"torchrun --nproc-per-node {needed} --no-python reshard ...")  # fmt: skip
+        check_processes(f"vLLM at {self.engine}", self.engine.world_size)
         self.dtype = dtype
         self.llm: Any = None
 
@@ -101,19 +98,9 @@ class _OwnVllm(System):
             raise ReshardError(f"vLLM cannot serve {path}: {first_line(error)}") from error
 
     def close(self) -> None:
-        if self.llm is None:
-            return
-        from vllm.distributed import parallel_state
-
-        self.llm = None
-        parallel_state.destroy_model_parallel()
-        if parallel_state._WORLD is not None:  # torch's own group stays: it is the caller's
-            parallel_state._WORLD.destroy()
-            parallel_state._WORLD = None
-        gc.unfreeze()
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        if self.llm is not None:
+            self.llm = None
+            forget_engine()
 
 
 class Vllm(_OwnVllm):
@@ -150,6 +137,18 @@ class RefittedVllm(_OwnVllm):
         link.close()
         self.trainer.close()
         self.trainer = None
+
+
+def forget_engine() -> None:
+    """End vLLM's groups in this process, where no engine is held any more; torch's own group stays."""
+    from vllm.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
+    gc.unfreeze()
+    release_memory()
 
 
 @contextmanager
@@ -232,7 +231,6 @@ def _choices(output: Any, length: int, model: Model | None) -> Choices | None:
     routed = getattr(output.outputs[0], "routed_experts", None) if output.outputs else None
     if routed is None or model is None:
         return None
-    layers = tuple(layer for layer, kind in enumerate(model.kinds) if kind != "dense")
-    experts = np.sort(routed[: length - 1, list(layers)].astype(np.int64), -1)
+    experts = np.sort(routed[: length - 1, list(model.moe_layers)].astype(np.int64), -1)
     # Where its kernels choose the experts themselves, vLLM returns a buffer that nothing was written to.
-    return Choices(layers, experts, None) if (np.diff(experts) > 0).all() else None
+    return Choices(model.moe_layers, experts, None) if (np.diff(experts) > 0).all() else None
