@@ -18,14 +18,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 LAYERS = {"deepseek-v3": 2}
 
 
-def write(folder: Path, config: dict, std: float) -> None:
-    """A Hugging Face checkpoint of random weights: matrices of this standard deviation, norms around one, biases around zero."""
+def write(folder: Path, config: dict, std: float, vector_std: float) -> None:
+    """A Hugging Face checkpoint of random weights: matrices around zero, vectors around one (norms) or zero (biases)."""
     from safetensors.torch import save_file
 
     from reshard.megatron import expand
@@ -41,17 +42,25 @@ def write(folder: Path, config: dict, std: float) -> None:
     for name, shape in mapping.shapes.items():
         if name in mapping.copies:
             continue
-        values = torch.randn(shape, device=device, dtype=torch.float32) * (std if len(shape) == 2 else 0.1)
+        values = torch.randn(shape, device=device, dtype=torch.float32) * (std if len(shape) == 2 else vector_std)
         if len(shape) == 1 and "norm" in name:
             values += 1
         tensors[name] = values.to(torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16).cpu()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def correlation(scores: dict, a: str, b: str) -> float:
+    """Pearson's of two systems' errors against fp32: 0 where they err independently, and then differ by the root of two more than each errs."""
+    errors = [
+        np.concatenate([x.logprobs - y.logprobs for x, y in zip(scores[n], scores["transformers fp32"], strict=True)]) for n in (a, b)
+    ]
+    return float(np.corrcoef(*errors)[0, 1])
+
+
 def measure(name: str, options: argparse.Namespace) -> dict:
     """All systems' scores of one model, compared."""
-    from benchmarks.models import MODELS, config_of
-    from reshard import Layout, ReshardError, VllmLayout, hf_to_mcore
+    from benchmarks.models import MODELS, config_of, device
+    from reshard import Layout, VllmLayout, hf_to_mcore
     from reshard.model import Model
     from reshard.parity import compare_scores, metrics_of, random_prompts
     from reshard.parity.gate import Limits, routing_of
@@ -68,7 +77,7 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     )
     hf, mcore = options.folder / Path(name).name / "hf", options.folder / Path(name).name / "mcore"
     if rank == 0:
-        write(hf, config, options.std)
+        write(hf, config, options.std, options.vector_std)
     dist.barrier()
     hf_to_mcore(hf, mcore, layout)
     served = VllmLayout(tp=size, expert_parallel=moe and options.vllm_ep)
@@ -80,29 +89,27 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     prompts = random_prompts(options.prompts, config["vocab_size"], options.lengths)
     scores, seconds, failed = {}, {}, {}
     for system_name, make in systems.items():
-        start = time.monotonic()
+        start, system = time.monotonic(), None
         try:
             system = make()
-            try:
-                scores[system_name] = scores_of(system, prompts, Scoring(keep=4, routing=moe))
-            except ReshardError as error:  # a vLLM that cannot return what it routed
-                if not (moe and system_name.startswith("vllm")):
-                    raise
-                failed[f"{system_name}, routing"] = str(error)
-                system.close()
-                system = make()
-                scores[system_name] = scores_of(system, prompts, Scoring(keep=4))
-            system.close()
+            scores[system_name] = scores_of(system, prompts, Scoring(keep=4, routing=moe))
+            if system_name == "megatron" and device() == "cuda":
+                try:
+                    scores["megatron packed"] = scores_of(system, prompts, Scoring(batch_size=len(prompts), packed=True))
+                except Exception:
+                    failed["megatron packed"] = traceback.format_exc()[-1500:]
         except Exception:
             failed[system_name] = traceback.format_exc()[-1500:]
             if rank == 0:
                 print(f"{name}: {system_name} failed\n{traceback.format_exc()}", flush=True)
+        if system is not None:
+            system.close()
         seconds[system_name] = round(time.monotonic() - start, 1)
     found: dict = {
-        "model": name, "layers": config["num_hidden_layers"], "std": options.std, "megatron": str(layout), "vllm": str(served),
+        "model": name, "layers": config["num_hidden_layers"], "std": options.std, "vector_std": options.vector_std, "megatron": str(layout), "vllm": str(served),
         "prompts": [len(p) for p in prompts], "seconds": seconds, "failed": failed, "error_against_fp32": {}, "routing": {},
     }  # fmt: skip
-    for other in ("transformers", "megatron", "vllm loaded", "vllm refitted"):
+    for other in ("transformers", "megatron", "megatron packed", "vllm loaded", "vllm refitted"):
         if other in scores and "transformers fp32" in scores:
             found["error_against_fp32"][other] = metrics_of(scores["transformers fp32"], scores[other]).to_dict()
     model = HuggingFace(hf, "bf16").model
@@ -113,6 +120,12 @@ def measure(name: str, options: argparse.Namespace) -> dict:
             routing = routing_of(scores[a], scores[b], model)
             if routing is not None:
                 found["routing"][f"{a} to {b}"] = routing.to_dict() | {"sentence": routing.sentence}
+            if "transformers fp32" in scores:
+                found[f"{a} to {b}"]["correlation_of_errors"] = correlation(scores, a, b)
+    if "megatron packed" in scores:
+        found["megatron to megatron packed"] = compare_scores(scores["megatron"], scores["megatron packed"], Limits.of_dtype("bf16"))[
+            0
+        ].to_dict()
     errors = [found["error_against_fp32"].get(other, {}).get("mean_abs") for other in ("megatron", "vllm refitted")]
     if all(errors) and "megatron to vllm refitted" in found:
         found["ratio_to_larger_error"] = found["megatron to vllm refitted"]["mean_abs"] / max(errors)
@@ -125,14 +138,20 @@ def measure(name: str, options: argparse.Namespace) -> dict:
 
 
 def show(found: dict) -> None:
-    print(f"\n{found['model']}, {found['layers']} layers, Megatron {found['megatron']}, vLLM {found['vllm']}: {found['seconds']}")
+    print(
+        f"\n{found['model']}, {found['layers']} layers, std {found['std']} and {found['vector_std']}, Megatron {found['megatron']}, vLLM {found['vllm']}: {found['seconds']}"
+    )
     for name, metrics in found["error_against_fp32"].items():
         print(f"  {name} against fp32: mean_abs {metrics['mean_abs']:.5f}, token_mult_prob_error {metrics['token_mult_prob_error']:.5f}")
     for name in ("megatron to vllm refitted", "megatron to transformers", "vllm loaded to vllm refitted"):
         if name in found:
             m = found[name]
             print(f"  {name}: mean_abs {m['mean_abs']:.5f}, max_abs {m['max_abs']:.4f}, token_mult_prob_error {m['token_mult_prob_error']:.5f}, "
-                  f"kl {m['kl']}, argmax {m['argmax_agreement']:.4f} {m['exceeded']}")  # fmt: skip
+                  f"kl {m['kl']}, argmax {m['argmax_agreement']:.4f}, correlation of errors {m.get('correlation_of_errors')} {m['exceeded']}")  # fmt: skip
+    if "megatron to megatron packed" in found:
+        print(f"  megatron packed or not: mean_abs {found['megatron to megatron packed']['mean_abs']:.5f}")
+    for what, error in found["failed"].items():
+        print(f"  {what} failed: {error.splitlines()[-1]}")
     for name, routing in found["routing"].items():
         print(f"  routing, {name}: {routing['sentence']}")
     print(
@@ -148,14 +167,17 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="default: 4, of DeepSeek-V3 2")
     parser.add_argument("--pp", type=int, default=0, help="Megatron's pipeline stages (default: TP over all ranks, EP too)")
     parser.add_argument("--vllm-ep", action="store_true")
-    parser.add_argument("--std", type=float, default=0.02)
+    parser.add_argument("--std", type=float, default=0.02, help="standard deviation of matrices")
+    parser.add_argument("--vector-std", type=float, default=0.1, help="of norms and biases (default 0.1); transformers begins with 0")
     parser.add_argument("--prompts", type=int, default=9)
     parser.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 512])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     from benchmarks.models import finish, start_processes
+    from reshard.live.cpu_engine import keep_weights_plain
 
     start_processes()
+    keep_weights_plain()  # without a GPU, both engines serve from weights of one arrangement, by the same kernels
     results = []
     for name in options.models:
         try:

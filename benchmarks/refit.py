@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -166,13 +167,13 @@ class Today:
             self.give(full)
 
 
-def rival(models, folder: Path, module, rounds: int) -> dict:
+def rival(models, folder: Path, module, rounds: int, found: dict) -> None:
     """mbridge's way: seconds of its export alone and with vLLM's loader, memory, and whether the bits are the same afterwards."""
     try:
         from mbridge import AutoBridge
         from transformers import AutoConfig
     except ImportError:
-        return {}
+        return
     before = fingerprints(module)
     bridge = AutoBridge.from_config(AutoConfig.from_pretrained(folder))
 
@@ -180,7 +181,6 @@ def rival(models, folder: Path, module, rounds: int) -> dict:
         for _ in bridge.export_weights(models):
             pass
 
-    found: dict = {}
     for name, run in {"mbridge_export": export, "mbridge": lambda: module.load_weights(bridge.export_weights(models))}.items():
         times = []
         for _ in range(rounds):
@@ -197,7 +197,6 @@ def rival(models, folder: Path, module, rounds: int) -> dict:
         }
     after = fingerprints(module)
     found["mbridge_different"] = max(everyone(sum(before[name] != after[name] for name in before)))
-    return found
 
 
 def main() -> None:
@@ -310,9 +309,9 @@ def main() -> None:
         result["today_extra_bytes"] = max(everyone(torch.cuda.max_memory_allocated() - held))
     result["today_seconds"] = statistics.median(times)
     try:
-        result |= rival(models, folder, module, options.today_rounds)
-    except Exception as error:
-        result["mbridge_error"] = f"{type(error).__name__}: {error}"
+        rival(models, folder, module, options.today_rounds, result)
+    except Exception:
+        result["mbridge_error"] = traceback.format_exc()[-1200:]
     result["today_over_peer"] = result["today_seconds"] / result["peer_total_seconds"]
     say(json.dumps(result, indent=1))
     if options.json and dist.get_rank() == 0:

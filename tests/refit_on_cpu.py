@@ -147,6 +147,8 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
         if what == "lacks a parameter":
             dropped = next(i for i, shard in enumerate(source.shards) if "linear_proj" in shard.key)
             del source.shards[dropped], source.regions[dropped]
+        if what == "lies elsewhere":
+            source.regions[3] = source.regions[3]._replace(tensor=source.regions[3].tensor.to("meta"))
         if what == "has one too many":
             source.shards.append(source.shards[0]._replace(key="decoder.layers.adapter.weight"))
             source.regions.append(source.regions[0])
@@ -169,6 +171,16 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
             os._exit(0)
         said.append(caught(lambda: link.refit(version=2)))
         return [*said, destination.fit if destination else None, time.monotonic() - began]
+    if what == "is offloaded":
+        if is_trainer:
+            weight = source.models[0].output_layer.weight
+            aside = weight.data.clone()
+            weight.untyped_storage().resize_(0)
+        said.append(caught(lambda: link.refit(version=2)))
+        if is_trainer:
+            weight.data = aside
+        said.append(caught(lambda: link.refit(version=2, verify=True)))
+        return [*said, destination.fit if destination else None]
     if is_trainer:
         with torch.no_grad():  # else what was lost would be there from the first refit
             for tensor in source.models[0].parameters():

@@ -186,6 +186,7 @@ def fault(converted, folder, what: str, variant: str = "qwen3", timeout: float =
     ("dtype", "", "is float32 in the trainer, but bfloat16 in vLLM"),
     ("protocol", "", "has protocol 1, inference rank 2 has 99"),
     ("lacks a parameter", "", "no source holds model.layers.0.self_attn.o_proj.weight at offsets"),
+    ("lies elsewhere", "", "is on meta, and a refit reads from cpu: move the whole model there first"),
     ("has one too many", "", "holds 1 parameters that qwen3 does not have: decoder.layers.adapter.weight"),
 ])  # fmt: skip
 def test_two_sides_that_do_not_fit_are_refused_at_connect_everywhere(what, flags, sentence, converted, tmp_path):
@@ -222,6 +223,12 @@ def test_an_engine_serves_no_half_written_model_until_a_whole_refit_succeeded(wh
         assert said[0] == "no error" and sentence in said[1], said
     for said in (first, second):
         assert "holds a half-written model" in said[2] and said[3:] == ["(False, 1)", "(True, 3)"], said
+
+
+def test_offloaded_parameters_are_refused_before_a_byte_moves_and_refitted_when_they_are_back(converted, tmp_path):
+    for rank, said in enumerate(fault(converted, tmp_path, "is offloaded")):
+        assert said[0] == said[2] == "no error" and "output_layer.weight has no memory" in said[1], said
+        assert said[3] is (True if rank else None), said
 
 
 @pytest.mark.parametrize(("variant", "change", "sentence"), [

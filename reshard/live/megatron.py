@@ -89,6 +89,14 @@ class MegatronModel:
         """Where the parameters are now: one address for each tensor that a shard looks into."""
         return [tensor.data_ptr() for tensor in self._tensors]
 
+    def check_memory(self, device: torch.device) -> None:
+        """Raise ReshardError, naming one, where parameters are not in this device's memory: offloaded, or never moved there."""
+        for shard, region in zip(self.shards, self.regions, strict=True):
+            tensor = region.tensor
+            if tensor.device != device or not tensor.data_ptr():
+                where = f"is on {tensor.device}" if tensor.device != device else "has no memory"
+                raise ReshardError(f"the trainer's {shard.key} {where}, and a refit reads from {device}: move the whole model there first")
+
     def check_config(self, model: Model) -> None:
         """Raise ReshardError where Megatron's config says something else than the model that is served, with both values."""
         wanted = model.megatron_args()

@@ -32,7 +32,9 @@ class Megatron(ForwardSystem):
         with without_gpu():
             initialize_parallel(layout)
             self.models = build_megatron(self.model, layout, transformer_impl=impl, dtype=DTYPES[dtype], parallel_output=False)
-            self.models = [m.to(DTYPES[dtype]).eval() for m in self.models]
+            # Not all is made on the GPU: a router moves its weight there when it first runs.
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            self.models = [m.to(device, DTYPES[dtype]).eval() for m in self.models]
         self._load(checkpoint)
 
     def _looked_at(self, path: Path) -> tuple[Model, Checkpoint]:

@@ -68,12 +68,13 @@ def digest_tiles(tiles: torch.Tensor, out: torch.Tensor, unit: int) -> None:
 
 def compile_kernels(device: torch.device) -> None:
     """Compile all variants now, on nothing, so that the first refit does not wait for it."""
-    scratch = torch.zeros(6, dtype=torch.int64, device=device)
-    nothing, out = torch.zeros((1, 6), dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    nothing[0, :2] = scratch.data_ptr()
-    for unit in WORDS:
-        copy_tiles(nothing, unit)
-    nothing[0, 1] = 0
-    for unit in (1, 2, 4, 8):
-        digest_tiles(nothing, out, unit)
-    torch.cuda.synchronize(device)
+    with torch.cuda.device(device):  # each thread has its own
+        scratch = torch.zeros(6, dtype=torch.int64, device=device)
+        nothing, out = torch.zeros((1, 6), dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+        nothing[0, :2] = scratch.data_ptr()
+        for unit in WORDS:
+            copy_tiles(nothing, unit)
+        nothing[0, 1] = 0
+        for unit in (1, 2, 4, 8):
+            digest_tiles(nothing, out, unit)
+        torch.cuda.synchronize(device)

@@ -8,6 +8,7 @@ host), the rest travels in buckets.
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -77,8 +78,10 @@ def connect(members: Members, source: MegatronModel | None = None, destination: 
     if executor not in EXECUTORS:
         raise ReshardError(f"executor {executor!r} is not one of {listed(EXECUTORS)}")
     link = Link(members, source, destination, executor, bucket_bytes)
-    with link._told("connect"), collector_paused():
-        link._connect()
+    with link._told("connect"):
+        with _kernels_compiled(link.device), collector_paused():
+            link._connect()
+        members.meet("connected")
     return link
 
 
@@ -116,6 +119,7 @@ class Link:
         self.trainers = [rank for rank, peer in enumerate(self.peers) if "trainer" in peer["roles"]]
         self.engines = [rank for rank, peer in enumerate(self.peers) if "inference" in peer["roles"]]
         if self.source is not None:
+            self.source.check_memory(self.device)
             members.post("shards", pack_json({"shards": self.source.shards, "objects": sorted(self.source.objects)}))
             self._tell_memory("memory")
         if self.destination is not None:
@@ -130,11 +134,6 @@ class Link:
             self.asked = {rank: unpack_array(members.read(f"pieces/{members.rank}", rank)) for rank in self.engines}
             self.asked = {rank: pieces for rank, pieces in self.asked.items() if len(pieces)}
         self._set_up_exchange()
-        if self.device.type == "cuda":
-            from reshard.refit.kernels import compile_kernels
-
-            compile_kernels(self.device)
-        members.meet("connected")
 
     def _check_peers(self) -> None:
         mine = self.peers[self.members.rank]
@@ -312,6 +311,7 @@ class Link:
                 torch.cuda.synchronize(self.device)  # the optimizer's work, on whatever stream
             moved = self.source.addresses() != self.told
             if moved:
+                self.source.check_memory(self.device)
                 self._tell_memory(f"{tag}/memory")
             self.members.post(f"{tag}/ready", b"moved" if moved else b"")
         if self.destination is not None:
@@ -376,6 +376,20 @@ class Exchange(NamedTuple):
 
     buckets: Buckets
     rounds: int
+
+
+@contextmanager
+def _kernels_compiled(device: torch.device) -> Iterator[None]:
+    """Compile the kernels beside what it encloses, which is Python's own work: the compiler runs outside of the interpreter's lock."""
+    if device.type != "cuda":
+        yield
+        return
+    from reshard.refit.kernels import compile_kernels
+
+    with ThreadPoolExecutor(1) as pool:
+        compiled = pool.submit(compile_kernels, device)
+        yield
+        compiled.result()
 
 
 def _shard(entry: list) -> Shard:
