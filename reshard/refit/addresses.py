@@ -94,12 +94,12 @@ def as_read(table: np.ndarray) -> np.ndarray:
     return turned
 
 
-def memory_of(source: MegatronModel, shared: bool) -> dict[str, Any]:
-    """Where the shards of a trainer's rank lie: (address, pitch in bytes) of each, and, where other processes may read them, the
-    allocations around them as (first address, bytes, handle)."""
+def memory_of(source: MegatronModel, shared: Sequence[int]) -> dict[str, Any]:
+    """Where the shards of a trainer's rank lie: (address, pitch in bytes) of each, and the allocations around those that other processes
+    read, `shared`, as (first address, bytes, handle)."""
     regions = [(region.address, region.pitch * region.tensor.element_size()) for region in source.regions]
     allocations: dict[int, tuple[int, str]] = {}
-    for address, _ in sorted(regions) if shared else ():
+    for address in sorted(regions[shard][0] for shard in shared):
         last = max(allocations, default=None)
         if last is None or address >= last + allocations[last][0]:
             base, size = allocation_of(address)

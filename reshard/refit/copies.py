@@ -96,6 +96,10 @@ class CopyTable:
                 some = tiles[chosen].copy()
                 some[:, [WIDTH, SRC_PITCH, DST_PITCH]] //= unit
                 self.groups.append((unit, torch.from_numpy(some).to(device)))
+        from reshard.refit.kernels import compile_copy
+
+        for unit, _ in self.groups:
+            compile_copy(unit, device)
 
     @property
     def launches(self) -> int:

@@ -3,6 +3,8 @@
 Both take raw addresses, so that one launch can read many tensors, and other GPUs' memory.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -66,15 +68,21 @@ def digest_tiles(tiles: torch.Tensor, out: torch.Tensor, unit: int) -> None:
         _digest[(len(tiles),)](tiles, out, WORDS[unit], (1 << (8 * unit)) - 1 if unit < 8 else -1, 1024, num_warps=4)
 
 
-def compile_kernels(device: torch.device) -> None:
-    """Compile all variants now, on nothing, so that the first refit does not wait for it."""
-    with torch.cuda.device(device):  # each thread has its own
-        scratch = torch.zeros(6, dtype=torch.int64, device=device)
+@cache
+def compile_copy(unit: int, device: torch.device) -> None:
+    """Compile the copies of this word size now, on nothing, so that the first refit does not wait for it."""
+    with torch.cuda.device(device):
+        nothing = torch.zeros((1, 6), dtype=torch.int64, device=device)
+        nothing[0, :2] = nothing.data_ptr()
+        copy_tiles(nothing, unit)
+        torch.cuda.synchronize(device)
+
+
+@cache
+def compile_digest(unit: int, device: torch.device) -> None:
+    """Compile the digests of elements of this size now, on nothing."""
+    with torch.cuda.device(device):
         nothing, out = torch.zeros((1, 6), dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-        nothing[0, :2] = scratch.data_ptr()
-        for unit in WORDS:
-            copy_tiles(nothing, unit)
-        nothing[0, 1] = 0
-        for unit in (1, 2, 4, 8):
-            digest_tiles(nothing, out, unit)
+        nothing[0, 0] = nothing.data_ptr()
+        digest_tiles(nothing, out, unit)
         torch.cuda.synchronize(device)

@@ -8,7 +8,6 @@ host), the rest travels in buckets.
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from reshard.model import Model
 from reshard.planner import PlanError, Transfer, make_plan
 from reshard.refit.addresses import (
     ELEMENTS,
+    SHARD,
     Piece,
     as_read,
     asked_for,
@@ -78,10 +78,8 @@ def connect(members: Members, source: MegatronModel | None = None, destination: 
     if executor not in EXECUTORS:
         raise ReshardError(f"executor {executor!r} is not one of {listed(EXECUTORS)}")
     link = Link(members, source, destination, executor, bucket_bytes)
-    with link._told("connect"):
-        with _kernels_compiled(link.device), collector_paused():
-            link._connect()
-        members.meet("connected")
+    with link._told("connect"), collector_paused():
+        link._connect()
     return link
 
 
@@ -121,7 +119,6 @@ class Link:
         if self.source is not None:
             self.source.check_memory(self.device)
             members.post("shards", pack_json({"shards": self.source.shards, "objects": sorted(self.source.objects)}))
-            self._tell_memory("memory")
         if self.destination is not None:
             members.post("model", pack_json(self.destination.hf_config))
         self._check_model()
@@ -129,11 +126,19 @@ class Link:
             self._plan()
             for rank in self.trainers:
                 members.post(f"pieces/{rank}", pack_array(asked_for(self.pieces.get(rank, ()))))
-            self.memory = {rank: unpack_json(members.read("memory", rank)) for rank in self.pieces}
         if self.source is not None:
             self.asked = {rank: unpack_array(members.read(f"pieces/{members.rank}", rank)) for rank in self.engines}
             self.asked = {rank: pieces for rank, pieces in self.asked.items() if len(pieces)}
+            self._tell_memory("memory")
+        self.memory = {rank: unpack_json(members.read("memory", rank)) for rank in self.pieces}
         self._set_up_exchange()
+        if self.device.type == "cuda":
+            from reshard.refit.kernels import compile_digest
+
+            regions = [*(self.source.regions if self.source else ()), *(self.destination.regions.values() if self.destination else ())]
+            for size in {region.tensor.element_size() for region in regions}:
+                compile_digest(size, self.device)
+        members.meet("connected")
 
     def _check_peers(self) -> None:
         mine = self.peers[self.members.rank]
@@ -222,10 +227,11 @@ class Link:
     # Addresses
 
     def _tell_memory(self, key: str) -> None:
-        """Publish where the shards lie; with handles only where another process is going to read them."""
+        """Publish where the shards lie, with handles to what another process is going to read: each takes the driver a while."""
         assert self.source is not None
         me = self.members.rank
-        shared = self.device.type == "cuda" and any(rank != me and self._reachable(rank, me) for rank in self.engines)
+        readers = [asked[:, SHARD] for rank, asked in self.asked.items() if rank != me and self._reachable(rank, me)]
+        shared = np.unique(np.concatenate(readers)).tolist() if readers else []
         self.told = self.source.addresses()
         self.members.post(key, pack_json(memory_of(self.source, shared)), keep=key == "memory")
 
@@ -376,20 +382,6 @@ class Exchange(NamedTuple):
 
     buckets: Buckets
     rounds: int
-
-
-@contextmanager
-def _kernels_compiled(device: torch.device) -> Iterator[None]:
-    """Compile the kernels beside what it encloses, which is Python's own work: the compiler runs outside of the interpreter's lock."""
-    if device.type != "cuda":
-        yield
-        return
-    from reshard.refit.kernels import compile_kernels
-
-    with ThreadPoolExecutor(1) as pool:
-        compiled = pool.submit(compile_kernels, device)
-        yield
-        compiled.result()
 
 
 def _shard(entry: list) -> Shard:

@@ -53,7 +53,7 @@ def exported(base: int) -> str:
     _checked(
         _cuda().cuIpcGetMemHandle(ctypes.byref(handle), base),
         "the trainer's weights lie in memory that cannot be shared with other processes (expandable segments, or a virtual memory pool): "
-        "unset PYTORCH_CUDA_ALLOC_CONF=expandable_segments, or use executor='nccl'",
+        "unset PYTORCH_CUDA_ALLOC_CONF=expandable_segments, or use executor='buckets'",
     )
     return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES).hex()
 
@@ -68,7 +68,8 @@ class Mappings:
         """Where an allocation is mapped here, mapping it at the first call."""
         if handle not in self.addresses:
             with torch.cuda.device(self.device):
-                torch.cuda.current_stream().synchronize()  # makes the device's context current in this thread
+                if not self.addresses:
+                    torch.cuda.current_stream().synchronize()  # makes the device's context current in this thread
                 found = ctypes.c_uint64()
                 status = _cuda().cuIpcOpenMemHandle_v2(
                     ctypes.byref(found), _Handle.from_buffer_copy(bytes.fromhex(handle)), LAZY_PEER_ACCESS
