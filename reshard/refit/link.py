@@ -133,8 +133,10 @@ class Link:
         self.memory = {rank: unpack_json(members.read("memory", rank)) for rank in self.pieces}
         self._set_up_exchange()
         if self.device.type == "cuda":
-            from reshard.refit.kernels import compile_digest
+            from reshard.refit.kernels import compile_copy, compile_digest
 
+            if self.exchange is not None:
+                compile_copy(16, self.device)  # buckets make their tables at the first refit, nearly all of this word
             regions = [*(self.source.regions if self.source else ()), *(self.destination.regions.values() if self.destination else ())]
             for size in {region.tensor.element_size() for region in regions}:
                 compile_digest(size, self.device)
