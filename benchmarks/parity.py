@@ -13,7 +13,8 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -29,20 +30,20 @@ def write(folder: Path, config: dict, std: float, vector_std: float) -> None:
     """A Hugging Face checkpoint of random weights: matrices around zero, vectors around one (norms) or zero (biases)."""
     from safetensors.torch import save_file
 
+    from benchmarks.models import device
     from reshard.megatron import expand
     from reshard.model import Model
 
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     model = Model.from_hf(config)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     tensors: dict = {}
     mapping = expand(model)
     for name, shape in mapping.shapes.items():
         if name in mapping.copies:
             continue
-        values = torch.randn(shape, device=device, dtype=torch.float32) * (std if len(shape) == 2 else vector_std)
+        values = torch.randn(shape, device=device(), dtype=torch.float32) * (std if len(shape) == 2 else vector_std)
         if len(shape) == 1 and "norm" in name:
             values += 1
         tensors[name] = values.to(torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16).cpu()
@@ -71,11 +72,13 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     size, rank = dist.get_world_size(), dist.get_rank()
     layers = options.layers or LAYERS.get(name, 4)
     config = config_of(name, layers) if name in MODELS else json.loads((Path(name) / "config.json").read_text())
-    moe = Model.from_hf(config).num_experts > 0
+    model = Model.from_hf(config)
+    moe = model.num_experts > 0
     layout = (
         Layout(tp=size, ep=size if moe else 1, etp=1 if moe else None) if not options.pp else Layout(tp=size // options.pp, pp=options.pp)
     )
-    hf, mcore = options.folder / Path(name).name / "hf", options.folder / Path(name).name / "mcore"
+    folder = options.folder / Path(name).name
+    hf, mcore = folder / "hf", folder / "mcore"
     if rank == 0:
         write(hf, config, options.std, options.vector_std)
     dist.barrier()
@@ -88,20 +91,24 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     }  # fmt: skip
     prompts = random_prompts(options.prompts, config["vocab_size"], options.lengths)
     scores, seconds, failed = {}, {}, {}
+
+    @contextmanager
+    def noting_failure(what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            failed[what] = traceback.format_exc()[-1500:]
+            if rank == 0:
+                print(f"{name}: {what} failed\n{traceback.format_exc()}", flush=True)
+
     for system_name, make in systems.items():
         start, system = time.monotonic(), None
-        try:
+        with noting_failure(system_name):
             system = make()
             scores[system_name] = scores_of(system, prompts, Scoring(keep=4, routing=moe))
             if system_name == "megatron" and device() == "cuda":
-                try:
+                with noting_failure("megatron packed"):
                     scores["megatron packed"] = scores_of(system, prompts, Scoring(batch_size=len(prompts), packed=True))
-                except Exception:
-                    failed["megatron packed"] = traceback.format_exc()[-1500:]
-        except Exception:
-            failed[system_name] = traceback.format_exc()[-1500:]
-            if rank == 0:
-                print(f"{name}: {system_name} failed\n{traceback.format_exc()}", flush=True)
         if system is not None:
             system.close()
         seconds[system_name] = round(time.monotonic() - start, 1)
@@ -112,7 +119,6 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     for other in ("transformers", "megatron", "megatron packed", "vllm loaded", "vllm refitted"):
         if other in scores and "transformers fp32" in scores:
             found["error_against_fp32"][other] = metrics_of(scores["transformers fp32"], scores[other]).to_dict()
-    model = HuggingFace(hf, "bf16").model
     for a, b in (("megatron", "vllm refitted"), ("megatron", "transformers"), ("vllm loaded", "vllm refitted")):
         if a in scores and b in scores:
             metrics, exceeded = compare_scores(scores[a], scores[b], Limits.of_dtype("bf16"))
@@ -123,9 +129,7 @@ def measure(name: str, options: argparse.Namespace) -> dict:
             if "transformers fp32" in scores:
                 found[f"{a} to {b}"]["correlation_of_errors"] = correlation(scores, a, b)
     if "megatron packed" in scores:
-        found["megatron to megatron packed"] = compare_scores(scores["megatron"], scores["megatron packed"], Limits.of_dtype("bf16"))[
-            0
-        ].to_dict()
+        found["megatron to megatron packed"] = metrics_of(scores["megatron"], scores["megatron packed"]).to_dict()
     errors = [found["error_against_fp32"].get(other, {}).get("mean_abs") for other in ("megatron", "vllm refitted")]
     if all(errors) and "megatron to vllm refitted" in found:
         found["ratio_to_larger_error"] = found["megatron to vllm refitted"]["mean_abs"] / max(errors)
@@ -133,7 +137,7 @@ def measure(name: str, options: argparse.Namespace) -> dict:
         found["refitted_equals_loaded"] = found["vllm loaded to vllm refitted"]["max_abs"] == 0.0
     dist.barrier()
     if rank == 0:
-        shutil.rmtree(options.folder / Path(name).name)
+        shutil.rmtree(folder)
     return found
 
 

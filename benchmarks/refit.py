@@ -22,7 +22,9 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
@@ -36,7 +38,7 @@ def say(*what) -> None:
         print(*what, flush=True)
 
 
-def everyone(value: float) -> list[float]:
+def everyone(value: Any) -> list[Any]:
     values: list = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -77,9 +79,7 @@ def link_rate(n: int = 1 << 30) -> float:
 
     shared, here = (torch.empty(n, dtype=torch.uint8, device="cuda") for _ in range(2))
     base, _ = allocation_of(shared.data_ptr())
-    handles: list = [None] * dist.get_world_size()
-    dist.all_gather_object(handles, (exported(base), shared.data_ptr() - base))
-    handle, offset = handles[(dist.get_rank() + 1) % dist.get_world_size()]
+    handle, offset = everyone((exported(base), shared.data_ptr() - base))[(dist.get_rank() + 1) % dist.get_world_size()]
     mappings = Mappings(shared.device)
     there = mappings.address(handle, "the neighbour") + offset
     copy = _cuda().cuMemcpyDtoDAsync_v2
@@ -93,7 +93,7 @@ def link_rate(n: int = 1 << 30) -> float:
             assert copy(here.data_ptr(), there, n, torch.cuda.current_stream().cuda_stream) == 0
         torch.cuda.synchronize()
         times.append((time.perf_counter() - start) / 4)
-    slowest = [max(column) for column in zip(*everyone(times), strict=True)]  # type: ignore[arg-type]
+    slowest = [max(column) for column in zip(*everyone(times), strict=True)]
     dist.barrier()
     mappings.close()
     return n / statistics.median(slowest)
@@ -121,8 +121,7 @@ class Today:
 
         self.source, self.module = source, vllm_model
         shards = [[*shard] for shard in source.shards]
-        described: list = [None] * dist.get_world_size()
-        dist.all_gather_object(described, (shards, sorted(source.objects)))
+        described = everyone((shards, sorted(source.objects)))
         self.whole = source_of(
             {rank: [Shard(*entry) for entry in some] for rank, (some, _) in enumerate(described)},
             {o for _, some in described for o in some},
@@ -170,6 +169,21 @@ class Today:
             self.give(full)
 
 
+def measured(run: Callable[[], object], rounds: int) -> tuple[float, int]:
+    """Median seconds of the slowest rank, and the most memory that torch took more, in the last round."""
+    times = []
+    for _ in range(rounds):
+        dist.barrier()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held, start = torch.cuda.memory_allocated(), time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append(max(everyone(time.perf_counter() - start)))
+        extra = max(everyone(torch.cuda.max_memory_allocated() - held))
+    return statistics.median(times), extra
+
+
 def rival(models, folder: Path, module, rounds: int, found: dict) -> None:
     """mbridge's way: seconds of its export alone and with vLLM's loader, memory, and whether the bits are the same afterwards."""
     try:
@@ -185,19 +199,7 @@ def rival(models, folder: Path, module, rounds: int, found: dict) -> None:
             pass
 
     for name, run in {"mbridge_export": export, "mbridge": lambda: module.load_weights(bridge.export_weights(models))}.items():
-        times = []
-        for _ in range(rounds):
-            dist.barrier()
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            held, start = torch.cuda.memory_allocated(), time.perf_counter()
-            run()
-            torch.cuda.synchronize()
-            times.append(max(everyone(time.perf_counter() - start)))
-        found |= {
-            f"{name}_seconds": statistics.median(times),
-            f"{name}_extra_bytes": max(everyone(torch.cuda.max_memory_allocated() - held)),
-        }
+        found[f"{name}_seconds"], found[f"{name}_extra_bytes"] = measured(run, rounds)
     after = fingerprints(module)
     found["mbridge_different"] = max(everyone(sum(before[name] != after[name] for name in before)))
 
@@ -287,7 +289,7 @@ def main() -> None:
     for rank, pieces in link.pieces.items():
         if rank != dist.get_rank():
             sent[rank] += 2 * sum(math.prod(piece.lengths) for piece in pieces)
-    out = [sum(column) for column in zip(*everyone(sent), strict=True)]  # type: ignore[arg-type]
+    out = [sum(column) for column in zip(*everyone(sent), strict=True)]
     result |= {"link_bytes_per_second": wire, "memory_bytes_per_second": memory, "sent_bytes": out}
     result["wire_floor_seconds"] = max(max(result["peer_bytes"]), max(out)) / wire
     result["memory_floor_seconds"] = (
@@ -297,20 +299,10 @@ def main() -> None:
     for executor, link in links.items():
         reports = [link.refit() for _ in range(options.rounds)]
         for what in ("transfer_seconds", "total_seconds"):
-            slowest = [max(column) for column in zip(*everyone([getattr(r, what) for r in reports]), strict=True)]  # type: ignore[arg-type]
+            slowest = [max(column) for column in zip(*everyone([getattr(r, what) for r in reports]), strict=True)]
             result[f"{executor}_{what}"] = statistics.median(slowest)
         result[f"{executor}_ratio_to_floor"] = result[f"{executor}_transfer_seconds"] / floor
-    times = []
-    for _ in range(options.today_rounds):
-        dist.barrier()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        held, start = torch.cuda.memory_allocated(), time.perf_counter()
-        today.run()
-        torch.cuda.synchronize()
-        times.append(max(everyone(time.perf_counter() - start)))
-        result["today_extra_bytes"] = max(everyone(torch.cuda.max_memory_allocated() - held))
-    result["today_seconds"] = statistics.median(times)
+    result["today_seconds"], result["today_extra_bytes"] = measured(today.run, options.today_rounds)
     try:
         rival(models, folder, module, options.today_rounds, result)
     except Exception:

@@ -53,7 +53,6 @@ def main() -> None:
     options = parser.parse_args()
 
     from reshard import Layout
-    from reshard.live.build import without_gpu
     from reshard.live.megatron import MegatronModel
     from reshard.refit import Members, connect
 
@@ -86,8 +85,7 @@ def main() -> None:
         print("engine", answer(), flush=True)
     dist.barrier()
     moe = "num_experts" in config or "n_routed_experts" in config
-    with without_gpu():
-        models = megatron_models(config, Layout(tp=trainers, ep=trainers if moe else 1, etp=1 if moe else None))
+    models = megatron_models(config, Layout(tp=trainers, ep=trainers if moe else 1, etp=1 if moe else None))
 
     # The part that goes into a trainer: connect once ...
     tell("collective_rpc", "reshard_connect", args=(ADDRESS, trainers, trainers + tp))

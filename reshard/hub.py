@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, first_line
 
 # What a conversion needs of a repository.
 PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
@@ -31,4 +31,4 @@ def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise ReshardError(f"{source} is not a directory here, and the hub has no such model or revision (or it is private)") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ReshardError(f"{source} is not a directory here, and the hub could not be reached: {str(error).splitlines()[0]}") from error
+        raise ReshardError(f"{source} is not a directory here, and the hub could not be reached: {first_line(error)}") from error

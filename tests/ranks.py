@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import socket
+import sys
 import tempfile
 import traceback
 from pathlib import Path
@@ -63,6 +64,11 @@ def _rank(folder: str, rank: int, world_size: int, module: str, function: str, a
     except BaseException:
         (Path(folder) / f"error{rank}").write_text(traceback.format_exc())
         os._exit(1)
+
+
+def torchrun(processes: int) -> list[str]:
+    """The beginning of a command that starts so many processes."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
 
 
 def caught(action) -> str:

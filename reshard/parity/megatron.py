@@ -12,7 +12,7 @@ from reshard.formats.torch_dist import Checkpoint
 from reshard.layout import Layout
 from reshard.live.build import build_megatron, initialize_parallel, without_gpu
 from reshard.model import Model
-from reshard.parity.systems import DTYPES, ForwardSystem, check_processes, join_processes, of_all_ranks, release_memory
+from reshard.parity.systems import DTYPES, ForwardSystem, check_processes, device, join_processes, of_all_ranks, release_memory
 from reshard.sources import MegatronSource, open_source
 
 
@@ -28,13 +28,12 @@ class Megatron(ForwardSystem):
         self.name = f"Megatron-Core, {path}, {layout}, {dtype}"
         join_processes()
         check_processes(str(layout), layout.world_size(self.model), replicas=True)
-        impl = "transformer_engine" if torch.cuda.is_available() else "local"
+        impl = "transformer_engine" if device().type == "cuda" else "local"
         with without_gpu():
             initialize_parallel(layout)
             self.models = build_megatron(self.model, layout, transformer_impl=impl, dtype=DTYPES[dtype], parallel_output=False)
             # Not all is made on the GPU: a router moves its weight there when it first runs.
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            self.models = [m.to(device, DTYPES[dtype]).eval() for m in self.models]
+            self.models = [m.to(device(), DTYPES[dtype]).eval() for m in self.models]
         self._load(checkpoint)
 
     def _looked_at(self, path: Path) -> tuple[Model, Checkpoint]:

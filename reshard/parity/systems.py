@@ -85,15 +85,15 @@ class ForwardSystem(System):
     def score(self, prompts: Sequence[Prompt], how: Scoring) -> list[Scores]:
         """Score every prompt. Without logits on this rank the list is empty."""
         found: list[Scores] = []
-        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+        there = device()
         for start in range(0, len(prompts), how.batch_size):
             batch = prompts[start : start + how.batch_size]
             lengths = [len(prompt) for prompt in batch]
             if how.packed:
-                tokens = torch.tensor([[token for prompt in batch for token in prompt]], device=device)
+                tokens = torch.tensor([[token for prompt in batch for token in prompt]], device=there)
                 spans = [(0, sum(lengths[:i]), n) for i, n in enumerate(lengths)]
             else:
-                tokens = torch.tensor([prompt + [0] * (max(lengths) - len(prompt)) for prompt in batch], device=device)
+                tokens = torch.tensor([prompt + [0] * (max(lengths) - len(prompt)) for prompt in batch], device=there)
                 spans = [(i, 0, n) for i, n in enumerate(lengths)]
             with torch.no_grad(), self._noting(how.routing, tokens.shape) as noted:
                 logits = self.logits(tokens, lengths if how.packed else None)
@@ -133,6 +133,11 @@ def of_all_ranks[Name](entries: dict[Name, Any]) -> dict[Name, Any]:
     everyone: list[dict[Name, Any]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, entries)
     return {name: entry for some in everyone for name, entry in some.items()}
+
+
+def device() -> torch.device:
+    """Where this process's modules and prompts go."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def release_memory() -> None:
@@ -177,7 +182,7 @@ class HuggingFace(ForwardSystem):
             module = AutoModelForCausalLM.from_pretrained(self.path, dtype=DTYPES[self.dtype], attn_implementation="eager")
         except (OSError, ValueError, RuntimeError) as error:
             raise ReshardError(f"transformers cannot load {self.path}: {first_line(error)}") from error
-        return module.eval().cuda() if torch.cuda.is_available() else module.eval()
+        return module.eval().to(device())
 
     def logits(self, tokens: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor:
         # Right padding: no token before it sees it, so that no mask is needed. Packed prompts are told apart by their positions.

@@ -64,6 +64,10 @@ class Buckets:
         self.sends = {peer: _Side(table, SRC, SRC_PITCH, limit) for peer, table in outgoing.items()}
         self.receives = {peer: _Side(table, DST, DST_PITCH, limit) for peer, table in incoming.items()}
         self.limit = limit
+        if device.type == "cuda":
+            from reshard.refit.kernels import compile_copy
+
+            compile_copy(ALIGNMENT, device)  # the tables are made at the first exchange, nearly all of this word
         self.addresses: list[tuple[int, int]] = []
         self.steps: list[tuple[list[int], list[int], CopyTable, CopyTable]] = []
 

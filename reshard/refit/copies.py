@@ -87,6 +87,8 @@ class CopyTable:
         if device.type == "cpu":
             self.groups = [(1, tiles)] if len(tiles) else []
             return
+        from reshard.refit.kernels import compile_copy
+
         bits = np.bitwise_or.reduce(tiles[:, [SRC, DST, WIDTH, SRC_PITCH, DST_PITCH]], axis=1)
         left = np.ones(len(tiles), bool)
         for unit in (16, 8, 4, 2, 1):
@@ -96,10 +98,7 @@ class CopyTable:
                 some = tiles[chosen].copy()
                 some[:, [WIDTH, SRC_PITCH, DST_PITCH]] //= unit
                 self.groups.append((unit, torch.from_numpy(some).to(device)))
-        from reshard.refit.kernels import compile_copy
-
-        for unit, _ in self.groups:
-            compile_copy(unit, device)
+                compile_copy(unit, device)
 
     @property
     def launches(self) -> int:

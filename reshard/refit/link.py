@@ -17,7 +17,7 @@ import torch
 
 from reshard.collector import collector_paused
 from reshard.dtypes import dtype_named
-from reshard.errors import ReshardError, listed
+from reshard.errors import ReshardError, first_line, listed
 from reshard.live.megatron import MegatronModel, Shard, Source, source_of
 from reshard.live.vllm import VllmModel
 from reshard.model import Model
@@ -133,10 +133,8 @@ class Link:
         self.memory = {rank: unpack_json(members.read("memory", rank)) for rank in self.pieces}
         self._set_up_exchange()
         if self.device.type == "cuda":
-            from reshard.refit.kernels import compile_copy, compile_digest
+            from reshard.refit.kernels import compile_digest
 
-            if self.exchange is not None:
-                compile_copy(16, self.device)  # buckets make their tables at the first refit, nearly all of this word
             regions = [*(self.source.regions if self.source else ()), *(self.destination.regions.values() if self.destination else ())]
             for size in {region.tensor.element_size() for region in regions}:
                 compile_digest(size, self.device)
@@ -306,7 +304,7 @@ class Link:
             done = self._synchronize(self.members.timeout)
             reason = f"nothing arrived within {self.members.timeout:g} s"
         except RuntimeError as error:
-            done, reason = False, str(error).splitlines()[0]
+            done, reason = False, first_line(error)
         if not done:
             silent = [self.members.names[rank] for rank in self.members.silent(f"{tag}/alive")]
             raise ReshardError(f"the exchange broke off ({reason}); {listed(silent) or 'no member'} is silent")

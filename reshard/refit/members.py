@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from reshard.errors import ReshardError, listed
+from reshard.errors import ReshardError, first_line, listed
 
 PROTOCOL = 1
 CHECK_SECONDS = 0.1
@@ -79,7 +79,7 @@ class Members:
             store = dist.TCPStore(host, int(port), None, **options)
         except (OSError, RuntimeError, ValueError) as error:
             who = "cannot serve" if rank == 0 else "found no member 0"
-            raise ReshardError(f"rank {rank} {who} at {address} ({str(error).splitlines()[0]})") from error
+            raise ReshardError(f"rank {rank} {who} at {address} ({first_line(error)})") from error
         members = Members(store, rank, size, timeout)
         members.local_address = _address_towards(host, int(port))
         if rank == 0:
@@ -192,7 +192,7 @@ class Members:
             return function(*args)
         except (RuntimeError, dist.DistError) as error:
             who = f"{self.names[0]}, which serves the store that the members meet at, does not answer {self.names[self.rank]}"
-            raise ReshardError(f"{who} ({str(error).splitlines()[0]})") from error
+            raise ReshardError(f"{who} ({first_line(error)})") from error
 
 
 def _address_towards(host: str, port: int) -> str:

@@ -68,8 +68,7 @@ class Mappings:
         """Where an allocation is mapped here, mapping it at the first call."""
         if handle not in self.addresses:
             with torch.cuda.device(self.device):
-                if not self.addresses:
-                    torch.cuda.current_stream().synchronize()  # makes the device's context current in this thread
+                torch.cuda.current_stream().synchronize()  # makes the device's context current in this thread
                 found = ctypes.c_uint64()
                 status = _cuda().cuIpcOpenMemHandle_v2(
                     ctypes.byref(found), _Handle.from_buffer_copy(bytes.fromhex(handle)), LAZY_PEER_ACCESS
