@@ -1,6 +1,6 @@
 """How fast is a conversion, and what does it cost? Against `cp -r` of the same bytes and Megatron-Core's own save.
 
-    python benchmarks/convert.py --folder DIR --gigabytes 2 4 --families qwen3-moe llama --rounds 3 [--json FILE]
+    python -m benchmarks.convert --folder DIR --gigabytes 2 4 --families qwen3-moe llama --rounds 3 [--json FILE]
 
 For each family and size: a checkpoint of real shapes (hidden sizes, heads and experts of Qwen3-30B-A3B and of Llama-3.1-8B; as many
 layers as the size allows) with random bytes. Then, alternating, `rounds` times:
@@ -26,8 +26,6 @@ import time
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
-
 FAMILIES = {
     "qwen3-moe": {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 151936,
@@ -48,10 +46,10 @@ def make(folder: Path, family: str, size_bytes: int) -> int:
     """Write a checkpoint of about `size_bytes`; its bytes."""
     import numpy as np
 
-    from reshard.dtypes import DTYPES
+    from reshard.core.dtypes import DTYPES
     from reshard.formats import safetensors
-    from reshard.megatron import expand
-    from reshard.model import Model
+    from reshard.megatron.parameters import expand
+    from reshard.models.model import Model
 
     def shapes(layers: int) -> dict:
         return expand(Model.from_hf(FAMILIES[family] | {"num_hidden_layers": layers})).shapes
@@ -63,7 +61,7 @@ def make(folder: Path, family: str, size_bytes: int) -> int:
     while total(layers + 2) <= size_bytes:
         layers += 2
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(FAMILIES[family] | {"num_hidden_layers": layers}, indent=2))
+    (folder / "config.json").write_text(json.dumps(FAMILIES[family] | {"num_hidden_layers": layers}, indent=2), encoding="utf-8")
     files = safetensors.plan_files({n: (DTYPES["bfloat16"], s) for n, s in shapes(layers).items()}, 4 * 10**9)
     # Bytes of normal numbers of magnitude 2**-14 .. 2, drawn once and shifted, so that making them takes no time.
     noise = np.random.default_rng(0).integers(0x3880, 0x4000, 1 << 22, dtype=np.uint16).tobytes()
@@ -78,7 +76,7 @@ def make(folder: Path, family: str, size_bytes: int) -> int:
                     left -= len(piece)
     index = safetensors.index_json(files)
     if index:
-        (folder / safetensors.INDEX).write_text(index)
+        (folder / safetensors.INDEX).write_text(index, encoding="utf-8")
     return sum(f.size_bytes for f in files)
 
 
@@ -91,7 +89,7 @@ def timed(command: list[str]) -> tuple[float, int]:
     def watch() -> None:
         while not ended.wait(0.01):
             try:
-                text = Path(f"/proc/{process.pid}/status").read_text()
+                text = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
                 peak[0] = max(peak[0], int(text.split("RssAnon:")[1].split()[0]) * 1024)
             except (OSError, IndexError):
                 return
@@ -114,7 +112,7 @@ def settle(source: Path) -> None:
     several times as much as writing them, and would be charged to whoever comes last.
     """
     os.sync()
-    Path("/proc/sys/vm/drop_caches").write_text("3")
+    Path("/proc/sys/vm/drop_caches").write_text("3", encoding="utf-8")
     size = sum(p.stat().st_size for p in source.rglob("*") if p.is_file())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     small = size < memory / 6
@@ -129,13 +127,13 @@ def settle(source: Path) -> None:
 def megatron_save(source: Path, target: Path) -> dict:
     """Build the model with Megatron-Core on the CPU, fill it, save it with its own code; seconds of each part and peak memory."""
     code = f"""
-import sys, json, time, resource; sys.path.insert(0, {str(REPOSITORY)!r})
+import sys, json, time, resource
 from pathlib import Path
 if __name__ == "__main__":
     import torch
     from tests import megatron_on_cpu as megatron
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    flags = [f for line in Path({str(target / "ours" / "megatron_flags.txt")!r}).read_text().splitlines()
+    flags = [f for line in Path({str(target / "ours" / "megatron_flags.txt")!r}).read_text(encoding="utf-8").splitlines()
              if not line.startswith(("--tensor-model", "--pipeline-model", "--expert-", "--bf16")) for f in line.split()]
     torch.nn.init.normal_ = torch.nn.init.xavier_normal_ = lambda t, *a, **k: t
     import megatron.core.tensor_parallel.layers as layers
@@ -154,8 +152,9 @@ if __name__ == "__main__":
     print(json.dumps(dict(build=built - start, load=loaded - built, save=saved - loaded, peak_rss_bytes=peak)))
 """
     script = target / "save.py"
-    script.write_text(code)
-    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    script.write_text(code, encoding="utf-8")
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+                                "PYTHONPATH": str(REPOSITORY)}  # fmt: skip
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
     if done.returncode:
         return {"error": done.stderr.strip().splitlines()[-1][:300]}
@@ -165,9 +164,9 @@ if __name__ == "__main__":
 def profile(source: Path, target: Path) -> dict[str, float]:
     """Where the time of hf-to-mcore goes: seconds summed over the worker threads, by what they do."""
     code = f"""
-import sys, time, json, threading; sys.path.insert(0, {str(REPOSITORY)!r})
+import sys, time, json, threading
 start = time.perf_counter()
-import reshard.convert as c, reshard.files as files, reshard.run as run, reshard.rank_files as rank_files
+import reshard.disk.convert as c, reshard.disk.files as files, reshard.disk.run as run, reshard.disk.rank_files as rank_files
 spent, lock = dict(imports=time.perf_counter() - start), threading.Lock()
 def clock(owner, name, label):
     plain = getattr(owner, name)
@@ -262,7 +261,7 @@ def main() -> None:
             print(json.dumps(result, indent=1), flush=True)
             results["runs"].append(result)
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Load converted checkpoints into Megatron models with Transformer Engine layers on a GPU, by Megatron-LM's own code.
 
-    python benchmarks/load_with_transformer_engine.py make DIR      anywhere: small checkpoints of every variant, converted
-    python benchmarks/load_with_transformer_engine.py run DIR       on a GPU with megatron-core and Transformer Engine
+    python -m benchmarks.load_with_transformer_engine make DIR      anywhere: small checkpoints of every variant, converted
+    python -m benchmarks.load_with_transformer_engine run DIR       on a GPU with megatron-core and Transformer Engine
 
 `run` compares, for each variant: the keys that the model asks for with those of the checkpoint, and the logits with those of
 transformers, both in bf16, next to transformers' own bf16 error.
@@ -13,8 +13,6 @@ import json
 import os
 import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 QUIET = """--micro-batch-size 1 --no-load-optim --no-load-rng --attention-dropout 0 --hidden-dropout 0 --no-gradient-accumulation-fusion
 --no-masked-softmax-fusion --attention-backend unfused --no-rope-fusion""".split()
@@ -76,7 +74,7 @@ def check(source: Path, directory: Path) -> dict:
     from transformers import AutoModelForCausalLM
 
     parallel = ("--tensor-model", "--pipeline-model", "--expert-")
-    lines = [line for line in (directory / "megatron_flags.txt").read_text().splitlines() if not line.startswith(parallel)]
+    lines = [line for line in (directory / "megatron_flags.txt").read_text(encoding="utf-8").splitlines() if not line.startswith(parallel)]
     from megatron.training import get_args
 
     [model], args = megatron_from_flags(" ".join(lines).split()), get_args()

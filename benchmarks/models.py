@@ -5,6 +5,7 @@ The processes are started by torchrun; weights are random.
 
 import json
 import os
+import zlib
 from pathlib import Path
 
 # What vLLM's build for the CPU should know: leave the threads alone, and do not compile.
@@ -93,8 +94,8 @@ def megatron_models(config: dict, layout) -> list:
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.module import Float16Module
 
-    from reshard.live.build import build_megatron, initialize_parallel, without_gpu
-    from reshard.model import Model
+    from reshard.megatron.build import build_megatron, initialize_parallel, without_gpu
+    from reshard.models.model import Model
 
     mpu.destroy_model_parallel()
     with without_gpu():
@@ -109,11 +110,25 @@ def vllm_engine(folder: Path, config: dict, **options):
     """vLLM with dummy weights in this process (``external_launcher``); `folder` gets the config."""
     from vllm import LLM
 
-    from reshard.live.cpu_engine import keep_weights_plain
+    from reshard.engines.vllm.compat import plain_weights
 
-    keep_weights_plain()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     options = {"load_format": "dummy", "enforce_eager": True, "max_model_len": 2048, "gpu_memory_utilization": 0.9, "seed": 0,
                "kv_cache_memory_bytes": 1 << (30 if device() == "cuda" else 27), "skip_tokenizer_init": True, "disable_log_stats": True} | options  # fmt: skip
-    return LLM(model=str(folder), distributed_executor_backend="external_launcher", dtype="bfloat16", **options)
+    with plain_weights():
+        return LLM(model=str(folder), distributed_executor_backend="external_launcher", dtype="bfloat16", **options)
+
+
+def change(source, step: int) -> None:
+    """An optimizer step: other weights, the same on every rank that holds a shard."""
+    import torch
+
+    for shard, region in zip(source.shards, source.regions, strict=True):
+        strides = (region.pitch, 1) if len([n for n in shard.sizes if n > 1]) > 1 else (1,)
+        lengths = [n for n in shard.sizes if n > 1] or [1]
+        view = region.tensor.detach().as_strided(lengths, strides, region.tensor.storage_offset() + region.offset)
+        torch.manual_seed(zlib.crc32(repr((shard.key, shard.offsets, step)).encode()))
+        std = 0.02 if view.ndim == 2 else 0.1
+        values = torch.randn(lengths, dtype=torch.float32, device=view.device) * std
+        view.copy_(values + (1.0 if "norm" in shard.key else 0.0))

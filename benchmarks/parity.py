@@ -1,6 +1,6 @@
 """Parity at real widths: transformers, Megatron-Core, vLLM as it loads a checkpoint, and vLLM refitted from Megatron-Core.
 
-    torchrun --nproc-per-node 2 benchmarks/parity.py llama-3.1-8b qwen3-30b-a3b --folder /dev/shm/parity --json parity.json
+    torchrun --nproc-per-node 2 -m benchmarks.parity llama-3.1-8b qwen3-30b-a3b --folder /dev/shm/parity --json parity.json
 
 Random weights at a published shape, with fewer layers, are written as a Hugging Face checkpoint and converted. Each system scores the
 same prompts in bf16, transformers also in fp32. Reported: each system's own error against fp32, Megatron-Core against vLLM next to
@@ -10,14 +10,11 @@ the larger of their two errors, whether the refitted vLLM says exactly what the 
 import argparse
 import json
 import shutil
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch
@@ -31,11 +28,11 @@ def write(folder: Path, config: dict, std: float, vector_std: float) -> None:
     from safetensors.torch import save_file
 
     from benchmarks.models import device
-    from reshard.megatron import expand
-    from reshard.model import Model
+    from reshard.megatron.parameters import expand
+    from reshard.models.model import Model
 
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     model = Model.from_hf(config)
     torch.manual_seed(0)
     tensors: dict = {}
@@ -62,16 +59,17 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     """All systems' scores of one model, compared."""
     from benchmarks.models import MODELS, config_of, device
     from reshard import Layout, VllmLayout, hf_to_mcore
-    from reshard.model import Model
+    from reshard.models.model import Model
     from reshard.parity import compare_scores, metrics_of, random_prompts
     from reshard.parity.gate import Limits, routing_of
+    from reshard.parity.huggingface import HuggingFace
     from reshard.parity.megatron import Megatron
-    from reshard.parity.systems import HuggingFace, Scoring, System, scores_of
+    from reshard.parity.systems import Scoring, System, scores_of
     from reshard.parity.vllm import RefittedVllm, Vllm
 
     size, rank = dist.get_world_size(), dist.get_rank()
     layers = options.layers or LAYERS.get(name, 4)
-    config = config_of(name, layers) if name in MODELS else json.loads((Path(name) / "config.json").read_text())
+    config = config_of(name, layers) if name in MODELS else json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
     model = Model.from_hf(config)
     moe = model.num_experts > 0
     layout = (
@@ -178,21 +176,21 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     from benchmarks.models import finish, start_processes
-    from reshard.live.cpu_engine import keep_weights_plain
+    from reshard.engines.vllm.compat import plain_weights
 
     start_processes()
-    keep_weights_plain()  # without a GPU, both engines serve from weights of one arrangement, by the same kernels
     results = []
     for name in options.models:
         try:
-            results.append(measure(name, options))
+            with plain_weights():  # without a GPU, both engines serve from weights of one arrangement, by the same kernels
+                results.append(measure(name, options))
         except Exception:
             print(f"rank {dist.get_rank()}, {name}: {traceback.format_exc()}", flush=True)
             continue
         if dist.get_rank() == 0:
             show(results[-1])
             if options.json is not None:
-                options.json.write_text(json.dumps(results, indent=1))
+                options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
     finish()
 
 

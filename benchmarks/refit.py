@@ -1,6 +1,6 @@
 """How fast is a refit? Ours against the wire, against memory, and against what trainers do today; all in one run.
 
-    torchrun --nproc-per-node 4 benchmarks/refit.py --model qwen3-30b-a3b --tp 2 --ep 4 --etp 1 --vllm-tp 4 [--json FILE]
+    torchrun --nproc-per-node 4 -m benchmarks.refit --model qwen3-30b-a3b --tp 2 --ep 4 --etp 1 --vllm-tp 4 [--json FILE]
 
 Every process holds a rank of a real Megatron model (Transformer Engine layers, random weights) and a rank of a real vLLM
 (`external_launcher`). Reported: connect, then warm medians of the slowest rank for
@@ -18,16 +18,12 @@ import argparse
 import json
 import math
 import statistics
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
 
 import torch
 import torch.distributed as dist
@@ -73,24 +69,22 @@ def scribble(regions, value: float) -> None:
 
 def link_rate(n: int = 1 << 30) -> float:
     """Bytes a second and GPU of one large copy of n bytes from the neighbour's memory, all GPUs at once."""
-    import ctypes
-
-    from reshard.refit.peers import Mappings, _cuda, allocation_of, exported
+    from reshard.live.cuda import allocation_of, driver, exported
+    from reshard.refit.transports.mappings import Mappings
 
     shared, here = (torch.empty(n, dtype=torch.uint8, device="cuda") for _ in range(2))
-    base, _ = allocation_of(shared.data_ptr())
+    base = allocation_of(shared.data_ptr()).base
     handle, offset = everyone((exported(base), shared.data_ptr() - base))[(dist.get_rank() + 1) % dist.get_world_size()]
     mappings = Mappings(shared.device)
     there = mappings.address(handle, "the neighbour") + offset
-    copy = _cuda().cuMemcpyDtoDAsync_v2
-    copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    stream = torch.cuda.current_stream().cuda_stream
     times = []
     for _ in range(6):
         dist.barrier()
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(4):
-            assert copy(here.data_ptr(), there, n, torch.cuda.current_stream().cuda_stream) == 0
+            assert not driver().cuMemcpyDtoDAsync(here.data_ptr(), there, n, stream)[0]
         torch.cuda.synchronize()
         times.append((time.perf_counter() - start) / 4)
     slowest = [max(column) for column in zip(*everyone(times), strict=True)]
@@ -117,18 +111,18 @@ class Today:
     """Gather every full tensor on every rank, layer by layer, then vLLM's own loader."""
 
     def __init__(self, source, model, vllm_model) -> None:
-        from reshard.live.megatron import Shard, source_of
+        from reshard.core.dtypes import dtype_named
+        from reshard.megatron.parameters import expand
+        from reshard.refit.sides import Sources
+        from reshard.refit.wire import Held
 
         self.source, self.module = source, vllm_model
-        shards = [[*shard] for shard in source.shards]
-        described = everyone((shards, sorted(source.objects)))
-        self.whole = source_of(
-            {rank: [Shard(*entry) for entry in some] for rank, (some, _) in enumerate(described)},
-            {o for _, some in described for o in some},
-            model,
-        )
+        self.shapes = expand(model).shapes
+        held = Held(source.publish(model), [dtype_named(str(region.tensor.dtype)).name for region in source.regions])
+        ranks = dict(enumerate(everyone(held)))
+        self.whole = Sources.of(ranks, set(self.shapes), {rank: f"rank {rank}" for rank in ranks})
         by_layer: dict = {}
-        for tensor in self.whole.placement.tensors.values():
+        for tensor in self.whole.tensors:
             names = [part.name for part in tensor.parts]
             layer = names[0].split(".")[2] if names[0].startswith("model.layers.") else names[0]
             by_layer.setdefault(layer, []).append(tensor)
@@ -140,8 +134,7 @@ class Today:
         for tensors in self.layers:
             gathered, work = {}, []
             for tensor in tensors:
-                key, offsets, sizes, _ = tensor.id
-                rank, index = self.whole.holders[key, offsets, sizes][0]
+                rank, index = self.whole.holders[tensor.id][0]
                 if rank == me:
                     region = self.source.regions[index]
                     strides = (region.pitch, 1) if len(tensor.shape) == 2 else (1,)
@@ -160,9 +153,7 @@ class Today:
             for tensor in tensors:
                 for part in tensor.parts:
                     if part.name not in full:
-                        full[part.name] = torch.empty(
-                            self.whole.placement.shapes[part.name], dtype=gathered[tensor.id].dtype, device="cuda"
-                        )
+                        full[part.name] = torch.empty(self.shapes[part.name], dtype=gathered[tensor.id].dtype, device="cuda")
                     at = tuple(slice(o, o + n) for o, n in zip(part.box.offsets, part.box.lengths, strict=True))
                     there = tuple(slice(o, o + n) for o, n in zip(part.at, part.box.lengths, strict=True))
                     full[part.name][at] = gathered[tensor.id][there]
@@ -216,6 +207,7 @@ def main() -> None:
     parser.add_argument("--etp", type=int)
     parser.add_argument("--vllm-tp", type=int, required=True)
     parser.add_argument("--vllm-ep", action="store_true")
+    parser.add_argument("--release", action="store_true", help="unmap the trainer's memory after every refit, as connect does by default")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--today-rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
@@ -230,14 +222,14 @@ def main() -> None:
     start = time.perf_counter()
     models = megatron_models(config, layout)
     say(f"Megatron built in {time.perf_counter() - start:.1f} s; {torch.cuda.memory_allocated() / 1e9:.1f} GB in use")
-    from benchmarks.refit_serving import change
-    from reshard.live.megatron import MegatronModel
-    from reshard.live.vllm import VllmModel
+    from benchmarks.models import change
+    from reshard.engines.vllm.live import VllmModel
     from reshard.refit import Members, connect
+    from reshard.trainers.megatron import MegatronModel
 
     change(MegatronModel(models), 0)
     result: dict = {"model": options.model, "layers": config["num_hidden_layers"], "megatron": str(layout), "gpu": torch.cuda.get_device_name(),
-                    "vllm": f"TP{options.vllm_tp}" + (" EP" if options.vllm_ep else ""), "gpus": dist.get_world_size()}  # fmt: skip
+                    "vllm": f"TP{options.vllm_tp}" + (" EP" if options.vllm_ep else ""), "gpus": dist.get_world_size(), "release": options.release}  # fmt: skip
     links, seconds = {}, {}
     for executor in ("peer", "buckets"):
         torch.cuda.synchronize()
@@ -247,7 +239,7 @@ def main() -> None:
         read = time.perf_counter()
         destination = VllmModel.from_llm(llm)
         traced = time.perf_counter()
-        links[executor] = connect(Members.of_process_group(executor), source, destination, executor=executor)
+        links[executor] = connect(Members.of_process_group(executor), source, destination, executor=executor, release=options.release)
         connected = time.perf_counter()
         seconds[executor] = {
             "read_megatron": round(read - start, 3),
@@ -283,10 +275,10 @@ def main() -> None:
         result["verify_error"] = str(error)
         raise
     link = links["peer"]
-    result |= {"local_bytes": everyone(link.local_bytes), "peer_bytes": everyone(link.peer_bytes), "launches": link.pulls.launches}
+    result |= {"local_bytes": everyone(link.pull.local_bytes), "peer_bytes": everyone(link.pull.peer_bytes), "launches": link.pull.launches}
     wire, memory = min(everyone(link_rate())), min(everyone(memory_rate()))
     sent = [0] * dist.get_world_size()
-    for rank, pieces in link.pieces.items():
+    for rank, pieces in link.engine.pieces.items():
         if rank != dist.get_rank():
             sent[rank] += 2 * sum(math.prod(piece.lengths) for piece in pieces)
     out = [sum(column) for column in zip(*everyone(sent), strict=True)]
@@ -310,7 +302,7 @@ def main() -> None:
     result["today_over_peer"] = result["today_seconds"] / result["peer_total_seconds"]
     say(json.dumps(result, indent=1))
     if options.json and dist.get_rank() == 0:
-        options.json.write_text(json.dumps(result) + "\n")
+        options.json.write_text(json.dumps(result) + "\n", encoding="utf-8")
     finish()
 
 

@@ -1,20 +1,18 @@
 """Does a refitted vLLM say exactly what a freshly loaded one says? After many refits, with CUDA graphs, on real engines.
 
-    torchrun --nproc-per-node 2 benchmarks/refit_serving.py refit --model qwen3-30b-a3b --layers 4 --folder DIR
-    torchrun --nproc-per-node 2 benchmarks/refit_serving.py fresh --folder DIR
+    torchrun --nproc-per-node 2 -m benchmarks.refit_serving refit --model qwen3-30b-a3b --layers 4 --folder DIR
+    torchrun --nproc-per-node 2 -m benchmarks.refit_serving fresh --folder DIR
+    torchrun --nproc-per-node 1 -m benchmarks.refit_serving sleep --folder DIR
 
 `refit` starts vLLM with random weights and a Megatron model with Transformer Engine layers, changes Megatron's weights and refits,
 20 times, by both executors in turn, generating in between; then it writes the weights as a Hugging Face checkpoint, gathered by
-broadcasts, and what vLLM generates and its prompt logprobs. `fresh` starts vLLM from that checkpoint and compares, exactly.
+broadcasts, and what vLLM generates and its prompt logprobs. `fresh` starts vLLM from that checkpoint and compares, exactly. `sleep` asks an
+engine that has weights of no meaning, or has lost them in its sleep, and refits it.
 """
 
 import argparse
 import json
-import sys
-import zlib
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
@@ -24,18 +22,6 @@ GRAPHS = {
     "enforce_eager": False,
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]},
 }
-
-
-def change(source, step: int) -> None:
-    """An optimizer step: other weights, the same on every rank that holds a shard."""
-    for shard, region in zip(source.shards, source.regions, strict=True):
-        strides = (region.pitch, 1) if len([n for n in shard.sizes if n > 1]) > 1 else (1,)
-        lengths = [n for n in shard.sizes if n > 1] or [1]
-        view = region.tensor.detach().as_strided(lengths, strides, region.tensor.storage_offset() + region.offset)
-        torch.manual_seed(zlib.crc32(repr((shard.key, shard.offsets, step)).encode()))
-        std = 0.02 if view.ndim == 2 else 0.1
-        values = torch.randn(lengths, dtype=torch.float32, device=view.device) * std
-        view.copy_(values + (1.0 if "norm" in shard.key else 0.0))
 
 
 def prompts(vocabulary: int) -> list[dict]:
@@ -59,12 +45,12 @@ def spoken(llm, vocabulary: int) -> list:
 
 
 def refit(options) -> None:
-    from benchmarks.models import config_of, megatron_models, vllm_engine
+    from benchmarks.models import change, config_of, megatron_models, vllm_engine
     from benchmarks.refit import Today, used_bytes
     from reshard import Layout
-    from reshard.live.megatron import MegatronModel
-    from reshard.live.vllm import VllmModel
+    from reshard.engines.vllm.live import VllmModel
     from reshard.refit import Members, connect
+    from reshard.trainers.megatron import MegatronModel
 
     size, rank = dist.get_world_size(), dist.get_rank()
     config = config_of(options.model, options.layers)
@@ -103,17 +89,17 @@ def refit(options) -> None:
 
         folder = options.folder / "hf"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         differs = sum(a != b for a, b in zip(said, other, strict=True))
         (options.folder / "said.json").write_text(json.dumps({"said": said, "model": options.model, "layout": str(layout), "memory_growth_bytes": growth,
-                                                              "prompts_that_differ_with_other_weights": differs, "config": config}))  # fmt: skip
+                                                              "prompts_that_differ_with_other_weights": differs, "config": config}), encoding="utf-8")  # fmt: skip
 
 
 def fresh(options) -> None:
     from benchmarks.models import vllm_engine
 
-    before = json.loads((options.folder / "said.json").read_text())
+    before = json.loads((options.folder / "said.json").read_text(encoding="utf-8"))
     llm = vllm_engine(
         options.folder / "hf", before["config"], tensor_parallel_size=dist.get_world_size(), load_format="safetensors", **GRAPHS
     )
@@ -129,17 +115,59 @@ def fresh(options) -> None:
         }), flush=True)  # fmt: skip
 
 
+def sleep(options) -> None:
+    """What an engine answers that has no weights worth the name, and after each refit."""
+    from benchmarks.models import change, config_of, megatron_models, vllm_engine
+    from reshard import Layout, ReshardError
+    from reshard.engines.vllm.live import VllmModel
+    from reshard.refit import Members, connect
+    from reshard.trainers.megatron import MegatronModel
+
+    config = config_of(options.model, options.layers)
+    llm = vllm_engine(options.folder / "dummy", config, tensor_parallel_size=1, enable_sleep_mode=True)
+    source = MegatronModel(megatron_models(config, Layout()))
+    link = connect(Members.of_process_group(), source, VllmModel.from_llm(llm))
+
+    def refused() -> str:
+        try:
+            spoken(llm, config["vocab_size"])
+        except ReshardError as error:
+            return str(error)
+        return "it served"
+
+    change(source, 0)
+    found: dict = {"started with load_format=dummy": refused()}
+    link.refit()
+    said = spoken(llm, config["vocab_size"])
+    for level in (1, 2):
+        llm.sleep(level=level)
+        try:
+            link.refit()
+        except ReshardError as error:
+            found[f"refitted while it slept, level {level}"] = str(error)
+        llm.wake_up()
+        llm.reset_prefix_cache()
+        woken = refused()
+        if level == 1:
+            woken = woken + ", the same as before" * (spoken(llm, config["vocab_size"]) == said)
+        found[f"woken from level {level}"] = woken
+        link.refit()
+        llm.reset_prefix_cache()
+        found[f"refitted after level {level}, says the same"] = spoken(llm, config["vocab_size"]) == said
+    print(json.dumps(found, indent=1), flush=True)
+
+
 def main() -> None:
     from benchmarks.models import finish, start_processes
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["refit", "fresh"])
+    parser.add_argument("what", choices=["refit", "fresh", "sleep"])
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
     start_processes()
-    {"refit": refit, "fresh": fresh}[options.what](options)
+    {"refit": refit, "fresh": fresh, "sleep": sleep}[options.what](options)
     finish()
 
 

@@ -6,14 +6,15 @@ import time
 from pathlib import Path
 
 import click
+from reshard.cli.places import Place
 
 
 @click.command("demo")
-@click.option("--keep", type=click.Path(file_okay=False), help="Leave the checkpoints in this new directory.")
+@click.option("--keep", type=Place(file_okay=False), help="Leave the checkpoints in this new directory.")
 def command(keep: str | None) -> None:
     """Convert a small Qwen3-MoE to Megatron (TP2 PP2 EP2) and back, and prove each step. Takes half a minute, no GPU."""
+    from reshard.core.errors import ReshardError
     from reshard.demo import run_demo
-    from reshard.errors import ReshardError
 
     with contextlib.ExitStack() as stack:
         if keep is None:
@@ -22,7 +23,9 @@ def command(keep: str | None) -> None:
             folder = Path(keep)
             if folder.exists():
                 raise ReshardError(f"{folder} exists; name a new directory")
-            folder.mkdir(parents=True)
+            if not folder.absolute().parent.is_dir():
+                raise ReshardError(f"{folder.absolute().parent} is not a directory; create it first")
+            folder.mkdir()
         start, good = time.perf_counter(), True
         for step in run_demo(folder):
             good = good and step.ok

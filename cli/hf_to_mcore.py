@@ -5,16 +5,23 @@ from typing import Any
 
 import click
 from reshard.cli.layout import LAYOUT_NAMES, layout_options
-from reshard.cli.output import json_option, print_report, progress_bar, workers_option
+from reshard.cli.output import ignore_option, json_option, print_report, progress_bar, workers_option
+from reshard.cli.places import Place, check_command
 
-_SIZE = click.IntRange(min=1)
+from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE
 
 
 @click.command("hf-to-mcore")
-@click.argument("source")
-@click.argument("destination", type=click.Path())
+@click.argument("source", type=Place())
+@click.argument("destination", type=Place())
 @layout_options
-@click.option("--make-vocab-size-divisible-by", type=_SIZE, default=128, show_default=True, help="Pad the vocabulary to this times TP.")
+@click.option(
+    "--make-vocab-size-divisible-by",
+    type=click.IntRange(1, MAX_VOCAB_MULTIPLE),
+    default=128,
+    show_default=True,
+    help="Pad the vocabulary to this times TP.",
+)
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Cast (default: as it is; fp8 becomes bf16).")
 @click.option(
     "--transformer-impl",
@@ -23,13 +30,16 @@ _SIZE = click.IntRange(min=1)
     show_default=True,
     help="Which layers will load it: they name some norms differently.",
 )
+@click.option("--megatron-version", metavar="0.14", help="Write the flags for this version of Megatron-LM (default: the newest known).")
 @click.option("--release", is_flag=True, help="Write a release (the default).")
-@click.option("--iteration", type=click.IntRange(min=1), help="Write this numbered iteration instead of a release.")
+@click.option("--iteration", type=click.IntRange(1, MAX_ITERATION), help="Write this numbered iteration instead of a release.")
+@click.option("--allow-overflow", is_flag=True, help="Let a cast make infinities of numbers that are too large, and count them.")
 @click.option("--overwrite", is_flag=True, help="Replace the destination, once the new one is complete.")
 @click.option("--resume", is_flag=True, help="Go on with an interrupted run.")
 @click.option("--no-sync", "sync", flag_value=False, default=True, help="Do not wait until the bytes are on the disk.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be read and written.")
 @workers_option
+@ignore_option
 @json_option
 def command(source: str, destination: str, as_json: bool, release: bool, **options: Any) -> None:
     """Convert SOURCE, a Hugging Face directory or hub id, to a Megatron checkpoint at DESTINATION.
@@ -39,8 +49,9 @@ def command(source: str, destination: str, as_json: bool, release: bool, **optio
     """
     if release and options["iteration"]:
         raise click.UsageError("--release and --iteration exclude each other")
-    from reshard.convert import hf_to_mcore
-    from reshard.layout import Layout
+    check_command(source, destination, megatron=False)
+    from reshard.disk.convert import hf_to_mcore
+    from reshard.megatron.layout import Layout
 
     layout = Layout(**{name: options.pop(name) for name in LAYOUT_NAMES})
     start = time.perf_counter()

@@ -1,17 +1,19 @@
 """``reshard inspect``."""
 
 import click
-from reshard.cli.output import json_option, print_json, size
+from reshard.cli.output import ignore_option, json_option, print_json, size
+from reshard.cli.places import Place
 
 
 @click.command("inspect")
-@click.argument("path")
-@click.option("--hf-config", type=click.Path(), help="config.json to read a Megatron checkpoint with.")
+@click.argument("path", type=Place())
+@click.option("--hf-config", type=Place(), help="config.json to read a Megatron checkpoint with.")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
+@ignore_option
 @json_option
 def command(path: str, hf_config: str | None, tensors: bool, as_json: bool) -> None:
     """Show format, family, layout, sizes and manifest of the checkpoint at PATH."""
-    from reshard.inspection import inspect
+    from reshard.disk.inspection import inspect
 
     found = inspect(path, hf_config=hf_config)
     if as_json:

@@ -68,6 +68,8 @@ def layout_options(command: Callable) -> Callable:
 
 def sizes_of(text: str, option: str, numbers: set[str], words: set[str]) -> dict[str, Any]:
     """``tp=4,pp=2`` as a dict; a pipeline layout, which may have commas, comes last."""
+    if not text.strip():
+        raise click.UsageError(f"{option} is empty: give sizes such as tp=1")
     head, found, layout = text.partition("pipeline=") if "pipeline" in words else (text, "", "")
     values: dict[str, Any] = {"pipeline": layout} if found else {}
     for entry in filter(None, head.split(",")):
@@ -84,7 +86,7 @@ def sizes_of(text: str, option: str, numbers: set[str], words: set[str]) -> dict
 
 def vllm_layout(text: str, option: str, numbers: set[str]) -> Any:
     """``tp=4,ep`` as a `reshard.VllmLayout`."""
-    from reshard.vllm_layout import VllmLayout
+    from reshard.engines.vllm.layout import VllmLayout
 
     sizes = sizes_of(text, option, numbers, {"ep"})
     experts = sizes.pop("ep", None)

@@ -1,13 +1,15 @@
 """``reshard``: the command group. Commands are imported when they are called, so that ``--help`` stays quick."""
 
 import gc
-import os
 import sys
+from difflib import get_close_matches
 from importlib import import_module
 
 import click
+from reshard.cli import signals
+from reshard.cli.failures import status_of
 
-from reshard.errors import ReshardError
+from reshard.core.errors import ReshardError
 
 COMMANDS = {
     "hf-to-mcore": "Hugging Face checkpoint to Megatron torch_dist, at any layout.",
@@ -27,7 +29,7 @@ EPILOG = (
 
 
 class Commands(click.Group):
-    """Commands by file name; a ReshardError ends with its sentence and status 1."""
+    """Commands by file name."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -36,6 +38,14 @@ class Commands(click.Group):
         if name not in COMMANDS:
             return None
         return import_module(f"reshard.cli.{name.replace('-', '_')}").command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            close = get_close_matches(name.lower().replace("_", "-"), COMMANDS, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(COMMANDS)}"
+            raise click.UsageError(f"No such command '{name}': {hint}", ctx)
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -51,28 +61,17 @@ def cli() -> None:
 def main() -> None:
     """The entry point."""
     gc.disable()  # plans live to the end; looking through them for garbage costs a sixth of the planning
+    signals.prepare_streams()
     try:
-        status = cli(standalone_mode=False)  # the code of an Exit, else what the command returns: nothing
-        sys.exit(status if isinstance(status, int) else 0)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except ReshardError as error:
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(1)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("Interrupted.", err=True)
-        sys.exit(130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except OSError as error:
-        where = f" {error.filename}" if error.filename else ""
-        click.echo(f"Error: the system refused{where}: {error.strerror}", err=True)
-        sys.exit(1)
-    except MemoryError:
-        click.echo("Error: out of memory; use fewer --workers", err=True)
-        sys.exit(1)
+        signals.raise_when_interrupted()
+        found = cli(standalone_mode=False)  # the code of an Exit, else what the command returns: nothing
+        status = found if isinstance(found, int) else 0
+    except BaseException as error:
+        status = status_of(error, signals.interrupted())
+    unwritten = signals.flush()
+    if unwritten is not None and not status:
+        status = status_of(ReshardError(f"the result could not be printed: {unwritten.strerror}"))
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,69 @@
 """What commands print: progress on a terminal, results as text or JSON."""
 
+import contextlib
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import click
 
+from reshard.core.limits import MAX_WORKERS
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-workers_option = click.option("--workers", type=click.IntRange(min=1), help="Threads (default: the cores, at most 8).")
+workers_option = click.option("--workers", type=click.IntRange(1, MAX_WORKERS), help="Threads (default: the cores, at most 8).")
 
 
-@contextmanager
+def _ignore(context: click.Context, _: click.Parameter, names: tuple[str, ...]) -> None:
+    from reshard.models.config_fields import ignored_config_fields
+
+    context.with_resource(ignored_config_fields(*names))
+
+
+ignore_option = click.option("--ignore-config-field", multiple=True, metavar="NAME", callback=_ignore, expose_value=False,
+                             help="Read a config as if it lacked this field; may be given again.")  # fmt: skip
+
+
+@contextlib.contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
     """A bar with rate and time left on a terminal's stderr; nothing where that is piped."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=Console(file=_Terminal()), transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class _Terminal(io.TextIOBase):
+    """stderr, as long as somebody looks at it: a terminal that has gone away does not end the work."""
+
+    def __init__(self) -> None:
+        self.stream = sys.stderr  # rich puts another in its place
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.stream.encoding
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self.stream.flush()
 
 
 def quiet() -> None:

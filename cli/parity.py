@@ -1,25 +1,30 @@
 """``reshard parity``."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import click
 from reshard.cli.layout import LAYOUT_NAMES, layout_options, vllm_layout
-from reshard.cli.output import json_option, print_json, quiet
+from reshard.cli.output import ignore_option, json_option, print_json, quiet
+from reshard.cli.places import Place
+
+from reshard.core.errors import ReshardError
 
 
 @click.command("parity")
-@click.argument("a")
-@click.argument("b")
-@click.option("--prompts", type=click.Path(), help="A line each: text, or JSON with text or tokens.")
+@click.argument("a", type=Place())
+@click.argument("b", type=Place())
+@click.option("--prompts", type=Place(), help="A line each: text, or JSON with text or tokens.")
 @click.option("--random", "count", type=click.IntRange(min=1), help="So many prompts of random tokens (default: 8).")
 @click.option("--lengths", default="16,64,128", show_default=True, help="Lengths of random prompts, in turn.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Prompts at a time, padded to the longest.")
 @click.option("--packed", is_flag=True, help="Pack the prompts of a batch into one sequence instead.")
 @click.option("--routing/--no-routing", default=True, show_default=True, help="Compare the experts that tokens go to.")
 @click.option("--vllm", "engine", metavar="SIZES", help="vLLM's tp= and ep (default: TP over all processes).")
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: bf16 with a GPU, fp32 without.")
-@click.option("--hf-config", type=click.Path(), help="config.json to read a Megatron checkpoint with.")
+@click.option("--hf-config", type=Place(), help="config.json to read a Megatron checkpoint with.")
 @click.option("--noise", is_flag=True, help="Also compare A with itself, again and in the other dtype.")
 @click.option("--max-abs", type=float, help="Largest |difference| of two logprobs that passes.")
 @click.option("--max-mean-abs", "mean_abs", type=float, help="Largest mean |difference|.")
@@ -27,9 +32,10 @@ from reshard.cli.output import json_option, print_json, quiet
 @click.option("--max-kl", "kl", type=float, help="Largest KL over the vocabulary, in nats.")
 @click.option("--min-argmax-agreement", "argmax_agreement", type=float, help="Smallest share of positions with the same best token.")
 @click.option("--max-routing-margin", "routing_margin", type=float, help="How far from a tie a token may be that goes elsewhere.")
-@click.option("--html", type=click.Path(dir_okay=False), help="Also write a report with drawings to this file.")
+@click.option("--html", type=Place(dir_okay=False, writable=True), help="Also write a report with drawings to this file.")
 @click.option("--locate", "locating", is_flag=True, help="Where parity fails, name the first module that departs.")
 @layout_options
+@ignore_option
 @json_option
 def command(
     a: str,
@@ -55,22 +61,29 @@ def command(
     parts = lengths.split(",")
     if not all(part.strip().isdecimal() and int(part) > 1 for part in parts):
         raise click.UsageError(f"--lengths {lengths} is not a list of numbers above 1, such as 16,64")
-    from dataclasses import fields, replace
-    from pathlib import Path
-
-    from reshard.layout import Layout
-    from reshard.parity.gate import Limits, parity
+    from reshard.core.extras import require
+    from reshard.megatron.layout import Layout
+    from reshard.parity.gate import LIMITED, Limits, parity
     from reshard.parity.prompts import SERVED, read_prompts, tokenizer_of
 
     if locating and (a.startswith(SERVED) or b.startswith(SERVED)):
         raise click.UsageError("--locate looks inside transformers and Megatron-Core, not inside vLLM: compare those two")
+    if html is not None:
+        folder = Path(html).absolute().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise ReshardError(f"--html: {folder} is {'not writable' if folder.is_dir() else 'not a directory; create it first'}")
+        if os.environ.get("RANK", "0") == "0":
+            _try_to_write(Path(html))
+    require("parity", "torch", "transformers", *(["bokeh", "jinja2"] if html is not None else []))
     quiet()
-    given = {field.name: value for field in fields(Limits) if (value := options.pop(field.name)) is not None}
+    given = {name: value for name in LIMITED if (value := options.pop(name)) is not None}
+    if "routing_margin" in given and not options["routing"]:
+        raise click.UsageError("--no-routing leaves nothing for --max-routing-margin to limit")
     layout = Layout(**{name: options.pop(name) for name in LAYOUT_NAMES})
     wanted = read_prompts(Path(prompts), lambda: tokenizer_of([a, b])) if prompts is not None else count or 8
     served = vllm_layout(engine, "--vllm", {"tp"}) if engine is not None else None
     found = parity(a, b, wanted, layout=layout, engine=served, lengths=[int(part) for part in parts],
-                   limits=lambda dtype: replace(Limits.of_dtype(dtype), **given), **options)  # fmt: skip
+                   limits=lambda dtype: Limits.of_dtype(dtype, **given), **options)  # fmt: skip
     located = None
     if locating and not found.ok:
         from reshard.parity.locate import locate
@@ -78,19 +91,44 @@ def command(
         located = locate(a, b, found.worst_prompt, dtype=found.dtype, layout=layout, hf_config=options["hf_config"])
     if not found.first_process:
         raise click.exceptions.Exit(0 if found.ok else 1)
-    if html is not None:
-        from reshard.parity.html import html_report
-
-        Path(html).write_text(html_report(found))
     if as_json:
         print_json(found.to_dict() | ({"located": located and located.to_dict()} if locating else {}))
     else:
         _show(found)
         if locating and not found.ok:
             click.echo(located.sentence if located is not None else "no module's output departs for the worst prompt")
+    unwritten = _written(found, [a, b], Path(html)) if html is not None else None
+    if unwritten is not None:
+        click.echo(f"Error: --html: cannot write {html}: {unwritten.strerror}", err=True)
     if not found.ok:
-        click.echo(f"Error: A and B do not hold the same model: {'; '.join(found.exceeded)}", err=True)
+        unknown = all("was not measured" in sentence for sentence in found.exceeded)
+        verdict = "A and B cannot be held against the limits" if unknown else "A and B do not hold the same model"
+        click.echo(f"Error: {verdict}: {'; '.join(found.exceeded)}", err=True)
+    if not found.ok or unwritten is not None:
         raise click.exceptions.Exit(1)
+
+
+def _try_to_write(path: Path) -> None:
+    """Raise ReshardError where a file cannot be written, which is better known before an hour of scoring than after it."""
+    there = path.exists()
+    try:
+        open(path, "ab").close()
+    except OSError as error:
+        raise ReshardError(f"--html: cannot write {path}: {error.strerror}") from error
+    finally:
+        if not there:
+            path.unlink(missing_ok=True)
+
+
+def _written(found: Any, systems: list[str], path: Path) -> OSError | None:
+    """Write the report; the error where that fails, after the result has been printed."""
+    from reshard.parity.html import UNENCODABLE, html_report
+
+    try:
+        path.write_text(html_report(found, systems), encoding="utf-8", errors=UNENCODABLE)
+    except OSError as error:
+        return error
+    return None
 
 
 def _show(found: Any) -> None:
@@ -104,5 +142,21 @@ def _show(found: Any) -> None:
         click.echo(f"  {name:<34}" + "".join(f"{'-' if v is None else format(v, '.6g'):>20}" for v in shown))
     if found.routing is not None:
         click.echo(f"routing: {found.routing.sentence}")
+    for sentence in found.unmeasured:
+        click.echo(f"note: {sentence}")
     worst = found.worst
     click.echo(f"worst prompt: {worst} ({found.prompts[worst].tokens} tokens), mean_abs {found.prompts[worst].mean_abs:.6g}")
+    click.echo(f"limits: {', '.join(_limits(found))}")
+    if found.ok:
+        click.echo("A and B hold the same model: every figure is within its limit")
+
+
+def _limits(found: Any) -> list[str]:
+    """The limits on figures that were measured; the notes and the verdict have the others."""
+    figures = found.overall.to_dict()
+    figures["routing_margin"] = found.routing.margin if found.routing is not None else None
+    return [
+        f"{name} {'>=' if name == 'argmax_agreement' else '<='} {limit:.6g}"
+        for name, limit in found.limits.to_dict().items()
+        if limit is not None and figures[name] is not None
+    ]

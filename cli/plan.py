@@ -1,17 +1,33 @@
 """``reshard plan``."""
 
+import math
 from typing import Any
 
 import click
 from reshard.cli.layout import sizes_of, vllm_layout
-from reshard.cli.output import json_option, print_json, progress_bar, size
+from reshard.cli.output import ignore_option, json_option, print_json, progress_bar, size
+from reshard.cli.places import Place
+
+from reshard.core.limits import MAX_VOCAB_MULTIPLE
 
 SHOWN = 16
-_RATE = click.FloatRange(min=0, min_open=True)
+
+
+class _Rate(click.FloatRange):
+    """Positive and finite: NaN is in every range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        rate = super().convert(value, param, ctx)
+        if not math.isfinite(rate):
+            self.fail(f"{value} is not a rate", param, ctx)
+        return rate
+
+
+_RATE = _Rate(min=0, min_open=True)
 
 
 @click.command("plan")
-@click.option("--model", "path", required=True, help="Directory of either format, config.json, or hub id.")
+@click.option("--model", "path", type=Place(), required=True, help="Directory of either format, config.json, or hub id.")
 @click.option("--from", "trainer", required=True, metavar="SIZES", help="Megatron: tp=,pp=,vpp=,ep=,etp=,dp=,cp=,pipeline=, ...")
 @click.option("--to", "engine", required=True, metavar="SIZES", help="vLLM: tp=,pp=,dp=, and ep or ep=round_robin for expert parallelism.")
 @click.option("--colocated/--separate", default=None, help="Same GPUs, or the engine's after the trainer's (default: same where as many).")
@@ -21,9 +37,12 @@ _RATE = click.FloatRange(min=0, min_open=True)
 @click.option("--network-rate", type=_RATE, default=50, show_default=True, help="GB/s of a GPU's network, each direction.")
 @click.option("--memory-rate", type=_RATE, default=4200, show_default=True, help="GB/s of a GPU's memory, reads and writes together.")
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
-@click.option("--make-vocab-size-divisible-by", "vocab_divisible_by", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option(
+    "--make-vocab-size-divisible-by", "vocab_divisible_by", type=click.IntRange(1, MAX_VOCAB_MULTIPLE), default=128, show_default=True
+)
 @click.option("--transformer-impl", type=click.Choice(["transformer_engine", "local"]), default="transformer_engine", show_default=True)
 @click.option("--ranks", help="Plan these inference ranks only, such as 0,1,17.")
+@ignore_option
 @json_option
 def command(path: str, trainer: str, engine: str, gpu_order: str | None, dtype: str, ranks: str | None, as_json: bool,
             **options: Any) -> None:  # fmt: skip
@@ -31,9 +50,10 @@ def command(path: str, trainer: str, engine: str, gpu_order: str | None, dtype: 
 
     Example: reshard plan --model Qwen/Qwen3-32B --from tp=4,pp=2 --to tp=8
     """
-    from reshard.layout import Layout
-    from reshard.refit.forecast import plan_refit
-    from reshard.sources import read_model
+    from reshard.disk.sources import read_model
+    from reshard.forecast import plan_refit
+    from reshard.megatron.layout import Layout
+    from reshard.models.config_fields import check_ignored
 
     numbers = {"tp", "pp", "vpp", "ep", "etp", "dp", "cp", "first_stage_layers", "last_stage_layers"}
     source = sizes_of(trainer, "--from", numbers, {"pipeline"})
@@ -42,12 +62,17 @@ def command(path: str, trainer: str, engine: str, gpu_order: str | None, dtype: 
         options[name] *= 1e9
     layouts = Layout(**source), vllm_layout(engine, "--to", {"tp", "pp", "dp"})
     options |= {"order": _numbers(gpu_order, "--gpu-order"), "ranks": _numbers(ranks, "--ranks"), "itemsize": 4 if dtype == "fp32" else 2}
+    model = read_model(path)
+    check_ignored(model)
     with progress_bar("plan") as progress:
-        found = plan_refit(read_model(path), *layouts, progress=progress, **extra, **options)
+        found = plan_refit(model, *layouts, progress=progress, **extra, **options)
+    notices = list(model.ignored.values())
     if as_json:
-        print_json(found.to_dict())
-    else:
-        _show(found)
+        print_json(found.to_dict() | {"notices": notices})
+        return
+    _show(found)
+    for notice in notices:
+        click.echo(f"note: {notice}", err=True)
 
 
 def _show(found: Any) -> None:

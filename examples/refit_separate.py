@@ -1,28 +1,31 @@
 """A trainer and a vLLM in processes of their own: on the same GPUs, with sleep mode, or on different ones.
 
-    torchrun --nproc-per-node 2 examples/refit_separate.py                     engine on the trainer's GPUs
-    torchrun --nproc-per-node 2 examples/refit_separate.py --engine-gpus 2,3   engine on two others
+    torchrun --nproc-per-node 2 examples/refit_separate.py [MODEL]                     engine on the trainer's GPUs
+    torchrun --nproc-per-node 2 examples/refit_separate.py [MODEL] --engine-gpus 2,3   engine on two others
 
-Rank 0 starts the engine. A trainer with its own scheduler (Ray, say) does the same with its own calls. Without GPUs a small model is used,
-bytes travel over Gloo, vLLM's build for the CPU serves, and does not sleep.
+MODEL is a directory with a config.json, or a hub id; without it a small one with experts is made up. Rank 0 starts the engine. A trainer
+with its own scheduler (Ray, say) does the same with its own calls. Without GPUs bytes travel over Gloo, vLLM's build for the CPU serves,
+and does not sleep.
 """
 
 import argparse
 import json
 import multiprocessing
 import os
-import sys
 import tempfile
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.models import config_of, device, finish, megatron_models, start_processes
+from reshard import Layout, read_model
 
 ADDRESS = "127.0.0.1:29617"
+SMALL = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 1000, "hidden_size": 128,
+         "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+         "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1,
+         "mlp_only_layers": [], "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+         "attention_bias": False, "hidden_act": "silu", "torch_dtype": "bfloat16"}  # fmt: skip
 
 
 def engine(pipe, gpus: str, folder: str, options: dict) -> None:
@@ -30,11 +33,11 @@ def engine(pipe, gpus: str, folder: str, options: dict) -> None:
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     for name in [n for n in os.environ if n.startswith("TORCHELASTIC") or n in launcher]:
         del os.environ[name]
-    os.environ |= {"CUDA_VISIBLE_DEVICES": gpus, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    os.environ |= {"CUDA_VISIBLE_DEVICES": gpus, "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     from vllm import LLM
 
     llm = LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1024, enforce_eager=True,
-              worker_extension_cls="reshard.vllm_worker.RefitExtension", **options)  # fmt: skip
+              worker_extension_cls="reshard.engines.vllm.worker.RefitExtension", **options)  # fmt: skip
     pipe.send("ready")
     while (call := pipe.recv()) is not None:
         method, args, keywords = call
@@ -45,22 +48,31 @@ def engine(pipe, gpus: str, folder: str, options: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="qwen3-30b-a3b" if device() == "cuda" else "tiny-qwen3-moe")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--engine-gpus", help="default: the trainer's")
     parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args()
 
-    from reshard import Layout
-    from reshard.live.megatron import MegatronModel
+    # What Megatron and vLLM look for while they are imported.
+    cuda = torch.cuda.is_available()
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if not cuda:
+        os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+    from megatron.core.transformer.module import Float16Module
+
+    from reshard.megatron.build import build_megatron, initialize_parallel, without_gpu
     from reshard.refit import Members, connect
+    from reshard.trainers.megatron import MegatronModel
 
     rank, trainers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     gpus = options.engine_gpus or ",".join(str(i) for i in range(trainers))
-    tp, sleeps = len(gpus.split(",")), options.engine_gpus is None and device() == "cuda"
-    config = config_of(options.model, options.layers)
-    start_processes()
+    tp, sleeps = len(gpus.split(",")), options.engine_gpus is None and cuda
+    config = dict(read_model(options.model).config) if options.model else SMALL
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
 
     def tell(method: str, *args, **keywords):
         """Ask the engine for something; the answer is read by `answer`."""
@@ -74,18 +86,22 @@ def main() -> None:
                 raise result
             return result
 
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": options.layers}), encoding="utf-8")
     if rank == 0:
-        folder = Path(tempfile.mkdtemp())
-        (folder / "config.json").write_text(json.dumps(config))
         pipe, theirs = multiprocessing.Pipe()
-        memory = {"gpu_memory_utilization": 0.3} if device() == "cuda" else {"kv_cache_memory_bytes": 1 << 27}
+        memory = {"gpu_memory_utilization": 0.3} if cuda else {"kv_cache_memory_bytes": 1 << 27}
         settings = memory | {"tensor_parallel_size": tp, "enable_sleep_mode": sleeps}
         process = multiprocessing.get_context("spawn").Process(target=engine, args=(theirs, gpus, str(folder), settings))
         process.start()
         print("engine", answer(), flush=True)
     dist.barrier()
-    moe = "num_experts" in config or "n_routed_experts" in config
-    models = megatron_models(config, Layout(tp=trainers, ep=trainers if moe else 1, etp=1 if moe else None))
+    model = read_model(str(folder))
+    layout = Layout(tp=trainers, ep=trainers, etp=1) if model.num_experts else Layout(tp=trainers)
+    with without_gpu():
+        initialize_parallel(layout)
+        chunks = build_megatron(model, layout, transformer_impl="transformer_engine" if cuda else "local")
+    models = [Float16Module(chunk.config, chunk.cuda() if cuda else chunk) for chunk in chunks]
 
     # The part that goes into a trainer: connect once ...
     tell("collective_rpc", "reshard_connect", args=(ADDRESS, trainers, trainers + tp))
@@ -124,7 +140,8 @@ def main() -> None:
         pipe.send(None)
         process.join(30)
         process.kill()
-    finish()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Mapping tables: one file of literals per family. `reshard/tables.py` explains the columns."""
+"""Mapping tables: one file of literals per family. `reshard.models.tables` explains the columns."""

@@ -7,6 +7,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Glm4MoeConfig,
     LlamaConfig,
     Qwen2Config,
     Qwen3Config,
@@ -23,10 +24,19 @@ MLA = COMMON | dict(
     n_routed_experts=8, num_experts_per_tok=4, moe_intermediate_size=32, n_shared_experts=1, n_group=4, topk_group=2, first_k_dense_replace=1,
     routed_scaling_factor=2.5, norm_topk_prob=True,
 )  # fmt: skip
+GLM = GQA | dict(
+    head_dim=16, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, n_shared_experts=1, first_k_dense_replace=1,
+    n_group=1, topk_group=1, routed_scaling_factor=2.5, norm_topk_prob=True, attention_bias=True, use_qk_norm=True,
+    partial_rotary_factor=0.5, num_mtp_layers=0,
+)  # fmt: skip
+# Without q and k norm, as GLM-4.5-Air; and what no published config has: more shared experts, groups, another part of each head that turns.
+GLM_AIR = GLM | dict(use_qk_norm=False, num_experts_per_tok=4, n_shared_experts=2, first_k_dense_replace=2, n_group=4, topk_group=2,
+                     partial_rotary_factor=0.25)  # fmt: skip
 LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                    original_max_position_embeddings=8192)  # fmt: skip
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=40.0, mscale=1.0, mscale_all_dim=1.0, beta_fast=32, beta_slow=1,
             original_max_position_embeddings=4096)  # fmt: skip
+PLAIN_YARN = dict(rope_type="yarn", rope_theta=1000000.0, factor=4.0, original_max_position_embeddings=64)
 
 VARIANTS = {
     "llama": LlamaConfig(**GQA, tie_word_embeddings=False),
@@ -37,12 +47,29 @@ VARIANTS = {
     "qwen2-tied": Qwen2Config(**GQA, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**GQA, head_dim=32, tie_word_embeddings=False),
     "qwen3-tied": Qwen3Config(**GQA, head_dim=16, tie_word_embeddings=True),
+    "qwen3-yarn": Qwen3Config(**GQA, head_dim=32, tie_word_embeddings=False, rope_parameters=PLAIN_YARN),
     "qwen3-moe": Qwen3MoeConfig(**MOE, tie_word_embeddings=False),
     "qwen3-moe-mixed": Qwen3MoeConfig(**MOE, tie_word_embeddings=False, mlp_only_layers=[1]),
     "qwen3-moe-step": Qwen3MoeConfig(**MOE | dict(norm_topk_prob=False), tie_word_embeddings=False, decoder_sparse_step=2),
     "deepseek-v3": DeepseekV3Config(**MLA, tie_word_embeddings=False, rope_parameters=YARN),
     "deepseek-v3-no-q-lora": DeepseekV3Config(**MLA | dict(q_lora_rank=None), tie_word_embeddings=False),
+    "glm4-moe": Glm4MoeConfig(**GLM, tie_word_embeddings=False),
+    "glm4-moe-air": Glm4MoeConfig(**GLM_AIR, tie_word_embeddings=False),
 }
+
+# DeepSeek-V3's architecture with the published fields of Kimi-K2-Instruct and Moonlight-16B-A3B, at small sizes.
+NO_GROUPS = MLA | dict(n_group=1, topk_group=1)
+KIMI_YARN = YARN | dict(rope_theta=50000.0, factor=32.0, beta_fast=1.0, beta_slow=1.0)
+OTHERS_OF_DEEPSEEK = {
+    "kimi-k2": DeepseekV3Config(
+        **NO_GROUPS | dict(n_routed_experts=24, num_experts_per_tok=8, routed_scaling_factor=2.827, rms_norm_eps=1e-6),
+        tie_word_embeddings=False, rope_parameters=KIMI_YARN,
+    ),
+    "moonlight": DeepseekV3Config(
+        **NO_GROUPS | dict(q_lora_rank=None, n_shared_experts=2, num_experts_per_tok=6, routed_scaling_factor=2.446, rms_norm_eps=1e-5),
+        tie_word_embeddings=False, rope_parameters=dict(rope_type="default", rope_theta=50000.0),
+    ),
+}  # fmt: skip
 
 # Sizes of heads and matrices that the kernels of vLLM's build for the CPU take.
 WIDE = GQA | dict(hidden_size=128, num_attention_heads=4)
@@ -51,6 +78,7 @@ SERVED = {
     "served-qwen2": Qwen2Config(**WIDE, tie_word_embeddings=True),
     "served-qwen3": Qwen3Config(**WIDE, head_dim=64, tie_word_embeddings=False),
     "served-qwen3-moe": Qwen3MoeConfig(**MOE | WIDE | dict(head_dim=32), tie_word_embeddings=False, mlp_only_layers=[1]),
+    "served-glm4-moe": Glm4MoeConfig(**GLM | WIDE | dict(head_dim=64), tie_word_embeddings=False),
     "served-deepseek-v3": DeepseekV3Config(
         **MLA | dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=4, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32),
         tie_word_embeddings=False, rope_parameters=YARN,
@@ -61,7 +89,7 @@ SERVED = {
 def make(directory: Path, variant: str, dtype: torch.dtype = torch.float32, seed: int = 0, mtp: bool = False) -> Path:
     """Save a model of this variant with random weights; norms and router biases random too, so that an exchange shows."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config((VARIANTS | SERVED)[variant])
+    model = AutoModelForCausalLM.from_config((VARIANTS | OTHERS_OF_DEEPSEEK | SERVED)[variant])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
@@ -72,9 +100,11 @@ def make(directory: Path, variant: str, dtype: torch.dtype = torch.float32, seed
     model = model.to(dtype)
     model.save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
-    if config["model_type"] == "deepseek_v3":
-        # The published config has these; transformers' own class neither reads nor writes them, vLLM needs them.
-        config |= {"num_nextn_predict_layers": int(mtp), "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    if "first_k_dense_replace" in config:
+        # The published configs have these; transformers' own classes neither read nor write them, vLLM needs them.
+        config.pop("num_mtp_layers", None)
+        config |= {"num_nextn_predict_layers": int(mtp)}
+        config |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"} if config["model_type"] == "deepseek_v3" else {}
         (directory / "config.json").write_text(json.dumps(config, indent=2))
         if mtp:
             _add_mtp(directory, model, dtype)
@@ -100,8 +130,12 @@ def _add_mtp(directory: Path, model, dtype: torch.dtype) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def hf_logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """transformers' own logits, ``[batch, sequence, vocabulary]``."""
+def hf_logits(directory: Path, tokens: torch.Tensor, latent_epsilon: float | None = None) -> torch.Tensor:
+    """transformers' own logits, ``[batch, sequence, vocabulary]``; `latent_epsilon` is that of the norms inside latent attention, which its
+    class takes from no config."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    for name, module in model.named_modules():
+        if latent_epsilon is not None and name.endswith("_a_layernorm"):
+            module.variance_epsilon = latent_epsilon
     with torch.no_grad():
         return model(tokens).logits

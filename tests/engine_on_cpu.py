@@ -48,22 +48,24 @@ def refit_and_serve(cases: list) -> dict:
     from vllm import SamplingParams
 
     from reshard import Layout
-    from reshard.live.cpu_engine import keep_weights_plain
-    from reshard.live.megatron import MegatronModel
-    from reshard.live.vllm import VllmModel
+    from reshard.engines.vllm.compat import plain_weights
+    from reshard.engines.vllm.live import VllmModel
     from reshard.parity.megatron import Megatron
     from reshard.parity.vllm import forget_engine
     from reshard.refit import Members, connect
+    from reshard.trainers.megatron import MegatronModel
 
-    keep_weights_plain()
     found = {}
     for name, layout, options, pairs in cases:
         trainer = Megatron(Path(pairs[0][1]), "fp32", Layout(**layout))
-        llm = engine(pairs[0][0], load_format="dummy", **options)
+        with plain_weights():
+            llm = engine(pairs[0][0], load_format="dummy", **options)
+        before = answers(llm)  # nobody has looked at it yet; from then on it refuses
         destination = VllmModel.from_llm(llm)
         link = connect(Members.of_process_group(), MegatronModel(trainer.models), destination)
         addresses = {key: tensor.data_ptr() for key, tensor in destination.tensors.items()}
-        before, served = answers(llm), []
+        unfit = caught(partial(answers, llm))
+        served = []
         for version, (_, mcore) in enumerate(pairs):
             if version:
                 trainer.load(Path(mcore))
@@ -76,12 +78,21 @@ def refit_and_serve(cases: list) -> dict:
         link.refit(2)
         mended = answers(llm)
         trainer.close()
-        found[name] = {"before": before, "served": served, "moved": moved, "refused": refused, "mended": mended, "version": link.version}
+        found[name] = {
+            "before": before,
+            "unfit": unfit,
+            "served": served,
+            "moved": moved,
+            "refused": refused,
+            "mended": mended,
+            "version": link.version,
+        }
         del llm, link, destination, trainer
         forget_engine()
         loaded = []
         for hf, _ in pairs:
-            fresh = engine(hf, **options)
+            with plain_weights():
+                fresh = engine(hf, **options)
             loaded.append(answers(fresh))
             del fresh
             forget_engine()
@@ -107,14 +118,14 @@ async def _engine_of_its_own(pairs: list, port: int) -> dict:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from reshard import Layout, ReshardError
-    from reshard.live.megatron import MegatronModel
     from reshard.parity.megatron import Megatron
     from reshard.parity.systems import Scoring
     from reshard.refit import Members, connect
+    from reshard.trainers.megatron import MegatronModel
 
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(
         pairs[0][0], load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=256, seed=0,
-        kv_cache_memory_bytes=1 << 27, disable_log_stats=True, worker_extension_cls="reshard.vllm_worker.RefitExtension",
+        kv_cache_memory_bytes=1 << 27, disable_log_stats=True, worker_extension_cls="reshard.engines.vllm.worker.RefitExtension",
     ))  # fmt: skip
     trainer = Megatron(Path(pairs[0][1]), "fp32", Layout())
     address = f"127.0.0.1:{port}"
@@ -160,7 +171,7 @@ async def _engine_of_its_own(pairs: list, port: int) -> dict:
     waiting = asyncio.create_task(request(4, prompt_logprobs=0))
     plain = link._verify
 
-    def broken(tag):
+    def broken():
         raise ReshardError("the trainer's digests are gone")
 
     link._verify = broken
@@ -189,7 +200,7 @@ def compare(cases: list, other: str) -> dict:
     from vllm import SamplingParams
 
     from reshard import VllmLayout
-    from reshard.live.vllm import VllmModel
+    from reshard.engines.vllm.live import VllmModel
     from reshard.parity import LiveVllm, parity, scores_of_outputs
     from reshard.parity.vllm import forget_engine
 

@@ -4,7 +4,10 @@ Only what needs a CUDA device is replaced: the current device, synchronisation, 
 attention (the local one rejects MLA's head sizes).
 """
 
+import argparse
 import contextlib
+import dataclasses
+import functools
 import io
 import queue
 import sys
@@ -20,19 +23,24 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
-from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator, unset_num_microbatches_calculator
 from megatron.core.tensor_parallel import random as tp_random
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer import MegatronModule, mla_qk_norm_config, multi_latent_attention
+from megatron.core.transformer import MegatronModule, multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.training import global_vars
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 from megatron.training.checkpointing import load_args_from_checkpoint, load_checkpoint
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
+try:
+    from megatron.core.transformer import mla_qk_norm_config
+except ImportError:  # before 0.19
+    mla_qk_norm_config = None
+
 CPU_FLAGS = """--micro-batch-size 1 --transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion
 --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm
---attention-dropout 0 --hidden-dropout 0 --moe-token-dispatcher-type allgather --no-load-optim --no-load-rng
+--moe-token-dispatcher-type allgather --no-load-optim --no-load-rng
 --distributed-backend gloo""".split()
 
 
@@ -91,16 +99,24 @@ def without_cuda() -> None:
 
 def parse(flags: list[str], world_size: int = 1):
     """Megatron's own parsing and validation of a command line."""
+    return parsed([*flags, *CPU_FLAGS], world_size)
+
+
+def parsed(flags: list[str], world_size: int = 1, take=None):
+    """The same of a command line as it is; `take` may change the arguments before they are validated."""
     without_cuda()
-    sys.argv = ["pretrain_gpt.py", *flags, *CPU_FLAGS]
+    torch.cuda.get_device_capability = lambda *a: (9, 0)
+    sys.argv = ["pretrain_gpt.py", *flags]
     with contextlib.redirect_stdout(io.StringIO()):
         args = parse_args()
         args.world_size = world_size
+        if take is not None:
+            take(args)
         validate_args(args)
     return args
 
 
-def build(flags: list[str]):
+def build(flags: list[str], parallel_output: bool = False):
     """A list of model chunks (one per virtual stage) for this rank, and the args."""
     args = parse(flags, torch.distributed.get_world_size())
     if args.padded_vocab_size is None:
@@ -128,8 +144,9 @@ def build(flags: list[str]):
                 attention.core_attention = PlainAttention
                 attention.linear_q_proj = ColumnParallelLinear
                 if config.q_lora_rank is None:
-                    # Megatron 0.19 would put a second norm before linear_q_proj, which no published model has.
+                    # Megatron 0.19 on would put a second norm before linear_q_proj, which no published model has.
                     attention.q_layernorm = IdentityOp
+                if config.q_lora_rank is None and mla_qk_norm_config is not None:
                     mla_qk_norm_config.QKNormConfigResolver._mla_fused_linear_or_default = lambda self, linear, name: linear
         mtp = None
         if config.mtp_num_layers:
@@ -138,9 +155,10 @@ def build(flags: list[str]):
             config, spec, vocab_size=args.padded_vocab_size, max_sequence_length=args.max_position_embeddings,
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage) if chunks > 1 else mpu.is_pipeline_first_stage(),
             post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage) if chunks > 1 else mpu.is_pipeline_last_stage(),
-            parallel_output=False, share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            position_embedding_type=args.position_embedding_type, rotary_base=args.rotary_base, rope_scaling=args.use_rope_scaling,
-            rope_scaling_factor=args.rope_scaling_factor, seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+            parallel_output=parallel_output, share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type, rotary_base=args.rotary_base, rotary_percent=args.rotary_percent,
+            rope_scaling=args.use_rope_scaling, rope_scaling_factor=args.rope_scaling_factor,
+            seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
             mtp_block_spec=mtp, vp_stage=vp_stage,
         )  # fmt: skip
         models.append(model.eval())
@@ -199,8 +217,8 @@ def load_and_run(rank: int, flags: list[str], directory: str, tokens: torch.Tens
 def build_and_run(rank: int, config: dict, layout: dict, directory: str, tokens: torch.Tensor):
     """Build from the Hugging Face config alone, load with Megatron-Core's code, run; logits or None."""
     from reshard import Layout
-    from reshard.live.build import build_megatron, initialize_parallel, without_gpu
-    from reshard.model import Model
+    from reshard.megatron.build import build_megatron, initialize_parallel, without_gpu
+    from reshard.models.model import Model
 
     sizes = Layout(**layout)
     inside = without_gpu()
@@ -250,22 +268,93 @@ def weights(models) -> dict[str, torch.Tensor]:
             if isinstance(value, torch.Tensor)}  # fmt: skip
 
 
-SIZES = """num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups group_query_attention kv_channels
-max_position_embeddings position_embedding_type rotary_base rotary_percent add_bias_linear add_qkv_bias swiglu normalization
-untie_embeddings_and_output_weights num_experts moe_layer_freq moe_ffn_hidden_size moe_router_topk moe_router_pre_softmax
-moe_shared_expert_intermediate_size moe_router_score_function moe_router_enable_expert_bias moe_router_topk_scaling_factor
-padded_vocab_size""".split()
+def configs(rank: int, command_lines: list[tuple[list[str], int]]) -> list[dict]:
+    """What Megatron makes of command lines and nothing else, each for a world's size: the fields of its config, and what it hands to
+    the model besides."""
+    found = []
+    for flags, world_size in command_lines:
+        args = parsed([*flags, "--micro-batch-size", "1", "--no-rope-fusion"], world_size)  # which needs Transformer Engine
+        with contextlib.redirect_stdout(io.StringIO()):
+            config = core_transformer_config_from_args(args)
+        values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)} | {
+            name: value for name, value in vars(config).items() if name.startswith("yarn_")
+        }
+        plain = {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str, list, tuple, type(None)))}
+        of_model = ("position_embedding_type", "rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor", "use_rope_scaling",
+                    "rope_scaling_factor", "untie_embeddings_and_output_weights", "max_position_embeddings", "tokenizer_type", "seq_length",
+                    "padded_vocab_size", "group_query_attention", "mtp_num_layers", "vocab_size")  # fmt: skip
+        found.append(plain | {"activation_func": config.activation_func.__name__} | {name: getattr(args, name) for name in of_model})
+    return found
 
 
-def args_of_checkpoint(rank: int, flags: list[str], directory: str):
-    """What the flags say, and what ``--use-checkpoint-args`` makes of a command line without any."""
-    given = parse(flags)
-    sys.argv = ["pretrain_gpt.py", "--load", directory, "--use-checkpoint-args"]
-    blank = parse_args()
-    global_vars.set_args(blank)
-    with contextlib.redirect_stdout(io.StringIO()):
-        taken, _ = load_args_from_checkpoint(blank)
-    return ({n: getattr(given, n) for n in SIZES}, {n: getattr(taken, n) for n in SIZES})
+def restored(rank: int, cases: list[tuple[list[str], str, list[str]]]) -> list[dict[str, tuple]]:
+    """For each (all the flags, checkpoint, some of the flags): by argument, what all of them say, and what ``--use-checkpoint-args`` with
+    some makes of it, where that differs."""
+
+    def take(args):
+        global_vars.set_args(args)
+        load_args_from_checkpoint(args)
+
+    found = []
+    for flags, directory, passed in cases:
+        given = parsed([*flags, "--micro-batch-size", "1"])
+        taken = parsed([*passed, "--micro-batch-size", "1", "--load", directory, "--use-checkpoint-args"], take=take)
+        told = {"load", "use_checkpoint_args", "iteration"}
+        differing = {name for name in vars(given) if name not in told and getattr(given, name) != getattr(taken, name, None)}
+        found.append({name: (getattr(given, name), getattr(taken, name, None)) for name in sorted(differing)})
+    return found
+
+
+def arguments(rank: int) -> tuple[dict, dict]:
+    """The arguments of Megatron's parser that are about the model, and the fields of its configs, with their defaults as text."""
+    from megatron.core.transformer import MLATransformerConfig
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser()
+    add_megatron_arguments(parser)
+    titles = {"transformer configuration", "network size", "moe", "mla", "experimental_attention_variant", "heterogeneous architecture",
+              "experimental", "training"}  # fmt: skip
+    listed = [action for group in parser._action_groups if group.title in titles for action in group._group_actions]
+    actions = {action.dest: repr(action.default) for action in reversed(listed)}  # of two for one argument the first has its default
+    return actions, {field.name: repr(field.default) for field in dataclasses.fields(MLATransformerConfig)}
+
+
+def as_trainers(rank: int, config: dict, command_lines: list[list[str]], changes: list[tuple[str, object]]) -> list[str]:
+    """What is said of models with these flags, and of the first of them with attributes changed, as trainers of an engine that serves a
+    Hugging Face config."""
+    from reshard.models.model import Model
+    from reshard.trainers.megatron import MegatronModel
+    from tests.ranks import caught
+
+    said, served, trainers = [], Model.from_hf(config, "the config"), []
+    for flags in command_lines:
+        mpu.destroy_model_parallel()
+        unset_num_microbatches_calculator()
+        trainers.append(MegatronModel(build(flags)[0]))
+        said.append(caught(lambda: trainers[-1].check_model(served)))
+    first = trainers[0]
+    for path, value in changes:
+        *owners, name = path.split(".")
+        owner = functools.reduce(getattr, owners, first.models[0])
+        kept = getattr(owner, name)
+        if isinstance(value, tuple) and value[0] in ("times", "first"):
+            value = kept * value[1] if value[0] == "times" else kept[: value[1]]
+        setattr(owner, name, value)
+        said.append(caught(lambda: first.check_model(served)))
+        setattr(owner, name, kept)
+    return said
+
+
+def training_loss(rank: int, flags: list[str], directory: str, tokens: torch.Tensor) -> float:
+    """The loss of a model in training, as Megatron-LM computes it, with nothing but these flags."""
+    models, args = build(flags, parallel_output=True)
+    load(models, args, directory)
+    [model] = models
+    torch.manual_seed(1 + rank)
+    inputs, labels = tokens[:, :-1], tokens[:, 1:].contiguous()
+    n = inputs.shape[1]
+    positions, mask = torch.arange(n)[None].expand_as(inputs), torch.ones(n, n, dtype=torch.bool).triu(1)[None, None]
+    return float(model.train()(inputs, positions, mask, labels=labels).mean())
 
 
 def stages(rank: int, layers: int, pp: int, vpp: int, flags: dict, embedding: bool, loss: bool, layout: str | None) -> list:

@@ -12,6 +12,17 @@ def hf_tensors(directory: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
+def dequantized(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face directory; fp8 weights times their scales, in bf16."""
+    tensors, config = hf_tensors(directory), json.loads((directory / "config.json").read_text())
+    rows, columns = (config.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        scales, weight = tensors.pop(name), tensors[name.removesuffix("_scale_inv")]
+        factors = scales.repeat_interleave(rows, 0)[: len(weight)].repeat_interleave(columns, 1)[:, : weight.shape[1]]
+        tensors[name.removesuffix("_scale_inv")] = (weight.float() * factors).bfloat16()
+    return tensors
+
+
 def stored_tensors(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of a torch_dist iteration directory, whole, by torch's own reader."""
     import torch.distributed.checkpoint as dcp
@@ -24,16 +35,16 @@ def stored_tensors(directory: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def megatron_tensors(directory: Path, padded_vocab: int) -> dict[str, torch.Tensor]:
-    """What a Transformer Engine model's checkpoint holds, key by key."""
-    hf, config = hf_tensors(directory), json.loads((directory / "config.json").read_text())
-    layers, family = config["num_hidden_layers"], config["model_type"]
+def megatron_tensors(directory: Path, padded_vocab: int, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """What a Transformer Engine model's checkpoint holds, key by key; `tensors` are the directory's, where they are known."""
+    hf, config = hf_tensors(directory) if tensors is None else tensors, json.loads((directory / "config.json").read_text())
+    layers, latent = config["num_hidden_layers"], "kv_lora_rank" in config
     experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
 
     def is_moe(layer: int) -> bool:
-        if family == "deepseek_v3":
+        if "first_k_dense_replace" in config:
             return layer >= config["first_k_dense_replace"]
-        return family == "qwen3_moe" and layer not in config["mlp_only_layers"] and (layer + 1) % config["decoder_sparse_step"] == 0
+        return experts > 0 and layer not in config["mlp_only_layers"] and (layer + 1) % config["decoder_sparse_step"] == 0
 
     def padded(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor, tensor.new_zeros(padded_vocab - len(tensor), tensor.shape[1])])
@@ -48,7 +59,7 @@ def megatron_tensors(directory: Path, padded_vocab: int) -> dict[str, torch.Tens
     def layer(prefix: str, moe: bool) -> dict[str, torch.Tensor]:
         get = lambda name: hf[prefix + name]  # noqa: E731
         out = {"self_attention.linear_proj.weight": get("self_attn.o_proj.weight")}
-        if family == "deepseek_v3":
+        if latent:
             out["input_layernorm.weight"] = get("input_layernorm.weight")
             names = {"kv_a_proj_with_mqa.weight": "linear_kv_down_proj.weight", "kv_a_layernorm.weight": "linear_kv_up_proj.layer_norm_weight",
                      "kv_b_proj.weight": "linear_kv_up_proj.weight", "q_a_proj.weight": "linear_q_down_proj.weight",
@@ -62,7 +73,7 @@ def megatron_tensors(directory: Path, padded_vocab: int) -> dict[str, torch.Tens
                 out["self_attention.linear_qkv.bias"] = qkv(prefix, "bias")
             if f"{prefix}self_attn.o_proj.bias" in hf:
                 out["self_attention.linear_proj.bias"] = get("self_attn.o_proj.bias")
-            if "qwen3" in family:
+            if f"{prefix}self_attn.q_norm.weight" in hf:
                 for x in "qk":
                     out[f"self_attention.{x}_layernorm.weight"] = get(f"self_attn.{x}_norm.weight")
         if not moe:
@@ -79,7 +90,7 @@ def megatron_tensors(directory: Path, padded_vocab: int) -> dict[str, torch.Tens
             [torch.cat([expert(e, "gate"), expert(e, "up")]) for e in range(experts)]
         )
         out["mlp.experts.experts.linear_fc2.weight"] = torch.stack([expert(e, "down") for e in range(experts)])
-        if family == "deepseek_v3":
+        if f"{prefix}mlp.gate.e_score_correction_bias" in hf:
             out["mlp.router.expert_bias"] = get("mlp.gate.e_score_correction_bias")
             shared = "mlp.shared_experts."
             out[f"{shared}linear_fc1.weight"] = torch.cat([get(f"{shared}gate_proj.weight"), get(f"{shared}up_proj.weight")])

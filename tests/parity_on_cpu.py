@@ -2,8 +2,8 @@
 
 import logging
 
-from reshard.errors import ReshardError
-from reshard.layout import Layout
+from reshard.core.errors import ReshardError
+from reshard.megatron.layout import Layout
 from reshard.parity.gate import parity
 from reshard.parity.locate import locate
 

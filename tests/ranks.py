@@ -12,19 +12,27 @@ from pathlib import Path
 _context = None
 
 
+def forking(*modules: str):
+    """Processes are forked from a server that has imported Megatron, or these modules, at the first call."""
+    global _context
+    if _context is None:
+        _context = multiprocessing.get_context("forkserver")
+        _context.set_forkserver_preload(
+            list(modules) or ["tests.megatron_on_cpu", "tests.parity_on_cpu", "tests.refit_on_cpu", "tests.disk"]
+        )
+    return _context
+
+
 def run_on_ranks(world_size: int, function: str, *args, module: str = "megatron_on_cpu", options: dict | None = None,
                  may_die: bool = False, timeout: float = 600):  # fmt: skip
     """Call ``tests.MODULE.FUNCTION(rank, *args)`` on every rank; the results by rank. An error on any rank is raised here, with its traceback.
 
     The ranks have a gloo group, unless the module makes its own. A rank that `may_die` has None for a result.
     """
-    global _context
-    if _context is None:
-        _context = multiprocessing.get_context("forkserver")
-        _context.set_forkserver_preload(["tests.megatron_on_cpu", "tests.parity_on_cpu", "tests.refit_on_cpu"])
+    context = forking()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            _context.Process(target=_rank, args=(folder, rank, world_size, module, function, args, options or {}))
+            context.Process(target=_rank, args=(folder, rank, world_size, module, function, args, options or {}))
             for rank in range(world_size)
         ]
         for process in processes:
@@ -54,10 +62,11 @@ def _rank(folder: str, rank: int, world_size: int, module: str, function: str, a
 
         torch.set_num_threads(1)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), CUDA_DEVICE_MAX_CONNECTIONS="1")
-        if module != "refit_on_cpu":
+        own_groups = module in ("refit_on_cpu", "fsdp_on_cpu")
+        if not own_groups:
             torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
         result = getattr(importlib.import_module(f"tests.{module}"), function)(rank, *args, **options)
-        if module != "refit_on_cpu":
+        if not own_groups:
             torch.distributed.barrier()
         (Path(folder) / f"result{rank}").write_bytes(pickle.dumps(result))
         torch.distributed.destroy_process_group()
@@ -73,7 +82,7 @@ def torchrun(processes: int) -> list[str]:
 
 def caught(action) -> str:
     """The sentence of the ReshardError that an action raises."""
-    from reshard.errors import ReshardError
+    from reshard.core.errors import ReshardError
 
     try:
         action()

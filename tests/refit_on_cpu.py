@@ -1,18 +1,21 @@
 """Refits on the CPU: real Megatron models into vLLM's real model classes, several processes, the code path of the GPUs."""
 
 import os
+import time
 import zlib
 from dataclasses import replace
+from functools import partial
 
 import torch
 from megatron.core.transformer.module import Float16Module
 
-from reshard.errors import ReshardError
-from reshard.live import vllm as live_vllm
-from reshard.live.megatron import MegatronModel
-from reshard.live.vllm import VllmModel
+from reshard.core.errors import ReshardError
+from reshard.engines.vllm import live as live_vllm
+from reshard.engines.vllm.layout import vllm_placement
+from reshard.engines.vllm.live import VllmModel
 from reshard.refit import Members, connect, copies
 from reshard.refit import members as members_module
+from reshard.trainers.megatron import MegatronModel
 from tests import megatron_on_cpu, two_hosts, vllm_on_cpu
 from tests.ranks import caught
 
@@ -59,21 +62,24 @@ def start(rank: int, sides: dict) -> tuple[bool, bool, Members]:
 
     With `hosts` in `sides` the trainer's ranks run on the first of `two_hosts`, the engine's on the second.
     """
-    host = "127.0.0.1"
+    host = sides.get("host", "127.0.0.1")
     if "hosts" in sides:
         two_hosts.enter(sides["hosts"], int(rank >= sides["trainer"]))
         host = two_hosts.ADDRESSES[0]
-    n, m, folder, timeout = sides["trainer"], sides["engine"], sides["folder"], sides.get("timeout", 60)
+    n, m, folder, timeout = sides["trainer"], sides["engine"], sides["folder"], sides.get("timeout", 180)
     if sides.get("together"):
         assert n == m, "one world"
         world, index, name = n, rank, "all"
-    else:
+    elif rank < n + m:
         world, index, name = (n, rank, "trainer") if rank < n else (m, rank - n, "engine")
+    else:
+        world, index, name = 1, 0, "idle"
     os.environ.update(RANK=str(index), WORLD_SIZE=str(world), LOCAL_RANK=str(index))
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=index, world_size=world)
     if sides.get("together"):
         return True, True, Members.of_process_group(timeout=timeout)
-    return rank < n, rank >= n, Members.join(f"{host}:{sides['port']}", rank, n + m, timeout=timeout)
+    members = Members.join(f"{host}:{sides['port']}", rank, n + m + sides.get("idle", 0), timeout=timeout)
+    return rank < n, n <= rank < n + m, members
 
 
 def refit_twice(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict, **options):
@@ -83,7 +89,8 @@ def refit_twice(rank: int, sides: dict, flags: list[str], checkpoints: list[tupl
     memory before every refit; `ddp` wraps them for a distributed optimizer; `traced` takes the vLLM names out of the tables. Returns, for engine ranks, what vLLM then holds, what
     its own loader makes of the two Hugging Face checkpoints, the names whose address has changed, and the reports.
     """
-    if options.pop("traced", False):
+    traced = options.pop("traced", False)
+    if traced:
         without_vllm_names()
     moving, ddp = options.pop("moving", False), options.pop("ddp", False)
     is_trainer, is_engine, members = start(rank, sides)
@@ -94,6 +101,7 @@ def refit_twice(rank: int, sides: dict, flags: list[str], checkpoints: list[tupl
     if is_engine:
         model, config = vllm_on_cpu.build(checkpoints[0][0], load_format="dummy", **engine)
         destination = VllmModel(model, config)
+        assert traced or destination.placement == vllm_placement(destination.model, destination.rank), "not by the table, but by the trace"
     link = connect(members, source, destination, **options)
     addresses = {name: t.data_ptr() for name, t in destination.tensors.items()} if destination else {}
     held, reports = [], []
@@ -114,14 +122,11 @@ def refit_twice(rank: int, sides: dict, flags: list[str], checkpoints: list[tupl
 
 
 def without_vllm_names() -> None:
-    """A family whose table says nothing of vLLM."""
-    from dataclasses import replace
+    """Families that say nothing of vLLM's names."""
+    from reshard.models.family import families
 
-    from reshard import tables
-
-    for name, family in tables.families().items():
-        blocks = {block: tuple(replace(row, vllm="") for row in getattr(family, block)) for block in ("model", "layer", "mtp")}
-        tables.families()[name] = replace(family, **blocks)
+    for family in families().values():
+        family.vllm_names = None
 
 
 def joining(rank: int, sides: dict) -> str:
@@ -167,7 +172,8 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
     link.refit(version=1)
     if what in ("dies", "trainer dies", "stalls"):
         if rank == (0 if what == "trainer dies" else 2):
-            time.sleep(3 * sides["timeout"] if what == "stalls" else 0)
+            # Not before the others know how the first refit ended: they ask the store, which one of these serves.
+            time.sleep(3 * sides["timeout"] if what == "stalls" else 3)
             os._exit(0)
         said.append(caught(lambda: link.refit(version=2)))
         return [*said, destination.fit if destination else None, time.monotonic() - began]
@@ -203,6 +209,134 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
     link.refit(version=3, verify=True)
     if is_engine:
         said.append(str((destination.fit, destination.version)))
+    return said
+
+
+class SlowTrainer(MegatronModel):
+    """A trainer that takes its time, where it is told to, before it says what lies where; but not before it says that it is there."""
+
+    seconds, slow_now = 0.0, False
+
+    def addresses(self):
+        slow, self.slow_now = self.slow_now, False
+        try:
+            return super().addresses()
+        finally:
+            self.slow_now = slow
+
+    @property
+    def regions(self):
+        if self.seconds and self.slow_now:
+            self.slow_now, wait = False, self.seconds
+            time.sleep(wait)
+        return self._regions
+
+    @regions.setter
+    def regions(self, value):
+        self._regions = value
+
+
+class SlowEngine(VllmModel):
+    """An engine that takes its time between saying that it is there and taking the first byte."""
+
+    seconds = 0.0
+
+    def begin(self):
+        time.sleep(self.seconds)
+        super().begin()
+
+
+def lateness(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]]):
+    """A trainer (rank 0) and an engine (rank 1), one of whom is late by more than the time limit, in one phase after the other; what each
+    says, how long that took, and whether the engine is fit, its version, and which checkpoint's weights it holds."""
+    import contextlib
+
+    is_trainer, _, members = start(rank, sides)
+    limit, said = sides["timeout"], {}
+    steps = torch.distributed.FileStore(f"{sides['folder']}/steps", 2)
+    source = destination = None
+    if is_trainer:
+        chunks, load = trainer(flags, checkpoints[0][1])
+        source = SlowTrainer(chunks)
+    else:
+        model, config = vllm_on_cpu.build(checkpoints[0][0], load_format="dummy")
+        destination = SlowEngine(model, config)
+        known = [fingerprint(vllm_on_cpu.build(hf)[0]) for hf, _ in checkpoints]
+
+    def now(step: str, action) -> None:
+        """What is said, after how long; and the engine's state."""
+        began = time.monotonic()
+        heard = caught(action)
+        took = time.monotonic() - began
+        state = None
+        if destination:
+            held = fingerprint(destination.module)
+            state = destination.fit, destination.version, known.index(held) if held in known else None
+        said[step] = heard, round(took, 1), state
+        steps.set(f"{step} {rank}", "done")
+        steps.wait([f"{step} {other}" for other in range(2)])
+
+    def late(who: str) -> None:
+        if (who == "trainer") == is_trainer:
+            time.sleep(2.0 * limit)
+
+    @contextlib.contextmanager
+    def slow(who: str):
+        side = source if who == "trainer" else destination
+        if side is not None:
+            side.seconds = side.slow_now = 2.0 * limit
+        yield
+        if side is not None:
+            side.seconds = 0.0
+
+    links: list = []
+    for who in ("engine", "trainer"):
+        late(who)
+        now(f"{who} late at connect", lambda: connect(members, source, destination))
+    now("both connect", lambda: links.append(connect(members, source, destination)))
+    [link] = links
+    now("both refit", lambda: link.refit(version=5, verify=True))
+    if is_trainer:
+        load(checkpoints[1][1])
+    for version, who in ((6, "engine"), (7, "trainer")):
+        late(who)
+        now(f"{who} late at a refit", partial(link.refit, version=version))
+    now("they disagree", lambda: link.refit(version=41 if is_trainer else 8))
+    now("only one says", lambda: link.refit(version=42 if is_trainer else None))
+    now("none says", lambda: link.refit())
+    if is_trainer:
+        load(checkpoints[0][1])
+    for who in ("engine", "trainer"):
+        with slow(who):
+            now(f"{who} late in the middle", lambda: link.refit(version=50, verify=True))
+        now(f"after {who} was late in the middle", lambda: link.refit(version=51, verify=True))
+    # After a refit that failed for the engine it may connect anew, with another look at the same model.
+    with slow("engine"):
+        now("engine late once more", lambda: link.refit(version=60))
+    if destination:
+        destination = VllmModel(model, config)
+    now("they want other ways", lambda: connect(members, source, destination, executor="staged" if is_trainer else "buckets"))
+    more = {"executor": "staged", "bucket_bytes": 1 << 19} if is_trainer else {}
+    now("connect anew", lambda: links.append(connect(members, source, destination, **more)))
+    link = links[-1]
+    now("refit anew", lambda: link.refit(version=61))
+    if is_trainer:
+        load(checkpoints[1][1])
+        for parameter in source.models[0].parameters():
+            parameter.data = parameter.data.clone()
+    else:
+        for parameter in model.parameters():
+            parameter.data = torch.zeros_like(parameter.data)
+        layer = model.get_submodule("model.layers.1.mlp.gate_up_proj")
+        layer.weight = torch.nn.Parameter(layer.weight.clone(), requires_grad=False)
+    now("both sides moved", lambda: link.refit(verify=True))
+    if destination:
+        kept, layer.weight = layer.weight, torch.nn.Parameter(layer.weight.T.contiguous(), requires_grad=False)
+    now("the engine has another parameter", lambda: link.refit())
+    if destination:
+        layer.weight = kept
+    now("and has it back", lambda: link.refit())
+    said["ways"] = link.describe()["ways"]
     return said
 
 

@@ -12,7 +12,7 @@ from reshard import Layout, ReshardError, check, diff, hf_to_mcore, mcore_to_hf
 from tests.checkpoints import VARIANTS
 from tests.oracle import hf_tensors, megatron_tensors, same, stored_tensors
 
-CASES = [*((variant, {}) for variant in VARIANTS), ("deepseek-v3", {"mtp": True})]
+CASES = [*((variant, {}) for variant in VARIANTS), ("deepseek-v3", {"mtp": True}), ("glm4-moe", {"mtp": True})]
 
 
 @pytest.mark.parametrize(("variant", "options"), CASES, ids=str)
@@ -70,7 +70,7 @@ def draw_layout(variant):
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@pytest.mark.parametrize("variant", ["llama-bias", "qwen2-tied", "qwen3", "qwen3-moe", "qwen3-moe-mixed", "deepseek-v3"])
+@pytest.mark.parametrize("variant", ["llama-bias", "qwen2-tied", "qwen3", "qwen3-moe", "qwen3-moe-mixed", "deepseek-v3", "glm4-moe"])
 @given(data=st.data())
 def test_any_layout_holds_the_same_tensors(variant, data, checkpoint, tmp_path_factory):
     layout = data.draw(draw_layout(variant))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reshard import Layout, check, hf_to_mcore
+from reshard import Layout, ReshardError, check, diff, hf_to_mcore, mcore_to_hf
 from tests.test_faults import run_cli
 
 
@@ -38,7 +38,7 @@ def test_there_and_back_on_the_command_line(checkpoint, tmp_path):
     done = run_cli("mcore-to-hf", mcore, back, "--json")
     assert json.loads(done.stdout)["tensors"] == 135
     assert run_cli("diff", source, back).stdout == "equal: 135 tensors, bit for bit\n"
-    assert run_cli("check", mcore).stdout == "intact: 135 tensors\n"
+    assert run_cli("check", mcore).stdout == "intact: 135 tensors, 11 files\n"
     found = json.loads(run_cli("inspect", mcore, "--json").stdout)
     assert found["family"] == "qwen3_moe" and found["layout"]["ep"] == 2 and len(found["tensors"]) == 135
     assert "parameters" in run_cli("inspect", source, "--tensors").stdout
@@ -53,6 +53,13 @@ def test_diff_shows_the_worst_tensors_and_exits_with_1(checkpoint, tmp_path):
     assert json.loads(run_cli("diff", a, b, "--json").stdout)["equal"] is False
 
 
+def test_a_comparison_of_nothing_is_no_equality(checkpoint):
+    directory = checkpoint("qwen3")
+    assert diff(directory, directory, only=lambda name: name == "model.norm.weight").names == ["model.norm.weight"]
+    with pytest.raises(ReshardError, match="nothing to compare: `only` chooses none of the 47 tensors"):
+        diff(directory, directory, only=lambda name: name == "norm")
+
+
 def test_dry_run_writes_nothing_and_tells_bytes_per_rank(checkpoint, tmp_path):
     done = run_cli("hf-to-mcore", checkpoint("qwen3-moe"), tmp_path / "out", "--tp", 2, "--ep", 4, "--dry-run", "--json")
     report = json.loads(done.stdout)
@@ -64,6 +71,13 @@ def test_dry_run_writes_nothing_and_tells_bytes_per_rank(checkpoint, tmp_path):
     assert run_cli("mcore-to-hf", tmp_path / "out", tmp_path / "x", "--dry-run").returncode == 0 and not (tmp_path / "x").exists()
 
 
+@pytest.fixture(scope="module")
+def megatron(checkpoint, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("megatron") / "mcore"
+    hf_to_mcore(checkpoint("qwen3"), directory)
+    return directory
+
+
 @pytest.mark.parametrize(("args", "code", "message"), [
     (["hf-to-mcore", "{src}", "{out}", "--tp", "0"], 2, "Invalid value for '--tp'"),
     (["hf-to-mcore", "{src}"], 2, "Missing argument 'DESTINATION'"),
@@ -71,16 +85,59 @@ def test_dry_run_writes_nothing_and_tells_bytes_per_rank(checkpoint, tmp_path):
     (["hf-to-mcore", "{src}", "{out}", "--release", "--iteration", "3"], 2, "exclude each other"),
     (["hf-to-mcore", "no/such/place", "{out}"], 1, "neither a directory nor a hub id"),
     (["hf-to-mcore", "{src}", "{out}", "--tp", "16"], 1, "sizes that do: 1, 2, 4, 8"),
-    (["mcore-to-hf", "{src}", "{out}"], 1, "is no Megatron torch_dist checkpoint"),
-    (["mcore-to-hf", "{src}", "{out}", "--max-shard-size", "big"], 1, "is not a size such as 5GB"),
-    (["mcore-to-hf", "{out}", "{out}2"], 1, "is no Megatron torch_dist checkpoint"),
+    (["mcore-to-hf", "{src}", "{out}"], 1, "is a Hugging Face directory, which hf-to-mcore converts: reshard hf-to-mcore {src} {out}"),
+    (["hf-to-mcore", "{mcore}", "{out}"], 1, "is a Megatron checkpoint, which mcore-to-hf converts: reshard mcore-to-hf {mcore} {out}"),
+    (["mcore-to-hf", "{mcore}", "{out}", "--quantize", "fp8", "--dtype", "fp32"], 1, "add --dtype bf16"),
+    (["mcore-to-hf", "{mcore}", "{out}", "--family", "llama"], 1, "--family llama contradicts"),
+    (["mcore-to-hf", "{mcore}", "{out}", "--family", "quen3"], 1, "--family quen3 contradicts"),
+    (["hf-to-mcore", "", "{out}"], 2, "it is empty; say . for the current directory"),
+    (["hf-to-mcore", "{src}", ""], 2, "it is empty"),
+    (["mcore-to-hf", "{mcore}", "{out}", "--hf-config", ""], 2, "it is empty"),
+    (["diff", "{src}", ""], 2, "it is empty"),
+    (["inspect", " "], 2, "it is empty"),
+    (["parity", "{src}", "{src}", "--html", "{out}/absent/page.html"], 1, "absent is not a directory"),
+    (["parity", "{src}", "{src}", "--html", "/dev/null/page.html"], 1, "/dev/null is not a directory"),
+    (["mcore-to-hf", "{mcore}", "{out}", "--max-shard-size", "big"], 1, "is not a size such as 5GB"),
+    (["mcore-to-hf", "{out}", "{out}2"], 1, "{out} does not exist"),
+    (["mcore-to-hf", "/dev/null", "{out}"], 1, "/dev/null is a file, not a directory"),
+    (["mcore-to-hf", "{mcore}/hf/..", "{out}", "--hf-config", "/dev/null"], 1, "/dev/null is not a regular file"),
+    (["check", "{src}", "--workers", "100000000"], 2, "is not in the range 1<=x<=1024"),
+    (["hf-to-mcore", "{src}", "{out}", "--make-vocab-size-divisible-by", "99999999999999999999"], 2, "is not in the range"),
+    (["plan", "--model", "{src}", "--from", "tp=2", "--to", "tp=2", "--link-rate", "nan"], 2, "nan is not a rate"),
+    (["plan", "--model", "{src}", "--from", "", "--to", "tp=2"], 2, "--from is empty"),
+    (["demo", "--keep", "{out}/a/b"], 1, "{out}/a is not a directory; create it first"),
     (["inspect", "{out}"], 1, "neither a directory nor a hub id"),
     (["check", "{src}"], 1, "has no reshard.json"),
 ])  # fmt: skip
-def test_mistakes_get_one_sentence_and_an_exit_code(args, code, message, checkpoint, tmp_path):
-    done = run_cli(*[a.format(src=checkpoint("qwen3"), out=tmp_path / "out") for a in args])
-    assert done.returncode == code and message in done.stderr and "Traceback" not in done.stderr
+def test_mistakes_get_one_sentence_and_an_exit_code(args, code, message, checkpoint, megatron, tmp_path):
+    places = {"src": checkpoint("qwen3"), "mcore": megatron, "out": tmp_path / "out"}
+    done = run_cli(*[a.format(**places) for a in args])
+    assert done.returncode == code and message.format(**places) in done.stderr and "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_the_same_mistakes_in_a_library_call(checkpoint, megatron, tmp_path):
+    for call, message in (
+        (lambda: hf_to_mcore("", tmp_path / "out"), "the path is empty"),
+        (lambda: mcore_to_hf(megatron, tmp_path / "out", quantize=True), "that is fp32 here: add --dtype bf16"),
+        (lambda: mcore_to_hf(megatron, tmp_path / "out", family="llama"), "--family llama contradicts .*config.json, which is of a qwen3"),
+    ):
+        with pytest.raises(ReshardError, match=message):
+            call()
+    mcore_to_hf(megatron, tmp_path / "out", family="qwen3")
+
+
+def test_equal_values_in_another_dtype_are_said_to_be_equal(checkpoint, tmp_path):
+    source = checkpoint("qwen3", dtype=torch.bfloat16)
+    hf_to_mcore(source, tmp_path / "wide", dtype="fp32")
+    done = run_cli("diff", source, tmp_path / "wide")
+    assert done.returncode == 1 and "lm_head.weight: bfloat16 and float32, all 64,000 values are equal" in done.stdout
+    assert done.stdout.endswith("47 of 47 tensors differ, all of them in dtype only, 0 are on one side only\n")
+    found = json.loads(run_cli("diff", source, tmp_path / "wide", "--json").stdout)
+    assert not found["equal"] and found["differences"][0]["unequal"] == 0 and found["differences"][0]["note"] == "bfloat16 and float32"
+    hf_to_mcore(checkpoint("qwen3"), tmp_path / "half", dtype="bf16")
+    said = run_cli("diff", checkpoint("qwen3"), tmp_path / "half", "--worst", "1").stdout
+    assert " differ, max abs " in said and "(float32 and bfloat16)" in said and "47 of 47 tensors differ, 0 are on one side" in said
 
 
 @pytest.mark.parametrize("processes", [3])
@@ -169,7 +226,7 @@ def test_a_hub_id_is_downloaded_and_converted(hub, tmp_path):
     done = run_cli("hf-to-mcore", "acme/tiny", tmp_path / "mcore", env=environment)
     assert done.returncode == 0, done.stderr
     assert run_cli("diff", tmp_path / "mcore", directory).returncode == 0
-    assert json.loads((tmp_path / "mcore" / "reshard.json").read_text())["source"] == "acme/tiny"
+    assert json.loads((tmp_path / "mcore" / "reshard.json").read_text(encoding="utf-8"))["source"] == "acme/tiny"
     done = run_cli("hf-to-mcore", "acme/other", tmp_path / "other", env=environment)
     assert done.returncode == 1 and "no such model" in done.stderr and "Traceback" not in done.stderr
     environment["HF_ENDPOINT"] = "http://127.0.0.1:9"

@@ -20,6 +20,7 @@ CASES = [
     ("qwen3", dict(tp=2), dict(tensor_parallel_size=2)),
     ("qwen3-moe", dict(ep=2, etp=1), dict(tensor_parallel_size=2)),
     ("deepseek-v3", dict(tp=2, ep=2, etp=1), dict(tensor_parallel_size=2)),
+    ("glm4-moe", dict(tp=2, ep=2, etp=1), dict(tensor_parallel_size=2)),
 ]
 
 
@@ -62,6 +63,7 @@ def test_a_live_vllm_serves_what_it_was_refitted_with(name, served):
     found = served[name]
     assert found["served"] == found["loaded"], "equal to the last bit"
     assert found["served"][0] != found["served"][1] and found["before"] not in found["served"]
+    assert found["unfit"].startswith("this vLLM holds weights of no meaning (load_format='dummy')")
     assert not found["moved"] and found["version"] == 2
     assert found["refused"].startswith("this vLLM holds a half-written model") and found["mended"] == found["served"][1]
 
@@ -106,7 +108,7 @@ def test_vllm_as_it_loads_and_as_it_runs_is_compared_with_transformers(compared)
 
 def test_what_an_engine_does_not_say_is_missed(compared):
     sentences = [
-        "serves from weights that vLLM has packed for the CPU, which a refit cannot write: call reshard.live.cpu_engine",
+        "serves from weights that vLLM has packed for the CPU, which a refit cannot write: make it inside `with reshard.engines.vllm.compat.plain_weights",
         "prompt 0 has 9 tokens, the engine gives logprobs of 0 instead of 8: ask for prompt_logprobs=1",
         "prompt 1 has 33 tokens, the engine gives logprobs of 30 instead of 32",
         "prompt 2: the engine gives no logprob for token 1, which is 17",

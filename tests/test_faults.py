@@ -5,11 +5,9 @@ import os
 import pickle
 import re
 import shutil
-import signal
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -272,9 +270,13 @@ def test_a_spoiled_megatron_checkpoint_is_refused(mcore, tmp_path):
     spoil(mcore / "latest_checkpointed_iteration.txt", b"9", "iter_0000009 has no .metadata")
     spoil(mcore / "hf" / "config.json", b"{", "is not JSON")
     config = json.loads((mcore / "hf" / "config.json").read_text())
-    spoil(mcore / "hf" / "config.json", json.dumps(config | {"num_hidden_layers": 5}).encode(), "has shape|lacks")
+    spoil(mcore / "hf" / "config.json", json.dumps(config | {"num_hidden_layers": 5}).encode(), "has shape|lacks|num_layers is 4 .not 5.")
     spoil(mcore / "hf" / "config.json", json.dumps(config | {"vocab_size": 5000}).encode(), "fewer than vocab_size 5000")
-    spoil(mcore / "hf" / "config.json", json.dumps(config | {"moe_intermediate_size": 24}).encode(), "has shape")
+    spoil(
+        mcore / "hf" / "config.json",
+        json.dumps(config | {"moe_intermediate_size": 24}).encode(),
+        "has shape|moe_ffn_hidden_size is 48 .not 24.",
+    )
     spoil(mcore / "reshard.json", b"{", "not a readable manifest")
     nothing_left(tmp_path)
     (mcore / "reshard.json").unlink()
@@ -329,128 +331,3 @@ def test_symbolic_links(source, tmp_path):
 def run_cli(*args, **options):
     """The command line in a process of its own."""
     return subprocess.run([sys.executable, "-m", "reshard.cli.main", *map(str, args)], capture_output=True, text=True, **options)
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of a megabyte, in a mount namespace of the test's own commands."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-
-    def run(size, *args):
-        command = f"mount -t tmpfs -o size={size} tmpfs {mount} && {sys.executable} -m reshard.cli.main {' '.join(map(str, args))}"
-        script = f"{command}; status=$?; ls -A {mount}; exit $status"
-        return subprocess.run(["unshare", "-m" if os.getuid() == 0 else "-rm", "bash", "-c", script], capture_output=True, text=True)
-
-    return mount, run
-
-
-def test_an_unwritable_destination_is_refused(source, small_disk):
-    mount, run = small_disk
-    done = run("1m,ro", "hf-to-mcore", source, mount / "out")
-    assert done.returncode == 1 and "permission denied or read-only" in done.stderr and "Traceback" not in done.stderr
-    done = run("8m,ro", "hf-to-mcore", source, mount / "out", "--dry-run")
-    assert done.returncode == 0 and "would write" in done.stdout
-
-
-def test_a_full_disk_is_one_sentence(source, small_disk):
-    mount, run = small_disk
-    done = run("512k", "hf-to-mcore", source, mount / "out")
-    assert done.returncode == 1 and "more bytes, but the disk has" in done.stderr and "Traceback" not in done.stderr
-    assert done.stdout.strip() == ""
-
-
-def test_a_disk_that_fills_up_on_the_way_is_one_sentence(source, tmp_path):
-    """The space is there at the start and gone later: a limit on file size acts at the write, as a quota does."""
-    import resource
-
-    limit = lambda: (signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000)))  # noqa: E731
-    done = run_cli("hf-to-mcore", source, tmp_path / "out", preexec_fn=limit)
-    assert done.returncode == 1 and re.search("cannot write .*File too large", done.stderr) and "Traceback" not in done.stderr
-    nothing_left(tmp_path)
-
-
-@pytest.mark.parametrize("direction", ["hf-to-mcore", "mcore-to-hf"])
-def test_after_kill_9_the_destination_is_whole_or_absent_and_resume_gives_the_same_bytes(direction, checkpoint, tmp_path):
-    source = checkpoint("qwen3-moe", dtype=torch.bfloat16)
-    options = ["--tp", "2", "--ep", "2"]
-    if direction == "mcore-to-hf":
-        hf_to_mcore(source, tmp_path / "mcore", Layout(tp=2, ep=2))
-        source, options = tmp_path / "mcore", ["--max-shard-size", "200KB"]
-    whole = tmp_path / "whole"
-    assert run_cli(direction, source, whole, *options).returncode == 0
-    expected = {p.relative_to(whole): p.read_bytes() for p in whole.rglob("*") if p.is_file()}
-    out, journal, interrupted = tmp_path / "out", tmp_path / ".out.reshard-partial" / "journal-0", 0
-    # A slow disk, so that the kill meets every phase: each tensor waits a little.
-    slow = ("import time, reshard.run as r; copy = r.Run._copy\n"
-            "def wait(*a): time.sleep(0.01); return copy(*a)\n"
-            "r.Run._copy = wait\nfrom reshard.cli.main import main; main()")  # fmt: skip
-    for attempt in range(40):
-        process = subprocess.Popen(
-            [sys.executable, "-c", slow, direction, str(source), str(out), *options, "--resume"], stderr=subprocess.PIPE
-        )
-        time.sleep(0.35 + 0.03 * attempt)
-        process.send_signal(signal.SIGKILL)
-        _, stderr = process.communicate()
-        assert process.returncode in (0, -signal.SIGKILL), stderr
-        if out.exists():  # whole, also where the kill came between the rename and the end
-            break
-        interrupted += journal.exists() and journal.read_bytes().count(b"\n") > 1
-    assert interrupted > 0
-    (out / ".lock").unlink(missing_ok=True)
-    assert {p.relative_to(out): p.read_bytes() for p in out.rglob("*") if p.is_file()} == expected
-    assert not list(tmp_path.glob(".out*"))
-
-
-def test_resume_refuses_another_source_or_other_options(source, tmp_path):
-    slow = (
-        "import os, reshard.run as r\nr.Run._check_copies = lambda *a: os.kill(os.getpid(), 9)\nfrom reshard.cli.main import main; main()"
-    )
-    command = [sys.executable, "-c", slow, "hf-to-mcore", str(source), str(tmp_path / "out"), "--tp", "2"]
-    assert subprocess.run(command).returncode == -9
-    done = run_cli("hf-to-mcore", source, tmp_path / "out", "--tp", "4", "--resume")
-    assert done.returncode == 1 and "another source, layout, options" in done.stderr
-    assert (tmp_path / ".out.reshard-partial").exists()
-    done = run_cli("hf-to-mcore", source, tmp_path / "out", "--tp", "2", "--resume", "--json")
-    assert done.returncode == 0 and json.loads(done.stdout)["resumed_tensors"] == 135
-    assert check(tmp_path / "out").ok
-    nothing_left(tmp_path, "out")
-
-
-def test_two_runs_on_one_destination(source, tmp_path):
-    slow = ("import time, reshard.run as r; copy = r.Run._copy\n"
-            "def wait(*a): time.sleep(0.02); return copy(*a)\n"
-            "r.Run._copy = wait\nfrom reshard.cli.main import main; main()")  # fmt: skip
-    first = subprocess.Popen([sys.executable, "-c", slow, "hf-to-mcore", str(source), str(tmp_path / "out")])
-    while not (tmp_path / ".out.reshard-partial" / "journal-0").exists():
-        time.sleep(0.01)
-    second = run_cli("hf-to-mcore", source, tmp_path / "out")
-    assert second.returncode == 1 and "another run is writing" in second.stderr
-    assert first.wait() == 0 and check(tmp_path / "out").ok
-    nothing_left(tmp_path, "out")
-
-
-def test_an_interrupt_ends_quietly_and_can_be_resumed(source, tmp_path):
-    slow = ("import time, reshard.run as r; copy = r.Run._copy\n"
-            "def wait(*a): time.sleep(0.02); return copy(*a)\n"
-            "r.Run._copy = wait\nfrom reshard.cli.main import main; main()")  # fmt: skip
-    process = subprocess.Popen(
-        [sys.executable, "-c", slow, "hf-to-mcore", str(source), str(tmp_path / "out")], stderr=subprocess.PIPE, text=True
-    )
-    while not (tmp_path / ".out.reshard-partial" / "journal-0").exists():
-        time.sleep(0.01)
-    time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate()
-    assert process.returncode == 130 and "Traceback" not in stderr and not (tmp_path / "out").exists()
-    done = run_cli("hf-to-mcore", source, tmp_path / "out", "--resume", "--json")
-    assert json.loads(done.stdout)["resumed_tensors"] > 0 and check(tmp_path / "out").ok
-
-
-def test_a_source_that_shrinks_meanwhile_is_one_sentence(source, tmp_path):
-    cut = ("import os, sys, reshard.run as r; stream = r.Run._stream\n"
-           "def cut(self, *a): os.truncate(self.source.path / 'model.safetensors', 9000); return stream(self, *a)\n"
-           "r.Run._stream = cut\nfrom reshard.cli.main import main; main()")  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", cut, "hf-to-mcore", str(source), str(tmp_path / "out")], capture_output=True, text=True)
-    assert done.returncode == 1 and "it is truncated" in done.stderr and "Traceback" not in done.stderr
-    nothing_left(tmp_path)

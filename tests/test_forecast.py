@@ -9,7 +9,7 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 
 from reshard import Layout, ReshardError, VllmLayout, plan_refit
-from reshard.model import Model
+from reshard.models.model import Model
 from tests.test_published import PUBLISHED
 
 
@@ -31,7 +31,7 @@ def qwen(tmp_path):
 @pytest.mark.parametrize("strategy", ["linear", "round_robin"])
 @pytest.mark.parametrize(("experts", "tp", "dp"), [(128, 4, 1), (128, 2, 3), (256, 8, 32), (60, 8, 1), (7, 2, 1)])
 def test_experts_are_where_vllm_puts_them(experts, tp, dp, strategy):
-    config = PUBLISHED["Qwen3-30B-A3B"][0] | {"num_experts": experts}
+    config = PUBLISHED["Qwen3-30B-A3B"][0] | {"num_experts": experts, "num_experts_per_tok": 4}
     layout = VllmLayout(tp=tp, dp=dp, expert_parallel=True, round_robin=strategy == "round_robin")
     for rank in range(tp * dp):
         _, table, _ = determine_expert_map(tp * dp, rank, experts, strategy)

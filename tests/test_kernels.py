@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.refit.buckets import rounds_of
-from reshard.refit.copies import DST, ROWS, SRC, WIDTH, CopyTable, bytes_of, interleaved, table_of, tiles_of
+from reshard.refit.copies import CopyTable
 from reshard.refit.digests import digests
+from reshard.refit.tables import DST, ROWS, SRC, WIDTH, bytes_of, interleaved, table_of, tiles_of
+from reshard.refit.transports.buckets import rounds_of
 
 # rows, width, source pitch, destination pitch, shift of both ends; in bytes
 SHAPES = [(1, 1, 1, 1, 0), (1, 200_000, 0, 0, 16), (7, 192, 768, 192, 0), (130, 96, 96, 96, 32), (3, 150_000, 150_016, 150_032, 0),
@@ -97,6 +98,27 @@ def test_digests_do_not_depend_on_how_the_rows_lie_and_see_every_change():
         else:
             other[0, 0] = 0x7FC1
         assert of(other, 80) != of(values, 80), change
+
+
+def digest_by_hand(values: list[int]) -> int:
+    """The same in Python's whole numbers."""
+    total = 0
+    for position, value in enumerate(values):
+        mixed = ((value + 1) * 0x9E3779B97F4A7C15 + position * 0xC2B2AE3D27D4EB4F) % 2**64
+        mixed = ((mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9) % 2**64
+        total += mixed ^ mixed >> 32
+    total %= 2**64
+    return total - 2**64 if total >= 2**63 else total
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_a_digest_is_what_whole_numbers_give(size):
+    values = np.random.default_rng(0).integers(0, 2 ** (8 * size) - 1, 999, dtype=f"u{size}", endpoint=True)
+    table = table_of([(values.ctypes.data, 0, 1, values.nbytes, 0, 0)])
+    [found] = digests(table, np.array([len(values)]), torch.device("cpu")).tolist()
+    assert found == digest_by_hand(values.tolist())
+    values[500] ^= 1
+    assert digests(table, np.array([len(values)]), torch.device("cpu")).tolist() != [found]
 
 
 @pytest.mark.parametrize("kernel", ["copy", "digest"])

@@ -5,14 +5,15 @@ import itertools
 from pathlib import Path
 
 import pytest
+import reshard.cli
 import reshard.mappings
 
 from reshard import Layout, ReshardError
-from reshard.layout import parse_pipeline
-from reshard.model import Model
-from reshard.rope import hf_rope, megatron_rope
-from reshard.tables import families, shape_of
-from tests.checkpoints import LLAMA3_ROPE, VARIANTS, YARN
+from reshard.megatron.layout import parse_pipeline
+from reshard.models.family import Family, families
+from reshard.models.model import Model
+from reshard.models.tables import shape_of
+from tests.checkpoints import VARIANTS
 from tests.ranks import run_on_ranks
 
 
@@ -83,67 +84,32 @@ def test_ranks_per_stage_hold_both_meshes():
     assert Layout(tp=2, ep=4, etp=1).ranks_per_stage(moe) == 4
 
 
-def test_rope_settings_go_there_and_back():
-    for kind, rope in (("llama3", LLAMA3_ROPE), ("yarn", YARN), ("default", {"rope_type": "default", "rope_theta": 1e6})):
-        args = megatron_rope({"rope_parameters": rope}, kind, "config") | {"multi_latent_attention": kind == "yarn"}
-        back = hf_rope(args)
-        assert back["rope_theta"] == rope["rope_theta"]
-        assert (back["rope_scaling"] or {"rope_type": "default"}).items() <= (rope | {"rope_theta": 0}).items()
-
-
-@pytest.mark.parametrize(("kind", "rope", "message"), [
-    ("llama3", LLAMA3_ROPE | {"low_freq_factor": 2.0}, "low_freq_factor is 2.0, but Megatron has 1.0 built in"),
-    ("default", {"rope_type": "yarn", "factor": 4.0}, "'yarn' has no counterpart"),
-    ("yarn", YARN | {"beta_fast": 16}, "beta_fast is 16"),
-    ("default", {"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-    ("default", {"rope_theta": 10000.5}, "not a whole number"),
-])  # fmt: skip
-def test_rope_settings_that_megatron_lacks_are_refused_by_name(kind, rope, message):
-    with pytest.raises(ReshardError, match=message):
-        megatron_rope({"rope_parameters": rope}, kind, "config")
-
-
-@pytest.mark.parametrize(("variant", "change", "message"), [
-    ("llama", {"attention_bias": True}, "attention_bias != mlp_bias cannot be held"),
-    ("qwen3", {"attention_bias": True}, "attention_bias = True cannot be held"),
-    ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True"),
-    ("llama", {"hidden_act": "gelu"}, "hidden_act = gelu"),
-    ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func = softmax"),
-    ("llama", {"hidden_size": None}, "has no field hidden_size"),
-    ("deepseek-v3", {"first_k_dense_replace": None}, "has no field first_k_dense_replace"),
-    ("llama", {"hidden_size": "big"}, "hidden_size is 'big'"),
-    ("llama", {"num_attention_heads": -8}, "num_attention_heads is -8"),
-    ("llama", {"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5"),
-    ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "cannot be read .KeyError: 'factor'"),
-    ("deepseek-v3", {"first_k_dense_replace": "three"}, "cannot be read .TypeError"),
-    ("qwen3-moe", {"mlp_only_layers": 7}, "cannot be read .TypeError"),
-    ("qwen3-moe", {"num_experts_per_tok": "2"}, "num_experts_per_tok is '2'"),
-    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "has no mapping table; the nearest is LlamaForCausalLM"),
-    ("qwen3", {"architectures": ["Qwen3NextForCausalLM"]}, "the nearest is Qwen3ForCausalLM"),
-])  # fmt: skip
-def test_configs_that_cannot_be_held_are_refused_by_name(variant, change, message):
-    with pytest.raises(ReshardError, match=message):
-        model(variant, **change)
-
-
-def test_args_that_describe_no_model_are_refused():
-    args = model("qwen3-moe-mixed").megatron_args()
-    assert Model.from_megatron_args(args, "args").kinds == model("qwen3-moe-mixed").kinds
-    for change, message in (({"moe_layer_freq": "every second"}, "cannot be read as a model's"), ({"num_layers": None}, "num_layers"),
-                            ({"qk_layernorm": False}, "qk_layernorm = False"), ({"squared_relu": True}, "squared_relu")):  # fmt: skip
-        with pytest.raises(ReshardError, match=message):
-            Model.from_megatron_args(args | change, "args")
-    with pytest.raises(ReshardError, match="--family gpt is not one of"):
-        Model.from_megatron_args(args, "args", "gpt")
-
-
-def test_mapping_files_are_tables_of_literals():
-    for path in Path(reshard.mappings.__path__[0]).glob("*.py"):
+def test_mapping_files_are_tables_of_literals_and_the_rules_of_a_family_its_methods():
+    entries = {*vars(Family), "name", "architecture", "symbols", "config", "layer"}
+    for path in Path(reshard.mappings.__path__[0]).glob("[!_]*.py"):
         text = path.read_text()
         assert len(text.splitlines()) <= 120, path
-        for node in ast.parse(text).body[1:]:
+        [*imports, family] = ast.parse(text).body[1:]
+        assert all(isinstance(node, ast.ImportFrom) for node in imports) and isinstance(family, ast.ClassDef), path
+        for node in family.body:
+            if isinstance(node, ast.FunctionDef):
+                assert callable(getattr(Family, node.name)) and len(node.body) <= 8, f"{path}: {node.name}"
+                continue
             assert isinstance(node, ast.Assign), f"{path}: {ast.unparse(node)[:60]}"
+            assert {target.id for target in node.targets} <= entries, f"{path}: {ast.unparse(node)[:60]}"
             ast.literal_eval(node.value)
+
+
+def test_no_family_is_named_outside_its_own_file():
+    names = {name for family in families().values() for name in (family.name, family.architecture, family.name.replace("_", ""))}
+    sources = [*Path(reshard.__path__[0]).rglob("*.py"), *Path(reshard.cli.__path__[0]).rglob("*.py")]
+    assert len(sources) > 50
+    for path in sources:
+        strings = [
+            node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
+        said = [text for text in strings if "\n" not in text and any(text == name or f"{name}_" in text for name in names)]
+        assert path.name in ("config_defaults.py", "demo.py") or "mappings" in path.parts or not said, (path, said)
 
 
 def test_shapes_are_read_from_their_expressions():

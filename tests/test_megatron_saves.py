@@ -25,6 +25,7 @@ SAVED = [
     ("qwen3-moe-mixed", f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4),
     ("deepseek-v3", f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4),
     ("deepseek-v3-no-q-lora", f"{TP} 4 {EP} 4 {ETP} 1", 4),
+    ("glm4-moe", f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4),
 ]
 
 
@@ -48,7 +49,7 @@ def test_what_megatron_saves_becomes_the_hugging_face_tensors(variant, parallel,
     assert diff(source, theirs).equal and diff(theirs, tmp_path / "ours").equal
 
 
-@pytest.mark.parametrize("variant", ["qwen3", "qwen3-moe", "deepseek-v3"])
+@pytest.mark.parametrize("variant", ["qwen3", "qwen3-moe", "deepseek-v3", "glm4-moe-air"])
 def test_the_singleton_scheme_of_keys_is_read(variant, checkpoint, tmp_path):
     source = checkpoint(variant)
     theirs = saved_by_megatron(source, tmp_path, f"{TP} 2 {PP} 2", 4, training=False, singleton=True)
@@ -58,8 +59,9 @@ def test_the_singleton_scheme_of_keys_is_read(variant, checkpoint, tmp_path):
     assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
 
 
-def test_mtp_parameters_load_and_save(checkpoint, tmp_path):
-    source = checkpoint("deepseek-v3", mtp=True)
+@pytest.mark.parametrize("variant", ["deepseek-v3", "glm4-moe"])
+def test_mtp_parameters_load_and_save(variant, checkpoint, tmp_path):
+    source = checkpoint(variant, mtp=True)
     theirs = saved_by_megatron(source, tmp_path, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4)
     mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
     assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
@@ -76,7 +78,7 @@ def test_a_training_checkpoint_gives_its_weights_and_says_what_is_left_out(check
 
 
 @pytest.mark.parametrize("variant", ["llama", "llama-rope-tied", "llama-bias", "qwen2", "qwen2-tied", "qwen3", "qwen3-moe", "qwen3-moe-mixed",
-                                     "deepseek-v3"])  # fmt: skip
+                                     "deepseek-v3", "glm4-moe", "glm4-moe-air"])  # fmt: skip
 def test_the_args_of_a_checkpoint_stand_in_for_the_config(variant, checkpoint, tmp_path):
     from transformers import AutoConfig
 

@@ -2,13 +2,11 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -23,12 +21,14 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from reshard import Layout, ReshardError, hf_to_mcore
-from reshard.parity import Limits, Scores, check_rollout, metrics_of
+from reshard.parity import Limits, Scores, check_rollout, compare_scores, metrics_of, parity
+from reshard.parity.huggingface import HuggingFace
 from reshard.parity.prompts import check_prompts, random_prompts, read_prompts, tokenizer_of
 from reshard.parity.routing import Choices, Groups, compare_routing
-from reshard.parity.systems import HuggingFace, Scoring
+from reshard.parity.systems import Scoring, System
 from tests.checkpoints import make
 from tests.ranks import run_on_ranks, torchrun
+from tests.test_report import Parsed, assert_stands_alone
 
 TP1 = Layout()
 # A variant, the layout that it is written at, and the one that it is loaded and run at.
@@ -46,6 +46,7 @@ SAME = [
     ("qwen3-moe-step", Layout(pp=2), dict(tp=2, ep=2, etp=2)),
     ("deepseek-v3", Layout(tp=2, ep=2, etp=1), dict(tp=2, pp=2, ep=2, etp=1)),
     ("deepseek-v3-no-q-lora", Layout(pp=2), dict(ep=4, etp=1)),
+    ("glm4-moe", Layout(tp=2, ep=2, etp=1), dict(tp=2, pp=2, ep=2, etp=1)),
 ]
 
 
@@ -110,6 +111,10 @@ def rope_base(tensors, config):
     config["rope_parameters"]["rope_theta"] *= 2
 
 
+def partial_rotary(tensors, config):
+    config["rope_parameters"]["partial_rotary_factor"] = 0.25
+
+
 def query_norm(tensors, config):
     tensors["model.layers.0.self_attn.q_norm.weight"] = torch.ones_like(tensors["model.layers.0.self_attn.q_norm.weight"])
 
@@ -139,16 +144,18 @@ def vocabulary(tensors, config):
     ("qwen3", query_norm, {"tp": 2, "pp": 2}, "the attention of layer 0", ["q_norm"]),
     ("deepseek-v3", router_bias, {}, "the experts of layer 1", ["gate.e_score_correction_bias"]),
     ("deepseek-v3", top_k_scaling, {"ep": 2, "etp": 1}, "the experts of layer 1", []),
+    ("glm4-moe", partial_rotary, {"tp": 2}, "the attention of layer 0", []),
+    ("glm4-moe", router_bias, {}, "the experts of layer 1", ["gate.e_score_correction_bias"]),
     ("qwen3-moe", one_expert, {"ep": 2, "etp": 1}, "the experts of layer 3", ["experts.0.", "experts.1."]),
     ("qwen3", vocabulary, {"tp": 2}, "the embedding", ["embed_tokens"]),
 ])  # fmt: skip
 def test_a_seeded_fault_is_caught_and_located(variant, fault, layout, place, differing, converted, tmp_path):
     hf, mcore = converted(variant)
     shutil.copytree(hf, tmp_path / "hf")
-    tensors, config = load_file(hf / "model.safetensors"), json.loads((hf / "config.json").read_text())
+    tensors, config = load_file(hf / "model.safetensors"), json.loads((hf / "config.json").read_text(encoding="utf-8"))
     fault(tensors, config)
     save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     report = run(tmp_path / "hf", mcore, layout)
     assert not report["ok"] and any(sentence.startswith("max_abs") for sentence in report["exceeded"])
     if variant == "deepseek-v3":
@@ -226,9 +233,9 @@ def test_the_noise_floor_is_the_same_system_again_and_in_bf16(converted):
 
 def test_other_vocabularies_and_layouts_without_their_processes_are_refused(converted, tmp_path):
     hf, mcore = converted("qwen3")
-    config = json.loads((hf / "config.json").read_text()) | {"vocab_size": 999}
+    config = json.loads((hf / "config.json").read_text(encoding="utf-8")) | {"vocab_size": 999}
     (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     tensors = load_file(hf / "model.safetensors")
     tensors |= {name: tensors[name][:999].clone() for name in ("model.embed_tokens.weight", "lm_head.weight")}
     save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
@@ -278,13 +285,97 @@ def test_limits_that_cannot_fail_or_cannot_be_met_are_refused():
     assert Limits(argmax_agreement=0.9).exceeded(metrics_of([scores(-1.0, best=[1])], [scores(-1.0, best=[2])]))
 
 
+@pytest.mark.parametrize(("name", "value", "instead"), [
+    ("kl", 1e-9, "distributions"), ("argmax_agreement", 0.99, "best"), ("routing_margin", 1e-3, "Scores.choices"),
+])  # fmt: skip
+def test_a_limit_on_a_figure_that_was_not_measured_is_exceeded(name, value, instead):
+    """Logprobs alone, as a rollout has them, say nothing about it: not even of the same values."""
+    for engine in ([-1.0, -2.0], [-6.0, -7.0]):
+        verdict = check_rollout([-1.0, -2.0], engine, limits=Limits(**{name: value}))
+        assert not verdict.ok and verdict.to_dict()["ok"] == 0
+        [sentence] = verdict.exceeded
+        assert f"{name} was not measured, the limit is {value:g}" in sentence and instead in sentence
+    for limits in (Limits.of_dtype("bf16", **{name: value}), replace(Limits.of_dtype("bf16"), **{name: value})):
+        assert len(check_rollout([-1.0], [-1.0], limits=limits).exceeded) == 1, "given beside the defaults"
+    for dtype in ("fp32", "bf16"):
+        assert check_rollout([-1.0], [-1.0], limits=Limits.of_dtype(dtype)).ok, "the defaults hold for what there is"
+        assert not check_rollout([-1.0], [-2.0], limits=Limits.of_dtype(dtype)).ok
+        given = Limits.of_dtype(dtype)
+        if getattr(given, name) is not None:
+            assert check_rollout([-1.0], [-1.0], limits=Limits.of_dtype(dtype, **{name: getattr(given, name)})).exceeded
+
+
+def test_a_figure_of_nothing_passes_no_limit():
+    nothing = replace(scores(-1.0, best=[3]), distributions=np.zeros((0, 4)), choices=Choices((), np.zeros((1, 0, 2), int), None))
+    found = metrics_of([nothing], [nothing])
+    assert found.kl is None and found.kl_tokens == 0
+    assert Limits(kl=1.0).exceeded(found)
+    assert Limits(routing_margin=1.0).exceeded(found, compare_routing([nothing.choices], [nothing.choices]))
+    empty = scores(best=[])
+    with_best = metrics_of([empty, scores(-1.0)], [empty, scores(-1.0)])
+    assert with_best.argmax_agreement is None and Limits(argmax_agreement=0.5).exceeded(with_best)
+
+
+@pytest.mark.parametrize(("a", "b", "sentence"), [
+    ([], [], "there are no prompts"),
+    ([scores_ := Scores(np.array([-1.0]), np.array([1, 2]))], [scores_], "2 best tokens for 1 logprobs"),
+    ([Scores(np.array([-1.0]), None, np.zeros((1, 4)))], [Scores(np.array([-1.0]), None, np.zeros((1, 5)))], "of 4 tokens, B of 5"),
+    ([Scores(np.array([-1.0]), None, np.zeros((2, 4)))], [Scores(np.array([-1.0]), None, np.zeros((2, 4)))], "2 distributions for 1"),
+])  # fmt: skip
+def test_scores_that_do_not_fit_together_are_refused(a, b, sentence):
+    with pytest.raises(ReshardError, match=sentence):
+        compare_scores(a, b, Limits(mean_abs=1.0))
+
+
+class Told(System):
+    """A system that says the same of every prompt of three tokens; distributions only where it `keeps` them."""
+
+    spread = False
+
+    def __init__(self, directory, keeps=True):
+        self.name, self.model, self.keeps = "told", HuggingFace(directory, "fp32").model, keeps
+
+    def score(self, prompts, how):
+        kept = how.kept_of(len(prompts)) if self.keeps else [0] * len(prompts)
+        size = self.model.symbols["V"]
+        rows = np.full((2, size), -np.log(size))
+        return [Scores(np.full(2, -1.0), np.zeros(2, int), rows[:n] if n else None) for n in kept]
+
+    def close(self):
+        pass
+
+
+def test_parity_says_what_it_did_not_measure_and_passes_no_limit_on_it(checkpoint):
+    def compare(limits=None, **options):
+        a, b = Told(checkpoint("qwen3")), Told(checkpoint("qwen3"), **options)
+        return parity(a, b, [[1, 2, 3]] * 3, dtype="fp32", limits=limits)
+
+    try:
+        whole, without = compare(), compare(keeps=False)
+        assert whole.ok and whole.overall.kl_tokens == 6 and whole.unmeasured == []
+        assert without.ok and without.overall.kl is None, "a default limit"
+        [sentence] = without.unmeasured
+        assert sentence.startswith("kl was not measured") and without.to_dict()["unmeasured"] == [sentence]
+        assert not compare(Limits(kl=1e-3), keeps=False).ok and compare(Limits(kl=1e-3)).ok
+        assert not compare(lambda dtype: Limits.of_dtype(dtype, routing_margin=0.1)).ok, "this model has no experts"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_of_many_prompts_the_first_keep_their_distributions():
+    assert Scoring(keep=10).kept_of(2) == [5, 5]
+    assert Scoring(keep=3).kept_of(5) == [1, 1, 1, 0, 0]
+    assert Scoring(keep=0).kept_of(2) == [0, 0]
+    assert sum(Scoring(keep=1790).kept_of(5000)) == 1790
+
+
 def test_prompts_are_read_and_checked(tmp_path):
     file = tmp_path / "prompts"
-    file.write_text('{"tokens": [1, 2, 3]}\n\n{"text": "ab"}\nplain words\n')
+    file.write_text('{"tokens": [1, 2, 3]}\n\n{"text": "ab"}\nplain words\n', encoding="utf-8")
     assert read_prompts(file, lambda: lambda text: [ord(c) for c in text])[:2] == [[1, 2, 3], [97, 98]]
     for text, sentence in (("", "has no prompts"), ("words", "is text, and neither system has a tokenizer"), ("{1", "begins like JSON"),
                            ('{"tokens": "1"}', "has neither text nor a list of tokens")):  # fmt: skip
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
         with pytest.raises(ReshardError, match=sentence):
             read_prompts(file, lambda: None)
     with pytest.raises(ReshardError, match="cannot read the prompts"):
@@ -302,7 +393,10 @@ def test_the_command_gates(converted):
     done = subprocess.run([*command, "--json"], capture_output=True, text=True)
     assert done.returncode == 0 and json.loads(done.stdout)["overall"]["tokens"] == 16, done.stderr
     done = subprocess.run([*torchrun(2), "-m", "reshard", *command[3:], "--tp", "2"], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count("mean_abs") == 2 and "Megatron-Core" in done.stdout, done.stderr
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and "Megatron-Core" in done.stdout and done.stdout.count("  mean_abs") == 1, done.stderr
+    limits = "limits: max_abs <= 0.001, mean_abs <= 0.0001, token_mult_prob_error <= 1.0001, kl <= 1e-06"
+    assert lines[-2:] == [limits, "A and B hold the same model: every figure is within its limit"]
 
 
 def with_tokenizer(source: Path, directory: Path, words: list[str]) -> Path:
@@ -320,7 +414,7 @@ def test_text_goes_through_the_tokenizer_that_both_have(converted, tmp_path):
     one = with_tokenizer(hf, tmp_path / "one", ["weights", "move", "fast"])
     other = with_tokenizer(hf, tmp_path / "other", ["weights", "fast", "move"])
     hf_to_mcore(one, tmp_path / "mcore")
-    (tmp_path / "prompts").write_text('weights move fast move\n{"text": "move weights"}\n{"tokens": [5, 6, 7]}\n')
+    (tmp_path / "prompts").write_text('weights move fast move\n{"text": "move weights"}\n{"tokens": [5, 6, 7]}\n', encoding="utf-8")
     command = [sys.executable, "-m", "reshard", "parity", "--prompts", str(tmp_path / "prompts"), "--json"]
     done = subprocess.run([*command, str(one), str(tmp_path / "mcore")], capture_output=True, text=True)
     assert done.returncode == 0 and [p["tokens"] for p in json.loads(done.stdout)["prompts"]] == [3, 1, 2], done.stderr
@@ -350,6 +444,9 @@ def test_a_rollout_is_watched():
         check_rollout(train, engine[:, :4], mask)
     with pytest.raises(ReshardError, match="no token to predict"):
         check_rollout(train, engine, torch.zeros(3, 5))
+    for nothing in ([], torch.zeros(0, 5)):
+        with pytest.raises(ReshardError, match="there are no prompts"):
+            check_rollout(nothing, nothing)
 
 
 def test_the_example_repository_gates_a_checkpoint(converted, tmp_path):
@@ -358,38 +455,89 @@ def test_the_example_repository_gates_a_checkpoint(converted, tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path / "ci" / "tests")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"MODEL": str(converted("qwen3")[0])})
     assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout[-3000:]
-    workflow = yaml.safe_load((example / ".github" / "workflows" / "parity.yml").read_text())
+    workflow = yaml.safe_load((example / ".github" / "workflows" / "parity.yml").read_text(encoding="utf-8"))
     assert workflow["jobs"]["parity"]["steps"][-1]["run"] == "pytest tests/test_parity.py"
 
 
 def test_the_page_stands_alone_and_shows_every_token(converted, tmp_path):
     hf, _ = converted("qwen3")
-    other = make(tmp_path / "a<b", "qwen3", seed=1)
+    words = [f"</script><b>{i}" for i in range(999)]
+    one = with_tokenizer(hf, tmp_path / "one", words)
+    other = with_tokenizer(make(tmp_path / "plain", "qwen3", seed=1), tmp_path / "a<b", words)
+    command = [sys.executable, "-m", "reshard", "parity", str(one), str(other), "--random", "3", "--lengths", "9"]
+    done = subprocess.run([*command, "--html", str(tmp_path / "r.html")], capture_output=True, text=True)
+    assert done.returncode == 1 and "Error: A and B do not hold the same model: max_abs is " in done.stderr, done.stderr
+    assert "limits: max_abs <= 0.001, mean_abs <= 0.0001" in done.stdout and "A and B hold" not in done.stdout
+    parsed = Parsed((tmp_path / "r.html").read_text(encoding="utf-8"))
+    assert_stands_alone(parsed)
+    assert "a<b" in parsed.text and "max_abs is " in parsed.text and "beyond the limits" in parsed.text
+    scatter, histogram, positions = parsed.charts.roots
+    for drawn in (scatter, positions):
+        data = drawn.renderers[-1].data_source.data
+        assert list(zip(data["prompt"], data["token"])) == [(p, t) for p in range(3) for t in range(1, 9)]
+        assert all(text == json.dumps("?" if i == 0 else words[i - 1]) for i, text in zip(data["id"], data["text"]))
+        assert np.isfinite(data["a"]).all() and (data["a"] != data["b"]).all()
+    assert histogram.renderers[-1].data_source.data["tokens"].sum() == 24
+    found = max(abs(data["a"] - data["b"]))
+    assert f"max_abs is {found:.6g}, the limit is 0.001" in done.stderr
+
+
+def test_a_running_engine_s_config_is_read_as_it_was_published():
+    """vLLM's class of DeepSeek renames the type of the rotary embedding in place, and transformers adds fields of its own."""
+    from types import SimpleNamespace
+
+    from reshard.parity.vllm import LiveVllm
+    from tests.checkpoints import VARIANTS
+
+    config = VARIANTS["deepseek-v3"].to_dict() | {"architectures": ["DeepseekV3ForCausalLM"], "_name_or_path": "x"}
+    config["rope_parameters"] = config["rope_parameters"] | {"rope_type": "deepseek_yarn"}
+    served = SimpleNamespace(model="x", dtype=torch.bfloat16, hf_config=SimpleNamespace(to_dict=lambda: config))
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(model_config=served)))
+    assert LiveVllm(llm).model.family.name == "deepseek_v3"
+
+
+@pytest.mark.parametrize("place", ["a directory", "no permission", "a full disk"])
+def test_a_page_that_cannot_be_written_costs_no_result(place, converted, tmp_path):
+    hf, _ = converted("qwen3")
+    page = tmp_path / "page.html"
+    if place == "a directory":
+        page.mkdir()
+    elif place == "no permission":
+        page.symlink_to("/proc/version")  # which nobody may write, root neither
+    else:
+        page.symlink_to("/dev/full")  # opens, and fails when it is written
     command = [
         sys.executable,
         "-m",
         "reshard",
         "parity",
         str(hf),
-        str(other),
+        str(hf),
         "--random",
-        "3",
+        "1",
         "--lengths",
         "9",
         "--html",
-        str(tmp_path / "r.html"),
+        str(page),
+        "--json",
     ]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1 and "Error: A and B do not hold the same model: max_abs is " in done.stderr, done.stderr
-    page = (tmp_path / "r.html").read_text()
-    drawings = [ElementTree.fromstring(text) for text in re.findall("<svg.*?</svg>", page)]
-    assert [len(d.findall("circle")) for d in drawings] == [24, 0, 24] and len(drawings[1].findall("rect")) == 40
-    assert "http" not in page and "<script" not in page and "a&lt;b" in page and "max_abs is " in page
+    if place == "a directory":
+        assert done.returncode == 2 and "is a directory" in done.stderr
+    elif place == "no permission":
+        assert (
+            done.returncode == 1
+            and f"--html: cannot write {page}" in done.stderr
+            and list(json.loads(done.stdout)) == ["error", "exit_code"]
+        )
+    else:
+        assert done.returncode == 1 and f"Error: --html: cannot write {page}: No space left" in done.stderr
+        assert json.loads(done.stdout)["ok"] and json.loads(done.stdout)["overall"]["tokens"] == 8
 
 
 @pytest.mark.parametrize("arguments", [
     ("--prompts", "x", "--random", "2"), ("--lengths", "1"), ("--lengths", "a"), ("--random", "0"),
-    ("--vllm", "tp=0"), ("--vllm", "pp=2"), ("--vllm", "ep=4"),
+    ("--vllm", "tp=0"), ("--vllm", "pp=2"), ("--vllm", "ep=4"), ("--no-routing", "--max-routing-margin", "0.1"), ("--seed", "-1"),
 ])  # fmt: skip
 def test_a_mistake_in_the_command_line_is_status_2(arguments):
     assert CliRunner().invoke(cli, ["parity", "a", "b", *arguments]).exit_code == 2

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from reshard import Layout, hf_to_mcore, inspect
-from reshard.dtypes import DTYPES
+from reshard.core.dtypes import DTYPES
 from reshard.formats import safetensors
-from reshard.megatron import expand
-from reshard.model import Model
+from reshard.megatron.parameters import expand
+from reshard.models.model import Model
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "torch_dtype": "bfloat16",
          "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "vocab_size": 128256, "max_position_embeddings": 131072, "pretraining_tp": 1,
@@ -25,42 +25,225 @@ LLAMA3_SCALING = {
 QWEN = {"hidden_act": "silu", "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "use_sliding_window": False, "vocab_size": 151936,
         "torch_dtype": "bfloat16", "tie_word_embeddings": False, "attention_dropout": 0.0, "rope_scaling": None}  # fmt: skip
 
-# Config, parameters as published (in billions), a layout that is used for it.
+GLM = {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "attention_bias": True, "attention_dropout": 0.0, "head_dim": 128,
+       "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02, "intermediate_size": 12288,
+       "max_position_embeddings": 131072, "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 160, "n_shared_experts": 1,
+       "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 92, "num_key_value_heads": 8,
+       "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
+       "routed_scaling_factor": 2.5, "tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16", "use_cache": True,
+       "use_qk_norm": True, "vocab_size": 151552}  # fmt: skip
+
+# Config, parameters as published (in billions, without copies of the embedding for MTP), a layout that is used for it.
 PUBLISHED = {
-    "Llama-2-7b": (LLAMA | {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 32000,
-                            "num_key_value_heads": 32, "max_position_embeddings": 4096, "rope_theta": 10000.0, "rope_scaling": None,
-                            "torch_dtype": "float16"}, 6.74, Layout(tp=8)),
-    "Llama-3.1-8B": (LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
-                              "num_key_value_heads": 8, "mlp_bias": False, "rope_scaling": LLAMA3_SCALING}, 8.03, Layout(tp=4, pp=2)),
-    "Llama-3.2-1B": (LLAMA | {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_hidden_layers": 16, "head_dim": 64,
-                              "num_key_value_heads": 8, "mlp_bias": False, "rope_scaling": LLAMA3_SCALING | {"factor": 32.0},
-                              "tie_word_embeddings": True}, 1.24, Layout(tp=2, pp=2)),
-    "Llama-3.1-70B": (LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80,
-                               "num_key_value_heads": 8, "mlp_bias": False, "rope_scaling": LLAMA3_SCALING}, 70.6, Layout(tp=8, pp=4, vpp=5)),
-    "Qwen2.5-7B": (QWEN | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
-                           "num_attention_heads": 28, "num_key_value_heads": 4, "num_hidden_layers": 28, "vocab_size": 152064,
-                           "max_position_embeddings": 131072, "sliding_window": 131072, "max_window_layers": 28}, 7.62, Layout(tp=4, pp=2)),
-    "Qwen3-32B": (QWEN | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 128,
-                          "hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64, "num_key_value_heads": 8,
-                          "num_hidden_layers": 64, "max_position_embeddings": 40960, "max_window_layers": 64, "sliding_window": None}, 32.8,
-                  Layout(tp=8, pp=2)),
-    "Qwen3-30B-A3B": (QWEN | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False, "head_dim": 128,
-                              "decoder_sparse_step": 1, "hidden_size": 2048, "intermediate_size": 6144, "mlp_only_layers": [],
-                              "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
-                              "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "max_position_embeddings": 40960,
-                              "router_aux_loss_coef": 0.001}, 30.5, Layout(tp=4, pp=2, ep=8, etp=1)),
-    "DeepSeek-V3": ({"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "attention_bias": False, "ep_size": 1,
-                     "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
-                     "max_position_embeddings": 163840, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256,
-                     "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8,
-                     "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536,
-                     "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000,
-                     "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
-                                      "original_max_position_embeddings": 4096, "type": "yarn"},
-                     "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4,
-                     "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 129280,
-                     "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}},
-                    682.6, Layout(tp=8, pp=16, ep=32, etp=1, pipeline="Et*3|(t*4|)*14t*2mL")),
+    "Llama-2-7b": (
+        LLAMA
+        | {
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "vocab_size": 32000,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 4096,
+            "rope_theta": 10000.0,
+            "rope_scaling": None,
+            "torch_dtype": "float16",
+        },
+        6.74,
+        Layout(tp=8),
+    ),
+    "Llama-3.1-8B": (
+        LLAMA
+        | {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "mlp_bias": False,
+            "rope_scaling": LLAMA3_SCALING,
+        },
+        8.03,
+        Layout(tp=4, pp=2),
+    ),
+    "Llama-3.2-1B": (
+        LLAMA
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 16,
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "mlp_bias": False,
+            "rope_scaling": LLAMA3_SCALING | {"factor": 32.0},
+            "tie_word_embeddings": True,
+        },
+        1.24,
+        Layout(tp=2, pp=2),
+    ),
+    "Llama-3.1-70B": (
+        LLAMA
+        | {
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_attention_heads": 64,
+            "num_hidden_layers": 80,
+            "num_key_value_heads": 8,
+            "mlp_bias": False,
+            "rope_scaling": LLAMA3_SCALING,
+        },
+        70.6,
+        Layout(tp=8, pp=4, vpp=5),
+    ),
+    "Qwen2.5-7B": (
+        QWEN
+        | {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 28,
+            "vocab_size": 152064,
+            "max_position_embeddings": 131072,
+            "sliding_window": 131072,
+            "max_window_layers": 28,
+        },
+        7.62,
+        Layout(tp=4, pp=2),
+    ),
+    "Qwen3-32B": (
+        QWEN
+        | {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "attention_bias": False,
+            "head_dim": 128,
+            "hidden_size": 5120,
+            "intermediate_size": 25600,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "num_hidden_layers": 64,
+            "max_position_embeddings": 40960,
+            "max_window_layers": 64,
+            "sliding_window": None,
+        },
+        32.8,
+        Layout(tp=8, pp=2),
+    ),
+    "Qwen3-30B-A3B": (
+        QWEN
+        | {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "attention_bias": False,
+            "head_dim": 128,
+            "decoder_sparse_step": 1,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "num_attention_heads": 32,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 40960,
+            "router_aux_loss_coef": 0.001,
+        },
+        30.5,
+        Layout(tp=4, pp=2, ep=8, etp=1),
+    ),
+    "DeepSeek-V3": (
+        {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "attention_bias": False,
+            "ep_size": 1,
+            "first_k_dense_replace": 3,
+            "hidden_act": "silu",
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "kv_lora_rank": 512,
+            "max_position_embeddings": 163840,
+            "moe_intermediate_size": 2048,
+            "moe_layer_freq": 1,
+            "n_group": 8,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_attention_heads": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 61,
+            "num_key_value_heads": 128,
+            "num_nextn_predict_layers": 1,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 10000,
+            "rope_scaling": {
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "factor": 40,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 4096,
+                "type": "yarn",
+            },
+            "routed_scaling_factor": 2.5,
+            "scoring_func": "sigmoid",
+            "tie_word_embeddings": False,
+            "topk_group": 4,
+            "topk_method": "noaux_tc",
+            "torch_dtype": "bfloat16",
+            "v_head_dim": 128,
+            "vocab_size": 129280,
+            "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
+        },
+        682.6,
+        Layout(tp=8, pp=16, ep=32, etp=1, pipeline="Et*3|(t*4|)*14t*2mL"),
+    ),
+    "GLM-4.5": (GLM, 356.8, Layout(tp=8, pp=8, ep=16, etp=1, pipeline="Et*11|(t*12|)*6t*9mL")),
+    "GLM-4.5-Air": (
+        GLM
+        | {
+            "first_k_dense_replace": 1,
+            "hidden_size": 4096,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "n_routed_experts": 128,
+            "num_hidden_layers": 46,
+            "routed_scaling_factor": 1.0,
+            "use_qk_norm": False,
+        },
+        109.2,
+        Layout(tp=4, pp=2, ep=16, etp=1),
+    ),
+}
+PUBLISHED["Kimi-K2"] = (PUBLISHED["DeepSeek-V3"][0] | {
+    "model_type": "kimi_k2", "aux_loss_alpha": 0.001, "first_k_dense_replace": 1, "max_position_embeddings": 131072, "n_group": 1,
+    "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0, "pretraining_tp": 1,
+    "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "seq_aux": True, "topk_group": 1, "vocab_size": 163840,
+    "rope_scaling": {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096, "type": "yarn"}},
+    1026.4, Layout(tp=8, pp=16, ep=32, etp=1, pipeline="Et*3|(t*4|)*14t*2L"))  # fmt: skip
+PUBLISHED["Moonlight-16B-A3B"] = (
+    {name: value for name, value in PUBLISHED["Kimi-K2"][0].items() if name != "quantization_config"} | {
+        "model_type": "deepseek_v3", "hidden_size": 2048, "intermediate_size": 11264, "max_position_embeddings": 8192, "n_routed_experts": 64,
+        "moe_intermediate_size": 1408, "n_shared_experts": 2, "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27,
+        "num_key_value_heads": 16, "q_lora_rank": None, "rms_norm_eps": 1e-05, "rope_scaling": None, "routed_scaling_factor": 2.446},
+    15.96, Layout(tp=2, pp=3, ep=8, etp=1))  # fmt: skip
+# What Megatron-Core 0.19 cannot be told, or computes otherwise.
+CAVEATS = {
+    "Kimi-K2": ["Megatron-LM has no flag for beta_fast 1.0 of the rotary embedding: set it in the trainer's config"],
+    "Moonlight-16B-A3B": [
+        "Megatron-Core 0.19 puts a norm before linear_q_proj without q_lora_rank; load this into layers that lack it",
+        "transformers norms the compressed keys with an epsilon of 1e-06, Megatron and vLLM with rms_norm_eps 1e-05",
+    ],
 }  # fmt: skip
 
 
@@ -88,6 +271,18 @@ def sparse_checkpoint(folder: Path, config: dict) -> Path:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_has_the_published_size_and_the_layout_fits(name):
+    config, billions, layout = PUBLISHED[name]
+    model = Model.from_hf(config)
+    mapping = expand(model)
+    counted = sum(math.prod(shape) for tensor, shape in mapping.shapes.items() if tensor not in mapping.copies)
+    assert counted / 1e9 == pytest.approx(billions, rel=0.01)
+    layout.check(model)
+    assert model.caveats("transformer_engine") == CAVEATS.get(name, [])
+
+
+# The two that take longest are like others that are planned.
+@pytest.mark.parametrize("name", sorted(PUBLISHED.keys() - {"Kimi-K2", "GLM-4.5"}))
 def test_a_published_model_is_planned_at_full_size(name, tmp_path):
     config, billions, layout = PUBLISHED[name]
     source = sparse_checkpoint(tmp_path, config)
@@ -95,7 +290,7 @@ def test_a_published_model_is_planned_at_full_size(name, tmp_path):
     report = hf_to_mcore(source, tmp_path / "never", layout, dry_run=True)
     stages = layout.ranks_per_stage(Model.from_hf(config))
     # DeepSeek-V3's first stage has dense layers only: 8 of its 32 ranks save.
-    assert report.files == layout.pp * stages - (24 if name == "DeepSeek-V3" else 0) and report.notices == []
+    assert report.files == layout.pp * stages - (24 if name == "DeepSeek-V3" else 0) and report.notices == CAVEATS.get(name, [])
     rank_bytes = report.bytes_per_rank.values()
     assert sum(rank_bytes) >= report.read_bytes - 4 * config["vocab_size"] * config["hidden_size"] * config.get(
         "num_nextn_predict_layers", 0

@@ -1,0 +1,84 @@
+"""How a command ends that does not end well: one sentence on stderr, with --json an object on stdout too, and an exit status."""
+
+import contextlib
+import errno
+import os
+import platform
+import shlex
+import sys
+import tempfile
+import traceback
+from importlib import metadata
+
+import click
+from reshard.cli.output import print_json
+
+from reshard.core.errors import ReshardError, first_line
+from reshard.core.extras import lacking
+
+DEBUG = "RESHARD_DEBUG"
+
+
+def status_of(error: BaseException, interrupted: bool = False) -> int:
+    """Say what ended the command, unless nobody can read it; the exit status. `interrupted` says that Ctrl-C was pressed, whatever a
+    library made of that."""
+    if isinstance(error, click.Abort) and isinstance(error.__cause__, EOFError):
+        error = error.__cause__  # click takes an EOFError for an end of the user's input; here it is one of a file
+    if isinstance(error, SystemExit) and not isinstance(error.code, str):
+        return error.code or 0
+    if os.environ.get(DEBUG, "0") not in ("", "0"):
+        with contextlib.suppress(OSError, ValueError):
+            traceback.print_exception(error)
+    if interrupted or isinstance(error, (click.Abort, KeyboardInterrupt)):
+        return _end("Interrupted.", "interrupted", 130)
+    if isinstance(error, click.ClickException):
+        with contextlib.suppress(OSError, ValueError):
+            error.show()
+        return _end(None, error.format_message(), error.exit_code)
+    if isinstance(error, OSError) and error.errno == errno.EPIPE:
+        return 1  # who was to read it has gone
+    sentence = _sentence(error)
+    return _end(f"Error: {sentence}", sentence, 1)
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, (ReshardError, SystemExit)):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError) and (found := lacking(error)) is not None:
+        return str(found)
+    if isinstance(error, MemoryError):
+        return "out of memory; use fewer --workers"
+    if isinstance(error, OSError) and error.strerror:
+        return f"the system refused{f' {error.filename}' if error.filename else ''}: {error.strerror}"
+    return _unexpected(error)
+
+
+def _unexpected(error: BaseException) -> str:
+    what = f"unexpected {type(error).__name__}: {first_line(error)}"
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="reshard-error-", suffix=".txt")
+        with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"{shlex.join(sys.argv)}\n{_versions()}\n\n{''.join(traceback.format_exception(error))}")
+    except OSError:
+        return f"{what}. Please report it, with the traceback that {DEBUG}=1 shows"
+    return f"{what}. Please report it, with the traceback in {path} ({DEBUG}=1 shows it)"
+
+
+def _versions() -> str:
+    found = [f"Python {platform.python_version()}"]
+    for package in ("reshard", "megatron-core", "torch", "transformers", "vllm", "numpy"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{package} {metadata.version(package)}")
+    return ", ".join(found)
+
+
+def _end(line: str | None, message: str, status: int) -> int:
+    """`line` to stderr, and the message as JSON where that was asked for: from the first process of a run of several."""
+    with contextlib.suppress(OSError, ValueError):
+        if line is not None:
+            click.echo(line, err=True)
+    options = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+    if "--json" in options and (os.environ.get("RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1"):
+        with contextlib.suppress(OSError, ValueError):
+            print_json({"error": message, "exit_code": status})
+    return status

@@ -1,0 +1,53 @@
+"""What an installation without extras lacks, said in one sentence that names the extra."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+from reshard.core.errors import ReshardError
+
+# Which extra brings a package, for those who ask for the package alone.
+EXTRA_OF = {"megatron.core": "megatron", "torch": "megatron", "transformers": "parity", "vllm": "vllm"}
+
+
+def require(extra: str, *packages: str) -> None:
+    """Raise ReshardError, naming `extra`, where one of the packages (``torch``, ``megatron.core``) is not installed."""
+    for package in packages:
+        if not _is_installed(package):
+            raise _lacking(package, extra)
+
+
+@contextmanager
+def importing(extra: str) -> Iterator[None]:
+    """Around imports of packages that `extra` brings: raises ReshardError, naming it, where one of them is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        found = lacking(error, extra)
+        if found is None:
+            raise
+        raise found from error
+
+
+def lacking(error: ModuleNotFoundError, extra: str | None = None) -> ReshardError | None:
+    """The sentence for an import that failed because a package is not installed. None where it is, and the error says something else,
+    or where no extra is known to bring it."""
+    package = "megatron.core" if error.name == "megatron" else ".".join((error.name or "").split(".")[:2])
+    if not package.startswith("megatron."):
+        package = package.partition(".")[0]
+    extra = extra or EXTRA_OF.get(package)
+    if extra is None or package in ("", "reshard") or _is_installed(package):
+        return None
+    return _lacking(package, extra)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # the package that it would be in is not there
+        return False
+
+
+def _lacking(package: str, extra: str) -> ReshardError:
+    name = {"megatron.core": "megatron-core"}.get(package, package)
+    return ReshardError(f"this needs {name}, which is not installed here: pip install 'reshard[{extra}]'")

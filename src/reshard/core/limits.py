@@ -1,0 +1,17 @@
+"""Bounds of what can be asked for, the same on the command line and in Python: above any that is of use, below what makes no sense."""
+
+from typing import Any
+
+from reshard.core.errors import ReshardError
+
+MAX_WORKERS = 1024
+MAX_VOCAB_MULTIPLE = 1 << 20
+MAX_ITERATION = 10**15
+# Of a trainer or an engine, in a plan: every rank is looked at.
+MAX_RANKS = 1 << 17
+
+
+def check_number(value: Any, name: str, most: int, least: int = 1) -> None:
+    """Raise ReshardError where what was given as `name` is no whole number between `least` and `most`."""
+    if type(value) is not int or not least <= value <= most:
+        raise ReshardError(f"{name} is {value!r:.80}; it is a whole number between {least} and {most:,}")

@@ -1,0 +1,168 @@
+"""The planner: a pure function from two placements to the exact list of copies between them.
+
+It knows no file, no process and no tensor. For every element of every destination tensor it finds one place to read it from,
+merges neighbouring copies, and `prove` shows that the result is right before anything runs.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from operator import add, sub
+from typing import Any, NamedTuple
+
+from reshard.core.boxes import Box, first_overlap, whole
+from reshard.core.placement import LocalTensor, Placement
+
+
+class PlanError(Exception):
+    """A placement or a plan that would not write every destination element exactly once from where it lies."""
+
+
+class Transfer(NamedTuple):
+    """Copy `box` of canonical tensor `name` from `src` at `src_at` to `dst` at `dst_at`; offsets in elements."""
+
+    name: str
+    box: Box
+    src: Any
+    src_at: tuple[int, ...]
+    dst: Any
+    dst_at: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The transfers from one placement to another, in the order of the destination's tensors."""
+
+    src: Placement
+    dst: Placement
+    transfers: tuple[Transfer, ...]
+
+    def by_canonical_tensor(self) -> dict[str, list[Transfer]]:
+        """The transfers of each canonical tensor."""
+        groups: dict[str, list[Transfer]] = defaultdict(list)
+        for transfer in self.transfers:
+            groups[transfer.name].append(transfer)
+        return dict(groups)
+
+
+def make_plan(src: Placement, dst: Placement, distance: Callable[[Hashable, Hashable], int] | None = None) -> Plan:
+    """Plan the copies that fill every tensor of `dst` from `src`, and prove them.
+
+    `distance(src holder, dst holder)` orders replicas: the nearest one is read. Raises PlanError where an element has no
+    source, lies outside its tensor or would be written twice.
+
+    Two ranks that hold four rows each, to one tensor of eight:
+
+    >>> from reshard.core.placement import LocalTensor, Part
+    >>> halves = [LocalTensor(r, (4,), (Part("w", Box((4 * r,), (4,)), (0,)),), holder=r) for r in (0, 1)]
+    >>> plan = make_plan(Placement.of({"w": (8,)}, halves), Placement.canonical({"w": (8,)}))
+    >>> [(t.src, t.dst_at, t.box.lengths) for t in plan.transfers]
+    [(0, (0,), (4,)), (1, (4,), (4,))]
+    """
+    sources: dict[str, list[tuple[Box, tuple[int, ...], Hashable, Hashable]]] = defaultdict(list)
+    for tensor in src.tensors.values():
+        for part in tensor.parts:
+            sources[part.name].append((part.box, part.at, tensor.id, tensor.holder))
+    transfers: list[Transfer] = []
+    for tensor in dst.tensors.values():
+        for part in tensor.parts:
+            candidates = sources.get(part.name, ())
+            if distance is not None:
+                candidates = sorted(candidates, key=lambda c: distance(c[3], tensor.holder))
+            wanted, found = [part.box], []
+            for box, at, tensor_id, _ in candidates:
+                rest = []
+                for piece in wanted:
+                    common = piece.intersect(box)
+                    if common is None:
+                        rest.append(piece)
+                        continue
+                    src_at = tuple(map(add, at, common.relative_to(box.offsets)))
+                    dst_at = tuple(map(add, part.at, common.relative_to(part.box.offsets)))
+                    found.append(Transfer(part.name, common, tensor_id, src_at, tensor.id, dst_at))
+                    rest += piece.minus(common)
+                wanted = rest
+                if not wanted:
+                    break
+            if wanted:
+                raise PlanError(f"no source holds {part.name} at offsets {wanted[0].offsets}, lengths {wanted[0].lengths}")
+            transfers += _merged(found)
+    plan = Plan(src, dst, tuple(transfers))
+    prove(plan)
+    return plan
+
+
+def _merged(transfers: list[Transfer]) -> list[Transfer]:
+    """Join transfers that follow each other along dim 0 in the canonical tensor, in the source and in the destination."""
+    if len(transfers) == 1:
+        return transfers
+    merged: list[Transfer] = []
+    for t in sorted(transfers, key=lambda t: (t.box.offsets[1:], t.box.offsets)):
+        if merged:
+            last = merged[-1]
+            rows = last.box.lengths[0]
+            if (
+                last.src == t.src
+                and last.box.lengths[1:] == t.box.lengths[1:]
+                and all(
+                    b == (a[0] + rows, *a[1:])
+                    for a, b in ((last.box.offsets, t.box.offsets), (last.src_at, t.src_at), (last.dst_at, t.dst_at))
+                )
+            ):
+                joined = Box(last.box.offsets, (rows + t.box.lengths[0], *t.box.lengths[1:]))
+                merged[-1] = last._replace(box=joined)
+                continue
+        merged.append(t)
+    return merged
+
+
+def prove(plan: Plan) -> None:
+    """Raise PlanError unless the plan writes every destination element exactly once, from the place where it lies.
+
+    Checked for each destination tensor: parts and fills cover it without overlap; each transfer lies inside both tensors; its
+    elements are the ones that the source's and the destination's parts say; and the transfers cover all parts exactly once.
+    """
+    written: dict[Hashable, list[Box]] = defaultdict(list)
+    for t in plan.transfers:
+        for side, placement, tensor_id, at in (("source", plan.src, t.src, t.src_at), ("destination", plan.dst, t.dst, t.dst_at)):
+            tensor = placement.tensors.get(tensor_id)
+            if tensor is None:
+                raise PlanError(f"a transfer of {t.name} names {side} tensor {tensor_id}, which does not exist")
+            local = Box(at, t.box.lengths)
+            if not len(t.box.offsets) == len(t.box.lengths) == len(at) or min(t.box.lengths, default=1) < 1:
+                raise PlanError(f"a transfer of {t.name} at {at} moves {t.box}, which is no box of elements")
+            if len(at) != len(tensor.shape) or not whole(tensor.shape).contains(local):
+                raise PlanError(f"a transfer of {t.name} leaves {side} tensor {tensor_id} of shape {tensor.shape}: {local}")
+            if not _holds(tensor, t.name, t.box, at):
+                raise PlanError(f"{side} tensor {tensor_id} does not hold {t.name} at {t.box.offsets} where the transfer says")
+        written[t.dst].append(Box(t.dst_at, t.box.lengths))
+    for tensor in plan.dst.tensors.values():
+        regions = [part.local_box for part in tensor.parts] + list(tensor.fills)
+        for what, boxes in (("the placement of", regions), ("the transfers into", written[tensor.id] + list(tensor.fills))):
+            if len(boxes) == 1 and boxes[0] == whole(tensor.shape):
+                continue
+            outside = [b for b in boxes if not whole(tensor.shape).contains(b)]
+            if outside:
+                raise PlanError(f"{what} {tensor.id} leave its shape {tensor.shape}: {outside[0]}")
+            overlap = first_overlap(boxes)
+            if overlap:
+                raise PlanError(f"{what} {tensor.id} write elements twice: {overlap[0]} and {overlap[1]}")
+            covered, size = sum(b.volume for b in boxes), whole(tensor.shape).volume
+            if covered != size:
+                raise PlanError(f"{what} {tensor.id} cover {covered} of its {size} elements")
+        for part in tensor.parts:
+            shape = plan.dst.shapes.get(part.name)
+            if shape is None or not whole(shape).contains(part.box):
+                raise PlanError(f"{tensor.id} holds a box outside {part.name} of shape {shape}: {part.box}")
+
+
+def _holds(tensor: LocalTensor, name: str, box: Box, at: tuple[int, ...]) -> bool:
+    """Whether a local tensor holds every element of `box` where a copy with its first element at `at` looks for it."""
+    shift = tuple(map(sub, at, box.offsets))
+    rest = [box]
+    for part in tensor.parts:
+        if part.name == name and shift == tuple(map(sub, part.at, part.box.offsets)):
+            rest = [left for piece in rest for left in piece.minus(part.box)]  # parts may overlap: what one holds counts once
+            if not rest:
+                return True
+    return False

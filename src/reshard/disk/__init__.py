@@ -1,0 +1,1 @@
+"""Checkpoints on disk: stores, one run and its faults, conversion, comparison, inspection."""

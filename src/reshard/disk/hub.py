@@ -1,0 +1,45 @@
+"""Hugging Face hub ids as sources."""
+
+import os
+import re
+from pathlib import Path
+
+from reshard.core.errors import ReshardError, first_line
+
+# What a conversion needs of a repository.
+PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
+
+
+def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
+    """The directory of a source: a path as it is, a hub id (``Qwen/Qwen3-0.6B``, optionally ``@revision``) after `patterns` of it
+    were downloaded.
+
+    Raises ReshardError where it is neither or the hub does not have it.
+    """
+    if not source.strip():
+        raise ReshardError("the path is empty; say . for the current directory")
+    path = Path(source)
+    if os.path.isdir(path):
+        return path
+    if os.path.exists(path):
+        raise ReshardError(f"{source} is a file, not a directory")
+    match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", source, re.ASCII)
+    if match is None or source.startswith((".", "/")):
+        raise ReshardError(f"{source[:300]!s} is neither a directory nor a hub id such as Qwen/Qwen3-0.6B")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(match[1], revision=match[2], allow_patterns=patterns))
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise ReshardError(f"{source} is not a directory here, and the hub has no such model or revision (or it is private)") from error
+    except HFValidationError as error:
+        raise ReshardError(f"{source} is neither a directory nor a hub id: {first_line(error)}") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ReshardError(f"{source} is not a directory here, and the hub could not be reached: {first_line(error)}") from error

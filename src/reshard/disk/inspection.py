@@ -1,0 +1,71 @@
+"""Looking at a checkpoint of either format."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reshard.disk.hub import local_directory
+from reshard.disk.sources import open_source
+from reshard.models.config_fields import check_ignored
+
+
+@dataclass
+class Inspection:
+    """What a checkpoint holds. `parameters` counts elements without copies, `size_bytes` likewise."""
+
+    path: str
+    format: str
+    family: str
+    architecture: str
+    layers: int
+    mtp_layers: int
+    experts: int
+    parameters: int
+    size_bytes: int
+    dtypes: dict[str, int]
+    layout: dict[str, Any] | None
+    manifest: dict[str, Any] | None
+    details: dict[str, Any]
+    notices: list[str] = field(default_factory=list)
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return asdict(self)
+
+
+def inspect(path: str | Path, *, hf_config: str | Path | None = None) -> Inspection:
+    """Look at a Hugging Face directory (or hub id) or a Megatron checkpoint. Raises ReshardError where it cannot be read."""
+    source = open_source(local_directory(str(path)), Path(hf_config) if hf_config is not None else None)
+    try:
+        check_ignored(source.model)
+        own = {name: t for name, t in source.tensors.items() if name not in source.copies}
+        dtypes: Counter = Counter()
+        for info in own.values():
+            dtypes[info.dtype.name] += info.rows * info.columns
+        manifest = source.manifest()
+        summary = None
+        if manifest is not None:
+            summary = {key: value for key, value in manifest.items() if key not in ("tensors", "files", "layout", "quantized")}
+            summary["tensors"] = len(manifest["tensors"])
+        return Inspection(
+            str(path), source.kind, source.model.family.name, source.model.family.architecture, source.model.num_layers,
+            source.model.mtp_layers, source.model.num_experts, sum(dtypes.values()), sum(t.size_bytes for t in own.values()),
+            dict(dtypes), _layout(source, manifest), summary, source.describe(), list(source.notices),
+            {name: {"dtype": t.dtype.name, "shape": list(t.shape)} for name, t in source.tensors.items()},
+        )  # fmt: skip
+    finally:
+        source.close()
+
+
+def _layout(source: Any, manifest: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The layout that wrote a Megatron checkpoint: from the manifest, else from the args that it holds."""
+    if source.kind != "megatron":
+        return None
+    if manifest is not None and "layout" in manifest:
+        return {key: value for key, value in manifest["layout"].items() if value is not None}
+    args = source.checkpoint.common().get("args") or {}
+    names = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "vpp": "virtual_pipeline_model_parallel_size",
+             "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"}  # fmt: skip
+    return {short: args[name] for short, name in names.items() if args.get(name) is not None} or None

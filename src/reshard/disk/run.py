@@ -1,0 +1,293 @@
+"""A run of a conversion: create the files, stream every tensor, meet the other processes, finish and publish."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from reshard.core.dtypes import Dtype
+from reshard.core.errors import ReshardError, is_resumable
+from reshard.core.limits import MAX_WORKERS, check_number
+from reshard.disk.files import EarlySync, NoSync, OpenFiles, write_error
+from reshard.disk.fp8 import Fp8Blocks
+from reshard.disk.journal import Done, Journal
+from reshard.disk.sources import Source
+from reshard.disk.streams import SLAB_BYTES, Progress, Strip, StripReader, StripWriter, TensorInfo, run_jobs
+from reshard.disk.team import Team
+from reshard.disk.verify import SourceChecks, checksum_of
+from reshard.disk.workdir import Workdir
+
+# Infinity as an integer: as the signed one that is larger than all finite numbers' above zero.
+INFINITY = {
+    "float16": (np.int16, np.uint16, 0x7C00),
+    "bfloat16": (np.int16, np.uint16, 0x7F80),
+    "float32": (np.int32, np.uint32, 0x7F800000),
+}
+WIDENING = {("float16", "bfloat16"), ("float16", "float32"), ("bfloat16", "float32")}
+
+
+def worker_count(workers: int | None) -> int:
+    """Worker threads: as many as there are cores, at most eight (one disk has no use for more), where they are not given.
+
+    Raises ReshardError for fewer than one or more than a machine has use for.
+    """
+    if workers is None:
+        return min(8, len(os.sched_getaffinity(0)))
+    check_number(workers, "--workers", MAX_WORKERS)
+    return workers
+
+
+@dataclass
+class Run:
+    """What both directions share.
+
+    `tensors` are the canonical tensors as they are stored, `strips` say where their rows go (paths relative to the destination),
+    `sizes` are the files' bytes, `checks` what the source's manifest says. Each process of the `team` writes whole files. Numbers that a
+    cast makes infinite are refused unless `allow_overflow`; `overflowed` counts them by tensor. `was_done` says in the end that nothing was
+    left to do: a run that was ended after it had published.
+    """
+
+    source: Source
+    tensors: dict[str, TensorInfo]
+    strips: dict[str, list[Strip]]
+    sizes: dict[str, int]
+    work: Workdir
+    team: Team
+    workers: int | None
+    sync: bool
+    progress: Progress | None
+    checks: SourceChecks
+    allow_overflow: bool = False
+    fp8: Fp8Blocks = field(default_factory=lambda: Fp8Blocks(()))
+    overflowed: dict[str, int] = field(default_factory=dict)
+    was_done: bool = False
+
+    def run(self, shared: str, recorded: str, resume: bool, create: Callable, finish: Callable) -> int:
+        """Write everything; the number of tensors that a resumed run found done.
+
+        `shared` is a fingerprint of the run that is the same in all its processes, `recorded` the one of the first process that a resumed
+        run has to repeat: hosts know the same file under different numbers.
+        """
+        team, work = self.team, self.work
+        files, whole, abandon = OpenFiles(os.O_RDWR | os.O_NOFOLLOW), False, False
+        try:
+            if len(set(team.exchange(shared))) > 1:
+                raise ReshardError("the processes of this run were given different sources, layouts or options", resumable=True)
+            if any(team.together(lambda: self._open(recorded, resume))):
+                whole = self.was_done = True
+                return len(self.tensors)
+            answers = team.together(lambda: self._stream(files, create))
+            resumed = set(answers[team.process][2])
+            spoiled = self._spoiled(answers)
+            if spoiled:
+                answers = team.together(lambda: self._stream(files, create, spoiled))
+                resumed &= set(answers[team.process][2])
+            checksums = {name: value for some, _, _ in answers for name, value in some.items() if value != "-"}
+            for _, overflowed, _ in answers:
+                self.overflowed |= overflowed
+            team.conclude(lambda: self._publish(checksums, finish))
+            whole = True
+            return len(resumed)
+        except BaseException as error:
+            # An interrupt or a kill leaves the directory for --resume; what cannot be resumed goes away.
+            abandon = not is_resumable(error)
+            raise
+        finally:
+            files.close()
+            if not whole:
+                team.stop()  # before another run can take the lock
+            work.close(remove=abandon)
+
+    def _open(self, recorded: str, resume: bool) -> bool:
+        """Prepare the working directory; whether an interrupted run of the same had published all before."""
+        if self.team.process:
+            return False
+        self._check_space()
+        return self.work.open(recorded, resume)
+
+    def _publish(self, checksums: dict[str, str], finish: Callable) -> None:
+        self._check_copies(checksums)
+        finish(checksums)
+        self.work.publish(self.sync)
+
+    def _stream(
+        self, files: OpenFiles, create: Callable, spoiled: frozenset[str] = frozenset()
+    ) -> tuple[dict[str, str], dict[str, int], list[str]]:
+        """Write this process's files; the checksums and overflows of its tensors, and the names of those that were done before.
+
+        The `spoiled` stored tensors are written again.
+        """
+        tree = self.work.tree
+        mine = self.team.share(self.sizes)
+        paths = {name: tree / name for name in sorted(mine)}
+        here = {n: [s._replace(path=tree / s.path) for s in strips if str(s.path) in mine] for n, strips in self.strips.items()}
+        names, hashed = self._tensors_of(mine)
+        parts = {part: {str(s.path) for s in self.strips.get(part, ())} & mine for name in names for part in self.fp8.parts(name)}
+        journal = Journal(self.work.path / f"journal-{self.team.process}", tree, {n: self.sizes[n] for n in mine}, parts, self.sync)
+        try:
+            journal.unfinish(spoiled & parts.keys())
+            journal.create(paths)
+            for name, path in paths.items():
+                files.resize(path, self.sizes[name])
+            create(files, mine)
+            finished = dict(journal.finished)
+            todo = [name for name in names if any(part not in finished for part in self.fp8.parts(name))]
+            sizes = {name: self.tensors[name].size_bytes for name in todo}
+            done = sum(self.tensors[name].size_bytes for name in names) - sum(sizes.values())
+            writer = StripWriter(here, files)
+
+            def lost(path: Path) -> None:
+                journal.forget(str(path.relative_to(tree)))
+
+            def job(name: str) -> None:
+                self.team.check()
+                sync.check()
+                for part, value in self._copy(name, writer).items():
+                    finished[part] = value if part in hashed else value._replace(checksum="-")
+                    sync.written((part, finished[part]))
+
+            with (EarlySync if self.sync else NoSync)(files, list(paths.values()), journal.record, lost) as sync:
+                run_jobs(sizes, job, worker_count(self.workers), self.progress, done)
+            self._close(files, list(paths.values()), lost)
+        finally:
+            journal.close()
+        checksums = {part: finished[part].checksum for part in parts if part in hashed}
+        return checksums, {part: finished[part].overflowed for part in parts if finished[part].overflowed}, sorted(set(names) - set(todo))
+
+    def _spoiled(self, answers: list[Any]) -> frozenset[str]:
+        """Of the stored tensors that were done before, those whose bytes in the files are no longer those that were written.
+
+        A journal and an inode cannot say that: a file may be changed in place, or another may get the inode of one that was removed. So
+        the bytes are read again, each tensor by one process.
+        """
+        before = {part for _, _, names in answers for name in names for part in self.fp8.parts(name)}
+        if not before:
+            return frozenset()
+        written = {part: value for some, _, _ in answers for part, value in some.items()}
+        return frozenset(part for some in self.team.together(lambda: self._unlike(before, written)) for part in some)
+
+    def _unlike(self, before: set[str], written: dict[str, str]) -> list[str]:
+        """Of these stored tensors, those of this process's share whose bytes do not have the checksum that was `written`."""
+        infos = {part: TensorInfo(shape, dtype) for name, info in self.tensors.items()
+                 for part, (dtype, shape) in self.fp8.stored(name, info).items()}  # fmt: skip
+        _, hashed = self._tensors_of(self.team.share(self.sizes))
+        strips = {part: [s._replace(path=self.work.tree / s.path) for s in self.strips.get(part, ())] for part in before & hashed}
+        with OpenFiles(os.O_RDONLY | os.O_NOFOLLOW) as files:
+            reader = StripReader(infos, files)
+
+            def differs(part: str) -> bool:
+                self.team.check()
+                try:
+                    return (
+                        checksum_of(part, infos[part], lambda name, start, stop: reader.read_rows(name, start, stop, strips[name]))
+                        != written[part]
+                    )
+                except ReshardError:  # it cannot be read
+                    return True
+
+            sizes = {part: infos[part].size_bytes for part, places in strips.items() if places}  # copies are in no file
+            return [part for part, differ in run_jobs(sizes, differs, worker_count(self.workers)).items() if differ]
+
+    def _tensors_of(self, mine: set[str]) -> tuple[list[str], set[str]]:
+        """The canonical tensors of which some rows go to these files, and the stored tensors whose checksum this process gives."""
+        names: list[str] = []
+        hashed: set[str] = set()
+        for name in self.tensors:
+            paths = [str(strip.path) for part in self.fp8.parts(name) for strip in self.strips.get(part, ())]
+            owns = paths[0] in mine if paths else self.team.process == 0
+            if owns or any(path in mine for path in paths):
+                names.append(name)
+                hashed.update(self.fp8.parts(name) if owns else ())
+        return names, hashed
+
+    def _close(self, files: OpenFiles, paths: list[Path], lost: Callable[[Path], None]) -> None:
+        """Close the files that were written. Raises ReshardError where one of them is not what is at its path."""
+        replaced = [path for path in paths if files.replaced(path)]
+        errors = files.close()
+        for path in errors:
+            lost(path)
+        for path, error in errors.items():
+            raise write_error(path, error)
+        if replaced:
+            raise ReshardError(f"{replaced[0]} was removed or replaced while it was written; run again with --resume", resumable=True)
+
+    def _copy(self, name: str, writer: StripWriter) -> dict[str, Done]:
+        """Stream one tensor; its checksum, and that of its scales."""
+        info, source_dtype = self.tensors[name], self.source.tensors[name].dtype
+        same_bytes = source_dtype == info.dtype and name not in self.fp8.names
+        # What is written as it was read is hashed once: the manifest has that checksum too.
+        watch = None if same_bytes and self.checks.plain(name) else self.checks.watch(name)
+        overflowed = 0
+
+        def read(start: int, stop: int) -> np.ndarray:
+            nonlocal overflowed
+            rows = self.source.read_rows(name, start, stop)
+            if watch is not None:
+                watch.rows(rows, start, stop)
+            slab = _cast(rows, source_dtype, info.dtype)
+            overflowed += _overflow(rows, slab, source_dtype, info.dtype)
+            return slab
+
+        if name in self.fp8.names:
+            checksums = self.fp8.copy(name, info, read, writer)
+        else:
+            digest = xxhash.xxh3_128()
+            for start, stop in info.slabs(SLAB_BYTES, self.source.row_multiple(name)):
+                slab = read(start, stop)
+                digest.update(memoryview(slab.view(np.uint8).reshape(-1)))
+                writer.write_rows(name, start, slab)
+            checksums = {name: digest.hexdigest()}
+        if watch is not None:
+            watch.end()
+        elif same_bytes:
+            self.checks.compare(name, checksums[name])
+        if overflowed and not self.allow_overflow:
+            raise ReshardError(f"{overflow_notice(name, overflowed, info.dtype)}; choose another --dtype, or pass --allow-overflow")
+        return {part: Done(value, overflowed if part == name else 0) for part, value in checksums.items()}
+
+    def _check_copies(self, checksums: dict[str, str]) -> None:
+        for name, primary in self.source.copies.items():
+            if checksums[name] != checksums[primary]:
+                raise ReshardError(f"{self.source.path}: {name} differs from {primary}, but Megatron holds the two as one parameter")
+
+    def _check_space(self) -> None:
+        """Raise ReshardError where the disk has no space for what all processes have yet to write."""
+        needed = 0
+        for name, size in self.sizes.items():
+            try:
+                needed += max(0, size - os.lstat(self.work.tree / name).st_blocks * 512)
+            except OSError:
+                needed += size
+        status = os.statvfs(self.work.destination.parent)
+        free = status.f_bavail * status.f_frsize
+        if needed > free:
+            raise ReshardError(f"{self.work.destination} needs {needed:,} more bytes, but the disk has {free:,} free", resumable=True)
+
+
+def overflow_notice(name: str, count: int, dtype: Dtype) -> str:
+    """What is said of finite numbers that a cast makes infinite."""
+    numbers, are = ("number", "is") if count == 1 else ("numbers", "are")
+    return f"{count:,} {numbers} of {name} {are} too large for {dtype.name} and would become infinite"
+
+
+def _cast(slab: np.ndarray, source: Dtype, target: Dtype) -> np.ndarray:
+    if source == target:
+        return slab
+    with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN are weights like any other
+        return slab.astype(target.numpy())
+
+
+def _overflow(before: np.ndarray, after: np.ndarray, source: Dtype, target: Dtype) -> int:
+    """How many finite numbers a cast has made infinite."""
+    if source == target or target.name not in INFINITY or (source.name, target.name) in WIDENING:
+        return 0
+    signed, unsigned, infinity = INFINITY[target.name]
+    minus = infinity | 1 << 8 * target.size - 1
+    if after.view(signed).max(initial=0) < infinity and after.view(unsigned).max(initial=0) < minus:
+        return 0  # two passes that make no arrays: the rule, and a tenth of the cast's time
+    infinite = (after.view(unsigned) == infinity) | (after.view(unsigned) == minus)
+    return int(np.isfinite(before[infinite].astype(np.float64)).sum())

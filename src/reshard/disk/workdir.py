@@ -1,0 +1,312 @@
+"""A destination that appears whole or not at all.
+
+Everything is written to a hidden directory beside the destination, whose `tree` takes the destination's name at the end:
+
+    .DST.reshard-partial/
+      reshard-run      marks the directory as ours; a lock on it keeps a second run away. An empty directory with the sticky bit is one of
+                       ours that has no mark yet
+      fingerprint      what the run makes of what, and the inode of its tree
+      journal-0 ...    the tensors that each process has finished
+      tree/            what becomes DST
+      replaced/        the old DST, where the system cannot exchange the two at once
+
+Only a directory with that mark is ever touched.
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from reshard.core.errors import ReshardError
+from reshard.disk.files import write_error
+from reshard.disk.manifest import NAME as MANIFEST
+
+MARK, FINGERPRINT, TREE, REPLACED = "reshard-run", "fingerprint", "tree", "replaced"
+_MAX_NAME_BYTES = 255
+# How the directory is made: a bit that nobody else's empty directories have says that it is ours before there is a mark in it.
+_NEW = 0o1777
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+class Workdir:
+    """The hidden directory of a run. Process 0 of a run that several processes share creates, locks and publishes it."""
+
+    def __init__(self, source: Path, reads: Iterable[Path], destination: Path, overwrite: bool, resume: bool, process: int = 0) -> None:
+        self.source, self.reads, self.destination = source, list(reads), Path(os.path.abspath(destination))
+        name = self.destination.name
+        hidden = f".{name}.reshard-partial"
+        if len(os.fsencode(hidden)) > _MAX_NAME_BYTES:
+            hidden = f".{hashlib.sha256(os.fsencode(name)).hexdigest()}.reshard-partial"
+        self.path = self.destination.parent / hidden
+        self.tree = self.path / TREE
+        self.overwrite, self.resume, self.process = overwrite, resume, process
+        self.lock: int | None = None
+        self.prepared = False
+
+    def check_destination(self) -> None:
+        """Raise ReshardError where the destination is taken, overlaps the source or cannot be written.
+
+        Before that, what an interrupted run of --overwrite has moved aside is put back.
+        """
+        destination, parent = self.destination, self.destination.parent
+        if not destination.name:
+            raise ReshardError(f"{destination} is the root directory; name a directory in it")
+        source = os.path.realpath(self.source)
+        if os.path.commonpath((source, os.path.realpath(destination))) in (source, os.path.realpath(destination)):
+            raise ReshardError(f"{destination} and the source {self.source} overlap; write to a directory beside it")
+        self._check_reads()
+        try:
+            if destination.is_symlink():
+                where = "" if destination.exists() else " to nowhere"
+                raise ReshardError(f"{destination} is a symbolic link{where}; give the directory itself")
+            if not parent.is_dir():
+                raise ReshardError(f"{parent} is not a directory; create it first")
+            if not os.access(parent, os.W_OK | os.X_OK):
+                raise ReshardError(f"cannot write in {parent}: permission denied or read-only")
+            self._recover()
+            if destination.exists() and not destination.is_dir():
+                raise ReshardError(f"{destination} is a file, not a directory")
+            if os.path.ismount(destination):
+                raise ReshardError(f"{destination} is a mount point, which cannot be renamed; give a directory in it")
+            if destination.exists() and not self.overwrite and any(destination.iterdir()) and not (self.resume and self._published()):
+                hint = "; no interrupted run of it is left: reshard check says whether it is whole" if self.resume else ""
+                raise ReshardError(f"{destination} exists; pass --overwrite to replace it once the new one is complete{hint}")
+        except OSError as error:
+            raise ReshardError(f"cannot write to {destination}: {error.strerror}") from error
+
+    def _check_reads(self) -> None:
+        """Raise ReshardError where a file that is to be read would be removed: it lies in the destination or in the working directory, or a
+        link leads there."""
+        for path in (self.source, *self.reads):
+            real = os.path.realpath(path)
+            for place in (os.path.realpath(self.path), os.path.realpath(self.destination)):
+                if real == place or real.startswith(place + os.sep):
+                    raise ReshardError(f"{path} is in {place}, which this run would empty or replace: move it away, and read it from there")
+
+    def _published(self) -> bool:
+        """Whether the destination is what an interrupted run has published that did not come to clean up."""
+        tree = self._recorded().get("tree") if _is_ours(self.path) else None
+        return tree is not None and tree == _inode(self.destination) and (self.destination / MANIFEST).is_file()
+
+    def open(self, fingerprint: str, resume: bool) -> bool:
+        """Create and lock the directory; with `resume`, keep what an interrupted run of the same fingerprint left.
+
+        True where that run had published its destination: then nothing is left to do, and the directory is gone.
+        """
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.path, _NEW)
+            self._lock()
+        except BlockingIOError as error:
+            raise ReshardError(f"another run is writing {self.destination}; wait for it to end") from error
+        except FileNotFoundError as error:
+            raise ReshardError(f"another run has just finished {self.destination}") from error
+        except OSError as error:
+            raise write_error(self.path, error) from error
+        self.check_destination()
+        try:
+            if resume and self._published():
+                same = self._recorded().get("run") == fingerprint
+                self._empty()
+                if same:
+                    shutil.rmtree(self.path)
+                    return True
+                self.check_destination()
+            self._prepare(fingerprint, resume)
+            return False
+        except OSError as error:
+            raise write_error(Path(error.filename or self.path), error) from error
+
+    def _lock(self) -> None:
+        """Take the lock. Raises BlockingIOError where another run has it, ReshardError where the directory is not ours."""
+        status = os.lstat(self.path)
+        ours = stat.S_ISDIR(status.st_mode) and (_is_ours(self.path) or _is_new(self.path))
+        if not ours:
+            raise ReshardError(f"{self.path} is in the way, and was not made by this version of reshard: move or remove it")
+        lock = os.open(self.path / MARK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(lock).st_ino != os.stat(self.path / MARK).st_ino:
+                raise FileNotFoundError(errno.ENOENT, "removed meanwhile", str(self.path))
+        except BaseException:
+            os.close(lock)
+            raise
+        self.lock = lock  # from here on the directory is ours, to remove too
+
+    def _recover(self) -> None:
+        """Finish what a run that was killed while it published left: an old destination is put back, a new one stays."""
+        if not _is_ours(self.path):
+            if self.lock is None and _is_new(self.path):
+                with contextlib.suppress(OSError):
+                    os.rmdir(self.path)  # its run was killed as it began or ended
+            return
+        locked_here = self.lock is None
+        try:
+            if locked_here:
+                self._lock()
+        except (BlockingIOError, FileNotFoundError):
+            return  # another run is at it
+        try:
+            replaced = self.path / REPLACED
+            if replaced.is_dir():
+                if not self.destination.exists():
+                    os.rename(replaced, self.destination)
+                elif not self.tree.exists():
+                    shutil.rmtree(replaced)  # both renames were made
+                else:
+                    raise ReshardError(f"{replaced} holds what {self.destination} was before an interrupted run: move one of them away")
+            recorded = self._recorded()
+            if self.resume and self._published():
+                return  # for `open` to see whether that was the same run
+            if not recorded or recorded.get("tree") != _inode(self.tree):
+                # Nothing to go on with, or published: with an exchange, what is there now is the old destination.
+                self._empty()
+                if locked_here:
+                    shutil.rmtree(self.path)
+        finally:
+            if locked_here:
+                self.close()
+
+    def _recorded(self) -> dict:
+        try:
+            found = json.loads((self.path / FINGERPRINT).read_text(encoding="utf-8"))
+            return found if isinstance(found, dict) else {}
+        except (OSError, ValueError, RecursionError):
+            return {}
+
+    def _prepare(self, fingerprint: str, resume: bool) -> None:
+        recorded, self.prepared = self._recorded(), True
+        if resume and recorded:
+            if recorded.get("run") != fingerprint:
+                raise ReshardError(
+                    f"{self.path} is of a run with another source, layout, options or number of processes; give the same, or drop --resume",
+                    resumable=True,
+                )
+            return
+        self._empty()
+        self.tree.mkdir()
+        (self.path / FINGERPRINT).write_text(json.dumps({"run": fingerprint, "tree": _inode(self.tree)}), encoding="utf-8")
+
+    def _empty(self) -> None:
+        """Remove everything but the mark; the fingerprint first, without which the rest counts for nothing."""
+        (self.path / FINGERPRINT).unlink(missing_ok=True)
+        with os.scandir(self.path) as entries:
+            for entry in list(entries):
+                if entry.name != MARK:
+                    shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
+
+    def write_file(self, relative: str, data: bytes | str, sync: bool = False) -> None:
+        """Write a small file, with its directories."""
+        path = self.tree / relative
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            with open(path, "xb") as file:
+                file.write(data.encode() if isinstance(data, str) else data)
+                if sync:
+                    file.flush()
+                    os.fsync(file.fileno())
+        except OSError as error:
+            raise write_error(path, error) from error
+
+    def publish(self, sync: bool = True) -> None:
+        """Give the tree its final name, in one step wherever the system can; an old destination goes away only after that.
+
+        Raises ReshardError, with the old destination in its place, where a rename fails.
+        """
+        try:
+            if sync:
+                for folder, _, _ in os.walk(self.tree):
+                    _sync_directory(folder)
+            if not self.destination.exists() or not any(self.destination.iterdir()):
+                os.rename(self.tree, self.destination)
+            elif self.overwrite and not self.destination.is_symlink():
+                self._replace()
+            else:
+                raise ReshardError(f"{self.destination} has appeared meanwhile: move it away and run again with --resume", resumable=True)
+        except OSError as error:
+            raise ReshardError(
+                f"cannot rename {self.tree} to {self.destination}: {error.strerror}; everything is written, run again with --resume", True
+            ) from error
+        _sync_directory(self.destination.parent)
+        with contextlib.suppress(OSError):  # the next run removes the rest
+            self._empty()
+            shutil.rmtree(self.path)
+
+    def _replace(self) -> None:
+        if _exchange(self.tree, self.destination):
+            return
+        replaced = self.path / REPLACED
+        os.rename(self.destination, replaced)
+        try:
+            os.rename(self.tree, self.destination)
+        except OSError:
+            os.rename(replaced, self.destination)
+            raise
+
+    def close(self, remove: bool = False) -> None:
+        """Let go of the lock; with `remove`, delete what was written."""
+        if self.lock is not None:
+            if remove and (self.prepared or os.listdir(self.path) == [MARK]):
+                shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self.lock)
+        self.lock = None
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a path is a directory, no link to one, that bears the mark."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode) and stat.S_ISREG(os.lstat(path / MARK).st_mode)
+    except OSError:
+        return False
+
+
+def _is_new(path: Path) -> bool:
+    """Whether a path is a directory as `open` makes it, without its mark yet, or without it again: empty, with the bit that says so."""
+    try:
+        status = os.lstat(path)
+        return stat.S_ISDIR(status.st_mode) and bool(status.st_mode & stat.S_ISVTX) and not os.listdir(path)
+    except OSError:
+        return False
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return os.lstat(path).st_ino
+    except OSError:
+        return None
+
+
+def _sync_directory(path: str | Path) -> None:
+    with contextlib.suppress(OSError):  # not every file system takes it, and a directory may be writable but not readable
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Exchange two directories' names in one step; False where the system or the file system cannot. Raises OSError."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return False
+    if function(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):
+        return False
+    raise OSError(number, os.strerror(number), str(a))
+
+
+def fingerprint(*things: object) -> str:
+    """A digest of what makes two runs the same."""
+    return hashlib.sha256(json.dumps(things, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,0 +1,20 @@
+"""vLLM: what its ranks hold, a live model, its workers."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from reshard.core.extras import importing
+
+if TYPE_CHECKING:
+    from reshard.engines.vllm.live import VllmModel
+    from reshard.engines.vllm.worker import RefitExtension
+
+_HOMES = {"VllmModel": "live", "RefitExtension": "worker"}
+__all__ = ["RefitExtension", "VllmModel"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        with importing("vllm"):
+            return getattr(import_module(f"reshard.engines.vllm.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'reshard.engines.vllm' has no attribute {name!r}")

@@ -1,0 +1,178 @@
+"""What is needed of vLLM and is no part of its interface, for vLLM 0.24 to 0.29. No other file of reshard names it.
+
+Nothing is changed when this is imported. What has to be changed is changed while a model is made, and put back.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from importlib import metadata
+from typing import Any
+
+from reshard.core.errors import ReshardError
+from reshard.core.extras import importing
+
+with importing("vllm"):
+    import torch
+
+OLDEST, NEWEST = "0.24", "0.29"  # that refits were tested with
+
+
+def unknown(what: str) -> ReshardError:
+    """The error for a vLLM in which something is not where it is known to be."""
+    try:
+        version = metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        version = "of no known version"
+    return ReshardError(f"this vLLM {version} {what}; refits are tested with vLLM {OLDEST} to {NEWEST}: use one of those")
+
+
+@contextmanager
+def known(what: str) -> Iterator[None]:
+    """Around the use of such a name: ReshardError, with vLLM's version, where it is not there. `what` completes "this vLLM"."""
+    try:
+        yield
+    except (AttributeError, ImportError) as error:
+        raise unknown(what) from error
+
+
+def driver_worker(llm: Any) -> Any:
+    """The worker of an ``LLM`` that runs in this process. Raises ReshardError where it runs in others."""
+    try:
+        worker = llm.llm_engine.model_executor.driver_worker
+    except AttributeError as error:
+        raise ReshardError(
+            "this LLM's workers run in other processes: start it with worker_extension_cls='reshard.engines.vllm.worker.RefitExtension'"
+        ) from error
+    return getattr(worker, "worker", worker)
+
+
+def tensor_parallel() -> tuple[int, int]:
+    """Size of this rank's tensor parallel group, and its rank there."""
+    with known("does not say its tensor parallel group as it did"):
+        from vllm.distributed import parallel_state
+
+        group = parallel_state.get_tp_group()
+        return group.world_size, group.rank_in_group
+
+
+def end_groups() -> None:
+    """End vLLM's groups in this process, where no engine is held any more; torch's own group stays."""
+    with known("keeps its process groups elsewhere"):
+        from vllm.distributed import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+            parallel_state._WORLD = None
+
+
+def loading_templates(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A module's parameters and buffers, by name, as vLLM made them before any processing, on the meta device; those it noted."""
+    with known("does not note how its parameters are loaded"):
+        from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+        info = LAYERWISE_INFO.get(module)
+        templates: dict[str, torch.Tensor] = {}
+        for some in info.restore_metadata if info is not None else ():
+            templates |= some
+        return templates
+
+
+def bound_to(tensor: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
+    """A template whose loader is the method of `module` that it was made with."""
+    with known("binds a parameter's loader in another way"):
+        from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+        return restore_layer_refs(tensor, module)
+
+
+def on_cpu() -> bool:
+    """Whether this process's vLLM is the build for the CPU."""
+    with known("does not say its platform"):
+        from vllm.platforms import current_platform
+
+        return bool(current_platform.is_cpu())
+
+
+@contextmanager
+def plain_weights() -> Iterator[None]:
+    """While it is open, models that vLLM makes or loads in this process can be refitted.
+
+    On a GPU it does nothing: they can be already. Where it can, the build for the CPU serves from weights that it has packed for oneDNN,
+    and drops the ones it has loaded. Both of its layers have another way, which reads the weights as they were loaded, as vLLM does on
+    a GPU; that is the way chosen here. And engines of one host that torchrun started share no memory by one name.
+
+    Raises ReshardError where this vLLM has no such way.
+    """
+    if not on_cpu():
+        yield
+        return
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
+
+    what = "packs its weights for the CPU in a way that reshard does not know"
+    plain_linear = _replaced(_custom_ops, "_supports_onednn", False, what)
+    plain_experts = _replaced(CPUFusedMOE, "check_grouped_gemm", lambda self, layer: (False, "none"), what)
+    with own_shared_memory(), plain_linear, plain_experts:
+        yield
+
+
+@contextmanager
+def own_shared_memory() -> Iterator[None]:
+    """While it is open, the ranks of an engine started by torchrun share memory under a name of their own; nothing on a GPU.
+
+    vLLM gives that of every such engine of a host the same name, and fails where one is running or was killed.
+    """
+    if not on_cpu():
+        yield
+        return
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    shared = getattr(cpu_communicator, "_CPUSHMDistributed", None)
+    what = "names its shared memory in another way"
+    if shared is None or not hasattr(shared, "make_group_name"):
+        raise unknown(what)
+    if hasattr(shared.make_group_name, "of_vllm"):  # opened twice
+        yield
+        return
+    plain = shared.make_group_name
+
+    def named(communicator: Any) -> str:
+        import torch.distributed as dist
+
+        if not hasattr(communicator, "reshard_name"):
+            own = [f"reshard-{os.getpid()}-{time.time_ns()}"]
+            dist.broadcast_object_list(own, communicator.ranks[0], communicator.device_group)
+            communicator.reshard_name = own[0]
+        return f"{communicator.reshard_name}-{plain(communicator).lstrip('/')}"
+
+    named.of_vllm = plain  # type: ignore[attr-defined]
+    with _replaced(shared, "make_group_name", staticmethod(named), what):
+        yield
+
+
+def with_plain_weights(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, called with `plain_weights` open."""
+
+    @wraps(method)
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        with plain_weights():
+            return method(*args, **kwargs)
+
+    return opened
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any, what: str) -> Iterator[None]:
+    """An attribute of a module or class, replaced while this is open."""
+    if name not in vars(owner):
+        raise unknown(what)
+    before = vars(owner)[name]  # not by getattr, which takes a static method's wrapping off
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

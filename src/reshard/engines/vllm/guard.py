@@ -1,0 +1,104 @@
+"""Whether a running vLLM holds whole weights, and what keeps it from serving others."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from reshard.core.errors import ReshardError
+from reshard.engines.vllm.compat import with_plain_weights
+
+
+@dataclass
+class Guard:
+    """Whether the weights of a model are whole (`fit`), `why` not, and of which version: one for each model, whoever looks at it."""
+
+    fit: bool
+    why: str = ""
+    version: int | None = None
+    asleep: bool = False
+    watched: bool = False
+    front_watched: bool = False
+
+    def spoil(self, why: str) -> None:
+        """From now on there are no whole weights."""
+        self.fit, self.why = False, why
+
+    def refuse_unfit(self) -> None:
+        """Raise ReshardError where the weights are not whole."""
+        if not self.fit:
+            raise ReshardError(f"this vLLM holds {self.why}: refit it before it serves")
+
+    def watch(self, module: torch.nn.Module, worker: Any, front: Any) -> None:
+        """From now on every run of the model, by this worker or this engine of the process, asks first."""
+        if front is not None and not self.front_watched:
+            self.front_watched = True
+            # Before a request is scheduled: a worker that raises leaves vLLM's scheduler waiting for what will not come.
+            front.add_request = self._asking_first(front.add_request)
+        if self.watched:
+            return
+        self.watched = True
+        runner = getattr(worker, "model_runner", None)
+        if runner is None:
+            module.register_forward_pre_hook(lambda *_: self.refuse_unfit())
+            return
+        runner.execute_model = self._asking_first(runner.execute_model)
+        for name, after in (("sleep", self._slept), ("wake_up", self._woken), ("reload_weights", self._reloaded)):
+            if hasattr(worker, name):
+                setattr(worker, name, then(with_plain_weights(getattr(worker, name)), after))
+
+    def _asking_first(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            self.refuse_unfit()
+            return plain(*args, **kwargs)
+
+        return guarded
+
+    def _slept(self, level: int = 1, *_: Any, **__: Any) -> None:
+        """Level 2 discards the weights."""
+        self.asleep = True
+        if level > 1:
+            self.spoil(f"no weights since it slept (level {level})")
+            self.version = None
+
+    def _woken(self, tags: list[str] | None = None, *_: Any, **__: Any) -> None:
+        """The weights have memory again."""
+        if tags is None or "weights" in tags:
+            self.asleep = False
+
+    def _reloaded(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM has loaded all weights from the disk itself."""
+        if not args and not kwargs.get("weights_iterator"):
+            self.fit, self.version = True, None
+
+
+_guards: WeakKeyDictionary[torch.nn.Module, Guard] = WeakKeyDictionary()
+
+
+def guard_of(model: torch.nn.Module, config: Any, just_loaded: bool = False) -> Guard:
+    """The guard of a model that was started with this ``VllmConfig``.
+
+    Weights that were loaded are whole, but for what may have happened since, where it was not watched from then on (`just_loaded`): with
+    sleep mode on, they may have been discarded (level 2).
+    """
+    if model not in _guards:
+        why = ""
+        if config.load_config.load_format == "dummy":
+            why = "weights of no meaning (load_format='dummy')"
+        elif config.model_config.enable_sleep_mode and not just_loaded:
+            why = "weights that it may have discarded in sleep before it was connected"
+        _guards[model] = Guard(not why, why)
+    return _guards[model]
+
+
+def then(plain: Callable[..., Any], after: Callable[..., None]) -> Callable[..., Any]:
+    """A method that tells somebody, with its arguments, when it has succeeded."""
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = plain(*args, **kwargs)
+        after(*args, **kwargs)
+        return result
+
+    return watched

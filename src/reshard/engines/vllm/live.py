@@ -1,0 +1,275 @@
+"""A live vLLM model as the destination of a refit: its parameters, where they lie, and the guard that keeps it from serving.
+
+Our rules (`reshard.engines.vllm.layout`) say what each parameter is made of; vLLM's own loader, traced, must say the same.
+"""
+
+from typing import Any
+
+from reshard.core.extras import importing
+
+with importing("vllm"):
+    import torch
+
+from reshard.core.boxes import whole
+from reshard.core.collector import collector_paused
+from reshard.core.errors import ReshardError, listed
+from reshard.core.placement import LocalTensor, Part, Placement
+from reshard.engines.vllm.compat import driver_worker, tensor_parallel
+from reshard.engines.vllm.guard import guard_of
+from reshard.engines.vllm.layout import WITHOUT_PARAMETER, VllmRank, outer_rows, vllm_placement
+from reshard.engines.vllm.trace import Trace, trace_load
+from reshard.live.cuda import is_mapped
+from reshard.live.engine import Engine
+from reshard.live.memory import Region
+from reshard.models.model import Model
+from reshard.models.published import published
+
+# Methods that serve from weights as they were loaded.
+PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+PLAIN_MOE_BACKENDS = ("TRITON", "BATCHED_TRITON", "OOT", "CPU")  # the last one where it has not packed them
+
+
+class VllmModel(Engine):
+    """One rank of a running vLLM: a model, its ``VllmConfig``, and, where there are, the worker that runs it and the engine of this
+    process that takes the requests.
+
+    Raises ReshardError, before anything is changed, where the model serves from another arrangement of its weights than the
+    loaded one, and where vLLM's loader disagrees with our rules.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: Any, worker: Any = None, front: Any = None) -> None:
+        self.module, self.vllm_config, self.worker, self.front = model, config, worker, front
+        # Before anything can fail: an engine that cannot be connected must not serve weights of no meaning either.
+        self._guard = guard_of(model, config)
+        self._guard.watch(model, worker, front)
+        self.hf_config = published(config.model_config.hf_config.to_dict(), "vLLM's config")
+        self.model = Model.from_hf(self.hf_config, f"vLLM's config of {config.model_config.model}")
+        _refuse_processed(model)
+        named = [*model.named_parameters(remove_duplicate=True), *model.named_buffers()]
+        self.tensors: dict[str, torch.Tensor] = dict(named)
+        self.rank = self._rank()
+        self.tp = self.rank.tp
+        # For parameters that vLLM keeps wider than they are published: where their bytes arrive, until `settle`.
+        self.received: dict[str, torch.Tensor] = {}
+        with collector_paused():
+            self.placement, self.regions = self._placement()
+        self.derived = _derived_attention(model)
+        self._homes = {name: _home(model, name) for name in self.tensors}
+        self._addresses = self.addresses()
+
+    @staticmethod
+    def from_worker(worker: Any, front: Any = None) -> "VllmModel":
+        """The model of a vLLM worker (``vllm.v1.worker.gpu_worker.Worker``); `front` is the engine of this process, if it is here."""
+        return VllmModel(worker.get_model(), worker.vllm_config, worker, front)
+
+    @staticmethod
+    def from_llm(llm: Any) -> "VllmModel":
+        """The model of an ``LLM`` whose worker runs in this process (``external_launcher``, or without multiprocessing)."""
+        return VllmModel.from_worker(driver_worker(llm), llm.llm_engine)
+
+    def _rank(self) -> VllmRank:
+        tp, tp_rank = tensor_parallel()
+        moe_tp, moe_tp_rank, experts = tp, tp_rank, tuple(range(self.model.num_experts))
+        for name, module in self.module.named_modules():
+            config = getattr(module, "moe_config", None)
+            if config is None or not hasattr(module, "expert_map_manager"):
+                continue
+            sizes = config.moe_parallel_config
+            if sizes.enable_eplb or config.num_experts != self.model.num_experts:
+                raise ReshardError(f"{name} has redundant experts (EPLB), which a refit does not support: set enable_eplb=False")
+            moe_tp, moe_tp_rank = sizes.tp_size, sizes.tp_rank
+            table = module.expert_map_manager.expert_map
+            if table is not None:
+                placed = sorted((local, expert) for expert, local in enumerate(table.tolist()[: self.model.num_experts]) if local >= 0)
+                experts = tuple(expert for _, expert in placed)
+            break
+        layers = sorted({int(name.split(".")[2]) for name in self.tensors if name.startswith("model.layers.")})
+        # Not by the stage: some of vLLM's models have the output on every one.
+        outer = frozenset(row.hf for row in outer_rows(self.model) if row.hf in self.tensors)
+        sequence_parallel = self.vllm_config.parallel_config.use_sequence_parallel_moe
+        return VllmRank(tp, tp_rank, moe_tp, moe_tp_rank, experts, tuple(layers), outer, sequence_parallel)
+
+    def _placement(self) -> tuple[Placement, dict[Any, Region]]:
+        """What the rules say, checked against what vLLM's loader does; or that alone, for a family without vLLM names, and where vLLM
+        builds other modules than the rules know (DeepSeek's attention with ``VLLM_MLA_DISABLE=1``)."""
+        canonical = self._canonical()
+        trace = trace_load(self.module, canonical)
+        stray = sorted({copy.parameter for copy in trace.copies if copy.parameter not in self.tensors})
+        if stray:
+            raise ReshardError(f"vLLM's loader writes to {listed(stray, 3)}, which the running model no longer has")
+        if self.model.family.vllm_names is None:
+            return self._traced(trace)
+        placement = vllm_placement(self.model, self.rank)
+        if any(name not in self.tensors for name, _ in placement.tensors):
+            return self._traced(trace)
+        regions: dict[Any, Region] = {}
+        # Both as (parameter, offset of the first element, published name, box).
+        ours: set[tuple] = set()
+        theirs = {(copy.parameter, copy.offset, copy.name, copy.box) for copy in trace.copies}
+        for tensor in placement.tensors.values():
+            name, expert = tensor.id
+            live = self.tensors.get(name)
+            shape = tensor.shape if expert is None else (len(self.rank.experts), *tensor.shape)
+            if live is None or tuple(live.shape) != shape or not live.is_contiguous():
+                has = "nothing of this name" if live is None else f"shape {list(live.shape)}, strides {list(live.stride())}"
+                raise ReshardError(f"{name} should have shape {list(shape)} in vLLM, which has {has}")
+            width = tensor.shape[1] if len(tensor.shape) == 2 else 1
+            start = (expert or 0) * tensor.shape[0] * width
+            landing = self._landing(name, canonical[tensor.parts[0].name][1]) if tensor.parts else live
+            regions[tensor.id] = Region(landing, start, width)
+            for part in tensor.parts:
+                at = start + part.at[0] * width + (part.at[1] if len(part.at) == 2 else 0)
+                ours.add((name, at, part.name, part.box))
+        disputed = {parameter for parameter, *_ in (ours - theirs) | (theirs - ours)}
+        rows = {name: tensor.shape[-1] for name, tensor in self.tensors.items() if tensor.ndim}
+        spread = {copy.parameter for copy in trace.copies if copy.pitch not in (0, rows.get(copy.parameter))}
+        wrong = sorted(disputed | spread)
+        if wrong:
+            only_ours = sorted(str(copy[1:]) for copy in ours - theirs if copy[0] == wrong[0])[:2]
+            only_theirs = sorted(str(copy[1:]) for copy in theirs - ours if copy[0] == wrong[0])[:2]
+            raise ReshardError(
+                f"vLLM's loader and the mapping table disagree on {listed(wrong, 3)}: "
+                f"vLLM puts {only_theirs or 'nothing'}, the table {only_ours or 'nothing'}"
+            )
+        return placement, regions
+
+    def _canonical(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every published tensor, without MTP layers, which vLLM's main model does not hold."""
+        dtype = self.vllm_config.model_config.dtype
+        return {
+            name: (self.model.shape(row.shape), torch.float32 if row.fp32 else dtype)
+            for block in self.model.blocks() if not block.mtp
+            for row in block.rows if row.arrangement not in WITHOUT_PARAMETER
+            for _, name in row.names(block.published, range(self.model.num_experts))
+        }  # fmt: skip
+
+    def _landing(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Where the bytes of a parameter go that is published in this dtype: to its own memory, or, where vLLM has made it wider (some
+        routers are float32 in a bf16 model), to a buffer."""
+        live = self.tensors[name]
+        if live.dtype != torch.float32 or dtype not in (torch.bfloat16, torch.float16):
+            return live
+        if name not in self.received:
+            self.received[name] = torch.empty_like(live, dtype=dtype, requires_grad=False)
+        return self.received[name]
+
+    def _traced(self, trace: Trace) -> tuple[Placement, dict[Any, Region]]:
+        """The traced copies themselves as a placement: one local tensor for each."""
+        canonical = self._canonical()
+        shapes = {name: shape for name, (shape, _) in canonical.items()}
+        tensors, regions = [], {}
+        covered: dict[str, int] = {}
+        for copy in trace.copies:
+            identity = (copy.parameter, copy.offset, copy.name)
+            zero = (0,) * len(copy.box.lengths)
+            tensors.append(LocalTensor(identity, copy.box.lengths, (Part(copy.name, copy.box, zero),)))
+            landing = self._landing(copy.parameter, canonical[copy.name][1])
+            regions[identity] = Region(landing, copy.offset, copy.pitch or copy.box.lengths[-1])
+            covered[copy.parameter] = covered.get(copy.parameter, 0) + copy.box.volume
+        for fill in trace.fills:
+            identity = (fill.parameter, fill.offset, "")
+            zeros = Region(self.tensors[fill.parameter], fill.offset, fill.elements)
+            tensors.append(LocalTensor(identity, (fill.elements,), (), (whole((fill.elements,)),)))
+            regions[identity] = zeros
+            covered[fill.parameter] = covered.get(fill.parameter, 0) + fill.elements
+        wrong = [name for name, n in covered.items() if n != self.tensors[name].numel()]
+        if wrong:
+            raise ReshardError(f"vLLM's loader does not fill {listed(wrong, 3)} exactly once")
+        return Placement.of(shapes, tensors), regions
+
+    @property
+    def version(self) -> int | None:
+        """The version of the weights that the last whole refit brought; None before."""
+        return self._guard.version
+
+    @property
+    def fit(self) -> bool:
+        """Whether the model holds whole weights: those it has loaded, if it has, or those of a refit that succeeded."""
+        return self._guard.fit
+
+    def addresses(self) -> list[int]:
+        """Where the parameters and buffers are now."""
+        return [tensor.data_ptr() for tensor in self.tensors.values()]
+
+    def follow(self) -> bool:
+        """Find the parameters again that vLLM has replaced or moved; whether there were any.
+
+        Raises ReshardError where one has no memory, which sleep takes away, or another shape, dtype or order than at connect.
+        """
+        for name, (module, key) in self._homes.items():
+            now = module._parameters.get(key, module._buffers.get(key))
+            if now is not self.tensors[name]:
+                self._replace(name, now)
+        now_at = self.addresses()
+        self._refuse_asleep()
+        moved, self._addresses = now_at != self._addresses, now_at
+        return moved
+
+    def _replace(self, name: str, now: torch.Tensor | None) -> None:
+        before = self.tensors[name]
+        same = now is not None and all(getattr(now, what) == getattr(before, what) for what in ("shape", "dtype", "device"))
+        if now is None or not same or now.stride() != before.stride():
+            raise ReshardError(f"vLLM's {name} has been replaced by one of another shape, dtype or order since connect: connect again")
+        self.tensors[name] = now
+        self.regions = {key: region._replace(tensor=now) if region.tensor is before else region for key, region in self.regions.items()}
+
+    def _refuse_asleep(self) -> None:
+        first = next(iter(self.regions.values())).tensor
+        gone = first.device.type == "cuda" and not is_mapped(first.data_ptr())
+        if gone or self._guard.asleep:
+            raise ReshardError("this vLLM sleeps, and its weights have no memory: call wake_up(tags=['weights']) before a refit")
+
+    def begin(self) -> None:
+        """Mark the model unfit: from now on it refuses to run, until `end`."""
+        self._guard.spoil("a half-written model, since a refit failed or is under way")
+
+    def settle(self) -> None:
+        """After the bytes have come: make again what vLLM keeps derived from them, and widen what it keeps wider, which is exact."""
+        for name, narrow in self.received.items():
+            self.tensors[name].data.copy_(narrow)
+        for module, dtype in self.derived:
+            module.process_weights_after_loading(dtype)
+
+    def end(self, version: int) -> None:
+        """Mark the model fit again, with the version of the weights that it now has."""
+        self._guard.fit, self._guard.version = True, version
+
+
+def _home(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
+    """The module that holds a parameter or buffer, and the name it has there."""
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path), key
+
+
+def _refuse_processed(model: torch.nn.Module) -> None:
+    """Raise ReshardError where a layer keeps its weights in another order or precision than they are loaded in."""
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is None or type(method).__name__ in ("NoneType",):
+            continue
+        kind = type(method).__name__
+        backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
+        if kind.endswith("KVCacheMethod"):
+            continue
+        if kind not in PLAIN_METHODS:
+            raise ReshardError(f"{name} serves from weights that {kind} has changed, which a refit cannot write in place: serve in bf16")
+        packed = backend == "CPU" and getattr(getattr(method, "cpu_fused_moe", None), "isa", None) != "none"
+        if packed or (hasattr(module, "cpu_linear") and not module.weight.numel()):
+            raise ReshardError(f"{name} serves from weights that vLLM has packed for the CPU, which a refit cannot write: make it inside "
+                               "`with reshard.engines.vllm.compat.plain_weights():`, or start it with "
+                               "worker_extension_cls='reshard.engines.vllm.worker.RefitExtension'")  # fmt: skip
+        if backend is not None and backend not in PLAIN_MOE_BACKENDS:
+            raise ReshardError(f"{name} keeps its experts in the order of {backend}, which a refit cannot write: pass moe_backend='triton'")
+
+
+def _derived_attention(model: torch.nn.Module) -> list[tuple[Any, torch.dtype]]:
+    """MLA layers whose absorbed matrices are copies of kv_b_proj, not views: vLLM makes them again after a refit."""
+    found = []
+    for module in model.modules():
+        absorbed = getattr(module, "W_UV", None)
+        projection = getattr(module, "kv_b_proj", None)
+        if not isinstance(absorbed, torch.Tensor) or projection is None:
+            continue
+        if absorbed.untyped_storage().data_ptr() != projection.weight.untyped_storage().data_ptr():
+            found.append((module, absorbed.dtype))
+    return found

@@ -1,0 +1,74 @@
+"""The engine's side of a refit where vLLM runs in processes of its own: mixed into its workers, called through ``collective_rpc``.
+
+    llm = LLM(..., worker_extension_cls="reshard.engines.vllm.worker.RefitExtension")
+    llm.collective_rpc("reshard_connect", args=("127.0.0.1:29600", trainer_ranks, trainer_ranks + engine_ranks))
+    llm.collective_rpc("reshard_refit", args=(version,))
+
+The trainer's ranks call `reshard.refit.connect` and `Link.refit` at the same time; each call returns when both sides are done.
+"""
+
+from typing import Any
+
+from reshard.core.errors import ReshardError
+from reshard.engines.vllm.compat import with_plain_weights
+from reshard.engines.vllm.guard import guard_of, then
+from reshard.engines.vllm.live import VllmModel
+from reshard.refit.connecting import BUCKET_BYTES, connect
+from reshard.refit.link import Link
+from reshard.refit.members import Members
+
+# Methods of a worker that make layers or load weights.
+MAKING = ("init_device", "load_model", "reload_weights")
+
+
+class RefitExtension:
+    """For ``worker_extension_cls``."""
+
+    def __new__(cls, *_: Any, **__: Any) -> "RefitExtension":
+        """vLLM makes its worker, of which this is a base then, in the process that will load the model: from here on that worker's
+        layers are made so that they can be refitted (`reshard.engines.vllm.compat.plain_weights`), and its weights are watched from
+        when they are loaded on."""
+        worker = super().__new__(cls)
+        for name in MAKING:
+            if hasattr(worker, name):
+                setattr(worker, name, with_plain_weights(getattr(worker, name)))
+        if hasattr(worker, "load_model"):
+            worker.load_model = then(worker.load_model, lambda *_, **__: _watch(worker))
+        return worker
+
+    def reshard_connect(self, address: str, first_rank: int, size: int, executor: str = "auto", bucket_bytes: int = BUCKET_BYTES,
+                        timeout: float = 60.0) -> None:  # fmt: skip
+        """Join the members at ``host:port`` as rank `first_rank` plus this worker's rank, of `size` in all, and connect."""
+        parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
+        mine = self.rank + parallel.data_parallel_rank * parallel.world_size  # type: ignore[attr-defined]
+        before: Link | None = getattr(self, "_reshard_link", None)
+        if before is not None:
+            before.close()
+        members = Members.join(address, first_rank + mine, size, timeout)
+        self._reshard_link = connect(members, destination=lambda: VllmModel.from_worker(self), executor=executor, bucket_bytes=bucket_bytes)
+
+    def reshard_refit(self, version: int | None = None, verify: bool = False) -> dict[str, Any]:
+        """Take the trainer's weights; the report as a dict."""
+        return self._link().refit(version, verify).to_dict()
+
+    def reshard_release(self) -> None:
+        """Unmap the trainer's memory, together with the trainer's `Link.release`."""
+        self._link().release()
+
+    def reshard_version(self) -> int | None:
+        """The version of the weights that this worker serves; None before the first refit, and where vLLM has discarded or loaded
+        them itself since."""
+        engine = self._link().engine
+        return engine.engine.version if engine is not None else None
+
+    def _link(self) -> Link:
+        link: Link | None = getattr(self, "_reshard_link", None)
+        if link is None:
+            raise ReshardError("this engine is not connected: call reshard_connect first")
+        return link
+
+
+def _watch(worker: Any) -> None:
+    """From here on, this worker serves whole weights only."""
+    model = worker.get_model()
+    guard_of(model, worker.vllm_config, just_loaded=True).watch(model, worker, None)

@@ -1,0 +1,195 @@
+"""Hugging Face directories: safetensors files, their index, and the plan of new ones.
+
+A safetensors file is eight bytes of header length, a JSON header, then the tensors' bytes. Every number in the header is checked
+against the file before it is used.
+"""
+
+import json
+import os
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from reshard.core.dtypes import BY_SAFETENSORS, Dtype
+from reshard.core.errors import ReshardError, listed
+from reshard.formats.small_files import MAX_INDEX_BYTES, a_name, read_json, whole_numbers
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_HEADER_BYTES = 50_000_000  # the format allows twice as much; ten times the largest model's, and parsed it takes 1 GB
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor in a file: `offset` and `size_bytes` in bytes from the start of `file`."""
+
+    file: str
+    dtype: Dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of its bytes."""
+        return prod(self.shape) * self.dtype.size
+
+
+def read_header(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file. Raises ReshardError for a truncated file, a header that is too long or does not add up."""
+    if not os.path.isfile(path):
+        raise ReshardError(f"{path} is not a file that can be read")
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            prefix = file.read(8)
+            if len(prefix) < 8:
+                raise ReshardError(f"{path} is truncated: it has {size} bytes, fewer than a safetensors header")
+            (length,) = struct.unpack("<Q", prefix)
+            if length > MAX_HEADER_BYTES or 8 + length > size:
+                raise ReshardError(f"{path} has a header of {length} bytes in a file of {size}: it is truncated or no safetensors file")
+            text = file.read(length)
+    except OSError as error:
+        raise ReshardError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        header = json.loads(text.decode(), object_pairs_hook=lambda pairs: _no_duplicates(pairs, path))
+    except (ValueError, RecursionError) as error:
+        raise ReshardError(f"{path} has a header that is not JSON: it is corrupt") from error
+    tensors, spans = {}, []
+    if not isinstance(header, dict):
+        raise ReshardError(f"{path} has a header that is not a JSON object")
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if not a_name(name):
+            raise ReshardError(f"{path}: the header has the name {_short(name)} of {len(name):,} characters: the file is corrupt")
+        fields = entry if isinstance(entry, dict) else {}
+        dtype, shape, offsets = (fields.get(field, ()) for field in ("dtype", "shape", "data_offsets"))
+        sound = isinstance(dtype, str) and whole_numbers(shape) and whole_numbers(offsets) and len(offsets) == 2
+        if not sound or max(offsets) > size - 8 - length:
+            raise ReshardError(f"{path}: the header's entry for {name} is malformed or points outside of the file ({size} bytes)")
+        start, end = offsets
+        if dtype not in BY_SAFETENSORS:
+            raise ReshardError(f"{path}: {name} has dtype {dtype:.40}, which is not supported")
+        tensors[name] = Tensor(path.name, BY_SAFETENSORS[dtype], tuple(shape), 8 + length + start)
+        if tensors[name].size_bytes != end - start:
+            raise ReshardError(f"{path}: {name} has {end - start} bytes, but {dtype} {shape} needs {tensors[name].size_bytes}")
+        spans.append((start, end, name))
+    position = 0
+    for start, end, name in sorted(spans):
+        if start != position:
+            raise ReshardError(f"{path}: the bytes of {name} overlap others or leave a gap: the file is corrupt")
+        position = end
+    if position != size - 8 - length:
+        raise ReshardError(f"{path} has {size} bytes, but its header accounts for {8 + length + position}: it is truncated or corrupt")
+    return tensors
+
+
+def _no_duplicates(pairs: list, path: Path) -> dict:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = [name for name, _ in pairs if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
+        raise ReshardError(f"{path}: the header has {listed(map(_short, sorted(set(twice))))} twice")
+    return found
+
+
+def _short(name: str) -> str:
+    """A name as it is, or what shows of one that is none."""
+    return name if a_name(name) else ascii(name[:60])
+
+
+def read_directory(path: Path) -> dict[str, Tensor]:
+    """All tensors of a Hugging Face directory, by name. Raises ReshardError where files and index do not agree."""
+    index = path / INDEX
+    if not index.exists():
+        files = sorted(p.name for p in path.glob("*.safetensors"))
+        if not files:
+            others = sorted(p.name for p in (*path.glob("*.bin"), *path.glob("*.pth"), *path.glob("*.gguf")))
+            found = f", only {listed(others, 3)}: save it with save_pretrained(safe_serialization=True) first" if others else ""
+            raise ReshardError(f"{path} has no safetensors files{found}")
+        if len(files) > 1 and SINGLE not in files:
+            raise ReshardError(f"{path} has {len(files)} safetensors files but no {INDEX}")
+        return read_header(path / (SINGLE if SINGLE in files else files[0]))
+    weight_map = read_json(index, "a readable index", MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ReshardError(f"{index} is not a readable index: it has no weight_map of tensor names to file names")
+    strange = [name for name in (*weight_map, *weight_map.values()) if not a_name(name)]
+    if strange:
+        raise ReshardError(f"{index} is not a readable index: {_short(strange[0])} is no name")
+    files = sorted(set(weight_map.values()))
+    unsafe = [name for name in files if os.path.basename(name) != name]
+    if unsafe:
+        raise ReshardError(f"{index} names {listed(unsafe, 3)}, which are not files of {path}")
+    missing = [name for name in files if not os.path.isfile(path / name)]
+    if missing:
+        raise ReshardError(f"{path} lacks the shard files {listed(missing)} that its index names")
+    tensors: dict[str, Tensor] = {}
+    for name in files:
+        for tensor, entry in read_header(path / name).items():
+            if tensor in tensors:
+                raise ReshardError(f"{path}: {tensor} is in {tensors[tensor].file} and again in {name}")
+            tensors[tensor] = entry
+    absent = sorted(set(weight_map) - set(tensors))
+    if absent:
+        raise ReshardError(f"{index} names {listed(absent)}, which the files do not hold")
+    extra = sorted(set(tensors) - set(weight_map))
+    if extra:
+        raise ReshardError(f"{path}: the files hold {listed(extra)}, which {INDEX} does not name")
+    wrong = sorted(name for name, file in weight_map.items() if tensors[name].file != file)
+    if wrong:
+        raise ReshardError(f"{index} says that {wrong[0]} is in {weight_map[wrong[0]]}, but it is in {tensors[wrong[0]].file}")
+    return tensors
+
+
+@dataclass(frozen=True)
+class NewFile:
+    """A file to be written: `head` are its first bytes, `tensors` says where the others go."""
+
+    name: str
+    head: bytes
+    tensors: dict[str, Tensor]
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the whole file."""
+        return len(self.head) + sum(t.size_bytes for t in self.tensors.values())
+
+
+def plan_files(tensors: dict[str, tuple[Dtype, tuple[int, ...]]], max_shard_bytes: int) -> list[NewFile]:
+    """Lay tensors out in files of at most `max_shard_bytes` (a larger tensor gets one of its own), in the order given."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, (dtype, shape) in tensors.items():
+        n = prod(shape) * dtype.size
+        if groups[-1] and size + n > max_shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += n
+    files = []
+    for number, group in enumerate(groups, 1):
+        file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        # Larger element types first, as the safetensors library does, so that every tensor is aligned to its own.
+        group = sorted(group, key=lambda name: -tensors[name][0].size)
+        header: dict = {"__metadata__": {"format": "pt"}}
+        position = 0
+        for name in group:
+            dtype, shape = tensors[name]
+            n = prod(shape) * dtype.size
+            header[name] = {"dtype": dtype.safetensors, "shape": list(shape), "data_offsets": [position, position + n]}
+            position += n
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        placed = {n: Tensor(file, *tensors[n], 8 + len(text) + header[n]["data_offsets"][0]) for n in group}
+        files.append(NewFile(file, struct.pack("<Q", len(text)) + text, placed))
+    return files
+
+
+def index_json(files: list[NewFile]) -> str | None:
+    """The text of ``model.safetensors.index.json``, or None where one file holds everything."""
+    if len(files) == 1:
+        return None
+    weight_map = {name: file.name for file in files for name in file.tensors}
+    total = sum(t.size_bytes for file in files for t in file.tensors.values())
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"

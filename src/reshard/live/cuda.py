@@ -1,0 +1,93 @@
+"""The CUDA driver's view of memory: which allocation an address lies in, whether other processes can map it, memory of our own."""
+
+import ctypes
+from typing import Any, NamedTuple
+
+import torch
+
+from reshard.core.errors import ReshardError
+
+HANDLE_BYTES = 64
+
+
+class Allocation(NamedTuple):
+    """A CUDA allocation: first address, bytes, and the driver's id, which no later allocation has again (0: it has none)."""
+
+    base: int
+    size: int
+    generation: int
+
+
+def driver() -> Any:
+    from cuda.bindings import driver as bindings
+
+    return bindings
+
+
+def checked(answer: tuple, what: str) -> Any:
+    """What a call of the driver returns. Raises ReshardError where it fails."""
+    status, *values = answer
+    if status:
+        _, text = driver().cuGetErrorString(status)
+        raise ReshardError(f"{what}: {text.decode() if isinstance(text, bytes) else status}")
+    return values[0] if values else None
+
+
+def allocation_of(address: int) -> Allocation:
+    """The CUDA allocation that an address lies in. Raises ReshardError where there is none."""
+    status, base, size = driver().cuMemGetAddressRange(address)
+    base = checked((status, base), f"no CUDA allocation at {address:#x}")
+    return Allocation(int(base), size, generation_of(int(base)))
+
+
+def _attribute(name: str, address: int) -> Any:
+    """An attribute of the memory at an address; None where the driver does not say."""
+    status, value = driver().cuPointerGetAttribute(getattr(driver().CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}"), address)
+    return None if status else value
+
+
+def generation_of(base: int) -> int:
+    """The driver's id of the allocation that is at an address now; 0 where there is none."""
+    return int(_attribute("BUFFER_ID", base) or 0)
+
+
+def frees_of(device: torch.device) -> int | None:
+    """How often torch has given memory of this device back to the driver; None where it does not manage this process's memory."""
+    stats = torch.cuda.memory_stats(device)
+    return stats["num_device_free"] if stats.get("num_device_alloc") else None
+
+
+def is_mapped(address: int) -> bool:
+    """Whether there is memory behind a CUDA address: not so for what vLLM's sleep mode has given away."""
+    return bool(_attribute("MAPPED", address))
+
+
+def is_exportable(base: int) -> bool:
+    """Whether an allocation has a handle for other processes. Expandable segments and the pools of sleep mode have none."""
+    return bool(_attribute("IS_LEGACY_CUDA_IPC_CAPABLE", base))
+
+
+def exported(base: int) -> str:
+    """The handle, in hex, under which another process of this host maps an allocation. Raises ReshardError where it has none."""
+    handle = checked(driver().cuIpcGetMemHandle(base), f"the memory at {base:#x} cannot be shared with other processes")
+    return ctypes.string_at(handle.getPtr(), HANDLE_BYTES).hex()
+
+
+def cuda_memory(size: int, device: torch.device) -> int:
+    """The address of `size` bytes straight from the driver, which other processes may map whatever torch's allocator is set to."""
+    make_current(device)
+    with torch.cuda.device(device):
+        return int(checked(driver().cuMemAlloc(size), f"no {size:,} bytes of GPU memory for a refit's slab: give less bucket_bytes"))
+
+
+def cuda_free(address: int, device: torch.device) -> None:
+    """Give memory of `cuda_memory` back."""
+    make_current(device)
+    with torch.cuda.device(device):
+        checked(driver().cuMemFree(address), "the slab of a refit cannot be freed")
+
+
+def make_current(device: torch.device) -> None:
+    """Make the device's context the current one of this thread, which the driver's calls mean."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()

@@ -1,0 +1,51 @@
+"""The destination of a refit: what an inference rank says of itself, and is told."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from reshard.core.placement import Placement
+from reshard.live.memory import Region
+
+
+class Engine(ABC):
+    """One rank of a running inference engine.
+
+    `hf_config` is the published config of the model that it serves, `placement` what its local tensors hold of the canonical ones, and
+    `regions` where each of these lies, by its id. A refit writes into the regions and nowhere else. As long as
+    it is not `fit`, from when it is made on, an engine refuses to serve.
+    """
+
+    hf_config: dict[str, Any]
+    placement: Placement
+    regions: Mapping[Any, Region]
+    tp: int  # its tensor parallel size, by which replicas among engines' ranks are told apart
+
+    @property
+    @abstractmethod
+    def fit(self) -> bool:
+        """Whether it holds whole weights."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int | None:
+        """The version that the last whole refit brought; None before."""
+
+    @abstractmethod
+    def follow(self) -> bool:
+        """Find the local tensors again where the engine has moved them; whether there were any.
+
+        Raises ReshardError where one has no memory, or is no longer what it was at connect.
+        """
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Before the first byte: not fit, until `end`."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """After the last byte: make again what is derived from the weights."""
+
+    @abstractmethod
+    def end(self, version: int) -> None:
+        """All members have what they need: fit, with weights of this version."""

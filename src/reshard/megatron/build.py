@@ -1,0 +1,174 @@
+"""Megatron-Core models from a Hugging Face config, for those who start a trainer or check one.
+
+The fields that decide numerics (rotary scaling, YaRN and mscale, q/k norm, the router's scores, groups and scaling, shared experts,
+MTP) come from the family's table, the same that converts the weights.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+from reshard.core.extras import importing
+
+with importing("megatron"):
+    import megatron.core  # noqa: F401
+    import torch
+
+from reshard.core.errors import ReshardError
+from reshard.megatron.layout import Layout
+from reshard.megatron.parameters import TRANSFORMER_IMPLS, padded_vocab_size
+from reshard.models.model import Model
+
+YARN_ATTRIBUTES = {
+    "yarn_rotary_scaling_factor": "rotary_scaling_factor", "yarn_mscale": "mscale", "yarn_mscale_all_dim": "mscale_all_dim",
+    "yarn_original_max_position_embeddings": "yarn_original_max_position_embeddings", "yarn_beta_fast": "yarn_beta_fast",
+    "yarn_beta_slow": "yarn_beta_slow", "yarn_correction_range_round_to_int": "yarn_correction_range_round_to_int",
+}  # fmt: skip
+
+
+def transformer_config(model: Model, layout: Layout, *, transformer_impl: str = "transformer_engine", dtype: torch.dtype = torch.bfloat16,
+                       **overrides: Any) -> Any:  # fmt: skip
+    """Megatron's ``TransformerConfig`` (``MLATransformerConfig`` for DeepSeek-V3) of a model in a layout; no process group is needed.
+
+    Dropout is 0. `overrides` are fields of the config, such as ``sequence_parallel=True``, which Megatron demands for training experts
+    with TP. Raises ReshardError where a size does not divide or a field does not exist.
+    """
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    if transformer_impl not in TRANSFORMER_IMPLS:
+        raise ReshardError(f"transformer_impl {transformer_impl!r} is not one of {', '.join(TRANSFORMER_IMPLS)}")
+    layout.check(model)
+    args = model.megatron_args() | layout.megatron_args()
+    kind = MLATransformerConfig if args.get("multi_latent_attention") else TransformerConfig
+    names = {field.name for field in fields(kind)}
+    values = {name: value for name, value in args.items() if name in names}
+    if not args.get("group_query_attention"):
+        values["num_query_groups"] = None
+    if not model.num_experts:
+        values.pop("expert_tensor_parallel_size")
+    values |= {
+        "num_moe_experts": args.get("num_experts"), "activation_func": torch.nn.functional.silu, "gated_linear_unit": True,
+        "num_layers_in_first_pipeline_stage": args.get("decoder_first_pipeline_num_layers"),
+        "num_layers_in_last_pipeline_stage": args.get("decoder_last_pipeline_num_layers"),
+        "transformer_impl": transformer_impl, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        "params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16,
+    }  # fmt: skip
+    values["add_qkv_bias"] = args["add_qkv_bias"] or args["add_bias_linear"]
+    if args.get("multi_latent_attention"):  # where the class has defaults of DeepSeek-V3's
+        values = {"q_lora_rank": None, "rotary_scaling_factor": 1.0} | values
+    if layout.pipeline is not None:
+        values["pipeline_model_parallel_layout"] = PipelineParallelLayerLayout.from_str(layout.pipeline, layout.pp)
+        values["virtual_pipeline_model_parallel_size"] = layout.virtual_stages if layout.virtual_stages > 1 else None
+    if transformer_impl == "local":
+        values |= {"moe_grouped_gemm": False, "persist_layer_norm": False, "gradient_accumulation_fusion": False}
+        if not torch.cuda.is_available():
+            values |= {"use_cpu_initialization": True, "masked_softmax_fusion": False}
+    unknown = overrides.keys() - names
+    if unknown:
+        raise ReshardError(f"{kind.__name__} has no field {', '.join(sorted(unknown))}")
+    config = kind(**(values | overrides))
+    if args["position_embedding_type"] == "yarn":
+        # GPTModel reads these off the config, which has no such fields.
+        for name, arg in YARN_ATTRIBUTES.items():
+            setattr(config, name, args[arg])
+    return config
+
+
+def initialize_parallel(layout: Layout, seed: int = 1234, **options: Any) -> None:
+    """Megatron's ``initialize_model_parallel`` for a layout; torch.distributed must be initialised, with as many ranks as it needs.
+
+    On a GPU Megatron's random states, which its modules draw their weights from, are seeded too.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(
+        layout.tp, layout.pp, layout.virtual_stages if layout.virtual_stages > 1 else None,
+        expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.expert_tp, **options,
+    )  # fmt: skip
+    if torch.cuda.is_available():
+        model_parallel_cuda_manual_seed(seed)
+
+
+def build_megatron(model: Model, layout: Layout, *, transformer_impl: str = "transformer_engine", dtype: torch.dtype = torch.bfloat16,
+                   vocab_divisible_by: int = 128, parallel_output: bool = True, **overrides: Any) -> list[torch.nn.Module]:  # fmt: skip
+    """This rank's ``GPTModel`` chunks, one for each virtual stage, with Megatron's own random weights; bare, as Float16Module and DDP
+    take them.
+
+    Megatron's parallel state must be initialised (`initialize_parallel`). `vocab_divisible_by` is
+    ``--make-vocab-size-divisible-by``; `overrides` as for `transformer_config`.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+
+    args = model.megatron_args()
+    config = transformer_config(model, layout, transformer_impl=transformer_impl, dtype=dtype, **overrides)
+    chunks = []
+    for stage in range(layout.virtual_stages):
+        vp_stage = stage if layout.virtual_stages > 1 else None
+        which = {"ignore_virtual": False, "vp_stage": vp_stage} if vp_stage is not None else {}
+        decoder, mtp = layer_specs(config, transformer_impl, vp_stage)
+        chunks.append(
+            GPTModel(
+                config, decoder, padded_vocab_size(model.symbols["V"], vocab_divisible_by, layout.tp), args["max_position_embeddings"],
+                pre_process=parallel_state.is_pipeline_first_stage(**which),
+                post_process=parallel_state.is_pipeline_last_stage(**which),
+                parallel_output=parallel_output, share_embeddings_and_output_weights=not args["untie_embeddings_and_output_weights"],
+                position_embedding_type=args["position_embedding_type"], rotary_percent=args["rotary_percent"],
+                rotary_base=args["rotary_base"], rope_scaling=args.get("use_rope_scaling", False),
+                rope_scaling_factor=args.get("rope_scaling_factor", 8.0), mtp_block_spec=mtp, vp_stage=vp_stage,
+                seq_len_interpolation_factor=args.get("rotary_seq_len_interpolation_factor"),
+            )
+        )  # fmt: skip
+    return chunks
+
+
+def layer_specs(config: Any, transformer_impl: str, vp_stage: int | None) -> tuple[Any, Any]:
+    """Megatron's specs of the decoder layers and of the MTP layers (None where there are none) of a virtual stage."""
+    from reshard.megatron import compat
+
+    try:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
+    except ImportError as error:
+        raise compat.unknown("has not the layer specs that its models are built from") from error
+
+    engine = transformer_impl == "transformer_engine"
+    decoder = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage)
+    # The stage's own may lack a layer of the kind that MTP follows.
+    last = get_gpt_decoder_layer_specs(config, use_transformer_engine=engine, normalization="RMSNorm")[-1]
+    if config.multi_latent_attention:
+        from reshard.megatron.mla import PlainCoreAttention
+
+        for layer in (*decoder.layer_specs, last):
+            attention = layer.submodules.self_attention
+            if config.q_lora_rank is None:
+                attention.module = compat.MLAWithPlainQueries
+            if not engine:
+                attention.submodules.core_attention = PlainCoreAttention
+    mtp = get_gpt_mtp_block_spec(config, last, use_transformer_engine=engine, vp_stage=vp_stage) if config.mtp_num_layers else None
+    return decoder, mtp
+
+
+@contextmanager
+def without_gpu() -> Iterator[None]:
+    """On a machine without a GPU: what is inside can build and run Megatron's local layers on the CPU.
+
+    They ask for the current CUDA device by name, move tied embeddings there, and want CUDA's random states even where there is no
+    dropout. All three are changed for the whole process and put back.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    from reshard.megatron.compat import without_random_states
+
+    kept, kept_move = torch.cuda.current_device, torch.Tensor.cuda
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    try:
+        with without_random_states():
+            yield
+    finally:
+        torch.cuda.current_device = kept
+        torch.Tensor.cuda = kept_move  # type: ignore[method-assign]

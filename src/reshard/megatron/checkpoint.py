@@ -1,0 +1,232 @@
+"""How a ``torch_dist`` checkpoint arranges Megatron's parameters: keys, chunks, and who saves them.
+
+`chunks_to_write` cuts parameters the way the ranks of a layout would save them; `placement_of_keys` reads any checkpoint's chunks, or
+a live model's shards, as a placement.
+
+Megatron has two schemes of keys. Layers of one kind are stacked, ``decoder.layers.mlp.linear_fc1.weight [layers, ...]``; where
+kinds are mixed (and always for MTP) every layer has keys of its own, ``decoder.layers.3.mlp...``. Experts are stacked in both;
+a third spelling, ``singleton_local_shards``, gives every expert and each half of SwiGLU its own key, and is only read.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from reshard.core.boxes import Box, whole
+from reshard.core.errors import ReshardError, listed
+from reshard.core.placement import LocalTensor, Placement
+from reshard.formats.torch_dist import Key
+from reshard.megatron.layout import Layout
+from reshard.megatron.parameters import Mapping, Parameter, inside
+from reshard.megatron.ranks import Ranks, cuts
+from reshard.models.model import Model
+
+Keys = dict[str, Key]
+
+# What a training checkpoint holds besides weights; left alone, and said so.
+NOT_WEIGHTS = {
+    "optimizer state": ("optimizer.", "chained_", "param_groups", "shard_"),
+    "RNG state": ("rng_state",),
+    "rerun state": ("rerun_state_machine_state",),
+    "common state": ("common_state",),
+}
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+# Modules with a weight and another rule than linear layers for ``_extra_state``.
+NORMS = {"input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "final_layernorm", "enorm", "hnorm"}
+WITHOUT_STATE = {"embedding.word_embeddings", "output_layer", "mlp.router"}
+
+
+class Chunk(NamedTuple):
+    """A chunk as one rank saves it. Its local tensor has the dims of the parameter; `offsets` and `sizes` are the key's."""
+
+    key: str
+    key_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    rank: int
+    tensor: LocalTensor
+    fp32: bool
+
+
+def key_of(parameter: Parameter, stacked: bool, transformer_impl: str) -> str:
+    """The checkpoint key of a parameter, without its position among those that are stacked."""
+    name = parameter.local_name if transformer_impl == "local" else parameter.name
+    if parameter.prefix == "decoder.layers." and not stacked:
+        return f"{parameter.prefix}{parameter.layer}.{name}"
+    return parameter.prefix + name
+
+
+class NewObject(NamedTuple):
+    """An object as one rank saves it: `key` with its position among the stacked layers and experts."""
+
+    key: str
+    rank: int
+
+
+def chunks_to_write(model: Model, mapping: Mapping, layout: Layout, transformer_impl: str) -> Iterator[Chunk]:
+    """Every chunk that the ranks of a layout save, the way Megatron's own ``dist_checkpointing.save`` cuts them.
+
+    A parameter that several ranks hold alike is saved by the first of them; local tensors are named by (key, offsets).
+    """
+    ranks = Ranks(model, layout)
+    for p in mapping.parameters:
+        key, stack = key_of(p, model.uniform, transformer_impl), _stack(p, model)
+        key_shape = (*(n for _, n in stack), *p.shape)
+        for index, box in cuts(p, layout):
+            rank, offsets = ranks.first(p, index), (*(i for i, _ in stack), *box.offsets)
+            tensor = LocalTensor((key, offsets), box.lengths, *inside(p, box), holder=rank)
+            yield Chunk(key, key_shape, offsets, (*(1 for _ in stack), *box.lengths), rank, tensor, p.fp32)
+
+
+def extra_states_to_write(model: Model, mapping: Mapping, layout: Layout, transformer_impl: str) -> Iterator[NewObject]:
+    """The ``_extra_state`` objects that a model of these layers asks for when it loads; they hold nothing without fp8.
+
+    Every linear layer has one, whatever its implementation; Transformer Engine's norms have one too, and in some of its releases
+    (not in 2.16) the core attention.
+    """
+    ranks = Ranks(model, layout)
+    engine = transformer_impl == "transformer_engine"
+    for p in mapping.parameters:
+        module, _, kind = p.name.rpartition(".")
+        norm = module.rpartition(".")[2] in NORMS
+        if kind != "weight" or module in WITHOUT_STATE or (norm and not engine):
+            continue
+        modules = [module]
+        if engine and module == "self_attention.linear_proj":
+            modules.append("self_attention.core_attention")
+        stack = _stack(p, model) or [(0, 1)]
+        place = "shard_" + ".".join(str(i) for i, _ in stack) + "_" + ".".join(str(n) for _, n in stack)
+        prefix = key_of(p, model.uniform, "transformer_engine").removesuffix(p.name)
+        for name in modules:
+            yield NewObject(f"{prefix}{name}._extra_state/{place}", ranks.first(p))
+
+
+def _stack(p: Parameter, model: Model) -> list[tuple[int, int]]:
+    """A parameter's (index, size) in the stacked dims that come before its own."""
+    layers = [(p.layer or 0, model.num_layers)] if p.prefix == "decoder.layers." and model.uniform else []
+    return layers + ([] if p.expert is None else [(p.expert, model.num_experts)])
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint's weights as a placement. A local tensor's id is (key, chunk offsets, chunk sizes, elements before it)."""
+
+    placement: Placement
+    notices: list[str]
+
+
+def vocab_rows(keys: Keys, where: object, model: Model) -> int:
+    """Vocabulary rows of a checkpoint, padding included. Raises ReshardError where they are fewer than the vocabulary."""
+    key = keys.get(EMBEDDING)
+    vocab = model.symbols["V"]
+    if key is None or not key.shape:
+        raise ReshardError(f"{where} has no embedding.word_embeddings.weight: it is not a GPT model's checkpoint")
+    if key.shape[0] < vocab:
+        raise ReshardError(f"{where} has {key.shape[0]} vocabulary rows, fewer than vocab_size {vocab} of {model.where}")
+    return key.shape[0]
+
+
+def placement_of_keys(keys: Keys, objects: Iterable[str], where: object, model: Model, mapping: Mapping, complete: bool = True) -> Found:
+    """Find every parameter of a model among global tensors by key, in whichever scheme and spelling they have.
+
+    Without `complete`, keys are those of one rank, which has some parameters only, and some chunks of them. Raises ReshardError with
+    the names where a parameter is missing or of the wrong shape, or where a key is left over.
+    """
+    index = {key: _by_stack((c for c in entry.chunks if all(c[1])), len(entry.shape)) for key, entry in keys.items()}
+    used: set[str] = set()
+    missing: list[str] = []
+    tensors: dict = {}
+    for p in mapping.parameters:
+        for key, stack, box in _spellings(p, model, keys):
+            if key not in keys:
+                continue
+            entry = keys[key]
+            shape = (*(n for _, n in stack), *box.lengths)
+            if entry.shape != shape:
+                raise ReshardError(f"{where}: {key} has shape {list(entry.shape)}, expected {list(shape)} for {model.where}")
+            if not entry.dtype.floating:
+                raise ReshardError(f"{where}: {key} has dtype {entry.dtype.name}, which is not a weight's")
+            if complete and key not in used:
+                held = sum(prod(sizes) for _, sizes in entry.chunks)
+                if held != prod(shape):
+                    how = "lacks chunks" if held < prod(shape) else "has chunks that overlap"
+                    raise ReshardError(f"{where}: {key} {how}: they hold {held:,} elements, its shape {list(shape)} has {prod(shape):,}")
+            used.add(key)
+            for offsets, sizes in index[key](tuple(i for i, _ in stack)):
+                depth = len(stack)
+                local = Box(tuple(o + d for o, d in zip(offsets[depth:], box.offsets, strict=True)), sizes[depth:])
+                before = 0
+                for (i, _), start, size in zip(stack, offsets, sizes, strict=False):
+                    before = before * size + (i - start)
+                before *= prod(sizes[depth:])
+                parts, fills = inside(p, local)
+                tensor = LocalTensor((key, offsets, sizes, before), sizes[depth:], parts, fills)
+                tensors[tensor.id] = tensor
+            is_whole, is_last_half = box.lengths == p.shape, box.offsets[0] > 0
+            if is_whole or is_last_half:
+                break
+        else:
+            missing.append(key_of(p, model.uniform, "transformer_engine") + ("" if p.expert is None else f" (expert {p.expert})"))
+    if missing and complete:
+        raise ReshardError(f"{where} lacks {len(missing)} parameters that {model.where} calls for: {listed(missing)}")
+    notices, unknown = [], []
+    left_over: dict[str, int] = defaultdict(int)
+    for key in (*keys, *objects):
+        if key in used:
+            continue
+        what = "Transformer Engine state" if "._extra_state" in key else next(
+            (name for name, starts in NOT_WEIGHTS.items() if key.startswith(starts)), None)  # fmt: skip
+        if what is None:
+            unknown.append(key)
+        elif what != "common state":
+            left_over[what] += 1
+    if unknown:
+        raise ReshardError(f"{where} holds {len(unknown)} parameters that {model.family.name} does not have: {listed(sorted(unknown))}")
+    notices += [f"ignored {n} entries of {what}" for what, n in sorted(left_over.items())]
+    return Found(Placement(mapping.shapes, tensors), notices)
+
+
+def _by_stack(chunks: Iterable, dims: int) -> Callable[[tuple[int, ...]], list]:
+    """Look chunks up by their position in the first `len(stack)` dims.
+
+    Megatron saves one layer and one expert a chunk, which is found directly; chunks that span several are searched.
+    """
+    exact: dict[tuple[int, ...], list] = defaultdict(list)
+    spanning: dict[int, list] = defaultdict(list)
+    for offsets, sizes in chunks:
+        for depth in range(min(3, dims + 1)):
+            if all(n == 1 for n in sizes[:depth]):
+                exact[offsets[:depth]].append((offsets, sizes))
+            else:
+                spanning[depth].append((offsets, sizes))
+
+    def at(stack: tuple[int, ...]) -> list:
+        around = [c for c in spanning[len(stack)] if all(o <= i < o + n for i, o, n in zip(stack, *c, strict=False))]
+        return exact.get(stack, []) + around
+
+    return at
+
+
+def _spellings(p: Parameter, model: Model, keys: Keys) -> Iterator[tuple[str, list[tuple[int, int]], Box]]:
+    """Where a parameter may be: key, its (index, size) in the stacked dims, and the box of the parameter that the key holds.
+
+    A key that holds the first half only (`singleton_local_shards`) is followed by the one with the second.
+    """
+    experts = [] if p.expert is None else [(p.expert, model.num_experts)]
+    for name in dict.fromkeys((p.name, p.local_name)):
+        if p.prefix == "decoder.layers.":
+            yield p.prefix + name, [(p.layer or 0, model.num_layers), *experts], whole(p.shape)
+            prefix = f"{p.prefix}{p.layer}."
+        else:
+            prefix = p.prefix
+        yield prefix + name, experts, whole(p.shape)
+        single = name if p.expert is None else name.replace(".experts.experts.", f".experts.experts.{p.expert}.")
+        if p.expert is not None:
+            yield prefix + single, [], whole(p.shape)
+        if p.halves == 2:
+            half = (p.shape[0] // 2, *p.shape[1:])
+            if f"{prefix}{single}_w" in keys and f"{prefix}{single}_v" in keys:
+                for suffix, start in (("_w", 0), ("_v", half[0])):
+                    yield f"{prefix}{single}{suffix}", [], Box((start, *(0,) * (len(half) - 1)), half)

@@ -1,0 +1,75 @@
+"""What is needed of Megatron-Core and is no part of its interface, for megatron-core 0.16 to 0.20. No other file of reshard names it.
+
+Below 0.16 there is no `get_gpt_decoder_layer_specs`, with which models are built. Nothing is changed when this is imported.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from importlib import metadata
+from typing import Any
+
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+from reshard.core.errors import ReshardError
+
+try:
+    from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+except ImportError:  # before 0.19
+    QKNormConfigResolver = None
+
+OLDEST, NEWEST = "0.16", "0.20"  # that models were built and refitted from with
+
+
+def unknown(what: str) -> ReshardError:
+    """The error for a Megatron-Core in which something is not where it is known to be. `what` completes "this megatron-core"."""
+    try:
+        version = metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
+        from megatron.core import package_info
+
+        version = package_info.__version__
+    return ReshardError(f"this megatron-core {version} {what}; reshard is tested with {OLDEST} to {NEWEST}: use one of those")
+
+
+if QKNormConfigResolver is None:
+    MLAWithPlainQueries: type = MLASelfAttention  # which has no second norm
+else:
+
+    class _PlainQueries(QKNormConfigResolver):
+        def _mla_fused_linear_or_default(self, module_spec: Any, module_name: str) -> Any:
+            return self.linear_impl if module_name == "linear_q_proj" else super()._mla_fused_linear_or_default(module_spec, module_name)
+
+    class MLAWithPlainQueries(MLASelfAttention):  # type: ignore[no-redef]
+        """MLA without ``q_lora_rank`` as it is published: no second norm before ``linear_q_proj``, where 0.19 on puts one."""
+
+        def _resolve_qk_norm_config(self, submodules: Any) -> Any:
+            return _PlainQueries(self.config, replace(submodules, q_layernorm=IdentityOp)).resolve()
+
+
+@contextmanager
+def without_random_states() -> Iterator[None]:
+    """While it is open, layers find random states of CUDA that do nothing: they want them even where there is no dropout."""
+    names = ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")
+    if not all(hasattr(random, name) for name in names):
+        raise unknown("keeps CUDA's random states elsewhere, so that its layers do not run without a GPU")
+    before = [getattr(random, name) for name in names]
+    for name, value in zip(names, (_NoRandomStates(), True)):
+        setattr(random, name, value)
+    try:
+        yield
+    finally:
+        for name, value in zip(names, before):
+            setattr(random, name, value)
+
+
+class _NoRandomStates:
+    """In place of CUDA's random states, by the name that Megatron asks for."""
+
+    def fork(self, *_: Any) -> Any:
+        return nullcontext()
+
+    def is_initialized(self) -> bool:
+        return True

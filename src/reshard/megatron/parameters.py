@@ -1,0 +1,166 @@
+"""Megatron's parameters, derived from a table and a model: each whole, made of canonical pieces."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from reshard.core.boxes import Box, whole
+from reshard.core.placement import Part
+from reshard.models.model import Block, Model
+from reshard.models.tables import Row
+
+TRANSFORMER_IMPLS = ("transformer_engine", "local")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One Megatron parameter of one layer (and one expert), whole, as if nothing were split.
+
+    `parts` place canonical boxes in it, `halves` is 2 where gate and up are split apart, `padded` is the number of rows after
+    the vocabulary that are zero.
+    """
+
+    prefix: str
+    name: str
+    local_name: str
+    layer: int | None
+    expert: int | None
+    mtp: bool
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    split: tuple[str, int] | None
+    halves: int = 1
+    padded: int = 0
+    fp32: bool = False
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """A model's table, expanded: canonical shapes, copies and Megatron parameters.
+
+    `copies` maps a canonical name to the name that has the same bytes; `ignored` and `optional` are canonical names that may be
+    present; `fp32` are those that are never cast down.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    parameters: list[Parameter]
+    copies: dict[str, str]
+    ignored: frozenset[str]
+    optional: frozenset[str]
+    fp32: frozenset[str]
+
+
+def expand(model: Model, transformer_impl: str = "transformer_engine", padded_vocab: int | None = None) -> Mapping:
+    """Expand a model's table. `padded_vocab` is Megatron's number of vocabulary rows (default: no padding)."""
+    found = _Expansion(model, transformer_impl, padded_vocab)
+    for block in model.blocks():
+        found.block(block)
+    copies = {name: found.primary[megatron] for name, megatron in found.copies.items()}
+    return Mapping(found.shapes, found.parameters, copies, frozenset(found.ignored), frozenset(found.optional), frozenset(found.fp32))
+
+
+class _Expansion:
+    def __init__(self, model: Model, transformer_impl: str, padded_vocab: int | None) -> None:
+        self.model, self.impl, self.padded_vocab = model, transformer_impl, padded_vocab
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.parameters: list[Parameter] = []
+        self.copies: dict[str, str] = {}
+        self.primary: dict[str, str] = {}
+        self.ignored: set[str] = set()
+        self.optional: set[str] = set()
+        self.fp32: set[str] = set()
+
+    def block(self, block: Block) -> None:
+        groups: dict[str, list[Row]] = defaultdict(list)
+        experts = range(self.model.num_experts)
+        for row in block.rows:
+            name = block.published + row.hf
+            if row.arrangement == "ignored":
+                self.ignored.add(name)
+            elif row.arrangement == "copy":
+                self.copies[name] = row.megatron
+                self.shapes[name] = self.model.shape(row.shape)
+            else:
+                groups[row.megatron].append(row)
+            if row.optional:
+                self.optional.add(name)
+        for megatron, rows in groups.items():
+            shapes = [self.model.shape(row.shape) for row in rows]
+            for named in zip(*(row.names(block.published, experts) for row in rows), strict=True):
+                self._parameter(block, megatron, rows, [name for _, name in named], shapes, named[0][0])
+
+    def _parameter(
+        self, block: Block, megatron: str, rows: list[Row], names: list[str], shapes: list[tuple[int, ...]], expert: int | None
+    ) -> None:
+        """One Megatron parameter, which these rows fill with the published tensors `names`."""
+        row, rest = rows[0], shapes[0][1:]
+        length, padded, halves = sum(shape[0] for shape in shapes), 0, 1
+        kinds = [r.arrangement for r in rows]
+        if kinds == ["q", "k", "v"]:
+            parts = _query_groups(names, shapes, self.model.symbols["NKV"])
+        elif kinds == ["gate", "up"]:
+            halves = 2
+            parts = [Part(n, whole(s), (i * s[0], *(0,) * len(rest))) for i, (n, s) in enumerate(zip(names, shapes, strict=True))]
+        elif kinds in (["plain"], ["vocab"]):
+            parts = [Part(names[0], whole(shapes[0]), (0,) * len(shapes[0]))]
+            if kinds == ["vocab"] and self.padded_vocab:
+                padded = self.padded_vocab - length
+                length = self.padded_vocab
+        else:
+            raise ValueError(f"{self.model.family.name}: {megatron} is made of {kinds}, which no rule arranges")
+        local = self.model.family.local_names.get(megatron, megatron)
+        self.shapes.update(zip(names, shapes, strict=True))
+        self.primary.setdefault(megatron, names[0])
+        if row.fp32:
+            self.fp32.update(names)
+        split = row.split_of(self.impl)
+        self.parameters.append(
+            Parameter(
+                block.megatron,
+                megatron,
+                local,
+                block.layer,
+                expert,
+                block.mtp,
+                (length, *rest),
+                tuple(parts),
+                split,
+                halves,
+                padded,
+                row.fp32,
+            )
+        )
+
+
+def _query_groups(names: list[str], shapes: list[tuple[int, ...]], groups: int) -> list[Part]:
+    """Rows of a fused QKV parameter: for each query group its queries, its key, its value."""
+    rows = [shape[0] // groups for shape in shapes]
+    rest, parts = shapes[0][1:], []
+    for group in range(groups):
+        at = group * sum(rows)
+        for name, n in zip(names, rows, strict=True):
+            parts.append(Part(name, Box((group * n, *(0,) * len(rest)), (n, *rest)), (at, *(0,) * len(rest))))
+            at += n
+    return parts
+
+
+def padded_vocab_size(vocab: int, divisible_by: int, tp: int) -> int:
+    """Vocabulary rows in Megatron: the next multiple of ``--make-vocab-size-divisible-by`` times TP."""
+    multiple = divisible_by * tp
+    return -(-vocab // multiple) * multiple
+
+
+def inside(p: Parameter, box: Box) -> tuple[tuple[Part, ...], tuple[Box, ...]]:
+    """The parts and the padding of a parameter that lie in a box of it, in the box's own coordinates."""
+    parts = []
+    for part in p.parts:
+        common = part.local_box.intersect(box)
+        if common is not None:
+            start = tuple(o + d for o, d in zip(part.box.offsets, common.relative_to(part.at), strict=True))
+            parts.append(Part(part.name, Box(start, common.lengths), common.relative_to(box.offsets)))
+    fills: tuple[Box, ...] = ()
+    if p.padded:
+        padding = Box((p.shape[0] - p.padded, *(0,) * (len(p.shape) - 1)), (p.padded, *p.shape[1:]))
+        common = padding.intersect(box)
+        if common is not None:
+            fills = (Box(common.relative_to(box.offsets), common.lengths),)
+    return tuple(parts), fills

@@ -1,0 +1,1 @@
+"""Mapping tables, and a model as its config describes it."""

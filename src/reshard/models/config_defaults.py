@@ -1,0 +1,16 @@
+"""What a field of a config is where the config says nothing: the defaults of transformers' config classes, without the fields that a
+mapping table has and those that have no effect.
+
+Written by ``python -m tests.config_defaults``; a test compares it with the installed transformers.
+"""
+
+from typing import Any
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"is_encoder_decoder": False, "pretraining_tp": 1, "rope_interleave": True},
+    "glm4_moe": {"is_encoder_decoder": False},
+    "llama": {"is_encoder_decoder": False},
+    "qwen2": {"is_encoder_decoder": False},
+    "qwen3": {"is_encoder_decoder": False},
+    "qwen3_moe": {"is_encoder_decoder": False},
+}

@@ -1,0 +1,393 @@
+"""Families: what a mapping file says of an architecture, and what holds where it says nothing."""
+
+import difflib
+import importlib
+import pkgutil
+import re
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
+
+from reshard.core.errors import ReshardError, listed
+from reshard.models.config_fields import MAPPED, NO_EFFECT, WINDOW, whole_number
+from reshard.models.meaning import DECIDES, moe_pattern
+from reshard.models.rope import MLA_YARN, hf_rope, inverse_frequencies, megatron_rope, rope_of
+from reshard.models.tables import Row, read_rows
+
+if TYPE_CHECKING:
+    from reshard.models.model import Model
+
+# In place of a default: a config without the field is refused.
+NEEDED = ("needed", "needed, an amount")
+# Where null means what absence means, in transformers too.
+NULLABLE = ("head_dim", "num_key_value_heads", "num_nextn_predict_layers")
+# What leaving an argument out means, where the config has a number for it.
+UNSAID = (("moe_router_num_groups", 1), ("moe_router_group_topk", 1), ("moe_router_topk_scaling_factor", 1.0))
+# The arguments by which the families of a checkpoint's args are told apart; the last two say something of
+# models with experts only.
+TELLS_APART = (
+    "multi_latent_attention",
+    "qk_layernorm",
+    "add_qkv_bias",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+)
+# Tokens of a training sequence, where the model can take as many: its length is chosen for a run, not by the
+# model.
+TRAINING_LENGTH = 4096
+# What Megatron's arguments are for every family here, unless its `megatron` says otherwise.
+MEGATRON: dict[str, Any] = {
+    "normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "group_query_attention": True,
+    "multi_latent_attention": False, "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False,
+}  # fmt: skip
+# The same of families with experts.
+MEGATRON_MOE: dict[str, Any] = {
+    "moe_router_score_function": "softmax",
+    "moe_router_dtype": "fp32",
+    "moe_grouped_gemm": True,
+}
+# Megatron's local layers: the parameters that have another name in a checkpoint than in one of Transformer
+# Engine layers; with multi-latent attention they are others.
+LOCAL_NAMES = {"pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
+LOCAL_NAMES_LATENT = {
+    "mlp.linear_fc1.layer_norm_weight":                  "pre_mlp_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight":  "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+}  # fmt: skip
+
+
+class Family:
+    """An architecture. A mapping file is a subclass that says what sets it apart: a table of literals, and a
+    method of this class where a rule is the family's own.
+
+    Every family says:
+
+    - `name`: transformers' ``model_type``; `architecture`: its model class, as ``architectures`` of a config
+      names it.
+    - `symbols`: the letters of shapes, and the config fields that they stand for.
+    - `config`: rows of (config field, Megatron's argument, relation, default). ``|`` joins the field's
+      spellings; the relation is ``=`` or ``not``; the default is what transformers has where the field is
+      absent: a value, another field, the quotient of two, or ``needed``. Its type is the field's: a switch,
+      an amount (with a point, or ``needed, an amount``), or else a whole number.
+    - `layer`: the rows of a decoder layer, in the columns of `reshard.models.tables`.
+
+    and, where the values below do not hold, any of these:
+
+    - `megatron`, `hf`: arguments and config fields that are the same for all its models. `model_types`: other
+      names by which the same architecture is published.
+    - `model`, `mtp`: the rows outside the layers, and those of a multi-token-prediction layer besides the
+      decoder layer in it.
+    - `first_dense`: the field with the number of dense layers, after which all have experts.
+      `shared_experts`: the field with the number of experts that every token goes to, each as wide as a
+      routed one.
+    - `rotary`: the symbol of a head's dims that turn; `partial_rotary`: which share of them does where the
+      config does not say, None where it is all and nothing else is mapped; `rope_types`: the rotary
+      embeddings that Megatron has for it.
+    - `window`: which layers attend to a window where ``use_sliding_window`` is set: ``from
+      max_window_layers`` on, or ``everywhere``; empty for a family without such fields. Only a config without
+      any such layer is taken.
+    - `reads`: fields that only its own methods read.
+    - `refused`: (field, values that are mapped, why others are not); ``a != b`` compares two fields, ``a != b
+      + c`` with a sum.
+    - `no_effect`: fields that change nothing of what the weights compute, besides those of
+      `reshard.models.config_fields`. Any field that is named nowhere has to be at its default in
+      transformers.
+    - `vllm_names`: (published name, vLLM's parameter, where) besides or instead of those in
+      `reshard.engines.vllm.names`; None where none holds, so that a refit goes by vLLM's traced loader alone.
+      `vllm_ends`: whether vLLM has embedding and output on ``the ends`` of a pipeline or on ``every stage``.
+    - `layers`, `ends`, `outputs`: where the modules are whose outputs transformers and Megatron both have.
+    """
+
+    name: str
+    architecture: str
+    symbols: dict[str, str]
+    config: tuple[tuple[str, str, str, Any], ...]
+    layer: tuple[tuple[str, ...], ...]
+
+    megatron: dict[str, Any] = {}
+    hf: dict[str, Any] = {}
+    model: tuple[tuple[str, ...], ...] = (
+        ("model.embed_tokens.weight", "V H", "embedding.word_embeddings.weight", "vocab", "tp 0", "always"),
+        ("model.norm.weight",         "H",   "decoder.final_layernorm.weight",   "plain", "-",    "always"),
+        ("lm_head.weight",            "V H", "output_layer.weight",              "vocab", "tp 0", "not tie_word_embeddings"),
+        ("lm_head.weight",            "V H", "embedding.word_embeddings.weight", "copy",  "tp 0", "tie_word_embeddings, optional"),
+    )  # fmt: skip
+    mtp: tuple[tuple[str, ...], ...] = (
+        ("enorm.weight",            "H",     "enorm.weight",                     "plain", "-",    "always"),
+        ("hnorm.weight",            "H",     "hnorm.weight",                     "plain", "-",    "always"),
+        ("eh_proj.weight",          "H 2*H", "eh_proj.weight",                   "plain", "tp 0", "always"),
+        ("shared_head.norm.weight", "H",     "final_layernorm.weight",           "plain", "-",    "always"),
+        ("embed_tokens.weight",     "V H",   "embedding.word_embeddings.weight", "copy",  "tp 0", "always"),
+        ("shared_head.head.weight", "V H",   "output_layer.weight",              "copy",  "tp 0", "not tie_word_embeddings"),
+        ("shared_head.head.weight", "V H",   "embedding.word_embeddings.weight", "copy",  "tp 0", "tie_word_embeddings, optional"),
+    )  # fmt: skip
+    model_types: tuple[str, ...] = ()
+    first_dense = ""
+    shared_experts = ""
+    rotary = "D"
+    partial_rotary: float | None = None
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    window = ""
+    reads: tuple[str, ...] = ()
+    refused: tuple[tuple[str, tuple, str], ...] = ()
+    no_effect: tuple[str, ...] = ()
+    vllm_names: tuple[tuple[str, str, str], ...] | None = ()
+    vllm_ends = "the ends"
+    # place for people, module in transformers, module in Megatron
+    layers = "model.layers."
+    ends = (
+        ("the embedding",    "model.embed_tokens", "embedding"),
+        ("the final norm",   "model.norm",         "decoder.final_layernorm"),
+        ("the output layer", "lm_head",            "output_layer"),
+    )  # fmt: skip
+    outputs = (
+        ("input norm", "input_layernorm",          "input_layernorm"),
+        ("attention",  "self_attn",                "self_attention"),
+        ("MLP norm",   "post_attention_layernorm", "pre_mlp_layernorm"),
+        ("MLP",        "mlp",                      "mlp"),
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        """Read the tables. Raises ValueError where a row does not follow the columns."""
+        self.spellings = [(*_spelled(field), arg, relation, default) for field, arg, relation, default in self.config]
+        self.has_experts = "E" in self.symbols
+        self.latent = bool(self.megatron.get("multi_latent_attention"))
+        self.local_names = LOCAL_NAMES_LATENT if self.latent else LOCAL_NAMES
+        self.megatron = MEGATRON | (MEGATRON_MOE if self.has_experts else {}) | self.megatron
+        tables = {"model": self.model, "layer": self.layer, "mtp": self.mtp}
+        self.rows: dict[str, tuple[Row, ...]] = {
+            block: read_rows(table, type(self).__module__, self.fields) for block, table in tables.items()
+        }
+
+    @cached_property
+    def fields(self) -> frozenset[str]:
+        """The config fields that a row or a rule reads."""
+        rows = {spelling for name, others, *_ in self.spellings for spelling in (name, *others)}
+        refused = {part for field, *_ in self.refused for part in re.split(r" != | \+ ", field)}
+        rules = {
+            *MAPPED,
+            *self.reads,
+            *(WINDOW if self.window else ()),
+            *filter(None, (self.first_dense, self.shared_experts)),
+        }
+        return frozenset(rules | rows | refused | set(self.symbols.values()))
+
+    def field_of(self, argument: str) -> str | None:
+        """The config field that says what an argument of Megatron's is."""
+        return next((name for name, _, arg, *_ in self.spellings if arg == argument), None)
+
+    def has_no_effect(self, name: str) -> bool:
+        """Whether this field changes nothing of what the weights compute; a leading underscore is
+        transformers' own business."""
+        return name.startswith("_") or name in NO_EFFECT or name in self.no_effect
+
+    # A config
+
+    def as_published(self, config: dict[str, Any]) -> dict[str, Any]:
+        """A config as it is published, of one that an engine's model class has changed."""
+        return config
+
+    def layer_kinds(self, config: dict[str, Any], where: str) -> tuple[str, ...]:
+        """``dense`` or ``moe`` for each decoder layer. Raises ReshardError where a field does not say which."""
+        layers = int(config["num_hidden_layers"])
+        if not self.first_dense:
+            return ("moe" if self.has_experts else "dense",) * layers
+        first = config.get(self.first_dense)
+        if first is None:
+            raise ReshardError(f"{where} has no field {self.first_dense}, which {self.architecture} needs")
+        if not whole_number(first, 0):
+            raise ReshardError(f"{where}: {self.first_dense} is {first!r:.80}, which is not a whole number")
+        return tuple("dense" if layer < first else "moe" for layer in range(layers))
+
+    def kinds_as_fields(self, pattern: list[int]) -> dict[str, Any]:
+        """The inverse of `layer_kinds`: the fields that say it, of a 1 for each layer with experts and a 0
+        for each without."""
+        return {self.first_dense: pattern.index(1)} if self.first_dense else {}
+
+    def check_window(self, config: dict[str, Any], where: str) -> None:
+        """Raise ReshardError where a layer attends to a window only.
+
+        What is absent is what transformers' classes have then: a window of 4096 tokens, from layer 28 on.
+        """
+        if not self.window:
+            return
+        everywhere, types = self.window == "everywhere", config.get("layer_types")
+        first = 0 if everywhere else config.get("max_window_layers", 28)
+        slides = bool(config.get("use_sliding_window")) and config.get("sliding_window", 4096) is not None
+        slides = slides and (first is None or first < config["num_hidden_layers"])
+        if types is not None:
+            slides = any(kind != "full_attention" for kind in types) or (slides and everywhere)
+        if slides:
+            said = listed((f"{name} = {config[name]}" for name in WINDOW if config.get(name) is not None), 4)
+            raise ReshardError(f"{where}: {said} makes layers attend to a window, which is not mapped")
+
+    def rope(self, config: dict[str, Any], where: str = "config.json") -> dict[str, Any]:
+        """The rotary settings of a config, see `rope_of`."""
+        return rope_of(config, where, 1.0 if self.partial_rotary is None else self.partial_rotary)
+
+    def inverse_frequencies(self, model: "Model") -> list[float]:
+        """The angles, in radians, by which a model's rotary embedding turns each pair of dims from one
+        position to the next."""
+        rope = self.rope(model.config, model.where)
+        return inverse_frequencies(rope, int(model.symbols[self.rotary] * rope["partial_rotary_factor"]))
+
+    # Megatron's arguments
+
+    def rope_args(self, config: dict[str, Any], where: str) -> dict[str, Any]:
+        """Megatron's rotary arguments. Raises ReshardError, by name, where it has no setting for what the
+        config asks for."""
+        rope = self.rope(config, where)
+        share = rope["partial_rotary_factor"]
+        if share != 1.0 and self.partial_rotary is None:
+            raise ReshardError(f"{where}: partial_rotary_factor {share} is not supported, only 1.0")
+        if rope["rope_type"] not in self.rope_types:
+            name, known = rope["rope_type"], listed(self.rope_types)
+            raise ReshardError(f"{where}: rope type {name!r:.60} has no counterpart in Megatron for this family, which has {known}")
+        return megatron_rope(rope, self.latent, where)
+
+    def megatron_args(self, model: "Model") -> dict[str, Any]:
+        """Megatron-LM's arguments for a model, by their names in ``args``; no parallel sizes."""
+        args = dict(self.megatron)
+        for name, _, arg, relation, _ in self.spellings:
+            value = model.config[name]
+            if value is not None and (arg, value) not in UNSAID:
+                args[arg] = not value if relation == "not" else value
+        args |= self.rope_args(model.config, model.where)
+        if args.get("rope_type") == "rope" or args["position_embedding_type"] == "yarn":
+            args["apply_rope_fusion"] = False  # Megatron's fused rotary embeddings lack it
+        args["seq_length"] = min(args["max_position_embeddings"], TRAINING_LENGTH)
+        args |= {
+            "hidden_dropout": 0.0,
+            "attention_softmax_in_fp32": True,
+        }  # no family has the one, all have the other
+        if args["group_query_attention"] and args["num_query_groups"] == args["num_attention_heads"]:
+            args["group_query_attention"] = False
+        if model.num_experts:
+            args["moe_layer_freq"] = 1 if model.uniform else [int(kind == "moe") for kind in model.kinds]
+            if model.shared_width:
+                args["moe_shared_expert_intermediate_size"] = model.shared_width
+        else:
+            args = {key: value for key, value in args.items() if key != "num_experts" and not key.startswith("moe_")}
+        args.pop("mtp_num_layers", None)
+        return args | ({"mtp_num_layers": model.mtp_layers} if model.mtp_layers else {})
+
+    def config_of_args(self, args: dict[str, Any], where: str) -> dict[str, Any]:
+        """The inverse of `megatron_args`: the config that these arguments describe. Raises ReshardError where
+        one is missing."""
+        config: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": self.name,
+            "hidden_act": "silu",
+            **self.hf,
+        }
+        if args.get("add_bias_linear"):
+            args = args | {"add_qkv_bias": self.megatron["add_qkv_bias"]}  # Megatron sets it then, and it says nothing more
+        for name, _, arg, relation, default in self.spellings:
+            value = args.get(arg)
+            value = dict(UNSAID).get(arg) if value is None else value
+            if arg == "num_query_groups" and not args.get("group_query_attention"):
+                value = args.get("num_attention_heads")
+            if arg == "moe_aux_loss_coeff" and isinstance(value, list):
+                value = value[0] if len(value) == 1 else None
+            if value is None and default in NEEDED and arg != "num_experts":
+                raise ReshardError(f"{where} has no {arg}, which {self.name} needs: pass --hf-config with the model's config.json")
+            if value is not None or relation == "not" or default is None:
+                config[name] = not value if relation == "not" else value
+        config |= hf_rope(args)
+        if self.partial_rotary is not None:
+            config["partial_rotary_factor"] = 1.0 if args.get("rotary_percent") is None else args["rotary_percent"]
+        if self.has_experts:
+            config |= self.kinds_as_fields(moe_pattern(args.get("moe_layer_freq") or 1, int(args["num_layers"])))
+        if self.shared_experts:
+            shared = args.get("moe_shared_expert_intermediate_size") or 0
+            config[self.shared_experts] = shared // int(args["moe_ffn_hidden_size"]) or None
+        return config
+
+    def unlike(self, args: dict[str, Any]) -> list[str]:
+        """By which of a checkpoint's args it is none of this family; one that they lack is at Megatron's
+        default."""
+        experts = bool(args.get("num_experts"))
+        if experts != self.has_experts:
+            return ["num_experts"]
+        if args.get("add_bias_linear") or args.get("multi_latent_attention"):
+            args = args | {"add_qkv_bias": False}  # Megatron sets the one with the other; with latent attention it says nothing
+        found = []
+        for name in TELLS_APART:
+            if self.field_of(name) or (name.startswith("moe_") and not experts):
+                continue
+            said = DECIDES[name] if args.get(name) is None else args[name]
+            if said != self.megatron.get(name, DECIDES[name]):
+                found.append(name)
+        return found
+
+    def caveats(self, model: "Model", transformer_impl: str) -> list[str]:
+        """Where Megatron-Core 0.19 computes something else from the same weights, or cannot be told on a
+        command line what to compute."""
+        found, args = [], self.megatron_args(model)
+        groups, of, experts = (args.get(f"moe_router_{name}") for name in ("group_topk", "num_groups", "topk"))
+        if groups and groups != of and experts // groups != 2:
+            found.append(f"Megatron ranks a group of experts by its best {experts // groups}, this model by its best 2: routing may differ")
+        unsaid = [name for name in MLA_YARN if name in args]
+        if unsaid:
+            said = listed(f"{name} {args[name]}" for name in unsaid)
+            found.append(f"Megatron-LM has no flag for {said} of the rotary embedding: set it in the trainer's config")
+        return found
+
+
+def _spelled(field: str) -> tuple[str, list[str]]:
+    name, *aliases = field.split("|")
+    return name, aliases
+
+
+@cache
+def families() -> dict[str, Family]:
+    """All families, by name. Raises ValueError where a mapping file has none, or its rows do not follow the
+    columns."""
+    package = importlib.import_module("reshard.mappings")
+    found = {}
+    for module in pkgutil.iter_modules(package.__path__):
+        table = importlib.import_module(f"reshard.mappings.{module.name}")
+        mine = [kind for kind in vars(table).values() if isinstance(kind, type) and kind.__module__ == table.__name__]
+        if len(mine) != 1 or not issubclass(mine[0], Family):
+            raise ValueError(f"mappings/{module.name}.py should define one Family")
+        family = mine[0]()
+        found[family.name] = family
+    return found
+
+
+def family_of(config: dict, where: str) -> Family:
+    """The family of a Hugging Face config. Raises ReshardError, naming the nearest, where no table covers it."""
+    names = [str(name) for name in (config.get("architectures") or [])]
+    for family in families().values():
+        kind = config.get("model_type")
+        if family.architecture in names or (not names and kind == family.name):
+            if kind not in (None, family.name, *family.model_types):
+                raise ReshardError(
+                    f"{where}: model_type is {kind!r:.80}, but architectures names {family.architecture}, which is a {family.name}: "
+                    "correct the one that is wrong"
+                )
+            return family
+    wanted = " ".join(str(names[0] if names else config.get("model_type") or "").split())[:100]
+    known = {family.architecture: family for family in families().values()}
+    if not wanted:
+        raise ReshardError(f"{where} names neither architectures nor model_type; the known ones are {listed(sorted(known))}")
+    nearest = max(known, key=lambda name: difflib.SequenceMatcher(None, name.lower(), wanted.lower()).ratio())
+    raise ReshardError(
+        f"{where}: architecture {wanted} has no mapping table; the nearest is {nearest} "
+        f"(all: {listed(sorted(known))}), see 'Add a family' in CONTRIBUTING.md"
+    )
+
+
+def family_of_args(args: dict[str, Any], where: str) -> Family:
+    """The one family whose models have such arguments. Raises ReshardError, naming them, where there is none
+    or more than one."""
+    advice = "pass --hf-config with the model's config.json"
+    strange = [key for key in ("squared_relu", "apply_layernorm_1p", "hybrid_layer_pattern", "moe_latent_size") if args.get(key)]
+    if strange:
+        raise ReshardError(f"{where}: no family here has {listed(strange)}; {advice}")
+    found = [family for family in families().values() if not family.unlike(args)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ReshardError(f"{where} may be of {listed(family.name for family in found)}: {advice}, or --family")
+    said = [f"{key} = {args.get(key)!r}" for key in (*TELLS_APART, "num_experts") if args.get("num_experts") or not key.startswith("moe_")]
+    raise ReshardError(f"{where}: no family here has {listed(said, len(said))}; {advice}")

@@ -1,0 +1,138 @@
+"""Which of Megatron's arguments decide what a model computes, and where two sets of them disagree.
+
+`DECIDES` names them all, with Megatron's defaults; everything else in its parser is about speed, memory, training or files. A test
+holds each argument of the installed Megatron, and each field of its configs, against this table.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+# An argument that Megatron derives where it is not given.
+DERIVED = object()
+
+DECIDES: dict[str, Any] = {
+    # sizes
+    "num_layers": DERIVED, "hidden_size": DERIVED, "ffn_hidden_size": DERIVED, "num_attention_heads": DERIVED, "num_query_groups": DERIVED,
+    "kv_channels": DERIVED,
+    # norms, biases, activation
+    "normalization": "LayerNorm", "layernorm_epsilon": 1e-05, "layernorm_zero_centered_gamma": False, "apply_layernorm_1p": False,
+    "apply_residual_connection_post_layernorm": False, "add_bias_linear": True, "add_qkv_bias": False, "swiglu": False,
+    "squared_relu": False, "quick_geglu": False, "openai_gelu": False, "glu_linear_offset": 0.0, "activation_func_clamp_value": None,
+    "untie_embeddings_and_output_weights": False,
+    # attention
+    "qk_layernorm": False, "qk_l2_norm": False, "attention_output_gate": False, "softmax_type": "vanilla", "softmax_scale": None,
+    "window_size": None, "window_attn_skip_freq": None, "multi_latent_attention": False, "q_lora_rank": None, "kv_lora_rank": 32,
+    "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "experimental_attention_variant": None,
+    "linear_attention_freq": None,
+    # positions
+    "position_embedding_type": "learned_absolute", "rotary_base": 10000, "rotary_percent": 1.0, "rotary_interleaved": False,
+    "rotary_seq_len_interpolation_factor": None, "use_rope_scaling": False, "rope_scaling_factor": 8.0, "no_rope_freq": None,
+    "mrope_section": None, "rope_type": None, "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0,
+    "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1, "yarn_original_max_position_embeddings": None,
+    "yarn_beta_fast": None, "yarn_beta_slow": None, "yarn_correction_range_round_to_int": None,
+    # experts
+    "num_experts": None, "moe_layer_freq": 1, "moe_ffn_hidden_size": DERIVED, "moe_router_topk": 2, "moe_router_pre_softmax": False,
+    "moe_router_score_function": "softmax", "moe_router_topk_scaling_factor": None, "moe_router_num_groups": None,
+    "moe_router_group_topk": None, "moe_router_enable_expert_bias": False, "moe_router_load_balancing_type": "aux_loss",
+    "moe_router_force_load_balancing": False, "moe_router_force_biased": None, "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False, "moe_expert_capacity_factor": None, "moe_expert_rank_capacity_factor": None,
+    "moe_router_topk_limited_devices": None, "moe_token_dropping": False, "moe_apply_probs_on_input": False, "moe_latent_size": None,
+    "moe_mlp_glu_interleave_size": None, "moe_shared_expert_glu_interleave_size": None,
+    # other models altogether
+    "use_mup": False, "is_hybrid_model": False, "heterogeneous_block_specs": False, "hybrid_layer_pattern": None,
+    "hybrid_override_pattern": None, "spec": None,
+    "heterogeneous_layers_config_path": None, "heterogeneous_layers_config_encoded_json": None,
+}  # fmt: skip
+
+# Two spellings of "not there".
+_SAME_AS_NONE: dict[str, tuple] = {
+    "num_experts": (0,), "moe_shared_expert_intermediate_size": (0,), "moe_router_topk_scaling_factor": (1.0,),
+    "moe_router_num_groups": (1,), "moe_router_group_topk": (1,), "window_size": ((-1, -1), (-1, 0)),
+    "rotary_seq_len_interpolation_factor": (1,), "experimental_attention_variant": ("",),
+}  # fmt: skip
+# Balancing by a loss, which changes gradients only; the others choose experts.
+_BY_LOSS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "original_max_position_embeddings",
+        "beta_fast", "beta_slow")  # fmt: skip
+_NOT_MLA = ("kv_channels", "num_query_groups", "use_rope_scaling", "rotary_seq_len_interpolation_factor")
+_YARN = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
+
+
+def disagreements(said: Mapping[str, Any], meant: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Where arguments say something else than `meant`, of the arguments that decide what a model computes: (name, said, meant).
+
+    What `meant` lacks is at Megatron's default; what `said` lacks is not compared.
+    """
+    a, b = _settled(said), _settled({k: v for k, v in DECIDES.items() if v is not DERIVED} | dict(meant))
+    skipped = _without_effect(b)
+    found = []
+    for name, default in DECIDES.items():
+        unsaid = name not in a or (a[name] is None and default is not None)
+        if unsaid or name in skipped or (default is DERIVED and name not in b):
+            continue
+        if not _same(a[name], b[name]):
+            found.append((name, said.get(name, a[name]), b[name]))
+    return found
+
+
+def _settled(args: Mapping[str, Any]) -> dict[str, Any]:
+    """With one spelling for each thing that has several."""
+    values = dict(args)
+    if values.get("add_bias_linear"):
+        values["add_qkv_bias"] = True
+    if values.get("group_query_attention") is False:
+        values["num_query_groups"] = values.get("num_attention_heads")
+    for name, spellings in _SAME_AS_NONE.items():
+        value = values.get(name)
+        if (tuple(value) if isinstance(value, list) else value) in spellings:
+            values[name] = None
+    if values.get("moe_layer_freq") is not None and values.get("num_layers"):
+        values["moe_layer_freq"] = moe_pattern(values["moe_layer_freq"], int(values["num_layers"]))
+    balancing = values.get("moe_router_load_balancing_type")
+    if balancing is not None and all(kind in _BY_LOSS for kind in (balancing if isinstance(balancing, list) else [balancing])):
+        values["moe_router_load_balancing_type"] = "aux_loss"
+    if values.get("multi_latent_attention") and "rotary_scaling_factor" in values:
+        # YaRN is what Megatron takes where nothing is said; at a factor of 1 it is none.
+        plain = values.get("rope_type") == "rope" or values["rotary_scaling_factor"] == 1
+        values["rope_type"] = "rope" if plain else "yarn"
+    return values
+
+
+def _without_effect(args: Mapping[str, Any]) -> set[str]:
+    """The arguments that this model does not look at."""
+    mla, skipped = bool(args.get("multi_latent_attention")), set()
+    if not args.get("num_experts"):
+        skipped |= {name for name in DECIDES if name.startswith("moe_")}
+    elif isinstance(args.get("moe_layer_freq"), list) and all(args["moe_layer_freq"]):
+        skipped.add("ffn_hidden_size")  # of dense layers, of which there are none
+    if args.get("moe_router_score_function") == "sigmoid":
+        skipped.add("moe_router_pre_softmax")  # there is no softmax
+    skipped |= set(_NOT_MLA if mla else _MLA)
+    if not (args.get("rope_type") == "yarn" if mla else args.get("position_embedding_type") == "yarn"):
+        skipped |= {*_YARN, *(name for name in DECIDES if name.startswith("yarn_"))}
+        skipped |= {"original_max_position_embeddings", "beta_fast", "beta_slow"}
+    if not args.get("use_rope_scaling"):
+        skipped.add("rope_scaling_factor")
+    return skipped
+
+
+def moe_pattern(frequency: Any, layers: int) -> list[int]:
+    """``--moe-layer-freq`` as a 1 for each layer with experts and a 0 for each without.
+
+    Raises ValueError where it says nothing about so many layers.
+    """
+    if isinstance(frequency, str):
+        frequency = [int(n) for n in frequency.strip("[]").split(",")]
+    if isinstance(frequency, int):
+        return [int(i % frequency == 0) for i in range(layers)]
+    if len(frequency) != layers:
+        raise ValueError(f"moe_layer_freq has {len(frequency)} entries for {layers} layers")
+    return [int(entry) for entry in frequency]
+
+
+def _same(a: Any, b: Any) -> bool:
+    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (a, b))
+    if numbers:
+        return math.isclose(a, b, rel_tol=1e-9)
+    return bool((list(a) if isinstance(a, tuple) else a) == (list(b) if isinstance(b, tuple) else b))

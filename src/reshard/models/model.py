@@ -1,0 +1,322 @@
+"""A model as its Hugging Face config describes it: family, sizes, layer kinds; and the same in Megatron's arguments."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from reshard.core.errors import ReshardError, listed
+from reshard.models.config_defaults import DEFAULTS
+from reshard.models.config_fields import OTHER_DEFAULTS, check_fields, ignored, number, whole_number, without
+from reshard.models.family import NEEDED, NULLABLE, Family, families, family_of, family_of_args
+from reshard.models.meaning import DECIDES, disagreements
+from reshard.models.tables import KINDS, Row, shape_of
+
+# Far above every published model. A config is checked against them before anything is made for each layer or expert.
+MAX_LAYERS = 10_000
+MAX_EXPERTS = 200_000  # in all layers together
+MAX_DIM = (1 << 31) - 1
+
+
+class Block(NamedTuple):
+    """Parameters that stand together: what their published and their Megatron names begin with, the number of the layer (of the MTP layer)
+    that they are in, and the rows that apply to it."""
+
+    published: str
+    megatron: str
+    layer: int | None
+    mtp: bool
+    rows: list[Row]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the tables need to know of a model.
+
+    `config` is the Hugging Face config with the family's defaults filled in, `kinds` says ``dense`` or ``moe`` for each decoder
+    layer, `mtp_layers` is the number of multi-token-prediction layers, `where` names the config in error messages. `ignored` has a
+    sentence for each field or argument that was there, and was ignored as was asked.
+    """
+
+    family: Family
+    config: dict[str, Any]
+    kinds: tuple[str, ...]
+    mtp_layers: int = 0
+    where: str = field(default="config.json", compare=False)
+    ignored: dict[str, str] = field(default_factory=dict, compare=False)
+
+    @staticmethod
+    def from_hf(config: dict[str, Any], where: str = "config.json") -> "Model":
+        """Read a Hugging Face config. Raises ReshardError for a missing field or a setting that Megatron cannot hold."""
+        try:
+            model = Model._read(config, where)
+            model.megatron_args()  # so that what Megatron cannot hold is refused now
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise ReshardError(f"{where} has a setting that cannot be read ({type(error).__name__}: {error})") from error
+        return model
+
+    @staticmethod
+    def _read(config: dict[str, Any], where: str) -> "Model":
+        dropped = {name: value for name, value in config.items() if name in ignored()}
+        config = without(config, dropped)
+        family = family_of(config, where)
+        full = dict(config)
+        for name, aliases, _, _, default in family.spellings:
+            _check_null(name, aliases, default, config, where)
+            for alias in aliases:
+                if full.get(name) is None:
+                    full[name] = full.get(alias)
+                if full.get(alias) not in (None, full[name]):
+                    raise ReshardError(f"{where}: {name} is {full[name]!r}, but {alias}, which means the same, is {full[alias]!r}")
+            if full.get(name) is None:
+                full[name] = _default(name, default, full, where)
+        for name, _, _, _, default in family.spellings:
+            _check_kind(name, full[name], default, where)
+        for name in family.symbols.values():
+            if full.get(name) is not None and not whole_number(full[name]):
+                raise ReshardError(f"{where}: {name} is {full[name]!r:.80}, which is not a positive whole number")
+        _check_sizes(family, full, where)
+        for name, allowed, why in family.refused:
+            a, unequal, b = name.partition(" != ")
+            value = full.get(a, allowed[0])  # null is a value: transformers takes it for one
+            if unequal:
+                value = a in full and full[a] != sum(full.get(part) or 0 for part in b.split(" + "))
+            if value not in allowed:
+                raise ReshardError(f"{where}: {name}{'' if unequal else f' = {value!s:.80}'} cannot be held by Megatron: {why}")
+        family.check_window(full, where)
+        check_fields(family, config, where)
+        said = {name: f"{where}: {name} = {value!r:.80} is ignored; {_instead(name, full)}" for name, value in dropped.items()}
+        mtp = full.get(family.field_of("mtp_num_layers") or "") or 0
+        return Model(family, full, family.layer_kinds(full, where), int(mtp), where, said)
+
+    def known_names(self) -> set[str]:
+        """The names of fields and arguments that can be ignored: those that were, and all that the family or Megatron's arguments have."""
+        others = {name for name in OTHER_DEFAULTS if name in self.family.fields}
+        return {*self.ignored, *self.family.fields, *others, *DEFAULTS[self.family.name], *DECIDES}
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers, without those for multi-token prediction."""
+        return len(self.kinds)
+
+    @cached_property
+    def symbols(self) -> dict[str, int]:
+        """The letters of the family's shapes with this model's sizes."""
+        values = {symbol: self.config.get(name) for symbol, name in self.family.symbols.items()}
+        return {symbol: int(value) for symbol, value in values.items() if value is not None}
+
+    def shape(self, expression: str) -> tuple[int, ...]:
+        """The shape that a table's expression, such as ``NQ*D H``, stands for in this model."""
+        found = self._shapes.get(expression)
+        if found is None:
+            found = self._shapes[expression] = shape_of(expression, self.symbols)
+        return found
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer is the embedding."""
+        return bool(self.config.get("tie_word_embeddings"))
+
+    def value_of(self, argument: str) -> Any:
+        """What the config says of an argument of Megatron's; None where it has no field for it."""
+        name = self.family.field_of(argument)
+        return None if name is None else self.config.get(name)
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts in each MoE layer; 0 for a dense model."""
+        return self.symbols.get("E", 0) if "moe" in self.kinds else 0
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The numbers of the decoder layers that have experts."""
+        return tuple(layer for layer, kind in enumerate(self.kinds) if kind == "moe")
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all decoder layers are of one kind, so that Megatron stacks them under one name."""
+        return len(set(self.kinds)) == 1
+
+    @property
+    def shared_width(self) -> int:
+        """The width of the experts that every token goes to, together; 0 where there are none."""
+        count = self.config.get(self.family.shared_experts) or 0
+        return int(count) * int(self.value_of("moe_ffn_hidden_size")) if self.num_experts and count else 0
+
+    @property
+    def expert_groups(self) -> tuple[int, int]:
+        """Into how many groups the experts are divided, and from how many of them a token's are taken; (1, 1) where from all."""
+        return int(self.value_of("moe_router_num_groups") or 1), int(self.value_of("moe_router_group_topk") or 1)
+
+    def holds(self, conditions: Iterable[str], kind: str = "") -> bool:
+        """Whether all these conditions of a row hold for a layer of this kind."""
+        return all(self._holds(condition, kind) for condition in conditions)
+
+    def _holds(self, condition: str, kind: str) -> bool:
+        if condition in KINDS:
+            return condition == kind
+        if condition.startswith("not "):
+            return not self.config.get(condition.removeprefix("not "))
+        return bool(self.config.get(condition))
+
+    def rows(self, block: str, kind: str = "") -> list[Row]:
+        """The rows of a block (``model``, ``layer``, ``mtp``) that apply to a layer of this kind."""
+        found = self._rows.get((block, kind))
+        if found is None:
+            found = self._rows[block, kind] = [row for row in self.family.rows[block] if self.holds(row.conditions, kind)]
+        return found
+
+    @cached_property
+    def _rows(self) -> dict[tuple[str, str], list[Row]]:
+        return {}
+
+    def blocks(self) -> Iterator["Block"]:
+        """What the model is made of, in the order of its names: the parameters outside the layers, each decoder layer, each MTP layer."""
+        layers = self.family.layers
+        yield Block("", "", None, False, self.rows("model"))
+        for layer, kind in enumerate(self.kinds):
+            yield Block(f"{layers}{layer}.", "decoder.layers.", layer, False, self.rows("layer", kind))
+        for index in range(self.mtp_layers):
+            published, prefix = f"{layers}{self.num_layers + index}.", f"mtp.layers.{index}."
+            yield Block(published, prefix, index, True, self.rows("mtp", self.kinds[-1]))
+            yield Block(published, f"{prefix}transformer_layer.", index, True, self.rows("layer", self.kinds[-1]))
+
+    def rope(self) -> dict[str, Any]:
+        """The rotary settings of the config, see `reshard.models.rope.rope_of`."""
+        return self.family.rope(self.config, self.where)
+
+    def inverse_frequencies(self) -> list[float]:
+        """The angles, in radians, by which its rotary embedding turns each pair of dims from one position to the next."""
+        return self.family.inverse_frequencies(self)
+
+    def megatron_args(self) -> dict[str, Any]:
+        """Megatron-LM's arguments for this model, by their names in ``args``; no parallel sizes."""
+        return self.family.megatron_args(self)
+
+    def caveats(self, transformer_impl: str) -> list[str]:
+        """Where Megatron-Core 0.19 computes something else from the same weights, or cannot be told on a command line what to compute."""
+        return self.family.caveats(self, transformer_impl)
+
+    @staticmethod
+    def from_megatron_args(args: dict[str, Any], where: str, family_name: str | None = None) -> "Model":
+        """The inverse of `megatron_args`: the Hugging Face config that these arguments describe.
+
+        Raises ReshardError where an argument is missing or has a value that the family's models never have.
+        """
+        try:
+            return Model._from_args(args, where, family_name)
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ReshardError(f"{where} cannot be read as a model's ({what}): pass --hf-config with the model's config.json") from error
+
+    @staticmethod
+    def _from_args(args: dict[str, Any], where: str, family_name: str | None) -> "Model":
+        if family_name is not None and family_name not in families():
+            raise ReshardError(f"--family {family_name} is not one of {listed(sorted(families()))}")
+        family = families()[family_name] if family_name else family_of_args(args, where)
+        if int(args.get("num_layers") or 0) > MAX_LAYERS:
+            raise ReshardError(f"{where}: num_layers is above {MAX_LAYERS:,}, which no model's is")
+        config = family.config_of_args(args, where)
+        model = Model.from_hf(config, where)
+        model.check_args(args, where, "pass --hf-config with the model's config.json")
+        return model
+
+    def check_args(self, args: dict[str, Any], where: str, advice: str) -> None:
+        """Raise ReshardError, naming both values, where Megatron's arguments, or a config's fields by the same names, make another model
+        than this one. What they do not say is not compared."""
+        try:
+            found = disagreements(args, self.megatron_args())
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise ReshardError(f"{where} cannot be read as a model's ({type(error).__name__}: {error})") from error
+        wrong = [entry for entry in found if entry[0] not in ignored()]
+        for name, theirs, ours in found:
+            if name in ignored():
+                self.ignored[name] = f"{where}: {name} = {theirs!r:.80} is ignored; {ours!r:.80} is used"
+        if wrong:
+            said = listed((f"{name} is {theirs!r} (not {ours!r})" for name, theirs, ours in wrong), 4)
+            who = f"{self.family.name} models here" if where == self.where else self.where
+            raise ReshardError(f"{where}: {said}, which makes another model of the weights than {who}: {advice}; "
+                               "--ignore-config-field NAME goes on without it")  # fmt: skip
+
+
+def _instead(name: str, config: dict[str, Any]) -> str:
+    """What is used in place of a field that is ignored."""
+    return (
+        f"{config[name]!r:.80} is used, as where it is absent" if config.get(name) is not None else "the config is read as if it lacked it"
+    )
+
+
+def different_fields(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
+    """Fields by which two configs make two models of the same weights, with both values; a rotary embedding as ``rope_parameters``."""
+    if a.family.name != b.family.name:
+        return {"architectures": (a.family.architecture, b.family.architecture)}
+    found = {}
+    for name, _, arg, _, _ in a.family.spellings:
+        if arg in DECIDES and a.config[name] != b.config[name]:
+            found[name] = (a.config[name], b.config[name])
+    if a.num_layers == b.num_layers and a.kinds != b.kinds:
+        found["layers with experts"] = (a.moe_layers, b.moe_layers)
+    if a.family.rope_args(a.config, a.where) != b.family.rope_args(b.config, b.where):
+        found["rope_parameters"] = (a.rope(), b.rope())
+    return found
+
+
+def _default(name: str, default: Any, config: dict[str, Any], where: str) -> Any:
+    """The value of an absent field: a literal, another field, or the quotient of two."""
+    if default in NEEDED:
+        raise ReshardError(f"{where} has no field {name}, which {config.get('architectures', ['this model'])[0]} needs")
+    if not isinstance(default, str):
+        return default
+    first, _, second = default.partition("/")
+    return config[first] // config[second] if second else config[first]
+
+
+def _check_kind(name: str, value: Any, default: Any, where: str) -> None:
+    """Raise ReshardError where a field is not of its kind, which its default shows: a switch, an amount, or else a whole number."""
+    if value is None:
+        return
+    if isinstance(default, bool):
+        good, kind = isinstance(value, bool), "true or false"
+    elif isinstance(default, float) or default == "needed, an amount":
+        good, kind = number(value) and value >= 0, "a number of at least 0"
+    else:
+        least = 0 if default == 0 else 1
+        good, kind = whole_number(value, least), "a positive whole number" if least else "a whole number"
+    if not good:
+        raise ReshardError(f"{where}: {name} is {value!r:.80}, which is not {kind}")
+
+
+def _check_sizes(family: Family, config: dict[str, Any], where: str) -> None:
+    """Raise ReshardError for sizes that no model has, alone or together."""
+
+    def field(argument: str) -> str:
+        return family.field_of(argument) or ""
+
+    limits = dict.fromkeys(family.symbols.values(), MAX_DIM)
+    limits |= dict.fromkeys(filter(None, (field("num_layers"), field("mtp_num_layers"))), MAX_LAYERS)
+    for name, most in limits.items():
+        if (config.get(name) or 0) > most:
+            raise ReshardError(f"{where}: {name} is above {most:,}, which no model's is")
+    experts, groups = field("num_experts"), field("moe_router_num_groups")
+    if config[field("num_layers")] * (config.get(experts) or 1) > MAX_EXPERTS:
+        raise ReshardError(f"{where}: experts times layers are above {MAX_EXPERTS:,}, which no model's are")
+    for part, whole in ((field("moe_router_topk"), experts), (field("moe_router_group_topk"), groups)):
+        if config.get(part) and config.get(whole) and config[part] > config[whole]:
+            raise ReshardError(f"{where}: {part} is {config[part]}, but {whole} is {config[whole]}")
+    for part, whole in ((field("num_query_groups"), field("num_attention_heads")), (groups, experts)):
+        if config.get(part) and config.get(whole) and config[whole] % config[part]:
+            raise ReshardError(f"{where}: {part} {config[part]} does not divide {whole} {config[whole]}")
+
+
+def _check_null(name: str, aliases: list[str], default: Any, config: dict[str, Any], where: str) -> None:
+    """Raise ReshardError where a field is null that transformers would not take as absent: it may make another model, such as one whose
+    switch is off."""
+    nulls = [spelling for spelling in (name, *aliases) if spelling in config and config[spelling] is None]
+    if nulls and default is not None and default not in NEEDED and name not in NULLABLE:
+        raise ReshardError(
+            f"{where}: {nulls[0]} is null, which is not what it is where it is absent: say which value is meant, or leave it out"
+        )

@@ -1,0 +1,125 @@
+"""The notation of mapping tables: what a row says, and what the expressions in it stand for.
+
+A row ties one published parameter to its place in a Megatron parameter:
+
+| column             | meaning                                                                                          |
+|--------------------|--------------------------------------------------------------------------------------------------|
+| HF parameter       | the published name; in `layer` and `mtp` rows without ``model.layers.{layer}.``; a row with      |
+|                    | ``{expert}`` stands for one tensor of each routed expert                                         |
+| shape              | of that tensor, in the family's `symbols`; ``NQ*D H`` is two dims                                |
+| Megatron parameter | its name in a checkpoint of Transformer Engine layers, without ``decoder.layers.{layer}.``       |
+| arrangement        | where its rows lie in the Megatron parameter (below)                                             |
+| split              | ``tp 0``: axis tp splits dim 0; ``etp``: expert tensor parallel; ``-``: every rank has all of    |
+|                    | it; a leading ``local`` means that only Megatron's local layers split it                         |
+| where              | what must hold, with commas between: ``dense`` or ``moe``, the kind of the layer; a field of the |
+|                    | config, or ``not`` and a field; ``always``. Besides: ``optional``, it may be absent; ``fp32``,   |
+|                    | it is never cast down                                                                            |
+
+Arrangements are a closed set. Rows that share a Megatron parameter fill it together, in table order:
+
+- ``plain``: the whole parameter, as it is.
+- ``vocab``: rows 0 .. vocab_size; the padding rows after them are zero.
+- ``q``, ``k``, ``v``: per query group, its query heads, then its key, then its value.
+- ``gate``, ``up``: all gate rows, then all up rows; each half is split on its own.
+- ``copy``: the same bytes as the parameter's other row, which Megatron holds once.
+- ``ignored``: carries no weight; dropped on purpose.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+ARRANGEMENTS = ("plain", "vocab", "q", "k", "v", "gate", "up", "copy", "ignored")
+SPLITS = ("-", "tp 0", "tp 1", "etp 0", "etp 1")
+KINDS = ("dense", "moe")
+# Of the column `where`: what is no condition.
+MARKS = ("always", "optional", "fp32")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a mapping table; the module docstring explains the fields."""
+
+    hf: str
+    shape: str
+    megatron: str
+    arrangement: str
+    split: str
+    where: str
+
+    @cached_property
+    def words(self) -> tuple[str, ...]:
+        """What the last column says, one thing each."""
+        return tuple(word.strip() for word in self.where.split(","))
+
+    @cached_property
+    def conditions(self) -> tuple[str, ...]:
+        """What must hold for the row to apply."""
+        return tuple(word for word in self.words if word not in MARKS)
+
+    @property
+    def optional(self) -> bool:
+        """Whether a checkpoint may lack the parameter."""
+        return "optional" in self.words
+
+    @property
+    def fp32(self) -> bool:
+        """Whether the parameter keeps its precision when the others are cast down."""
+        return "fp32" in self.words
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether the row stands for a tensor of each routed expert."""
+        return "{expert}" in self.hf
+
+    def names(self, prefix: str, experts: Iterable[int]) -> Iterator[tuple[int | None, str]]:
+        """(expert, published name) of every tensor that the row stands for: one for each of these experts, or a single one.
+
+        >>> list(Row("experts.{expert}.up", "F H", "fc1", "up", "etp 0", "moe").names("model.", [4, 5]))
+        [(4, 'model.experts.4.up'), (5, 'model.experts.5.up')]
+        """
+        if not self.of_experts:
+            yield None, prefix + self.hf
+            return
+        for expert in experts:
+            yield expert, prefix + self.hf.replace("{expert}", str(expert))
+
+    def split_of(self, transformer_impl: str) -> tuple[str, int] | None:
+        """The mesh axis and the dim that it splits, or None where every rank has all of the parameter."""
+        words = self.split.split()
+        if words == ["-"] or (words[0] == "local" and transformer_impl != "local"):
+            return None
+        return words[-2], int(words[-1])
+
+
+def read_rows(table: Iterable[tuple[str, ...]], file: str, fields: Iterable[str]) -> tuple[Row, ...]:
+    """The rows of a table whose conditions may name these fields of the config. Raises ValueError, naming the file, where a row does
+    not follow the columns."""
+    rows, known = tuple(Row(*row) for row in table), {*KINDS, *fields}
+    for row in rows:
+        if row.arrangement not in ARRANGEMENTS:
+            raise ValueError(f"{file}: no arrangement is called {row.arrangement!r} ({row.hf})")
+        if row.split.removeprefix("local ") not in SPLITS:
+            raise ValueError(f"{file}: {row.split!r} does not say which axis splits which dim ({row.hf})")
+        for condition in row.conditions:
+            if condition.removeprefix("not ") not in known:
+                raise ValueError(f"{file}: nothing maps the condition {condition!r} ({row.hf})")
+    return rows
+
+
+def shape_of(expression: str, symbols: dict[str, int]) -> tuple[int, ...]:
+    """The shape that a table's expression stands for.
+
+    >>> shape_of("NQ*D+2*D H", {"NQ": 4, "D": 8, "H": 64})
+    (48, 64)
+    """
+    return tuple(sum(_product(term, symbols) for term in dim.split("+")) for dim in expression.split())
+
+
+def _product(term: str, symbols: dict[str, int]) -> int:
+    numerator, *denominators = term.split("/")
+    value = prod(int(f) if f.isdigit() else symbols[f] for f in numerator.split("*"))
+    for denominator in denominators:
+        value //= int(denominator)
+    return value

@@ -1,0 +1,30 @@
+"""From what a user names to the system that runs it."""
+
+from pathlib import Path
+
+from reshard.disk.hub import local_directory
+from reshard.engines.vllm.layout import VllmLayout
+from reshard.formats import torch_dist
+from reshard.megatron.layout import Layout
+from reshard.parity.huggingface import HuggingFace
+from reshard.parity.prompts import SERVED
+from reshard.parity.systems import System
+
+
+def open_system(spec: str, dtype: str, layout: Layout, hf_config: Path | None = None, engine: VllmLayout | None = None) -> System:
+    """A system from a path or hub id: a Hugging Face directory (transformers) or a Megatron checkpoint (Megatron-Core at `layout`).
+
+    With ``vllm:`` before it vLLM serves it, at the sizes of `engine`: a Hugging Face directory as vLLM loads it, a Megatron checkpoint
+    by a refit from Megatron-Core.
+    """
+    path = local_directory(spec.removeprefix(SERVED))
+    megatron = torch_dist.find(path) is not None
+    if spec.startswith(SERVED):
+        from reshard.parity.vllm import RefittedVllm, Vllm  # not before: it imports vLLM
+
+        return RefittedVllm(path, dtype, layout, hf_config, engine) if megatron else Vllm(path, dtype, engine)
+    if megatron:
+        from reshard.parity.megatron import Megatron
+
+        return Megatron(path, dtype, layout, hf_config)
+    return HuggingFace(path, dtype)

@@ -1,0 +1,99 @@
+"""Copies between addresses, carried out by one table-driven kernel, or by the host. `reshard.refit.tables` says what a table is."""
+
+import ctypes
+import time
+
+import numpy as np
+import torch
+
+from reshard.refit.tables import DST, DST_PITCH, SRC, SRC_PITCH, WIDTH, bytes_of
+
+UNITS = (16, 8, 4, 2, 1)  # bytes of a word
+
+
+class CopyTable:
+    """Tiles ready to run, grouped by the widest word that all their addresses and lengths allow; kept on the GPU.
+
+    `owners` numbers what each tile's source belongs to, for `shift`.
+    """
+
+    def __init__(self, tiles: np.ndarray, device: torch.device, owners: np.ndarray | None = None) -> None:
+        self.device, self.bytes = device, bytes_of(tiles)
+        self.groups: list[tuple[int, torch.Tensor | np.ndarray]] = []
+        self.owners: list[torch.Tensor | np.ndarray] = []
+        if owners is None:
+            owners = np.zeros(len(tiles), np.int64)
+        if device.type == "cpu":
+            self.groups, self.owners = ([(1, tiles)], [owners]) if len(tiles) else ([], [])
+            return
+        from reshard.refit.kernels import compile_copy
+
+        bits = np.bitwise_or.reduce(tiles[:, [SRC, DST, WIDTH, SRC_PITCH, DST_PITCH]], axis=1)
+        left = np.ones(len(tiles), bool)
+        for unit in UNITS:
+            chosen = left & (bits % unit == 0)
+            left &= ~chosen
+            if chosen.any():
+                some = tiles[chosen].copy()
+                some[:, [WIDTH, SRC_PITCH, DST_PITCH]] //= unit
+                self.groups.append((unit, torch.from_numpy(some).to(device)))
+                self.owners.append(torch.from_numpy(owners[chosen].astype(np.int32)).to(device))
+                compile_copy(unit, device)
+
+    def shift(self, deltas: np.ndarray) -> bool:
+        """Add `deltas` bytes, by owner, to where the sources are; False, and nothing is changed, where words would not be aligned."""
+        if (deltas % UNITS[0]).any():
+            return False
+        for (_, tiles), owners in zip(self.groups, self.owners, strict=True):
+            if isinstance(tiles, torch.Tensor):
+                tiles[:, SRC] += torch.from_numpy(deltas).to(tiles.device)[owners]
+            else:
+                tiles[:, SRC] += deltas[owners]
+        return True
+
+    @property
+    def launches(self) -> int:
+        """Kernels that `run` launches."""
+        return len(self.groups)
+
+    def run(self) -> None:
+        """Carry the copies out; on a GPU, enqueue them on the current stream."""
+        for unit, tiles in self.groups:
+            if isinstance(tiles, torch.Tensor):
+                from reshard.refit.kernels import copy_tiles
+
+                copy_tiles(tiles, unit)
+            else:
+                copy_on_host(tiles)
+
+
+def wait_for_device(device: torch.device, seconds: float) -> bool:
+    """Wait for what is enqueued on this device's current stream; False where it takes longer.
+
+    A stream that waits for a dead peer would block a plain synchronise.
+    """
+    if device.type != "cuda":
+        return True
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    deadline = time.monotonic() + seconds
+    while not event.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(20e-6)
+    return True
+
+
+def host_bytes(address: int, rows: int, width: int, pitch: int) -> np.ndarray:
+    """The bytes ``[rows, width]`` at an address of this process's memory."""
+    if rows == 0 or width == 0:
+        return np.zeros((rows, width), np.uint8)
+    extent = (rows - 1) * pitch + width
+    flat = np.ctypeslib.as_array((ctypes.c_uint8 * extent).from_address(address))
+    return np.lib.stride_tricks.as_strided(flat, (rows, width), (pitch, 1))
+
+
+def copy_on_host(table: np.ndarray) -> None:
+    """Carry out a table whose addresses are this process's memory."""
+    for src, dst, rows, width, src_pitch, dst_pitch in table.tolist():
+        host_bytes(dst, rows, width, dst_pitch)[...] = host_bytes(src, rows, width, src_pitch)

@@ -1,0 +1,106 @@
+"""The kernels of a refit: one that carries out a table of strided copies, and one that digests what lies at addresses.
+
+Both take raw addresses, so that one launch can read many tensors, and other GPUs' memory.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from reshard.refit import mix
+
+WORDS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
+BLOCK = 2048
+
+
+@triton.jit
+def _copy(table, WORD: tl.constexpr, PAIR: tl.constexpr, BLOCK: tl.constexpr):
+    row = table + tl.program_id(0).to(tl.int64) * 6
+    src = tl.load(row).to(tl.pointer_type(WORD))
+    dst = tl.load(row + 1).to(tl.pointer_type(WORD))
+    n_rows, width = tl.load(row + 2).to(tl.int32), tl.load(row + 3).to(tl.int32)
+    src_pitch, dst_pitch = tl.load(row + 4), tl.load(row + 5)
+    half = tl.arange(0, PAIR)[None, :]
+    total = n_rows * width
+    if n_rows == 1:
+        for start in range(0, total, BLOCK):
+            at = start + tl.arange(0, BLOCK)[:, None]
+            inside = (at < total) & (half >= 0)
+            where = at * PAIR + half
+            tl.store(dst + where, tl.load(src + where, mask=inside), mask=inside)
+    else:
+        for start in range(0, total, BLOCK):
+            at = start + tl.arange(0, BLOCK)[:, None]
+            inside = (at < total) & (half >= 0)
+            r, c = at // width, at % width
+            value = tl.load(src + ((r * src_pitch + c) * PAIR + half), mask=inside)
+            tl.store(dst + ((r * dst_pitch + c) * PAIR + half), value, mask=inside)
+
+
+def copy_tiles(tiles: torch.Tensor, unit: int) -> None:
+    """Carry out a table of tiles, lengths and pitches counted in words of `unit` bytes (16: two words of 8 bytes at once)."""
+    _copy[(len(tiles),)](tiles, WORDS[unit], 2 if unit == 16 else 1, BLOCK // (2 if unit == 16 else 1), num_warps=8)
+
+
+@triton.jit
+def _digest(
+    table,
+    out,
+    WORD: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VALUE: tl.constexpr,
+    POSITION: tl.constexpr,
+    FINAL: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+):
+    row = table + tl.program_id(0).to(tl.int64) * 6
+    src = tl.load(row).to(tl.pointer_type(WORD))
+    piece = tl.load(row + 1)
+    n_rows, width, pitch = tl.load(row + 2).to(tl.int32), tl.load(row + 3).to(tl.int32), tl.load(row + 4)
+    first = tl.load(row + 5)
+    total = n_rows * width
+    found = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, total, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < total
+        word = tl.load(src + (at // width) * pitch + at % width, mask=inside, other=0).to(tl.int64) & MASK
+        mixed = (word + 1) * VALUE + (first + at) * POSITION
+        # A signed number's shift brings in its sign, which the masks take away.
+        mixed = (mixed ^ ((mixed >> FIRST) & ((1 << (64 - FIRST)) - 1))) * FINAL
+        mixed = mixed ^ ((mixed >> SECOND) & ((1 << (64 - SECOND)) - 1))
+        found += tl.where(inside, mixed, 0)
+    tl.atomic_add(out + piece, tl.sum(found))
+
+
+def digest_tiles(tiles: torch.Tensor, out: torch.Tensor, unit: int) -> None:
+    """Add the digests of tiles to `out`, by piece. A tile is (address, piece, rows, words in a row, pitch, index of its first word)."""
+    if not len(tiles):
+        return
+    every_bit = (1 << (8 * unit)) - 1 if unit < 8 else -1
+    factors = [mix.signed(word) for word in (mix.VALUE, mix.POSITION, mix.FINAL)]
+    how = WORDS[unit], every_bit, 1024, *factors, mix.FIRST, mix.SECOND
+    _digest[(len(tiles),)](tiles, out, *how, num_warps=4)
+
+
+@cache
+def compile_copy(unit: int, device: torch.device) -> None:
+    """Compile the copies of this word size now, on nothing, so that the first refit does not wait for it."""
+    with torch.cuda.device(device):
+        nothing = torch.zeros((1, 6), dtype=torch.int64, device=device)
+        nothing[0, :2] = nothing.data_ptr()
+        copy_tiles(nothing, unit)
+        torch.cuda.synchronize(device)
+
+
+@cache
+def compile_digest(unit: int, device: torch.device) -> None:
+    """Compile the digests of elements of this size now, on nothing."""
+    with torch.cuda.device(device):
+        nothing, out = torch.zeros((1, 6), dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+        nothing[0, 0] = nothing.data_ptr()
+        digest_tiles(nothing, out, unit)
+        torch.cuda.synchronize(device)

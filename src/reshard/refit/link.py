@@ -1,0 +1,242 @@
+"""A connection, and the refit: the protocol by which all members move the weights after an optimizer step."""
+
+import logging
+import operator
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from reshard.core.errors import ReshardError, first_line
+from reshard.refit.addresses import destination_table
+from reshard.refit.agreement import Agreement, names_of
+from reshard.refit.copies import wait_for_device
+from reshard.refit.members import Members
+from reshard.refit.routes import BUCKETS, HERE, PEER, SENT, STAGED
+from reshard.refit.sides import EngineSide, TrainerSide
+from reshard.refit.tables import bytes_of
+from reshard.refit.transports.base import Incoming, Transport
+from reshard.refit.transports.buckets import Buckets
+from reshard.refit.transports.pull import Pull
+from reshard.refit.transports.staged import Staged
+
+UNMAPPABLE = ": the trainer's memory cannot be mapped by other processes (expandable segments?)"
+log = logging.getLogger("reshard")
+
+
+@dataclass(frozen=True)
+class Report:
+    """One refit as a member saw it: seconds waiting for the others, moving bytes, and in all; bytes pulled within the process and
+    from peers' memory, received through slabs of the same host and in buckets; the version that the engine now has."""
+
+    version: int
+    wait_seconds: float
+    transfer_seconds: float
+    total_seconds: float
+    local_bytes: int
+    peer_bytes: int
+    staged_bytes: int
+    bucket_bytes: int
+    launches: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """For logs."""
+        return asdict(self)
+
+
+class Link:
+    """A connection; made by `connect`. `trainer` and `engine` are this member's sides of it."""
+
+    def __init__(self, members: Members, agreed: Agreement, trainer: TrainerSide | None, engine: EngineSide | None,
+                 device: torch.device) -> None:  # fmt: skip
+        self.members, self.agreed, self.trainer, self.engine, self.device = members, agreed, trainer, engine, device
+        self.releases = agreed.releases
+        self.refits = 0
+        self.version: int | None = None
+        self.pull = Pull(engine.engine, members.rank, members.names, device) if engine is not None else None
+        self.staged = Staged(members, device, agreed.bucket_bytes)
+        self.buckets = Buckets(members, agreed.participants, device, agreed.bucket_bytes)
+        self.broken = False
+
+    @property
+    def _transports(self) -> list[Transport]:
+        return [*([self.pull] if self.pull is not None else []), self.staged, self.buckets]
+
+    # Connecting
+
+    def _set_up(self) -> None:
+        """Make the first tables, agree on buckets with all members, and compile what a refit launches."""
+        if self.engine is not None:
+            self.engine.read_memory(self.engine.pieces)
+        outgoing, incoming = self._prepare()
+        self.buckets.agree(outgoing.get(BUCKETS, {}), incoming.get(BUCKETS, {}))
+        if self.device.type == "cuda":
+            from reshard.refit.kernels import compile_digest
+
+            sources = self.trainer.source.regions if self.trainer is not None else ()
+            destinations = self.engine.engine.regions.values() if self.engine is not None else ()
+            for size in {region.tensor.element_size() for region in (*sources, *destinations)}:
+                compile_digest(size, self.device)
+        self._unmap()
+
+    def _prepare(self) -> tuple[dict[str, dict[int, np.ndarray]], dict[str, dict[int, Incoming]]]:
+        """Hand the transports the copies of this member, from where everything is now; what goes out and comes in, by way."""
+        outgoing = self.trainer.outgoing() if self.trainer is not None else {}
+        incoming = self.engine.incoming() if self.engine is not None else {}
+        if self.pull is not None:
+            self.pull.prepare({}, incoming[HERE] | incoming[PEER])
+        for way, transport in ((STAGED, self.staged), (BUCKETS, self.buckets)):
+            transport.prepare(outgoing.get(way, {}), incoming.get(way, {}))
+        if partners := sorted(self.staged.outgoing.keys() | self.staged.incoming.keys()):
+            why = "" if self.agreed.executor == STAGED else UNMAPPABLE
+            log.info("%s: bytes of %s are staged%s", self.members.names[self.members.rank], names_of(self.members, partners), why)
+        return outgoing, incoming
+
+    def _unmap(self) -> None:
+        """Let the trainers have their memory for themselves, where one of them wants that."""
+        if self.releases:
+            for transport in self._transports:
+                transport.release()
+
+    # Refitting
+
+    def refit(self, version: int | None = None, verify: bool = False) -> Report:
+        """Move the weights. Every member calls this; it returns when all have what they need.
+
+        `version` is what both sides then carry; members that give one must give the same, and where nobody does it is one more than
+        the last. `verify` compares digests of every piece, computed on both sides from their own memory. Raises ReshardError on every
+        member where one fails or is late; inference ranks that have begun to write then refuse to serve until a whole refit succeeded,
+        since weights are written in place and nothing can be rolled back.
+        """
+        start = time.perf_counter()
+        self.refits += 1
+        try:
+            with self.members.turn(f"refit {self.refits}"):
+                wanted = _checked(version)
+                trainer_moved, engine_moved = self._ready()
+                agreed = self.members.go(wanted, "moved" if trainer_moved else "")
+                self._follow(trainer_moved, engine_moved)
+                waited = time.perf_counter()
+                if self.engine is not None:
+                    self.engine.engine.begin()
+                self._move()
+                moved_at = time.perf_counter()
+                if verify:
+                    self._verify()
+                self._unmap()
+                self.members.done()
+        except BaseException:
+            self._clear_up()
+            raise
+        if self.engine is not None:
+            self.engine.engine.end(agreed)
+        if self.releases:
+            self.staged.close()
+        self.version = agreed
+        return self._report(agreed, waited - start, moved_at - waited, time.perf_counter() - start)
+
+    def _report(self, version: int, waited: float, moved: float, total: float) -> Report:
+        local, peer = (self.pull.local_bytes, self.pull.peer_bytes) if self.pull is not None else (0, 0)
+        staged, buckets = self.staged.received_bytes, self.buckets.received_bytes
+        return Report(version, waited, moved, total, local, peer, staged, buckets, sum(t.launches for t in self._transports))
+
+    def _ready(self) -> tuple[bool, bool]:
+        """Finish what this GPU has to do first, and tell where the trainer's memory is if that changed; whether the trainer's side, and the
+        engine's, have moved."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the optimizer's work, or the engine's last step, on whatever stream
+        engine_moved = self.engine is not None and self.engine.engine.follow()
+        return self.trainer is not None and self.trainer.tell_if_moved(), engine_moved
+
+    def _follow(self, trainer_moved: bool, engine_moved: bool) -> None:
+        """After all are here: find again what has moved, on either side, and map what was unmapped."""
+        stays = not engine_moved and not (trainer_moved and self._sends())
+        if self.engine is not None and self.pull is not None:
+            notes = self.members.note_of(self.engine.pieces)
+            self.engine.read_memory([rank for rank, note in notes.items() if note])
+            pulled = {rank: self.engine.memory[rank] for rank, way in self.engine.ways().items() if way in (HERE, PEER)}
+            stays = stays and self.pull.follow(pulled)
+        if not stays:
+            self._prepare()
+        if self.broken:
+            self.buckets.renew()
+        self.broken = False
+        if self.engine is not None and self.pull is not None:
+            self.pull.keep_only(self.engine.memory)
+
+    def _sends(self) -> bool:
+        """Whether copies from here have to be made again where this trainer's rank has moved: it sends, or did before."""
+        if self.trainer is None:
+            return False
+        return bool(self.staged.outgoing or self.buckets.sends) or any(way in SENT for way in self.trainer.ways().values())
+
+    def _move(self) -> None:
+        """Carry out all copies. Raises ReshardError, naming who is silent, where a partner dies or stalls."""
+        try:
+            for transport in self._transports:
+                transport.run()
+            if self.engine is not None:
+                self.engine.engine.settle()
+            done = wait_for_device(self.device, self.members.timeout)
+            reason = f"nothing arrived within {self.members.timeout:g} s"
+        except RuntimeError as error:
+            done, reason = False, first_line(error)
+        if not done:
+            self.members.check()
+            silent = names_of(self.members, self.members.silent("alive"))
+            raise ReshardError(f"the exchange broke off ({reason}); {silent or 'no member'} is silent")
+
+    def _clear_up(self) -> None:
+        """After a refit that failed: a communicator that lost a partner is not used again, and the trainers' memory is let go."""
+        self.broken = True
+        if self.trainer is not None:
+            self.trainer.forget()
+        with suppress(ReshardError, RuntimeError):
+            if wait_for_device(self.device, self.members.timeout):  # not under a kernel that reads it
+                self._unmap()
+
+    def _verify(self) -> None:
+        """Compare digests of every piece, which both sides take from their own memory by their own addresses, made anew."""
+        if self.trainer is not None:
+            self.trainer.post_digests()
+        if self.engine is not None:
+            self.engine.compare_digests()
+
+    def release(self) -> None:
+        """Unmap the trainers' memory, where mappings were to stay (`connect(release=False)`). Every member calls this."""
+        self.releases, kept = True, self.releases
+        try:
+            with self.members.turn("release"):
+                self._unmap()
+                self.members.done()
+        finally:
+            self.releases = kept
+
+    def describe(self) -> dict[str, Any]:
+        """How this member gets its bytes, for logs: the executor, whether mappings are released, and for each trainer's rank the way
+        (``same process``, ``peer``, ``staged``, ``buckets``) and the bytes."""
+        ways = []
+        if self.engine is not None:
+            for rank, way in self.engine.ways().items():
+                table = destination_table(self.engine.engine, self.engine.pieces[rank])
+                ways.append({"from": self.members.names[rank], "way": way, "bytes": bytes_of(table)})
+        return {"executor": self.agreed.executor, "release": self.releases, "bucket_bytes": self.agreed.bucket_bytes, "ways": ways}
+
+    def close(self) -> None:
+        """Unmap the peers' memory, and free what was staged."""
+        for transport in self._transports:
+            transport.close()
+
+
+def _checked(version: Any) -> int | None:
+    """Raise ReshardError where a version is no whole number from 0 on."""
+    try:
+        wanted = None if version is None else int(operator.index(version))
+    except TypeError:
+        wanted = -1
+    if wanted is not None and wanted < 0:
+        raise ReshardError(f"version is {version!r}, which is not a whole number from 0 on")
+    return wanted

@@ -1,0 +1,390 @@
+"""The processes that take part in a refit, and what they tell each other: small messages through a key-value store.
+
+A connect or a refit is a *turn*, in which all members take part in the same order. Each turn has one verdict, a key that all read
+and that only changes by compare-and-set: from nothing to `GO` (all are here), from there to `DONE` (all have what they need), or,
+from either, to failed. So no member can take a turn for good that another has given up, however late it comes.
+
+No collective is used here, so that a process that dies or stalls is named by the others, within a time limit. Payloads are JSON
+and raw arrays; nothing is unpickled.
+"""
+
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reshard.core.errors import ReshardError, first_line, listed
+from reshard.refit.store import bounded, of_process_group
+
+PROTOCOL = 3
+CHECK_SECONDS = 0.1
+LINGER_SECONDS = 3.0
+MOST_MEMBERS = 1 << 20
+NOTHING, GO, DONE, FAILED = "-", "go", "done", "failed"
+_made: Counter[str] = Counter()
+
+
+class Members:
+    """The trainer's and the inference engine's processes under one numbering.
+
+    `store` is any torch store that all of them reach, `rank` and `size` count over both sides. `timeout` in seconds bounds every
+    wait. Make one with `of_process_group` or `join`.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float = 60.0) -> None:
+        _check_rank(rank, size)
+        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self.names = {r: f"rank {r}" for r in range(size)}
+        self.process_group: dist.ProcessGroup | None = None
+        self.local_address: str | None = None
+        self.turns = 0
+        self.what = "connect"
+        self.version: int | None = None
+        self._posted: list[str] = []
+        self._note = self._seen = self._lost = ""
+
+    @staticmethod
+    def of_process_group(name: str = "reshard", timeout: float = 60.0) -> "Members":
+        """All ranks of this torch process group: trainer and engine in the same processes, or started by one launcher.
+
+        Every rank makes the same ones in the same order; those of one name are told apart by counting them.
+        """
+        if not dist.is_initialized():
+            raise ReshardError("torch.distributed is not initialised: call init_process_group first, or use Members.join")
+        # What earlier members of this name have left in the store must not be read again.
+        _made[name] += 1
+        store = dist.PrefixStore(f"{name}/{_made[name]}", of_process_group(timeout))
+        members = Members(store, dist.get_rank(), dist.get_world_size(), timeout)
+        members.process_group = dist.group.WORLD
+        members._linger_at_exit()
+        return members
+
+    @staticmethod
+    def join(address: str, rank: int, size: int, timeout: float = 60.0) -> "Members":
+        """Meet at ``host:port`` or ``[IPv6]:port``: rank 0 serves there, the others connect.
+
+        A host of ``127.0.0.1``, ``::1`` or ``localhost`` is served to this host only. Raises ReshardError where nobody answers in
+        time, and where another process has joined as this rank.
+        """
+        host, port = _parsed(address)
+        _check_rank(rank, size)
+        deadline = time.monotonic() + timeout
+        try:
+            if rank == 0:
+                listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+                options: dict[str, Any] = {"is_master": True, "master_listen_fd": listener.detach()}
+            else:
+                _wait_for_server(host, port, deadline)  # torch's own client prints stacks, and waits twice as long
+                options = {}
+            seconds = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+            store = bounded(lambda: dist.TCPStore(host, port, None, wait_for_workers=False, timeout=seconds, **options), port, timeout)
+        except (OSError, RuntimeError, ValueError, OverflowError) as error:
+            who = "cannot serve" if rank == 0 else "found no member 0"
+            raise ReshardError(f"rank {rank} {who} at {address} ({first_line(error)})") from error
+        members = Members(store, rank, size, timeout)
+        members._register(address)
+        members.local_address = _address_towards(host, port)
+        members._linger_at_exit()
+        return members
+
+    def _register(self, address: str) -> None:
+        """Raise ReshardError where another process is this rank, or counts other members."""
+        sizes = self._swap("size", "", str(self.size))
+        if sizes != str(self.size):
+            raise ReshardError(f"rank {self.rank} expects {self.size} members at {address}, another {sizes}: give all the same number")
+        mine = f"{socket.gethostname()}, process {os.getpid()}, {time.time_ns()}"
+        other = self._swap(f"joined/{self.rank}", "", mine)
+        if other != mine:
+            who = other.rpartition(", ")[0]
+            raise ReshardError(f"rank {self.rank} has joined at {address} before ({who}): give each process a rank of its own, and "
+                               "meet at another port after a restart")  # fmt: skip
+
+    # Turns
+
+    @contextmanager
+    def turn(self, what: str) -> Iterator[None]:
+        """A connect or a refit. An error inside, whatever it is, is told to the others.
+
+        Raises ReshardError at once where another member has given this turn up before.
+        """
+        self.turns += 1
+        self.what, self._note = what, ""
+        try:
+            self.check()
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def go(self, version: int | None = None, note: str = "") -> int:
+        """Wait for everyone before the first byte; the version that all agree on.
+
+        None leaves it to the others; where nobody says one it is one more than the last. `note` is what `note_of` tells the others.
+        Raises ReshardError where two say different ones, where one fails, or is late.
+        """
+        if version is not None:
+            mine = f"{version} {self.names[self.rank]}"
+            first = self._swap(self._key("version"), "", mine)
+            if first.partition(" ")[0] != str(version):
+                theirs, _, who = first.partition(" ")
+                raise ReshardError(f"{who} refits to version {theirs}, {self.names[self.rank]} to version {version}: give all the same")
+        self._note = note
+        agreed = self._arrive("here", f"did not come to {self.what}", NOTHING, GO)
+        return int(agreed.removeprefix(GO))
+
+    def note_of(self, ranks: Iterable[int]) -> dict[int, str]:
+        """After `go`: what these members noted."""
+        ranks = list(ranks)
+        marks = self._call(self.store.multi_get, [f"at/{rank}" for rank in ranks]) if ranks else []
+        return {rank: mark.decode().split(" ", 2)[2] for rank, mark in zip(ranks, marks, strict=True)}
+
+    def done(self) -> None:
+        """Wait until everyone has what it needs. Raises ReshardError, for all, where one has failed, or is late."""
+        before = self._verdict()
+        self._arrive("done", f"did not end {self.what}", before, DONE)
+        if before.startswith(GO):
+            self.version = int(before.removeprefix(GO))
+        self._seen = self._key("seen")
+        if self.rank:
+            with suppress(RuntimeError, dist.DistError):
+                self.store.add(self._seen, 1)
+        self._forget()
+
+    def _arrive(self, step: str, late: str, before: str, after: str) -> str:
+        """Count this member in. The last one moves the verdict on, for which all wait."""
+        self._raise_failed(before)
+        self._call(self.store.set, f"at/{self.rank}", f"{self.turns} {step} {self._note}")
+        if self._call(self.store.add, self._key(step), 1) == self.size:
+            if after == GO:
+                after = f"{GO} {self._version_to_go_to()}"
+            self._swap(self._key("verdict"), "" if before == NOTHING else before, after)
+        deadline, pause = time.monotonic() + self.timeout, 20e-6
+        while (verdict := self._verdict()) == before:
+            if time.monotonic() > deadline:
+                missing = [self.names[rank] for rank in range(self.size) if not self._has_reached(rank, step)]
+                verdict = self._give_up(f"{listed(missing)} {late} within {self.timeout:g} s: dead, stalled or not started")
+                break
+            # Soon at first, since a refit takes milliseconds; then without a load on the store.
+            time.sleep(pause)
+            pause = min(pause * 1.2, 5e-3)
+        self._raise_failed(verdict)
+        return verdict
+
+    def _version_to_go_to(self) -> int:
+        if self._call(self.store.check, [self._key("version")]):
+            return int(self._call(self.store.get, self._key("version")).decode().partition(" ")[0])
+        return (self.version or 0) + 1
+
+    def _has_reached(self, rank: int, step: str) -> bool:
+        if not self._call(self.store.check, [f"at/{rank}"]):
+            return False
+        turn, at, _ = self._call(self.store.get, f"at/{rank}").decode().split(" ", 2)
+        return int(turn) >= self.turns and (step == "here" or at == "done")
+
+    def check(self) -> None:
+        """Raise ReshardError where a member has given this turn up."""
+        self._raise_failed(self._verdict())
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others why this member gives up."""
+        self._seen = self._key("seen")
+        with suppress(RuntimeError, dist.DistError, ReshardError):
+            self._give_up(str(error) or type(error).__name__)
+            if self.rank:
+                self.store.add(self._seen, 1)
+
+    def _give_up(self, sentence: str) -> str:
+        """Fail this turn for everyone, unless that is decided already; the verdict as it is then."""
+        verdict, failed = self._verdict(), f"{FAILED} {self.names[self.rank]}: {sentence}"
+        while not verdict.startswith((FAILED, DONE)):
+            now = self._swap(self._key("verdict"), "" if verdict == NOTHING else verdict, failed)
+            verdict = now or NOTHING
+        return verdict
+
+    def _verdict(self) -> str:
+        # Compared with what it never is, the value comes back as it is; a plain get would wait for one.
+        return self._swap(self._key("verdict"), NOTHING, NOTHING)
+
+    def _raise_failed(self, verdict: str) -> None:
+        if verdict.startswith(FAILED):
+            said = verdict.removeprefix(f"{FAILED} ")
+            raise ReshardError(said.removeprefix(f"{self.names[self.rank]}: "))
+
+    def _swap(self, key: str, expected: str, desired: str) -> str:
+        """Compare and set; the value that the key has then."""
+        return self._call(self.store.compare_set, key, expected, desired).decode()
+
+    def _key(self, name: str) -> str:
+        return f"{self.turns}/{name}"
+
+    # Messages within a turn
+
+    def post(self, key: str, payload: bytes = b"") -> None:
+        """Publish a payload under a key of this rank."""
+        name = self._key(f"{key}/{self.rank}")
+        self._call(self.store.set, name, payload or b"-")
+        if name not in self._posted:
+            self._posted.append(name)
+
+    def read(self, key: str, rank: int) -> bytes:
+        """What a rank published; waits for it. Raises ReshardError where some member failed or `rank` is late."""
+        self.wait(key, [rank])
+        payload = self._call(self.store.get, self._key(f"{key}/{rank}"))
+        return b"" if payload == b"-" else payload
+
+    def wait(self, key: str, ranks: Iterable[int]) -> None:
+        """Wait until these ranks have published under `key`; raises ReshardError naming those that are late, or that failed."""
+        names = {self._key(f"{key}/{rank}"): rank for rank in ranks}
+        if self._until(lambda: self._call(self.store.check, list(names))):
+            return
+        late = sorted(rank for name, rank in names.items() if not self._call(self.store.check, [name]))
+        raise ReshardError(self._late(late, key))
+
+    def count(self, key: str, value: int) -> None:
+        """Publish how far this rank has come: a number that grows."""
+        self.post(key, str(value).encode())
+
+    def wait_for_count(self, key: str, rank: int, value: int) -> None:
+        """Wait until a rank has come so far. Raises ReshardError where some member failed or `rank` is late."""
+        name = self._key(f"{key}/{rank}")
+
+        def reached() -> bool:
+            return self._call(self.store.check, [name]) and int(self._call(self.store.get, name)) >= value
+
+        if not self._until(reached):
+            raise ReshardError(self._late([rank], key))
+
+    def _late(self, ranks: Iterable[int], key: str) -> str:
+        who = listed(self.names[rank] for rank in ranks)
+        return f"{who} did not reach '{key.partition('/')[0]}' within {self.timeout:g} s: dead, stalled or not started"
+
+    def _until(self, reached: Callable[[], bool]) -> bool:
+        """Wait until something is so, or the time is over. Raises ReshardError where a member has given up, before and meanwhile."""
+        self.check()
+        start = time.monotonic()
+        pause, told = 50e-6, start
+        while not reached():
+            now = time.monotonic()
+            if now - told > CHECK_SECONDS:
+                self.check()
+                told = now
+            if now - start > self.timeout:
+                return False
+            time.sleep(pause)
+            pause = min(pause * 1.2, 5e-3)
+        return True
+
+    def gather(self, key: str, payload: bytes) -> list[bytes]:
+        """Publish, and get what everyone published, by rank."""
+        self.post(key, payload)
+        self.wait(key, range(self.size))
+        return [self.read(key, rank) for rank in range(self.size)]
+
+    def silent(self, key: str, seconds: float = 2.0) -> list[int]:
+        """Publish under `key`; those who have not done so some seconds later, though all should."""
+        self.post(key)
+        deadline, names = time.monotonic() + seconds, [self._key(f"{key}/{rank}") for rank in range(self.size)]
+        while time.monotonic() < deadline and not self._call(self.store.check, names):
+            time.sleep(0.01)
+        return [rank for rank, name in enumerate(names) if not self._call(self.store.check, [name])]
+
+    def linger(self) -> None:
+        """As rank 0, at its exit, stay until the others know how the last turn ended: they ask the store that this process serves."""
+        deadline = time.monotonic() + LINGER_SECONDS
+        with suppress(RuntimeError, dist.DistError):
+            while self._seen and self.store.add(self._seen, 0) < self.size - 1 and time.monotonic() < deadline:
+                time.sleep(1e-3)
+
+    def _linger_at_exit(self) -> None:
+        if self.rank == 0:  # unlike atexit, in processes that multiprocessing has started too
+            Finalize(None, self.linger, exitpriority=0)
+
+    def _forget(self) -> None:
+        """Delete what this member has left of earlier turns, which all have ended. The verdict of a failed one stays, for who comes late.
+
+        Who serves the store may be gone by then, after the last refit of a job; the next wait would say so.
+        """
+        earlier = [name for name in self._posted if not name.startswith(self._key(""))]
+        self._posted = self._posted[len(earlier) :]
+        with suppress(RuntimeError, dist.DistError):
+            if self.rank == 0 and self.turns > 1:
+                before = f"{self.turns - 1}/"
+                earlier += [before + name for name in ("here", "done", "version", "seen")]
+                if self.store.compare_set(f"{before}verdict", NOTHING, NOTHING).decode() == DONE:
+                    earlier.append(f"{before}verdict")
+            for name in earlier:
+                self.store.delete_key(name)
+
+    def _call(self, function: Callable, *args: Any) -> Any:
+        who = f"{self.names[0]}, which serves the store that the members meet at, does not answer {self.names[self.rank]}"
+        if self._lost:
+            raise ReshardError(f"{who} ({self._lost}): meet again to go on")
+        try:
+            return function(*args)
+        except (RuntimeError, dist.DistError) as error:
+            self._lost = first_line(error)
+            raise ReshardError(f"{who} ({self._lost})") from error
+
+
+def _check_rank(rank: int, size: int) -> None:
+    if not (isinstance(rank, int) and isinstance(size, int)) or size > MOST_MEMBERS:
+        raise ReshardError(f"rank {rank!r} of {size!r:.40} members is not a whole number of at most {MOST_MEMBERS:,}")
+    if not 0 <= rank < size:
+        raise ReshardError(f"rank {rank} is not one of {size} members, which count from 0")
+
+
+def _parsed(address: str) -> tuple[str, int]:
+    host, _, port = str(address).rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        host = ""
+    if not host or not port.isascii() or not port.isdigit() or len(port) > 5 or not 0 < int(port) < 1 << 16:
+        raise ReshardError(f"{address!s:.100} is not an address such as 10.0.0.1:29600 or [::1]:29600")
+    return host, int(port)
+
+
+def _wait_for_server(host: str, port: int, deadline: float) -> None:
+    """Wait until something listens there. Raises OSError where nothing does in time."""
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def _address_towards(host: str, port: int) -> str:
+    """This machine's address on the way to a host; nothing is sent."""
+    [(family, kind, _, _, there), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    with socket.socket(family, kind) as probe:
+        probe.connect(there)
+        return str(probe.getsockname()[0])
+
+
+def this_host() -> str:
+    """Names the machine as long as it runs: two containers on it share memory and links."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text(encoding="utf-8").strip() if boot.exists() else socket.gethostname()
+
+
+def hello(name: str, roles: list[str], device: torch.device) -> dict[str, Any]:
+    """What a member says of itself."""
+    from importlib.metadata import version
+
+    gpu = ""
+    if device.type == "cuda":
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+    return {"protocol": PROTOCOL, "reshard": version("reshard"), "name": name, "roles": roles, "host": this_host(), "user": os.getuid(),
+            "device": device.type, "gpu": gpu, "pid": os.getpid()}  # fmt: skip

@@ -1,0 +1,58 @@
+"""From which of the ranks that hold the same shard an inference rank reads, and how."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from reshard.core.errors import ReshardError
+
+# The ways of a pair. What cannot be mapped is staged through memory that can, on the same host.
+HERE, PEER, STAGED, BUCKETS = "same process", "peer", "staged", "buckets"
+SENT = (STAGED, BUCKETS)  # the trainer's rank takes part; in the others it is only read
+EXECUTORS = ("auto", PEER, STAGED, BUCKETS)
+
+
+def way_between(trainer: Mapping[str, Any], engine: Mapping[str, Any], same_process: bool, executor: str, exported: bool) -> str:
+    """How bytes get from a trainer's rank to an inference rank, by what both have said of themselves (`members.hello`); `exported`
+    says whether other processes can map the trainer's memory. Raises ReshardError where the executor that was asked for cannot."""
+    if same_process:
+        return HERE
+    same_host = all(trainer[key] == engine[key] for key in ("host", "user"))
+    gpus = trainer["device"] == engine["device"] == "cuda"
+    if executor == BUCKETS:
+        # NCCL connects no two processes of one GPU.
+        return STAGED if gpus and same_host and trainer["gpu"] == engine["gpu"] else BUCKETS
+    if executor in (PEER, STAGED) and not (same_host and (gpus or executor == STAGED)):
+        raise ReshardError(f"{trainer['name']} and {engine['name']} cannot read each other's memory: use executor='auto'")
+    if executor == STAGED or (gpus and same_host and not exported):
+        return STAGED
+    return PEER if gpus and same_host else BUCKETS
+
+
+class Seat(NamedTuple):
+    """Where a member runs: its process, GPU (None on a CPU) and host."""
+
+    process: Hashable
+    gpu: Hashable
+    host: Hashable
+
+
+def distance(a: Seat, b: Seat) -> int:
+    """0 within a process, 1 on the same GPU, 2 on the same host, 3 between hosts."""
+    if a.process == b.process:
+        return 0
+    if a.host != b.host:
+        return 3
+    return 1 if a.gpu is not None and a.gpu == b.gpu else 2
+
+
+def nearest(ranks: Sequence[int], distance_to: Callable[[int], int], position: int, tp: int) -> int:
+    """The index in `ranks` of a nearest one. Inference ranks, `position` in an engine of tensor parallel size `tp`, share equally near
+    ones out: those that need the same shard are replicas, `tp` apart, or neighbours within a replica.
+
+    >>> [nearest([0, 4, 8], lambda rank: int(rank == 0), position, tp=2) for position in range(4)]
+    [1, 2, 2, 1]
+    """
+    distances = [distance_to(rank) for rank in ranks]
+    least = min(distances)
+    near = [index for index, value in enumerate(distances) if value == least]
+    return near[(position // tp + position % tp * max(1, len(near) // tp)) % len(near)]

@@ -1,0 +1,237 @@
+"""What a member does as a rank of the trainer, and as a rank of the engine: what it tells the others, and the copies that follow."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from reshard.core.dtypes import dtype_named
+from reshard.core.errors import ReshardError, listed
+from reshard.core.placement import LocalTensor, Placement
+from reshard.core.planner import PlanError, Transfer, make_plan
+from reshard.live.cuda import Allocation, frees_of, generation_of, is_exportable
+from reshard.live.engine import Engine
+from reshard.live.trainer import Trainer
+from reshard.models.model import Model
+from reshard.refit.addresses import ELEMENTS, SHARD, Piece, allocations_of, as_read, asked_for, destination_table, memory_of, source_table
+from reshard.refit.agreement import Agreement
+from reshard.refit.digests import digests
+from reshard.refit.members import Members
+from reshard.refit.routes import BUCKETS, HERE, PEER, SENT, STAGED, nearest
+from reshard.refit.transports.base import Incoming
+from reshard.refit.wire import Held, pack_array, pack_held, pack_json, unpack_array, unpack_held, unpack_json
+
+
+class TrainerSide:
+    """A trainer's rank in a connection: what inference ranks ask it for, and where its memory is."""
+
+    def __init__(self, source: Trainer, members: Members, agreed: Agreement, device: torch.device) -> None:
+        self.source, self.members, self.agreed, self.device = source, members, agreed, device
+        self.asked: dict[int, np.ndarray] = {}
+        # Where the parameters were, and the allocations that they are in, when this rank last told the others.
+        self.told: tuple[list[int], list[Allocation]] = [], []
+        self.frees: int | None = None
+        self.exported = False
+
+    def publish(self, model: Model) -> None:
+        """Tell what this rank holds of the model."""
+        self.source.check_memory(self.device)
+        self.source.check_model(model)
+        dtypes = [dtype_named(str(region.tensor.dtype)).name for region in self.source.regions]
+        header, parts = pack_held(self.source.publish(model), dtypes)
+        self.members.post("held", header)
+        self.members.post("parts", parts)
+
+    def hear_what_is_asked(self) -> None:
+        """Read which pieces every inference rank asks for, and tell where they are."""
+        me = self.members.rank
+        asked = {rank: unpack_array(self.members.read(f"pieces/{me}", rank)) for rank in self.agreed.engines}
+        self.asked = {rank: pieces for rank, pieces in asked.items() if len(pieces)}
+        self.told = self._look()
+        self._tell()
+
+    def tell_if_moved(self) -> bool:
+        """Look where the memory is now; whether it has moved, which the others are then told.
+
+        Raises ReshardError where parameters are not in the device's memory.
+        """
+        now = self._look()
+        moved = now != self.told
+        if moved:
+            self.source.check_memory(self.device)
+            self.told = now
+            self._tell()
+        return moved
+
+    def forget(self) -> None:
+        """After a refit that failed: tell everything again at the next."""
+        self.told = [], []
+
+    def _look(self) -> tuple[list[int], list[Allocation]]:
+        """Where the parameters are now, and the allocations that other processes map as the driver knows them."""
+        addresses, frees = self.source.addresses(), frees_of(self.device) if self.device.type == "cuda" else None
+        before, allocations = self.told
+        unfreed, self.frees = frees is not None and frees == self.frees, frees
+        if addresses != before:
+            return addresses, allocations_of(self.source, self._read_by_others())
+        # Asking the driver takes a while for each; what was never freed is what it was.
+        return addresses, allocations if unfreed else [a._replace(generation=generation_of(a.base)) for a in allocations]
+
+    def _read_by_others(self) -> list[int]:
+        """The shards of this rank that other processes read where they lie, if they can."""
+        me = self.members.rank
+        readers = [asked[:, SHARD] for rank, asked in self.asked.items() if self.agreed.way(me, rank, True) == PEER]
+        return np.unique(np.concatenate(readers)).tolist() if readers else []
+
+    def _tell(self) -> None:
+        """Publish where the shards lie, with handles to what another process is going to read: each takes the driver a while."""
+        allocations = self.told[1]
+        hidden = [a for a in allocations if not is_exportable(a.base)]
+        if hidden and self.agreed.executor == PEER:
+            raise ReshardError("the trainer's weights lie in memory that cannot be shared with other processes (expandable segments, or "
+                               "a virtual memory pool): use executor='auto', or unset PYTORCH_CUDA_ALLOC_CONF")  # fmt: skip
+        self.exported = not hidden
+        memory = memory_of(self.source, allocations if self.exported else [])
+        self.members.post("regions", pack_array(memory.pop("regions")))
+        self.members.post("memory", pack_json(memory | {"exported": self.exported}))
+
+    def ways(self) -> dict[int, str]:
+        """How inference ranks get their pieces from here."""
+        return {rank: self.agreed.way(self.members.rank, rank, self.exported) for rank in self.asked}
+
+    def outgoing(self) -> dict[str, dict[int, np.ndarray]]:
+        """The copies that this rank sends, by way and inference rank, with the source's end filled in."""
+        found: dict[str, dict[int, np.ndarray]] = {way: {} for way in SENT}
+        for rank, way in self.ways().items():
+            if way in SENT:
+                found[way][rank] = source_table(self.source, self.asked[rank])
+        return found
+
+    def post_digests(self) -> None:
+        """Publish digests of every piece, taken from this rank's memory by its own addresses, made anew."""
+        for rank, asked in self.asked.items():
+            sums = digests(source_table(self.source, asked), asked[:, ELEMENTS], self.device)
+            self.members.post(f"digests/{rank}", pack_array(sums.reshape(-1, 1)))
+
+
+class EngineSide:
+    """An inference rank in a connection: which pieces it needs, and what the trainer's ranks have said of their memory."""
+
+    def __init__(self, engine: Engine, members: Members, agreed: Agreement, device: torch.device) -> None:
+        self.engine, self.members, self.agreed, self.device = engine, members, agreed, device
+        self.pieces: dict[int, list[Piece]] = {}
+        self.memory: dict[int, dict[str, Any]] = {}
+
+    def plan(self, where: str) -> None:
+        """Which boxes this rank needs, and from which trainer's ranks; `where` names the served model. Each is told what is asked of it."""
+        published = {rank: unpack_held(self.members.read("held", rank), self.members.read("parts", rank)) for rank in self.agreed.trainers}
+        wanted = self.engine.placement
+        sources = Sources.of(published, {part.name for tensor in wanted.tensors.values() for part in tensor.parts}, self.members.names)
+        self._check(sources, where)
+        try:
+            plan = make_plan(Placement.of(wanted.shapes, sources.tensors), wanted)
+        except PlanError as error:
+            raise ReshardError(f"the trainer's shards do not make up the served model: {error}") from error
+        pieces: dict[int, list[Piece]] = defaultdict(list)
+        position = self.agreed.engines.index(self.members.rank)
+        distances = {rank: self.agreed.distance(rank) for rank in self.agreed.trainers}
+        for transfer in plan.transfers:
+            piece = self._piece(transfer, sources.holders[transfer.src], distances, position)
+            pieces[piece.rank].append(piece)
+        self.pieces = dict(pieces)
+        for rank in self.agreed.trainers:
+            self.members.post(f"pieces/{rank}", pack_array(asked_for(self.pieces.get(rank, ()))))
+
+    def _check(self, sources: "Sources", where: str) -> None:
+        """Raise ReshardError where the trainer lacks what is wanted, or has it in another dtype."""
+        lacking, other = [], []
+        for tensor in self.engine.placement.tensors.values():
+            mine = dtype_named(str(self.engine.regions[tensor.id].tensor.dtype)).name
+            for part in tensor.parts:
+                theirs = sources.dtypes.get(part.name)
+                if theirs is None:
+                    lacking.append(part.name)
+                elif theirs != mine:
+                    other.append(f"{part.name} is {theirs} in the trainer, but {mine} in the engine: use one dtype for both")
+        if lacking:
+            names = sorted(set(lacking))
+            raise ReshardError(f"the trainer's model lacks {len(names)} parameters that {where} calls for: {listed(names)}")
+        if other:
+            raise ReshardError(other[0])
+
+    def _piece(self, transfer: Transfer, holders: list[tuple[int, int]], distances: Mapping[int, int], position: int) -> Piece:
+        """A transfer, from the nearest of those that hold what it reads."""
+        rank, index = holders[nearest([rank for rank, _ in holders], distances.__getitem__, position, self.engine.tp)]
+        return Piece(transfer.name, rank, index, transfer.src_at, transfer.box.lengths, transfer.dst, transfer.dst_at)
+
+    def read_memory(self, ranks: Iterable[int]) -> None:
+        """What these trainers' ranks have published of their memory."""
+        for rank in ranks:
+            said = unpack_json(self.members.read("memory", rank))
+            self.memory[rank] = said | {"regions": unpack_array(self.members.read("regions", rank))}
+
+    def ways(self) -> dict[int, str]:
+        """How this rank gets its pieces, by trainer's rank."""
+        return {rank: self.agreed.way(rank, self.members.rank, self.memory[rank]["exported"]) for rank in self.pieces}
+
+    def incoming(self) -> dict[str, dict[int, Incoming]]:
+        """What this rank gets, by way and trainer's rank, from where everything is now."""
+        found: dict[str, dict[int, Incoming]] = {way: {} for way in (HERE, PEER, STAGED, BUCKETS)}
+        for rank, way in self.ways().items():
+            pieces = self.pieces[rank]
+            found[way][rank] = Incoming(destination_table(self.engine, pieces), asked_for(pieces), self.memory[rank])
+        return found
+
+    def compare_digests(self) -> None:
+        """Take digests of every piece from this rank's memory, by its own addresses, made anew. Raises ReshardError where one differs
+        from the trainer's."""
+        bad: set[str] = set()
+        for rank, pieces in self.pieces.items():
+            table = as_read(destination_table(self.engine, pieces))
+            here = digests(table, asked_for(pieces)[:, ELEMENTS], self.device)
+            there = unpack_array(self.members.read(f"digests/{self.members.rank}", rank))[:, 0]
+            bad.update(pieces[i].name for i in np.flatnonzero(here != there))
+        if bad:
+            raise ReshardError(f"{len(bad)} tensors did not arrive as they are in the trainer: {listed(sorted(bad))}")
+
+
+class Replicas(NamedTuple):
+    """The id of a local tensor that one or more of a trainer's ranks hold alike."""
+
+    number: int
+
+
+@dataclass
+class Sources:
+    """All that a trainer's ranks hold: distinct local tensors, who has each (rank, index there), and the dtype of each name."""
+
+    tensors: list[LocalTensor] = field(default_factory=list)
+    holders: dict[Replicas, list[tuple[int, int]]] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def of(published: Mapping[int, Held], wanted: set[str], names: Mapping[int, str]) -> "Sources":
+        """Put together what the ranks have published, as far as it is wanted. Raises ReshardError where two have another dtype."""
+        found = Sources()
+        known: dict[tuple, Replicas] = {}
+        first: dict[str, int] = {}
+        for rank, held in published.items():
+            for tensor, dtype in zip(held.tensors, held.dtypes, strict=True):
+                parts = tuple(part for part in tensor.parts if part.name in wanted)
+                if not parts:
+                    continue
+                for name in {part.name for part in parts}:
+                    other = first.setdefault(name, rank)
+                    if found.dtypes.setdefault(name, dtype) != dtype:
+                        both = f"{found.dtypes[name]} and {dtype}"
+                        raise ReshardError(f"{names[other]} and {names[rank]} do not agree on the dtype of {name}: {both}")
+                replicas = known.get((tensor.shape, parts))
+                if replicas is None:
+                    replicas = known[tensor.shape, parts] = Replicas(len(found.tensors))
+                    found.tensors.append(LocalTensor(replicas, tensor.shape, parts))
+                    found.holders[replicas] = []
+                found.holders[replicas].append((rank, tensor.id))
+        return found

@@ -1,0 +1,1 @@
+"""Ways of bytes between a trainer's rank and an inference rank."""

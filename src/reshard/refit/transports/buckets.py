@@ -1,0 +1,189 @@
+"""Transfers between members that cannot read each other's memory: packed into buckets, exchanged, unpacked.
+
+Both ends of a pair know the same list of pieces and cut it alike, so a bucket needs no header. One all-to-all a round, whatever
+the backend (NCCL, Gloo); while one bucket travels, the next is packed and the one before is unpacked.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from reshard.core.errors import ReshardError
+from reshard.refit.copies import CopyTable
+from reshard.refit.members import Members
+from reshard.refit.tables import DST, DST_PITCH, ROWS, SRC, SRC_PITCH, TILE_BYTES, WIDTH, bytes_of, tiles_of
+from reshard.refit.transports.base import Incoming, Transport
+from reshard.refit.wire import pack_json, unpack_json
+
+ALIGNMENT = 16
+
+
+def group_of(members: Members, ranks: Sequence[int], device: torch.device) -> Any:
+    """A communicator of these members: on GPUs torch's own where they are its ranks, since another takes memory of its own."""
+    if members.process_group is not None and device.type == "cuda" and len(ranks) == members.size:
+        with suppress(RuntimeError):
+            return members.process_group._get_backend(device)
+    # Under a name of its own: what a broken communicator has left in the store must not be read again.
+    store, timeout = dist.PrefixStore(f"buckets/{members.turns}", members.store), timedelta(seconds=members.timeout)
+    index, size = ranks.index(members.rank), len(ranks)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, index, size, options)
+    gloo: Any = dist.ProcessGroupGloo
+    if members.local_address is None:
+        return gloo(store, index, size, timeout)
+    # Of several networks the one on which the members met; by itself Gloo takes the one that the host's name stands for.
+    settings = gloo._Options()
+    settings._timeout, settings._devices = timeout, [gloo.create_device(hostname=members.local_address)]
+    return gloo(store, index, size, settings)
+
+
+def rounds_of(sizes: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pack pieces of these sizes in order into rounds of at most `limit` bytes: each one's round, and its offset in it."""
+    padded = sizes + -sizes % ALIGNMENT
+    rounds, offsets = np.zeros(len(sizes), np.int64), np.zeros(len(sizes), np.int64)
+    current = used = 0
+    for i, size in enumerate(padded.tolist()):
+        if used + size > limit and used:
+            current, used = current + 1, 0
+        rounds[i], offsets[i] = current, used
+        used += size
+    return rounds, offsets
+
+
+class Buckets(Transport):
+    """This member's part of the exchange among the members `ranks`; a member that is none of them only agrees.
+
+    Rows are cut into tiles the same way on both ends, which only depends on rows and widths. All buffers of a rank together have at
+    most `bucket_bytes`.
+    """
+
+    def __init__(self, members: Members, ranks: Sequence[int], device: torch.device, bucket_bytes: int) -> None:
+        self.members, self.ranks, self.device, self.bucket_bytes = members, ranks, device, bucket_bytes
+        self.group: Any = None
+        self.limit = 0  # bytes of one pair in one round; 0 where no pair of members goes through buckets
+        self.rounds = 0
+        self.sends: dict[int, Side] = {}
+        self.receives: dict[int, Side] = {}
+        self.addresses: list[tuple[int, int]] = []
+        self.steps: list[tuple[list[int], list[int], CopyTable, CopyTable]] = []
+
+    def agree(self, outgoing: Mapping[int, np.ndarray], incoming: Mapping[int, Incoming]) -> None:
+        """Agree with all members on the size of the buckets and the number of rounds, and meet those that take part.
+
+        Where any pair of members goes through buckets, all that have a side take part in every round.
+        """
+        most = max(self._everyone("partners", max(len(incoming), len(outgoing))))
+        if not most:
+            return
+        self.limit = self.bucket_bytes // (4 * most) // ALIGNMENT * ALIGNMENT
+        if self.limit < TILE_BYTES:
+            raise ReshardError(f"bucket_bytes {self.bucket_bytes} is too little for {most} partners: {4 * most * TILE_BYTES} is the least")
+        self.renew()
+        self.prepare(outgoing, incoming)
+        mine = max((side.rounds for side in (*self.sends.values(), *self.receives.values())), default=0)
+        self.rounds = max(self._everyone("rounds", mine))
+        if self.device.type == "cuda":
+            from reshard.refit.kernels import compile_copy
+
+            compile_copy(ALIGNMENT, self.device)  # the tables are made at the first exchange, nearly all of this word
+
+    def _everyone(self, key: str, value: int) -> list[int]:
+        return [unpack_json(said) for said in self.members.gather(key, pack_json(value))]
+
+    def renew(self) -> None:
+        """Meet over a new communicator: one that lost a partner is not used again."""
+        if self.limit and self.members.rank in self.ranks:
+            self.group = group_of(self.members, self.ranks, self.device)
+
+    def prepare(self, outgoing: Mapping[int, np.ndarray], incoming: Mapping[int, Incoming]) -> None:
+        """Cut these tables into rounds."""
+        if not self.limit:
+            return
+        self.sends = {peer: Side(table, SRC, self.limit) for peer, table in outgoing.items()}
+        self.receives = {peer: Side(some.table, DST, self.limit) for peer, some in incoming.items()}
+        self.received_bytes = sum(bytes_of(some.table) for some in incoming.values())
+        self.addresses, self.steps = [], []
+
+    def run(self) -> None:
+        """Exchange everything, in as many rounds as all members have agreed on."""
+        if self.group is None:
+            return
+        slots = [(self._buffer(self.sends), self._buffer(self.receives)) for _ in range(min(2, self.rounds))]
+        addresses = [(send.data_ptr(), receive.data_ptr()) for send, receive in slots]
+        if addresses != self.addresses:
+            # The caching allocator usually gives the same memory again, so that this happens once.
+            self.steps = [self._step(index, *addresses[index % 2]) for index in range(self.rounds)]
+            self.addresses = addresses
+        pending: tuple[Any, CopyTable] | None = None
+        for index, (splits_in, splits_out, pack, unpack) in enumerate(self.steps):
+            send, receive = slots[index % 2]
+            pack.run()
+            work = self.group.alltoall_base(receive[: sum(splits_in)], send[: sum(splits_out)], splits_in, splits_out)
+            if pending is not None:
+                self._unpack(*pending)
+            pending = (work, unpack)
+        if pending is not None:
+            self._unpack(*pending)
+
+    def _buffer(self, sides: Mapping[int, "Side"]) -> torch.Tensor:
+        return torch.empty(self.limit * len(sides), dtype=torch.uint8, device=self.device)
+
+    def _unpack(self, work: Any, table: CopyTable) -> None:
+        work.wait()
+        table.run()
+
+    def _step(self, index: int, send: int, receive: int) -> tuple[list[int], list[int], CopyTable, CopyTable]:
+        """A round with its buffers at these addresses: bytes from and to each member, and the copies before and after."""
+        splits_out, packed = self._layout(self.sends, index, send)
+        splits_in, unpacked = self._layout(self.receives, index, receive)
+        return splits_in, splits_out, CopyTable(packed, self.device), CopyTable(unpacked, self.device)
+
+    def _layout(self, sides: Mapping[int, "Side"], index: int, start: int) -> tuple[list[int], np.ndarray]:
+        """Bytes by member, and the copies with their ends in the buffer filled in."""
+        splits, tables = [0] * len(self.ranks), [np.zeros((0, 6), np.int64)]
+        for peer in sorted(sides):
+            size = sides[peer].bytes_of_round(index)
+            tables.append(sides[peer].copies(index, start))
+            splits[self.ranks.index(peer)] = size
+            start += size
+        return splits, np.concatenate(tables)
+
+
+class Side:
+    """One direction of one pair: its tiles, and the round and offset of each. `end`, SRC or DST, is what the table has filled in."""
+
+    def __init__(self, table: np.ndarray, end: int, limit: int) -> None:
+        self.far, self.far_pitch = (DST, DST_PITCH) if end == SRC else (SRC, SRC_PITCH)
+        pitch = SRC_PITCH if end == SRC else DST_PITCH
+        # Cut at both ends alike: pitches are only known here, so they must not decide.
+        plain = table.copy()
+        plain[:, [SRC, DST]] = 0
+        plain[:, SRC_PITCH] = plain[:, DST_PITCH] = plain[:, WIDTH] + 1
+        cut, origin = tiles_of(plain)
+        row, byte = np.divmod(cut[:, SRC], plain[origin, SRC_PITCH])
+        cut[:, end] = table[origin, end] + row * table[origin, pitch] + byte
+        cut[:, pitch] = table[origin, pitch]
+        self.tiles = cut
+        self.round_of, self.offset = rounds_of(cut[:, ROWS] * cut[:, WIDTH], limit)
+        self.rounds = int(self.round_of.max()) + 1 if len(cut) else 0
+
+    def copies(self, index: int, start: int) -> np.ndarray:
+        """The copies of a round between memory and a buffer at address `start`, which is dense."""
+        chosen = self.round_of == index
+        table = self.tiles[chosen].copy()
+        table[:, self.far] = start + self.offset[chosen]
+        table[:, self.far_pitch] = table[:, WIDTH]
+        return table
+
+    def bytes_of_round(self, index: int) -> int:
+        """Bytes of a round in the buffer, padding included."""
+        chosen = self.round_of == index
+        sizes = self.tiles[chosen, ROWS] * self.tiles[chosen, WIDTH]
+        return int((self.offset[chosen] + sizes + -sizes % ALIGNMENT).max()) if len(sizes) else 0

@@ -1,0 +1,89 @@
+"""Pulls: an inference rank reads the trainer's memory where it lies, in its own process or mapped from another one's, in one launch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from reshard.live.engine import Engine
+from reshard.refit.addresses import SHARD, fill_table, from_source, shards_here
+from reshard.refit.copies import CopyTable
+from reshard.refit.tables import bytes_of, interleaved, tiles_of
+from reshard.refit.transports.base import Incoming, Transport
+from reshard.refit.transports.mappings import Mappings
+
+PADDING = -1  # in place of a trainer's rank, for rows that none has
+
+
+class Pull(Transport):
+    """The pulls of one inference rank, `rank`; rows of padding are filled with zeros along the way."""
+
+    def __init__(self, engine: Engine, rank: int, names: Mapping[int, str], device: torch.device) -> None:
+        self.engine, self.rank, self.names, self.device = engine, rank, names, device
+        self.mappings = Mappings(device)
+        # By trainer's rank: (address here, pitch in bytes) of its shards, and the number of the first among all shards.
+        self.at: dict[int, np.ndarray] = {}
+        self.first_owner: dict[int, int] = {}
+        self.local_bytes = self.peer_bytes = 0
+
+    def prepare(self, outgoing: Mapping[int, np.ndarray], incoming: Mapping[int, Incoming]) -> None:
+        """Make the table of copies; trainers' ranks do nothing in a pull."""
+        tables, ranks, owners = [], [], []
+        self.local_bytes = self.peer_bytes = 0
+        self.at, self.first_owner = {rank: self._shards(rank, some.memory) for rank, some in incoming.items()}, {}
+        known = 1  # owner 0: rows of padding
+        for rank, some in incoming.items():
+            self.first_owner[rank] = known
+            tables.append(from_source(some.table, some.asked, self.at[rank]))
+            ranks.append(np.full(len(some.table), rank))
+            owners.append(known + some.asked[:, SHARD])
+            known += len(self.at[rank])
+            if rank == self.rank:
+                self.local_bytes += bytes_of(some.table)
+            else:
+                self.peer_bytes += bytes_of(some.table)
+        fills, self.zeros = fill_table(self.engine, self.device)
+        tiles, origin = tiles_of(np.concatenate([*tables, fills]))
+        order = interleaved(np.concatenate([*ranks, np.full(len(fills), PADDING)])[origin])
+        owner = np.concatenate([*owners, np.zeros(len(fills), np.int64)])[origin]
+        self.table = CopyTable(tiles[order], self.device, owner[order])
+        self.received_bytes, self.launches = self.local_bytes + self.peer_bytes, self.table.launches
+
+    def follow(self, memory: Mapping[int, Mapping[str, Any]]) -> bool:
+        """Read the shards where these trainers' ranks now say that they are; False where the table has to be made again for that."""
+        if memory.keys() != self.at.keys():
+            return False
+        now = {rank: self._shards(rank, said) for rank, said in memory.items()}
+        if all(np.array_equal(shards, self.at[rank]) for rank, shards in now.items()):
+            return True
+        deltas = np.zeros(1 + sum(map(len, now.values())), np.int64)
+        for rank, shards in now.items():
+            if not np.array_equal(shards[:, 1], self.at[rank][:, 1]):
+                return False
+            first = self.first_owner[rank]
+            deltas[first : first + len(shards)] = shards[:, 0] - self.at[rank][:, 0]
+        if not self.table.shift(deltas):
+            return False
+        self.at = now
+        return True
+
+    def _shards(self, rank: int, memory: Mapping[str, Any]) -> np.ndarray:
+        """(address here, pitch in bytes) of the shards of a trainer's rank, mapping its memory where it is another process."""
+        return memory["regions"] if rank == self.rank else shards_here(memory, self.mappings, self.names[rank])
+
+    def run(self) -> None:
+        """Enqueue all copies."""
+        self.table.run()
+
+    def keep_only(self, memory: Mapping[int, Mapping[str, Any]]) -> None:
+        """Unmap what the trainers' ranks no longer use."""
+        self.mappings.close(but={entry[2] for said in memory.values() for entry in said["allocations"]})
+
+    def release(self) -> None:
+        """Unmap the trainers' memory."""
+        self.mappings.close()
+
+    def close(self) -> None:
+        """Unmap the trainers' memory."""
+        self.mappings.close()

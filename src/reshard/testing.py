@@ -1,0 +1,59 @@
+"""For the tests of those who convert or train: parity as an assertion, and pytest fixtures.
+
+    from reshard.testing import assert_logprob_parity, to_megatron  # noqa: F401
+
+    def test_the_export_is_the_model(to_megatron):
+        assert_logprob_parity("checkpoints/hf", to_megatron("checkpoints/hf"), max_abs=1e-4)
+
+Megatron-Core with its local layers runs on a machine without a GPU, in this process.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from reshard.disk.convert import hf_to_mcore
+from reshard.megatron.layout import Layout
+from reshard.parity.gate import Limits, ParityReport, parity
+from reshard.parity.metrics import Metrics
+
+if TYPE_CHECKING:
+    from reshard.parity.systems import System
+
+
+def assert_logprob_parity(a: "str | Path | System", b: "str | Path | System", *,
+                          max_abs: float | None = None, mean_abs: float | None = None,
+                          token_mult_prob_error: float | None = None, kl: float | None = None, argmax_agreement: float | None = None,
+                          routing_margin: float | None = None, **options: Any) -> ParityReport:  # fmt: skip
+    """Fail unless two systems give the same logprobs; the report where they do.
+
+    The systems and `options` are those of `reshard.parity.parity`; a limit that is given here replaces the dtype's default, and on a
+    figure that is not measured it fails. Raises AssertionError with the figures, ReshardError where the two cannot be compared.
+    """
+    given = {"max_abs": max_abs, "mean_abs": mean_abs, "token_mult_prob_error": token_mult_prob_error, "kl": kl,
+             "argmax_agreement": argmax_agreement, "routing_margin": routing_margin}  # fmt: skip
+    chosen = {name: value for name, value in given.items() if value is not None}
+    one, other = (str(side) if isinstance(side, Path) else side for side in (a, b))
+    report = parity(one, other, limits=lambda dtype: Limits.of_dtype(dtype, **chosen), **options)
+    assert report.ok, f"{report.a} and {report.b}: {'; '.join(report.exceeded)} (worst prompts: {_worst(report.prompts)})"
+    return report
+
+
+def _worst(prompts: list[Metrics]) -> str:
+    order = sorted(range(len(prompts)), key=lambda i: -prompts[i].mean_abs)[:3]
+    return ", ".join(f"{i} with mean_abs {prompts[i].mean_abs:.3g}" for i in order)
+
+
+@pytest.fixture
+def to_megatron(tmp_path: Path) -> Callable[..., Path]:
+    """A function that converts a Hugging Face directory or hub id into a temporary Megatron checkpoint, at a layout."""
+    made: list[Path] = []
+
+    def convert(source: str | Path, layout: Layout | None = None) -> Path:
+        made.append(tmp_path / f"megatron-{len(made)}")
+        hf_to_mcore(str(source), made[-1], layout or Layout(), transformer_impl="local")
+        return made[-1]
+
+    return convert

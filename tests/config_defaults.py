@@ -1,0 +1,32 @@
+"""Print `src/reshard/models/config_defaults.py`: what the config classes of the installed transformers have where a config says nothing.
+
+python -m tests.config_defaults > src/reshard/models/config_defaults.py
+"""
+
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from reshard.models.family import families
+
+HEADER = '''"""What a field of a config is where the config says nothing: the defaults of transformers' config classes, without the fields that a
+mapping table has and those that have no effect.
+
+Written by ``python -m tests.config_defaults``; a test compares it with the installed transformers.
+"""
+
+from typing import Any
+
+'''
+
+
+def defaults() -> dict[str, dict]:
+    """By family and field."""
+    found = {}
+    for name, family in sorted(families().items()):
+        config = PretrainedConfig().to_dict() | CONFIG_MAPPING[name]().to_dict()
+        found[name] = {key: config[key] for key in sorted(config) if key not in family.fields and not family.has_no_effect(key)}
+    return found
+
+
+if __name__ == "__main__":
+    lines = [f"    {name!r}: {fields!r},\n".replace("'", '"') for name, fields in defaults().items()]
+    print(HEADER + "DEFAULTS: dict[str, dict[str, Any]] = {\n" + "".join(lines) + "}")

@@ -1,0 +1,88 @@
+/* A disk that fails on command, for a process started with LD_PRELOAD and FAULTS.
+ *
+ * FAULTS holds rules "call:path:nth:what", separated by spaces. `call` is sync (fsync and fdatasync), rename, renameat2, pwrite or opendir;
+ * `path` is a part of the file's path, its end where it closes with $, or *; `nth` says which matching call fails (0: every one). `what` is the number of an errno,
+ * "lose" and such a number (a sync that fails and has lost the file's bytes, as a server out of quota does), KILL (the process
+ * dies before the call), DIE (after it), or "sleep" and milliseconds.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+static atomic_int seen[16];
+
+/* The fault of this call: 0 none, an errno, or -1 to die after it. Sleeps, dies and loses bytes here. */
+static int fault(const char *call, const char *path, int fd) {
+    const char *faults = getenv("FAULTS");
+    if (!faults) return 0;
+    char copy[4096], *save = NULL;
+    strncpy(copy, faults, sizeof copy - 1);
+    copy[sizeof copy - 1] = 0;
+    int index = 0;
+    for (char *rule = strtok_r(copy, " ", &save); rule && index < 16; rule = strtok_r(NULL, " ", &save), index++) {
+        char name[32], part[512], what[32];
+        int nth;
+        if (sscanf(rule, "%31[^:]:%511[^:]:%d:%31s", name, part, &nth, what) != 4) continue;
+        size_t n = strlen(part), length = strlen(path);
+        int ends = part[n - 1] == '$' && length >= n - 1 && !strncmp(path + length - (n - 1), part, n - 1);
+        if (strcmp(name, call) || (strcmp(part, "*") && !strstr(path, part) && !ends)) continue;
+        int now = atomic_fetch_add(&seen[index], 1) + 1;
+        if (nth && now != nth) continue;
+        if (!strncmp(what, "sleep", 5)) { usleep(1000 * atoi(what + 5)); continue; }
+        if (!strcmp(what, "KILL")) kill(getpid(), SIGKILL);
+        if (!strcmp(what, "DIE")) return -1;
+        if (!strncmp(what, "lose", 4)) {
+            struct stat status;
+            if (!fstat(fd, &status)) fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, status.st_size);
+            return atoi(what + 4);
+        }
+        return atoi(what);
+    }
+    return 0;
+}
+
+static const char *path_of(int fd, char *buffer, size_t size) {
+    char link[64];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t n = readlink(link, buffer, size - 1);
+    buffer[n < 0 ? 0 : n] = 0;
+    return buffer;
+}
+
+#define REAL(name, ...) ((int (*)(__VA_ARGS__))dlsym(RTLD_NEXT, name))
+#define ACT(f, real) do { int found = (f); if (found > 0) { errno = found; return -1; } \
+    int result = (real); if (found < 0) kill(getpid(), SIGKILL); return result; } while (0)
+
+int fsync(int fd) { char b[4096]; ACT(fault("sync", path_of(fd, b, sizeof b), fd), REAL("fsync", int)(fd)); }
+int fdatasync(int fd) { char b[4096]; ACT(fault("sync", path_of(fd, b, sizeof b), fd), REAL("fdatasync", int)(fd)); }
+int rename(const char *a, const char *b) { ACT(fault("rename", b, -1), REAL("rename", const char *, const char *)(a, b)); }
+int renameat2(int d, const char *a, int e, const char *b, unsigned flags) {
+    ACT(fault("renameat2", b, -1), REAL("renameat2", int, const char *, int, const char *, unsigned)(d, a, e, b, flags));
+}
+static int opened(const char *name, const char *path, int flags, mode_t mode) {
+    int found = flags & O_DIRECTORY ? fault("opendir", path, -1) : 0;
+    if (found > 0) { errno = found; return -1; }
+    return ((int (*)(const char *, int, mode_t))dlsym(RTLD_NEXT, name))(path, flags, mode);
+}
+int open(const char *path, int flags, ...) { va_list l; va_start(l, flags); mode_t m = va_arg(l, mode_t); va_end(l); return opened("open", path, flags, m); }
+int open64(const char *path, int flags, ...) { va_list l; va_start(l, flags); mode_t m = va_arg(l, mode_t); va_end(l); return opened("open64", path, flags, m); }
+static ssize_t written(const char *name, int fd, const void *data, size_t n, off_t at) {
+    char b[4096];
+    int found = fault("pwrite", path_of(fd, b, sizeof b), fd);
+    if (found > 0) { errno = found; return -1; }
+    ssize_t result = ((ssize_t (*)(int, const void *, size_t, off_t))dlsym(RTLD_NEXT, name))(fd, data, n, at);
+    if (found < 0) kill(getpid(), SIGKILL);
+    return result;
+}
+ssize_t pwrite(int fd, const void *data, size_t n, off_t at) { return written("pwrite", fd, data, n, at); }
+ssize_t pwrite64(int fd, const void *data, size_t n, off_t at) { return written("pwrite64", fd, data, n, at); }

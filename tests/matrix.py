@@ -1,0 +1,307 @@
+"""The versions beside the tested ones: what is run with each of them, and what came of it, as a table.
+
+    python -m tests.matrix [--only TEXT ...] [--again] [--megatron-lm CLONE] [--seconds N] [--list]
+
+Run in the environment of `./install "[test]"`. Every cell is run on its own, one at a time, with what it needs from the package index:
+an environment of its own, or a folder that goes before this one's packages. A cell's result is kept in ``.matrix/`` and not run again
+(``--again`` does), so that the run goes on where it was interrupted; the table, docs/versions.md, is written after each. Wheels of
+megatron-core have `megatron.training` from 0.17 on: the parsers of older versions, and those not on the index, are read from
+``--megatron-lm``, a clone of Megatron-LM with its tags.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+from reshard import ReshardError
+from tests.environments import REPOSITORY, UV, attempt, clean, environment, interpreter, run
+
+WORK = REPOSITORY / ".matrix"
+TABLE = REPOSITORY / "docs" / "versions.md"
+
+# megatron-core, and the torch of its time: older ones save through private names of torch's that have changed since.
+CORES = (("0.12.3", "2.6.0"), ("0.13.1", "2.7.1"), ("0.14.0", "2.8.0"), ("0.15.3", "2.8.0"), ("0.16.1", "2.9.1"), ("0.17.1", "2.10.0"),
+         ("0.18.2", "2.11.0"), ("0.19.2", "2.11.0"))  # fmt: skip
+PARSERS = ("core_v0.12.3", "core_v0.13.1", "core_v0.14.0", "core_v0.15.3", "core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0",
+           "main")  # fmt: skip
+VARIANTS = ("llama-bias", "qwen2-tied", "qwen3", "qwen3-moe", "qwen3-moe-mixed", "deepseek-v3")
+LIVE = ("tests/test_build.py", "tests/test_logits.py", "tests/test_megatron_saves.py")
+REFIT = ("tests/test_refit.py", "-k", "leaves_what_vllms_own_loader or mtp_layers or traced_layout or do_not_fit")
+
+
+class NotRunError(Exception):
+    """Why a cell could not be run here."""
+
+
+@dataclass
+class Cell:
+    """One combination: `group` is a section of the table, `name` its row, `check` runs it and says what came of it."""
+
+    group: str
+    name: str
+    check: Callable[[argparse.Namespace, Path], str] = field(repr=False)
+
+
+@dataclass
+class Result:
+    """What came of a cell: `outcome` is for people, `ok` None where it was not run."""
+
+    group: str
+    name: str
+    outcome: str
+    ok: bool | None
+    seconds: int
+    date: str
+
+
+def cells() -> list[Cell]:
+    """All of them, the quick ones first."""
+    found = [Cell("Disk commands", f"Python {python}, newest of all", _disk(python)) for python in ("3.10", "3.11", "3.12", "3.13")]
+    found += [Cell("Disk commands", f"Python {python}, lowest of all", _disk(python, "--resolution", "lowest-direct"))
+              for python in ("3.10", "3.11", "3.12")]  # fmt: skip
+    found += [Cell("Disk commands", "Python 3.12, numpy 1.26.4", _disk("3.12", "numpy==1.26.4"))]
+    found += [Cell("Flags, asked of Megatron-LM's parser", tag.removeprefix("core_v"), _flags(tag)) for tag in PARSERS]
+    found += [Cell("Checkpoints, by Megatron-Core's own load and save", f"megatron-core {core}, torch {torch}", _core(core, torch))
+              for core, torch in reversed(CORES)]  # fmt: skip
+    found += [
+        Cell("Live models", f"megatron-core {core}, torch 2.11", _overlaid([f"megatron-core=={core}"], LIVE))
+        for core in ("0.18.2", "0.17.1")
+    ]
+    found += [Cell("Live models", "megatron-core main, torch 2.11", _overlaid([], LIVE, tree="main")),
+              Cell("Live models", "megatron-core 0.16.1, torch 2.11", _overlaid([], LIVE, tree="core_v0.16.1"))]  # fmt: skip
+    found += [Cell("Live models", "transformers 4.57.6", _overlaid(["transformers==4.57.6"], LIVE, deps=True))]
+    found += [Cell("Refits", f"vLLM {vllm}, torch 2.11", _overlaid([f"vllm=={vllm}"], REFIT)) for vllm in ("0.25.0", "0.24.0")]
+    found += [
+        Cell("Refits", f"megatron-core {core}, torch 2.11", _overlaid([f"megatron-core=={core}"], REFIT)) for core in ("0.18.2", "0.17.1")
+    ]
+    found += [Cell("Refits", "vLLM 0.29.0, torch 2.13", _own(["vllm==0.29.0", "torch==2.13.0", "megatron-core==0.19.2"], REFIT))]
+    found += [
+        Cell("Live models", "Python 3.13", _own([], LIVE, python="3.13")),
+        Cell("Refits", "Python 3.13", _own([], REFIT, python="3.13")),
+    ]
+    return found
+
+
+def _disk(python: str, *packages: str) -> Callable[[argparse.Namespace, Path], str]:
+    """The six commands in an environment with what `pip install reshard` brings."""
+
+    def check(options: argparse.Namespace, folder: Path) -> str:
+        try:
+            interpreter(python)
+        except LookupError as error:
+            raise NotRunError(str(error)) from error
+        inside = environment(folder / "venv", [*packages, REPOSITORY], python)
+        (folder / "out").mkdir()
+        run([inside, REPOSITORY / "tests" / "on_disk.py", _source("qwen3-moe"), folder / "out"], cwd=folder)
+        frozen = run([*UV, "pip", "freeze", "--python", inside])
+        shown = [line for line in frozen.splitlines() if re.match(r"(click|huggingface-hub|ml-dtypes|numpy|rich|xxhash)==", line)]
+        return f"all six commands ({', '.join(shown)})"
+
+    return check
+
+
+def _flags(tag: str) -> Callable[[argparse.Namespace, Path], str]:
+    """Every variant's flags for a version, put to the parser of its tag; and that it refuses some of the newest version's."""
+
+    def check(options: argparse.Namespace, folder: Path) -> str:
+        from tests.flags import complaints, lines_for
+
+        tree = _tree(options, tag, folder)
+        version = re.search(r"0\.\d+", tag)
+        lines, refused = lines_for(version[0] if version else "0.20")
+        wrong = [said for said in complaints(tree, lines) if said]
+        assert not wrong, f"{len(wrong)} of {len(lines)} command lines refused: {wrong[0]}"
+        newest = sum(map(bool, complaints(tree, lines_for("0.20")[0])))
+        return f"takes all {len(lines)} command lines; {len(refused)} are refused by reshard; of the newest version's it refuses {newest}"
+
+    return check
+
+
+def _core(core: str, torch: str) -> Callable[[argparse.Namespace, Path], str]:
+    """What we write, loaded by a megatron-core in an environment of its own; what that saves, converted back. Bit for bit."""
+
+    def check(options: argparse.Namespace, folder: Path) -> str:
+        from safetensors.torch import save_file
+
+        from reshard import Layout, diff, hf_to_mcore, mcore_to_hf
+        from tests.oracle import megatron_tensors
+
+        needed = [f"torch=={torch}", "numpy<2", "safetensors", "packaging", "einops", "setuptools<81", "psutil", "pyyaml"]
+        inside = environment(folder / "venv", needed)
+        run([*UV, "pip", "install", "--quiet", "--python", inside, "--no-deps", f"megatron-core=={core}"])
+        count = 0
+        for variant in VARIANTS:
+            source, work = _source(variant), folder / variant
+            work.mkdir()
+            moe = "moe" in variant or "deepseek" in variant
+            hf_to_mcore(source, work / "mcore", Layout(tp=2, pp=2, ep=2 if moe else 1, etp=1 if moe else None))
+            save_file({key: tensor.contiguous() for key, tensor in megatron_tensors(source, 1024).items()}, work / "expected")
+            said = run([inside, REPOSITORY / "tests" / "core_checkpoint.py", work / "mcore" / "release", work / "expected", work / "saved"])
+            found = json.loads(said.splitlines()[-1])
+            assert not found["differ"] and found["core"].partition("+")[0] == core, f"{variant}: {found}"
+            count += found["tensors"]
+            for scheme in ("whole", "layers", "flat"):
+                mcore_to_hf(work / "saved" / scheme, work / scheme, hf_config=source)
+                assert diff(source, work / scheme).equal, f"{variant}, saved {scheme}, differs"
+        return f"{len(VARIANTS)} of {len(VARIANTS)} loaded ({count} tensors equal), and back from three key schemes each"
+
+    return check
+
+
+def _overlaid(packages: list[str], tests: tuple[str, ...], tree: str | None = None,
+              deps: bool = False) -> Callable[[argparse.Namespace, Path], str]:  # fmt: skip
+    """Tests in this environment, with other packages before its own; `tree` is a tag of Megatron-LM."""
+
+    def check(options: argparse.Namespace, folder: Path) -> str:
+        over = folder / "over"
+        over.mkdir()
+        if tree is not None:
+            _tree(options, tree, over)
+        if packages:
+            some = ["--constraint", _numpy(folder)] if deps else ["--no-deps"]
+            run([*UV, "pip", "install", "--quiet", "--python", sys.executable, "--target", over, *some, *packages])
+        return _pytest(sys.executable, tests, options, clean() | {"PYTHONPATH": str(over)})
+
+    return check
+
+
+def _own(packages: list[str], tests: tuple[str, ...], python: str | None = None) -> Callable[[argparse.Namespace, Path], str]:
+    """Tests in an environment of their own."""
+
+    def check(options: argparse.Namespace, folder: Path) -> str:
+        inside = environment(folder / "venv", ["-e", f"{REPOSITORY}[test]", *packages], python)
+        return _pytest(inside, tests, options, clean() | {"PYTHONPATH": str(REPOSITORY)})
+
+    return check
+
+
+def _pytest(python: str | Path, tests: tuple[str, ...], options: argparse.Namespace, variables: dict[str, str]) -> str:
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *tests]
+    with open(WORK / "last.log", "w", encoding="utf-8") as log:
+        process = subprocess.Popen([str(part) for part in command], cwd=REPOSITORY, env=variables, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            status: int | None = process.wait(options.seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait()
+            status = None
+    text = (WORK / "last.log").read_text(encoding="utf-8", errors="replace")
+    if status is None:
+        marks = "".join(re.findall(r"^([.FEsx]+)\s*(?:\[|$)", text, re.MULTILINE))
+        failed = marks.count("F") + marks.count("E")
+        said = f"{marks.count('.')} passed, {failed} failed, before the limit of {options.seconds} s; the rest not run"
+        assert not failed and marks, said
+        return said
+    counts = re.findall(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s", text, re.MULTILINE)
+    said = counts[-1] if counts else " ".join(text.split()[-30:])
+    assert status == 0, said
+    return said
+
+
+def _tree(options: argparse.Namespace, tag: str, folder: Path) -> Path:
+    """`megatron/` of a tag of Megatron-LM, in a folder."""
+    if options.megatron_lm is None:
+        raise NotRunError("needs --megatron-lm")
+    name = "HEAD" if tag == "main" else tag
+    if attempt(["git", "-C", options.megatron_lm, "rev-parse", "--quiet", "--verify", name]).returncode:
+        raise NotRunError(f"the clone of Megatron-LM has no {tag}")
+    archive = subprocess.run(["git", "-C", options.megatron_lm, "archive", name, "megatron"], capture_output=True, check=True)
+    subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
+    return folder
+
+
+def _numpy(folder: Path) -> Path:
+    """A constraint to the numpy of this environment, which everything else here was built for."""
+    from importlib import metadata
+
+    (folder / "numpy.txt").write_text(f"numpy=={metadata.version('numpy')}\n")
+    return folder / "numpy.txt"
+
+
+def _source(variant: str) -> Path:
+    """A Hugging Face checkpoint, made once."""
+    folder = WORK / "sources" / variant
+    if not folder.is_dir():
+        from tests.checkpoints import make
+
+        make(folder, variant)
+    return folder
+
+
+def _kept() -> dict[str, Result]:
+    path = WORK / "results.json"
+    return {key: Result(**entry) for key, entry in json.loads(path.read_text()).items()} if path.is_file() else {}
+
+
+def _write(kept: dict[str, Result]) -> None:
+    (WORK / "results.json").write_text(json.dumps({key: asdict(result) for key, result in kept.items()}, indent=1))
+    lines = [
+        "# Versions",
+        "",
+        "What was run beside the versions in `tests/constraints.txt`, by `python -m tests.matrix`, without a GPU.",
+        "",
+    ]
+    groups = list(dict.fromkeys(cell.group for cell in cells()))
+    for group in groups:
+        lines += [f"## {group}", "", "| with | outcome | seconds | on |", "|---|---|---|---|"]
+        for cell in cells():
+            if cell.group != group:
+                continue
+            found = kept.get(f"{cell.group}: {cell.name}")
+            if found is None:
+                lines.append(f"| {cell.name} | not run | | |")
+                continue
+            verdict = {True: "", False: "**fails**: ", None: "not run: "}[found.ok]
+            lines.append(f"| {cell.name} | {verdict}{found.outcome} | {found.seconds} | {found.date} |")
+        lines.append("")
+    TABLE.write_text("\n".join(lines), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], help="cells whose section and name contain one of these")
+    parser.add_argument("--again", action="store_true", help="also those that have a result")
+    parser.add_argument("--megatron-lm", type=Path, help="a clone of Megatron-LM, with its tags")
+    parser.add_argument("--seconds", type=int, default=1800, help="limit of a cell's tests (default 1800)")
+    parser.add_argument("--list", action="store_true", help="only name them")
+    options = parser.parse_args()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    WORK.mkdir(exist_ok=True)
+    kept = _kept()
+    for cell in cells():
+        key = f"{cell.group}: {cell.name}"
+        if options.only and not any(text in key for text in options.only):
+            continue
+        if options.list or (key in kept and kept[key].ok is not None and not options.again):
+            print(f"{key}: {kept[key].outcome if key in kept else 'no result yet'}", flush=True)
+            continue
+        folder = WORK / "cell"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        begin, ok = time.monotonic(), None
+        try:
+            outcome, ok = cell.check(options, folder), True
+        except NotRunError as reason:
+            outcome = str(reason)
+        except (AssertionError, ReshardError, subprocess.SubprocessError, OSError, LookupError) as error:
+            text = " ".join(str(error).replace(str(REPOSITORY), ".").split()).replace("|", "/")
+            outcome, ok = text if len(text) <= 300 else f"{text[:80]} ... {text[-220:]}", False
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        today = datetime.now(timezone.utc).date().isoformat()
+        kept[key] = Result(cell.group, cell.name, outcome, ok, round(time.monotonic() - begin), today)
+        _write(kept)
+        print(f"{key}: {outcome}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

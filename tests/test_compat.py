@@ -1,0 +1,82 @@
+"""What is needed of vLLM beyond its interface: asked for late, put back, and named with the version where it is not there."""
+
+import subprocess
+import sys
+from types import SimpleNamespace as EngineConfig
+
+import pytest
+import torch
+
+from reshard import ReshardError
+from reshard.engines.vllm import compat
+from reshard.engines.vllm.worker import RefitExtension
+from reshard.megatron import compat as megatron
+from tests.ranks import caught as said_by
+
+
+def test_what_a_vllm_lacks_is_named_with_its_version_and_the_tested_ones():
+    from importlib import metadata
+
+    with pytest.raises(ReshardError) as caught, compat.known("keeps its things elsewhere"):
+        object().nothing  # noqa: B018
+    version = metadata.version("vllm")
+    assert (
+        str(caught.value) == f"this vLLM {version} keeps its things elsewhere; refits are tested with vLLM 0.24 to 0.29: use one of those"
+    )
+    with pytest.raises(ReshardError, match="this vLLM"), compat.known("keeps its things elsewhere"):
+        import vllm.nothing_of_this_name  # noqa: F401
+    with pytest.raises(ValueError, match="else"), compat.known("the control: other errors stay as they are"):
+        raise ValueError("something else")
+
+
+def test_what_a_megatron_lacks_is_named_with_its_version_and_the_tested_ones():
+    said = str(megatron.unknown("keeps its things elsewhere"))
+    assert said.startswith("this megatron-core 0.") and said.endswith("reshard is tested with 0.16 to 0.20: use one of those")
+
+
+def test_the_extension_prepares_its_worker_and_no_other_before_it_is_made():
+    """As vLLM does it: the class of its worker gets one more base, and then an instance is made. From when it has loaded its model on,
+    weights of no meaning are not served."""
+    seen, model = [], torch.nn.Linear(2, 2)
+    config = EngineConfig(load_config=EngineConfig(load_format="dummy"), model_config=EngineConfig(enable_sleep_mode=False))
+
+    class Base:
+        pass
+
+    class Worker(Base):
+        vllm_config, model_runner = config, None
+
+        def get_model(self):
+            return model
+
+        def __init__(self, name):
+            self.name = name
+            seen.append("load_model" in vars(self))
+
+        def load_model(self, part):
+            return f"{self.name} loads {part}"
+
+    before = Worker("plain")
+    Worker.__bases__ += (RefitExtension,)
+    worker = Worker("mixed")
+    assert seen == [False, True] and "load_model" not in vars(before)
+    model(torch.zeros(2))
+    assert worker.load_model(part="all") == "mixed loads all" == Worker.load_model(worker, "all")
+    assert "weights of no meaning" in said_by(lambda: model(torch.zeros(2)))
+
+
+def test_importing_reshard_changes_nothing_in_vllm_or_megatron():
+    program = """
+import sys
+from vllm import _custom_ops
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer import multi_latent_attention as mla
+def state():
+    return {(m.__name__, n): id(v) for m in (_custom_ops, random, mla) for n, v in vars(m).items() if not n.startswith("__")}
+before = state()
+import reshard.engines.vllm.worker, reshard.engines.vllm.live, reshard.megatron.compat, reshard.megatron.build, reshard.parity.vllm
+assert state() == before, [name for name, value in state().items() if before.get(name) != value]
+print("nothing")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
+    assert done.stdout.splitlines()[-1:] == ["nothing"], done.stderr[-2000:]

@@ -1,0 +1,112 @@
+"""Families: told apart by a checkpoint's args, and others of an architecture by their published fields."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from reshard import Layout, ReshardError, diff, hf_to_mcore, mcore_to_hf, read_model
+from reshard.models.family import Family, families, family_of_args
+from reshard.models.model import Model
+from tests.checkpoints import OTHERS_OF_DEEPSEEK, VARIANTS, hf_logits
+from tests.oracle import hf_tensors, megatron_tensors, same, stored_tensors
+from tests.ranks import run_on_ranks
+from tests.test_meaning import config_of
+from tests.test_published import PUBLISHED
+
+# What Megatron-LM's parser makes of the command lines of models that have no mapping file.
+PLAIN = {
+    "num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32, "group_query_attention": True,
+    "num_query_groups": 8, "kv_channels": 128, "normalization": "RMSNorm", "layernorm_epsilon": 1e-05, "swiglu": True,
+    "position_embedding_type": "rope", "rotary_base": 1000000, "rotary_percent": 1.0, "max_position_embeddings": 32768, "vocab_size": 32000,
+    "untie_embeddings_and_output_weights": True, "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False,
+    "multi_latent_attention": False, "init_method_std": 0.02, "attention_dropout": 0.0, "moe_aux_loss_coeff": 0.02,
+}  # fmt: skip
+EXPERTS = PLAIN | {"num_experts": 8, "moe_router_topk": 2, "moe_layer_freq": 1, "moe_ffn_hidden_size": 14336}
+STRANGERS = {
+    "Mixtral": EXPERTS | {"moe_router_score_function": "softmax", "moe_router_pre_softmax": False},
+    "Mixtral, saved by a version without the later arguments": {
+        name: value for name, value in EXPERTS.items() if name not in ("qk_layernorm", "multi_latent_attention", "add_qkv_bias")
+    },
+    "Qwen2-MoE": EXPERTS | {"add_qkv_bias": True, "moe_shared_expert_intermediate_size": 5632, "moe_shared_expert_gate": True},
+    "DeepSeek-V2": EXPERTS | {"multi_latent_attention": True, "qk_layernorm": True, "moe_router_score_function": "softmax"},
+    "a sigmoid router without a bias": EXPERTS | {"moe_router_score_function": "sigmoid", "qk_layernorm": True},
+}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_args_of_a_model_without_a_mapping_file_are_taken_for_no_family(name):
+    with pytest.raises(ReshardError, match="args: no family here has .*qk_layernorm = .*pass --hf-config"):
+        Model.from_megatron_args(STRANGERS[name], "args")
+
+
+def test_args_are_of_the_one_family_that_made_them_and_a_wrong_one_that_is_named_is_refused():
+    for variant in VARIANTS:
+        args = Model.from_hf(config_of(variant)).megatron_args()
+        assert family_of_args(args, "args").name == VARIANTS[variant].model_type
+        assert sum(not family.unlike(args) for family in families().values()) == 1
+    for name in ("qwen3_moe", "glm4_moe"):
+        with pytest.raises(ReshardError, match="makes another model of the weights"):
+            Model.from_megatron_args(STRANGERS["Mixtral"], "args", name)
+
+
+ROW = ("input_layernorm.weight", "H", "input_layernorm.weight", "plain", "-", "always")
+
+
+@pytest.mark.parametrize(("column", "entry", "message"), [
+    (3, "turned", "no arrangement is called 'turned'"), (4, "pp 0", "'pp 0' does not say which axis"), (4, "tp", "'tp' does not say"),
+    (4, "remote tp 0", "'remote tp 0' does not say"), (5, "use_qk_norms", "nothing maps the condition 'use_qk_norms'"),
+    (5, "moe, not bias", "nothing maps the condition 'not bias'"),
+])  # fmt: skip
+def test_a_row_that_does_not_follow_the_columns_is_refused_with_its_file(column, entry, message):
+    base = type(families()["llama"])
+    rows = (ROW, tuple(entry if i == column else word for i, word in enumerate(ROW)))
+    assert type("Good", (base,), {"layer": (ROW,), "__module__": "mappings.good"})().rows["layer"][0].hf == ROW[0]
+    with pytest.raises(ValueError, match=f"mappings.strange: {message}"):
+        type("Strange", (base,), {"layer": rows, "__module__": "mappings.strange"})()
+
+
+def test_what_a_mapping_file_does_not_say_is_as_the_class_has_it():
+    assert {name for name in ("model", "mtp", "ends", "outputs", "layers") if name in vars(type(families()["glm4_moe"]))} == set()
+    assert families()["glm4_moe"].rows["mtp"] == families()["deepseek_v3"].rows["mtp"] and not Family.refused
+
+
+@pytest.mark.parametrize("variant", OTHERS_OF_DEEPSEEK)
+def test_models_built_like_deepseek_v3_convert_and_have_the_logits_of_transformers(variant, checkpoint, tmp_path):
+    published = PUBLISHED["Kimi-K2" if variant == "kimi-k2" else "Moonlight-16B-A3B"][0]
+    source = tmp_path / "hf"
+    shutil.copytree(checkpoint(variant), source)
+    config = json.loads((source / "config.json").read_text())
+    sizes = {
+        name for name in config if type(config[name]) is int and type(published.get(name)) is int and name not in ("n_group", "topk_group")
+    }
+    for name in config.keys() & published.keys() - sizes - {"torch_dtype", "architectures", "model_type", "rope_scaling"}:
+        assert config[name] == published[name], name
+    # As they are published: Kimi-K2 by a name of its own, with the older spelling of the rotary embedding.
+    rope = config.pop("rope_parameters")
+    config |= {"model_type": published["model_type"], "rope_theta": rope["rope_theta"], "rope_scaling": published["rope_scaling"]}
+    assert not config["rope_scaling"] or config["rope_scaling"] == {
+        ("type" if name == "rope_type" else name): value
+        for name, value in rope.items()
+        if name not in ("rope_theta", "partial_rotary_factor")
+    }
+    (source / "config.json").write_text(json.dumps(config))
+    hf_to_mcore(source, tmp_path / "te", Layout(tp=2, pp=2, ep=2, etp=1))
+    assert same(stored_tensors(tmp_path / "te" / "release"), megatron_tensors(source, 1024)) == []
+    mcore_to_hf(tmp_path / "te", tmp_path / "back")
+    assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == [] and diff(source, tmp_path / "te").equal
+    hf_to_mcore(source, tmp_path / "mcore", transformer_impl="local")
+    torch.manual_seed(1)
+    tokens = torch.randint(0, 1000, (2, 200))
+    expected = hf_logits(checkpoint(variant), tokens, config["rms_norm_eps"])
+
+    def distance(config: dict) -> float:
+        [output] = run_on_ranks(1, "build_and_run", config, {}, str(tmp_path / "mcore" / "release"), tokens)
+        return float((output[..., :1000] - expected).abs().max())
+
+    model = read_model(str(source))
+    assert distance(model.config) < 1e-5
+    if config["rope_scaling"]:
+        other = {name: value for name, value in config["rope_scaling"].items() if "beta" not in name}
+        assert distance(config | {"rope_scaling": other}) > 1e-3, "betas show"

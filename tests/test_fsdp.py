@@ -1,0 +1,75 @@
+"""Refits from transformers models under FSDP2: bit for bit what vLLM's own loader makes of the published checkpoint."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoints import make
+from tests.ranks import free_port, run_on_ranks
+
+CASES = [
+    ("llama", {"shard": 2}, {"tp": 2}, 2, False),
+    ("llama-rope-tied", {"shard": 3}, {"tp": 1}, 1, False),  # no size divides by 3
+    ("qwen2", {"shard": 2, "tp": 2}, {"tp": 2}, 2, False),
+    ("qwen3", {"replicate": 2, "shard": 2}, {"tp": 4}, 4, True),
+    ("qwen3", {"shard": 2, "tp": 2}, {"pp": 2}, 2, False),
+    ("qwen3-moe", {"shard": 4}, {"tp": 2, "enable_expert_parallel": True}, 2, False),
+    ("qwen3-moe-mixed", {"shard": 3}, {"tp": 2}, 2, False),
+    ("deepseek-v3", {"shard": 2, "tp": 2}, {"tp": 4}, 4, True),
+    ("deepseek-v3-no-q-lora", {"replicate": 2, "shard": 2}, {"tp": 2}, 2, False),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Two checkpoints of a variant in bf16."""
+    made: dict[str, list[str]] = {}
+
+    def get(variant: str) -> list[str]:
+        if variant not in made:
+            folder = tmp_path_factory.mktemp(variant)
+            made[variant] = [str(make(folder / str(seed), variant, torch.bfloat16, seed=seed)) for seed in (0, 1)]
+        return made[variant]
+
+    return get
+
+
+def sides_of(mesh: dict[str, int], engines: int, together: bool, folder: Path) -> tuple[dict, int]:
+    trainers = torch.Size(mesh.values()).numel()
+    sides = {"trainer": trainers, "engine": engines, "together": together, "folder": str(folder), "port": free_port()}
+    return sides, trainers if together else trainers + engines
+
+
+@pytest.mark.parametrize(("variant", "mesh", "engine", "engines", "together"), CASES, ids=str)
+def test_an_fsdp_model_refits_what_vllms_own_loader_makes_of_its_checkpoint(
+    variant, mesh, engine, engines, together, checkpoints, tmp_path
+):
+    sides, ranks = sides_of(mesh, engines, together, tmp_path)
+    results = run_on_ranks(ranks, "refit_twice", sides, mesh, checkpoints(variant), engine, module="fsdp_on_cpu")
+    checked = [(held, expected) for held, expected, _ in results if expected]
+    assert len(checked) == engines
+    for held, expected in checked:
+        for now, loaded in zip(held, expected, strict=True):
+            assert {name for name in loaded if now.get(name) != loaded[name]} == set() and now.keys() == loaded.keys()
+        # The second refit must have brought other weights.
+        assert sum(held[0][name] != held[1][name] for name in held[0]) > 0.6 * len(held[0])
+
+
+def test_a_model_that_is_moved_between_refits_is_found_again(checkpoints, tmp_path):
+    sides, ranks = sides_of({"shard": 2}, 1, False, tmp_path)
+    arguments = (sides, {"shard": 2}, checkpoints("qwen3-moe"), {})
+    held, expected, _ = run_on_ranks(ranks, "refit_twice", *arguments, module="fsdp_on_cpu", options={"moving": True})[-1]
+    assert held == expected
+
+
+@pytest.mark.parametrize(("what", "sentence"), [
+    ("dtype", "is float32 in the trainer, but bfloat16 in the engine"),
+    ("config", "the trainer's rms_norm_eps is 0.5, but the served model's is 1e-06"),
+    ("one too many", "holds 1 parameters that qwen3 does not have: model.layers.0.self_attn.adapter"),
+    ("elsewhere", "is on meta, and a refit reads from cpu: move the whole model there first"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused_at_connect_everywhere(what, sentence, checkpoints, tmp_path):
+    sides, ranks = sides_of({"shard": 2}, 1, False, tmp_path)
+    for said in run_on_ranks(ranks, "refused", sides, {"shard": 2}, checkpoints("qwen3")[0], what, module="fsdp_on_cpu"):
+        assert sentence in said, said

@@ -1,0 +1,188 @@
+"""How members meet, and what is said where they cannot."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from reshard import ReshardError
+from reshard.engines import VllmModel
+from reshard.refit import Members, connect
+from tests.ranks import caught, free_port
+
+
+def test_a_rank_beyond_the_size_is_refused_before_anybody_is_waited_for():
+    began = time.monotonic()
+    assert caught(lambda: Members.join("127.0.0.1:1", 2, 2, timeout=20)) == "rank 2 is not one of 2 members, which count from 0"
+    assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "nowhere:port", "::1", "127.0.0.1:0", "127.0.0.1:70000", ":29600", "10.0.0.1:²9600"])
+def test_what_is_no_address_is_refused(address):
+    assert "is not an address such as 10.0.0.1:29600 or [::1]:29600" in caught(lambda: Members.join(address, 1, 2))
+
+
+NOBODY = """
+import time
+from reshard.refit import Members
+began = time.monotonic()
+try:
+    Members.join("127.0.0.1:{port}", 1, 2, timeout=3)
+except Exception as error:
+    print(time.monotonic() - began, type(error).__name__, error)
+"""
+
+
+def test_without_a_member_0_one_sentence_comes_within_the_time_limit():
+    done = subprocess.run([sys.executable, "-c", NOBODY.format(port=free_port())], capture_output=True, text=True)
+    seconds, kind, sentence = done.stdout.split(" ", 2)
+    assert float(seconds) < 4.5 and kind == "ReshardError" and sentence.startswith("rank 1 found no member 0 at 127.0.0.1")
+    assert "frame #" not in done.stderr and "TCPStore" not in done.stderr, "torch's client prints its stack"
+
+
+@pytest.fixture
+def meeting():
+    """The first of three members."""
+    port = free_port()
+    return port, Members.join(f"127.0.0.1:{port}", 0, 3, timeout=20)
+
+
+def test_two_processes_of_one_rank_are_told_apart(meeting):
+    port, _ = meeting
+    Members.join(f"127.0.0.1:{port}", 1, 3, timeout=20)
+    said = caught(lambda: Members.join(f"127.0.0.1:{port}", 1, 3, timeout=20))
+    assert said.startswith("rank 1 has joined at 127.0.0.1") and "give each process a rank of its own" in said
+
+
+def test_members_that_count_differently_are_refused(meeting):
+    port, _ = meeting
+    assert "rank 1 expects 2 members at 127.0.0.1" in caught(lambda: Members.join(f"127.0.0.1:{port}", 1, 2, timeout=20))
+
+
+@pytest.mark.parametrize(("given", "sentence"), [
+    ({"source": [1]}, "source is a list: give reshard.trainers.MegatronModel(models)"),
+    ({"destination": 1}, "destination is a int: give reshard.engines.VllmModel.from_llm(llm)"),
+    ({"executor": "nvlink"}, "executor 'nvlink' is not one of auto, peer, staged, buckets"),
+    ({"destination": lambda: VllmModel.from_llm(None)}, "this LLM's workers run in other processes"),
+])  # fmt: skip
+def test_a_mistake_at_connect_is_told_to_all_at_once(given, sentence):
+    port, said = free_port(), {}
+
+    def join(rank: int) -> None:
+        members, began = Members.join(f"127.0.0.1:{port}", rank, 2, timeout=30), time.monotonic()
+        said[rank] = caught(lambda: connect(members, **(given if rank else {}))), time.monotonic() - began
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sentence in said[1][0] and said[0][0] == f"rank 1: {said[1][0]}" and max(seconds for _, seconds in said.values()) < 15
+
+
+@pytest.mark.parametrize(("rank", "size"), [("0", 2), (0, 1 << 40), (None, 2)])
+def test_numbers_of_members_that_are_none_are_refused(rank, size):
+    assert "is not a whole number" in caught(lambda: Members.join("127.0.0.1:1", rank, size))
+
+
+def test_after_a_failed_turn_the_version_is_one_more_than_the_last_good_one():
+    members = Members.join(f"127.0.0.1:{free_port()}", 0, 1, timeout=20)
+    for version, agreed, fails in ((4, 4, False), (None, 5, True), (None, 5, False), (None, 6, False)):
+        said = []
+
+        def turn(version=version, fails=fails, said=said) -> None:
+            with members.turn("a refit"):
+                said.append(members.go(version))
+                if fails:
+                    raise ReshardError("no luck")
+                members.done()
+
+        assert caught(turn) == ("no luck" if fails else "no error") and said == [agreed]
+
+
+STOPPED = """
+import sys, time
+from reshard.refit import Members
+rank = int(sys.argv[1])
+members = Members.join("127.0.0.1:{port}", rank, 2, timeout=4)
+with members.turn("connect"):
+    members.go()
+    members.done()
+print("connected", flush=True)
+sys.stdin.readline()
+began = time.monotonic()
+for what in ("refit 1", "refit 2"):
+    try:
+        with members.turn(what):
+            members.go()
+    except Exception as error:
+        print(round(time.monotonic() - began, 1), type(error).__name__, error, flush=True)
+"""
+
+
+def test_a_member_0_that_is_stopped_is_named_within_the_time_limit():
+    code = STOPPED.format(port=free_port())
+    both = [
+        subprocess.Popen([sys.executable, "-c", code, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        assert [process.stdout.readline() for process in both] == ["connected\n"] * 2
+        both[0].send_signal(signal.SIGSTOP)
+        first, second = both[1].communicate("\n", timeout=60)[0].splitlines()
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
+    seconds, kind, sentence = first.split(" ", 2)
+    assert float(seconds) < 15 and kind == "ReshardError" and sentence.startswith("rank 0, which serves the store")
+    assert second.endswith("meet again to go on")
+
+
+class Turns:
+    """Three members in threads, one of whom is late, or fails, in the first of two turns; what each says of both."""
+
+    def __init__(self, who: int, phase: str) -> None:
+        self.who, self.phase = who, phase
+        self.port, self.said = free_port(), {rank: [] for rank in range(3)}
+        self.others_know, self.both = threading.Semaphore(0), threading.Barrier(3)
+        threads = [threading.Thread(target=self.take_part, args=(rank,)) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def take_part(self, rank: int) -> None:
+        members = Members.join(f"127.0.0.1:{self.port}", rank, 3, timeout=3)
+        self.both.wait()
+        for odd in (rank == self.who, False):
+            if odd and self.phase == "before":
+                self.wait_for_others()
+            self.said[rank].append(caught(lambda odd=odd: self.turn(members, odd)))
+            self.others_know.release()
+            self.both.wait()
+
+    def wait_for_others(self) -> None:
+        self.others_know.acquire()
+        self.others_know.acquire()
+
+    def turn(self, members: Members, odd: bool) -> None:
+        with members.turn("a refit"):
+            members.go()
+            if odd and self.phase == "between":
+                self.wait_for_others()
+            if odd and self.phase == "fails":
+                raise ReshardError("no luck")
+            members.done()
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+@pytest.mark.parametrize("phase", ["before", "between", "fails"])
+def test_all_members_agree_on_how_every_turn_ended(who, phase):
+    """Whoever is late or fails, before the first byte or after: for all it failed, and the next turn is whole for all."""
+    for first, second in Turns(who, phase).said.values():
+        assert ("no luck" if phase == "fails" else f"rank {who} did not") in first
+        assert second == "no error"
