@@ -145,13 +145,13 @@ async def _engine_of_its_own(pairs: list, port: int) -> dict:
         return logprobs, list(output.outputs[0].token_ids)
 
     def meet():
-        return connect(Members.join(address, 0, 2, timeout=20), MegatronModel(trainer.models))
+        return connect(Members.join(address, 0, 2, timeout=120), MegatronModel(trainer.models))
 
     def expected() -> list[float]:
         return trainer.score(PROMPTS[:1], Scoring())[0].logprobs.tolist()
 
     said: dict = {}
-    _, link = await both("reshard_connect", (address, 1, 2, "auto", 1 << 25, 20.0), meet)
+    _, link = await both("reshard_connect", (address, 1, 2, "auto", 1 << 25, 120.0), meet)
     said["first report"], _ = await both("reshard_refit", (1, True), link.refit, 1, True)
     await llm.reset_prefix_cache()
     said["first"] = [expected(), (await request(1, prompt_logprobs=0))[0]]

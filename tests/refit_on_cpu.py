@@ -5,6 +5,7 @@ import time
 import zlib
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from megatron.core.transformer.module import Float16Module
@@ -57,6 +58,28 @@ def fingerprint(model: torch.nn.Module) -> dict[str, tuple]:
                    if t.numel() else 0) for name, t in named}  # fmt: skip
 
 
+class Steps:
+    """Processes that meet, or wait for one another, at named steps: files, so that nothing of what is tested has a part in it."""
+
+    def __init__(self, sides: dict, rank: int, size: int) -> None:
+        self.folder, self.rank, self.size = Path(sides["folder"]), rank, size
+
+    def reach(self, step: str) -> None:
+        (self.folder / f"step {step} {self.rank}").touch()
+
+    def wait(self, step: str, *ranks: int) -> None:
+        """Until these ranks, or all others, have reached a step."""
+        others = ranks or [rank for rank in range(self.size) if rank != self.rank]
+        deadline = time.monotonic() + 300
+        while not all((self.folder / f"step {step} {rank}").exists() for rank in others):
+            assert time.monotonic() < deadline, f"rank {self.rank} waits for {others} to reach '{step}'"
+            time.sleep(0.01)
+
+    def meet(self, step: str) -> None:
+        self.reach(step)
+        self.wait(step)
+
+
 def start(rank: int, sides: dict) -> tuple[bool, bool, Members]:
     """Torch's own process group for this rank's side, and the members of both; whether the rank is a trainer's, an engine's.
 
@@ -78,7 +101,9 @@ def start(rank: int, sides: dict) -> tuple[bool, bool, Members]:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=index, world_size=world)
     if sides.get("together"):
         return True, True, Members.of_process_group(timeout=timeout)
-    members = Members.join(f"{host}:{sides['port']}", rank, n + m + sides.get("idle", 0), timeout=timeout)
+    size = n + m + sides.get("idle", 0)
+    Steps(sides, rank, size).meet("start")  # `timeout` is for what comes then
+    members = Members.join(f"{host}:{sides['port']}", rank, size, timeout=timeout)
     return rank < n, n <= rank < n + m, members
 
 
@@ -139,9 +164,7 @@ def joining(rank: int, sides: dict) -> str:
 
 def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], what: str):
     """One trainer and two engine ranks (TP2), something wrong, and what each of them says, with what it says next."""
-    import time
-
-    began = time.monotonic()
+    steps = Steps(sides, rank, 3)
     if what == "protocol" and rank == 2:
         members_module.PROTOCOL = 99
     is_trainer, is_engine, members = start(rank, sides)
@@ -162,21 +185,26 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
             checkpoint[0], load_format="dummy", tp=2, **({"hf_overrides": {"rms_norm_eps": 0.5}} if what == "config" else {})
         )
         destination = VllmModel(model, config)
+    steps.meet("built")
     if what == "never comes" and rank == 2:
+        steps.wait("said")
         return ["absent"]
     holder: dict = {}
     said = [caught(lambda: holder.update(link=connect(members, source, destination)))]
+    steps.reach("said")
     if "link" not in holder:
-        return said + [round(time.monotonic() - began)]
+        return said
     link = holder["link"]
     link.refit(version=1)
     if what in ("dies", "trainer dies", "stalls"):
+        steps.reach("refitted")
         if rank == (0 if what == "trainer dies" else 2):
             # Not before the others know how the first refit ended: they ask the store, which one of these serves.
-            time.sleep(3 * sides["timeout"] if what == "stalls" else 3)
+            steps.wait("refitted" if what != "stalls" else "refitted again")
             os._exit(0)
         said.append(caught(lambda: link.refit(version=2)))
-        return [*said, destination.fit if destination else None, time.monotonic() - began]
+        steps.reach("refitted again")
+        return [*said, destination.fit if destination else None]
     if what == "is offloaded":
         if is_trainer:
             weight = source.models[0].output_layer.weight
@@ -213,22 +241,22 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
 
 
 class SlowTrainer(MegatronModel):
-    """A trainer that takes its time, where it is told to, before it says what lies where; but not before it says that it is there."""
+    """A trainer that waits, where it is given something to wait for, before it says what lies where; but not before it says that it is there."""
 
-    seconds, slow_now = 0.0, False
+    wait, waits = None, False
 
     def addresses(self):
-        slow, self.slow_now = self.slow_now, False
+        waits, self.waits = self.waits, False
         try:
             return super().addresses()
         finally:
-            self.slow_now = slow
+            self.waits = waits
 
     @property
     def regions(self):
-        if self.seconds and self.slow_now:
-            self.slow_now, wait = False, self.seconds
-            time.sleep(wait)
+        if self.wait and self.waits:
+            self.waits = False
+            self.wait()
         return self._regions
 
     @regions.setter
@@ -237,23 +265,21 @@ class SlowTrainer(MegatronModel):
 
 
 class SlowEngine(VllmModel):
-    """An engine that takes its time between saying that it is there and taking the first byte."""
+    """An engine that waits between saying that it is there and taking the first byte."""
 
-    seconds = 0.0
+    wait = None
 
     def begin(self):
-        time.sleep(self.seconds)
+        if self.wait:
+            self.wait()
         super().begin()
 
 
 def lateness(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]]):
-    """A trainer (rank 0) and an engine (rank 1), one of whom is late by more than the time limit, in one phase after the other; what each
+    """A trainer (rank 0) and an engine (rank 1), one of whom comes when the other has given up, in one phase after the other; what each
     says, how long that took, and whether the engine is fit, its version, and which checkpoint's weights it holds."""
-    import contextlib
-
     is_trainer, _, members = start(rank, sides)
-    limit, said = sides["timeout"], {}
-    steps = torch.distributed.FileStore(f"{sides['folder']}/steps", 2)
+    steps, said = Steps(sides, rank, 2), {}
     source = destination = None
     if is_trainer:
         chunks, load = trainer(flags, checkpoints[0][1])
@@ -263,56 +289,47 @@ def lateness(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[s
         destination = SlowEngine(model, config)
         known = [fingerprint(vllm_on_cpu.build(hf)[0]) for hf, _ in checkpoints]
 
-    def now(step: str, action) -> None:
-        """What is said, after how long; and the engine's state."""
+    def now(step: str, action, late: str = "", slow: str = "") -> None:
+        """What is said, after how long; and the engine's state. One side may come late, or be slow in the middle, by all of the others' wait."""
+        steps.meet(f"before {step}")
+        me = "trainer" if is_trainer else "engine"
+        if late == me:
+            steps.wait(step)
+        if slow == me:
+            side = source or destination
+            side.wait, side.waits = partial(steps.wait, step), True
         began = time.monotonic()
         heard = caught(action)
         took = time.monotonic() - began
+        if slow == me:
+            side.wait = None
         state = None
         if destination:
             held = fingerprint(destination.module)
             state = destination.fit, destination.version, known.index(held) if held in known else None
         said[step] = heard, round(took, 1), state
-        steps.set(f"{step} {rank}", "done")
-        steps.wait([f"{step} {other}" for other in range(2)])
-
-    def late(who: str) -> None:
-        if (who == "trainer") == is_trainer:
-            time.sleep(2.0 * limit)
-
-    @contextlib.contextmanager
-    def slow(who: str):
-        side = source if who == "trainer" else destination
-        if side is not None:
-            side.seconds = side.slow_now = 2.0 * limit
-        yield
-        if side is not None:
-            side.seconds = 0.0
+        steps.meet(step)
 
     links: list = []
     for who in ("engine", "trainer"):
-        late(who)
-        now(f"{who} late at connect", lambda: connect(members, source, destination))
+        now(f"{who} late at connect", lambda: connect(members, source, destination), late=who)
     now("both connect", lambda: links.append(connect(members, source, destination)))
     [link] = links
     now("both refit", lambda: link.refit(version=5, verify=True))
     if is_trainer:
         load(checkpoints[1][1])
     for version, who in ((6, "engine"), (7, "trainer")):
-        late(who)
-        now(f"{who} late at a refit", partial(link.refit, version=version))
+        now(f"{who} late at a refit", partial(link.refit, version=version), late=who)
     now("they disagree", lambda: link.refit(version=41 if is_trainer else 8))
     now("only one says", lambda: link.refit(version=42 if is_trainer else None))
     now("none says", lambda: link.refit())
     if is_trainer:
         load(checkpoints[0][1])
     for who in ("engine", "trainer"):
-        with slow(who):
-            now(f"{who} late in the middle", lambda: link.refit(version=50, verify=True))
+        now(f"{who} late in the middle", lambda: link.refit(version=50, verify=True), slow=who)
         now(f"after {who} was late in the middle", lambda: link.refit(version=51, verify=True))
     # After a refit that failed for the engine it may connect anew, with another look at the same model.
-    with slow("engine"):
-        now("engine late once more", lambda: link.refit(version=60))
+    now("engine late once more", lambda: link.refit(version=60), slow="engine")
     if destination:
         destination = VllmModel(model, config)
     now("they want other ways", lambda: connect(members, source, destination, executor="staged" if is_trainer else "buckets"))

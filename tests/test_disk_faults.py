@@ -510,7 +510,7 @@ def test_processes_wait_for_a_slow_one_and_end_at_once_with_a_dead_one(victim, w
     os.kill(run.processes[victim].pid, signal.SIGKILL)
     began = time.monotonic()
     codes, said = run.wait(), (tmp_path / "dead").read_text()
-    assert codes.pop(victim) == -signal.SIGKILL and codes == [1, 1] and time.monotonic() - began < 10
+    assert codes.pop(victim) == -signal.SIGKILL and codes == [1, 1] and time.monotonic() - began < 60
     assert said.count(f"process {victim} of 3 was ended; run again with --resume") == 2 and "Traceback" not in said
     run = stopped("slow")
     assert all(process.is_alive() for process in run.processes)

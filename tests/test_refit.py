@@ -223,19 +223,19 @@ def test_two_sides_that_do_not_fit_are_refused_at_connect_everywhere(what, flags
 
 
 def test_a_member_that_never_comes_is_named_within_the_time_limit(converted, tmp_path):
-    for said in fault(converted, tmp_path, "never comes", timeout=15)[:2]:
-        assert "rank 2 did not reach 'hello' within 15 s" in said[0]
+    for said in fault(converted, tmp_path, "never comes", timeout=5)[:2]:
+        assert "rank 2 did not reach 'hello' within 5 s" in said[0]
 
 
 @pytest.mark.parametrize(
     ("what", "who"), [("dies", "inference rank 2"), ("stalls", "inference rank 2"), ("trainer dies", "trainer rank 0")]
 )
 def test_a_member_that_dies_or_stalls_is_named_within_the_time_limit(what, who, converted, tmp_path):
-    results = fault(converted, tmp_path, what, timeout=10)
+    results = fault(converted, tmp_path, what, timeout=5)
     for rank, said in enumerate(results):
         if who.endswith(str(rank)):
             continue
-        sentences = f"{who} is silent", f"{who} did not come to refit 2 within 10 s", f"{who}, which serves"
+        sentences = f"{who} is silent", f"{who} did not come to refit 2 within 5 s", f"{who}, which serves"
         assert said[0] == "no error" and any(sentence in said[1] for sentence in sentences), said
         # Nothing is written before all have come: an engine's rank serves what it has.
         assert said[2] is (True if rank else None), said
@@ -272,24 +272,27 @@ def test_a_disagreement_with_vllms_own_loader_is_refused_and_changes_nothing(var
     assert sentence in said and unchanged
 
 
+LIMIT = 4  # seconds that one waits for the other
+
+
 @pytest.fixture(scope="module")
 def lateness(converted, tmp_path_factory):
-    """What a trainer and an engine say where one of them is late by more than the time limit of 3 s."""
+    """What a trainer and an engine say where one of them is late by more than the time limit."""
     checkpoints, folder = converted("qwen3"), tmp_path_factory.mktemp("lateness")
     # Over IPv6, as an address in brackets.
-    sides = {"trainer": 1, "engine": 1, "folder": str(folder), "port": free_port(), "timeout": 3, "host": "[::1]"}
+    sides = {"trainer": 1, "engine": 1, "folder": str(folder), "port": free_port(), "timeout": LIMIT, "host": "[::1]"}
     return run_on_ranks(2, "lateness", sides, flags_at(Path(checkpoints[0][1]), ""), checkpoints, module="refit_on_cpu")
 
 
 @pytest.mark.parametrize(("step", "trainer", "engine", "state"), [
     # A connection that one has given up is nobody's: who comes later is told at once, and both may connect again.
-    ("engine late at connect", "rank 1 did not reach 'hello' within 3 s", "rank 0: ", (False, None, None)),
-    ("trainer late at connect", "rank 1: ", "rank 0 did not reach 'hello' within 3 s", (False, None, None)),
+    ("engine late at connect", "rank 1 did not reach 'hello' within 4 s", "rank 0: ", (False, None, None)),
+    ("trainer late at connect", "rank 1: ", "rank 0 did not reach 'hello' within 4 s", (False, None, None)),
     ("both connect", "no error", "no error", (False, None, None)),
     ("both refit", "no error", "no error", (True, 5, 0)),
     # Before the first byte: the engine serves what it had.
-    ("engine late at a refit", "inference rank 1 did not come to refit 2 within 3 s", "trainer rank 0: ", (True, 5, 0)),
-    ("trainer late at a refit", "inference rank 1: ", "trainer rank 0 did not come to refit 3 within 3 s", (True, 5, 0)),
+    ("engine late at a refit", "inference rank 1 did not come to refit 2 within 4 s", "trainer rank 0: ", (True, 5, 0)),
+    ("trainer late at a refit", "inference rank 1: ", "trainer rank 0 did not come to refit 3 within 4 s", (True, 5, 0)),
     ("they disagree", "version 41", "version 8", (True, 5, 0)),
     ("only one says", "no error", "no error", (True, 42, 1)),
     ("none says", "no error", "no error", (True, 43, 1)),
@@ -313,4 +316,4 @@ def test_a_member_that_is_late_in_any_phase_takes_no_torn_model_for_a_good_one(s
     if "late at" in step:
         # Within the limit and little more; and who comes late is told at once.
         waited, came_late = (seconds, lateness[0][step][1])[:: -1 if step.startswith("engine") else 1]
-        assert waited < 5 and came_late < 2, (waited, came_late)
+        assert LIMIT <= waited < 5 * LIMIT and came_late < LIMIT, (waited, came_late)

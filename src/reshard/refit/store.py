@@ -19,28 +19,30 @@ def bounded(make: Callable[[], dist.Store], port: int, seconds: float) -> dist.S
     """
     before = set(_sockets())
     store = make()
-    for descriptor in set(_sockets()) - before:
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
-            try:
-                ours = connection.getpeername()[1] == port
-            except (OSError, IndexError, TypeError):
-                continue  # no connection, or not one of the internet's
-            if ours:
-                limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    for link, descriptor in _sockets().items():
+        if link in before:
+            continue
+        try:
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                if connection.getpeername()[1] == port:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        except (OSError, IndexError, TypeError):
+            pass  # no connection, not one of the internet's, or one that another thread has closed since
     return store
 
 
-def _sockets() -> list[int]:
-    """The descriptors of this process that are sockets."""
-    found = []
+def _sockets() -> dict[str, int]:
+    """The descriptors of this process's sockets, by what the kernel calls these: a number may be given again at any time."""
+    found = {}
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
         try:
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                found.append(int(name))
+            link = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
-            pass  # closed since, as the listing's own is
+            continue  # closed since, as the listing's own is
+        if link.startswith("socket:"):
+            found[link] = int(name)
     return found
 
 
