@@ -10,17 +10,23 @@ from tests.checkpoints import make
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files whose tests start Megatron, vLLM, FSDP or many processes; `-m "not slow"` leaves what answers in a minute or two.
+# Files whose tests start Megatron, vLLM, FSDP or many processes, those that take longest first: two workers take a file at a time.
+# `-m "not slow"` leaves what answers in a minute or two.
 SLOW = (
-    "build", "compat", "disk_faults", "engine", "examples", "families", "fsdp", "input_faults", "install", "logits", "meaning",
-    "megatron_saves", "members", "parity", "published", "refit", "report", "surface",
+    "refit", "parity", "engine", "disk_faults", "examples", "fsdp", "published", "megatron_saves", "logits", "members", "meaning",
+    "build", "install", "families", "input_faults", "compat", "surface", "report",
 )  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):
+    def place(item) -> int:
+        name = item.path.stem.removeprefix("test_")
+        return SLOW.index(name) if name in SLOW else len(SLOW)
+
     for item in items:
-        if item.path.stem.removeprefix("test_") in SLOW:
+        if place(item) < len(SLOW):
             item.add_marker(pytest.mark.slow)
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

@@ -71,7 +71,7 @@ def test_members_meet_while_other_threads_open_and_close_connections():
             for end in socket.socketpair():
                 end.close()
 
-    threads = [threading.Thread(target=others) for _ in range(4)]
+    threads = [threading.Thread(target=others, daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
     try:
@@ -94,7 +94,7 @@ def test_a_mistake_at_connect_is_told_to_all_at_once(given, sentence):
         members, began = Members.join(f"127.0.0.1:{port}", rank, 2, timeout=60), time.monotonic()
         said[rank] = caught(lambda: connect(members, **(given if rank else {}))), time.monotonic() - began
 
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    threads = [threading.Thread(target=join, args=(rank,), daemon=True) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -173,7 +173,7 @@ class Turns:
         self.who, self.phase = who, phase
         self.port, self.said = free_port(), {rank: [] for rank in range(3)}
         self.others_know, self.all = threading.Semaphore(0), threading.Barrier(3)
-        threads = [threading.Thread(target=self.take_part, args=(rank,)) for rank in range(3)]
+        threads = [threading.Thread(target=self.take_part, args=(rank,), daemon=True) for rank in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
