@@ -3,8 +3,8 @@
     python -m tests.matrix [--only TEXT ...] [--again] [--megatron-lm CLONE] [--seconds N] [--list]
 
 Run in the environment of `./install "[test]"`. Every cell is run on its own, one at a time, with what it needs from the package index:
-an environment of its own, or a folder that goes before this one's packages. A cell's result is kept in ``.matrix/`` and not run again
-(``--again`` does), so that the run goes on where it was interrupted; the table, docs/versions.md, is written after each. Wheels of
+an environment of its own, or a folder that goes before this one's packages. The table, docs/versions.md, is written after each; what has a
+result there is not run again (``--again`` does), so that the run goes on where it was interrupted. Wheels of
 megatron-core have `megatron.training` from 0.17 on: the parsers of older versions, and those not on the index, are read from
 ``--megatron-lm``, a clone of Megatron-LM with its tags.
 """
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -237,13 +237,24 @@ def _source(variant: str) -> Path:
     return folder
 
 
+VERDICTS = {True: "", False: "**fails**: ", None: "not run: "}
+
+
 def _kept() -> dict[str, Result]:
-    path = WORK / "results.json"
-    return {key: Result(**entry) for key, entry in json.loads(path.read_text()).items()} if path.is_file() else {}
+    """The results in the table, by section and name."""
+    found, group = {}, ""
+    for line in TABLE.read_text(encoding="utf-8").splitlines() if TABLE.is_file() else []:
+        cells = [cell.strip() for cell in line.strip("|").split(" |")]
+        if line.startswith("## "):
+            group = line.removeprefix("## ")
+        elif line.startswith("| ") and len(cells) == 4 and cells[2].isdecimal():
+            name, outcome, seconds, date = cells
+            ok = next(ok for ok in (False, None, True) if outcome.startswith(VERDICTS[ok]))
+            found[f"{group}: {name}"] = Result(group, name, outcome.removeprefix(VERDICTS[ok]), ok, int(seconds), date)
+    return found
 
 
 def _write(kept: dict[str, Result]) -> None:
-    (WORK / "results.json").write_text(json.dumps({key: asdict(result) for key, result in kept.items()}, indent=1))
     lines = [
         "# Versions",
         "",
@@ -260,8 +271,7 @@ def _write(kept: dict[str, Result]) -> None:
             if found is None:
                 lines.append(f"| {cell.name} | not run | | |")
                 continue
-            verdict = {True: "", False: "**fails**: ", None: "not run: "}[found.ok]
-            lines.append(f"| {cell.name} | {verdict}{found.outcome} | {found.seconds} | {found.date} |")
+            lines.append(f"| {cell.name} | {VERDICTS[found.ok]}{found.outcome} | {found.seconds} | {found.date} |")
         lines.append("")
     TABLE.write_text("\n".join(lines), encoding="utf-8")
 

@@ -156,7 +156,7 @@ def hf_to_mcore(
             identity, places = _identity(src)
             shared = fingerprint(identity, asdict(layout), options, team.size)
             report.resumed_tensors = run.run(shared, fingerprint(shared, places), resume, create, finish)
-        report.notices += _run_notices(run) + ([f"{destination} was complete: an earlier run had published it"] if run.was_done else [])
+        report.notices += _run_notices(run)
         return report
 
 
@@ -234,7 +234,7 @@ def mcore_to_hf(
         identity, places = _identity(src)
         shared = fingerprint(identity, options, team.size)
         report.resumed_tensors = run.run(shared, fingerprint(shared, places), resume, create, finish)
-        report.notices += _run_notices(run) + ([f"{destination} was complete: an earlier run had published it"] if run.was_done else [])
+        report.notices += _run_notices(run)
         return report
 
 
