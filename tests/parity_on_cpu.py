@@ -23,3 +23,8 @@ def run(rank: int, a: str, b: str, layout: dict, options: dict):
     except ReshardError as error:
         return str(error)
     return report.to_dict()
+
+
+def again(rank: int, a: str, b: str):
+    """What is said of a prompt that is too short, and what of a comparison in the same process after that."""
+    return run(rank, a, b, {}, {"prompts": [[1]]}), run(rank, a, b, {}, {"prompts": [[1, 2, 3]]})

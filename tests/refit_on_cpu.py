@@ -117,7 +117,7 @@ def refit_twice(rank: int, sides: dict, flags: list[str], checkpoints: list[tupl
     traced = options.pop("traced", False)
     if traced:
         without_vllm_names()
-    moving, ddp = options.pop("moving", False), options.pop("ddp", False)
+    moving, ddp, verify = options.pop("moving", False), options.pop("ddp", False), options.pop("verify", True)
     is_trainer, is_engine, members = start(rank, sides)
     source = destination = load = None
     if is_trainer:
@@ -139,7 +139,7 @@ def refit_twice(rank: int, sides: dict, flags: list[str], checkpoints: list[tupl
                     old = tensor.data
                     tensor.data = old.clone()
                     old.fill_(-77.0)
-        reports.append(link.refit(version=10 + step, verify=True).to_dict())
+        reports.append(link.refit(version=10 + step, verify=verify).to_dict())
         held.append(fingerprint(destination.module) if destination else None)
     moved = [name for name, t in (destination.tensors.items() if destination else ()) if t.data_ptr() != addresses[name]]
     expected = [fingerprint(vllm_on_cpu.build(hf, **engine)[0]) for hf, _ in checkpoints] if destination else []

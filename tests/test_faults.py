@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from reshard import Layout, ReshardError, check, diff, hf_to_mcore, inspect, mcore_to_hf
+from reshard.disk.streams import run_jobs
 from reshard.formats import pickles
 from tests.oracle import hf_tensors, same
 
@@ -331,3 +333,15 @@ def test_symbolic_links(source, tmp_path):
 def run_cli(*args, **options):
     """The command line in a process of its own."""
     return subprocess.run([sys.executable, "-m", "reshard.cli.main", *map(str, args)], capture_output=True, text=True, **options)
+
+
+def test_an_error_in_progress_stops_the_workers():
+    done = []
+
+    def progress(count: int, total: int) -> None:
+        if count == 2:  # in whichever worker: the others hear nothing of it unless they are told
+            raise KeyError("the bar is gone")
+
+    with pytest.raises(KeyError):
+        run_jobs({str(i): 1 for i in range(1000)}, lambda name: done.append(name) or time.sleep(0.01), 8, progress)
+    assert len(done) < 200

@@ -246,6 +246,12 @@ def test_other_vocabularies_and_layouts_without_their_processes_are_refused(conv
     assert "prompt 0 has 257 tokens, more than the model's context of 256" in run(hf, mcore, prompts=[[1] * 257])
 
 
+def test_after_a_mistake_the_next_comparison_of_the_process_goes_well(converted):
+    hf, mcore = converted("qwen3")
+    [(said, report)] = run_on_ranks(1, "again", str(mcore), str(hf), module="parity_on_cpu")
+    assert "prompt 0 has 1 token" in said and report["ok"], (said, report)
+
+
 def scores(*logprobs: float, best=None) -> Scores:
     return Scores(np.array(logprobs), None if best is None else np.array(best))
 

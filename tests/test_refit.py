@@ -135,6 +135,11 @@ def test_what_cannot_be_mapped_is_staged_on_the_same_host(converted, tmp_path):
         assert all(r["staged_bytes"] > 1e5 and r["bucket_bytes"] == r["peer_bytes"] == 0 for r in reports)
 
 
+def test_what_is_staged_is_what_the_trainer_has_now_also_where_its_memory_moves_under_mappings_that_stay(converted, tmp_path):
+    # Nothing is compared by digests, so that old bytes would pass for new ones.
+    refit(converted("qwen3"), "", 1, dict(tp=1), 1, False, tmp_path, executor="staged", moving=True, release=False, verify=False)
+
+
 def test_a_member_with_neither_side_looks_on(converted, tmp_path):
     checkpoints = converted("qwen3")
     sides = {"trainer": 1, "engine": 1, "idle": 1, "folder": str(tmp_path), "port": free_port()}

@@ -172,11 +172,11 @@ def run_jobs(sizes: Mapping[str, int], job: Callable[[str], Any], workers: int, 
                 return
             try:
                 results[name] = job(name)
+                with lock:
+                    advance(sizes[name])
             except BaseException:
                 stop.set()
                 raise
-            with lock:
-                advance(sizes[name])
 
     advance(0)
     workers = min(workers, max(1, len(sizes)))

@@ -2,7 +2,8 @@
 
 Each takes whole destination files. They meet before the first byte, so that all have the same plan, and after the last, so that the
 first one can publish. Between, they may be hours apart: a meeting has no time limit. Every process is connected to the first one, which
-passes answers on, and learns at once when another fails or dies; a host that is gone is noticed within a minute.
+passes answers on, and learns at once when another fails or dies. A host that is gone is noticed within a minute, or, where a message
+was on its way to it, in a quarter of an hour.
 """
 
 import contextlib
@@ -193,12 +194,12 @@ class _Link:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self.lock = connection, threading.Lock()
-        # A host that is gone says nothing: ask after 20 silent seconds, and give up after 30 more. One that is only busy answers.
+        # A host that is gone says nothing: ask after 20 silent seconds, and give up after 30 more. One that is only busy answers, also
+        # where its process is stopped and takes nothing in: so no TCP_USER_TIMEOUT, which would count that against it.
         options = {
             socket.TCP_KEEPIDLE: 20,
             socket.TCP_KEEPINTVL: 10,
             socket.TCP_KEEPCNT: 3,
-            socket.TCP_USER_TIMEOUT: 50_000,
             socket.TCP_NODELAY: 1,
         }
         for option, value in options.items():

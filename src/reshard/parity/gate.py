@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -201,16 +202,16 @@ def parity(a: "str | System", b: "str | System", prompts: Sequence[Prompt] | int
     tokens = list[Prompt]()
     for name, spec, kind in wanted:
         system = spec if isinstance(spec, System) else open_system(spec, kind, layout, where, engine)
-        model, context = system.model, int(system.model.config["max_position_embeddings"])
-        size = model.symbols["V"]
-        if isinstance(prompts, int):
-            prompts = random_prompts(prompts, size, [min(n, context) for n in lengths], seed)
-        tokens, first = list(prompts), first or model
-        _check_same(first, model)
-        check_prompts(tokens, size, context)
-        how = Scoring(batch_size, packed, KEPT_BYTES // (4 * size), routing and model.num_experts > 0)
-        runs[name], names[name] = scores_of(system, tokens, how), system.name
-        system.close()
+        with closing(system):
+            model, context = system.model, int(system.model.config["max_position_embeddings"])
+            size = model.symbols["V"]
+            if isinstance(prompts, int):
+                prompts = random_prompts(prompts, size, [min(n, context) for n in lengths], seed)
+            tokens, first = list(prompts), first or model
+            _check_same(first, model)
+            check_prompts(tokens, size, context)
+            how = Scoring(batch_size, packed, KEPT_BYTES // (4 * size), routing and model.num_experts > 0)
+            runs[name], names[name] = scores_of(system, tokens, how), system.name
     assert first is not None
     overall = metrics_of(runs["a"], runs["b"])
     routed = routing_of(runs["a"], runs["b"], first)

@@ -31,10 +31,15 @@ class Megatron(ForwardSystem):
         impl = "transformer_engine" if device().type == "cuda" else "local"
         with without_gpu():
             initialize_parallel(layout)
-            self.models = build_megatron(self.model, layout, transformer_impl=impl, dtype=DTYPES[dtype], parallel_output=False)
-            # Not all is made on the GPU: a router moves its weight there when it first runs.
-            self.models = [m.to(device(), DTYPES[dtype]).eval() for m in self.models]
-        self._load(checkpoint)
+        try:
+            with without_gpu():
+                self.models = build_megatron(self.model, layout, transformer_impl=impl, dtype=DTYPES[dtype], parallel_output=False)
+                # Not all is made on the GPU: a router moves its weight there when it first runs.
+                self.models = [m.to(device(), DTYPES[dtype]).eval() for m in self.models]
+            self._load(checkpoint)
+        except BaseException:
+            self.close()
+            raise
 
     def _looked_at(self, path: Path) -> tuple[Model, Checkpoint]:
         """What a checkpoint holds, as our own reader finds it before Megatron's loader, which runs pickles, is let at it."""

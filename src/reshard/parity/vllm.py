@@ -6,7 +6,7 @@ import os
 import tempfile
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,10 +134,18 @@ class RefittedVllm(_OwnVllm):
             with plain_weights():
                 self.llm = self.launch(Path(folder), context, routing, load_format="dummy")
         link = connect(Members.of_process_group(), MegatronModel(self.trainer.models), VllmModel.from_llm(self.llm))
-        link.refit(verify=True)
-        link.close()
-        self.trainer.close()
-        self.trainer = None
+        with closing(link):
+            link.refit(verify=True)
+        self._end_trainer()
+
+    def _end_trainer(self) -> None:
+        if self.trainer is not None:
+            self.trainer.close()
+            self.trainer = None
+
+    def close(self) -> None:
+        self._end_trainer()
+        super().close()
 
 
 def forget_engine() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from reshard.core.collector import collector_paused
 from reshard.core.errors import ReshardError, listed
+from reshard.core.limits import check_number
 from reshard.live.engine import Engine
 from reshard.live.trainer import Trainer
 from reshard.models.model import Model
@@ -19,6 +20,7 @@ from reshard.refit.sides import EngineSide, TrainerSide
 from reshard.refit.wire import pack_json
 
 BUCKET_BYTES = 512 << 20
+MOST_BUCKET_BYTES = 1 << 40
 
 
 def connect(members: Members, source: "Trainer | Callable[[], Trainer] | None" = None,
@@ -41,6 +43,7 @@ def connect(members: Members, source: "Trainer | Callable[[], Trainer] | None" =
         with members.turn("connect"), collector_paused():
             if executor not in EXECUTORS:
                 raise ReshardError(f"executor {executor!r} is not one of {listed(EXECUTORS)}")
+            check_number(bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
             trains: Trainer | None = _made(source, Trainer, "source", "reshard.trainers.MegatronModel(models), or another Trainer")
             serves: Engine | None = _made(
                 destination, Engine, "destination", "reshard.engines.VllmModel.from_llm(llm), or .from_worker(worker)"

@@ -75,10 +75,10 @@ class TrainerSide:
         addresses, frees = self.source.addresses(), frees_of(self.device) if self.device.type == "cuda" else None
         before, allocations = self.told
         unfreed, self.frees = frees is not None and frees == self.frees, frees
-        if addresses != before:
-            return addresses, allocations_of(self.source, self._read_by_others())
         # Asking the driver takes a while for each; what was never freed is what it was.
-        return addresses, allocations if unfreed else [a._replace(generation=generation_of(a.base)) for a in allocations]
+        if addresses == before and (unfreed or all(generation_of(a.base) == a.generation for a in allocations)):
+            return addresses, allocations
+        return addresses, allocations_of(self.source, self._read_by_others())
 
     def _read_by_others(self) -> list[int]:
         """The shards of this rank that other processes read where they lie, if they can."""

@@ -39,11 +39,10 @@ class TracedFill(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """The loader's copies and fills, and the canonical tensors that it asked for nothing of."""
+    """The loader's copies and fills."""
 
     copies: list[TracedCopy]
     fills: list[TracedFill]
-    unused: list[str]
 
 
 def trace_load(model: torch.nn.Module, canonical: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Trace:
@@ -59,7 +58,7 @@ def trace_load(model: torch.nn.Module, canonical: Mapping[str, tuple[tuple[int, 
             raise
         except Exception as error:
             raise ReshardError(f"vLLM's own loader refuses the model's tensors ({type(error).__name__}: {error})") from error
-    return Trace(recorder.copies, recorder.fills, [name for name in tensors if name not in recorder.used])
+    return Trace(recorder.copies, recorder.fills)
 
 
 @contextmanager
@@ -109,7 +108,6 @@ class _Recorder(TorchDispatchMode):
         self.derived: dict[int, tuple[str, torch.Tensor]] = {}
         self.copies: list[TracedCopy] = []
         self.fills: list[TracedFill] = []
-        self.used: set[str] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -148,7 +146,6 @@ class _Recorder(TorchDispatchMode):
     def _copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         parameter = self._parameter(dst)
         name, shape = self._published(src, parameter)
-        self.used.add(name)
         does = f"vLLM's loader turns or spreads {name} on the way into {parameter}"
         turned = ReshardError(f"{does}: refit does not support it")
         if src.shape != dst.shape:

@@ -42,6 +42,7 @@ class RefitExtension:
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
         mine = self.rank + parallel.data_parallel_rank * parallel.world_size  # type: ignore[attr-defined]
         before: Link | None = getattr(self, "_reshard_link", None)
+        self._reshard_link = None
         if before is not None:
             before.close()
         members = Members.join(address, first_rank + mine, size, timeout)

@@ -23,9 +23,12 @@ from reshard.refit.wire import pack_json, unpack_json
 ALIGNMENT = 16
 
 
-def group_of(members: Members, ranks: Sequence[int], device: torch.device) -> Any:
-    """A communicator of these members: on GPUs torch's own where they are its ranks, since another takes memory of its own."""
-    if members.process_group is not None and device.type == "cuda" and len(ranks) == members.size:
+def group_of(members: Members, ranks: Sequence[int], device: torch.device, fresh: bool) -> Any:
+    """A communicator of these members: on GPUs torch's own where they are its ranks, since another takes memory of its own.
+
+    A `fresh` one is not torch's: after an exchange that broke off, some ranks may have begun a collective that others never did.
+    """
+    if members.process_group is not None and device.type == "cuda" and len(ranks) == members.size and not fresh:
         with suppress(RuntimeError):
             return members.process_group._get_backend(device)
     # Under a name of its own: what a broken communicator has left in the store must not be read again.
@@ -85,7 +88,7 @@ class Buckets(Transport):
         self.limit = self.bucket_bytes // (4 * most) // ALIGNMENT * ALIGNMENT
         if self.limit < TILE_BYTES:
             raise ReshardError(f"bucket_bytes {self.bucket_bytes} is too little for {most} partners: {4 * most * TILE_BYTES} is the least")
-        self.renew()
+        self._meet(fresh=False)
         self.prepare(outgoing, incoming)
         mine = max((side.rounds for side in (*self.sends.values(), *self.receives.values())), default=0)
         self.rounds = max(self._everyone("rounds", mine))
@@ -99,8 +102,11 @@ class Buckets(Transport):
 
     def renew(self) -> None:
         """Meet over a new communicator: one that lost a partner is not used again."""
+        self._meet(fresh=True)
+
+    def _meet(self, fresh: bool) -> None:
         if self.limit and self.members.rank in self.ranks:
-            self.group = group_of(self.members, self.ranks, self.device)
+            self.group = group_of(self.members, self.ranks, self.device, fresh)
 
     def prepare(self, outgoing: Mapping[int, np.ndarray], incoming: Mapping[int, Incoming]) -> None:
         """Cut these tables into rounds."""

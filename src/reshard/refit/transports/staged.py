@@ -5,6 +5,7 @@ A pair has two slots: while one is unpacked, the next is packed. Both ends cut t
 """
 
 import ctypes
+import itertools
 import mmap
 import os
 from collections.abc import Mapping
@@ -24,13 +25,17 @@ from reshard.refit.transports.mappings import Mappings
 from reshard.refit.wire import pack_json, unpack_json
 
 SLOTS = 2
+_numbers = itertools.count()
 
 
 class Slab:
-    """Memory of this process that others of its host may map: `address`, and `handle` for `SlabView`."""
+    """`size` bytes of this process that others of its host may map: `address`, and `handle` for `Views`.
+
+    `number` tells it from a later one of this process, which may get the same handle.
+    """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.device = device
+        self.size, self.device, self.number = size, device, next(_numbers)
         if device.type == "cuda":
             self.address = cuda_memory(size, device)
             self.handle = exported(self.address)
@@ -51,13 +56,17 @@ class Slab:
 
 
 class Views:
-    """Other processes' slabs, mapped here; closed together."""
+    """Other processes' slabs, mapped here, one of each; closed together."""
 
     def __init__(self, device: torch.device) -> None:
         self.mappings, self.files = Mappings(device), dict[str, mmap.mmap]()
+        self.mapped: dict[str, tuple[int, str]] = {}
 
-    def address(self, handle: str, whose: str) -> int:
-        """Where a slab is mapped here. Raises ReshardError where that cannot be."""
+    def address(self, number: int, handle: str, whose: str) -> int:
+        """Where a slab is mapped here, in place of an earlier one. Raises ReshardError where that cannot be."""
+        if self.mapped.get(whose) != (number, handle):
+            self._unmap(whose)
+        self.mapped[whose] = number, handle
         if not handle.startswith("/proc/"):
             return self.mappings.address(handle, whose)
         if handle not in self.files:
@@ -68,8 +77,14 @@ class Views:
                 raise ReshardError(f"cannot map the memory of {whose} ({error.strerror}): use executor='buckets'") from error
         return _address(self.files[handle])
 
+    def _unmap(self, whose: str) -> None:
+        _, handle = self.mapped.pop(whose, (0, ""))
+        self.files.pop(handle, None)
+        self.mappings.close(but={other for _, other in self.mapped.values()})
+
     def close(self) -> None:
         """Unmap them."""
+        self.mapped.clear()
         self.files.clear()
         self.mappings.close()
 
@@ -93,8 +108,7 @@ class Staged(Transport):
         self.made: dict[tuple[int, int], tuple[int, int, list[CopyTable]]] = {}
 
     def prepare(self, outgoing: Mapping[int, np.ndarray], incoming: Mapping[int, Incoming]) -> None:
-        """Take these tables; the slab is made when it is first used."""
-        self.close()
+        """Take these tables; the slab is made when it is first used. One of the right size stays, since others may have it mapped."""
         self.made.clear()
         self.outgoing, self.incoming = dict(outgoing), {rank: some.table for rank, some in incoming.items()}
         self.received_bytes = sum(map(bytes_of, self.incoming.values()))
@@ -102,6 +116,8 @@ class Staged(Transport):
         if outgoing and self.limit < TILE_BYTES:
             least = SLOTS * len(outgoing) * TILE_BYTES
             raise ReshardError(f"bucket_bytes {self.bucket_bytes} is too little for {len(outgoing)} readers: {least} is the least")
+        if self.slab is not None and self.slab.size != SLOTS * self.limit * len(outgoing):
+            self._free()
 
     def run(self) -> None:
         """Pack and unpack everything; returns when this member has all of its own, and its readers have all of theirs."""
@@ -133,13 +149,14 @@ class Staged(Transport):
             if self.slab is None:
                 self.slab = Slab(SLOTS * self.limit * len(self.outgoing), self.device)
             starts = {peer: SLOTS * self.limit * i for i, peer in enumerate(self.outgoing)}
-            members.post("slab", pack_json({"handle": self.slab.handle, "limit": self.limit, "starts": [*starts.items()]}))
+            slab = {"number": self.slab.number, "handle": self.slab.handle, "limit": self.limit, "starts": [*starts.items()]}
+            members.post("slab", pack_json(slab))
         sends = {peer: self._tables(peer, table, SRC, self.slab.address + starts[peer], self.limit)
                  for peer, table in self.outgoing.items() if self.slab is not None}  # fmt: skip
         receives = {}
         for peer, table in self.incoming.items():
             theirs: dict[str, Any] = unpack_json(members.read("slab", peer))
-            start = self.views.address(theirs["handle"], members.names[peer]) + dict(theirs["starts"])[members.rank]
+            start = self.views.address(theirs["number"], theirs["handle"], members.names[peer]) + dict(theirs["starts"])[members.rank]
             receives[peer] = self._tables(peer, table, DST, start, theirs["limit"])
         return sends, receives
 
@@ -159,6 +176,9 @@ class Staged(Transport):
     def close(self) -> None:
         """Free this member's slab, which nobody may have mapped any more."""
         self.views.close()
+        self._free()
+
+    def _free(self) -> None:
         if self.slab is not None:
             self.slab.close()
             self.slab = None
