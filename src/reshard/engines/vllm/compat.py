@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.core.errors import ReshardError
 from reshard.core.extras import importing
@@ -56,6 +56,48 @@ def tensor_parallel() -> tuple[int, int]:
 
         group = parallel_state.get_tp_group()
         return group.world_size, group.rank_in_group
+
+
+class Experts(NamedTuple):
+    """How a layer's experts lie: its tensor parallel size and rank, whether it has redundant ones (EPLB), how many there are in all, and
+    the expert of each place on this rank (None: all, in order)."""
+
+    tp: int
+    tp_rank: int
+    redundant: bool
+    total: int
+    placed: tuple[int, ...] | None
+
+
+def experts_of(module: Any) -> Experts | None:
+    """What a layer says of its experts; None where it has none."""
+    if getattr(module, "moe_config", None) is None or not hasattr(module, "expert_map_manager"):
+        return None
+    with known("does not say where a layer's experts are as it did"):
+        config = module.moe_config
+        sizes, table = config.moe_parallel_config, module.expert_map_manager.expert_map
+        placed = None
+        if table is not None:
+            here = sorted((local, expert) for expert, local in enumerate(table.tolist()) if local >= 0)
+            placed = tuple(expert for _, expert in here)
+        return Experts(sizes.tp_size, sizes.tp_rank, bool(sizes.enable_eplb), config.num_experts, placed)
+
+
+def expert_backend(method: Any) -> str | None:
+    """The kernels that a layer's method has chosen for experts as they are loaded, which decides their order; None where it has none."""
+    return getattr(getattr(method, "unquantized_backend", None), "name", None)
+
+
+def is_packed(module: Any, method: Any) -> bool:
+    """Whether a layer serves from weights that the build for the CPU has packed."""
+    experts = expert_backend(method) == "CPU" and getattr(getattr(method, "cpu_fused_moe", None), "isa", None) != "none"
+    return experts or (hasattr(module, "cpu_linear") and not module.weight.numel())
+
+
+def absorbed_of(module: torch.nn.Module) -> torch.Tensor | None:
+    """One of the two matrices that MLA makes of ``kv_b_proj``; None where the module is no such attention, or has not made it."""
+    absorbed = getattr(module, "W_UV", None)
+    return absorbed if isinstance(absorbed, torch.Tensor) else None
 
 
 def end_groups() -> None:

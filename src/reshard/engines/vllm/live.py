@@ -14,7 +14,7 @@ from reshard.core.boxes import whole
 from reshard.core.collector import collector_paused
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Part, Placement
-from reshard.engines.vllm.compat import driver_worker, tensor_parallel
+from reshard.engines.vllm.compat import absorbed_of, driver_worker, expert_backend, experts_of, is_packed, tensor_parallel
 from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.layout import WITHOUT_PARAMETER, VllmRank, outer_rows, vllm_placement
 from reshard.engines.vllm.trace import Trace, trace_load
@@ -71,17 +71,13 @@ class VllmModel(Engine):
         tp, tp_rank = tensor_parallel()
         moe_tp, moe_tp_rank, experts = tp, tp_rank, tuple(range(self.model.num_experts))
         for name, module in self.module.named_modules():
-            config = getattr(module, "moe_config", None)
-            if config is None or not hasattr(module, "expert_map_manager"):
+            found = experts_of(module)
+            if found is None:
                 continue
-            sizes = config.moe_parallel_config
-            if sizes.enable_eplb or config.num_experts != self.model.num_experts:
+            if found.redundant or found.total != self.model.num_experts:
                 raise ReshardError(f"{name} has redundant experts (EPLB), which a refit does not support: set enable_eplb=False")
-            moe_tp, moe_tp_rank = sizes.tp_size, sizes.tp_rank
-            table = module.expert_map_manager.expert_map
-            if table is not None:
-                placed = sorted((local, expert) for expert, local in enumerate(table.tolist()[: self.model.num_experts]) if local >= 0)
-                experts = tuple(expert for _, expert in placed)
+            moe_tp, moe_tp_rank = found.tp, found.tp_rank
+            experts = experts if found.placed is None else tuple(expert for expert in found.placed if expert < self.model.num_experts)
             break
         layers = sorted({int(name.split(".")[2]) for name in self.tensors if name.startswith("model.layers.")})
         # Not by the stage: some of vLLM's models have the output on every one.
@@ -248,13 +244,12 @@ def _refuse_processed(model: torch.nn.Module) -> None:
         if method is None or type(method).__name__ in ("NoneType",):
             continue
         kind = type(method).__name__
-        backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
+        backend = expert_backend(method)
         if kind.endswith("KVCacheMethod"):
             continue
         if kind not in PLAIN_METHODS:
             raise ReshardError(f"{name} serves from weights that {kind} has changed, which a refit cannot write in place: serve in bf16")
-        packed = backend == "CPU" and getattr(getattr(method, "cpu_fused_moe", None), "isa", None) != "none"
-        if packed or (hasattr(module, "cpu_linear") and not module.weight.numel()):
+        if is_packed(module, method):
             raise ReshardError(f"{name} serves from weights that vLLM has packed for the CPU, which a refit cannot write: make it inside "
                                "`with reshard.engines.vllm.compat.plain_weights():`, or start it with "
                                "worker_extension_cls='reshard.engines.vllm.worker.RefitExtension'")  # fmt: skip
@@ -266,9 +261,8 @@ def _derived_attention(model: torch.nn.Module) -> list[tuple[Any, torch.dtype]]:
     """MLA layers whose absorbed matrices are copies of kv_b_proj, not views: vLLM makes them again after a refit."""
     found = []
     for module in model.modules():
-        absorbed = getattr(module, "W_UV", None)
-        projection = getattr(module, "kv_b_proj", None)
-        if not isinstance(absorbed, torch.Tensor) or projection is None:
+        absorbed, projection = absorbed_of(module), getattr(module, "kv_b_proj", None)
+        if absorbed is None or projection is None:
             continue
         if absorbed.untyped_storage().data_ptr() != projection.weight.untyped_storage().data_ptr():
             found.append((module, absorbed.dtype))
