@@ -57,6 +57,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.model_loader import get_model_loader
 
+from tests import vllm_models
+
+vllm_models.register()
+
 # The prefill kernels need a GPU to be imported; no attention is run here.
 mla_attention.get_mla_prefill_backend = lambda config: type("NoPrefill", (), {"__init__": lambda self, **options: None})
 

@@ -1,0 +1,15 @@
+"""vLLM's classes of our families, imported here and now.
+
+For each architecture that it meets for the first time on a machine, vLLM starts a process that imports the model's file and says what
+it can do, so that this process need not initialise CUDA. Every rank of every test would start one, and there is no CUDA here.
+"""
+
+from reshard.models.family import families
+
+
+def register() -> None:
+    """Tell vLLM's registry the classes themselves."""
+    from vllm.model_executor.models import ModelRegistry
+
+    for architecture in {family.architecture for family in families().values()}:
+        ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
