@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -38,20 +39,29 @@ YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=40.0, mscale=1.0, mscal
             original_max_position_embeddings=4096)  # fmt: skip
 PLAIN_YARN = dict(rope_type="yarn", rope_theta=1000000.0, factor=4.0, original_max_position_embeddings=64)
 
+
+def rope(parameters: dict) -> dict:
+    """The fields of a config for these parameters, as the installed transformers spells them."""
+    if int(transformers.__version__.split(".")[0]) >= 5:
+        return {"rope_parameters": parameters}
+    scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
+    return {"rope_theta": parameters["rope_theta"], "rope_scaling": scaling if scaling["rope_type"] != "default" else None}
+
+
 VARIANTS = {
     "llama": LlamaConfig(**GQA, tie_word_embeddings=False),
-    "llama-rope-tied": LlamaConfig(**GQA, head_dim=16, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
+    "llama-rope-tied": LlamaConfig(**GQA, head_dim=16, tie_word_embeddings=True, **rope(LLAMA3_ROPE)),
     "llama-bias": LlamaConfig(**GQA, tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
     "llama-mha": LlamaConfig(**GQA | dict(num_key_value_heads=8), tie_word_embeddings=False),
     "qwen2": Qwen2Config(**GQA, tie_word_embeddings=False),
     "qwen2-tied": Qwen2Config(**GQA, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**GQA, head_dim=32, tie_word_embeddings=False),
     "qwen3-tied": Qwen3Config(**GQA, head_dim=16, tie_word_embeddings=True),
-    "qwen3-yarn": Qwen3Config(**GQA, head_dim=32, tie_word_embeddings=False, rope_parameters=PLAIN_YARN),
+    "qwen3-yarn": Qwen3Config(**GQA, head_dim=32, tie_word_embeddings=False, **rope(PLAIN_YARN)),
     "qwen3-moe": Qwen3MoeConfig(**MOE, tie_word_embeddings=False),
     "qwen3-moe-mixed": Qwen3MoeConfig(**MOE, tie_word_embeddings=False, mlp_only_layers=[1]),
     "qwen3-moe-step": Qwen3MoeConfig(**MOE | dict(norm_topk_prob=False), tie_word_embeddings=False, decoder_sparse_step=2),
-    "deepseek-v3": DeepseekV3Config(**MLA, tie_word_embeddings=False, rope_parameters=YARN),
+    "deepseek-v3": DeepseekV3Config(**MLA, tie_word_embeddings=False, **rope(YARN)),
     "deepseek-v3-no-q-lora": DeepseekV3Config(**MLA | dict(q_lora_rank=None), tie_word_embeddings=False),
     "glm4-moe": Glm4MoeConfig(**GLM, tie_word_embeddings=False),
     "glm4-moe-air": Glm4MoeConfig(**GLM_AIR, tie_word_embeddings=False),
@@ -63,25 +73,25 @@ KIMI_YARN = YARN | dict(rope_theta=50000.0, factor=32.0, beta_fast=1.0, beta_slo
 OTHERS_OF_DEEPSEEK = {
     "kimi-k2": DeepseekV3Config(
         **NO_GROUPS | dict(n_routed_experts=24, num_experts_per_tok=8, routed_scaling_factor=2.827, rms_norm_eps=1e-6),
-        tie_word_embeddings=False, rope_parameters=KIMI_YARN,
+        tie_word_embeddings=False, **rope(KIMI_YARN),
     ),
     "moonlight": DeepseekV3Config(
         **NO_GROUPS | dict(q_lora_rank=None, n_shared_experts=2, num_experts_per_tok=6, routed_scaling_factor=2.446, rms_norm_eps=1e-5),
-        tie_word_embeddings=False, rope_parameters=dict(rope_type="default", rope_theta=50000.0),
+        tie_word_embeddings=False, **rope(dict(rope_type="default", rope_theta=50000.0)),
     ),
 }  # fmt: skip
 
 # Sizes of heads and matrices that the kernels of vLLM's build for the CPU take.
 WIDE = GQA | dict(hidden_size=128, num_attention_heads=4)
 SERVED = {
-    "served-llama": LlamaConfig(**WIDE, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
+    "served-llama": LlamaConfig(**WIDE, tie_word_embeddings=False, **rope(LLAMA3_ROPE)),
     "served-qwen2": Qwen2Config(**WIDE, tie_word_embeddings=True),
     "served-qwen3": Qwen3Config(**WIDE, head_dim=64, tie_word_embeddings=False),
     "served-qwen3-moe": Qwen3MoeConfig(**MOE | WIDE | dict(head_dim=32), tie_word_embeddings=False, mlp_only_layers=[1]),
     "served-glm4-moe": Glm4MoeConfig(**GLM | WIDE | dict(head_dim=64), tie_word_embeddings=False),
     "served-deepseek-v3": DeepseekV3Config(
         **MLA | dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=4, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32),
-        tie_word_embeddings=False, rope_parameters=YARN,
+        tie_word_embeddings=False, **rope(YARN),
     ),
 }  # fmt: skip
 
