@@ -12,8 +12,10 @@ import argparse
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -74,14 +76,24 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
 
+    def ended() -> NoReturn:
+        process.join()
+        sys.exit(f"the engine's process ended with exit code {process.exitcode}")
+
     def tell(method: str, *args, **keywords):
         """Ask the engine for something; the answer is read by `answer`."""
         if rank == 0:
-            pipe.send((method, args, keywords))
+            try:
+                pipe.send((method, args, keywords))
+            except BrokenPipeError:
+                ended()
 
     def answer():
         if rank == 0:
-            result = pipe.recv()
+            try:
+                result = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                ended()
             if isinstance(result, Exception):
                 raise result
             return result
@@ -94,6 +106,7 @@ def main() -> None:
         settings = memory | {"tensor_parallel_size": tp, "enable_sleep_mode": sleeps}
         process = multiprocessing.get_context("spawn").Process(target=engine, args=(theirs, gpus, str(folder), settings))
         process.start()
+        theirs.close()  # with a copy here the pipe would stay open when the engine's process ends
         print("engine", answer(), flush=True)
     dist.barrier()
     model = read_model(str(folder))
@@ -133,8 +146,9 @@ def main() -> None:
 
             tell("generate", prompts, SamplingParams(temperature=0, max_tokens=8, detokenize=False), use_tqdm=False)
             tokens = answer()[0].outputs[0].token_ids
-            moved = [entry["peer_bytes"] + entry["bucket_bytes"] + entry["local_bytes"] for entry in received]
-            print(f"step {step}: version {report.version}, {sum(moved) / 1e6:.1f} MB in "
+            ways = ("local_bytes", "peer_bytes", "staged_bytes", "bucket_bytes")
+            moved = sum(entry[way] for entry in received for way in ways)
+            print(f"step {step}: version {report.version}, {moved / 1e6:.1f} MB in "
                   f"{max(entry['transfer_seconds'] for entry in received) * 1e3:.1f} ms, then {tokens}", flush=True)  # fmt: skip
     if rank == 0:
         pipe.send(None)

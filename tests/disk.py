@@ -1,5 +1,6 @@
 """Runs of the command on a disk that fails on command (faulty_disk.c), and what they leave."""
 
+import contextlib
 import errno
 import functools
 import os
@@ -21,8 +22,11 @@ def faulty_disk() -> Path:
     return library
 
 
-def environment(*faults: str) -> dict[str, str]:
-    """The environment of a process that meets these faults: ``call:path:nth:what``, with errors by name (``sync:.distcp:1:ENOSPC``)."""
+def environment(*faults: str, held: Path | None = None) -> dict[str, str]:
+    """The environment of a process that meets these faults: ``call:path:nth:what``, with errors by name (``sync:.distcp:1:ENOSPC``).
+
+    ``hold`` makes the file `held` and stays in the call until that is removed.
+    """
     if not faults:
         return dict(os.environ)
     rules = []
@@ -30,7 +34,7 @@ def environment(*faults: str) -> dict[str, str]:
         call, path, nth, what = rule.split(":")
         name = what.removeprefix("lose")
         rules.append(":".join((call, path, nth, what.replace(name, str(getattr(errno, name))) if hasattr(errno, name) else what)))
-    return os.environ | {"LD_PRELOAD": str(faulty_disk()), "FAULTS": " ".join(rules)}
+    return os.environ | {"LD_PRELOAD": str(faulty_disk()), "FAULTS": " ".join(rules), **({"HELD": str(held)} if held else {})}
 
 
 def command(*args) -> list[str]:
@@ -38,9 +42,20 @@ def command(*args) -> list[str]:
     return [sys.executable, "-m", "reshard.cli.main", *map(str, args)]
 
 
+@contextlib.contextmanager
+def ended(process: subprocess.Popen):
+    """The process is killed at the end of the block where it has not ended by itself: a test that fails waits for nobody."""
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def cli(*args, faults: tuple[str, ...] = (), **options) -> subprocess.CompletedProcess:
     """Run ``reshard``; it says what it has to say without a traceback."""
-    done = subprocess.run(command(*args), capture_output=True, text=True, **{"env": environment(*faults)} | options)
+    options = {"env": environment(*faults), "timeout": 300} | options
+    done = subprocess.run(command(*args), capture_output=True, text=True, **options)
     assert "Traceback" not in done.stderr, done.stderr
     return done
 

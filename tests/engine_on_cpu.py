@@ -156,15 +156,16 @@ async def _engine_of_its_own(pairs: list, port: int) -> dict:
     await llm.reset_prefix_cache()
     said["first"] = [expected(), (await request(1, prompt_logprobs=0))[0]]
 
-    # A refit while a request is running: it waits, and goes on.
-    seen: list = []
-    running = asyncio.create_task(request(200, seen))
-    while not seen:
-        await asyncio.sleep(0.001)
+    # A refit while a request is running: it waits, and goes on. Loading blocks this process, and the engine would go on meanwhile.
     trainer.load(Path(pairs[1][1]))
-    at = seen[-1]
+    seen: list = []
+    running = asyncio.create_task(request(240, seen))
+    while not seen and not running.done():
+        await asyncio.sleep(0.001)
+    said["running before"], before = not running.done(), len(seen) and seen[-1]
     said["second report"], _ = await both("reshard_refit", (2,), link.refit, 2)
-    said["in flight"] = [at, len((await running)[1])]
+    said["running after"], after = not running.done(), seen[-1]
+    said["in flight"] = [before, after, len((await running)[1])]
 
     # A refit that fails after bytes have moved, while requests wait; then a whole one.
     await llm.pause_generation()

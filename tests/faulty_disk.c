@@ -1,9 +1,10 @@
 /* A disk that fails on command, for a process started with LD_PRELOAD and FAULTS.
  *
  * FAULTS holds rules "call:path:nth:what", separated by spaces. `call` is sync (fsync and fdatasync), rename, renameat2, pwrite or opendir;
- * `path` is a part of the file's path, its end where it closes with $, or *; `nth` says which matching call fails (0: every one). `what` is the number of an errno,
- * "lose" and such a number (a sync that fails and has lost the file's bytes, as a server out of quota does), KILL (the process
- * dies before the call), DIE (after it), or "sleep" and milliseconds.
+ * `path` is a part of the file's path, its end where it closes with $, or *; `nth` says which matching call fails (0: every one; -3: the
+ * third after one was held). `what` is the number of an errno, "lose" and such a number (a sync that fails and has lost the file's bytes,
+ * as a server out of quota does), KILL (the process dies before the call), DIE (after it), "sleep" and milliseconds, or "hold": the call
+ * makes the file that HELD names, and goes on once somebody has removed that, or after five minutes.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -19,7 +20,16 @@
 #include <sys/types.h>
 #include <unistd.h>
 
-static atomic_int seen[16];
+static atomic_int seen[16], has_held;
+
+static void hold(void) {
+    const char *held = getenv("HELD");
+    int made = held ? creat(held, 0600) : -1;
+    if (made < 0) return;
+    close(made);
+    atomic_store(&has_held, 1);
+    for (int i = 0; i < 150000 && !access(held, F_OK); i++) usleep(2000);
+}
 
 /* The fault of this call: 0 none, an errno, or -1 to die after it. Sleeps, dies and loses bytes here. */
 static int fault(const char *call, const char *path, int fd) {
@@ -36,9 +46,11 @@ static int fault(const char *call, const char *path, int fd) {
         size_t n = strlen(part), length = strlen(path);
         int ends = part[n - 1] == '$' && length >= n - 1 && !strncmp(path + length - (n - 1), part, n - 1);
         if (strcmp(name, call) || (strcmp(part, "*") && !strstr(path, part) && !ends)) continue;
+        if (nth < 0 && !atomic_load(&has_held)) continue;
         int now = atomic_fetch_add(&seen[index], 1) + 1;
-        if (nth && now != nth) continue;
+        if (nth && now != abs(nth)) continue;
         if (!strncmp(what, "sleep", 5)) { usleep(1000 * atoi(what + 5)); continue; }
+        if (!strcmp(what, "hold")) { hold(); continue; }
         if (!strcmp(what, "KILL")) kill(getpid(), SIGKILL);
         if (!strcmp(what, "DIE")) return -1;
         if (!strncmp(what, "lose", 4)) {

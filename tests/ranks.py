@@ -1,11 +1,14 @@
 """Run a function on several ranks: processes with a gloo group, forked from a server that has Megatron imported already."""
 
+import contextlib
 import multiprocessing
 import os
 import pickle
 import socket
+import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 
@@ -27,22 +30,33 @@ def run_on_ranks(world_size: int, function: str, *args, module: str = "megatron_
                  may_die: bool = False, timeout: float = 600):  # fmt: skip
     """Call ``tests.MODULE.FUNCTION(rank, *args)`` on every rank; the results by rank. An error on any rank is raised here, with its traceback.
 
-    The ranks have a gloo group, unless the module makes its own. A rank that `may_die` has None for a result.
+    The ranks have a gloo group, unless the module makes its own. A rank that `may_die` has None for a result. `timeout` is for all of
+    them together; no process is left when this returns or raises.
     """
     context = forking()
+    deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_rank, args=(folder, rank, world_size, module, function, args, options or {}))
             for rank in range(world_size)
         ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(timeout)
+        try:
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+            late = {rank for rank, process in enumerate(processes) if process.is_alive()}
+        finally:
+            # Whatever was raised, a time limit of pytest's too: the interpreter would wait for them at its end. They are no daemons, so
+            # that what runs on a rank may start processes of its own.
+            left = [process for process in processes if process.pid is not None and process.is_alive()]
+            for process in left:
+                process.kill()
+            for process in left:
+                process.join(60)
         failed = []
         for rank, process in enumerate(processes):
-            if process.is_alive():
-                process.kill()
+            if rank in late:
                 failed.append(f"rank {rank} did not end in {timeout} s")
             elif (Path(folder) / f"error{rank}").exists():
                 failed.append(f"rank {rank}:\n" + (Path(folder) / f"error{rank}").read_text())
@@ -73,6 +87,24 @@ def _rank(folder: str, rank: int, world_size: int, module: str, function: str, a
     except BaseException:
         (Path(folder) / f"error{rank}").write_text(traceback.format_exc())
         os._exit(1)
+
+
+def run_to_the_end(command, timeout: float, **options) -> subprocess.CompletedProcess:
+    """Run a command and take what it prints. One that does not end in time is killed with all that it has started."""
+    with subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except BaseException:
+            import psutil
+
+            # By descent, not by group or session: torchrun gives each of its processes a session of its own.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                agent = psutil.Process(process.pid)
+                for one in [agent, *agent.children(recursive=True)]:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        one.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 def torchrun(processes: int) -> list[str]:

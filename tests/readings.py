@@ -7,7 +7,6 @@ nothing, `of_flags` and `of_args` by Megatron's own names.
 from pathlib import Path
 from typing import Any
 
-ROPE = {"llama": "llama3", "qwen3_moe": None, "deepseek_v3": "yarn"}
 # Field of a config: Megatron's argument.
 SIZES = {
     "num_hidden_layers": "num_layers", "hidden_size": "hidden_size", "intermediate_size": "ffn_hidden_size",

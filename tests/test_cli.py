@@ -1,5 +1,6 @@
 """The command line as a user meets it, several processes, and a stand-in for the hub."""
 
+import contextlib
 import http.server
 import json
 import os
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from reshard import Layout, ReshardError, check, diff, hf_to_mcore, mcore_to_hf
+from tests.disk import ended
+from tests.ranks import run_to_the_end
 from tests.test_faults import run_cli
 
 
@@ -116,7 +119,7 @@ def test_mistakes_get_one_sentence_and_an_exit_code(args, code, message, checkpo
     assert not list(tmp_path.iterdir())
 
 
-def test_the_same_mistakes_in_a_library_call(checkpoint, megatron, tmp_path):
+def test_the_same_mistakes_in_a_library_call(megatron, tmp_path):
     for call, message in (
         (lambda: hf_to_mcore("", tmp_path / "out"), "the path is empty"),
         (lambda: mcore_to_hf(megatron, tmp_path / "out", quantize=True), "that is fp32 here: add --dtype bf16"),
@@ -151,16 +154,14 @@ def test_processes_under_torchrun_share_the_work_and_write_the_same_bytes(proces
         ("back", ["mcore-to-hf", tmp_path / "mcore1", "--max-shard-size", "100KB"]),
     ):
         assert run_cli(*arguments[:2], tmp_path / f"{directory}1", *arguments[2:]).returncode == 0
-        done = subprocess.run(
-            [*torchrun, *map(str, arguments[:2]), tmp_path / f"{directory}2", *arguments[2:]], capture_output=True, text=True
-        )
+        done = run_to_the_end([*torchrun, *arguments[:2], tmp_path / f"{directory}2", *arguments[2:]], 600)
         assert done.returncode == 0, done.stderr[-2000:]
         one, two = (
             {p.relative_to(d): p.read_bytes() for p in d.rglob("*") if p.is_file()} for d in (tmp_path / f"{directory}{i}" for i in (1, 2))
         )
         assert one == two
     assert check(tmp_path / "mcore2").ok
-    failed = subprocess.run([*torchrun, "hf-to-mcore", str(source), tmp_path / "mcore2"], capture_output=True, text=True)
+    failed = run_to_the_end([*torchrun, "hf-to-mcore", source, tmp_path / "mcore2"], 600)
     assert failed.returncode != 0 and "exists; pass --overwrite" in failed.stderr
     assert failed.stderr.count("Traceback (most recent call last)") == 1  # torchrun's own
 
@@ -240,18 +241,16 @@ def test_progress_shows_on_a_terminal_only(checkpoint, tmp_path):
     master, slave = pty.openpty()
     process = subprocess.Popen([sys.executable, "-m", "reshard.cli.main", "hf-to-mcore", str(checkpoint("qwen3")), str(tmp_path / "out")],
                                stdout=subprocess.PIPE, stderr=slave)  # fmt: skip
-    process.wait()
     os.close(slave)
     shown = b""
-    while True:
-        try:
-            data = os.read(master, 65536)
-        except OSError:
-            break
-        if not data:
-            break
-        shown += data
-    assert b"hf-to-mcore" in shown and process.stdout.read().startswith(b"qwen3, ")
+    with ended(process):
+        # While it runs: the terminal holds some kilobytes only, and a slow run shows more.
+        with contextlib.suppress(OSError):  # which is how the end is told
+            while data := os.read(master, 65536):
+                shown += data
+        said, _ = process.communicate(timeout=300)
+    os.close(master)
+    assert process.returncode == 0 and b"hf-to-mcore" in shown and said.startswith(b"qwen3, ")
 
 
 def test_the_readme_s_library_call_works(checkpoint, tmp_path):

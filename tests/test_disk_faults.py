@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from reshard import Layout, ReshardError, check, hf_to_mcore, mcore_to_hf
-from tests.disk import cli, command, environment, tree
-from tests.kills import Forked, Kills
+from tests.disk import cli, command, ended, environment, tree
+from tests.kills import Kills
 from tests.oracle import hf_tensors, same
 
 DIRECTIONS = {"hf-to-mcore": ("--tp", "2", "--ep", "2"), "mcore-to-hf": ("--max-shard-size", "200KB")}
@@ -91,6 +91,39 @@ def torch_dist_gap(path):
     return end
 
 
+def until(condition, *processes):
+    """Wait for what these processes, all of which go on meanwhile, are to make true."""
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert all(process.poll() is None for process in processes), "a process ended before"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def journal(folder, process=0):
+    """The lines of the journal of an interrupted run, but for one that is being written."""
+    path = folder / ".out.reshard-partial" / f"journal-{process}"
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
+
+
+@contextlib.contextmanager
+def held_run(whole, out, *faults):
+    """A run that stays in one of its writes, half of the tensors being finished, and what lets it go on: that gives what it says on stderr."""
+    held = out.parent / "held"
+    process = subprocess.Popen(
+        command("hf-to-mcore", whole["hf-to-mcore"][0], out, *DIRECTIONS["hf-to-mcore"], "--workers", "1"),
+        env=environment("pwrite:*:600:hold", *faults, held=held), stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+    def go():
+        held.unlink()
+        return process.communicate(timeout=300)[1]
+
+    with ended(process):
+        until(lambda: held.exists() and any(line[0] == "done" for line in journal(out.parent)), process)
+        yield process, go
+
+
 SUFFIX = {"hf-to-mcore": ".distcp", "mcore-to-hf": ".safetensors"}
 
 
@@ -106,15 +139,14 @@ def test_a_sync_that_fails_and_loses_bytes_is_made_good_by_resume(direction, err
 
 def test_an_interrupt_after_a_failed_sync_forgets_nothing_of_it(whole, tmp_path):
     """The kernel tells the error once: a second sync of the file succeeds, and the bytes are lost all the same."""
-    process = subprocess.Popen(
-        command("hf-to-mcore", whole["hf-to-mcore"][0], tmp_path / "out", *DIRECTIONS["hf-to-mcore"]),
-        env=environment("sync:.distcp:9:loseENOSPC", "pwrite:*:0:sleep8", "sync:.distcp:0:sleep5"), stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    time.sleep(1.2)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate()
-    assert process.returncode in (1, 130) and "Traceback" not in stderr
-    resumed("hf-to-mcore", whole, tmp_path / "out")
+    # Of four files: after the ninth sync every tensor that is finished stands in the journal.
+    with held_run(whole, tmp_path / "out", "sync:.distcp:-9:loseENOSPC") as (process, go):
+        until(lambda: any(line[0] == "file" and line[2] == 0 for line in journal(tmp_path)), process)
+        assert sum(line[0] == "done" for line in journal(tmp_path)) > 50, "there is something to forget"
+        process.send_signal(signal.SIGINT)
+        stderr = go()
+    assert process.returncode == 130 and "Traceback" not in stderr
+    assert resumed("hf-to-mcore", whole, tmp_path / "out") < 135
 
 
 @pytest.mark.parametrize(("direction", "loss"), [
@@ -180,15 +212,9 @@ def test_a_journal_that_is_damaged_costs_time_only(how, whole, tmp_path):
 
 
 def test_a_file_that_is_removed_while_it_is_written_is_not_published(whole, tmp_path):
-    process = subprocess.Popen(
-        command("hf-to-mcore", whole["hf-to-mcore"][0], tmp_path / "out", *DIRECTIONS["hf-to-mcore"]),
-        env=environment("pwrite:*:0:sleep1"), stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    while not list(tmp_path.glob(".out*/**/*.distcp")):
-        time.sleep(0.01)
-    time.sleep(0.1)
-    partial_file(tmp_path, ".distcp").unlink()
-    _, stderr = process.communicate()
+    with held_run(whole, tmp_path / "out") as (process, go):
+        partial_file(tmp_path, ".distcp").unlink()
+        stderr = go()
     assert process.returncode == 1 and "was removed or replaced" in stderr and not (tmp_path / "out").exists()
 
 
@@ -344,7 +370,7 @@ def test_arguments_of_the_wrong_kind_are_one_sentence(source, tmp_path):
     assert cli("hf-to-mcore", source, tmp_path / "out", "--workers", 300, "--dry-run").returncode == 0  # as many as in Python
 
 
-def test_a_single_process_with_a_rank_says_its_error_as_json(source, tmp_path):
+def test_a_single_process_with_a_rank_says_its_error_as_json(tmp_path):
     done = cli("hf-to-mcore", tmp_path / "nowhere", tmp_path / "out", "--json", env=os.environ | {"RANK": "5", "WORLD_SIZE": "1"})
     assert done.returncode == 1 and "nowhere" in json.loads(done.stdout)["error"]
 
@@ -397,7 +423,8 @@ def small_disk(tmp_path):
 
     def run(size, *args):
         script = f"mount -t tmpfs -o size={size} tmpfs {mount} && {' '.join(command(*args))}; status=$?; ls -A {mount}; exit $status"
-        done = subprocess.run(["unshare", "-m" if os.getuid() == 0 else "-rm", "bash", "-c", script], capture_output=True, text=True)
+        shell = ["unshare", "-m" if os.getuid() == 0 else "-rm", "bash", "-c", script]
+        done = subprocess.run(shell, capture_output=True, text=True, timeout=300)
         assert "Traceback" not in done.stderr, done.stderr
         return done
 
@@ -451,41 +478,28 @@ def test_resume_refuses_another_source_or_other_options(whole, tmp_path):
     assert resumed("hf-to-mcore", whole, tmp_path / "out") == 135
 
 
-def slow_run(whole, out):
-    """A run that takes a second or two, once it has finished its first tensors."""
-    process = subprocess.Popen(
-        command("hf-to-mcore", whole["hf-to-mcore"][0], out, *DIRECTIONS["hf-to-mcore"], "--workers", "1"),
-        env=environment("pwrite:*:0:sleep1"), stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    while not any(b"done" in p.read_bytes() for p in out.parent.glob(".out.reshard-partial/journal-0")):
-        assert process.poll() is None
-        time.sleep(0.005)
-    return process
-
-
 def test_two_runs_on_one_destination(whole, tmp_path):
-    first = slow_run(whole, tmp_path / "out")
-    first.send_signal(signal.SIGSTOP)
-    second = cli("hf-to-mcore", whole["hf-to-mcore"][0], tmp_path / "out")
-    assert second.returncode == 1 and "another run is writing" in second.stderr
-    first.send_signal(signal.SIGCONT)
-    assert first.communicate() and first.returncode == 0
+    with held_run(whole, tmp_path / "out") as (first, go):
+        second = cli("hf-to-mcore", whole["hf-to-mcore"][0], tmp_path / "out")
+        assert second.returncode == 1 and "another run is writing" in second.stderr
+        said = go()
+    assert first.returncode == 0, said
     assert tree(tmp_path / "out") == whole["hf-to-mcore"][1] and beside(tmp_path) == ["out"]
 
 
 def test_an_interrupt_ends_quietly_and_can_be_resumed(whole, tmp_path):
-    process = slow_run(whole, tmp_path / "out")
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate()
+    with held_run(whole, tmp_path / "out") as (process, go):
+        process.send_signal(signal.SIGINT)
+        stderr = go()
     assert process.returncode == 130 and "Traceback" not in stderr and not (tmp_path / "out").exists()
     assert resumed("hf-to-mcore", whole, tmp_path / "out") > 0
 
 
 def test_a_source_that_shrinks_meanwhile_is_one_sentence(whole, tmp_path):
     source = Path(shutil.copytree(whole["hf-to-mcore"][0], tmp_path / "source"))
-    process = slow_run({"hf-to-mcore": (source, None)}, tmp_path / "out")
-    os.truncate(source / "model.safetensors", 9000)
-    _, stderr = process.communicate()
+    with held_run({"hf-to-mcore": (source, None)}, tmp_path / "out") as (process, go):
+        os.truncate(source / "model.safetensors", 9000)
+        stderr = go()
     assert process.returncode == 1 and "it is truncated" in stderr and "Traceback" not in stderr
     assert beside(tmp_path) == []
 
@@ -495,46 +509,51 @@ def test_a_source_that_shrinks_meanwhile_is_one_sentence(whole, tmp_path):
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_processes_wait_for_a_slow_one_and_end_at_once_with_a_dead_one(victim, whole, tmp_path):
-    arguments = ["hf-to-mcore", str(whole["hf-to-mcore"][0]), str(tmp_path / "out"), *DIRECTIONS["hf-to-mcore"], "--resume"]
+    arguments = ["hf-to-mcore", whole["hf-to-mcore"][0], tmp_path / "out", *DIRECTIONS["hf-to-mcore"], "--resume"]
+    held, others = tmp_path / "held", {0, 1, 2} - {victim}
 
+    @contextlib.contextmanager
     def stopped(log):
-        """Three processes, one of which is stopped as the work begins."""
-        run = Forked(arguments, 3, tmp_path / log)
-        while not list(tmp_path.glob(".out.reshard-partial/journal-*")):
-            time.sleep(0.001)
-        os.kill(run.processes[victim].pid, signal.SIGSTOP)
-        time.sleep(1)
-        return run
+        """Three processes, one of which is stopped in the middle of its work, while the others have come to the end of theirs."""
+        with started(arguments, 3, tmp_path / log, {victim: ("pwrite:*:100:hold",)}, held) as runs:
+            until(held.exists, *runs)
+            runs[victim].send_signal(signal.SIGSTOP)
+            done, before = [0, 0], None
+            while done != before or not all(done):
+                time.sleep(1)
+                assert all(run.poll() is None for run in runs), (tmp_path / log).read_text()
+                before, done = done, [sum(line[0] == "done" for line in journal(tmp_path, other)) for other in others]
+            yield runs
 
-    run = stopped("dead")
-    os.kill(run.processes[victim].pid, signal.SIGKILL)
-    began = time.monotonic()
-    codes, said = run.wait(), (tmp_path / "dead").read_text()
-    assert codes.pop(victim) == -signal.SIGKILL and codes == [1, 1] and time.monotonic() - began < 60
+    with stopped("dead") as runs:
+        runs[victim].kill()
+        codes, said = [run.wait(60) for run in runs], (tmp_path / "dead").read_text()
+    assert codes.pop(victim) == -signal.SIGKILL and codes == [1, 1]
     assert said.count(f"process {victim} of 3 was ended; run again with --resume") == 2 and "Traceback" not in said
-    run = stopped("slow")
-    assert all(process.is_alive() for process in run.processes)
-    os.kill(run.processes[victim].pid, signal.SIGCONT)
-    assert run.wait() == [0, 0, 0] and tree(tmp_path / "out") == whole["hf-to-mcore"][1]
-    assert beside(tmp_path) == ["dead", "out", "slow"]
+    held.unlink()
+    with stopped("slow") as runs:
+        held.unlink()
+        runs[victim].send_signal(signal.SIGCONT)
+        assert [run.wait(300) for run in runs] == [0, 0, 0], (tmp_path / "slow").read_text()
+    assert tree(tmp_path / "out") == whole["hf-to-mcore"][1] and beside(tmp_path) == ["dead", "out", "slow"]
 
 
-def together(arguments, size, log, faults_of_first=()):
+def together(arguments, size, log, faults=None):
     """Run a command in processes of their own, as torchrun starts them; the exit codes."""
-    with started(arguments, size, log, faults_of_first) as runs:
+    with started(arguments, size, log, faults) as runs:
         return [run.wait(300) for run in runs]
 
 
 @contextlib.contextmanager
-def started(arguments, size, log, faults_of_first=()):
-    """The processes of such a run."""
+def started(arguments, size, log, faults=None, held=None):
+    """The processes of such a run, some of which meet faults."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with open(log, "ab") as out:
         runs = [
             subprocess.Popen(command(*arguments), stdout=out, stderr=out,
-                             env=environment(*(faults_of_first if rank == 0 else ())) | shared | {"RANK": str(rank)})
+                             env=environment(*(faults or {}).get(rank, ()), held=held) | shared | {"RANK": str(rank)})
             for rank in range(size)
         ]  # fmt: skip
         try:
@@ -548,7 +567,7 @@ def started(arguments, size, log, faults_of_first=()):
 def test_bytes_that_changed_in_one_process_s_file_are_written_again_by_all_that_share_them(whole, tmp_path):
     source, expected = whole["hf-to-mcore"]
     arguments = ["hf-to-mcore", source, tmp_path / "out", *DIRECTIONS["hf-to-mcore"], "--resume"]
-    codes = together(arguments, 2, tmp_path / "log", ("sync:reshard.json:1:KILL",))
+    codes = together(arguments, 2, tmp_path / "log", {0: ("sync:reshard.json:1:KILL",)})
     assert codes == [-signal.SIGKILL, 1]
     path = tmp_path / ".out.reshard-partial" / "tree" / "release" / "__1_0.distcp"  # the second process's
     flip(path, path.stat().st_size // 2)
@@ -559,11 +578,13 @@ def test_bytes_that_changed_in_one_process_s_file_are_written_again_by_all_that_
 
 def test_a_process_that_is_lost_after_the_first_has_published_makes_no_failure_of_it(whole, tmp_path):
     arguments = ["hf-to-mcore", whole["hf-to-mcore"][0], tmp_path / "out", *DIRECTIONS["hf-to-mcore"]]
-    with started(arguments, 3, tmp_path / "log", (f"sync:/{tmp_path.name}$:1:sleep4000",)) as runs:  # right after the rename
-        while not (tmp_path / "out").exists():
-            assert runs[0].poll() is None
-            time.sleep(0.002)
+    held = tmp_path / "held"
+    with started(arguments, 3, tmp_path / "log", {0: (f"sync:/{tmp_path.name}$:1:hold",)}, held) as runs:  # right after the rename
+        until(held.exists, *runs)
+        assert (tmp_path / "out").exists()
         runs[1].kill()
+        runs[1].wait(60)
+        held.unlink()
         assert [run.wait(60) for run in runs] == [0, -signal.SIGKILL, 0], (tmp_path / "log").read_text()
     assert tree(tmp_path / "out") == whole["hf-to-mcore"][1] and beside(tmp_path) == ["log", "out"]
 

@@ -2,7 +2,6 @@
 
 import doctest
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from tests.checkpoints import make
 from tests.install_vllm_cpu import environment_of_engine
-from tests.ranks import torchrun
+from tests.ranks import run_to_the_end, torchrun
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXAMPLES = REPOSITORY / "examples"
@@ -21,7 +20,7 @@ DOCUMENTED = [
 
 
 def run(*command, env=None) -> str:
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, env=env)
+    done = run_to_the_end(command, 800, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

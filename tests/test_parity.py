@@ -27,7 +27,7 @@ from reshard.parity.prompts import check_prompts, random_prompts, read_prompts, 
 from reshard.parity.routing import Choices, Groups, compare_routing
 from reshard.parity.systems import Scoring, System
 from tests.checkpoints import make
-from tests.ranks import run_on_ranks, torchrun
+from tests.ranks import run_on_ranks, run_to_the_end, torchrun
 from tests.test_report import Parsed, assert_stands_alone
 
 TP1 = Layout()
@@ -398,7 +398,7 @@ def test_the_command_gates(converted):
     command = [sys.executable, "-m", "reshard", "parity", str(hf), str(mcore), "--random", "2", "--lengths", "9"]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True)
     assert done.returncode == 0 and json.loads(done.stdout)["overall"]["tokens"] == 16, done.stderr
-    done = subprocess.run([*torchrun(2), "-m", "reshard", *command[3:], "--tp", "2"], capture_output=True, text=True)
+    done = run_to_the_end([*torchrun(2), "-m", "reshard", *command[3:], "--tp", "2"], 600)
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and "Megatron-Core" in done.stdout and done.stdout.count("  mean_abs") == 1, done.stderr
     limits = "limits: max_abs <= 0.001, mean_abs <= 0.0001, token_mult_prob_error <= 1.0001, kl <= 1e-06"

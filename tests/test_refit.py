@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from reshard import Layout, VllmLayout, hf_to_mcore, plan_refit, read_model
+from tests.disk import ended
 from tests.ranks import free_port, run_on_ranks
 from tests.test_logits import EP, ETP, PP, TP, VPP, flags_at
 
@@ -175,7 +176,8 @@ def test_a_family_without_vllm_names_goes_by_the_traced_layout(variant, converte
 def hosts():
     """Two hosts: network namespaces with a link between them."""
     program = [sys.executable, str(Path(__file__).parent / "two_hosts.py")]
-    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with ended(subprocess.Popen(program, text=True, **pipes)) as process:
         assert process.stdin and process.stdout and process.stderr
         said = process.stdout.readline()
         if not said:
@@ -184,6 +186,7 @@ def hosts():
             pytest.skip("this machine lets nobody make network namespaces")
         yield json.loads(said)
         process.stdin.close()
+        process.wait(60)
 
 
 def test_a_trainer_and_an_engine_on_two_hosts(converted, tmp_path, hosts):
@@ -191,7 +194,7 @@ def test_a_trainer_and_an_engine_on_two_hosts(converted, tmp_path, hosts):
     assert all(r["bucket_bytes"] > 0 and r["local_bytes"] == r["peer_bytes"] == 0 for r in reports[-1])
 
 
-def test_a_host_that_cannot_be_reached_is_named(converted, tmp_path, hosts):
+def test_a_host_that_cannot_be_reached_is_named(tmp_path, hosts):
     lost = hosts | {"hosts": hosts["hosts"][::-1]}  # rank 0 would serve at an address of the other host
     sides = {"trainer": 1, "engine": 1, "folder": str(tmp_path), "port": free_port(), "timeout": 5, "hosts": lost}
     results = run_on_ranks(2, "joining", sides, module="refit_on_cpu")

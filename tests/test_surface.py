@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from reshard.cli.main import cli
 
 from reshard import check
+from tests.disk import ended
 
 COMMAND = [sys.executable, "-m", "reshard"]
 
@@ -148,12 +149,21 @@ def test_a_terminal_that_goes_away_does_not_fail_the_work(checkpoint, tmp_path):
     import pty
 
     master, slave = pty.openpty()
-    wait = f"import sys, time\ntime.sleep(1)\nsys.path.remove({str(tmp_path)!r})\ndel sys.modules['resource']\nimport resource"
+    wait = f"""import os, sys, time
+for _ in range(30_000):
+    if os.path.exists({str(tmp_path / "gone")!r}):
+        break
+    time.sleep(0.01)
+sys.path.remove({str(tmp_path)!r})
+del sys.modules["resource"]
+import resource"""
     (tmp_path / "resource.py").write_text(wait, encoding="utf-8")
     process = subprocess.Popen([*COMMAND, "hf-to-mcore", str(checkpoint("qwen3")), str(tmp_path / "out")], stdout=subprocess.PIPE,
                                stderr=slave, env=os.environ | {"PYTHONPATH": str(tmp_path)})  # fmt: skip
     os.close(slave)
-    assert os.read(master, 1), "the bar is there"
-    os.close(master)
-    out = process.communicate()[0]
+    with ended(process):
+        assert os.read(master, 1), "the bar is there"
+        os.close(master)
+        (tmp_path / "gone").touch()
+        out = process.communicate(timeout=300)[0]
     assert process.returncode == 0 and out.startswith(b"qwen3, ") and check(tmp_path / "out").ok
