@@ -13,6 +13,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+from tests import vllm_models
 from tests.ranks import caught
 
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_MLA_DISABLE": "1",
@@ -28,6 +29,7 @@ def engine(path: str, **options):
     """vLLM in this process, or over those of torchrun."""
     from vllm import LLM
 
+    vllm_models.register()
     return LLM(path, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=64, seed=0, kv_cache_memory_bytes=1 << 27,
                disable_log_stats=True, distributed_executor_backend="external_launcher", **options)  # fmt: skip
 
