@@ -1,16 +1,18 @@
-"""How fast is a conversion, and what does it cost? Against `cp -r` of the same bytes and Megatron-Core's own save.
+"""How fast is a conversion, and what does it cost? Against `cp -r` of the same bytes and Megatron-Core's own
+save.
 
     python -m benchmarks.convert --folder DIR --gigabytes 2 4 --families qwen3-moe llama --rounds 3 [--json FILE]
 
-For each family and size: a checkpoint of real shapes (hidden sizes, heads and experts of Qwen3-30B-A3B and of Llama-3.1-8B; as many
-layers as the size allows) with random bytes. Then, alternating, `rounds` times:
+For each family and size: a checkpoint of real shapes (hidden sizes, heads and experts of Qwen3-30B-A3B and of
+Llama-3.1-8B; as many layers as the size allows) with random bytes. Then, alternating, `rounds` times:
 
-- `cp -r` of the Hugging Face directory, `reshard hf-to-mcore` and `reshard mcore-to-hf`, as commands: start-up included, and once with
+- `cp -r` of the Hugging Face directory, `reshard hf-to-mcore` and `reshard mcore-to-hf`, as commands:
+  start-up included, and once with
   all bytes on the disk at the end (`sync` after `cp`), once without waiting for it;
 - at the end, Megatron-Core's own `dist_checkpointing.save` of the same model, built and filled on the CPU.
 
-Reported: medians, ratios to `cp` of the same run, peak anonymous memory (sampled from /proc/PID/status, RssAnon), start-up of
-`reshard --help`, and where the time of a conversion goes.
+Reported: medians, ratios to `cp` of the same run, peak anonymous memory (sampled from /proc/PID/status,
+RssAnon), start-up of `reshard --help`, and where the time of a conversion goes.
 """
 
 import argparse
@@ -39,7 +41,10 @@ FAMILIES = {
         "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
     },
 }  # fmt: skip
-LAYOUTS = {"qwen3-moe": ["--tp", "2", "--pp", "2", "--ep", "4", "--etp", "1"], "llama": ["--tp", "4", "--pp", "2"]}
+LAYOUTS = {
+    "qwen3-moe": ["--tp", "2", "--pp", "2", "--ep", "4", "--etp", "1"],
+    "llama": ["--tp", "4", "--pp", "2"],
+}
 
 
 def make(folder: Path, family: str, size_bytes: int) -> int:
@@ -61,9 +66,12 @@ def make(folder: Path, family: str, size_bytes: int) -> int:
     while total(layers + 2) <= size_bytes:
         layers += 2
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(FAMILIES[family] | {"num_hidden_layers": layers}, indent=2), encoding="utf-8")
+    (folder / "config.json").write_text(
+        json.dumps(FAMILIES[family] | {"num_hidden_layers": layers}, indent=2), encoding="utf-8"
+    )
     files = safetensors.plan_files({n: (DTYPES["bfloat16"], s) for n, s in shapes(layers).items()}, 4 * 10**9)
-    # Bytes of normal numbers of magnitude 2**-14 .. 2, drawn once and shifted, so that making them takes no time.
+    # Bytes of normal numbers of magnitude 2**-14 .. 2, drawn once and shifted, so that making them takes no
+    # time.
     noise = np.random.default_rng(0).integers(0x3880, 0x4000, 1 << 22, dtype=np.uint16).tobytes()
     for file in files:
         with open(folder / file.name, "wb") as out:
@@ -107,9 +115,10 @@ def timed(command: list[str]) -> tuple[float, int]:
 def settle(source: Path) -> None:
     """Give every timed command the same start, whatever ran before it.
 
-    Earlier writes are on the disk, caches are empty, and a source of at most a sixth of the memory is read into them. The memory
-    that the command's output will be cached in has just been in use: on a virtual machine, pages that the host has taken back cost
-    several times as much as writing them, and would be charged to whoever comes last.
+    Earlier writes are on the disk, caches are empty, and a source of at most a sixth of the memory is read
+    into them. The memory that the command's output will be cached in has just been in use: on a virtual
+    machine, pages that the host has taken back cost several times as much as writing them, and would be
+    charged to whoever comes last.
     """
     os.sync()
     Path("/proc/sys/vm/drop_caches").write_text("3", encoding="utf-8")
@@ -120,12 +129,18 @@ def settle(source: Path) -> None:
         subprocess.run(f"cat {source}/*.* {source}/*/*.distcp > /dev/null 2>&1", shell=True)
     touch = min(2 * size, int(memory * 0.6))
     subprocess.run(
-        [sys.executable, "-c", f"import mmap; m = mmap.mmap(-1, {touch}); b = bytes(1 << 20)\nfor _ in range({touch >> 20}): m.write(b)"]
+        [
+            sys.executable,
+            "-c",
+            f"import mmap; m = mmap.mmap(-1, {touch}); b = bytes(1 << 20)\nfor _ in "
+            f"range({touch >> 20}): m.write(b)",
+        ]
     )
 
 
 def megatron_save(source: Path, target: Path) -> dict:
-    """Build the model with Megatron-Core on the CPU, fill it, save it with its own code; seconds of each part and peak memory."""
+    """Build the model with Megatron-Core on the CPU, fill it, save it with its own code; seconds of each part
+    and peak memory."""
     code = f"""
 import sys, json, time, resource
 from pathlib import Path
@@ -239,17 +254,26 @@ def measure(folder: Path, family: str, gigabytes: float, rounds: int, megatron: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[2.0])
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--megatron-up-to", type=float, default=0, help="gigabytes up to which to run Megatron-Core's own save (in memory)")
+    parser.add_argument(
+        "--megatron-up-to",
+        type=float,
+        default=0,
+        help="gigabytes up to which to run Megatron-Core's own save (in memory)",
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # compiling every module at every start is no user's lot
     help_seconds = [timed([sys.executable, "-m", "reshard.cli.main", "--help"])[0] for _ in range(5)]
-    commit = subprocess.run(["git", "-C", str(REPOSITORY), "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "-C", str(REPOSITORY), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
     results: dict = {
         "command": " ".join(sys.argv), "commit": commit, "date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "python": platform.python_version(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "help_seconds": round(statistics.median(help_seconds), 3), "runs": [],
@@ -257,7 +281,9 @@ def main() -> None:
     print(json.dumps(results))
     for family in options.families:
         for gigabytes in options.gigabytes:
-            result = measure(options.folder, family, gigabytes, options.rounds, gigabytes <= options.megatron_up_to)
+            result = measure(
+                options.folder, family, gigabytes, options.rounds, gigabytes <= options.megatron_up_to
+            )
             print(json.dumps(result, indent=1), flush=True)
             results["runs"].append(result)
     if options.json:

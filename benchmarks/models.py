@@ -1,4 +1,5 @@
-"""Real models for benchmarks and examples: Megatron-Core (Transformer Engine layers; local ones without a GPU), and vLLM in the same processes.
+"""Real models for benchmarks and examples: Megatron-Core (Transformer Engine layers; local ones without a
+GPU), and vLLM in the same processes.
 
 The processes are started by torchrun; weights are random.
 """
@@ -11,7 +12,12 @@ from pathlib import Path
 # What vLLM's build for the CPU should know: leave the threads alone, and do not compile.
 CPU_ENGINE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
 
-COMMON = {"hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False, "max_position_embeddings": 4096}
+COMMON = {
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
+}
 QWEN3 = COMMON | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "rms_norm_eps": 1e-6,
                   "rope_theta": 1000000.0, "attention_bias": False}  # fmt: skip
 LLAMA = COMMON | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
@@ -88,7 +94,8 @@ def config_of(name: str, layers: int | None = None) -> dict:
 
 
 def megatron_models(config: dict, layout) -> list:
-    """The chunks of this rank, in bf16 and wrapped as a trainer wraps them, with Megatron's random weights."""
+    """The chunks of this rank, in bf16 and wrapped as a trainer wraps them, with Megatron's random
+    weights."""
     import megatron.core.parallel_state as mpu
     import torch
     from megatron.core.transformer.enums import AttnBackend
@@ -101,7 +108,11 @@ def megatron_models(config: dict, layout) -> list:
     with without_gpu():
         initialize_parallel(layout, seed=1 + torch.distributed.get_rank())
         torch.manual_seed(1 + torch.distributed.get_rank())
-        options: dict = {"attention_backend": AttnBackend.unfused} if device() == "cuda" else {"transformer_impl": "local"}
+        options: dict = (
+            {"attention_backend": AttnBackend.unfused}
+            if device() == "cuda"
+            else {"transformer_impl": "local"}
+        )
         chunks = build_megatron(Model.from_hf(config), layout, **options)
         return [Float16Module(chunk.config, chunk.to(device())).eval() for chunk in chunks]
 
@@ -117,7 +128,9 @@ def vllm_engine(folder: Path, config: dict, **options):
     options = {"load_format": "dummy", "enforce_eager": True, "max_model_len": 2048, "gpu_memory_utilization": 0.9, "seed": 0,
                "kv_cache_memory_bytes": 1 << (30 if device() == "cuda" else 27), "skip_tokenizer_init": True, "disable_log_stats": True} | options  # fmt: skip
     with plain_weights():
-        return LLM(model=str(folder), distributed_executor_backend="external_launcher", dtype="bfloat16", **options)
+        return LLM(
+            model=str(folder), distributed_executor_backend="external_launcher", dtype="bfloat16", **options
+        )
 
 
 def change(source, step: int) -> None:
@@ -127,7 +140,9 @@ def change(source, step: int) -> None:
     for shard, region in zip(source.shards, source.regions, strict=True):
         strides = (region.pitch, 1) if len([n for n in shard.sizes if n > 1]) > 1 else (1,)
         lengths = [n for n in shard.sizes if n > 1] or [1]
-        view = region.tensor.detach().as_strided(lengths, strides, region.tensor.storage_offset() + region.offset)
+        view = region.tensor.detach().as_strided(
+            lengths, strides, region.tensor.storage_offset() + region.offset
+        )
         torch.manual_seed(zlib.crc32(repr((shard.key, shard.offsets, step)).encode()))
         std = 0.02 if view.ndim == 2 else 0.1
         values = torch.randn(lengths, dtype=torch.float32, device=view.device) * std

@@ -1,10 +1,12 @@
-"""Parity at real widths: transformers, Megatron-Core, vLLM as it loads a checkpoint, and vLLM refitted from Megatron-Core.
+"""Parity at real widths: transformers, Megatron-Core, vLLM as it loads a checkpoint, and vLLM refitted from
+Megatron-Core.
 
     torchrun --nproc-per-node 2 -m benchmarks.parity llama-3.1-8b qwen3-30b-a3b --folder /dev/shm/parity --json parity.json
 
-Random weights at a published shape, with fewer layers, are written as a Hugging Face checkpoint and converted. Each system scores the
-same prompts in bf16, transformers also in fp32. Reported: each system's own error against fp32, Megatron-Core against vLLM next to
-the larger of their two errors, whether the refitted vLLM says exactly what the loaded one says, and where tokens were routed.
+Random weights at a published shape, with fewer layers, are written as a Hugging Face checkpoint and
+converted. Each system scores the same prompts in bf16, transformers also in fp32. Reported: each system's own
+error against fp32, Megatron-Core against vLLM next to the larger of their two errors, whether the refitted
+vLLM says exactly what the loaded one says, and where tokens were routed.
 """
 
 import argparse
@@ -24,7 +26,8 @@ LAYERS = {"deepseek-v3": 2}
 
 
 def write(folder: Path, config: dict, std: float, vector_std: float) -> None:
-    """A Hugging Face checkpoint of random weights: matrices around zero, vectors around one (norms) or zero (biases)."""
+    """A Hugging Face checkpoint of random weights: matrices around zero, vectors around one (norms) or zero
+    (biases)."""
     from safetensors.torch import save_file
 
     from benchmarks.models import device
@@ -40,17 +43,25 @@ def write(folder: Path, config: dict, std: float, vector_std: float) -> None:
     for name, shape in mapping.shapes.items():
         if name in mapping.copies:
             continue
-        values = torch.randn(shape, device=device(), dtype=torch.float32) * (std if len(shape) == 2 else vector_std)
+        values = torch.randn(shape, device=device(), dtype=torch.float32) * (
+            std if len(shape) == 2 else vector_std
+        )
         if len(shape) == 1 and "norm" in name:
             values += 1
-        tensors[name] = values.to(torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16).cpu()
+        tensors[name] = values.to(
+            torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
+        ).cpu()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def correlation(scores: dict, a: str, b: str) -> float:
-    """Pearson's of two systems' errors against fp32: 0 where they err independently, and then differ by the root of two more than each errs."""
+    """Pearson's of two systems' errors against fp32: 0 where they err independently, and then differ by the
+    root of two more than each errs."""
     errors = [
-        np.concatenate([x.logprobs - y.logprobs for x, y in zip(scores[n], scores["transformers fp32"], strict=True)]) for n in (a, b)
+        np.concatenate(
+            [x.logprobs - y.logprobs for x, y in zip(scores[n], scores["transformers fp32"], strict=True)]
+        )
+        for n in (a, b)
     ]
     return float(np.corrcoef(*errors)[0, 1])
 
@@ -69,11 +80,17 @@ def measure(name: str, options: argparse.Namespace) -> dict:
 
     size, rank = dist.get_world_size(), dist.get_rank()
     layers = options.layers or LAYERS.get(name, 4)
-    config = config_of(name, layers) if name in MODELS else json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
+    config = (
+        config_of(name, layers)
+        if name in MODELS
+        else json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
+    )
     model = Model.from_hf(config)
     moe = model.num_experts > 0
     layout = (
-        Layout(tp=size, ep=size if moe else 1, etp=1 if moe else None) if not options.pp else Layout(tp=size // options.pp, pp=options.pp)
+        Layout(tp=size, ep=size if moe else 1, etp=1 if moe else None)
+        if not options.pp
+        else Layout(tp=size // options.pp, pp=options.pp)
     )
     folder = options.folder / Path(name).name
     hf, mcore = folder / "hf", folder / "mcore"
@@ -106,7 +123,9 @@ def measure(name: str, options: argparse.Namespace) -> dict:
             scores[system_name] = scores_of(system, prompts, Scoring(keep=4, routing=moe))
             if system_name == "megatron" and device() == "cuda":
                 with noting_failure("megatron packed"):
-                    scores["megatron packed"] = scores_of(system, prompts, Scoring(batch_size=len(prompts), packed=True))
+                    scores["megatron packed"] = scores_of(
+                        system, prompts, Scoring(batch_size=len(prompts), packed=True)
+                    )
         if system is not None:
             system.close()
         seconds[system_name] = round(time.monotonic() - start, 1)
@@ -116,8 +135,14 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     }  # fmt: skip
     for other in ("transformers", "megatron", "megatron packed", "vllm loaded", "vllm refitted"):
         if other in scores and "transformers fp32" in scores:
-            found["error_against_fp32"][other] = metrics_of(scores["transformers fp32"], scores[other]).to_dict()
-    for a, b in (("megatron", "vllm refitted"), ("megatron", "transformers"), ("vllm loaded", "vllm refitted")):
+            found["error_against_fp32"][other] = metrics_of(
+                scores["transformers fp32"], scores[other]
+            ).to_dict()
+    for a, b in (
+        ("megatron", "vllm refitted"),
+        ("megatron", "transformers"),
+        ("vllm loaded", "vllm refitted"),
+    ):
         if a in scores and b in scores:
             metrics, exceeded = compare_scores(scores[a], scores[b], Limits.of_dtype("bf16"))
             found[f"{a} to {b}"] = metrics.to_dict() | {"exceeded": exceeded}
@@ -127,8 +152,12 @@ def measure(name: str, options: argparse.Namespace) -> dict:
             if "transformers fp32" in scores:
                 found[f"{a} to {b}"]["correlation_of_errors"] = correlation(scores, a, b)
     if "megatron packed" in scores:
-        found["megatron to megatron packed"] = metrics_of(scores["megatron"], scores["megatron packed"]).to_dict()
-    errors = [found["error_against_fp32"].get(other, {}).get("mean_abs") for other in ("megatron", "vllm refitted")]
+        found["megatron to megatron packed"] = metrics_of(
+            scores["megatron"], scores["megatron packed"]
+        ).to_dict()
+    errors = [
+        found["error_against_fp32"].get(other, {}).get("mean_abs") for other in ("megatron", "vllm refitted")
+    ]
     if all(errors) and "megatron to vllm refitted" in found:
         found["ratio_to_larger_error"] = found["megatron to vllm refitted"]["mean_abs"] / max(errors)
     if "vllm loaded to vllm refitted" in found:
@@ -141,15 +170,23 @@ def measure(name: str, options: argparse.Namespace) -> dict:
 
 def show(found: dict) -> None:
     print(
-        f"\n{found['model']}, {found['layers']} layers, std {found['std']} and {found['vector_std']}, Megatron {found['megatron']}, vLLM {found['vllm']}: {found['seconds']}"
+        f"\n{found['model']}, {found['layers']} layers, std {found['std']} and {found['vector_std']}, "
+        f"Megatron {found['megatron']}, vLLM {found['vllm']}: {found['seconds']}"
     )
     for name, metrics in found["error_against_fp32"].items():
-        print(f"  {name} against fp32: mean_abs {metrics['mean_abs']:.5f}, token_mult_prob_error {metrics['token_mult_prob_error']:.5f}")
+        print(
+            f"  {name} against fp32: mean_abs {metrics['mean_abs']:.5f}, token_mult_prob_error "
+            f"{metrics['token_mult_prob_error']:.5f}"
+        )
     for name in ("megatron to vllm refitted", "megatron to transformers", "vllm loaded to vllm refitted"):
         if name in found:
             m = found[name]
-            print(f"  {name}: mean_abs {m['mean_abs']:.5f}, max_abs {m['max_abs']:.4f}, token_mult_prob_error {m['token_mult_prob_error']:.5f}, "
-                  f"kl {m['kl']}, argmax {m['argmax_agreement']:.4f}, correlation of errors {m.get('correlation_of_errors')} {m['exceeded']}")  # fmt: skip
+            print(
+                f"  {name}: mean_abs {m['mean_abs']:.5f}, max_abs {m['max_abs']:.4f}, "
+                f"token_mult_prob_error {m['token_mult_prob_error']:.5f}, kl {m['kl']}, argmax "
+                f"{m['argmax_agreement']:.4f}, correlation of errors "
+                f"{m.get('correlation_of_errors')} {m['exceeded']}"
+            )
     if "megatron to megatron packed" in found:
         print(f"  megatron packed or not: mean_abs {found['megatron to megatron packed']['mean_abs']:.5f}")
     for what, error in found["failed"].items():
@@ -157,20 +194,32 @@ def show(found: dict) -> None:
     for name, routing in found["routing"].items():
         print(f"  routing, {name}: {routing['sentence']}")
     print(
-        f"  ratio to the larger error {found.get('ratio_to_larger_error')}, refitted equals loaded {found.get('refitted_equals_loaded')}",
+        f"  ratio to the larger error {found.get('ratio_to_larger_error')}, refitted equals loaded "
+        f"{found.get('refitted_equals_loaded')}",
         flush=True,
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", help="names of benchmarks/models.py, or directories with a config.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "models", nargs="+", help="names of benchmarks/models.py, or directories with a config.json"
+    )
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--layers", type=int, help="default: 4, of DeepSeek-V3 2")
-    parser.add_argument("--pp", type=int, default=0, help="Megatron's pipeline stages (default: TP over all ranks, EP too)")
+    parser.add_argument(
+        "--pp", type=int, default=0, help="Megatron's pipeline stages (default: TP over all ranks, EP too)"
+    )
     parser.add_argument("--vllm-ep", action="store_true")
     parser.add_argument("--std", type=float, default=0.02, help="standard deviation of matrices")
-    parser.add_argument("--vector-std", type=float, default=0.1, help="of norms and biases (default 0.1); transformers begins with 0")
+    parser.add_argument(
+        "--vector-std",
+        type=float,
+        default=0.1,
+        help="of norms and biases (default 0.1); transformers begins with 0",
+    )
     parser.add_argument("--prompts", type=int, default=9)
     parser.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 512])
     parser.add_argument("--json", type=Path)
@@ -182,7 +231,8 @@ def main() -> None:
     results = []
     for name in options.models:
         try:
-            with plain_weights():  # without a GPU, both engines serve from weights of one arrangement, by the same kernels
+            # without a GPU, both engines serve from weights of one arrangement, by the same kernels
+            with plain_weights():
                 results.append(measure(name, options))
         except Exception:
             print(f"rank {dist.get_rank()}, {name}: {traceback.format_exc()}", flush=True)

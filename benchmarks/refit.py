@@ -1,17 +1,20 @@
-"""How fast is a refit? Ours against the wire, against memory, and against what trainers do today; all in one run.
+"""How fast is a refit? Ours against the wire, against memory, and against what trainers do today; all in one
+run.
 
     torchrun --nproc-per-node 4 -m benchmarks.refit --model qwen3-30b-a3b --tp 2 --ep 4 --etp 1 --vllm-tp 4 [--json FILE]
 
-Every process holds a rank of a real Megatron model (Transformer Engine layers, random weights) and a rank of a real vLLM
-(`external_launcher`). Reported: connect, then warm medians of the slowest rank for
+Every process holds a rank of a real Megatron model (Transformer Engine layers, random weights) and a rank of
+a real vLLM (`external_launcher`). Reported: connect, then warm medians of the slowest rank for
 
 - peer: pulls from peers' memory; buckets: all bytes through NCCL;
-- today: every rank gathers every full Hugging Face tensor, layer by layer, and gives it to vLLM's `load_weights`;
-- mbridge, where it is installed (`pip install --no-deps mbridge`): its `export_weights` alone, and into `load_weights`;
+- today: every rank gathers every full Hugging Face tensor, layer by layer, and gives it to vLLM's
+  `load_weights`;
+- mbridge, where it is installed (`pip install --no-deps mbridge`): its `export_weights` alone, and into
+  `load_weights`;
 
-next to the floors: the bytes that a rank must fetch from peers over the measured rate of one large peer copy on all ranks at once,
-and the bytes that its memory must read and write over the measured rate of a copy. Before the timing, the three ways must leave the
-same bits in vLLM, from different garbage.
+next to the floors: the bytes that a rank must fetch from peers over the measured rate of one large peer copy
+on all ranks at once, and the bytes that its memory must read and write over the measured rate of a copy.
+Before the timing, the three ways must leave the same bits in vLLM, from different garbage.
 """
 
 import argparse
@@ -52,7 +55,12 @@ def fingerprints(model: torch.nn.Module) -> dict[str, int]:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not tensor.numel() or not tensor.is_floating_point():
             continue
-        flat = tensor.detach().contiguous().view(-1).view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+        flat = (
+            tensor.detach()
+            .contiguous()
+            .view(-1)
+            .view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+        )
         total = torch.zeros((), dtype=torch.int64, device=flat.device)
         for start in range(0, len(flat), 1 << 26):
             piece = flat[start : start + (1 << 26)].long()
@@ -74,7 +82,9 @@ def link_rate(n: int = 1 << 30) -> float:
 
     shared, here = (torch.empty(n, dtype=torch.uint8, device="cuda") for _ in range(2))
     base = allocation_of(shared.data_ptr()).base
-    handle, offset = everyone((exported(base), shared.data_ptr() - base))[(dist.get_rank() + 1) % dist.get_world_size()]
+    handle, offset = everyone((exported(base), shared.data_ptr() - base))[
+        (dist.get_rank() + 1) % dist.get_world_size()
+    ]
     mappings = Mappings(shared.device)
     there = mappings.address(handle, "the neighbour") + offset
     stream = torch.cuda.current_stream().cuda_stream
@@ -118,7 +128,9 @@ class Today:
 
         self.source, self.module = source, vllm_model
         self.shapes = expand(model).shapes
-        held = Held(source.publish(model), [dtype_named(str(region.tensor.dtype)).name for region in source.regions])
+        held = Held(
+            source.publish(model), [dtype_named(str(region.tensor.dtype)).name for region in source.regions]
+        )
         ranks = dict(enumerate(everyone(held)))
         self.whole = Sources.of(ranks, set(self.shapes), {rank: f"rank {rank}" for rank in ranks})
         by_layer: dict = {}
@@ -144,7 +156,11 @@ class Today:
                         .contiguous()
                     )
                 else:
-                    here = torch.empty(tensor.shape, dtype=getattr(torch, self.whole.dtypes[tensor.parts[0].name]), device="cuda")
+                    here = torch.empty(
+                        tensor.shape,
+                        dtype=getattr(torch, self.whole.dtypes[tensor.parts[0].name]),
+                        device="cuda",
+                    )
                 work.append(dist.broadcast(here, rank, async_op=True))
                 gathered[tensor.id] = here
             for w in work:
@@ -153,8 +169,12 @@ class Today:
             for tensor in tensors:
                 for part in tensor.parts:
                     if part.name not in full:
-                        full[part.name] = torch.empty(self.shapes[part.name], dtype=gathered[tensor.id].dtype, device="cuda")
-                    at = tuple(slice(o, o + n) for o, n in zip(part.box.offsets, part.box.lengths, strict=True))
+                        full[part.name] = torch.empty(
+                            self.shapes[part.name], dtype=gathered[tensor.id].dtype, device="cuda"
+                        )
+                    at = tuple(
+                        slice(o, o + n) for o, n in zip(part.box.offsets, part.box.lengths, strict=True)
+                    )
                     there = tuple(slice(o, o + n) for o, n in zip(part.at, part.box.lengths, strict=True))
                     full[part.name][at] = gathered[tensor.id][there]
             self.give(full)
@@ -176,7 +196,8 @@ def measured(run: Callable[[], object], rounds: int) -> tuple[float, int]:
 
 
 def rival(models, folder: Path, module, rounds: int, found: dict) -> None:
-    """mbridge's way: seconds of its export alone and with vLLM's loader, memory, and whether the bits are the same afterwards."""
+    """mbridge's way: seconds of its export alone and with vLLM's loader, memory, and whether the bits are the
+    same afterwards."""
     try:
         from mbridge import AutoBridge
         from transformers import AutoConfig
@@ -189,7 +210,10 @@ def rival(models, folder: Path, module, rounds: int, found: dict) -> None:
         for _ in bridge.export_weights(models):
             pass
 
-    for name, run in {"mbridge_export": export, "mbridge": lambda: module.load_weights(bridge.export_weights(models))}.items():
+    for name, run in {
+        "mbridge_export": export,
+        "mbridge": lambda: module.load_weights(bridge.export_weights(models)),
+    }.items():
         found[f"{name}_seconds"], found[f"{name}_extra_bytes"] = measured(run, rounds)
     after = fingerprints(module)
     found["mbridge_different"] = max(everyone(sum(before[name] != after[name] for name in before)))
@@ -199,7 +223,9 @@ def main() -> None:
     from benchmarks.models import config_of, finish, megatron_models, start_processes, vllm_engine
     from reshard import Layout
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True)
     parser.add_argument("--layers", type=int)
     for name in ("tp", "pp", "ep"):
@@ -207,13 +233,20 @@ def main() -> None:
     parser.add_argument("--etp", type=int)
     parser.add_argument("--vllm-tp", type=int, required=True)
     parser.add_argument("--vllm-ep", action="store_true")
-    parser.add_argument("--release", action="store_true", help="unmap the trainer's memory after every refit, as connect does by default")
+    parser.add_argument(
+        "--release",
+        action="store_true",
+        help="unmap the trainer's memory after every refit, as connect does by default",
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--today-rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     start_processes()
-    config, layout = config_of(options.model, options.layers), Layout(tp=options.tp, pp=options.pp, ep=options.ep, etp=options.etp)
+    config, layout = (
+        config_of(options.model, options.layers),
+        Layout(tp=options.tp, pp=options.pp, ep=options.ep, etp=options.etp),
+    )
     start = time.perf_counter()
     extra = {"enable_expert_parallel": True} if options.vllm_ep else {}
     folder = Path(tempfile.gettempdir()) / f"{options.model}-{dist.get_rank()}"
@@ -221,7 +254,10 @@ def main() -> None:
     say(f"vLLM started in {time.perf_counter() - start:.1f} s")
     start = time.perf_counter()
     models = megatron_models(config, layout)
-    say(f"Megatron built in {time.perf_counter() - start:.1f} s; {torch.cuda.memory_allocated() / 1e9:.1f} GB in use")
+    say(
+        f"Megatron built in {time.perf_counter() - start:.1f} s; "
+        f"{torch.cuda.memory_allocated() / 1e9:.1f} GB in use"
+    )
     from benchmarks.models import change
     from reshard.engines.vllm.live import VllmModel
     from reshard.refit import Members, connect
@@ -239,7 +275,13 @@ def main() -> None:
         read = time.perf_counter()
         destination = VllmModel.from_llm(llm)
         traced = time.perf_counter()
-        links[executor] = connect(Members.of_process_group(executor), source, destination, executor=executor, release=options.release)
+        links[executor] = connect(
+            Members.of_process_group(executor),
+            source,
+            destination,
+            executor=executor,
+            release=options.release,
+        )
         connected = time.perf_counter()
         seconds[executor] = {
             "read_megatron": round(read - start, 3),
@@ -251,19 +293,28 @@ def main() -> None:
         links[executor].refit()
         torch.cuda.synchronize()
         result[f"{executor}_extra_bytes"] = max(
-            everyone(used_bytes() - before + torch.cuda.max_memory_reserved() - max(held, torch.cuda.memory_reserved()))
+            everyone(
+                used_bytes()
+                - before
+                + torch.cuda.max_memory_reserved()
+                - max(held, torch.cuda.memory_reserved())
+            )
         )
     result["connect_seconds"] = seconds
     say(json.dumps(seconds))
     module, model = destination.module, links["peer"].model
     today = Today(source, model, module)
     found = {}
-    for index, (name, run) in enumerate({"peer": links["peer"].refit, "buckets": links["buckets"].refit, "today": today.run}.items()):
+    for index, (name, run) in enumerate(
+        {"peer": links["peer"].refit, "buckets": links["buckets"].refit, "today": today.run}.items()
+    ):
         scribble(destination.regions, float(index + 3))
         run()
         torch.cuda.synchronize()
         found[name] = fingerprints(module)
-    different = sorted(n for n in found["today"] if not found["peer"][n] == found["buckets"][n] == found["today"][n])
+    different = sorted(
+        n for n in found["today"] if not found["peer"][n] == found["buckets"][n] == found["today"][n]
+    )
     result["parameters"], result["different"] = len(found["today"]), max(everyone(len(different)))
     say("bits:", result["parameters"], "parameters and buffers;", "different:", different[:5])
     try:
@@ -275,7 +326,11 @@ def main() -> None:
         result["verify_error"] = str(error)
         raise
     link = links["peer"]
-    result |= {"local_bytes": everyone(link.pull.local_bytes), "peer_bytes": everyone(link.pull.peer_bytes), "launches": link.pull.launches}
+    result |= {
+        "local_bytes": everyone(link.pull.local_bytes),
+        "peer_bytes": everyone(link.pull.peer_bytes),
+        "launches": link.pull.launches,
+    }
     wire, memory = min(everyone(link_rate())), min(everyone(memory_rate()))
     sent = [0] * dist.get_world_size()
     for rank, pieces in link.engine.pieces.items():
@@ -285,13 +340,16 @@ def main() -> None:
     result |= {"link_bytes_per_second": wire, "memory_bytes_per_second": memory, "sent_bytes": out}
     result["wire_floor_seconds"] = max(max(result["peer_bytes"]), max(out)) / wire
     result["memory_floor_seconds"] = (
-        max(2 * a + b + c for a, b, c in zip(result["local_bytes"], result["peer_bytes"], out, strict=True)) / memory
+        max(2 * a + b + c for a, b, c in zip(result["local_bytes"], result["peer_bytes"], out, strict=True))
+        / memory
     )
     floor = max(result["wire_floor_seconds"], result["memory_floor_seconds"])
     for executor, link in links.items():
         reports = [link.refit() for _ in range(options.rounds)]
         for what in ("transfer_seconds", "total_seconds"):
-            slowest = [max(column) for column in zip(*everyone([getattr(r, what) for r in reports]), strict=True)]
+            slowest = [
+                max(column) for column in zip(*everyone([getattr(r, what) for r in reports]), strict=True)
+            ]
             result[f"{executor}_{what}"] = statistics.median(slowest)
         result[f"{executor}_ratio_to_floor"] = result[f"{executor}_transfer_seconds"] / floor
     result["today_seconds"], result["today_extra_bytes"] = measured(today.run, options.today_rounds)

@@ -1,14 +1,17 @@
-"""A trainer that gives its memory away between refits: is it really free, does the next refit find the weights, what does it cost?
+"""A trainer that gives its memory away between refits: is it really free, does the next refit find the
+weights, what does it cost?
 
     torchrun --nproc-per-node 1 -m benchmarks.refit_offload --model qwen3-30b-a3b --layers 8 [--wrap ddp] [--engine-gpus 1] [--json FILE]
 
-The trainer (Megatron, Transformer Engine layers) runs in torchrun's processes, a vLLM with sleep mode in processes of its own, on the same
-GPUs or on `--engine-gpus`. As verl (`--wrap ddp`: the storages of DDP's buffers are resized to nothing) or ROLL (`--wrap bare`: each
-parameter's data moves to the host) do, the trainer offloads after a refit, empties torch's cache, and reloads to the same addresses, and
-to others. Checked: the driver has the memory back (`mem_get_info`); every refit after a reload, without `verify`, leaves the bits in vLLM
-that a verified refit of the same weights left; an engine that sleeps is refused, and one that has lost its weights does not serve.
-Measured: a refit with mappings released after each, and kept. With ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` in the
-environment the trainer's memory cannot be mapped, and is staged.
+The trainer (Megatron, Transformer Engine layers) runs in torchrun's processes, a vLLM with sleep mode in
+processes of its own, on the same GPUs or on `--engine-gpus`. As verl (`--wrap ddp`: the storages of DDP's
+buffers are resized to nothing) or ROLL (`--wrap bare`: each parameter's data moves to the host) do, the
+trainer offloads after a refit, empties torch's cache, and reloads to the same addresses, and to others.
+Checked: the driver has the memory back (`mem_get_info`); every refit after a reload, without `verify`, leaves
+the bits in vLLM that a verified refit of the same weights left; an engine that sleeps is refused, and one
+that has lost its weights does not serve. Measured: a refit with mappings released after each, and kept. With
+``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` in the environment the trainer's memory cannot be mapped,
+and is staged.
 """
 
 import argparse
@@ -42,8 +45,17 @@ def engine(pipe, gpus: str, folder: str, options: dict) -> None:
     os.environ |= {"CUDA_VISIBLE_DEVICES": gpus, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     from vllm import LLM
 
-    llm = LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=512, enforce_eager=True,
-              enable_sleep_mode=True, worker_extension_cls="benchmarks.refit_offload.Extension", **options)  # fmt: skip
+    llm = LLM(
+        model=folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=512,
+        enforce_eager=True,
+        enable_sleep_mode=True,
+        worker_extension_cls="benchmarks.refit_offload.Extension",
+        **options,
+    )
     pipe.send("ready")
     while (call := pipe.recv()) is not None:
         method, args, keywords = call
@@ -77,7 +89,11 @@ class Trainer:
 
     def __init__(self, models: list, wrap: str) -> None:
         self.models = [ddp(model) for model in models] if wrap == "ddp" else models
-        self.buffers = [b for m in self.models for b in (*m.buffers, *m.expert_parallel_buffers)] if wrap == "ddp" else []
+        self.buffers = (
+            [b for m in self.models for b in (*m.buffers, *m.expert_parallel_buffers)]
+            if wrap == "ddp"
+            else []
+        )
         self.aside: list = []
 
     def parameters(self) -> list[torch.Tensor]:
@@ -115,7 +131,9 @@ class Trainer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--wrap", choices=["bare", "ddp"], default="bare")
@@ -156,23 +174,33 @@ def main() -> None:
         (folder / "config.json").write_text(json.dumps(config))
         pipe, theirs = multiprocessing.Pipe()
         settings = {"tensor_parallel_size": tp, "gpu_memory_utilization": options.gpu_memory_utilization}
-        allocator = os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)  # vLLM's sleep mode does not go with expandable segments
-        process = multiprocessing.get_context("spawn").Process(target=engine, args=(theirs, gpus, str(folder), settings))
+        # vLLM's sleep mode does not go with expandable segments
+        allocator = os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+        process = multiprocessing.get_context("spawn").Process(
+            target=engine, args=(theirs, gpus, str(folder), settings)
+        )
         process.start()
         if allocator:
             os.environ["PYTORCH_CUDA_ALLOC_CONF"] = allocator
         print("engine", answer(), flush=True)
     start_processes()
     dist.barrier()
-    trainer = Trainer(megatron_models(config, Layout(tp=trainers, ep=trainers if moe else 1, etp=1 if moe else None)), options.wrap)
+    trainer = Trainer(
+        megatron_models(config, Layout(tp=trainers, ep=trainers if moe else 1, etp=1 if moe else None)),
+        options.wrap,
+    )
     weights = sum(p.numel() * p.element_size() for p in trainer.parameters())
     found["weight_bytes"] = weights
 
     def linked(port: int, release: bool):
         trainer.step(0)
         tell("collective_rpc", "reshard_connect", args=(f"127.0.0.1:{port}", trainers, trainers + tp))
-        link = connect(Members.join(f"127.0.0.1:{port}", rank, trainers + tp), MegatronModel(trainer.models), executor=options.executor,
-                       release=release)  # fmt: skip
+        link = connect(
+            Members.join(f"127.0.0.1:{port}", rank, trainers + tp),
+            MegatronModel(trainer.models),
+            executor=options.executor,
+            release=release,
+        )
         answer()
         return link
 
@@ -204,7 +232,9 @@ def main() -> None:
             known[seed] = held()
         check(f"{how}: two sets of weights differ", rank or known[1] != known[2])
         if rank == 0:
-            found[f"{how}_ways"] = {k: sum(r[k] for r in reports) for k in ("peer_bytes", "staged_bytes", "bucket_bytes")}
+            found[f"{how}_ways"] = {
+                k: sum(r[k] for r in reports) for k in ("peer_bytes", "staged_bytes", "bucket_bytes")
+            }
             print(how, found[f"{how}_ways"], flush=True)
         for place in ("the same addresses", "other addresses"):
             before = free()
@@ -214,7 +244,9 @@ def main() -> None:
             found[f"{how}_freed_bytes, {place}"] = freed
             blockers: list = []
             if place == "other addresses":
-                blockers = [torch.empty(1 << 28, dtype=torch.uint8, device="cuda") for _ in range(weights >> 28)]
+                blockers = [
+                    torch.empty(1 << 28, dtype=torch.uint8, device="cuda") for _ in range(weights >> 28)
+                ]
             trainer.reload()
             moved = trainer.parameters()[0].data_ptr() != at
             trainer.step(1)
@@ -232,10 +264,22 @@ def main() -> None:
         timed = [refit(link) for _ in range(options.rounds + 2)][2:]
         if rank == 0:
             for key in ("wait_seconds", "transfer_seconds", "total_seconds"):
-                found[f"{how}_{key}"] = statistics.median(max(report[key] for report in engines) for _, engines in timed)
-            print(how, {k: round(v * 1e3, 2) for k, v in found.items() if k.startswith(how) and k.endswith("seconds")}, "ms", flush=True)
+                found[f"{how}_{key}"] = statistics.median(
+                    max(report[key] for report in engines) for _, engines in timed
+                )
+            print(
+                how,
+                {
+                    k: round(v * 1e3, 2)
+                    for k, v in found.items()
+                    if k.startswith(how) and k.endswith("seconds")
+                },
+                "ms",
+                flush=True,
+            )
         if release:
-            # An engine that sleeps is refused, and goes on where it was; one that lost its weights does not serve before a refit.
+            # An engine that sleeps is refused, and goes on where it was; one that lost its weights does not
+            # serve before a refit.
             tell("sleep", level=2)
             answer()
             tell("collective_rpc", "reshard_refit", args=(None, False))

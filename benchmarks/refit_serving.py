@@ -1,13 +1,15 @@
-"""Does a refitted vLLM say exactly what a freshly loaded one says? After many refits, with CUDA graphs, on real engines.
+"""Does a refitted vLLM say exactly what a freshly loaded one says? After many refits, with CUDA graphs, on
+real engines.
 
     torchrun --nproc-per-node 2 -m benchmarks.refit_serving refit --model qwen3-30b-a3b --layers 4 --folder DIR
     torchrun --nproc-per-node 2 -m benchmarks.refit_serving fresh --folder DIR
     torchrun --nproc-per-node 1 -m benchmarks.refit_serving sleep --folder DIR
 
-`refit` starts vLLM with random weights and a Megatron model with Transformer Engine layers, changes Megatron's weights and refits,
-20 times, by both executors in turn, generating in between; then it writes the weights as a Hugging Face checkpoint, gathered by
-broadcasts, and what vLLM generates and its prompt logprobs. `fresh` starts vLLM from that checkpoint and compares, exactly. `sleep` asks an
-engine that has weights of no meaning, or has lost them in its sleep, and refits it.
+`refit` starts vLLM with random weights and a Megatron model with Transformer Engine layers, changes
+Megatron's weights and refits, 20 times, by both executors in turn, generating in between; then it writes the
+weights as a Hugging Face checkpoint, gathered by broadcasts, and what vLLM generates and its prompt logprobs.
+`fresh` starts vLLM from that checkpoint and compares, exactly. `sleep` asks an engine that has weights of no
+meaning, or has lost them in its sleep, and refits it.
 """
 
 import argparse
@@ -20,13 +22,20 @@ import torch.distributed as dist
 STEPS = 20
 GRAPHS = {
     "enforce_eager": False,
-    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]},
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4, 8],
+    },
 }
 
 
 def prompts(vocabulary: int) -> list[dict]:
     generator = torch.Generator().manual_seed(7)
-    return [{"prompt_token_ids": torch.randint(0, vocabulary, (n,), generator=generator).tolist()} for n in (7, 33, 64, 120, 200)]
+    return [
+        {"prompt_token_ids": torch.randint(0, vocabulary, (n,), generator=generator).tolist()}
+        for n in (7, 33, 64, 120, 200)
+    ]
 
 
 def spoken(llm, vocabulary: int) -> list:
@@ -34,13 +43,27 @@ def spoken(llm, vocabulary: int) -> list:
     from vllm import SamplingParams
 
     outputs = llm.generate(
-        prompts(vocabulary), SamplingParams(temperature=0, max_tokens=16, logprobs=0, prompt_logprobs=0, detokenize=False), use_tqdm=False
+        prompts(vocabulary),
+        SamplingParams(temperature=0, max_tokens=16, logprobs=0, prompt_logprobs=0, detokenize=False),
+        use_tqdm=False,
     )
     found = []
     for output in outputs:
-        prompt = [entry[token].logprob for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)]
+        prompt = [
+            entry[token].logprob
+            for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        ]
         tokens = list(output.outputs[0].token_ids)
-        found.append([tokens, [entry[token].logprob for token, entry in zip(tokens, output.outputs[0].logprobs, strict=True)], prompt])
+        found.append(
+            [
+                tokens,
+                [
+                    entry[token].logprob
+                    for token, entry in zip(tokens, output.outputs[0].logprobs, strict=True)
+                ],
+                prompt,
+            ]
+        )
     return found
 
 
@@ -61,7 +84,10 @@ def refit(options) -> None:
     llm = vllm_engine(options.folder / f"dummy{rank}", config, tensor_parallel_size=size, **GRAPHS)
     models = megatron_models(config, layout)
     source, destination = MegatronModel(models), VllmModel.from_llm(llm)
-    links = [connect(Members.of_process_group(name), source, destination, executor=name) for name in ("peer", "buckets")]
+    links = [
+        connect(Members.of_process_group(name), source, destination, executor=name)
+        for name in ("peer", "buckets")
+    ]
     addresses = [tensor.data_ptr() for tensor in destination.tensors.values()]
     used = []
     for step in range(STEPS):
@@ -92,8 +118,19 @@ def refit(options) -> None:
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         differs = sum(a != b for a, b in zip(said, other, strict=True))
-        (options.folder / "said.json").write_text(json.dumps({"said": said, "model": options.model, "layout": str(layout), "memory_growth_bytes": growth,
-                                                              "prompts_that_differ_with_other_weights": differs, "config": config}), encoding="utf-8")  # fmt: skip
+        (options.folder / "said.json").write_text(
+            json.dumps(
+                {
+                    "said": said,
+                    "model": options.model,
+                    "layout": str(layout),
+                    "memory_growth_bytes": growth,
+                    "prompts_that_differ_with_other_weights": differs,
+                    "config": config,
+                }
+            ),
+            encoding="utf-8",
+        )
 
 
 def fresh(options) -> None:
@@ -101,18 +138,41 @@ def fresh(options) -> None:
 
     before = json.loads((options.folder / "said.json").read_text(encoding="utf-8"))
     llm = vllm_engine(
-        options.folder / "hf", before["config"], tensor_parallel_size=dist.get_world_size(), load_format="safetensors", **GRAPHS
+        options.folder / "hf",
+        before["config"],
+        tensor_parallel_size=dist.get_world_size(),
+        load_format="safetensors",
+        **GRAPHS,
     )
     said = spoken(llm, before["config"]["vocab_size"])
-    differences = [abs(a - b) for x, y in zip(said, before["said"], strict=True) for k in (1, 2) for a, b in zip(x[k], y[k], strict=True)]
+    differences = [
+        abs(a - b)
+        for x, y in zip(said, before["said"], strict=True)
+        for k in (1, 2)
+        for a, b in zip(x[k], y[k], strict=True)
+    ]
     if dist.get_rank() == 0:
-        print(json.dumps({
-            "model": before["model"], "layers": before["config"]["num_hidden_layers"], "megatron": before["layout"], "vllm": f"TP{dist.get_world_size()}",
-            "refits": STEPS, "same_tokens": all(x[0] == y[0] for x, y in zip(said, before["said"], strict=True)),
-            "logprobs": len(differences), "largest_difference": max(differences), "memory_growth_bytes": before["memory_growth_bytes"],
-            "prompts_that_differ_with_other_weights": before["prompts_that_differ_with_other_weights"], "prompts": len(said),
-            "logprob_mean": sum(v for x in said for v in x[2]) / sum(len(x[2]) for x in said),
-        }), flush=True)  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "model": before["model"],
+                    "layers": before["config"]["num_hidden_layers"],
+                    "megatron": before["layout"],
+                    "vllm": f"TP{dist.get_world_size()}",
+                    "refits": STEPS,
+                    "same_tokens": all(x[0] == y[0] for x, y in zip(said, before["said"], strict=True)),
+                    "logprobs": len(differences),
+                    "largest_difference": max(differences),
+                    "memory_growth_bytes": before["memory_growth_bytes"],
+                    "prompts_that_differ_with_other_weights": before[
+                        "prompts_that_differ_with_other_weights"
+                    ],
+                    "prompts": len(said),
+                    "logprob_mean": sum(v for x in said for v in x[2]) / sum(len(x[2]) for x in said),
+                }
+            ),
+            flush=True,
+        )
 
 
 def sleep(options) -> None:
@@ -160,7 +220,9 @@ def sleep(options) -> None:
 def main() -> None:
     from benchmarks.models import finish, start_processes
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["refit", "fresh", "sleep"])
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=4)

@@ -13,7 +13,8 @@ from reshard.cli.places import Place
 @ignore_option
 @json_option
 def command(path: str, workers: int | None, as_json: bool) -> None:
-    """Compare the bytes of the checkpoint at PATH with the checksums in its manifest. Exit status 1 where they differ."""
+    """Compare the bytes of the checkpoint at PATH with the checksums in its manifest. Exit status 1 where
+    they differ."""
     from reshard.disk.compare import check
 
     with progress_bar("check") as progress:
@@ -42,5 +43,6 @@ def _show(result: Any) -> None:
     click.echo(f"{len(result.bad)} of {result.tensors} tensors do not match")
     if result.changed or result.missing or result.added:
         click.echo(
-            f"of {result.files} files {len(result.changed)} changed, {len(result.missing)} are missing, {len(result.added)} were added"
+            f"of {result.files} files {len(result.changed)} changed, {len(result.missing)} are missing, "
+            f"{len(result.added)} were added"
         )

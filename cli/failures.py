@@ -1,4 +1,5 @@
-"""How a command ends that does not end well: one sentence on stderr, with --json an object on stdout too, and an exit status."""
+"""How a command ends that does not end well: one sentence on stderr, with --json an object on stdout too, and
+an exit status."""
 
 import contextlib
 import errno
@@ -20,10 +21,11 @@ DEBUG = "RESHARD_DEBUG"
 
 
 def status_of(error: BaseException, interrupted: bool = False) -> int:
-    """Say what ended the command, unless nobody can read it; the exit status. `interrupted` says that Ctrl-C was pressed, whatever a
-    library made of that."""
+    """Say what ended the command, unless nobody can read it; the exit status. `interrupted` says that Ctrl-C
+    was pressed, whatever a library made of that."""
     if isinstance(error, click.Abort) and isinstance(error.__cause__, EOFError):
-        error = error.__cause__  # click takes an EOFError for an end of the user's input; here it is one of a file
+        # click takes an EOFError for an end of the user's input; here it is one of a file
+        error = error.__cause__
     if isinstance(error, SystemExit) and not isinstance(error.code, str):
         return error.code or 0
     if os.environ.get(DEBUG, "0") not in ("", "0"):
@@ -58,7 +60,9 @@ def _unexpected(error: BaseException) -> str:
     try:
         descriptor, path = tempfile.mkstemp(prefix="reshard-error-", suffix=".txt")
         with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(f"{shlex.join(sys.argv)}\n{_versions()}\n\n{''.join(traceback.format_exception(error))}")
+            file.write(
+                f"{shlex.join(sys.argv)}\n{_versions()}\n\n{''.join(traceback.format_exception(error))}"
+            )
     except OSError:
         return f"{what}. Please report it, with the traceback that {DEBUG}=1 shows"
     return f"{what}. Please report it, with the traceback in {path} ({DEBUG}=1 shows it)"
@@ -73,12 +77,15 @@ def _versions() -> str:
 
 
 def _end(line: str | None, message: str, status: int) -> int:
-    """`line` to stderr, and the message as JSON where that was asked for: from the first process of a run of several."""
+    """`line` to stderr, and the message as JSON where that was asked for: from the first process of a run of
+    several."""
     with contextlib.suppress(OSError, ValueError):
         if line is not None:
             click.echo(line, err=True)
     options = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
-    if "--json" in options and (os.environ.get("RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1"):
+    if "--json" in options and (
+        os.environ.get("RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1"
+    ):
         with contextlib.suppress(OSError, ValueError):
             print_json({"error": message, "exit_code": status})
     return status

@@ -22,7 +22,9 @@ from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE
     show_default=True,
     help="Pad the vocabulary to this times TP.",
 )
-@click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Cast (default: as it is; fp8 becomes bf16).")
+@click.option(
+    "--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Cast (default: as it is; fp8 becomes bf16)."
+)
 @click.option(
     "--transformer-impl",
     type=click.Choice(["transformer_engine", "local"]),
@@ -30,13 +32,27 @@ from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE
     show_default=True,
     help="Which layers will load it: they name some norms differently.",
 )
-@click.option("--megatron-version", metavar="0.14", help="Write the flags for this version of Megatron-LM (default: the newest known).")
+@click.option(
+    "--megatron-version",
+    metavar="0.14",
+    help="Write the flags for this version of Megatron-LM (default: the newest known).",
+)
 @click.option("--release", is_flag=True, help="Write a release (the default).")
-@click.option("--iteration", type=click.IntRange(1, MAX_ITERATION), help="Write this numbered iteration instead of a release.")
-@click.option("--allow-overflow", is_flag=True, help="Let a cast make infinities of numbers that are too large, and count them.")
+@click.option(
+    "--iteration",
+    type=click.IntRange(1, MAX_ITERATION),
+    help="Write this numbered iteration instead of a release.",
+)
+@click.option(
+    "--allow-overflow",
+    is_flag=True,
+    help="Let a cast make infinities of numbers that are too large, and count them.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace the destination, once the new one is complete.")
 @click.option("--resume", is_flag=True, help="Go on with an interrupted run.")
-@click.option("--no-sync", "sync", flag_value=False, default=True, help="Do not wait until the bytes are on the disk.")
+@click.option(
+    "--no-sync", "sync", flag_value=False, default=True, help="Do not wait until the bytes are on the disk."
+)
 @click.option("--dry-run", is_flag=True, help="Only say what would be read and written.")
 @workers_option
 @ignore_option
@@ -44,8 +60,8 @@ from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE
 def command(source: str, destination: str, as_json: bool, release: bool, **options: Any) -> None:
     """Convert SOURCE, a Hugging Face directory or hub id, to a Megatron checkpoint at DESTINATION.
 
-    Megatron-LM loads it with --load DESTINATION and the flags in DESTINATION/megatron_flags.txt, at this layout or any other.
-    Under torchrun the processes share the work.
+    Megatron-LM loads it with --load DESTINATION and the flags in DESTINATION/megatron_flags.txt, at this
+    layout or any other. Under torchrun the processes share the work.
     """
     if release and options["iteration"]:
         raise click.UsageError("--release and --iteration exclude each other")

@@ -28,7 +28,8 @@ def command(path: str, hf_config: str | None, tensors: bool, as_json: bool) -> N
         ("experts", found.experts or None), ("parameters", f"{found.parameters:,}"), ("size", size(found.size_bytes)), ("dtypes", dtypes),
         ("layout", " ".join(f"{key}={value}" for key, value in (found.layout or {}).items()) or None),
         *found.details.items(),
-        ("manifest", found.manifest and f"{found.manifest['tensors']} tensors, from {found.manifest['source']}"),
+        ("manifest", found.manifest and f"{found.manifest['tensors']} tensors, from "
+                                        f"{found.manifest['source']}"),
     ]  # fmt: skip
     for key, value in rows:
         if value is not None:

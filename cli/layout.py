@@ -1,4 +1,5 @@
-"""Layouts on the command line: Megatron's as options, under its short names and its own; either engine's as one list of sizes."""
+"""Layouts on the command line: Megatron's as options, under its short names and its own; either engine's as
+one list of sizes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +20,24 @@ LAYOUT_NAMES = (
 )
 _SIZE = click.IntRange(min=1)
 _OPTIONS = (
-    click.option("--tp", "--tensor-model-parallel-size", "tp", type=_SIZE, default=1, show_default=True, help="Tensor parallel size."),
-    click.option("--pp", "--pipeline-model-parallel-size", "pp", type=_SIZE, default=1, show_default=True, help="Pipeline parallel size."),
+    click.option(
+        "--tp",
+        "--tensor-model-parallel-size",
+        "tp",
+        type=_SIZE,
+        default=1,
+        show_default=True,
+        help="Tensor parallel size.",
+    ),
+    click.option(
+        "--pp",
+        "--pipeline-model-parallel-size",
+        "pp",
+        type=_SIZE,
+        default=1,
+        show_default=True,
+        help="Pipeline parallel size.",
+    ),
     click.option(
         "--vpp",
         "--num-virtual-stages-per-pipeline-rank",
@@ -31,9 +48,21 @@ _OPTIONS = (
         show_default=True,
         help="Virtual stages per pipeline rank.",
     ),
-    click.option("--ep", "--expert-model-parallel-size", "ep", type=_SIZE, default=1, show_default=True, help="Expert parallel size."),
     click.option(
-        "--etp", "--expert-tensor-parallel-size", "etp", type=_SIZE, help="Expert tensor parallel size (default: TP, as in Megatron)."
+        "--ep",
+        "--expert-model-parallel-size",
+        "ep",
+        type=_SIZE,
+        default=1,
+        show_default=True,
+        help="Expert parallel size.",
+    ),
+    click.option(
+        "--etp",
+        "--expert-tensor-parallel-size",
+        "etp",
+        type=_SIZE,
+        help="Expert tensor parallel size (default: TP, as in Megatron).",
     ),
     click.option(
         "--first-stage-layers",
@@ -51,10 +80,23 @@ _OPTIONS = (
         type=_SIZE,
         help="Layers on the last pipeline rank.",
     ),
-    click.option("--account-for-embedding-in-pipeline-split", "embedding_in_split", is_flag=True, help="The embedding counts as a layer."),
-    click.option("--account-for-loss-in-pipeline-split", "loss_in_split", is_flag=True, help="The loss counts as a layer."),
     click.option(
-        "--pipeline-model-parallel-layout", "--pipeline-layout", "pipeline", help="Megatron's layout string, such as 'Et*3|t*4|t*3L'."
+        "--account-for-embedding-in-pipeline-split",
+        "embedding_in_split",
+        is_flag=True,
+        help="The embedding counts as a layer.",
+    ),
+    click.option(
+        "--account-for-loss-in-pipeline-split",
+        "loss_in_split",
+        is_flag=True,
+        help="The loss counts as a layer.",
+    ),
+    click.option(
+        "--pipeline-model-parallel-layout",
+        "--pipeline-layout",
+        "pipeline",
+        help="Megatron's layout string, such as 'Et*3|t*4|t*3L'.",
     ),
 )
 
@@ -91,5 +133,7 @@ def vllm_layout(text: str, option: str, numbers: set[str]) -> Any:
     sizes = sizes_of(text, option, numbers, {"ep"})
     experts = sizes.pop("ep", None)
     if experts not in (None, "", "linear", "round_robin"):
-        raise click.UsageError(f"{option} ep={experts}: vLLM spreads experts over TP times DP; say ep, or ep=round_robin")
+        raise click.UsageError(
+            f"{option} ep={experts}: vLLM spreads experts over TP times DP; say ep, or ep=round_robin"
+        )
     return VllmLayout(**sizes, expert_parallel=experts is not None, round_robin=experts == "round_robin")

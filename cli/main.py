@@ -1,4 +1,5 @@
-"""``reshard``: the command group. Commands are imported when they are called, so that ``--help`` stays quick."""
+"""``reshard``: the command group. Commands are imported when they are called, so that ``--help`` stays
+quick."""
 
 import gc
 import sys
@@ -23,8 +24,8 @@ COMMANDS = {
 }
 
 EPILOG = (
-    "Exit codes: 0 done (diff: equal; check: intact; parity: within the limits); 1 a difference, a failed check or an error, "
-    "which is printed as one sentence; 2 a mistake in the command line; 130 interrupted."
+    "Exit codes: 0 done (diff: equal; check: intact; parity: within the limits); 1 a difference, a failed "
+    "check or an error, which is printed as one sentence; 2 a mistake in the command line; 130 interrupted."
 )
 
 
@@ -39,7 +40,9 @@ class Commands(click.Group):
             return None
         return import_module(f"reshard.cli.{name.replace('-', '_')}").command
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name not in COMMANDS and not name.startswith("-"):
             close = get_close_matches(name.lower().replace("_", "-"), COMMANDS, n=1)

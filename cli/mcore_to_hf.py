@@ -14,22 +14,32 @@ from reshard.cli.places import Place, check_command
 @click.option(
     "--hf-config",
     type=Place(),
-    help="config.json, or a directory with it and the tokenizer (default: the one beside the weights, else from the checkpoint's args).",
+    help="config.json, or a directory with it and the tokenizer (default: the one beside the weights, else "
+    "from the checkpoint's args).",
 )
 @click.option("--family", help="Family, where the args alone leave it open.")
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Cast (default: as it is).")
-@click.option("--quantize", type=click.Choice(["fp8"]), help="Write linear weights as fp8 with 128x128 block scales.")
+@click.option(
+    "--quantize", type=click.Choice(["fp8"]), help="Write linear weights as fp8 with 128x128 block scales."
+)
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Largest safetensors file.")
-@click.option("--allow-overflow", is_flag=True, help="Let a cast make infinities of numbers that are too large, and count them.")
+@click.option(
+    "--allow-overflow",
+    is_flag=True,
+    help="Let a cast make infinities of numbers that are too large, and count them.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace the destination, once the new one is complete.")
 @click.option("--resume", is_flag=True, help="Go on with an interrupted run.")
-@click.option("--no-sync", "sync", flag_value=False, default=True, help="Do not wait until the bytes are on the disk.")
+@click.option(
+    "--no-sync", "sync", flag_value=False, default=True, help="Do not wait until the bytes are on the disk."
+)
 @click.option("--dry-run", is_flag=True, help="Only say what would be read and written.")
 @workers_option
 @ignore_option
 @json_option
 def command(source: str, destination: str, as_json: bool, quantize: str | None, **options: Any) -> None:
-    """Convert SOURCE, a Megatron torch_dist checkpoint of any layout, to a Hugging Face directory at DESTINATION."""
+    """Convert SOURCE, a Megatron torch_dist checkpoint of any layout, to a Hugging Face directory at
+    DESTINATION."""
     check_command(source, destination, megatron=True)
     from reshard.disk.convert import mcore_to_hf
 

@@ -12,7 +12,9 @@ import click
 from reshard.core.limits import MAX_WORKERS
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-workers_option = click.option("--workers", type=click.IntRange(1, MAX_WORKERS), help="Threads (default: the cores, at most 8).")
+workers_option = click.option(
+    "--workers", type=click.IntRange(1, MAX_WORKERS), help="Threads (default: the cores, at most 8)."
+)
 
 
 def _ignore(context: click.Context, _: click.Parameter, names: tuple[str, ...]) -> None:
@@ -21,8 +23,14 @@ def _ignore(context: click.Context, _: click.Parameter, names: tuple[str, ...]) 
     context.with_resource(ignored_config_fields(*names))
 
 
-ignore_option = click.option("--ignore-config-field", multiple=True, metavar="NAME", callback=_ignore, expose_value=False,
-                             help="Read a config as if it lacked this field; may be given again.")  # fmt: skip
+ignore_option = click.option(
+    "--ignore-config-field",
+    multiple=True,
+    metavar="NAME",
+    callback=_ignore,
+    expose_value=False,
+    help="Read a config as if it lacked this field; may be given again.",
+)
 
 
 @contextlib.contextmanager
@@ -32,9 +40,22 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(file=_Terminal()), transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -115,12 +136,17 @@ def print_report(report: Any, as_json: bool, seconds: float) -> None:
     for notice in report.notices:
         click.echo(f"note: {notice}", err=True)
     verb = "would write" if report.dry_run else "wrote"
-    click.echo(f"{report.family}, {report.tensors} tensors, {size(report.read_bytes)}: {verb} {report.destination} ({report.layout}, "
-               f"{report.files} file{'s' * (report.files != 1)}, {size(report.written_bytes)})")  # fmt: skip
+    click.echo(
+        f"{report.family}, {report.tensors} tensors, {size(report.read_bytes)}: "
+        f"{verb} {report.destination} ({report.layout}, "
+        f"{report.files} file{'s' * (report.files != 1)}, {size(report.written_bytes)})"
+    )
     if report.dry_run:
         if report.bytes_per_rank:
             values = list(report.bytes_per_rank.values())
-            click.echo(f"bytes per rank: {size(min(values))} to {size(max(values))} on {len(values)} ranks that save")
+            click.echo(
+                f"bytes per rank: {size(min(values))} to {size(max(values))} on {len(values)} ranks that save"
+            )
             shown = list(report.bytes_per_rank.items())
             for rank, n in shown[:16]:
                 click.echo(f"  rank {rank}: {size(n)}")

@@ -16,24 +16,55 @@ from reshard.core.errors import ReshardError
 @click.argument("a", type=Place())
 @click.argument("b", type=Place())
 @click.option("--prompts", type=Place(), help="A line each: text, or JSON with text or tokens.")
-@click.option("--random", "count", type=click.IntRange(min=1), help="So many prompts of random tokens (default: 8).")
+@click.option(
+    "--random", "count", type=click.IntRange(min=1), help="So many prompts of random tokens (default: 8)."
+)
 @click.option("--lengths", default="16,64,128", show_default=True, help="Lengths of random prompts, in turn.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Prompts at a time, padded to the longest.")
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Prompts at a time, padded to the longest.",
+)
 @click.option("--packed", is_flag=True, help="Pack the prompts of a batch into one sequence instead.")
-@click.option("--routing/--no-routing", default=True, show_default=True, help="Compare the experts that tokens go to.")
+@click.option(
+    "--routing/--no-routing", default=True, show_default=True, help="Compare the experts that tokens go to."
+)
 @click.option("--vllm", "engine", metavar="SIZES", help="vLLM's tp= and ep (default: TP over all processes).")
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: bf16 with a GPU, fp32 without.")
 @click.option("--hf-config", type=Place(), help="config.json to read a Megatron checkpoint with.")
 @click.option("--noise", is_flag=True, help="Also compare A with itself, again and in the other dtype.")
 @click.option("--max-abs", type=float, help="Largest |difference| of two logprobs that passes.")
 @click.option("--max-mean-abs", "mean_abs", type=float, help="Largest mean |difference|.")
-@click.option("--max-token-mult-prob-error", "token_mult_prob_error", type=float, help="Largest mean of exp |difference|.")
+@click.option(
+    "--max-token-mult-prob-error",
+    "token_mult_prob_error",
+    type=float,
+    help="Largest mean of exp |difference|.",
+)
 @click.option("--max-kl", "kl", type=float, help="Largest KL over the vocabulary, in nats.")
-@click.option("--min-argmax-agreement", "argmax_agreement", type=float, help="Smallest share of positions with the same best token.")
-@click.option("--max-routing-margin", "routing_margin", type=float, help="How far from a tie a token may be that goes elsewhere.")
-@click.option("--html", type=Place(dir_okay=False, writable=True), help="Also write a report with drawings to this file.")
-@click.option("--locate", "locating", is_flag=True, help="Where parity fails, name the first module that departs.")
+@click.option(
+    "--min-argmax-agreement",
+    "argmax_agreement",
+    type=float,
+    help="Smallest share of positions with the same best token.",
+)
+@click.option(
+    "--max-routing-margin",
+    "routing_margin",
+    type=float,
+    help="How far from a tie a token may be that goes elsewhere.",
+)
+@click.option(
+    "--html",
+    type=Place(dir_okay=False, writable=True),
+    help="Also write a report with drawings to this file.",
+)
+@click.option(
+    "--locate", "locating", is_flag=True, help="Where parity fails, name the first module that departs."
+)
 @layout_options
 @ignore_option
 @json_option
@@ -49,12 +80,15 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Score the same prompts in A and in B, and exit 1 where their logprobs are further apart than the limits.
+    """Score the same prompts in A and in B, and exit 1 where their logprobs are further apart than the
+    limits.
 
-    Each is a Hugging Face directory or hub id, which transformers runs, or a Megatron checkpoint, which Megatron-Core runs; at a layout
-    of several ranks start this under torchrun: torchrun --nproc-per-node 4 --no-python reshard parity A B --tp 2 --pp 2
+    Each is a Hugging Face directory or hub id, which transformers runs, or a Megatron checkpoint, which
+    Megatron-Core runs; at a layout of several ranks start this under torchrun: torchrun --nproc-per-node 4
+    --no-python reshard parity A B --tp 2 --pp 2
 
-    With vllm: before it, vLLM serves it: vllm:HF as vLLM loads it, vllm:MEGATRON refitted from Megatron-Core at the layout.
+    With vllm: before it, vLLM serves it: vllm:HF as vLLM loads it, vllm:MEGATRON refitted from Megatron-Core
+    at the layout.
     """
     if prompts is not None and count is not None:
         raise click.UsageError("--prompts and --random exclude each other")
@@ -67,11 +101,14 @@ def command(
     from reshard.parity.prompts import SERVED, read_prompts, tokenizer_of
 
     if locating and (a.startswith(SERVED) or b.startswith(SERVED)):
-        raise click.UsageError("--locate looks inside transformers and Megatron-Core, not inside vLLM: compare those two")
+        raise click.UsageError(
+            "--locate looks inside transformers and Megatron-Core, not inside vLLM: compare those two"
+        )
     if html is not None:
         folder = Path(html).absolute().parent
         if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise ReshardError(f"--html: {folder} is {'not writable' if folder.is_dir() else 'not a directory; create it first'}")
+            problem = "not writable" if folder.is_dir() else "not a directory; create it first"
+            raise ReshardError(f"--html: {folder} is {problem}")
         if os.environ.get("RANK", "0") == "0":
             _try_to_write(Path(html))
     require("parity", "torch", "transformers", *(["bokeh", "jinja2"] if html is not None else []))
@@ -88,7 +125,9 @@ def command(
     if locating and not found.ok:
         from reshard.parity.locate import locate
 
-        located = locate(a, b, found.worst_prompt, dtype=found.dtype, layout=layout, hf_config=options["hf_config"])
+        located = locate(
+            a, b, found.worst_prompt, dtype=found.dtype, layout=layout, hf_config=options["hf_config"]
+        )
     if not found.first_process:
         raise click.exceptions.Exit(0 if found.ok else 1)
     if as_json:
@@ -96,20 +135,25 @@ def command(
     else:
         _show(found)
         if locating and not found.ok:
-            click.echo(located.sentence if located is not None else "no module's output departs for the worst prompt")
+            click.echo(
+                located.sentence if located is not None else "no module's output departs for the worst prompt"
+            )
     unwritten = _written(found, [a, b], Path(html)) if html is not None else None
     if unwritten is not None:
         click.echo(f"Error: --html: cannot write {html}: {unwritten.strerror}", err=True)
     if not found.ok:
         unknown = all("was not measured" in sentence for sentence in found.exceeded)
-        verdict = "A and B cannot be held against the limits" if unknown else "A and B do not hold the same model"
+        verdict = (
+            "A and B cannot be held against the limits" if unknown else "A and B do not hold the same model"
+        )
         click.echo(f"Error: {verdict}: {'; '.join(found.exceeded)}", err=True)
     if not found.ok or unwritten is not None:
         raise click.exceptions.Exit(1)
 
 
 def _try_to_write(path: Path) -> None:
-    """Raise ReshardError where a file cannot be written, which is better known before an hour of scoring than after it."""
+    """Raise ReshardError where a file cannot be written, which is better known before an hour of scoring than
+    after it."""
     there = path.exists()
     try:
         open(path, "ab").close()
@@ -133,8 +177,13 @@ def _written(found: Any, systems: list[str], path: Path) -> OSError | None:
 
 def _show(found: Any) -> None:
     click.echo(f"A: {found.a}\nB: {found.b}")
-    columns = {"A to B": found.overall} | {name.replace("A", "A to A", 1): metrics for name, metrics in found.noise.items()}
-    click.echo(f"{found.overall.tokens} tokens of {len(found.prompts)} prompts".ljust(36) + "".join(f"{name:>20}" for name in columns))
+    columns = {"A to B": found.overall} | {
+        name.replace("A", "A to A", 1): metrics for name, metrics in found.noise.items()
+    }
+    click.echo(
+        f"{found.overall.tokens} tokens of {len(found.prompts)} prompts".ljust(36)
+        + "".join(f"{name:>20}" for name in columns)
+    )
     for name, value in found.overall.to_dict().items():
         if name == "tokens" or value is None:
             continue
@@ -145,7 +194,10 @@ def _show(found: Any) -> None:
     for sentence in found.unmeasured:
         click.echo(f"note: {sentence}")
     worst = found.worst
-    click.echo(f"worst prompt: {worst} ({found.prompts[worst].tokens} tokens), mean_abs {found.prompts[worst].mean_abs:.6g}")
+    click.echo(
+        f"worst prompt: {worst} ({found.prompts[worst].tokens} tokens), mean_abs "
+        f"{found.prompts[worst].mean_abs:.6g}"
+    )
     click.echo(f"limits: {', '.join(_limits(found))}")
     if found.ok:
         click.echo("A and B hold the same model: every figure is within its limit")

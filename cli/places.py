@@ -9,7 +9,8 @@ from reshard.core.errors import ReshardError
 
 
 class Place(click.Path):
-    """A path or hub id. An empty one, such as of a shell variable that is not set, would be the current directory: it is refused."""
+    """A path or hub id. An empty one, such as of a shell variable that is not set, would be the current
+    directory: it is refused."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not str(value).strip():
@@ -18,8 +19,8 @@ class Place(click.Path):
 
 
 def check_command(source: str, destination: str, megatron: bool) -> None:
-    """Raise ReshardError, with the command that is meant, where a source has the other command's format: with `megatron` it should be a
-    Megatron checkpoint, else a Hugging Face one."""
+    """Raise ReshardError, with the command that is meant, where a source has the other command's format: with
+    `megatron` it should be a Megatron checkpoint, else a Hugging Face one."""
     from reshard.formats import torch_dist
 
     path = Path(source)
@@ -27,6 +28,12 @@ def check_command(source: str, destination: str, megatron: bool) -> None:
         raise ReshardError(f"{source} {'is a file, not a directory' if path.exists() else 'does not exist'}")
     hugging_face = (path / "config.json").is_file() or any(path.glob("*.safetensors"))
     if megatron and hugging_face and torch_dist.find(path) is None:
-        raise ReshardError(f"{source} is a Hugging Face directory, which hf-to-mcore converts: reshard hf-to-mcore {source} {destination}")
+        raise ReshardError(
+            f"{source} is a Hugging Face directory, which hf-to-mcore converts: reshard "
+            f"hf-to-mcore {source} {destination}"
+        )
     if not megatron and not hugging_face and path.is_dir() and torch_dist.find(path) is not None:
-        raise ReshardError(f"{source} is a Megatron checkpoint, which mcore-to-hf converts: reshard mcore-to-hf {source} {destination}")
+        raise ReshardError(
+            f"{source} is a Megatron checkpoint, which mcore-to-hf converts: reshard "
+            f"mcore-to-hf {source} {destination}"
+        )

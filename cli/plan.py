@@ -27,26 +27,80 @@ _RATE = _Rate(min=0, min_open=True)
 
 
 @click.command("plan")
-@click.option("--model", "path", type=Place(), required=True, help="Directory of either format, config.json, or hub id.")
-@click.option("--from", "trainer", required=True, metavar="SIZES", help="Megatron: tp=,pp=,vpp=,ep=,etp=,dp=,cp=,pipeline=, ...")
-@click.option("--to", "engine", required=True, metavar="SIZES", help="vLLM: tp=,pp=,dp=, and ep or ep=round_robin for expert parallelism.")
-@click.option("--colocated/--separate", default=None, help="Same GPUs, or the engine's after the trainer's (default: same where as many).")
+@click.option(
+    "--model", "path", type=Place(), required=True, help="Directory of either format, config.json, or hub id."
+)
+@click.option(
+    "--from",
+    "trainer",
+    required=True,
+    metavar="SIZES",
+    help="Megatron: tp=,pp=,vpp=,ep=,etp=,dp=,cp=,pipeline=, ...",
+)
+@click.option(
+    "--to",
+    "engine",
+    required=True,
+    metavar="SIZES",
+    help="vLLM: tp=,pp=,dp=, and ep or ep=round_robin for expert parallelism.",
+)
+@click.option(
+    "--colocated/--separate",
+    default=None,
+    help="Same GPUs, or the engine's after the trainer's (default: same where as many).",
+)
 @click.option("--gpu-order", help="GPU of each inference rank, such as 0,2,1,3 (colocated).")
 @click.option("--gpus-per-host", type=click.IntRange(min=1), default=8, show_default=True)
-@click.option("--link-rate", type=_RATE, default=370, show_default=True, help="GB/s of a GPU's links within a host, each direction.")
-@click.option("--network-rate", type=_RATE, default=50, show_default=True, help="GB/s of a GPU's network, each direction.")
-@click.option("--memory-rate", type=_RATE, default=4200, show_default=True, help="GB/s of a GPU's memory, reads and writes together.")
+@click.option(
+    "--link-rate",
+    type=_RATE,
+    default=370,
+    show_default=True,
+    help="GB/s of a GPU's links within a host, each direction.",
+)
+@click.option(
+    "--network-rate",
+    type=_RATE,
+    default=50,
+    show_default=True,
+    help="GB/s of a GPU's network, each direction.",
+)
+@click.option(
+    "--memory-rate",
+    type=_RATE,
+    default=4200,
+    show_default=True,
+    help="GB/s of a GPU's memory, reads and writes together.",
+)
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
 @click.option(
-    "--make-vocab-size-divisible-by", "vocab_divisible_by", type=click.IntRange(1, MAX_VOCAB_MULTIPLE), default=128, show_default=True
+    "--make-vocab-size-divisible-by",
+    "vocab_divisible_by",
+    type=click.IntRange(1, MAX_VOCAB_MULTIPLE),
+    default=128,
+    show_default=True,
 )
-@click.option("--transformer-impl", type=click.Choice(["transformer_engine", "local"]), default="transformer_engine", show_default=True)
+@click.option(
+    "--transformer-impl",
+    type=click.Choice(["transformer_engine", "local"]),
+    default="transformer_engine",
+    show_default=True,
+)
 @click.option("--ranks", help="Plan these inference ranks only, such as 0,1,17.")
 @ignore_option
 @json_option
-def command(path: str, trainer: str, engine: str, gpu_order: str | None, dtype: str, ranks: str | None, as_json: bool,
-            **options: Any) -> None:  # fmt: skip
-    """Say what a refit of vLLM from a Megatron trainer would move: bytes in, out and local per GPU, floors, memory, planning time.
+def command(
+    path: str,
+    trainer: str,
+    engine: str,
+    gpu_order: str | None,
+    dtype: str,
+    ranks: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Say what a refit of vLLM from a Megatron trainer would move: bytes in, out and local per GPU, floors,
+    memory, planning time.
 
     Example: reshard plan --model Qwen/Qwen3-32B --from tp=4,pp=2 --to tp=8
     """
@@ -61,7 +115,11 @@ def command(path: str, trainer: str, engine: str, gpu_order: str | None, dtype: 
     for name in ("link_rate", "network_rate", "memory_rate"):
         options[name] *= 1e9
     layouts = Layout(**source), vllm_layout(engine, "--to", {"tp", "pp", "dp"})
-    options |= {"order": _numbers(gpu_order, "--gpu-order"), "ranks": _numbers(ranks, "--ranks"), "itemsize": 4 if dtype == "fp32" else 2}
+    options |= {
+        "order": _numbers(gpu_order, "--gpu-order"),
+        "ranks": _numbers(ranks, "--ranks"),
+        "itemsize": 4 if dtype == "fp32" else 2,
+    }
     model = read_model(path)
     check_ignored(model)
     with progress_bar("plan") as progress:
@@ -76,8 +134,10 @@ def command(path: str, trainer: str, engine: str, gpu_order: str | None, dtype: 
 
 
 def _show(found: Any) -> None:
-    click.echo(f"{found.model}: Megatron {found.trainer} ({found.trainer_ranks} ranks) to vLLM {found.engine} ({found.engine_ranks} ranks) "
-               f"on {'the same' if found.colocated else 'other'} GPUs")  # fmt: skip
+    click.echo(
+        f"{found.model}: Megatron {found.trainer} ({found.trainer_ranks} ranks) to vLLM "
+        f"{found.engine} ({found.engine_ranks} ranks) on {'the same' if found.colocated else 'other'} GPUs"
+    )
     widths = (6, 6, 11, 11, 11, 11, 7, 9, 10)
     heads = ("rank", "GPU", "weights", "local", "host", "network", "peers", "copies", "tables")
     click.echo("".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)))
@@ -91,20 +151,33 @@ def _show(found: Any) -> None:
     if len(shown) < len(found.ranks):
         click.echo(f"   ... and {len(found.ranks) - len(shown)} that receive no more (--json has all)")
     partly = "" if len(found.ranks) == found.engine_ranks else " to these ranks"
-    click.echo(f"trainer's GPUs: weights {size(max(found.trainer_bytes))} at most; out{partly} {size(min(found.out_bytes))} to "
-               f"{size(max(found.out_bytes))}")  # fmt: skip
-    rates = f"{found.link_rate / 1e9:g} GB/s within a host and {found.network_rate / 1e9:g} GB/s between hosts"
-    click.echo(f"wire floor {found.wire_seconds * 1e3:.1f} ms at {rates}; memory floor {found.memory_seconds * 1e3:.1f} ms "
-               f"at {found.memory_rate / 1e9:g} GB/s")  # fmt: skip
     click.echo(
-        "extra memory of a GPU: the tables; where ranks cannot read each other's memory, the buckets (512 MiB unless told otherwise)"
+        f"trainer's GPUs: weights {size(max(found.trainer_bytes))} at most; "
+        f"out{partly} {size(min(found.out_bytes))} to {size(max(found.out_bytes))}"
+    )
+    rates = (
+        f"{found.link_rate / 1e9:g} GB/s within a host and {found.network_rate / 1e9:g} GB/s between hosts"
+    )
+    click.echo(
+        f"wire floor {found.wire_seconds * 1e3:.1f} ms at {rates}; memory floor "
+        f"{found.memory_seconds * 1e3:.1f} ms at {found.memory_rate / 1e9:g} GB/s"
+    )
+    click.echo(
+        "extra memory of a GPU: the tables; where ranks cannot read each other's memory, the buckets (512 "
+        "MiB unless told otherwise)"
     )
     now = sum(r.local_bytes for r in found.ranks)
     if found.order_bytes > now:
         order = ",".join(map(str, found.gpu_order))
-        click.echo(f"with --gpu-order {order} {size(found.order_bytes)} would stay on their GPU instead of {size(now)}")
+        click.echo(
+            f"with --gpu-order {order} {size(found.order_bytes)} would stay on their GPU instead of "
+            f"{size(now)}"
+        )
     total = sum(r.plan_seconds for r in found.ranks)
-    click.echo(f"planned in {found.plan_seconds:.2f} s for a rank at most, {total:.1f} s in all; every plan is proven")
+    click.echo(
+        f"planned in {found.plan_seconds:.2f} s for a rank at most, {total:.1f} s in all; every plan "
+        f"is proven"
+    )
 
 
 def _numbers(text: str | None, option: str) -> list[int] | None:

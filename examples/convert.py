@@ -10,7 +10,9 @@ import reshard
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", help="a Hugging Face directory or hub id")
     parser.add_argument("out", help="a new directory's name: writes OUT-mcore and OUT-hf")
     parser.add_argument("--tp", type=int, default=1)
@@ -20,7 +22,9 @@ def main() -> None:
     layout = reshard.Layout(tp=options.tp, pp=options.pp, ep=options.ep, etp=1)
     try:
         plan = reshard.hf_to_mcore(options.source, f"{options.out}-mcore", layout, dry_run=True)
-        print(f"{plan.tensors} tensors, {plan.written_bytes:,} bytes for ranks {', '.join(plan.bytes_per_rank)}")
+        print(
+            f"{plan.tensors} tensors, {plan.written_bytes:,} bytes for ranks {', '.join(plan.bytes_per_rank)}"
+        )
         reshard.hf_to_mcore(options.source, f"{options.out}-mcore", layout, progress=show)
         reshard.mcore_to_hf(f"{options.out}-mcore", f"{options.out}-hf", progress=show)
         difference = reshard.diff(f"{options.out}-mcore", f"{options.out}-hf")

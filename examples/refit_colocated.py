@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/refit_colocated.py [MODEL] [--layers 4] [--vllm-pp 2]
 
-A GPU for each process. MODEL is a directory with a config.json, or a hub id, of a dense model; without it a small one is made up. Weights
-are random: a trainer would load its own. Without GPUs bytes travel over Gloo, and vLLM's build for the CPU serves.
+A GPU for each process. MODEL is a directory with a config.json, or a hub id, of a dense model; without it a
+small one is made up. Weights are random: a trainer would load its own. Without GPUs bytes travel over Gloo,
+and vLLM's build for the CPU serves.
 """
 
 import argparse
@@ -43,19 +44,37 @@ def main(options: argparse.Namespace, folder: Path) -> None:
     from reshard.trainers.megatron import MegatronModel
 
     config = dict(read_model(options.model).config) if options.model else SMALL
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": options.layers}), encoding="utf-8")
+    (folder / "config.json").write_text(
+        json.dumps(config | {"num_hidden_layers": options.layers}), encoding="utf-8"
+    )
     size = dist.get_world_size()
     with plain_weights():  # vLLM first: it sizes its cache by the memory that is free
-        llm = LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048, enforce_eager=True,
-                  distributed_executor_backend="external_launcher", tensor_parallel_size=size // options.vllm_pp, seed=0,
-                  pipeline_parallel_size=options.vllm_pp, kv_cache_memory_bytes=1 << (30 if cuda else 27))  # fmt: skip
+        llm = LLM(
+            str(folder),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=2048,
+            enforce_eager=True,
+            distributed_executor_backend="external_launcher",
+            tensor_parallel_size=size // options.vllm_pp,
+            seed=0,
+            pipeline_parallel_size=options.vllm_pp,
+            kv_cache_memory_bytes=1 << (30 if cuda else 27),
+        )
     layout = Layout(tp=size)
     initialize_parallel(layout)
-    chunks = build_megatron(read_model(str(folder)), layout, transformer_impl="transformer_engine" if cuda else "local")
+    chunks = build_megatron(
+        read_model(str(folder)), layout, transformer_impl="transformer_engine" if cuda else "local"
+    )
     models = [Float16Module(chunk.config, chunk.cuda() if cuda else chunk) for chunk in chunks]
 
-    link = connect(Members.of_process_group(), source=MegatronModel(models), destination=VllmModel.from_llm(llm))
-    optimizer = torch.optim.SGD([p for model in models for p in model.parameters() if p.requires_grad], lr=0.5)
+    link = connect(
+        Members.of_process_group(), source=MegatronModel(models), destination=VllmModel.from_llm(llm)
+    )
+    optimizer = torch.optim.SGD(
+        [p for model in models for p in model.parameters() if p.requires_grad], lr=0.5
+    )
     there = "cuda" if cuda else "cpu"
     tokens, positions = torch.arange(5, 261, device=there)[None], torch.arange(256, device=there)[None]
     mask = torch.ones(256, 256, dtype=torch.bool, device=there).triu(1)[None, None]
@@ -64,23 +83,32 @@ def main(options: argparse.Namespace, folder: Path) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        report = link.refit(version=step, verify=step == 0)  # digests on the first step; every N steps in a trainer
+        # digests on the first step; every N steps in a trainer
+        report = link.refit(version=step, verify=step == 0)
         llm.reset_prefix_cache()  # what it remembers was computed from the old weights
         greedy = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
         [output] = llm.generate([{"prompt_token_ids": list(range(5, 25))}], greedy, use_tqdm=False)
         if dist.get_rank() == 0:
             received = report.local_bytes + report.peer_bytes + report.staged_bytes + report.bucket_bytes
-            print(f"step {step}: loss {loss.item():.4f}, version {report.version}, {received / 1e6:.1f} MB in "
-                  f"{report.transfer_seconds * 1e3:.1f} ms, then {output.outputs[0].token_ids}", flush=True)  # fmt: skip
+            print(
+                f"step {step}: loss {loss.item():.4f}, version {report.version}, {received / 1e6:.1f} MB "
+                f"in {report.transfer_seconds * 1e3:.1f} ms, then "
+                f"{output.outputs[0].token_ids}",
+                flush=True,
+            )
     dist.barrier()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", nargs="?")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--vllm-pp", type=int, default=1, help="pipeline stages of vLLM; the rest of the processes are its TP")
+    parser.add_argument(
+        "--vllm-pp", type=int, default=1, help="pipeline stages of vLLM; the rest of the processes are its TP"
+    )
     from reshard.megatron.build import without_gpu
 
     with tempfile.TemporaryDirectory() as made, without_gpu():

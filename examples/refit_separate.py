@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 examples/refit_separate.py [MODEL]                     engine on the trainer's GPUs
     torchrun --nproc-per-node 2 examples/refit_separate.py [MODEL] --engine-gpus 2,3   engine on two others
 
-MODEL is a directory with a config.json, or a hub id; without it a small one with experts is made up. Rank 0 starts the engine. A trainer
-with its own scheduler (Ray, say) does the same with its own calls. Without GPUs bytes travel over Gloo, vLLM's build for the CPU serves,
-and does not sleep.
+MODEL is a directory with a config.json, or a hub id; without it a small one with experts is made up. Rank 0
+starts the engine. A trainer with its own scheduler (Ray, say) does the same with its own calls. Without GPUs
+bytes travel over Gloo, vLLM's build for the CPU serves, and does not sleep.
 """
 
 import argparse
@@ -35,11 +35,23 @@ def engine(pipe, gpus: str, folder: str, options: dict) -> None:
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     for name in [n for n in os.environ if n.startswith("TORCHELASTIC") or n in launcher]:
         del os.environ[name]
-    os.environ |= {"CUDA_VISIBLE_DEVICES": gpus, "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    os.environ |= {
+        "CUDA_VISIBLE_DEVICES": gpus,
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
     from vllm import LLM
 
-    llm = LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1024, enforce_eager=True,
-              worker_extension_cls="reshard.engines.vllm.worker.RefitExtension", **options)  # fmt: skip
+    llm = LLM(
+        model=folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=1024,
+        enforce_eager=True,
+        worker_extension_cls="reshard.engines.vllm.worker.RefitExtension",
+        **options,
+    )
     pipe.send("ready")
     while (call := pipe.recv()) is not None:
         method, args, keywords = call
@@ -50,7 +62,9 @@ def engine(pipe, gpus: str, folder: str, options: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", nargs="?")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--engine-gpus", help="default: the trainer's")
@@ -99,12 +113,16 @@ def main() -> None:
             return result
 
     folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": options.layers}), encoding="utf-8")
+    (folder / "config.json").write_text(
+        json.dumps(config | {"num_hidden_layers": options.layers}), encoding="utf-8"
+    )
     if rank == 0:
         pipe, theirs = multiprocessing.Pipe()
         memory = {"gpu_memory_utilization": 0.3} if cuda else {"kv_cache_memory_bytes": 1 << 27}
         settings = memory | {"tensor_parallel_size": tp, "enable_sleep_mode": sleeps}
-        process = multiprocessing.get_context("spawn").Process(target=engine, args=(theirs, gpus, str(folder), settings))
+        process = multiprocessing.get_context("spawn").Process(
+            target=engine, args=(theirs, gpus, str(folder), settings)
+        )
         process.start()
         theirs.close()  # with a copy here the pipe would stay open when the engine's process ends
         print("engine", answer(), flush=True)
@@ -144,12 +162,21 @@ def main() -> None:
         if rank == 0:
             from vllm import SamplingParams
 
-            tell("generate", prompts, SamplingParams(temperature=0, max_tokens=8, detokenize=False), use_tqdm=False)
+            tell(
+                "generate",
+                prompts,
+                SamplingParams(temperature=0, max_tokens=8, detokenize=False),
+                use_tqdm=False,
+            )
             tokens = answer()[0].outputs[0].token_ids
             ways = ("local_bytes", "peer_bytes", "staged_bytes", "bucket_bytes")
             moved = sum(entry[way] for entry in received for way in ways)
-            print(f"step {step}: version {report.version}, {moved / 1e6:.1f} MB in "
-                  f"{max(entry['transfer_seconds'] for entry in received) * 1e3:.1f} ms, then {tokens}", flush=True)  # fmt: skip
+            print(
+                f"step {step}: version {report.version}, {moved / 1e6:.1f} MB in "
+                f"{max(entry['transfer_seconds'] for entry in received) * 1e3:.1f} ms, then "
+                f"{tokens}",
+                flush=True,
+            )
     if rank == 0:
         pipe.send(None)
         process.join(30)

@@ -56,6 +56,10 @@ class Llama(Family):
     # Refused by name: what Megatron-Core has no place for.
     refused = (
         ("hidden_act", ("silu",), "Megatron's --swiglu is SiLU"),
-        ("attention_bias != mlp_bias", (False,), "Megatron's add_bias_linear puts a bias on both or on neither"),
+        (
+            "attention_bias != mlp_bias",
+            (False,),
+            "Megatron's add_bias_linear puts a bias on both or on neither",
+        ),
         ("pretraining_tp", (1,), "the weights of such a checkpoint are the same, but its logits are not"),
     )

@@ -72,11 +72,22 @@ class Qwen3Moe(Family):
         """Experts in every `decoder_sparse_step`-th layer, but for those of `mlp_only_layers`."""
         step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers") or []
         step = 1 if step is None else step
-        if not whole_number(step) or not isinstance(dense, list) or not all(whole_number(layer, 0) for layer in dense):
-            raise ReshardError(f"{where}: decoder_sparse_step {step!r} and mlp_only_layers {dense!r} do not say which layers are dense")
-        sparse = {layer for layer in range(config["num_hidden_layers"]) if (layer + 1) % step == 0} - set(dense)
+        if (
+            not whole_number(step)
+            or not isinstance(dense, list)
+            or not all(whole_number(layer, 0) for layer in dense)
+        ):
+            raise ReshardError(
+                f"{where}: decoder_sparse_step {step!r} and mlp_only_layers {dense!r} do not say which layers are dense"
+            )
+        sparse = {layer for layer in range(config["num_hidden_layers"]) if (layer + 1) % step == 0} - set(
+            dense
+        )
         return tuple("moe" if layer in sparse else "dense" for layer in range(config["num_hidden_layers"]))
 
     def kinds_as_fields(self, pattern):
         """Every layer in turn, and the dense ones by name."""
-        return {"decoder_sparse_step": 1, "mlp_only_layers": [layer for layer, moe in enumerate(pattern) if not moe]}
+        return {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [layer for layer, moe in enumerate(pattern) if not moe],
+        }

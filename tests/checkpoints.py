@@ -16,10 +16,17 @@ from transformers import (
 )
 
 COMMON = dict(
-    vocab_size=1000, hidden_size=64, num_hidden_layers=4, num_attention_heads=8, max_position_embeddings=256, initializer_range=0.05
+    vocab_size=1000,
+    hidden_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    max_position_embeddings=256,
+    initializer_range=0.05,
 )
 GQA = COMMON | dict(num_key_value_heads=2, intermediate_size=96)
-MOE = GQA | dict(head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True)
+MOE = GQA | dict(
+    head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True
+)
 MLA = COMMON | dict(
     intermediate_size=96, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, num_key_value_heads=8,
     n_routed_experts=8, num_experts_per_tok=4, moe_intermediate_size=32, n_shared_experts=1, n_group=4, topk_group=2, first_k_dense_replace=1,
@@ -45,7 +52,10 @@ def rope(parameters: dict) -> dict:
     if int(transformers.__version__.split(".")[0]) >= 5:
         return {"rope_parameters": parameters}
     scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
-    return {"rope_theta": parameters["rope_theta"], "rope_scaling": scaling if scaling["rope_type"] != "default" else None}
+    return {
+        "rope_theta": parameters["rope_theta"],
+        "rope_scaling": scaling if scaling["rope_type"] != "default" else None,
+    }
 
 
 VARIANTS = {
@@ -60,7 +70,9 @@ VARIANTS = {
     "qwen3-yarn": Qwen3Config(**GQA, head_dim=32, tie_word_embeddings=False, **rope(PLAIN_YARN)),
     "qwen3-moe": Qwen3MoeConfig(**MOE, tie_word_embeddings=False),
     "qwen3-moe-mixed": Qwen3MoeConfig(**MOE, tie_word_embeddings=False, mlp_only_layers=[1]),
-    "qwen3-moe-step": Qwen3MoeConfig(**MOE | dict(norm_topk_prob=False), tie_word_embeddings=False, decoder_sparse_step=2),
+    "qwen3-moe-step": Qwen3MoeConfig(
+        **MOE | dict(norm_topk_prob=False), tie_word_embeddings=False, decoder_sparse_step=2
+    ),
     "deepseek-v3": DeepseekV3Config(**MLA, tie_word_embeddings=False, **rope(YARN)),
     "deepseek-v3-no-q-lora": DeepseekV3Config(**MLA | dict(q_lora_rank=None), tie_word_embeddings=False),
     "glm4-moe": Glm4MoeConfig(**GLM, tie_word_embeddings=False),
@@ -96,7 +108,9 @@ SERVED = {
 }  # fmt: skip
 
 
-def make(directory: Path, variant: str, dtype: torch.dtype = torch.float32, seed: int = 0, mtp: bool = False) -> Path:
+def make(
+    directory: Path, variant: str, dtype: torch.dtype = torch.float32, seed: int = 0, mtp: bool = False
+) -> Path:
     """Save a model of this variant with random weights; norms and router biases random too, so that an exchange shows."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config((VARIANTS | OTHERS_OF_DEEPSEEK | SERVED)[variant])
@@ -114,7 +128,11 @@ def make(directory: Path, variant: str, dtype: torch.dtype = torch.float32, seed
         # The published configs have these; transformers' own classes neither read nor write them, vLLM needs them.
         config.pop("num_mtp_layers", None)
         config |= {"num_nextn_predict_layers": int(mtp)}
-        config |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"} if config["model_type"] == "deepseek_v3" else {}
+        config |= (
+            {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+            if config["model_type"] == "deepseek_v3"
+            else {}
+        )
         (directory / "config.json").write_text(json.dumps(config, indent=2))
         if mtp:
             _add_mtp(directory, model, dtype)
@@ -130,7 +148,9 @@ def _add_mtp(directory: Path, model, dtype: torch.dtype) -> None:
     layers, hidden = model.config.num_hidden_layers, model.config.hidden_size
     last = f"model.layers.{layers - 1}."
     for name in [name for name in tensors if name.startswith(last)]:
-        tensors[f"model.layers.{layers}." + name.removeprefix(last)] = torch.randn(tensors[name].shape).mul(0.05).to(tensors[name].dtype)
+        tensors[f"model.layers.{layers}." + name.removeprefix(last)] = (
+            torch.randn(tensors[name].shape).mul(0.05).to(tensors[name].dtype)
+        )
     prefix = f"model.layers.{layers}."
     for name, shape in (("enorm.weight", [hidden]), ("hnorm.weight", [hidden]), ("eh_proj.weight", [hidden, 2 * hidden]),
                         ("shared_head.norm.weight", [hidden])):  # fmt: skip
@@ -143,7 +163,9 @@ def _add_mtp(directory: Path, model, dtype: torch.dtype) -> None:
 def hf_logits(directory: Path, tokens: torch.Tensor, latent_epsilon: float | None = None) -> torch.Tensor:
     """transformers' own logits, ``[batch, sequence, vocabulary]``; `latent_epsilon` is that of the norms inside latent attention, which its
     class takes from no config."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     for name, module in model.named_modules():
         if latent_epsilon is not None and name.endswith("_a_layernorm"):
             module.variance_epsilon = latent_epsilon

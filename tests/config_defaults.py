@@ -23,7 +23,11 @@ def defaults() -> dict[str, dict]:
     found = {}
     for name, family in sorted(families().items()):
         config = PretrainedConfig().to_dict() | CONFIG_MAPPING[name]().to_dict()
-        found[name] = {key: config[key] for key in sorted(config) if key not in family.fields and not family.has_no_effect(key)}
+        found[name] = {
+            key: config[key]
+            for key in sorted(config)
+            if key not in family.fields and not family.has_no_effect(key)
+        }
     return found
 
 

@@ -43,7 +43,9 @@ def saved_as(scheme: str, tensors: dict[str, torch.Tensor]) -> dict[str, Sharded
         for layer, part in enumerate(tensor):
             if scheme == "layers":
                 offsets, options = [(0, layer, len(tensor))], {"prepend_axis_num": 1}
-                state[f"{key} {layer}"] = ShardedTensor.from_rank_offsets(key, part.contiguous(), *offsets, **options)
+                state[f"{key} {layer}"] = ShardedTensor.from_rank_offsets(
+                    key, part.contiguous(), *offsets, **options
+                )
             else:
                 name = f"{stacked[1]}.{layer}.{stacked[2]}"
                 state[name] = ShardedTensor.from_rank_offsets(name, part.contiguous())
@@ -71,7 +73,16 @@ def main(checkpoint: str, expected: str, saved: str) -> None:
         dist_checkpointing.save(saved_as(scheme, tensors), str(Path(saved, scheme)))
     from megatron.core import package_info
 
-    print(json.dumps({"core": package_info.__version__, "torch": metadata.version("torch"), "tensors": len(tensors), "differ": differ}))
+    print(
+        json.dumps(
+            {
+                "core": package_info.__version__,
+                "torch": metadata.version("torch"),
+                "tensors": len(tensors),
+                "differ": differ,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ from pathlib import Path
 def faulty_disk() -> Path:
     """The shared object, built with the system's C compiler."""
     compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
-    assert compiler is not None, "faults of the disk are made by a shared object in C: install a C compiler (cc)"
+    assert compiler is not None, (
+        "faults of the disk are made by a shared object in C: install a C compiler (cc)"
+    )
     library = Path(tempfile.mkdtemp(prefix="faulty-disk-")) / "faulty_disk.so"
     source = Path(__file__).with_name("faulty_disk.c")
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
@@ -33,8 +35,21 @@ def environment(*faults: str, held: Path | None = None) -> dict[str, str]:
     for rule in faults:
         call, path, nth, what = rule.split(":")
         name = what.removeprefix("lose")
-        rules.append(":".join((call, path, nth, what.replace(name, str(getattr(errno, name))) if hasattr(errno, name) else what)))
-    return os.environ | {"LD_PRELOAD": str(faulty_disk()), "FAULTS": " ".join(rules), **({"HELD": str(held)} if held else {})}
+        rules.append(
+            ":".join(
+                (
+                    call,
+                    path,
+                    nth,
+                    what.replace(name, str(getattr(errno, name))) if hasattr(errno, name) else what,
+                )
+            )
+        )
+    return os.environ | {
+        "LD_PRELOAD": str(faulty_disk()),
+        "FAULTS": " ".join(rules),
+        **({"HELD": str(held)} if held else {}),
+    }
 
 
 def command(*args) -> list[str]:
@@ -62,4 +77,6 @@ def cli(*args, faults: tuple[str, ...] = (), **options) -> subprocess.CompletedP
 
 def tree(directory: Path) -> dict[str, bytes]:
     """Every file below a directory, by its path in it."""
-    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()
+    }

@@ -40,7 +40,10 @@ def answers(llm) -> list:
 
     sampling = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=0, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False)
-    return [[[next(iter(p.values())).logprob for p in o.prompt_logprobs[1:]], list(o.outputs[0].token_ids)] for o in outputs]
+    return [
+        [[next(iter(p.values())).logprob for p in o.prompt_logprobs[1:]], list(o.outputs[0].token_ids)]
+        for o in outputs
+    ]
 
 
 def refit_and_serve(cases: list) -> dict:
@@ -73,10 +76,18 @@ def refit_and_serve(cases: list) -> dict:
                 trainer.load(Path(mcore))
             link.refit(version, verify=True)
             served.append(answers(llm))
-        moved = [key for key, tensor in VllmModel.from_llm(llm).tensors.items() if tensor.data_ptr() != addresses[key]]
+        moved = [
+            key
+            for key, tensor in VllmModel.from_llm(llm).tensors.items()
+            if tensor.data_ptr() != addresses[key]
+        ]
         # Half-written weights are not served, and a whole refit mends them.
         destination.begin()
-        refused = caught(partial(llm.generate, [{"prompt_token_ids": PROMPTS[0]}], SamplingParams(max_tokens=1), use_tqdm=False))
+        refused = caught(
+            partial(
+                llm.generate, [{"prompt_token_ids": PROMPTS[0]}], SamplingParams(max_tokens=1), use_tqdm=False
+            )
+        )
         link.refit(2)
         mended = answers(llm)
         trainer.close()
@@ -135,12 +146,18 @@ async def _engine_of_its_own(pairs: list, port: int) -> dict:
 
     async def both(method: str, arguments: tuple, mine, *more):
         """The engine's side and the trainer's at once; what each returns or raises."""
-        return await asyncio.gather(llm.collective_rpc(method, args=arguments), asyncio.to_thread(mine, *more), return_exceptions=True)
+        return await asyncio.gather(
+            llm.collective_rpc(method, args=arguments), asyncio.to_thread(mine, *more), return_exceptions=True
+        )
 
     async def request(count: int, seen: list | None = None, **sampling):
         """Prompt logprobs and `count` greedy tokens; `seen` grows while they come."""
-        wanted = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, detokenize=False, **sampling)
-        async for output in llm.generate({"prompt_token_ids": PROMPTS[0]}, wanted, f"request {next(numbers)}"):
+        wanted = SamplingParams(
+            max_tokens=count, temperature=0, ignore_eos=True, detokenize=False, **sampling
+        )
+        async for output in llm.generate(
+            {"prompt_token_ids": PROMPTS[0]}, wanted, f"request {next(numbers)}"
+        ):
             if seen is not None:
                 seen.append(len(output.outputs[0].token_ids))
         logprobs = [next(iter(p.values())).logprob for p in (output.prompt_logprobs or ())[1:]]
@@ -210,8 +227,13 @@ def compare(cases: list, other: str) -> dict:
     options = {"prompts": 6, "lengths": (9, 33)}
     _, hf, mcore = cases[0]
     llm = engine(hf)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], SamplingParams(prompt_logprobs=1, detokenize=False))
-    none = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], SamplingParams(detokenize=False))
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in PROMPTS],
+        SamplingParams(prompt_logprobs=1, detokenize=False),
+    )
+    none = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in PROMPTS], SamplingParams(detokenize=False)
+    )
     live = parity(LiveVllm(llm), hf, PROMPTS).to_dict()
     short, stray = copy.copy(outputs[1]), copy.copy(outputs[2])
     short.prompt_logprobs = short.prompt_logprobs[:-2]

@@ -12,7 +12,16 @@ UV = [sys.executable, "-m", "uv"]
 
 def clean() -> dict[str, str]:
     """The environment variables without those that name this process's Python packages or a run of several processes."""
-    ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    ours = {
+        "PYTHONPATH",
+        "PYTHONHOME",
+        "VIRTUAL_ENV",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    }
     return {name: value for name, value in os.environ.items() if name not in ours}
 
 
@@ -25,7 +34,9 @@ def attempt(command: Sequence[str | Path], **options) -> subprocess.CompletedPro
 def run(command: Sequence[str | Path], **options) -> str:
     """What a command prints; AssertionError, with the end of what it said, where it fails."""
     done = attempt(command, **options)
-    assert not done.returncode, f"{' '.join(map(str, command))} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"
+    assert not done.returncode, (
+        f"{' '.join(map(str, command))} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"
+    )
     return done.stdout
 
 
@@ -36,7 +47,9 @@ def build(folder: Path) -> tuple[Path, Path]:
     return wheel, sdist
 
 
-def environment(folder: Path, packages: Sequence[str | Path], python: str | None = None, options: Sequence[str] = ()) -> Path:
+def environment(
+    folder: Path, packages: Sequence[str | Path], python: str | None = None, options: Sequence[str] = ()
+) -> Path:
     """A new virtual environment with these packages, in `folder`; its Python. `python` is a version, default: this one."""
     chosen = interpreter(python) if python else sys.executable
     run([*UV, "venv", "--quiet", "--python", chosen, folder])
@@ -47,7 +60,14 @@ def environment(folder: Path, packages: Sequence[str | Path], python: str | None
 
 def interpreter(version: str) -> str:
     """A Python of this version (``3.11``). Raises LookupError where this machine has none."""
-    for there in (version, *sorted(Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(f"versions/{version}.*/bin/python"))):
+    for there in (
+        version,
+        *sorted(
+            Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(
+                f"versions/{version}.*/bin/python"
+            )
+        ),
+    ):
         found = attempt([*UV, "python", "find", "--offline", "--no-project", there])
         if not found.returncode:
             return found.stdout.strip()

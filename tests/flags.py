@@ -11,7 +11,12 @@ from reshard.megatron.args import arguments, command_line, version_of
 from reshard.models.model import Model
 from tests.checkpoints import VARIANTS
 
-LAYOUTS = (Layout(), Layout(tp=2, pp=2, vpp=2), Layout(pp=2, first_stage_layers=1), Layout(tp=2, pp=2, pipeline="Et|tttL"))
+LAYOUTS = (
+    Layout(),
+    Layout(tp=2, pp=2, vpp=2),
+    Layout(pp=2, first_stage_layers=1),
+    Layout(tp=2, pp=2, pipeline="Et|tttL"),
+)
 PARSER = Path(__file__).with_name("parse_flags.py")
 
 
@@ -20,7 +25,9 @@ def cases() -> list[dict]:
     found = []
     for name, config in VARIANTS.items():
         model = Model.from_hf(
-            config.to_dict() | ({"topk_method": "noaux_tc", "scoring_func": "sigmoid"} if "deepseek" in name else {}), name
+            config.to_dict()
+            | ({"topk_method": "noaux_tc", "scoring_func": "sigmoid"} if "deepseek" in name else {}),
+            name,
         )
         for layout in LAYOUTS:
             for impl in ("local", "transformer_engine"):
@@ -41,6 +48,8 @@ def lines_for(version: str) -> tuple[list[str], list[str]]:
 
 def complaints(tree: Path, lines: list[str], python: str | Path = sys.executable) -> list[str]:
     """What the parser in `tree` says of each line: nothing where it takes it."""
-    done = subprocess.run([python, PARSER, tree], input=json.dumps(lines), capture_output=True, text=True, timeout=900, cwd="/")
+    done = subprocess.run(
+        [python, PARSER, tree], input=json.dumps(lines), capture_output=True, text=True, timeout=900, cwd="/"
+    )
     assert not done.returncode, done.stderr[-3000:]
     return json.loads(done.stdout)

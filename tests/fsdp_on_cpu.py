@@ -27,7 +27,9 @@ def sharded(directory: str, mesh: dict[str, int], dtype: torch.dtype = torch.bfl
             plan = {}
             for name, module in layer.named_modules():
                 if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] in COLWISE + ROWWISE:
-                    plan[name] = ColwiseParallel() if name.rpartition(".")[2] in COLWISE else RowwiseParallel()
+                    plan[name] = (
+                        ColwiseParallel() if name.rpartition(".")[2] in COLWISE else RowwiseParallel()
+                    )
             parallelize_module(layer, devices["tp"], plan)
     data = devices[tuple(name for name in mesh if name != "tp")]
     for layer in model.model.layers:
@@ -48,7 +50,9 @@ def everything(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def refit_twice(rank: int, sides: dict, mesh: dict[str, int], checkpoints: list[str], engine: dict, moving: bool = False):
+def refit_twice(
+    rank: int, sides: dict, mesh: dict[str, int], checkpoints: list[str], engine: dict, moving: bool = False
+):
     """Refit from each of two Hugging Face directories in turn; as `refit_on_cpu.refit_twice`. With `moving` the model is moved and run
     before each refit."""
     is_trainer, is_engine, members = start(rank, sides)
@@ -68,7 +72,9 @@ def refit_twice(rank: int, sides: dict, mesh: dict[str, int], checkpoints: list[
             model.to(torch.float64).to(torch.bfloat16) if step else model.to("cpu")
             with torch.no_grad():
                 model(torch.arange(8)[None])  # after which the outermost module keeps its parameters whole
-            whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+            whole = [
+                name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)
+            ]
             assert "lm_head.weight" in whole
         reports.append(link.refit(verify=True).to_dict())
         held.append(fingerprint(destination.module) if destination else None)
@@ -85,7 +91,9 @@ def refused(rank: int, sides: dict, mesh: dict[str, int], checkpoint: str, what:
         if what == "config":
             model.config.rms_norm_eps = 0.5
         if what == "one too many":
-            model.model.layers[0].self_attn.register_parameter("adapter", torch.nn.Parameter(torch.zeros(4, 4)))
+            model.model.layers[0].self_attn.register_parameter(
+                "adapter", torch.nn.Parameter(torch.zeros(4, 4))
+            )
         if what == "elsewhere":
             model.model.layers[1].to_empty(device="meta")
         return FsdpModel(model)
@@ -93,4 +101,6 @@ def refused(rank: int, sides: dict, mesh: dict[str, int], checkpoint: str, what:
     def destination() -> VllmModel:
         return VllmModel(*vllm_on_cpu.build(checkpoint, load_format="dummy"))
 
-    return caught(lambda: connect(members, source if is_trainer else None, destination if is_engine else None))
+    return caught(
+        lambda: connect(members, source if is_trainer else None, destination if is_engine else None)
+    )

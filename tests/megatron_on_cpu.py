@@ -22,8 +22,15 @@ import numpy
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
-from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator, unset_num_microbatches_calculator
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.num_microbatches_calculator import (
+    init_num_microbatches_calculator,
+    unset_num_microbatches_calculator,
+)
 from megatron.core.tensor_parallel import random as tp_random
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import MegatronModule, multi_latent_attention
@@ -64,7 +71,17 @@ class _Tracker:
 class PlainAttention(MegatronModule):
     """Causal softmax attention over [sequence, batch, heads, dim], with value heads of a size of their own."""
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, k_channels=None, v_channels=None, **_):
+    def __init__(
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        softmax_scale=None,
+        k_channels=None,
+        v_channels=None,
+        **_,
+    ):
         super().__init__(config=config)
         self.scale = softmax_scale
 
@@ -83,7 +100,9 @@ def without_cuda() -> None:
     torch.Tensor.cuda = lambda self, *a, **k: self
     torch.cuda.empty_cache = lambda *a: None
     plain_tensor = torch.tensor
-    torch.tensor = lambda *a, **k: plain_tensor(*a, **(k | {"device": None} if k.get("device") == "cuda" else k))
+    torch.tensor = lambda *a, **k: plain_tensor(
+        *a, **(k | {"device": None} if k.get("device") == "cuda" else k)
+    )
     torch.cuda.get_rng_state = lambda *a, **k: torch.zeros(1)
     for module in (tp_random, sys.modules["megatron.core.tensor_parallel.layers"], sys.modules["megatron.core.tensor_parallel"],
                    sys.modules["megatron.core.transformer.moe.experts"], sys.modules["megatron.core.transformer.transformer_block"],
@@ -94,7 +113,9 @@ def without_cuda() -> None:
     filesystem_async.get_write_results_queue = lambda *a: results
     # A pull of YaRN's table: it asks for the current CUDA device where use_cpu_initialization is not passed on.
     plain_yarn = multi_latent_attention.YarnRotaryEmbedding
-    multi_latent_attention.YarnRotaryEmbedding = lambda *a, **k: plain_yarn(*a, **(k | {"use_cpu_initialization": True}))
+    multi_latent_attention.YarnRotaryEmbedding = lambda *a, **k: plain_yarn(
+        *a, **(k | {"use_cpu_initialization": True})
+    )
 
 
 def parse(flags: list[str], world_size: int = 1):
@@ -124,7 +145,9 @@ def build(flags: list[str], parallel_output: bool = False):
             args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
         )
     global_vars.set_args(args)
-    init_num_microbatches_calculator(0, None, args.global_batch_size, args.micro_batch_size, args.data_parallel_size)
+    init_num_microbatches_calculator(
+        0, None, args.global_batch_size, args.micro_batch_size, args.data_parallel_size
+    )
     mpu.initialize_model_parallel(
         args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size, expert_tensor_parallel_size=args.expert_tensor_parallel_size,
@@ -136,8 +159,12 @@ def build(flags: list[str], parallel_output: bool = False):
     models = []
     for stage in range(chunks):
         vp_stage = stage if chunks > 1 else None
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
-        layer_specs = get_gpt_decoder_layer_specs(config, use_transformer_engine=False, normalization="RMSNorm")
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+        )
+        layer_specs = get_gpt_decoder_layer_specs(
+            config, use_transformer_engine=False, normalization="RMSNorm"
+        )
         for layer in (*spec.layer_specs, *layer_specs):
             attention = layer.submodules.self_attention.submodules
             if config.multi_latent_attention:
@@ -147,10 +174,14 @@ def build(flags: list[str], parallel_output: bool = False):
                     # Megatron 0.19 on would put a second norm before linear_q_proj, which no published model has.
                     attention.q_layernorm = IdentityOp
                 if config.q_lora_rank is None and mla_qk_norm_config is not None:
-                    mla_qk_norm_config.QKNormConfigResolver._mla_fused_linear_or_default = lambda self, linear, name: linear
+                    mla_qk_norm_config.QKNormConfigResolver._mla_fused_linear_or_default = (
+                        lambda self, linear, name: linear
+                    )
         mtp = None
         if config.mtp_num_layers:
-            mtp = get_gpt_mtp_block_spec(config, layer_specs[-1], use_transformer_engine=False, vp_stage=vp_stage)
+            mtp = get_gpt_mtp_block_spec(
+                config, layer_specs[-1], use_transformer_engine=False, vp_stage=vp_stage
+            )
         model = GPTModel(
             config, spec, vocab_size=args.padded_vocab_size, max_sequence_length=args.max_position_embeddings,
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage) if chunks > 1 else mpu.is_pipeline_first_stage(),
@@ -227,14 +258,18 @@ def build_and_run(rank: int, config: dict, layout: dict, directory: str, tokens:
     models = build_megatron(Model.from_hf(config), sizes, transformer_impl="local", dtype=torch.float32, parallel_output=False,
                             use_cpu_initialization=True, masked_softmax_fusion=False)  # fmt: skip
     metadata = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
-    state = {f"model{i}": model.eval().sharded_state_dict(metadata=metadata) for i, model in enumerate(models)}
+    state = {
+        f"model{i}": model.eval().sharded_state_dict(metadata=metadata) for i, model in enumerate(models)
+    }
     loaded = dist_checkpointing.load(state, directory)
     for i, model in enumerate(models):
         model.load_state_dict(loaded[f"model{i}"])
     return logits(models, tokens)
 
 
-def load_and_save(rank: int, flags: list[str], source: str, directory: str, training: bool = False, singleton: bool = False) -> None:
+def load_and_save(
+    rank: int, flags: list[str], source: str, directory: str, training: bool = False, singleton: bool = False
+) -> None:
     """Build, load with Megatron-LM's code, save with Megatron-Core's; `training` adds the state of an optimizer and RNGs."""
     models, args = build(flags)
     load(models, args, source)
@@ -253,7 +288,13 @@ def training_state(models) -> dict:
         f"{kind}.{name}": ShardedTensor.from_rank_offsets(f"optimizer.state.{kind}.{name}", torch.ones(4), (0, rank, size))
         for kind in ("exp_avg", "exp_avg_sq", "fp32_param") for name in ("decoder.layers.mlp.linear_fc1.weight", "output_layer.weight")
     }  # fmt: skip
-    rng = [{"random_rng_state": (3, (1, 2), None), "torch_rng_state": torch.get_rng_state(), "np_rng_state": numpy.random.get_state()}]
+    rng = [
+        {
+            "random_rng_state": (3, (1, 2), None),
+            "torch_rng_state": torch.get_rng_state(),
+            "np_rng_state": numpy.random.get_state(),
+        }
+    ]
     return {
         "optimizer": {"state": moments, "param_groups": [{"lr": 1e-4, "betas": (0.9, 0.95), "params": [0, 1]}]},
         "rng_state": ShardedObject("rng_state", rng, (size,), (rank,), replica_id=0),
@@ -273,17 +314,27 @@ def configs(rank: int, command_lines: list[tuple[list[str], int]]) -> list[dict]
     the model besides."""
     found = []
     for flags, world_size in command_lines:
-        args = parsed([*flags, "--micro-batch-size", "1", "--no-rope-fusion"], world_size)  # which needs Transformer Engine
+        args = parsed(
+            [*flags, "--micro-batch-size", "1", "--no-rope-fusion"], world_size
+        )  # which needs Transformer Engine
         with contextlib.redirect_stdout(io.StringIO()):
             config = core_transformer_config_from_args(args)
         values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)} | {
             name: value for name, value in vars(config).items() if name.startswith("yarn_")
         }
-        plain = {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str, list, tuple, type(None)))}
+        plain = {
+            name: value
+            for name, value in values.items()
+            if isinstance(value, (bool, int, float, str, list, tuple, type(None)))
+        }
         of_model = ("position_embedding_type", "rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor", "use_rope_scaling",
                     "rope_scaling_factor", "untie_embeddings_and_output_weights", "max_position_embeddings", "tokenizer_type", "seq_length",
                     "padded_vocab_size", "group_query_attention", "mtp_num_layers", "vocab_size")  # fmt: skip
-        found.append(plain | {"activation_func": config.activation_func.__name__} | {name: getattr(args, name) for name in of_model})
+        found.append(
+            plain
+            | {"activation_func": config.activation_func.__name__}
+            | {name: getattr(args, name) for name in of_model}
+        )
     return found
 
 
@@ -298,9 +349,15 @@ def restored(rank: int, cases: list[tuple[list[str], str, list[str]]]) -> list[d
     found = []
     for flags, directory, passed in cases:
         given = parsed([*flags, "--micro-batch-size", "1"])
-        taken = parsed([*passed, "--micro-batch-size", "1", "--load", directory, "--use-checkpoint-args"], take=take)
+        taken = parsed(
+            [*passed, "--micro-batch-size", "1", "--load", directory, "--use-checkpoint-args"], take=take
+        )
         told = {"load", "use_checkpoint_args", "iteration"}
-        differing = {name for name in vars(given) if name not in told and getattr(given, name) != getattr(taken, name, None)}
+        differing = {
+            name
+            for name in vars(given)
+            if name not in told and getattr(given, name) != getattr(taken, name, None)
+        }
         found.append({name: (getattr(given, name), getattr(taken, name, None)) for name in sorted(differing)})
     return found
 
@@ -314,12 +371,18 @@ def arguments(rank: int) -> tuple[dict, dict]:
     add_megatron_arguments(parser)
     titles = {"transformer configuration", "network size", "moe", "mla", "experimental_attention_variant", "heterogeneous architecture",
               "experimental", "training"}  # fmt: skip
-    listed = [action for group in parser._action_groups if group.title in titles for action in group._group_actions]
-    actions = {action.dest: repr(action.default) for action in reversed(listed)}  # of two for one argument the first has its default
+    listed = [
+        action for group in parser._action_groups if group.title in titles for action in group._group_actions
+    ]
+    actions = {
+        action.dest: repr(action.default) for action in reversed(listed)
+    }  # of two for one argument the first has its default
     return actions, {field.name: repr(field.default) for field in dataclasses.fields(MLATransformerConfig)}
 
 
-def as_trainers(rank: int, config: dict, command_lines: list[list[str]], changes: list[tuple[str, object]]) -> list[str]:
+def as_trainers(
+    rank: int, config: dict, command_lines: list[list[str]], changes: list[tuple[str, object]]
+) -> list[str]:
     """What is said of models with these flags, and of the first of them with attributes changed, as trainers of an engine that serves a
     Hugging Face config."""
     from reshard.models.model import Model
@@ -353,11 +416,16 @@ def training_loss(rank: int, flags: list[str], directory: str, tokens: torch.Ten
     torch.manual_seed(1 + rank)
     inputs, labels = tokens[:, :-1], tokens[:, 1:].contiguous()
     n = inputs.shape[1]
-    positions, mask = torch.arange(n)[None].expand_as(inputs), torch.ones(n, n, dtype=torch.bool).triu(1)[None, None]
+    positions, mask = (
+        torch.arange(n)[None].expand_as(inputs),
+        torch.ones(n, n, dtype=torch.bool).triu(1)[None, None],
+    )
     return float(model.train()(inputs, positions, mask, labels=labels).mean())
 
 
-def stages(rank: int, layers: int, pp: int, vpp: int, flags: dict, embedding: bool, loss: bool, layout: str | None) -> list:
+def stages(
+    rank: int, layers: int, pp: int, vpp: int, flags: dict, embedding: bool, loss: bool, layout: str | None
+) -> list:
     """Megatron's own answer to which layers are where, as [pp rank][virtual stage]."""
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -392,4 +460,10 @@ def pipelines(rank: int, texts: list[str]) -> list[list[str]]:
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     letters = {"embedding": "E", "loss": "L", "decoder": "t", "mtp": "m"}
-    return [["".join(letters[kind.name] for kind in row) for row in PipelineParallelLayerLayout.parse_str_to_list(text)] for text in texts]
+    return [
+        [
+            "".join(letters[kind.name] for kind in row)
+            for row in PipelineParallelLayerLayout.parse_str_to_list(text)
+        ]
+        for text in texts
+    ]

@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 HUGE_BYTES = 3 << 30
 NUMBERS: list[Any] = [
@@ -31,7 +36,19 @@ Mutation = Callable[[random.Random, Path], str]
 def extreme(rng: random.Random, value: Any) -> Any:
     """Something that may stand where `value` stood: often a number near it, sometimes another kind of thing."""
     if type(value) is int and rng.random() < 0.5:
-        return rng.choice([value + 1, value - 1, -value, value * 2, value // 2, value * 10**9, float(value), str(value), bool(value)])
+        return rng.choice(
+            [
+                value + 1,
+                value - 1,
+                -value,
+                value * 2,
+                value // 2,
+                value * 10**9,
+                float(value),
+                str(value),
+                bool(value),
+            ]
+        )
     return copy.deepcopy(rng.choice(VALUES))
 
 
@@ -41,7 +58,21 @@ def extreme(rng: random.Random, value: Any) -> Any:
 def raw(rng: random.Random, path: Path) -> str:
     """Damage that knows nothing of the format."""
     how = rng.choice(
-        ["truncated", "emptied", "bytes", "bytes", "bytes", "grown", "sparse", "removed", "directory", "pipe", "link", "cut", "zeros"]
+        [
+            "truncated",
+            "emptied",
+            "bytes",
+            "bytes",
+            "bytes",
+            "grown",
+            "sparse",
+            "removed",
+            "directory",
+            "pipe",
+            "link",
+            "cut",
+            "zeros",
+        ]
     )
     data = path.read_bytes()
     if how == "truncated":
@@ -97,7 +128,20 @@ def change_json(rng: random.Random, value: Any) -> tuple[str, str]:
     shallow = [place for place in places if len(place) <= 2] or [()]
     place = rng.choice(rng.choice([places, shallow]) or [()])
     how = rng.choice(
-        ["value", "value", "value", "value", "removed", "twice", "swapped", "moved", "deep", "deep in place", "other root", "added"]
+        [
+            "value",
+            "value",
+            "value",
+            "value",
+            "removed",
+            "twice",
+            "swapped",
+            "moved",
+            "deep",
+            "deep in place",
+            "other root",
+            "added",
+        ]
     )
     note = f"{how} {'.'.join(map(str, place))[:80]}"
     if how == "other root" or not place:
@@ -154,14 +198,19 @@ def safetensors_header(rng: random.Random, path: Path) -> str:
         a = rng.choice(names)
         alike = [n for n in names if header[n]["shape"] == header[a]["shape"]]
         b = rng.choice(alike)
-        header[a]["data_offsets"], header[b]["data_offsets"] = header[b]["data_offsets"], header[a]["data_offsets"]
+        header[a]["data_offsets"], header[b]["data_offsets"] = (
+            header[b]["data_offsets"],
+            header[a]["data_offsets"],
+        )
         text, note = json.dumps(header), f"places of {a} and {b} swapped"
     elif how == "many names":
         extra = ", ".join(f'"n{i % 59_999}": {{}}' for i in range(60_000))
         text, note = json.dumps(header)[:-1] + f", {extra}}}", "60,000 names, one twice"
     elif how == "name":
         a = rng.choice(names)
-        new = rng.choice([rng.choice(names), "x" * 100_000, "", a + "\n", a.upper(), "\ud800", "__metadata__"])
+        new = rng.choice(
+            [rng.choice(names), "x" * 100_000, "", a + "\n", a.upper(), "\ud800", "__metadata__"]
+        )
         header[new] = header.pop(a)
         text, note = json.dumps(header), f"{a} renamed {new[:60]!r}"
     else:
@@ -196,11 +245,31 @@ def change_pickle(rng: random.Random, data: bytes, same_length: bool = False) ->
     if same_length:
         i = rng.choice(integers)
         name, arg, _ = ops[i]
-        form, least, most = {"BININT": ("<i", -(2**31), 2**31 - 1), "BININT1": ("<B", 0, 255), "BININT2": ("<H", 0, 65535)}[name]
-        new = rng.choice([n for n in (least, most, 0, 1, arg + 1, arg - 1, -arg, arg // 2, arg * 2) if least <= n <= most])
+        form, least, most = {
+            "BININT": ("<i", -(2**31), 2**31 - 1),
+            "BININT1": ("<B", 0, 255),
+            "BININT2": ("<H", 0, 65535),
+        }[name]
+        new = rng.choice(
+            [n for n in (least, most, 0, 1, arg + 1, arg - 1, -arg, arg // 2, arg * 2) if least <= n <= most]
+        )
         pieces[i] = pieces[i][:1] + struct.pack(form, new)
         return b"".join(pieces), f"{name} {arg} at {ops[i][2]} is {new}"
-    how = rng.choice(["integer", "integer", "integer", "value", "swap integers", "swap texts", "text", "drop", "twice", "bomb", "name"])
+    how = rng.choice(
+        [
+            "integer",
+            "integer",
+            "integer",
+            "value",
+            "swap integers",
+            "swap texts",
+            "text",
+            "drop",
+            "twice",
+            "bomb",
+            "name",
+        ]
+    )
     at = rng.randrange(1, len(pieces))
     if how in ("integer", "value") and integers:
         i = rng.choice(integers if how == "integer" else integers + texts)
@@ -213,13 +282,20 @@ def change_pickle(rng: random.Random, data: bytes, same_length: bool = False) ->
         note = f"{ops[i][1]!s:.60} and {ops[j][1]!s:.60} swapped"
     elif how == "text" and texts:
         i = rng.choice(texts)
-        new = rng.choice([ops[i][1] + "x", "", "..", "/etc/passwd", "\0", "x" * 5000, ops[i][1].upper()]).encode()
+        new = rng.choice(
+            [ops[i][1] + "x", "", "..", "/etc/passwd", "\0", "x" * 5000, ops[i][1].upper()]
+        ).encode()
         pieces[i] = b"X" + struct.pack("<I", len(new)) + new
         note = f"{ops[i][1]!s:.60} is {new[:60]!r}"
     elif how == "bomb":
         number = [b"j" + struct.pack("<I", 10_000 + i) for i in range(65)]
         store = [b"r" + get[1:] + b"0" for get in number]
-        tower = b"N\x85" + store[0] + b"".join(number[i] * 2 + b"\x86" + store[i + 1] for i in range(64)) + number[64]
+        tower = (
+            b"N\x85"
+            + store[0]
+            + b"".join(number[i] * 2 + b"\x86" + store[i + 1] for i in range(64))
+            + number[64]
+        )
         note, piece = rng.choice([
             ("memo index", b"r\xff\xff\xff\x1f"), ("deep", b"(" * 100_000), ("deep lists", b"]" * 100_000 + b"a" * 99_999 + b"0"),
             ("counted bytes", b"\x8e" + struct.pack("<Q", 2**62)), ("shared tuples", tower + b"0"),
@@ -261,7 +337,11 @@ def metadata_entries(rng: random.Random, path: Path) -> str:
                       "other kind", "same place", "dtype", "chunk twice", "no sizes", "whole", "unknown key"])  # fmt: skip
     note = f"{how} {key}"
     if how.startswith("places") or how == "same place":
-        others = places if how == "places of one key" else [i for i in storage if storage[i].length == storage[index].length]
+        others = (
+            places
+            if how == "places of one key"
+            else [i for i in storage if storage[i].length == storage[index].length]
+        )
         other = rng.choice(others)
         a, b = copy.copy(storage[index]), copy.copy(storage[other])
         storage[index] = b
@@ -294,9 +374,13 @@ def metadata_entries(rng: random.Random, path: Path) -> str:
     elif how == "other kind":
         state[key] = rng.choice([BytesStorageMetadata(), None, 5, [], state[rng.choice(keys)]])
     elif how == "dtype":
-        state[key].properties.dtype = rng.choice([torch.float32, torch.int16, torch.float16, torch.complex64, torch.bool, torch.float64])
+        state[key].properties.dtype = rng.choice(
+            [torch.float32, torch.int16, torch.float16, torch.complex64, torch.bool, torch.float64]
+        )
     elif how == "chunk twice":
-        state[key].chunks.append(rng.choice([chunk, ChunkStorageMetadata(chunk.offsets, torch.Size([1] * len(chunk.sizes)))]))
+        state[key].chunks.append(
+            rng.choice([chunk, ChunkStorageMetadata(chunk.offsets, torch.Size([1] * len(chunk.sizes)))])
+        )
     elif how == "no sizes":
         chunk_fields = rng.choice(["offsets", "sizes"])
         object.__delattr__(chunk, chunk_fields)
@@ -336,7 +420,9 @@ def zip_fields(rng: random.Random, data: bytes) -> tuple[bytes, str]:
     start, (at, form) = rng.choice(starts), rng.choice(fields)
     most = 0xFFFF if form == "H" else 0xFFFFFFFF
     (old,) = struct.unpack_from("<" + form, spoiled, start + at)
-    new = rng.choice([0, 1, most, most - 1, most // 2, (old + 1) & most, (old - 1) & most, rng.randrange(most)])
+    new = rng.choice(
+        [0, 1, most, most - 1, most // 2, (old + 1) & most, (old - 1) & most, rng.randrange(most)]
+    )
     struct.pack_into("<" + form, spoiled, start + at, new)
     return bytes(spoiled), f"{kind!r} field {at}: {old} is {new}"
 
@@ -413,10 +499,16 @@ def chunk_tensor(rng: random.Random, tensor: torch.Tensor) -> tuple[bytes, str]:
     """Another way to save a chunk's tensor, or another tensor in its place, as torch writes it."""
     flat = tensor.contiguous().flatten()
     ways: dict[str, Callable[[], Any]] = {
-        "a view into a larger storage": lambda: torch.cat([flat[:5] + 1, flat, flat[:3]])[5 : 5 + flat.numel()].view(tensor.shape),
-        "transposed strides": lambda: tensor.t().contiguous().t() if tensor.dim() == 2 else tensor.contiguous(),
+        "a view into a larger storage": lambda: torch.cat([flat[:5] + 1, flat, flat[:3]])[
+            5 : 5 + flat.numel()
+        ].view(tensor.shape),
+        "transposed strides": lambda: (
+            tensor.t().contiguous().t() if tensor.dim() == 2 else tensor.contiguous()
+        ),
         "an expanded view": lambda: (
-            flat[:1].expand(flat.numel()).view(tensor.shape) if tensor.dim() == 1 else flat[:1].expand(tensor.shape)
+            flat[:1].expand(flat.numel()).view(tensor.shape)
+            if tensor.dim() == 1
+            else flat[:1].expand(tensor.shape)
         ),
         "a parameter": lambda: torch.nn.Parameter(tensor),
         "another dtype": lambda: tensor.to(rng.choice([torch.float64, torch.float16, torch.int16])),
@@ -441,7 +533,13 @@ def chunk(rng: random.Random, directory: Path) -> str:
     if not path.is_file():
         return "nothing: another mutation has taken .metadata away"
     metadata = pickle.loads(path.read_bytes())
-    index = rng.choice([i for i in metadata.storage_data if isinstance(metadata.state_dict_metadata[i.fqn], TensorStorageMetadata)])
+    index = rng.choice(
+        [
+            i
+            for i in metadata.storage_data
+            if isinstance(metadata.state_dict_metadata[i.fqn], TensorStorageMetadata)
+        ]
+    )
     place = metadata.storage_data[index]
     file = directory / place.relative_path
     if not file.is_file():

@@ -19,7 +19,13 @@ def use_disk_commands(python: str | Path, source: Path, folder: Path) -> None:
     """
 
     def reshard(*arguments: str | Path) -> dict:
-        done = run([str(python), "-m", "reshard", *map(str, arguments), "--json"], capture_output=True, text=True, cwd=folder, timeout=600)
+        done = run(
+            [str(python), "-m", "reshard", *map(str, arguments), "--json"],
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            timeout=600,
+        )
         assert not done.returncode, f"{arguments[0]} ended with {done.returncode}: {done.stderr[-2000:]}"
         return json.loads(done.stdout)
 
@@ -41,7 +47,11 @@ def use_disk_commands(python: str | Path, source: Path, folder: Path) -> None:
 
 def files_of(folder: Path) -> dict[str, str]:
     """A digest of every file below a folder."""
-    return {str(p.relative_to(folder)): sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): sha256(p.read_bytes()).hexdigest()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
 
 
 if __name__ == "__main__":

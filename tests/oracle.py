@@ -9,7 +9,11 @@ from safetensors.torch import load_file
 
 def hf_tensors(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of a Hugging Face directory."""
-    return {name: tensor for path in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in sorted(directory.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
 
 
 def dequantized(directory: Path) -> dict[str, torch.Tensor]:
@@ -18,7 +22,9 @@ def dequantized(directory: Path) -> dict[str, torch.Tensor]:
     rows, columns = (config.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
     for name in [name for name in tensors if name.endswith("_scale_inv")]:
         scales, weight = tensors.pop(name), tensors[name.removesuffix("_scale_inv")]
-        factors = scales.repeat_interleave(rows, 0)[: len(weight)].repeat_interleave(columns, 1)[:, : weight.shape[1]]
+        factors = scales.repeat_interleave(rows, 0)[: len(weight)].repeat_interleave(columns, 1)[
+            :, : weight.shape[1]
+        ]
         tensors[name.removesuffix("_scale_inv")] = (weight.float() * factors).bfloat16()
     return tensors
 
@@ -30,21 +36,36 @@ def stored_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
     reader = dcp.FileSystemReader(str(directory))
     entries = reader.read_metadata().state_dict_metadata
-    state = {k: torch.empty(e.size, dtype=e.properties.dtype) for k, e in entries.items() if isinstance(e, TensorStorageMetadata)}
+    state = {
+        k: torch.empty(e.size, dtype=e.properties.dtype)
+        for k, e in entries.items()
+        if isinstance(e, TensorStorageMetadata)
+    }
     dcp.load(state, storage_reader=dcp.FileSystemReader(str(directory)), no_dist=True)
     return state
 
 
-def megatron_tensors(directory: Path, padded_vocab: int, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+def megatron_tensors(
+    directory: Path, padded_vocab: int, tensors: dict[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
     """What a Transformer Engine model's checkpoint holds, key by key; `tensors` are the directory's, where they are known."""
-    hf, config = hf_tensors(directory) if tensors is None else tensors, json.loads((directory / "config.json").read_text())
+    hf, config = (
+        hf_tensors(directory) if tensors is None else tensors,
+        json.loads((directory / "config.json").read_text()),
+    )
     layers, latent = config["num_hidden_layers"], "kv_lora_rank" in config
-    experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
+    experts = (
+        config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
+    )
 
     def is_moe(layer: int) -> bool:
         if "first_k_dense_replace" in config:
             return layer >= config["first_k_dense_replace"]
-        return experts > 0 and layer not in config["mlp_only_layers"] and (layer + 1) % config["decoder_sparse_step"] == 0
+        return (
+            experts > 0
+            and layer not in config["mlp_only_layers"]
+            and (layer + 1) % config["decoder_sparse_step"] == 0
+        )
 
     def padded(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor, tensor.new_zeros(padded_vocab - len(tensor), tensor.shape[1])])
@@ -65,7 +86,11 @@ def megatron_tensors(directory: Path, padded_vocab: int, tensors: dict[str, torc
                      "kv_b_proj.weight": "linear_kv_up_proj.weight", "q_a_proj.weight": "linear_q_down_proj.weight",
                      "q_a_layernorm.weight": "linear_q_up_proj.layer_norm_weight", "q_b_proj.weight": "linear_q_up_proj.weight",
                      "q_proj.weight": "linear_q_proj.weight"}  # fmt: skip
-            out |= {f"self_attention.{to}": get(f"self_attn.{name}") for name, to in names.items() if f"{prefix}self_attn.{name}" in hf}
+            out |= {
+                f"self_attention.{to}": get(f"self_attn.{name}")
+                for name, to in names.items()
+                if f"{prefix}self_attn.{name}" in hf
+            }
         else:
             out["self_attention.linear_qkv.layer_norm_weight"] = get("input_layernorm.weight")
             out["self_attention.linear_qkv.weight"] = qkv(prefix, "weight")
@@ -80,7 +105,9 @@ def megatron_tensors(directory: Path, padded_vocab: int, tensors: dict[str, torc
             out["mlp.linear_fc1.layer_norm_weight"] = get("post_attention_layernorm.weight")
             for kind in ("weight", "bias"):
                 if f"{prefix}mlp.up_proj.{kind}" in hf:
-                    out[f"mlp.linear_fc1.{kind}"] = torch.cat([get(f"mlp.gate_proj.{kind}"), get(f"mlp.up_proj.{kind}")])
+                    out[f"mlp.linear_fc1.{kind}"] = torch.cat(
+                        [get(f"mlp.gate_proj.{kind}"), get(f"mlp.up_proj.{kind}")]
+                    )
                     out[f"mlp.linear_fc2.{kind}"] = get(f"mlp.down_proj.{kind}")
             return out
         out["pre_mlp_layernorm.weight"] = get("post_attention_layernorm.weight")
@@ -89,11 +116,15 @@ def megatron_tensors(directory: Path, padded_vocab: int, tensors: dict[str, torc
         out["mlp.experts.experts.linear_fc1.weight"] = torch.stack(
             [torch.cat([expert(e, "gate"), expert(e, "up")]) for e in range(experts)]
         )
-        out["mlp.experts.experts.linear_fc2.weight"] = torch.stack([expert(e, "down") for e in range(experts)])
+        out["mlp.experts.experts.linear_fc2.weight"] = torch.stack(
+            [expert(e, "down") for e in range(experts)]
+        )
         if f"{prefix}mlp.gate.e_score_correction_bias" in hf:
             out["mlp.router.expert_bias"] = get("mlp.gate.e_score_correction_bias")
             shared = "mlp.shared_experts."
-            out[f"{shared}linear_fc1.weight"] = torch.cat([get(f"{shared}gate_proj.weight"), get(f"{shared}up_proj.weight")])
+            out[f"{shared}linear_fc1.weight"] = torch.cat(
+                [get(f"{shared}gate_proj.weight"), get(f"{shared}up_proj.weight")]
+            )
             out[f"{shared}linear_fc2.weight"] = get(f"{shared}down_proj.weight")
         return out
 
@@ -108,11 +139,20 @@ def megatron_tensors(directory: Path, padded_vocab: int, tensors: dict[str, torc
     if len(set(kinds)) == 1:
         result |= {f"decoder.layers.{name}": torch.stack([one[name] for one in held]) for name in held[0]}
     else:
-        result |= {f"decoder.layers.{i}.{name}": tensor for i, one in enumerate(held) for name, tensor in one.items()}
+        result |= {
+            f"decoder.layers.{i}.{name}": tensor for i, one in enumerate(held) for name, tensor in one.items()
+        }
     if f"model.layers.{layers}.enorm.weight" in hf:
         prefix = f"model.layers.{layers}."
-        result |= {f"mtp.layers.0.transformer_layer.{name}": t for name, t in layer(prefix, kinds[-1]).items()}
-        for name, to in (("enorm", "enorm"), ("hnorm", "hnorm"), ("eh_proj", "eh_proj"), ("shared_head.norm", "final_layernorm")):
+        result |= {
+            f"mtp.layers.0.transformer_layer.{name}": t for name, t in layer(prefix, kinds[-1]).items()
+        }
+        for name, to in (
+            ("enorm", "enorm"),
+            ("hnorm", "hnorm"),
+            ("eh_proj", "eh_proj"),
+            ("shared_head.norm", "final_layernorm"),
+        ):
             result[f"mtp.layers.0.{to}.weight"] = hf[f"{prefix}{name}.weight"]
     return result
 

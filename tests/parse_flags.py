@@ -43,7 +43,11 @@ class _Shells:
     """Finds them where the real ones would be."""
 
     def find_spec(self, name: str, path=None, target=None):
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] in SHELLS else None
+        return (
+            importlib.machinery.ModuleSpec(name, self, is_package=True)
+            if name.split(".")[0] in SHELLS
+            else None
+        )
 
     def create_module(self, spec):
         return _Shell(spec.name)

@@ -21,7 +21,8 @@ def forking(*modules: str):
     if _context is None:
         _context = multiprocessing.get_context("forkserver")
         _context.set_forkserver_preload(
-            list(modules) or ["tests.megatron_on_cpu", "tests.parity_on_cpu", "tests.refit_on_cpu", "tests.disk"]
+            list(modules)
+            or ["tests.megatron_on_cpu", "tests.parity_on_cpu", "tests.refit_on_cpu", "tests.disk"]
         )
     return _context
 
@@ -37,7 +38,9 @@ def run_on_ranks(world_size: int, function: str, *args, module: str = "megatron_
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_rank, args=(folder, rank, world_size, module, function, args, options or {}))
+            context.Process(
+                target=_rank, args=(folder, rank, world_size, module, function, args, options or {})
+            )
             for rank in range(world_size)
         ]
         try:
@@ -75,10 +78,14 @@ def _rank(folder: str, rank: int, world_size: int, module: str, function: str, a
         import torch
 
         torch.set_num_threads(1)
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), CUDA_DEVICE_MAX_CONNECTIONS="1")
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), CUDA_DEVICE_MAX_CONNECTIONS="1"
+        )
         own_groups = module in ("refit_on_cpu", "fsdp_on_cpu")
         if not own_groups:
-            torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+            torch.distributed.init_process_group(
+                "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+            )
         result = getattr(importlib.import_module(f"tests.{module}"), function)(rank, *args, **options)
         if not own_groups:
             torch.distributed.barrier()
@@ -91,7 +98,9 @@ def _rank(folder: str, rank: int, world_size: int, module: str, function: str, a
 
 def run_to_the_end(command, timeout: float, **options) -> subprocess.CompletedProcess:
     """Run a command and take what it prints. One that does not end in time is killed with all that it has started."""
-    with subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+    with subprocess.Popen(
+        [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    ) as process:
         try:
             stdout, stderr = process.communicate(timeout=timeout)
         except BaseException:

@@ -32,7 +32,12 @@ FIXED: dict[str, dict[str, Any]] = {
                     "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
 }  # fmt: skip
 # What Megatron has where nothing is said.
-UNSAID = {"num_query_groups": None, "moe_router_num_groups": 1, "moe_router_group_topk": 1, "moe_router_topk_scaling_factor": 1.0}
+UNSAID = {
+    "num_query_groups": None,
+    "moe_router_num_groups": 1,
+    "moe_router_group_topk": 1,
+    "moe_router_topk_scaling_factor": 1.0,
+}
 
 
 def of_config(config: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
@@ -40,7 +45,11 @@ def of_config(config: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
     kind = before["model_type"]
-    full = CONFIG_MAPPING[kind]().to_dict() | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "tie_word_embeddings": False} | config
+    full = (
+        CONFIG_MAPPING[kind]().to_dict()
+        | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "tie_word_embeddings": False}
+        | config
+    )
     if kind == "qwen3_moe":
         full["num_experts"] = config.get("num_experts", config.get("num_local_experts"))
     if full.get("num_key_value_heads") is None:
@@ -57,13 +66,25 @@ def of_config(config: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
         meaning["pre_softmax"] = not full["norm_topk_prob"]
     if kind == "deepseek_v3":
         meaning["shared"] = (full["n_shared_experts"] or 0) * full["moe_intermediate_size"]
-        meaning["mtp_num_layers"] = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
+        meaning["mtp_num_layers"] = (
+            config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
+        )
     fixed = {
-        name: full.get(name) for name, value in FIXED[kind].items() if full.get(name) not in (value, None) or full.get(name, 0) is None
+        name: full.get(name)
+        for name, value in FIXED[kind].items()
+        if full.get(name) not in (value, None) or full.get(name, 0) is None
     }
-    new = {name for name, value in config.items() if name not in before and value is not None and not name.startswith("_")}
-    nested = rope.keys() - {**(before.get("rope_parameters") or {}), **(before.get("rope_scaling") or {})}.keys()
-    meaning["strange"] = sorted({*(f"{name} = {value!r:.40}" for name, value in fixed.items()), *new, *nested})
+    new = {
+        name
+        for name, value in config.items()
+        if name not in before and value is not None and not name.startswith("_")
+    }
+    nested = (
+        rope.keys() - {**(before.get("rope_parameters") or {}), **(before.get("rope_scaling") or {})}.keys()
+    )
+    meaning["strange"] = sorted(
+        {*(f"{name} = {value!r:.40}" for name, value in fixed.items()), *new, *nested}
+    )
     other = config.get("model_type") not in (kind, None) and config.get("architectures")
     return meaning | ({"strange": [*meaning["strange"], "model_type"]} if other else {})
 
@@ -87,7 +108,9 @@ def of_args(args: dict[str, Any], kind: str) -> dict[str, Any]:
     for argument in FIELDS[kind].values():
         value = args.get(argument)
         meaning[argument] = UNSAID.get(argument) if value is None else value
-    if "num_query_groups" in meaning and (meaning["num_query_groups"] is None or args.get("group_query_attention") is False):
+    if "num_query_groups" in meaning and (
+        meaning["num_query_groups"] is None or args.get("group_query_attention") is False
+    ):
         meaning["num_query_groups"] = args["num_attention_heads"]
     meaning["untied"] = bool(args.get("untie_embeddings_and_output_weights"))
     meaning["rotary_base"] = args.get("rotary_base", 10000)
@@ -110,7 +133,11 @@ def of_args(args: dict[str, Any], kind: str) -> dict[str, Any]:
 
 def unlike(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Where two meanings differ; numbers by value."""
-    return [f"{name}: {a.get(name)!r:.60} and {b.get(name)!r:.60}" for name in a | b if not _same(a.get(name), b.get(name))]
+    return [
+        f"{name}: {a.get(name)!r:.60} and {b.get(name)!r:.60}"
+        for name in a | b
+        if not _same(a.get(name), b.get(name))
+    ]
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -35,7 +35,9 @@ def trainer(flags: list[str], directory: str, ddp: bool = False):
     if ddp:
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
-                parameter.requires_grad_("word_embeddings" not in name and "layers.1.input_layernorm" not in name)
+                parameter.requires_grad_(
+                    "word_embeddings" not in name and "layers.1.input_layernorm" not in name
+                )
         chunks = [distributed(chunk) for chunk in chunks]
     return chunks, lambda other: megatron_on_cpu.load(models, args, other)
 
@@ -44,10 +46,14 @@ def distributed(chunk: torch.nn.Module) -> torch.nn.Module:
     """Megatron's DDP around a chunk, with its parameters in the distributed optimizer's buffer."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    options = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False, bucket_size=None)
+    options = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=False, bucket_size=None
+    )
     wrapped = DistributedDataParallel(chunk.config, options, chunk)
     storages = {p.untyped_storage().data_ptr() for p in chunk.parameters() if p.requires_grad}
-    assert len(storages) == len(wrapped.buffers) + len(wrapped.expert_parallel_buffers), "the parameters are views of the buffers"
+    assert len(storages) == len(wrapped.buffers) + len(wrapped.expert_parallel_buffers), (
+        "the parameters are views of the buffers"
+    )
     return wrapped
 
 
@@ -98,7 +104,9 @@ def start(rank: int, sides: dict) -> tuple[bool, bool, Members]:
     else:
         world, index, name = 1, 0, "idle"
     os.environ.update(RANK=str(index), WORLD_SIZE=str(world), LOCAL_RANK=str(index))
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=index, world_size=world)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/{name}", rank=index, world_size=world
+    )
     if sides.get("together"):
         return True, True, Members.of_process_group(timeout=timeout)
     size = n + m + sides.get("idle", 0)
@@ -107,7 +115,9 @@ def start(rank: int, sides: dict) -> tuple[bool, bool, Members]:
     return rank < n, n <= rank < n + m, members
 
 
-def refit_twice(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict, **options):
+def refit_twice(
+    rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict, **options
+):
     """Refit from each of two Megatron checkpoints in turn.
 
     `sides` is {"trainer": n, "engine": m, "together": bool, ...}; the engine starts with random weights. `moving` parameters get new
@@ -126,7 +136,9 @@ def refit_twice(rank: int, sides: dict, flags: list[str], checkpoints: list[tupl
     if is_engine:
         model, config = vllm_on_cpu.build(checkpoints[0][0], load_format="dummy", **engine)
         destination = VllmModel(model, config)
-        assert traced or destination.placement == vllm_placement(destination.model, destination.rank), "not by the table, but by the trace"
+        assert traced or destination.placement == vllm_placement(destination.model, destination.rank), (
+            "not by the table, but by the trace"
+        )
     link = connect(members, source, destination, **options)
     addresses = {name: t.data_ptr() for name, t in destination.tensors.items()} if destination else {}
     held, reports = [], []
@@ -141,8 +153,14 @@ def refit_twice(rank: int, sides: dict, flags: list[str], checkpoints: list[tupl
                     old.fill_(-77.0)
         reports.append(link.refit(version=10 + step, verify=verify).to_dict())
         held.append(fingerprint(destination.module) if destination else None)
-    moved = [name for name, t in (destination.tensors.items() if destination else ()) if t.data_ptr() != addresses[name]]
-    expected = [fingerprint(vllm_on_cpu.build(hf, **engine)[0]) for hf, _ in checkpoints] if destination else []
+    moved = [
+        name
+        for name, t in (destination.tensors.items() if destination else ())
+        if t.data_ptr() != addresses[name]
+    ]
+    expected = (
+        [fingerprint(vllm_on_cpu.build(hf, **engine)[0]) for hf, _ in checkpoints] if destination else []
+    )
     return held, expected, moved, reports, link.version
 
 
@@ -158,7 +176,9 @@ def joining(rank: int, sides: dict) -> str:
     """What is said where the members cannot meet."""
     said = caught(lambda: start(rank, sides))
     if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
     return said
 
 
@@ -170,7 +190,11 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
     is_trainer, is_engine, members = start(rank, sides)
     source = destination = None
     if is_trainer:
-        chunks, _ = trainer(flags, checkpoint[1]) if what != "dtype" else (trainer_in_fp32(flags, checkpoint[1]), None)
+        chunks, _ = (
+            trainer(flags, checkpoint[1])
+            if what != "dtype"
+            else (trainer_in_fp32(flags, checkpoint[1]), None)
+        )
         source = MegatronModel(chunks)
         if what == "lacks a parameter":
             dropped = next(i for i, shard in enumerate(source.shards) if "linear_proj" in shard.key)
@@ -182,7 +206,10 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
             source.regions.append(source.regions[0])
     else:
         model, config = vllm_on_cpu.build(
-            checkpoint[0], load_format="dummy", tp=2, **({"hf_overrides": {"rms_norm_eps": 0.5}} if what == "config" else {})
+            checkpoint[0],
+            load_format="dummy",
+            tp=2,
+            **({"hf_overrides": {"rms_norm_eps": 0.5}} if what == "config" else {}),
         )
         destination = VllmModel(model, config)
     steps.meet("built")
@@ -232,7 +259,11 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
     said.append(caught(lambda: link.refit(version=2, verify=True)))
     copies.copy_on_host = plain
     if is_engine:
-        said.append(caught(lambda: destination.module(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))))
+        said.append(
+            caught(
+                lambda: destination.module(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
+            )
+        )
         said.append(str((destination.fit, destination.version)))
     link.refit(version=3, verify=True)
     if is_engine:
@@ -332,7 +363,10 @@ def lateness(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[s
     now("engine late once more", lambda: link.refit(version=60), slow="engine")
     if destination:
         destination = VllmModel(model, config)
-    now("they want other ways", lambda: connect(members, source, destination, executor="staged" if is_trainer else "buckets"))
+    now(
+        "they want other ways",
+        lambda: connect(members, source, destination, executor="staged" if is_trainer else "buckets"),
+    )
     more = {"executor": "staged", "bucket_bytes": 1 << 19} if is_trainer else {}
     now("connect anew", lambda: links.append(connect(members, source, destination, **more)))
     link = links[-1]
@@ -348,7 +382,10 @@ def lateness(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[s
         layer.weight = torch.nn.Parameter(layer.weight.clone(), requires_grad=False)
     now("both sides moved", lambda: link.refit(verify=True))
     if destination:
-        kept, layer.weight = layer.weight, torch.nn.Parameter(layer.weight.T.contiguous(), requires_grad=False)
+        kept, layer.weight = (
+            layer.weight,
+            torch.nn.Parameter(layer.weight.T.contiguous(), requires_grad=False),
+        )
     now("the engine has another parameter", lambda: link.refit())
     if destination:
         layer.weight = kept
@@ -374,7 +411,11 @@ def agreement(rank: int, sides: dict, checkpoint: str, engine: dict, change: str
 
         def changed(*args):
             placement = plain(*args)
-            name = next(i for i in placement.tensors if i[0].endswith("gate_up_proj.weight" if change == "gate and up" else "w13_weight"))
+            name = next(
+                i
+                for i in placement.tensors
+                if i[0].endswith("gate_up_proj.weight" if change == "gate and up" else "w13_weight")
+            )
             tensor = placement.tensors[name]
             gate, up = tensor.parts
             if change == "gate and up":

@@ -12,7 +12,11 @@ from reshard import Layout, ReshardError, check, diff, hf_to_mcore, mcore_to_hf
 from tests.checkpoints import VARIANTS
 from tests.oracle import hf_tensors, megatron_tensors, same, stored_tensors
 
-CASES = [*((variant, {}) for variant in VARIANTS), ("deepseek-v3", {"mtp": True}), ("glm4-moe", {"mtp": True})]
+CASES = [
+    *((variant, {}) for variant in VARIANTS),
+    ("deepseek-v3", {"mtp": True}),
+    ("glm4-moe", {"mtp": True}),
+]
 
 
 @pytest.mark.parametrize(("variant", "options"), CASES, ids=str)
@@ -33,7 +37,9 @@ def test_the_checkpoint_holds_what_is_assembled_by_hand(variant, options, checkp
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("variant", "options"), CASES, ids=str)
-def test_hugging_face_to_megatron_to_hugging_face_is_the_same_bits(variant, options, dtype, checkpoint, tmp_path):
+def test_hugging_face_to_megatron_to_hugging_face_is_the_same_bits(
+    variant, options, dtype, checkpoint, tmp_path
+):
     source = checkpoint(variant, dtype=dtype, **options)
     moe = "moe" in variant or "deepseek" in variant
     hf_to_mcore(source, tmp_path / "mcore", Layout(tp=2, pp=2, ep=8, etp=1) if moe else Layout(tp=8, pp=4))
@@ -41,7 +47,11 @@ def test_hugging_face_to_megatron_to_hugging_face_is_the_same_bits(variant, opti
     assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
     for name in ("config.json", "generation_config.json"):
         assert (source / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
-    assert diff(source, tmp_path / "mcore").equal and check(tmp_path / "mcore").ok and check(tmp_path / "back").ok
+    assert (
+        diff(source, tmp_path / "mcore").equal
+        and check(tmp_path / "mcore").ok
+        and check(tmp_path / "back").ok
+    )
 
 
 def test_the_output_loads_with_from_pretrained(checkpoint, tmp_path):
@@ -69,8 +79,15 @@ def draw_layout(variant):
     return st.builds(lambda tp, p, e: Layout(tp=tp, ep=e[0], etp=e[1], **p), size, pipeline, experts)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@pytest.mark.parametrize("variant", ["llama-bias", "qwen2-tied", "qwen3", "qwen3-moe", "qwen3-moe-mixed", "deepseek-v3", "glm4-moe"])
+@settings(
+    max_examples=12,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@pytest.mark.parametrize(
+    "variant",
+    ["llama-bias", "qwen2-tied", "qwen3", "qwen3-moe", "qwen3-moe-mixed", "deepseek-v3", "glm4-moe"],
+)
 @given(data=st.data())
 def test_any_layout_holds_the_same_tensors(variant, data, checkpoint, tmp_path_factory):
     layout = data.draw(draw_layout(variant))
@@ -111,7 +128,11 @@ def test_ranks_save_what_megatron_s_ranks_would(checkpoint, tmp_path):
             if not index.fqn.startswith(("common_state", "iteration")):
                 rank = info.relative_path.split("_")[2]
                 found[index.fqn, tuple(index.offset or ())] = rank
-        sizes = {(k, tuple(c.offsets)): tuple(c.sizes) for k, e in metadata.state_dict_metadata.items() for c in getattr(e, "chunks", ())}
+        sizes = {
+            (k, tuple(c.offsets)): tuple(c.sizes)
+            for k, e in metadata.state_dict_metadata.items()
+            for c in getattr(e, "chunks", ())
+        }
         return found, sizes
 
     ours, wanted = chunks(tmp_path / "mcore" / "release"), chunks(theirs)
@@ -123,7 +144,9 @@ def test_nan_infinity_and_negative_zero_pass_through(checkpoint, tmp_path):
     source = copy_of(checkpoint("qwen3", dtype=torch.bfloat16), tmp_path / "source")
     path = source / "model.safetensors"
     tensors = load_file(path)
-    bits = torch.tensor([0x7FC0, 0x7F81, -0x7F, 0x7F80, -0x80, -0x8000, 1], dtype=torch.int16).view(torch.bfloat16)
+    bits = torch.tensor([0x7FC0, 0x7F81, -0x7F, 0x7F80, -0x80, -0x8000, 1], dtype=torch.int16).view(
+        torch.bfloat16
+    )
     tensors["model.layers.1.mlp.up_proj.weight"].view(-1)[: len(bits)] = bits
     save_file(tensors, path, metadata={"format": "pt"})
     hf_to_mcore(source, tmp_path / "mcore", Layout(tp=2))

@@ -28,7 +28,9 @@ NOT_NUMERICS = {
 def config_from_flags(model: Model, layout: Layout, impl: str, monkeypatch):
     """Megatron-LM's own way: command line, arguments, config."""
     flags = " ".join(command_line(arguments(model, layout, 1024, 128, DTYPES["bfloat16"], impl))).split()
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *flags, "--micro-batch-size", "1", "--no-rope-fusion"])
+    monkeypatch.setattr(
+        sys, "argv", ["pretrain_gpt.py", *flags, "--micro-batch-size", "1", "--no-rope-fusion"]
+    )
     with contextlib.redirect_stdout(io.StringIO()):
         args = parse_args()
         args.world_size = layout.world_size(model)
@@ -41,21 +43,36 @@ def no_cuda(monkeypatch):
     """The flags are parsed as on a machine with GPUs."""
     for name in ("current_device", "get_device_properties", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *a: type("Hopper", (), {"major": 9, "minor": 0}))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda *a: type("Hopper", (), {"major": 9, "minor": 0})
+    )
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_config_is_the_one_of_the_command_line(variant, impl, no_cuda, monkeypatch):
-    config = VARIANTS[variant].to_dict() | ({"num_nextn_predict_layers": 1} if variant == "deepseek-v3" else {})
+    config = VARIANTS[variant].to_dict() | (
+        {"num_nextn_predict_layers": 1} if variant == "deepseek-v3" else {}
+    )
     model = Model.from_hf(config)
     split = "Ett|ttmL" if model.mtp_layers else "Ett|ttL"
-    layouts = [Layout(), Layout(tp=2, pp=2), Layout(pp=2, vpp=2), Layout(pp=2, first_stage_layers=1), Layout(pp=2, pipeline=split)]
+    layouts = [
+        Layout(),
+        Layout(tp=2, pp=2),
+        Layout(pp=2, vpp=2),
+        Layout(pp=2, first_stage_layers=1),
+        Layout(pp=2, pipeline=split),
+    ]
     for layout in layouts + ([Layout(tp=2, ep=2, etp=1)] if model.num_experts else []):
-        theirs, ours = config_from_flags(model, layout, impl, monkeypatch), transformer_config(model, layout, transformer_impl=impl)
+        theirs, ours = (
+            config_from_flags(model, layout, impl, monkeypatch),
+            transformer_config(model, layout, transformer_impl=impl),
+        )
         assert type(ours) is type(theirs)
-        different = {f.name for f in fields(theirs) if str(getattr(ours, f.name)) != str(getattr(theirs, f.name))}
+        different = {
+            f.name for f in fields(theirs) if str(getattr(ours, f.name)) != str(getattr(theirs, f.name))
+        }
         assert different <= NOT_NUMERICS, (variant, layout)
 
 
@@ -68,9 +85,13 @@ def test_a_model_built_from_the_config_gives_the_logits_of_transformers(variant,
     hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", transformer_impl="local")
     model, tokens = read_model(str(tmp_path / "hf")), torch.randint(0, 1000, (2, 17))
     ranks = Layout(**layout).world_size(model)
-    results = run_on_ranks(ranks, "build_and_run", model.config, layout, str(tmp_path / "mcore" / "release"), tokens)
+    results = run_on_ranks(
+        ranks, "build_and_run", model.config, layout, str(tmp_path / "mcore" / "release"), tokens
+    )
     outputs = [output for output in results if output is not None]
-    assert outputs and all((output[..., :1000] - hf_logits(tmp_path / "hf", tokens)).abs().max() < 1e-4 for output in outputs)
+    assert outputs and all(
+        (output[..., :1000] - hf_logits(tmp_path / "hf", tokens)).abs().max() < 1e-4 for output in outputs
+    )
 
 
 def test_a_field_that_megatron_does_not_have_is_refused():

@@ -29,13 +29,33 @@ def test_help_is_quick_and_imports_no_torch():
 def test_a_conversion_imports_no_torch(checkpoint, tmp_path):
     code = ("import sys, reshard; reshard.hf_to_mcore(sys.argv[1], sys.argv[2]); reshard.mcore_to_hf(sys.argv[2], sys.argv[3]);"
             "assert 'torch' not in sys.modules, 'torch'")  # fmt: skip
-    subprocess.run([sys.executable, "-c", code, str(checkpoint("qwen3")), str(tmp_path / "mcore"), str(tmp_path / "back")], check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            code,
+            str(checkpoint("qwen3")),
+            str(tmp_path / "mcore"),
+            str(tmp_path / "back"),
+        ],
+        check=True,
+    )
 
 
 def test_there_and_back_on_the_command_line(checkpoint, tmp_path):
     source, mcore, back = checkpoint("qwen3-moe", dtype=torch.bfloat16), tmp_path / "mcore", tmp_path / "back"
     done = run_cli(
-        "hf-to-mcore", source, mcore, "--tensor-model-parallel-size", 2, "--pp", 2, "--expert-model-parallel-size", 2, "--etp", 1
+        "hf-to-mcore",
+        source,
+        mcore,
+        "--tensor-model-parallel-size",
+        2,
+        "--pp",
+        2,
+        "--expert-model-parallel-size",
+        2,
+        "--etp",
+        1,
     )
     assert done.returncode == 0 and "TP2 PP2 EP2 ETP1, 4 files" in done.stdout and done.stderr == ""
     done = run_cli("mcore-to-hf", mcore, back, "--json")
@@ -58,20 +78,27 @@ def test_diff_shows_the_worst_tensors_and_exits_with_1(checkpoint, tmp_path):
 
 def test_a_comparison_of_nothing_is_no_equality(checkpoint):
     directory = checkpoint("qwen3")
-    assert diff(directory, directory, only=lambda name: name == "model.norm.weight").names == ["model.norm.weight"]
+    assert diff(directory, directory, only=lambda name: name == "model.norm.weight").names == [
+        "model.norm.weight"
+    ]
     with pytest.raises(ReshardError, match="nothing to compare: `only` chooses none of the 47 tensors"):
         diff(directory, directory, only=lambda name: name == "norm")
 
 
 def test_dry_run_writes_nothing_and_tells_bytes_per_rank(checkpoint, tmp_path):
-    done = run_cli("hf-to-mcore", checkpoint("qwen3-moe"), tmp_path / "out", "--tp", 2, "--ep", 4, "--dry-run", "--json")
+    done = run_cli(
+        "hf-to-mcore", checkpoint("qwen3-moe"), tmp_path / "out", "--tp", 2, "--ep", 4, "--dry-run", "--json"
+    )
     report = json.loads(done.stdout)
     assert report["dry_run"] and not list(tmp_path.iterdir())
     hf_to_mcore(checkpoint("qwen3-moe"), tmp_path / "out", Layout(tp=2, ep=4))
     sizes = {p.name.split("_")[2]: p.stat().st_size for p in (tmp_path / "out" / "release").glob("*.distcp")}
     assert report["bytes_per_rank"].keys() == sizes.keys() and sum(sizes.values()) == report["written_bytes"]
     assert all(0 < sizes[rank] - n < 0.5 * n + 20000 for rank, n in report["bytes_per_rank"].items())
-    assert run_cli("mcore-to-hf", tmp_path / "out", tmp_path / "x", "--dry-run").returncode == 0 and not (tmp_path / "x").exists()
+    assert (
+        run_cli("mcore-to-hf", tmp_path / "out", tmp_path / "x", "--dry-run").returncode == 0
+        and not (tmp_path / "x").exists()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -115,15 +142,23 @@ def megatron(checkpoint, tmp_path_factory):
 def test_mistakes_get_one_sentence_and_an_exit_code(args, code, message, checkpoint, megatron, tmp_path):
     places = {"src": checkpoint("qwen3"), "mcore": megatron, "out": tmp_path / "out"}
     done = run_cli(*[a.format(**places) for a in args])
-    assert done.returncode == code and message.format(**places) in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == code and message.format(**places) in done.stderr and "Traceback" not in done.stderr
+    )
     assert not list(tmp_path.iterdir())
 
 
 def test_the_same_mistakes_in_a_library_call(megatron, tmp_path):
     for call, message in (
         (lambda: hf_to_mcore("", tmp_path / "out"), "the path is empty"),
-        (lambda: mcore_to_hf(megatron, tmp_path / "out", quantize=True), "that is fp32 here: add --dtype bf16"),
-        (lambda: mcore_to_hf(megatron, tmp_path / "out", family="llama"), "--family llama contradicts .*config.json, which is of a qwen3"),
+        (
+            lambda: mcore_to_hf(megatron, tmp_path / "out", quantize=True),
+            "that is fp32 here: add --dtype bf16",
+        ),
+        (
+            lambda: mcore_to_hf(megatron, tmp_path / "out", family="llama"),
+            "--family llama contradicts .*config.json, which is of a qwen3",
+        ),
     ):
         with pytest.raises(ReshardError, match=message):
             call()
@@ -134,13 +169,26 @@ def test_equal_values_in_another_dtype_are_said_to_be_equal(checkpoint, tmp_path
     source = checkpoint("qwen3", dtype=torch.bfloat16)
     hf_to_mcore(source, tmp_path / "wide", dtype="fp32")
     done = run_cli("diff", source, tmp_path / "wide")
-    assert done.returncode == 1 and "lm_head.weight: bfloat16 and float32, all 64,000 values are equal" in done.stdout
-    assert done.stdout.endswith("47 of 47 tensors differ, all of them in dtype only, 0 are on one side only\n")
+    assert (
+        done.returncode == 1
+        and "lm_head.weight: bfloat16 and float32, all 64,000 values are equal" in done.stdout
+    )
+    assert done.stdout.endswith(
+        "47 of 47 tensors differ, all of them in dtype only, 0 are on one side only\n"
+    )
     found = json.loads(run_cli("diff", source, tmp_path / "wide", "--json").stdout)
-    assert not found["equal"] and found["differences"][0]["unequal"] == 0 and found["differences"][0]["note"] == "bfloat16 and float32"
+    assert (
+        not found["equal"]
+        and found["differences"][0]["unequal"] == 0
+        and found["differences"][0]["note"] == "bfloat16 and float32"
+    )
     hf_to_mcore(checkpoint("qwen3"), tmp_path / "half", dtype="bf16")
     said = run_cli("diff", checkpoint("qwen3"), tmp_path / "half", "--worst", "1").stdout
-    assert " differ, max abs " in said and "(float32 and bfloat16)" in said and "47 of 47 tensors differ, 0 are on one side" in said
+    assert (
+        " differ, max abs " in said
+        and "(float32 and bfloat16)" in said
+        and "47 of 47 tensors differ, 0 are on one side" in said
+    )
 
 
 @pytest.mark.parametrize("processes", [3])
@@ -157,7 +205,8 @@ def test_processes_under_torchrun_share_the_work_and_write_the_same_bytes(proces
         done = run_to_the_end([*torchrun, *arguments[:2], tmp_path / f"{directory}2", *arguments[2:]], 600)
         assert done.returncode == 0, done.stderr[-2000:]
         one, two = (
-            {p.relative_to(d): p.read_bytes() for p in d.rglob("*") if p.is_file()} for d in (tmp_path / f"{directory}{i}" for i in (1, 2))
+            {p.relative_to(d): p.read_bytes() for p in d.rglob("*") if p.is_file()}
+            for d in (tmp_path / f"{directory}{i}" for i in (1, 2))
         )
         assert one == two
     assert check(tmp_path / "mcore2").ok
@@ -187,10 +236,19 @@ def hub(checkpoint):
             path = self.path.partition("?")[0]
             name = path.rpartition("/")[2]
             if path.startswith("/api/models/acme/tiny/tree/"):
-                listing = [{"type": "file", "path": n, "size": len(data), "oid": "0" * 40} for n, data in files.items()]
+                listing = [
+                    {"type": "file", "path": n, "size": len(data), "oid": "0" * 40}
+                    for n, data in files.items()
+                ]
                 self.answer(json.dumps(listing).encode(), Content_Type="application/json")
             elif path.startswith("/api/models/acme/tiny"):
-                info = {"id": "acme/tiny", "sha": sha, "siblings": [{"rfilename": n} for n in files], "private": False, "tags": []}
+                info = {
+                    "id": "acme/tiny",
+                    "sha": sha,
+                    "siblings": [{"rfilename": n} for n in files],
+                    "private": False,
+                    "tags": [],
+                }
                 self.answer(json.dumps(info).encode(), Content_Type="application/json")
             elif path.startswith("/acme/tiny/resolve/") and name in files:
                 self.answer(
@@ -227,7 +285,9 @@ def test_a_hub_id_is_downloaded_and_converted(hub, tmp_path):
     done = run_cli("hf-to-mcore", "acme/tiny", tmp_path / "mcore", env=environment)
     assert done.returncode == 0, done.stderr
     assert run_cli("diff", tmp_path / "mcore", directory).returncode == 0
-    assert json.loads((tmp_path / "mcore" / "reshard.json").read_text(encoding="utf-8"))["source"] == "acme/tiny"
+    assert (
+        json.loads((tmp_path / "mcore" / "reshard.json").read_text(encoding="utf-8"))["source"] == "acme/tiny"
+    )
     done = run_cli("hf-to-mcore", "acme/other", tmp_path / "other", env=environment)
     assert done.returncode == 1 and "no such model" in done.stderr and "Traceback" not in done.stderr
     environment["HF_ENDPOINT"] = "http://127.0.0.1:9"
@@ -258,7 +318,10 @@ def test_the_readme_s_library_call_works(checkpoint, tmp_path):
 
     calls = []
     report = reshard.hf_to_mcore(
-        checkpoint("qwen3"), tmp_path / "mcore", reshard.Layout(tp=2), progress=lambda done, total: calls.append((done, total))
+        checkpoint("qwen3"),
+        tmp_path / "mcore",
+        reshard.Layout(tp=2),
+        progress=lambda done, total: calls.append((done, total)),
     )
     assert report.tensors == 47 and calls[-1][0] == calls[-1][1] > 0
     assert Path(tmp_path / "mcore" / "megatron_flags.txt").exists()

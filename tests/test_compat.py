@@ -21,7 +21,8 @@ def test_what_a_vllm_lacks_is_named_with_its_version_and_the_tested_ones():
         object().nothing  # noqa: B018
     version = metadata.version("vllm")
     assert (
-        str(caught.value) == f"this vLLM {version} keeps its things elsewhere; refits are tested with vLLM 0.24 to 0.29: use one of those"
+        str(caught.value)
+        == f"this vLLM {version} keeps its things elsewhere; refits are tested with vLLM 0.24 to 0.29: use one of those"
     )
     with pytest.raises(ReshardError, match="this vLLM"), compat.known("keeps its things elsewhere"):
         import vllm.nothing_of_this_name  # noqa: F401
@@ -31,14 +32,18 @@ def test_what_a_vllm_lacks_is_named_with_its_version_and_the_tested_ones():
 
 def test_what_a_megatron_lacks_is_named_with_its_version_and_the_tested_ones():
     said = str(megatron.unknown("keeps its things elsewhere"))
-    assert said.startswith("this megatron-core 0.") and said.endswith("reshard is tested with 0.16 to 0.20: use one of those")
+    assert said.startswith("this megatron-core 0.") and said.endswith(
+        "reshard is tested with 0.16 to 0.20: use one of those"
+    )
 
 
 def test_the_extension_prepares_its_worker_and_no_other_before_it_is_made():
     """As vLLM does it: the class of its worker gets one more base, and then an instance is made. From when it has loaded its model on,
     weights of no meaning are not served."""
     seen, model = [], torch.nn.Linear(2, 2)
-    config = EngineConfig(load_config=EngineConfig(load_format="dummy"), model_config=EngineConfig(enable_sleep_mode=False))
+    config = EngineConfig(
+        load_config=EngineConfig(load_format="dummy"), model_config=EngineConfig(enable_sleep_mode=False)
+    )
 
     class Base:
         pass

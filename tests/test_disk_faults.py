@@ -32,7 +32,10 @@ def whole(checkpoint, tmp_path_factory):
     sources = {"hf-to-mcore": checkpoint("qwen3-moe", dtype=torch.bfloat16), "mcore-to-hf": folder / "mcore"}
     hf_to_mcore(sources["hf-to-mcore"], folder / "mcore", Layout(tp=2, ep=2))
     mcore_to_hf(folder / "mcore", folder / "hf", max_shard_size="200KB")
-    return {"hf-to-mcore": (sources["hf-to-mcore"], tree(folder / "mcore")), "mcore-to-hf": (folder / "mcore", tree(folder / "hf"))}
+    return {
+        "hf-to-mcore": (sources["hf-to-mcore"], tree(folder / "mcore")),
+        "mcore-to-hf": (folder / "mcore", tree(folder / "hf")),
+    }
 
 
 @pytest.fixture
@@ -62,7 +65,9 @@ def beside(folder):
 
 def partial_file(folder, suffix):
     """The largest file of an interrupted run."""
-    return max((p for p in (folder / ".out.reshard-partial").rglob(f"*{suffix}")), key=lambda p: p.stat().st_size)
+    return max(
+        (p for p in (folder / ".out.reshard-partial").rglob(f"*{suffix}")), key=lambda p: p.stat().st_size
+    )
 
 
 def interrupted(direction, whole, out, *faults):
@@ -154,7 +159,9 @@ def test_an_interrupt_after_a_failed_sync_forgets_nothing_of_it(whole, tmp_path)
                                          "zeros in place", "a flipped bit", "written between tensors")),
     *(("mcore-to-hf", loss) for loss in ("removed", "made anew", "a flipped bit")),
 ])  # fmt: skip
-def test_a_partial_file_that_is_not_the_one_that_was_written_is_written_again(direction, loss, whole, tmp_path):
+def test_a_partial_file_that_is_not_the_one_that_was_written_is_written_again(
+    direction, loss, whole, tmp_path
+):
     fault = "sync:reshard.json:1:KILL"  # everything is written by then
     interrupted(direction, whole, tmp_path / "out", fault)
     path = partial_file(tmp_path, SUFFIX[direction])
@@ -165,9 +172,13 @@ def test_a_partial_file_that_is_not_the_one_that_was_written_is_written_again(di
         os.truncate(path, 4096)
     elif loss == "cut and lengthened":
         os.truncate(path, 0)
-        interrupted(direction, whole, tmp_path / "out", "pwrite:*:9:KILL")  # a second run that begins to mend it, and dies
+        interrupted(
+            direction, whole, tmp_path / "out", "pwrite:*:9:KILL"
+        )  # a second run that begins to mend it, and dies
         os.truncate(path, size)
-    elif loss == "made anew":  # where the file system gives the inode of the removed one again, nothing but the bytes tells
+    elif (
+        loss == "made anew"
+    ):  # where the file system gives the inode of the removed one again, nothing but the bytes tells
         path.unlink()
         path.touch()
         os.truncate(path, size)
@@ -226,7 +237,15 @@ def replacing(whole, out, *faults, options=()):
     if not out.exists():
         hf_to_mcore(whole["hf-to-mcore"][0], out, Layout(pp=2))
     before = tree(out)
-    done = cli("hf-to-mcore", whole["hf-to-mcore"][0], out, *DIRECTIONS["hf-to-mcore"], "--overwrite", *options, faults=faults)
+    done = cli(
+        "hf-to-mcore",
+        whole["hf-to-mcore"][0],
+        out,
+        *DIRECTIONS["hf-to-mcore"],
+        "--overwrite",
+        *options,
+        faults=faults,
+    )
     return before, done
 
 
@@ -250,7 +269,11 @@ def test_overwrite_that_is_killed_at_the_exchange_leaves_the_old_one_or_the_new_
     assert done.returncode == -signal.SIGKILL
     assert tree(tmp_path / "out") == (before if fault.endswith("KILL") else whole["hf-to-mcore"][1])
     _, done = replacing(whole, tmp_path / "out", options=["--resume"])
-    assert done.returncode == 0 and tree(tmp_path / "out") == whole["hf-to-mcore"][1] and beside(tmp_path) == ["out"]
+    assert (
+        done.returncode == 0
+        and tree(tmp_path / "out") == whole["hf-to-mcore"][1]
+        and beside(tmp_path) == ["out"]
+    )
 
 
 @pytest.mark.parametrize("fault", ["rename:*:1:DIE", "rename:*:2:KILL", "rename:*:2:DIE"])
@@ -259,18 +282,35 @@ def test_where_the_system_cannot_exchange_the_next_run_puts_the_old_one_back(fau
     assert done.returncode == -signal.SIGKILL
     expected = whole["hf-to-mcore"][1] if fault == "rename:*:2:DIE" else before
     done = cli("hf-to-mcore", whole["hf-to-mcore"][0], tmp_path / "out", *DIRECTIONS["hf-to-mcore"])
-    assert done.returncode == 1 and "exists; pass --overwrite" in done.stderr and tree(tmp_path / "out") == expected
+    assert (
+        done.returncode == 1
+        and "exists; pass --overwrite" in done.stderr
+        and tree(tmp_path / "out") == expected
+    )
     _, done = replacing(whole, tmp_path / "out", options=["--resume"])
-    assert done.returncode == 0 and tree(tmp_path / "out") == whole["hf-to-mcore"][1] and beside(tmp_path) == ["out"]
+    assert (
+        done.returncode == 0
+        and tree(tmp_path / "out") == whole["hf-to-mcore"][1]
+        and beside(tmp_path) == ["out"]
+    )
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_kill_right_after_the_last_rename_leaves_no_stray_file_in_the_destination(overwrite, whole, tmp_path):
+def test_a_kill_right_after_the_last_rename_leaves_no_stray_file_in_the_destination(
+    overwrite, whole, tmp_path
+):
     if overwrite:
         hf_to_mcore(whole["hf-to-mcore"][0], tmp_path / "out", Layout(pp=2))
     options = ["--overwrite"] if overwrite else []
     fault = "renameat2:*:1:DIE" if overwrite else "rename:/out$:1:DIE"
-    done = cli("hf-to-mcore", whole["hf-to-mcore"][0], tmp_path / "out", *DIRECTIONS["hf-to-mcore"], *options, faults=(fault,))
+    done = cli(
+        "hf-to-mcore",
+        whole["hf-to-mcore"][0],
+        tmp_path / "out",
+        *DIRECTIONS["hf-to-mcore"],
+        *options,
+        faults=(fault,),
+    )
     assert done.returncode == -signal.SIGKILL and tree(tmp_path / "out") == whole["hf-to-mcore"][1]
     done = cli("hf-to-mcore", whole["hf-to-mcore"][0], tmp_path / "out")
     assert done.returncode == 1 and "exists" in done.stderr and beside(tmp_path) == ["out"]
@@ -297,8 +337,16 @@ def test_somebody_s_data_under_the_working_directory_s_name_is_not_touched(name,
         hf_to_mcore(whole["hf-to-mcore"][0], tmp_path / "out", Layout(pp=2))
     before = tree(theirs) if theirs.is_dir() else theirs.read_bytes()
     for resume in (False, True):
-        done = cli("hf-to-mcore", whole["hf-to-mcore"][0], tmp_path / "out", "--overwrite", *(["--resume"] if resume else []))
-        assert (tree(theirs) if theirs.is_dir() else theirs.read_bytes()) == before and (tmp_path / name).is_symlink() == (kind == "link")
+        done = cli(
+            "hf-to-mcore",
+            whole["hf-to-mcore"][0],
+            tmp_path / "out",
+            "--overwrite",
+            *(["--resume"] if resume else []),
+        )
+        assert (tree(theirs) if theirs.is_dir() else theirs.read_bytes()) == before and (
+            tmp_path / name
+        ).is_symlink() == (kind == "link")
         if name.endswith("partial"):
             assert done.returncode == 1 and name in done.stderr and not (tmp_path / "out").exists()
         else:
@@ -312,15 +360,29 @@ def test_a_source_in_the_working_directory_or_linked_into_the_destination_is_not
     assert done.returncode == -signal.SIGKILL and tree(old) == before
     for options in (["--overwrite"], ["--overwrite", "--resume"]):
         done = cli("mcore-to-hf", old, tmp_path / "out", *options)
-        assert done.returncode == 1 and "which this run would empty or replace" in done.stderr and tree(old) == before
-        done = cli("mcore-to-hf", whole["mcore-to-hf"][0], tmp_path / "out", "--hf-config", old / "hf", *options)
-        assert done.returncode == 1 and "which this run would empty or replace" in done.stderr and tree(old) == before
+        assert (
+            done.returncode == 1
+            and "which this run would empty or replace" in done.stderr
+            and tree(old) == before
+        )
+        done = cli(
+            "mcore-to-hf", whole["mcore-to-hf"][0], tmp_path / "out", "--hf-config", old / "hf", *options
+        )
+        assert (
+            done.returncode == 1
+            and "which this run would empty or replace" in done.stderr
+            and tree(old) == before
+        )
     source = Path(shutil.copytree(whole["hf-to-mcore"][0], tmp_path / "source"))
     shutil.copy(source / "model.safetensors", tmp_path / "out" / "model.safetensors")
     (source / "model.safetensors").unlink()
     (source / "model.safetensors").symlink_to(tmp_path / "out" / "model.safetensors")
     done = cli("hf-to-mcore", source, tmp_path / "out", "--overwrite")
-    assert done.returncode == 1 and "which this run would empty or replace" in done.stderr and (source / "model.safetensors").exists()
+    assert (
+        done.returncode == 1
+        and "which this run would empty or replace" in done.stderr
+        and (source / "model.safetensors").exists()
+    )
 
 
 def test_an_empty_directory_of_somebody_else_s_is_left_and_named(whole, tmp_path):
@@ -328,7 +390,11 @@ def test_an_empty_directory_of_somebody_else_s_is_left_and_named(whole, tmp_path
     theirs.mkdir()
     for options in ([], ["--resume"], ["--overwrite"]):
         done = cli("hf-to-mcore", whole["hf-to-mcore"][0], tmp_path / "out", *options)
-        assert done.returncode == 1 and f"{theirs} is in the way" in done.stderr and beside(tmp_path) == [theirs.name]
+        assert (
+            done.returncode == 1
+            and f"{theirs} is in the way" in done.stderr
+            and beside(tmp_path) == [theirs.name]
+        )
 
 
 def test_a_folder_that_can_be_written_and_not_read_takes_a_checkpoint(whole, tmp_path):
@@ -367,11 +433,19 @@ def test_arguments_of_the_wrong_kind_are_one_sentence(source, tmp_path):
     assert beside(tmp_path) == []
     done = cli("hf-to-mcore", source, tmp_path / "out", "--make-vocab-size-divisible-by", (1 << 20) + 1)
     assert done.returncode == 2 and "1<=x<=1048576" in done.stderr
-    assert cli("hf-to-mcore", source, tmp_path / "out", "--workers", 300, "--dry-run").returncode == 0  # as many as in Python
+    assert (
+        cli("hf-to-mcore", source, tmp_path / "out", "--workers", 300, "--dry-run").returncode == 0
+    )  # as many as in Python
 
 
 def test_a_single_process_with_a_rank_says_its_error_as_json(tmp_path):
-    done = cli("hf-to-mcore", tmp_path / "nowhere", tmp_path / "out", "--json", env=os.environ | {"RANK": "5", "WORLD_SIZE": "1"})
+    done = cli(
+        "hf-to-mcore",
+        tmp_path / "nowhere",
+        tmp_path / "out",
+        "--json",
+        env=os.environ | {"RANK": "5", "WORLD_SIZE": "1"},
+    )
     assert done.returncode == 1 and "nowhere" in json.loads(done.stdout)["error"]
 
 
@@ -393,7 +467,10 @@ def test_destinations_that_cannot_be_are_refused_before_anything_is_made(source,
     refused(lambda: hf_to_mcore(source, tmp_path / ("x" * 256)), "[Ff]ile name too long|longer than")
     for options in ({"workers": 10**6}, {"workers": -1}, {"make_vocab_size_divisible_by": 10**15}, {"make_vocab_size_divisible_by": 10**30},
                     {"iteration": 10**30}):  # fmt: skip
-        refused(lambda options=options: hf_to_mcore(source, tmp_path / "out", **options), "workers|divisible|iteration|more bytes")
+        refused(
+            lambda options=options: hf_to_mcore(source, tmp_path / "out", **options),
+            "workers|divisible|iteration|more bytes",
+        )
     assert beside(tmp_path) == ["empty", "link"] and not list((tmp_path / "empty").iterdir())
 
 
@@ -444,11 +521,16 @@ def test_an_unwritable_destination_is_refused(whole, small_disk):
 def test_a_full_disk_is_one_sentence(whole, small_disk):
     mount, run = small_disk
     done = run("512k", "hf-to-mcore", whole["hf-to-mcore"][0], mount / "out")
-    assert done.returncode == 1 and "more bytes, but the disk has" in done.stderr and done.stdout.strip() == ""
+    assert (
+        done.returncode == 1 and "more bytes, but the disk has" in done.stderr and done.stdout.strip() == ""
+    )
 
 
 def test_a_disk_that_refuses_large_files_is_one_sentence(whole, tmp_path):
-    limit = lambda: (signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000)))  # noqa: E731
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))
+
     done = cli("hf-to-mcore", whole["hf-to-mcore"][0], tmp_path / "out", preexec_fn=limit)
     assert done.returncode == 1 and re.search("cannot write .*File too large", done.stderr)
     assert beside(tmp_path) == []
@@ -509,7 +591,13 @@ def test_a_source_that_shrinks_meanwhile_is_one_sentence(whole, tmp_path):
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_processes_wait_for_a_slow_one_and_end_at_once_with_a_dead_one(victim, whole, tmp_path):
-    arguments = ["hf-to-mcore", whole["hf-to-mcore"][0], tmp_path / "out", *DIRECTIONS["hf-to-mcore"], "--resume"]
+    arguments = [
+        "hf-to-mcore",
+        whole["hf-to-mcore"][0],
+        tmp_path / "out",
+        *DIRECTIONS["hf-to-mcore"],
+        "--resume",
+    ]
     held, others = tmp_path / "held", {0, 1, 2} - {victim}
 
     @contextlib.contextmanager
@@ -522,14 +610,20 @@ def test_processes_wait_for_a_slow_one_and_end_at_once_with_a_dead_one(victim, w
             while done != before or not all(done):
                 time.sleep(1)
                 assert all(run.poll() is None for run in runs), (tmp_path / log).read_text()
-                before, done = done, [sum(line[0] == "done" for line in journal(tmp_path, other)) for other in others]
+                before, done = (
+                    done,
+                    [sum(line[0] == "done" for line in journal(tmp_path, other)) for other in others],
+                )
             yield runs
 
     with stopped("dead") as runs:
         runs[victim].kill()
         codes, said = [run.wait(60) for run in runs], (tmp_path / "dead").read_text()
     assert codes.pop(victim) == -signal.SIGKILL and codes == [1, 1]
-    assert said.count(f"process {victim} of 3 was ended; run again with --resume") == 2 and "Traceback" not in said
+    assert (
+        said.count(f"process {victim} of 3 was ended; run again with --resume") == 2
+        and "Traceback" not in said
+    )
     held.unlink()
     with stopped("slow") as runs:
         held.unlink()
@@ -579,7 +673,9 @@ def test_bytes_that_changed_in_one_process_s_file_are_written_again_by_all_that_
 def test_a_process_that_is_lost_after_the_first_has_published_makes_no_failure_of_it(whole, tmp_path):
     arguments = ["hf-to-mcore", whole["hf-to-mcore"][0], tmp_path / "out", *DIRECTIONS["hf-to-mcore"]]
     held = tmp_path / "held"
-    with started(arguments, 3, tmp_path / "log", {0: (f"sync:/{tmp_path.name}$:1:hold",)}, held) as runs:  # right after the rename
+    with started(
+        arguments, 3, tmp_path / "log", {0: (f"sync:/{tmp_path.name}$:1:hold",)}, held
+    ) as runs:  # right after the rename
         until(held.exists, *runs)
         assert (tmp_path / "out").exists()
         runs[1].kill()
@@ -590,7 +686,9 @@ def test_a_process_that_is_lost_after_the_first_has_published_makes_no_failure_o
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_resume_of_a_run_that_was_killed_after_it_had_published_says_that_it_is_done(overwrite, whole, tmp_path):
+def test_resume_of_a_run_that_was_killed_after_it_had_published_says_that_it_is_done(
+    overwrite, whole, tmp_path
+):
     arguments = [
         "hf-to-mcore",
         whole["hf-to-mcore"][0],
@@ -630,7 +728,12 @@ def test_an_environment_that_makes_no_sense_is_one_sentence(size, rank, whole, t
 def test_a_source_that_changes_between_runs_is_another_source(whole, tmp_path):
     source = Path(shutil.copytree(whole["hf-to-mcore"][0], tmp_path / "source"))
     options = DIRECTIONS["hf-to-mcore"]
-    assert cli("hf-to-mcore", source, tmp_path / "out", *options, faults=("sync:reshard.json:1:KILL",)).returncode == -signal.SIGKILL
+    assert (
+        cli(
+            "hf-to-mcore", source, tmp_path / "out", *options, faults=("sync:reshard.json:1:KILL",)
+        ).returncode
+        == -signal.SIGKILL
+    )
     path = source / "model.safetensors"
     before = path.stat()
     with open(path, "r+b") as file:
@@ -658,7 +761,10 @@ def test_a_source_behind_links_that_changes_between_runs_is_another_source(where
         given, path = source, tmp_path / "other"
         shutil.copy2(real, path)
     out = ["--no-sync", "--resume", *DIRECTIONS[direction]]
-    assert cli(direction, given, tmp_path / "out", *out, faults=("rename:/out$:1:KILL",)).returncode == -signal.SIGKILL
+    assert (
+        cli(direction, given, tmp_path / "out", *out, faults=("rename:/out$:1:KILL",)).returncode
+        == -signal.SIGKILL
+    )
     before = path.stat()
     flip(path, before.st_size // 2)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -682,10 +788,14 @@ def test_a_flipped_bit_in_a_source_with_a_manifest_is_refused_by_name(dtype, mco
 
     mcore_to_hf(mcore, tmp_path / "back")
     checkpoint = torch_dist.read(mcore / "release")
-    chunk = checkpoint.tensor_at(next(iter(checkpoint.keys["decoder.final_layernorm.weight"].chunks.values())))
+    chunk = checkpoint.tensor_at(
+        next(iter(checkpoint.keys["decoder.final_layernorm.weight"].chunks.values()))
+    )
     flip(mcore / "release" / "__0_0.distcp", chunk.offset + 7)
     refused(lambda: mcore_to_hf(mcore, tmp_path / "out", dtype=dtype), r"model\.norm\.weight .*reshard\.json")
-    refused(lambda: mcore_to_hf(mcore, tmp_path / "out", quantize=True), r"model\.norm\.weight .*reshard\.json")
+    refused(
+        lambda: mcore_to_hf(mcore, tmp_path / "out", quantize=True), r"model\.norm\.weight .*reshard\.json"
+    )
     flip(tmp_path / "back" / "model.safetensors", -9)
     refused(lambda: hf_to_mcore(tmp_path / "back", tmp_path / "out", dtype=dtype), r"model\..*reshard\.json")
     assert beside(tmp_path) == ["back"]
@@ -700,7 +810,9 @@ def test_a_flipped_bit_in_fp8_blocks_or_their_scales_is_refused_by_name(mcore, t
     stored = safetensors.read_directory(tmp_path / "fp8")
     for name in ("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight_scale_inv"):
         flip(tmp_path / "fp8" / stored[name].file, stored[name].offset)
-        refused(lambda: hf_to_mcore(tmp_path / "fp8", tmp_path / "out"), rf"{re.escape(name)} .*reshard\.json")
+        refused(
+            lambda: hf_to_mcore(tmp_path / "fp8", tmp_path / "out"), rf"{re.escape(name)} .*reshard\.json"
+        )
         flip(tmp_path / "fp8" / stored[name].file, stored[name].offset)
     hf_to_mcore(tmp_path / "fp8", tmp_path / "out")
 
@@ -732,8 +844,12 @@ def test_a_changed_config_is_refused_unless_it_is_given(mcore, source, tmp_path)
     mcore_to_hf(mcore, tmp_path / "out", hf_config=config)
     assert same(hf_tensors(source), hf_tensors(tmp_path / "out")) == []
     (mcore / "hf" / "tokenizer.json").write_text("{}")
-    config.write_text(json.dumps(json.loads(text) | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}))
-    refused(lambda: mcore_to_hf(mcore, tmp_path / "out2", hf_config=config), r"num_attention_heads is 8 \(not 4\)")
+    config.write_text(
+        json.dumps(json.loads(text) | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64})
+    )
+    refused(
+        lambda: mcore_to_hf(mcore, tmp_path / "out2", hf_config=config), r"num_attention_heads is 8 \(not 4\)"
+    )
     assert beside(tmp_path) == ["out"]
 
 
@@ -770,7 +886,10 @@ def test_check_says_of_every_file_whether_it_changed(kind, mcore, source, tmp_pa
                 found = check(directory)
                 assert not found.ok and (name in found.changed or name in found.missing or found.bad), name
             except ReshardError as error:  # what cannot be read at all
-                assert path.name.removesuffix(".safetensors") in str(error) or name in str(error), (name, error)
+                assert path.name.removesuffix(".safetensors") in str(error) or name in str(error), (
+                    name,
+                    error,
+                )
             path.write_bytes(before)
     assert check(directory).ok
     (directory / "model-extra.safetensors.txt").write_text("")
@@ -792,24 +911,35 @@ def test_a_manifest_of_before_files_were_listed_checks_tensors_and_says_so(mcore
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_cast_that_would_make_infinity_of_numbers_is_refused_unless_it_is_allowed(direction, source, tmp_path):
+def test_a_cast_that_would_make_infinity_of_numbers_is_refused_unless_it_is_allowed(
+    direction, source, tmp_path
+):
     path = source / "model.safetensors"
     tensors = load_file(path)
     name = "model.layers.1.mlp.up_proj.weight"
     tensors[name] = tensors[name].float()
     tensors = {n: t.float() for n, t in tensors.items()}
-    tensors[name].view(-1)[:4] = torch.tensor([70000.0, -1e30, float("inf"), 65519.0])  # the last rounds to 65504
+    tensors[name].view(-1)[:4] = torch.tensor(
+        [70000.0, -1e30, float("inf"), 65519.0]
+    )  # the last rounds to 65504
     save_file(tensors, path, metadata={"format": "pt"})
     convert = hf_to_mcore
     if direction == "mcore-to-hf":
         hf_to_mcore(source, tmp_path / "mcore")
         source, convert = tmp_path / "mcore", mcore_to_hf
-    refused(lambda: convert(source, tmp_path / "out", dtype="fp16"), rf"2 numbers of {re.escape(name)} .*float16")
+    refused(
+        lambda: convert(source, tmp_path / "out", dtype="fp16"), rf"2 numbers of {re.escape(name)} .*float16"
+    )
     assert beside(tmp_path) == []
     done = cli(direction, source, tmp_path / "out", "--dtype", "fp16", "--allow-overflow", "--json")
-    assert done.returncode == 0 and any(f"2 numbers of {name}" in notice for notice in json.loads(done.stdout)["notices"])
+    assert done.returncode == 0 and any(
+        f"2 numbers of {name}" in notice for notice in json.loads(done.stdout)["notices"]
+    )
     if direction == "mcore-to-hf":
         assert same({n: t.half() for n, t in tensors.items()}, hf_tensors(tmp_path / "out")) == []
     tensors[name].view(-1)[0] = 3.4e38
     save_file(tensors, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
-    refused(lambda: hf_to_mcore(tmp_path / "source", tmp_path / "out2", dtype="bf16"), rf"1 number of {re.escape(name)} .*bfloat16")
+    refused(
+        lambda: hf_to_mcore(tmp_path / "source", tmp_path / "out2", dtype="bf16"),
+        rf"1 number of {re.escape(name)} .*bfloat16",
+    )

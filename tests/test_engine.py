@@ -45,7 +45,14 @@ def run(folder: Path, ranks: int, function: str, *arguments):
     """What ``tests.engine_on_cpu.FUNCTION`` returns on the first of several processes."""
     (folder / "arguments").write_text(json.dumps(arguments))
     started = [sys.executable] if ranks == 1 else torchrun(ranks)
-    command = [*started, "-m", "tests.engine_on_cpu", function, str(folder / "arguments"), str(folder / "result")]
+    command = [
+        *started,
+        "-m",
+        "tests.engine_on_cpu",
+        function,
+        str(folder / "arguments"),
+        str(folder / "result"),
+    ]
     done = run_to_the_end(command, 800, env=environment_of_engine(), cwd=ROOT)
     assert (folder / "result").is_file(), done.stdout[-3000:] + done.stderr[-6000:]
     return json.loads((folder / "result").read_text())
@@ -64,7 +71,10 @@ def test_a_live_vllm_serves_what_it_was_refitted_with(name, served):
     assert found["served"][0] != found["served"][1] and found["before"] not in found["served"]
     assert found["unfit"].startswith("this vLLM holds weights of no meaning (load_format='dummy')")
     assert not found["moved"] and found["version"] == 2
-    assert found["refused"].startswith("this vLLM holds a half-written model") and found["mended"] == found["served"][1]
+    assert (
+        found["refused"].startswith("this vLLM holds a half-written model")
+        and found["mended"] == found["served"][1]
+    )
 
 
 def test_a_vllm_in_processes_of_its_own_is_refitted_under_load(converted, tmp_path):
@@ -73,7 +83,9 @@ def test_a_vllm_in_processes_of_its_own_is_refitted_under_load(converted, tmp_pa
         trainer, engine = said[step]
         assert len(engine) == len(trainer) == 8 and trainer == pytest.approx(engine, abs=1e-4)
     assert said["first"][1] != pytest.approx(said["second"][1], abs=1e-2)
-    assert [report["version"] for report in said["first report"]] == [1] and said["first report"][0]["bucket_bytes"] > 1e6
+    assert [report["version"] for report in said["first report"]] == [1] and said["first report"][0][
+        "bucket_bytes"
+    ] > 1e6
     before, after, all_of_them = said["in flight"]
     assert said["running before"] and said["running after"] and 0 < before <= after < 240 == all_of_them
     assert [report["version"] for report in said["second report"]] == [2]
@@ -94,13 +106,21 @@ def test_megatron_and_the_vllm_that_it_refits_say_the_same(name, compared):
     report = compared["refitted"][name]
     assert report["ok"] and report["overall"]["tokens"] == 3 * (8 + 32), report["exceeded"]
     assert report["overall"]["max_abs"] < 1e-4 and report["overall"]["mean_abs"] < 1e-6
-    assert report["overall"]["argmax_agreement"] == 1.0 and abs(report["overall"]["kl"]) < 1e-6 and report["overall"]["kl_tokens"] == 120
+    assert (
+        report["overall"]["argmax_agreement"] == 1.0
+        and abs(report["overall"]["kl"]) < 1e-6
+        and report["overall"]["kl_tokens"] == 120
+    )
     assert report["b"].startswith("vLLM, refitted from ") and report["a"].startswith("Megatron-Core, ")
 
 
 def test_vllm_as_it_loads_and_as_it_runs_is_compared_with_transformers(compared):
     for report in (compared["live"], compared["loaded"]):
-        assert report["ok"] and report["overall"]["max_abs"] < 1e-4 and report["overall"]["argmax_agreement"] == 1.0
+        assert (
+            report["ok"]
+            and report["overall"]["max_abs"] < 1e-4
+            and report["overall"]["argmax_agreement"] == 1.0
+        )
     noise = compared["loaded"]["noise"]
     assert noise["A again"]["max_abs"] == 0 and 1e-4 < noise["A in bf16"]["mean_abs"] < 0.05
     assert not compared["other"]["ok"] and compared["other"]["exceeded"][0].startswith("max_abs is ")

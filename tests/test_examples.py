@@ -15,7 +15,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 EXAMPLES = REPOSITORY / "examples"
 PACKAGE = REPOSITORY / "src"
 DOCUMENTED = [
-    path for path in sorted((PACKAGE / "reshard").rglob("*.py")) if "\n    >>> " in path.read_text() or "\n>>> " in path.read_text()
+    path
+    for path in sorted((PACKAGE / "reshard").rglob("*.py"))
+    if "\n    >>> " in path.read_text() or "\n>>> " in path.read_text()
 ]
 
 
@@ -27,14 +29,18 @@ def run(*command, env=None) -> str:
 
 def test_convert(tmp_path):
     make(tmp_path / "qwen", "qwen3-moe")
-    said = run(sys.executable, EXAMPLES / "convert.py", tmp_path / "qwen", tmp_path / "out", "--tp", 2, "--ep", 2)
+    said = run(
+        sys.executable, EXAMPLES / "convert.py", tmp_path / "qwen", tmp_path / "out", "--tp", 2, "--ep", 2
+    )
     assert "there and back equal: True" in said
 
 
 def refit(example: str, *options) -> list[str]:
     """The lines of an example's steps, on two ranks of the trainer."""
     command = (*torchrun(2), EXAMPLES / example, *options)
-    return [line for line in run(*command, env=environment_of_engine()).splitlines() if line.startswith("step ")]
+    return [
+        line for line in run(*command, env=environment_of_engine()).splitlines() if line.startswith("step ")
+    ]
 
 
 def test_refit_colocated():
@@ -46,7 +52,9 @@ def test_refit_colocated():
 
 def test_refit_separate():
     steps = refit("refit_separate.py", "--engine-gpus", "0")
-    assert len(steps) == 3 and "version 2, " in steps[2] and len({line.split("then ")[1] for line in steps}) == 3
+    assert (
+        len(steps) == 3 and "version 2, " in steps[2] and len({line.split("then ")[1] for line in steps}) == 3
+    )
 
 
 @pytest.mark.parametrize("path", DOCUMENTED, ids=lambda path: path.stem)

@@ -27,11 +27,16 @@ EXPERTS = PLAIN | {"num_experts": 8, "moe_router_topk": 2, "moe_layer_freq": 1, 
 STRANGERS = {
     "Mixtral": EXPERTS | {"moe_router_score_function": "softmax", "moe_router_pre_softmax": False},
     "Mixtral, saved by a version without the later arguments": {
-        name: value for name, value in EXPERTS.items() if name not in ("qk_layernorm", "multi_latent_attention", "add_qkv_bias")
+        name: value
+        for name, value in EXPERTS.items()
+        if name not in ("qk_layernorm", "multi_latent_attention", "add_qkv_bias")
     },
-    "Qwen2-MoE": EXPERTS | {"add_qkv_bias": True, "moe_shared_expert_intermediate_size": 5632, "moe_shared_expert_gate": True},
-    "DeepSeek-V2": EXPERTS | {"multi_latent_attention": True, "qk_layernorm": True, "moe_router_score_function": "softmax"},
-    "a sigmoid router without a bias": EXPERTS | {"moe_router_score_function": "sigmoid", "qk_layernorm": True},
+    "Qwen2-MoE": EXPERTS
+    | {"add_qkv_bias": True, "moe_shared_expert_intermediate_size": 5632, "moe_shared_expert_gate": True},
+    "DeepSeek-V2": EXPERTS
+    | {"multi_latent_attention": True, "qk_layernorm": True, "moe_router_score_function": "softmax"},
+    "a sigmoid router without a bias": EXPERTS
+    | {"moe_router_score_function": "sigmoid", "qk_layernorm": True},
 }
 
 
@@ -62,30 +67,52 @@ ROW = ("input_layernorm.weight", "H", "input_layernorm.weight", "plain", "-", "a
 def test_a_row_that_does_not_follow_the_columns_is_refused_with_its_file(column, entry, message):
     base = type(families()["llama"])
     rows = (ROW, tuple(entry if i == column else word for i, word in enumerate(ROW)))
-    assert type("Good", (base,), {"layer": (ROW,), "__module__": "mappings.good"})().rows["layer"][0].hf == ROW[0]
+    assert (
+        type("Good", (base,), {"layer": (ROW,), "__module__": "mappings.good"})().rows["layer"][0].hf
+        == ROW[0]
+    )
     with pytest.raises(ValueError, match=f"mappings.strange: {message}"):
         type("Strange", (base,), {"layer": rows, "__module__": "mappings.strange"})()
 
 
 def test_what_a_mapping_file_does_not_say_is_as_the_class_has_it():
-    assert {name for name in ("model", "mtp", "ends", "outputs", "layers") if name in vars(type(families()["glm4_moe"]))} == set()
+    assert {
+        name
+        for name in ("model", "mtp", "ends", "outputs", "layers")
+        if name in vars(type(families()["glm4_moe"]))
+    } == set()
     assert families()["glm4_moe"].rows["mtp"] == families()["deepseek_v3"].rows["mtp"] and not Family.refused
 
 
 @pytest.mark.parametrize("variant", OTHERS_OF_DEEPSEEK)
-def test_models_built_like_deepseek_v3_convert_and_have_the_logits_of_transformers(variant, checkpoint, tmp_path):
+def test_models_built_like_deepseek_v3_convert_and_have_the_logits_of_transformers(
+    variant, checkpoint, tmp_path
+):
     published = PUBLISHED["Kimi-K2" if variant == "kimi-k2" else "Moonlight-16B-A3B"][0]
     source = tmp_path / "hf"
     shutil.copytree(checkpoint(variant), source)
     config = json.loads((source / "config.json").read_text())
     sizes = {
-        name for name in config if type(config[name]) is int and type(published.get(name)) is int and name not in ("n_group", "topk_group")
+        name
+        for name in config
+        if type(config[name]) is int
+        and type(published.get(name)) is int
+        and name not in ("n_group", "topk_group")
     }
-    for name in config.keys() & published.keys() - sizes - {"torch_dtype", "architectures", "model_type", "rope_scaling"}:
+    for name in config.keys() & published.keys() - sizes - {
+        "torch_dtype",
+        "architectures",
+        "model_type",
+        "rope_scaling",
+    }:
         assert config[name] == published[name], name
     # As they are published: Kimi-K2 by a name of its own, with the older spelling of the rotary embedding.
     rope = config.pop("rope_parameters")
-    config |= {"model_type": published["model_type"], "rope_theta": rope["rope_theta"], "rope_scaling": published["rope_scaling"]}
+    config |= {
+        "model_type": published["model_type"],
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": published["rope_scaling"],
+    }
     assert not config["rope_scaling"] or config["rope_scaling"] == {
         ("type" if name == "rope_type" else name): value
         for name, value in rope.items()
@@ -95,7 +122,9 @@ def test_models_built_like_deepseek_v3_convert_and_have_the_logits_of_transforme
     hf_to_mcore(source, tmp_path / "te", Layout(tp=2, pp=2, ep=2, etp=1))
     assert same(stored_tensors(tmp_path / "te" / "release"), megatron_tensors(source, 1024)) == []
     mcore_to_hf(tmp_path / "te", tmp_path / "back")
-    assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == [] and diff(source, tmp_path / "te").equal
+    assert (
+        same(hf_tensors(source), hf_tensors(tmp_path / "back")) == [] and diff(source, tmp_path / "te").equal
+    )
     hf_to_mcore(source, tmp_path / "mcore", transformer_impl="local")
     torch.manual_seed(1)
     tokens = torch.randint(0, 1000, (2, 200))

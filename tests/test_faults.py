@@ -5,9 +5,11 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -80,10 +82,16 @@ def set_entry(name, **fields):
 
 NORM = "model.norm.weight"
 SPOILED_FILES = {
-    "truncated body": (lambda p: os.truncate(p, p.stat().st_size - 100), "malformed or points outside|truncated or corrupt"),
+    "truncated body": (
+        lambda p: os.truncate(p, p.stat().st_size - 100),
+        "malformed or points outside|truncated or corrupt",
+    ),
     "truncated header": (lambda p: os.truncate(p, 60), "truncated or no safetensors"),
     "empty file": (lambda p: os.truncate(p, 0), "fewer than a safetensors header"),
-    "huge header length": (lambda p: p.write_bytes(struct.pack("<Q", 2**62) + p.read_bytes()[8:]), "header of 4611686018427387904 bytes"),
+    "huge header length": (
+        lambda p: p.write_bytes(struct.pack("<Q", 2**62) + p.read_bytes()[8:]),
+        "header of 4611686018427387904 bytes",
+    ),
     "header is no JSON": (lambda p: edit_header(p, lambda h: "{" * 200), "not JSON"),
     "header is deeply nested": (lambda p: edit_header(p, lambda h: "[" * 200000), "not JSON"),
     "header is a list": (lambda p: edit_header(p, lambda h: "[]"), "not a JSON object"),
@@ -91,12 +99,27 @@ SPOILED_FILES = {
         lambda p: edit_header(p, lambda h: json.dumps(h)[:-1] + f', "{NORM}": {json.dumps(h[NORM])}}}'),
         f"has {re.escape(NORM)} twice",
     ),
-    "bytes that overlap": (lambda p: edit_header(p, set_entry(NORM, data_offsets=[0, 128])), "overlap others or leave a gap"),
+    "bytes that overlap": (
+        lambda p: edit_header(p, set_entry(NORM, data_offsets=[0, 128])),
+        "overlap others or leave a gap",
+    ),
     "negative shape": (lambda p: edit_header(p, set_entry(NORM, shape=[-64])), "malformed"),
-    "shape that does not fit": (lambda p: edit_header(p, set_entry(NORM, shape=[63])), "128 bytes, but BF16 .63. needs 126"),
-    "other dtype of the same size": (lambda p: edit_header(p, set_entry(NORM, dtype="I16")), "has dtype int16, which is not a weight"),
-    "unknown dtype": (lambda p: edit_header(p, set_entry(NORM, dtype="F4")), "dtype F4, which is not supported"),
-    "wrong shape": (lambda p: edit_header(p, set_entry(NORM, shape=[8, 8])), r"has shape \[8, 8\], expected \[64\]"),
+    "shape that does not fit": (
+        lambda p: edit_header(p, set_entry(NORM, shape=[63])),
+        "128 bytes, but BF16 .63. needs 126",
+    ),
+    "other dtype of the same size": (
+        lambda p: edit_header(p, set_entry(NORM, dtype="I16")),
+        "has dtype int16, which is not a weight",
+    ),
+    "unknown dtype": (
+        lambda p: edit_header(p, set_entry(NORM, dtype="F4")),
+        "dtype F4, which is not supported",
+    ),
+    "wrong shape": (
+        lambda p: edit_header(p, set_entry(NORM, shape=[8, 8])),
+        r"has shape \[8, 8\], expected \[64\]",
+    ),
     "extra bytes": (lambda p: p.write_bytes(p.read_bytes() + b"x" * 9), "truncated or corrupt"),
 }
 
@@ -114,7 +137,9 @@ def test_a_flipped_bit_in_the_body_shows_in_check_and_diff(mcore, tmp_path):
 
     mcore_to_hf(mcore, tmp_path / "back")
     checkpoint = torch_dist.read(mcore / "release")
-    chunk = checkpoint.tensor_at(next(iter(checkpoint.keys["decoder.layers.mlp.router.weight"].chunks.values())))
+    chunk = checkpoint.tensor_at(
+        next(iter(checkpoint.keys["decoder.layers.mlp.router.weight"].chunks.values()))
+    )
     for path, at, directory in ((tmp_path / "back" / "model.safetensors", -999, tmp_path / "back"),
                                 (mcore / "release" / "__0_0.distcp", chunk.offset + 7, mcore)):  # fmt: skip
         data = bytearray(path.read_bytes())
@@ -144,7 +169,10 @@ def test_index_and_files_that_do_not_agree_are_refused(sharded, tmp_path):
     (sharded / INDEX).write_text("{")
     refused(lambda: hf_to_mcore(sharded, tmp_path / "out"), "not a readable index")
     (sharded / INDEX).unlink()
-    refused(lambda: hf_to_mcore(sharded, tmp_path / "out"), "3 safetensors files but no model.safetensors.index.json")
+    refused(
+        lambda: hf_to_mcore(sharded, tmp_path / "out"),
+        "3 safetensors files but no model.safetensors.index.json",
+    )
 
 
 def test_a_missing_shard_and_a_tensor_in_two_files_are_refused(sharded, tmp_path):
@@ -152,16 +180,23 @@ def test_a_missing_shard_and_a_tensor_in_two_files_are_refused(sharded, tmp_path
     name = next(iter(second))
     save_file(first | {name: second[name]}, sharded / "model-00001-of-00003.safetensors")
     refused(
-        lambda: hf_to_mcore(sharded, tmp_path / "out"), f"{re.escape(name)} is in model-00001-of-00003.safetensors and again in model-00002"
+        lambda: hf_to_mcore(sharded, tmp_path / "out"),
+        f"{re.escape(name)} is in model-00001-of-00003.safetensors and again in model-00002",
     )
     (sharded / "model-00001-of-00003.safetensors").unlink()
-    refused(lambda: hf_to_mcore(sharded, tmp_path / "out"), "lacks the shard files model-00001-of-00003.safetensors")
+    refused(
+        lambda: hf_to_mcore(sharded, tmp_path / "out"),
+        "lacks the shard files model-00001-of-00003.safetensors",
+    )
     nothing_left(tmp_path)
 
 
 def test_tensors_that_the_table_does_not_cover_are_refused_by_name(source, tmp_path):
     tensors = load_file(source / "model.safetensors")
-    save_file({n: t for n, t in tensors.items() if n != NORM} | {"model.vision.weight": torch.zeros(2)}, source / "model.safetensors")
+    save_file(
+        {n: t for n, t in tensors.items() if n != NORM} | {"model.vision.weight": torch.zeros(2)},
+        source / "model.safetensors",
+    )
     refused(
         lambda: hf_to_mcore(source, tmp_path / "out"),
         "lacks 1 of qwen3_moe's tensors: model.norm.weight; it holds 1 .*: model.vision.weight",
@@ -196,7 +231,9 @@ def test_a_spoiled_config_is_refused(text, message, source, tmp_path):
 
 def test_pytorch_bin_files_are_named(source, tmp_path):
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
-    refused(lambda: hf_to_mcore(source, tmp_path / "out"), "only pytorch_model.bin: save it with save_pretrained")
+    refused(
+        lambda: hf_to_mcore(source, tmp_path / "out"), "only pytorch_model.bin: save it with save_pretrained"
+    )
 
 
 class Boom:
@@ -224,11 +261,16 @@ def test_a_pickle_that_would_call_something_is_refused_and_not_run(file, mcore, 
         checkpoint = torch_dist.read(mcore / "release")
         stored = checkpoint.keys["decoder.final_layernorm.weight"].chunks[(0,), (64,)]
         data = bytearray(path.read_bytes())
-        start, length = torch_zip.records(lambda o, n: bytes(data[stored.offset + o :][:n]), stored.length, "chunk")["data.pkl"]
+        start, length = torch_zip.records(
+            lambda o, n: bytes(data[stored.offset + o :][:n]), stored.length, "chunk"
+        )["data.pkl"]
         evil = pickle.dumps(Boom("x"), protocol=0)[: length - 1].ljust(length - 1, b".") + b"."
         data[stored.offset + start : stored.offset + start + length] = evil
         path.write_bytes(data)
-    refused(lambda: mcore_to_hf(mcore, tmp_path / "back"), "posix.system, which a checkpoint has no need of; refused, nothing was run")
+    refused(
+        lambda: mcore_to_hf(mcore, tmp_path / "back"),
+        "posix.system, which a checkpoint has no need of; refused, nothing was run",
+    )
     assert not trap.exists() and not (tmp_path / "back").exists()
 
 
@@ -272,8 +314,16 @@ def test_a_spoiled_megatron_checkpoint_is_refused(mcore, tmp_path):
     spoil(mcore / "latest_checkpointed_iteration.txt", b"9", "iter_0000009 has no .metadata")
     spoil(mcore / "hf" / "config.json", b"{", "is not JSON")
     config = json.loads((mcore / "hf" / "config.json").read_text())
-    spoil(mcore / "hf" / "config.json", json.dumps(config | {"num_hidden_layers": 5}).encode(), "has shape|lacks|num_layers is 4 .not 5.")
-    spoil(mcore / "hf" / "config.json", json.dumps(config | {"vocab_size": 5000}).encode(), "fewer than vocab_size 5000")
+    spoil(
+        mcore / "hf" / "config.json",
+        json.dumps(config | {"num_hidden_layers": 5}).encode(),
+        "has shape|lacks|num_layers is 4 .not 5.",
+    )
+    spoil(
+        mcore / "hf" / "config.json",
+        json.dumps(config | {"vocab_size": 5000}).encode(),
+        "fewer than vocab_size 5000",
+    )
     spoil(
         mcore / "hf" / "config.json",
         json.dumps(config | {"moe_intermediate_size": 24}).encode(),
@@ -327,12 +377,17 @@ def test_symbolic_links(source, tmp_path):
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     refused(lambda: hf_to_mcore(source, tmp_path / "dangling"), "symbolic link to nowhere")
     (tmp_path / "to-a").symlink_to(tmp_path / "a")
-    refused(lambda: hf_to_mcore(source, tmp_path / "to-a", overwrite=True), "is a symbolic link; give the directory itself")
+    refused(
+        lambda: hf_to_mcore(source, tmp_path / "to-a", overwrite=True),
+        "is a symbolic link; give the directory itself",
+    )
 
 
 def run_cli(*args, **options):
     """The command line in a process of its own."""
-    return subprocess.run([sys.executable, "-m", "reshard.cli.main", *map(str, args)], capture_output=True, text=True, **options)
+    return subprocess.run(
+        [sys.executable, "-m", "reshard.cli.main", *map(str, args)], capture_output=True, text=True, **options
+    )
 
 
 def test_an_error_in_progress_stops_the_workers():
@@ -343,5 +398,31 @@ def test_an_error_in_progress_stops_the_workers():
             raise KeyError("the bar is gone")
 
     with pytest.raises(KeyError):
-        run_jobs({str(i): 1 for i in range(1000)}, lambda name: done.append(name) or time.sleep(0.01), 8, progress)
+        run_jobs(
+            {str(i): 1 for i in range(1000)}, lambda name: done.append(name) or time.sleep(0.01), 8, progress
+        )
     assert len(done) < 200
+
+
+def test_an_interrupt_while_workers_end_waits_for_them_all_the_same():
+    writing = []
+
+    def job(name: str) -> None:
+        if name == "fails":
+            while "slow" not in writing:
+                time.sleep(0.01)
+            raise ReshardError("no luck")
+        writing.append(name)
+        time.sleep(1)
+        writing.remove(name)
+
+    def interrupt() -> None:
+        while "slow" not in writing:
+            time.sleep(0.01)
+        time.sleep(0.3)  # the error has come, and what is left to do is to wait
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs({"fails": 2, "slow": 1}, job, 2)
+    assert not writing

@@ -37,7 +37,9 @@ def test_a_version_gets_the_flags_that_it_knows_and_all_of_them(version, missing
 def test_rope_without_yarn_stays_so_where_every_latent_attention_has_yarn():
     for args in cases():
         if args.get("multi_latent_attention"):
-            older = arguments_for(args, (0, 13)) if args.get("pipeline_model_parallel_layout") is None else args
+            older = (
+                arguments_for(args, (0, 13)) if args.get("pipeline_model_parallel_layout") is None else args
+            )
             if args["rope_type"] == "rope":
                 assert older.get("rotary_scaling_factor", 1.0) == 1.0
             else:
@@ -66,16 +68,22 @@ def test_newer_versions_get_the_newest_flags():
 
 def test_only_the_flags_file_follows_the_version(checkpoint, tmp_path):
     source = checkpoint("deepseek-v3")
-    done = CliRunner().invoke(cli, ["hf-to-mcore", str(source), str(tmp_path / "old"), "--megatron-version", "0.13", "--tp", "2"])
+    done = CliRunner().invoke(
+        cli, ["hf-to-mcore", str(source), str(tmp_path / "old"), "--megatron-version", "0.13", "--tp", "2"]
+    )
     assert done.exit_code == 0, done.output
     hf_to_mcore(source, tmp_path / "new", Layout(tp=2))
     old, new = ((tmp_path / side / "megatron_flags.txt").read_text() for side in ("old", "new"))
     assert names(new) - names(old) == {"--padded-vocab-size", "--rope-type"} and "--vocab-size" in old
     assert diff(tmp_path / "old", tmp_path / "new").equal
-    assert (tmp_path / "old/release/common.pt").read_bytes() == (tmp_path / "new/release/common.pt").read_bytes()
+    assert (tmp_path / "old/release/common.pt").read_bytes() == (
+        tmp_path / "new/release/common.pt"
+    ).read_bytes()
 
 
 def test_a_model_that_a_version_cannot_be_told_of_leaves_nothing(checkpoint, tmp_path):
-    with pytest.raises(ReshardError, match="Megatron-LM 0.14 has no arguments for YaRN without multi-latent attention"):
+    with pytest.raises(
+        ReshardError, match="Megatron-LM 0.14 has no arguments for YaRN without multi-latent attention"
+    ):
         hf_to_mcore(checkpoint("qwen3-yarn"), tmp_path / "out", megatron_version="0.14")
     assert not (tmp_path / "out").exists()

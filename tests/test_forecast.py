@@ -29,7 +29,9 @@ def qwen(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["linear", "round_robin"])
-@pytest.mark.parametrize(("experts", "tp", "dp"), [(128, 4, 1), (128, 2, 3), (256, 8, 32), (60, 8, 1), (7, 2, 1)])
+@pytest.mark.parametrize(
+    ("experts", "tp", "dp"), [(128, 4, 1), (128, 2, 3), (256, 8, 32), (60, 8, 1), (7, 2, 1)]
+)
 def test_experts_are_where_vllm_puts_them(experts, tp, dp, strategy):
     config = PUBLISHED["Qwen3-30B-A3B"][0] | {"num_experts": experts, "num_experts_per_tok": 4}
     layout = VllmLayout(tp=tp, dp=dp, expert_parallel=True, round_robin=strategy == "round_robin")
@@ -43,7 +45,9 @@ def test_experts_are_where_vllm_puts_them(experts, tp, dp, strategy):
 def test_layers_are_where_vllm_puts_them(layers, pp):
     some = Model.from_hf(PUBLISHED["Llama-3.1-8B"][0] | {"num_hidden_layers": layers})
     for stage in range(pp):
-        assert VllmLayout(tp=2, pp=pp).rank(some, 2 * stage + 1).layers == tuple(range(*get_pp_indices(layers, stage, pp)))
+        assert VllmLayout(tp=2, pp=pp).rank(some, 2 * stage + 1).layers == tuple(
+            range(*get_pp_indices(layers, stage, pp))
+        )
 
 
 def test_every_byte_comes_from_somewhere_and_none_is_counted_twice():
@@ -57,15 +61,23 @@ def test_every_byte_comes_from_somewhere_and_none_is_counted_twice():
     assert whole * 0.99 < sum(rank.weight_bytes for rank in found.ranks) < whole * 1.02
     # A trainer of this layout repeats attention and vocabulary over its four data-parallel replicas.
     assert max(found.trainer_bytes) > min(r.weight_bytes for r in found.ranks)
-    assert found.wire_seconds == max(max(r.host_bytes for r in found.ranks), *found.out_bytes) / found.link_rate
+    assert (
+        found.wire_seconds == max(max(r.host_bytes for r in found.ranks), *found.out_bytes) / found.link_rate
+    )
 
 
 def test_replicas_share_the_reading_out():
     found = plan_refit(
-        model("Qwen3-30B-A3B"), Layout(ep=8), VllmLayout(tp=1, dp=8, expert_parallel=True), colocated=False, gpus_per_host=16
+        model("Qwen3-30B-A3B"),
+        Layout(ep=8),
+        VllmLayout(tp=1, dp=8, expert_parallel=True),
+        colocated=False,
+        gpus_per_host=16,
     )
     assert max(found.out_bytes) < 1.001 * min(found.out_bytes)
-    dense = plan_refit(model("Llama-3.1-8B"), Layout(tp=2), VllmLayout(tp=2, dp=4), dp=4, colocated=False, gpus_per_host=16)
+    dense = plan_refit(
+        model("Llama-3.1-8B"), Layout(tp=2), VllmLayout(tp=2, dp=4), dp=4, colocated=False, gpus_per_host=16
+    )
     assert max(dense.out_bytes) < 1.001 * min(dense.out_bytes)
 
 
@@ -73,7 +85,11 @@ def test_a_gpu_order_keeps_more_bytes_at_home_and_says_how_many():
     sizes = model("Qwen3-32B"), Layout(tp=4, pp=2), VllmLayout(tp=8)
     plain = plan_refit(*sizes)
     ordered = plan_refit(*sizes, order=plain.gpu_order)
-    assert sum(r.local_bytes for r in ordered.ranks) == plain.order_bytes > 3.9 * sum(r.local_bytes for r in plain.ranks)
+    assert (
+        sum(r.local_bytes for r in ordered.ranks)
+        == plain.order_bytes
+        > 3.9 * sum(r.local_bytes for r in plain.ranks)
+    )
     assert ordered.wire_seconds < 0.51 * plain.wire_seconds
     assert ordered.gpu_order == plain.gpu_order  # it cannot be improved upon
     same = plan_refit(model("Qwen3-32B"), Layout(tp=8), VllmLayout(tp=8))
@@ -91,7 +107,9 @@ def test_hosts_are_told_apart():
 
 def test_deepseek_v3_is_planned_from_1024_ranks_to_256():
     trainer = Layout(tp=1, pp=16, ep=64, etp=1, pipeline="Et*3|(t*4|)*14t*2mL")
-    found = plan_refit(model("DeepSeek-V3"), trainer, VllmLayout(tp=8, dp=32, expert_parallel=True), ranks=[0, 100, 255])
+    found = plan_refit(
+        model("DeepSeek-V3"), trainer, VllmLayout(tp=8, dp=32, expert_parallel=True), ranks=[0, 100, 255]
+    )
     assert (found.trainer_ranks, found.engine_ranks, found.gpus) == (1024, 256, 1280) and not found.colocated
     # One expert of 256 in each MoE layer (88 MB), all of the shared ones, an eighth of most of the rest.
     assert all(r.network_bytes == r.weight_bytes and 15e9 < r.weight_bytes < 16e9 for r in found.ranks)
@@ -114,7 +132,10 @@ def test_sizes_that_cannot_be_are_refused(engine, options, sentence):
 
 
 def test_data_parallel_sizes_must_make_room_for_the_experts():
-    with pytest.raises(ReshardError, match="tp 2 x cp 1 x dp 3 are 6 ranks a pipeline stage, which ep 4 x etp 1 do not divide"):
+    with pytest.raises(
+        ReshardError,
+        match="tp 2 x cp 1 x dp 3 are 6 ranks a pipeline stage, which ep 4 x etp 1 do not divide",
+    ):
         plan_refit(model("Qwen3-30B-A3B"), Layout(tp=2, ep=4, etp=1), VllmLayout(tp=2), dp=3)
 
 
@@ -122,16 +143,39 @@ def test_the_command_prints_a_row_for_each_rank(qwen):
     result = run("--model", qwen, "--from", "tp=4,pp=2", "--to", "tp=8")
     assert result.exit_code == 0
     lines = result.output.splitlines()
-    assert lines[0] == "qwen3 (64 layers): Megatron TP4 PP2 DP1 (8 ranks) to vLLM TP8 (8 ranks) on the same GPUs"
+    assert (
+        lines[0] == "qwen3 (64 layers): Megatron TP4 PP2 DP1 (8 ranks) to vLLM TP8 (8 ranks) on the same GPUs"
+    )
     assert [line.split()[0] for line in lines[2:10]] == [str(rank) for rank in range(8)]
-    assert "wire floor 22.1 ms at 370 GB/s within a host" in result.output and "with --gpu-order 0," in result.output
+    assert (
+        "wire floor 22.1 ms at 370 GB/s within a host" in result.output
+        and "with --gpu-order 0," in result.output
+    )
 
 
 def test_the_command_speaks_json(qwen):
-    result = run("--model", qwen, "--from", "tp=2,pp=2,dp=2", "--to", "tp=2,dp=2", "--separate", "--ranks", "1", "--json")
+    result = run(
+        "--model",
+        qwen,
+        "--from",
+        "tp=2,pp=2,dp=2",
+        "--to",
+        "tp=2,dp=2",
+        "--separate",
+        "--ranks",
+        "1",
+        "--json",
+    )
     found = json.loads(result.output)
-    assert found["engine"] == "TP2 DP2" and found["trainer_ranks"] == 8 and [r["rank"] for r in found["ranks"]] == [1]
-    assert found["ranks"][0]["gpu"] == 9 and found["ranks"][0]["network_bytes"] == found["ranks"][0]["weight_bytes"]
+    assert (
+        found["engine"] == "TP2 DP2"
+        and found["trainer_ranks"] == 8
+        and [r["rank"] for r in found["ranks"]] == [1]
+    )
+    assert (
+        found["ranks"][0]["gpu"] == 9
+        and found["ranks"][0]["network_bytes"] == found["ranks"][0]["weight_bytes"]
+    )
 
 
 @pytest.mark.parametrize("arguments", [

@@ -10,7 +10,12 @@ from safetensors.torch import load_file, save_file
 from reshard import Layout, ReshardError, check, diff, hf_to_mcore, inspect, mcore_to_hf
 from tests.oracle import dequantized, hf_tensors, megatron_tensors, same, stored_tensors
 
-CONFIG = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+CONFIG = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
 
 
 def quantize(weight):
@@ -22,7 +27,9 @@ def quantize(weight):
         for j in range(scales.shape[1]):
             block = weight[i * 128 : i * 128 + 128, j * 128 : j * 128 + 128].float()
             scales[i, j] = block.abs().max() / 448
-            fp8[i * 128 : i * 128 + 128, j * 128 : j * 128 + 128] = (block / scales[i, j]).to(torch.float8_e4m3fn)
+            fp8[i * 128 : i * 128 + 128, j * 128 : j * 128 + 128] = (block / scales[i, j]).to(
+                torch.float8_e4m3fn
+            )
     return fp8, scales
 
 
@@ -41,8 +48,17 @@ def published(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("fp8")
     torch.manual_seed(3)
-    sizes = dict(hidden_size=192, intermediate_size=320, moe_intermediate_size=160, q_lora_rank=136, kv_lora_rank=144, vocab_size=500)
-    AutoModelForCausalLM.from_config(DeepseekV3Config(**MLA | sizes, tie_word_embeddings=False)).bfloat16().save_pretrained(folder / "bf16")
+    sizes = dict(
+        hidden_size=192,
+        intermediate_size=320,
+        moe_intermediate_size=160,
+        q_lora_rank=136,
+        kv_lora_rank=144,
+        vocab_size=500,
+    )
+    AutoModelForCausalLM.from_config(
+        DeepseekV3Config(**MLA | sizes, tie_word_embeddings=False)
+    ).bfloat16().save_pretrained(folder / "bf16")
     shutil.copytree(folder / "bf16", folder / "fp8")
     tensors, stored = load_file(folder / "bf16" / "model.safetensors"), {}
     for name, tensor in tensors.items():
@@ -64,7 +80,9 @@ def published(tmp_path_factory):
 
 def test_fp8_blocks_are_dequantised_on_the_way_in(published, tmp_path):
     hf_to_mcore(published / "fp8", tmp_path / "mcore", Layout(tp=2, pp=2, ep=2, etp=1))
-    assert same(stored_tensors(tmp_path / "mcore" / "release"), megatron_tensors(published / "bf16", 512)) == []
+    assert (
+        same(stored_tensors(tmp_path / "mcore" / "release"), megatron_tensors(published / "bf16", 512)) == []
+    )
     assert diff(published / "fp8", published / "bf16").equal
     assert diff(tmp_path / "mcore", published / "fp8").equal
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
@@ -77,7 +95,9 @@ def test_they_are_quantised_again_on_request(published, tmp_path):
     hf_to_mcore(published / "fp8", tmp_path / "mcore", Layout(tp=4, ep=4, etp=2))
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", quantize=True, max_shard_size="1MB")
     ours, theirs = hf_tensors(tmp_path / "back"), hf_tensors(published / "fp8")
-    assert set(ours) == set(theirs) and {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
+    assert set(ours) == set(theirs) and {n: t.dtype for n, t in ours.items()} == {
+        n: t.dtype for n, t in theirs.items()
+    }
     exact = hf_tensors(published / "bf16")
     for name in (n for n in ours if n + "_scale_inv" in ours):
         fp8, scales = quantize(exact[name])
@@ -89,14 +109,20 @@ def test_they_are_quantised_again_on_request(published, tmp_path):
     # and it is a source like any other
     hf_to_mcore(tmp_path / "back", tmp_path / "again", Layout(tp=2))
     assert (
-        same(stored_tensors(tmp_path / "again" / "release"), megatron_tensors(tmp_path / "back", 512, dequantized(tmp_path / "back"))) == []
+        same(
+            stored_tensors(tmp_path / "again" / "release"),
+            megatron_tensors(tmp_path / "back", 512, dequantized(tmp_path / "back")),
+        )
+        == []
     )
 
 
 def test_a_bf16_model_can_be_quantised(published, tmp_path):
     hf_to_mcore(published / "bf16", tmp_path / "mcore", Layout(tp=2))
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", quantize=True)
-    ours, theirs, exact = (hf_tensors(path) for path in (tmp_path / "back", published / "fp8", published / "bf16"))
+    ours, theirs, exact = (
+        hf_tensors(path) for path in (tmp_path / "back", published / "fp8", published / "bf16")
+    )
     assert set(ours) == set(theirs)
     expected = dict(exact)
     for name in (name for name in exact if name + "_scale_inv" in theirs):
@@ -110,7 +136,9 @@ def test_dequantising_to_fp32_keeps_every_bit(published, tmp_path):
     stored, ours = hf_tensors(published / "fp8"), hf_tensors(tmp_path / "back")
     name = "model.layers.2.self_attn.kv_b_proj.weight"
     scales = stored[name + "_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
-    assert torch.equal(ours[name], stored[name].float() * scales[: ours[name].shape[0], : ours[name].shape[1]])
+    assert torch.equal(
+        ours[name], stored[name].float() * scales[: ours[name].shape[0], : ours[name].shape[1]]
+    )
 
 
 @pytest.mark.parametrize("spoil", ["no scale", "scale shape", "scale dtype", "other method"])

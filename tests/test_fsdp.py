@@ -29,7 +29,9 @@ def checkpoints(tmp_path_factory):
     def get(variant: str) -> list[str]:
         if variant not in made:
             folder = tmp_path_factory.mktemp(variant)
-            made[variant] = [str(make(folder / str(seed), variant, torch.bfloat16, seed=seed)) for seed in (0, 1)]
+            made[variant] = [
+                str(make(folder / str(seed), variant, torch.bfloat16, seed=seed)) for seed in (0, 1)
+            ]
         return made[variant]
 
     return get
@@ -37,7 +39,13 @@ def checkpoints(tmp_path_factory):
 
 def sides_of(mesh: dict[str, int], engines: int, together: bool, folder: Path) -> tuple[dict, int]:
     trainers = torch.Size(mesh.values()).numel()
-    sides = {"trainer": trainers, "engine": engines, "together": together, "folder": str(folder), "port": free_port()}
+    sides = {
+        "trainer": trainers,
+        "engine": engines,
+        "together": together,
+        "folder": str(folder),
+        "port": free_port(),
+    }
     return sides, trainers if together else trainers + engines
 
 
@@ -46,12 +54,16 @@ def test_an_fsdp_model_refits_what_vllms_own_loader_makes_of_its_checkpoint(
     variant, mesh, engine, engines, together, checkpoints, tmp_path
 ):
     sides, ranks = sides_of(mesh, engines, together, tmp_path)
-    results = run_on_ranks(ranks, "refit_twice", sides, mesh, checkpoints(variant), engine, module="fsdp_on_cpu")
+    results = run_on_ranks(
+        ranks, "refit_twice", sides, mesh, checkpoints(variant), engine, module="fsdp_on_cpu"
+    )
     checked = [(held, expected) for held, expected, _ in results if expected]
     assert len(checked) == engines
     for held, expected in checked:
         for now, loaded in zip(held, expected, strict=True):
-            assert {name for name in loaded if now.get(name) != loaded[name]} == set() and now.keys() == loaded.keys()
+            assert {
+                name for name in loaded if now.get(name) != loaded[name]
+            } == set() and now.keys() == loaded.keys()
         # The second refit must have brought other weights.
         assert sum(held[0][name] != held[1][name] for name in held[0]) > 0.6 * len(held[0])
 
@@ -59,7 +71,9 @@ def test_an_fsdp_model_refits_what_vllms_own_loader_makes_of_its_checkpoint(
 def test_a_model_that_is_moved_between_refits_is_found_again(checkpoints, tmp_path):
     sides, ranks = sides_of({"shard": 2}, 1, False, tmp_path)
     arguments = (sides, {"shard": 2}, checkpoints("qwen3-moe"), {})
-    held, expected, _ = run_on_ranks(ranks, "refit_twice", *arguments, module="fsdp_on_cpu", options={"moving": True})[-1]
+    held, expected, _ = run_on_ranks(
+        ranks, "refit_twice", *arguments, module="fsdp_on_cpu", options={"moving": True}
+    )[-1]
     assert held == expected
 
 
@@ -71,5 +85,7 @@ def test_a_model_that_is_moved_between_refits_is_found_again(checkpoints, tmp_pa
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_at_connect_everywhere(what, sentence, checkpoints, tmp_path):
     sides, ranks = sides_of({"shard": 2}, 1, False, tmp_path)
-    for said in run_on_ranks(ranks, "refused", sides, {"shard": 2}, checkpoints("qwen3")[0], what, module="fsdp_on_cpu"):
+    for said in run_on_ranks(
+        ranks, "refused", sides, {"shard": 2}, checkpoints("qwen3")[0], what, module="fsdp_on_cpu"
+    ):
         assert sentence in said, said

@@ -80,11 +80,22 @@ def all_refuse(mcore, tmp_path, message, good=None):
 
 
 def chunk_of(
-    storage_offset=0, shape=(64,), stride=(1,), numel=64, storage="BFloat16Storage", rebuild="_rebuild_tensor_v2", marks=(), args=None
+    storage_offset=0,
+    shape=(64,),
+    stride=(1,),
+    numel=64,
+    storage="BFloat16Storage",
+    rebuild="_rebuild_tensor_v2",
+    marks=(),
+    args=None,
 ):
     """What a chunk's ``data.pkl`` says of its tensor."""
     place = pickles.Persistent(("storage", pickles.Name("torch", storage), "0", "cpu", numel))
-    values = (place, storage_offset, shape, stride, False, pickles.call("collections", "OrderedDict"), *marks) if args is None else args
+    values = (
+        (place, storage_offset, shape, stride, False, pickles.call("collections", "OrderedDict"), *marks)
+        if args is None
+        else args
+    )
     return pickles.dump(pickles.call("torch._utils", rebuild, *values), protocol=2)
 
 
@@ -120,7 +131,10 @@ CHUNKS = {
     "other strides": (chunk_of(stride=(0,)), "strides"),
     "a thousand dims": (chunk_of(shape=(1,) * 1000, stride=(1,) * 1000), "storage, offset, shape or strides"),
     "no arguments": (chunk_of(args=()), "storage, offset, shape or strides"),
-    "a storage that is a number": (chunk_of(args=(5, 0, (64,), (1,), False, None)), "storage, offset, shape or strides"),
+    "a storage that is a number": (
+        chunk_of(args=(5, 0, (64,), (1,), False, None)),
+        "storage, offset, shape or strides",
+    ),
     "a storage of no known type": (chunk_of(storage="Generator"), "refused, nothing was run|unknown dtype"),
     "a sign still to be turned": (chunk_of(marks=({"neg": True},)), "negated view"),
     "another dtype": (chunk_of(storage="HalfStorage"), r"holds float16 \[64\], .metadata says bfloat16"),
@@ -207,7 +221,12 @@ def test_metadata_that_does_not_add_up_is_refused(what, mcore, tmp_path):
 @pytest.mark.parametrize("key", ["decoder.layers.mlp.router.weight", "embedding.word_embeddings.weight", KEY])
 def test_a_checkpoint_that_lacks_a_chunk_is_named_with_its_key(key, mcore, converted, tmp_path):
     edit_metadata(mcore, lambda m, state, storage: state[key].chunks.pop())
-    all_refuse(mcore, tmp_path, f"{mcore}/release: {key} lacks chunks: they hold .* elements, its shape .* has", converted / "back")
+    all_refuse(
+        mcore,
+        tmp_path,
+        f"{mcore}/release: {key} lacks chunks: they hold .* elements, its shape .* has",
+        converted / "back",
+    )
     refused(lambda: diff(converted / "back", mcore), f"{key} lacks chunks")
 
 
@@ -240,7 +259,11 @@ def test_plain_pickles_are_read_as_python_reads_them(value, protocol, data, memb
 def tower(levels=64):
     """Opcodes of a tuple of two of a tuple of two of ...: 2 to the power of `levels` parts in a few bytes."""
     get = [b"h" + bytes([i]) for i in range(levels + 1)]
-    return b"N\x85q\x000" + b"".join(get[i] + get[i] + b"\x86q" + bytes([i + 1]) + b"0" for i in range(levels)) + get[-1]
+    return (
+        b"N\x85q\x000"
+        + b"".join(get[i] + get[i] + b"\x86q" + bytes([i + 1]) + b"0" for i in range(levels))
+        + get[-1]
+    )
 
 
 BOMBS = {
@@ -315,7 +338,10 @@ def test_huge_sparse_files_are_refused_unread(source, mcore, tmp_path):
         file.truncate(HUGE_BYTES)
     with fuzz.limited():
         report = hf_to_mcore(source, tmp_path / "out", workers=1)
-    assert any("not copied" in notice and "tokenizer.json (3,221,225,472 bytes)" in notice for notice in report.notices)
+    assert any(
+        "not copied" in notice and "tokenizer.json (3,221,225,472 bytes)" in notice
+        for notice in report.notices
+    )
     shutil.rmtree(mcore / "hf")
     with open(mcore / "release" / "common.pt", "wb") as file:
         file.truncate(HUGE_BYTES)
@@ -333,21 +359,36 @@ def test_pipes_directories_and_links_to_nowhere_are_no_files(source, mcore, tmp_
             before = path.read_bytes()
             path.unlink()
             make(path)
-            bounded(call, "not a regular file|cannot read|Is a directory|neither a Hugging|nothing was wrong|no args")
+            bounded(
+                call,
+                "not a regular file|cannot read|Is a directory|neither a Hugging|nothing was wrong|no args",
+            )
             path.rmdir() if path.is_dir() else path.unlink()
             path.write_bytes(before)
 
 
 CONFIGS = {
     "layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers is above 10,000"),
-    "more layers than tensors": ({"num_hidden_layers": 9000}, "9,000 layers, but the files hold only 135 tensors"),
+    "more layers than tensors": (
+        {"num_hidden_layers": 9000},
+        "9,000 layers, but the files hold only 135 tensors",
+    ),
     "experts": ({"num_experts": 10**9, "num_local_experts": 10**9}, "experts times layers are above 200,000"),
-    "experts at many layers": ({"num_experts": 10**4, "num_local_experts": 10**4, "num_hidden_layers": 10**4}, "experts times layers"),
+    "experts at many layers": (
+        {"num_experts": 10**4, "num_local_experts": 10**4, "num_hidden_layers": 10**4},
+        "experts times layers",
+    ),
     "a size of 400 digits": ({"hidden_size": 10**400}, "hidden_size is above"),
     "quantization that is a number": ({"quantization_config": 5}, "quantization_config is 5, not an object"),
     "quantization that is a list": ({"quantization_config": ["fp8"]}, "not an object"),
-    "blocks of text": ({"quantization_config": {"quant_method": "fp8", "weight_block_size": "128"}}, "not two positive whole numbers"),
-    "blocks of 0": ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 128]}}, "not two positive whole numbers"),
+    "blocks of text": (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": "128"}},
+        "not two positive whole numbers",
+    ),
+    "blocks of 0": (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 128]}},
+        "not two positive whole numbers",
+    ),
     "a method that is a list": ({"quantization_config": {"quant_method": [[]]}}, "are not supported"),
 }
 
@@ -450,16 +491,23 @@ def test_a_pipeline_layout_of_a_billion_layers_is_refused_at_once(text):
     bounded(lambda: parse_pipeline(text), "pipeline layout")
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 10**9}, {"pp": 10**9, "first_stage_layers": 4}, {"pp": 60_000, "vpp": 60_000}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"tp": 10**9}, {"pp": 10**9, "first_stage_layers": 4}, {"pp": 60_000, "vpp": 60_000}], ids=str
+)
 def test_a_layout_of_a_billion_ranks_is_refused_at_once(sizes, source, tmp_path):
-    bounded(lambda: hf_to_mcore(source, tmp_path / "out", Layout(**sizes), dry_run=True), "sizes end at|at most")
+    bounded(
+        lambda: hf_to_mcore(source, tmp_path / "out", Layout(**sizes), dry_run=True), "sizes end at|at most"
+    )
 
 
 @pytest.mark.parametrize("name", ["foo/a..b", "foo/a--b", "a" * 5000, "foo/" + "b" * 300, "foo\0bar", "foo/ba²", "foo/bar.git"],
                          ids=lambda name: repr(name[:20]))  # fmt: skip
 def test_a_source_that_can_be_no_hub_id_is_refused(name, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    refused(lambda: local_directory(name), "neither a directory nor a hub id|the hub could not be reached|has no such model")
+    refused(
+        lambda: local_directory(name),
+        "neither a directory nor a hub id|the hub could not be reached|has no such model",
+    )
 
 
 def test_what_torch_saves_reads_as_torch_reads_it():
@@ -469,7 +517,9 @@ def test_what_torch_saves_reads_as_torch_reads_it():
     from reshard.formats import torch_zip
 
     out = io.BytesIO()
-    args = argparse.Namespace(bf16=True, dtype=torch.bfloat16, sizes=[1, 2**40, -3], nested={"a": (None, 1.5)})
+    args = argparse.Namespace(
+        bf16=True, dtype=torch.bfloat16, sizes=[1, 2**40, -3], nested={"a": (None, 1.5)}
+    )
     torch.save({"args": args, "w": torch.arange(6, dtype=torch.int64).view(2, 3), "iteration": 7}, out)
     data = out.getvalue()
     found = torch_zip.stored_object(lambda offset, length: data[offset : offset + length], len(data), "x")
@@ -479,7 +529,11 @@ def test_what_torch_saves_reads_as_torch_reads_it():
     assert found["w"].args[2:4] == ((2, 3), (3, 1))
 
 
-@pytest.mark.parametrize("version", [b"3\n", b"10", b"x", b"", b"11", b"0", b"-1", b"9" * 5000], ids=lambda version: repr(version[:9]))
+@pytest.mark.parametrize(
+    "version",
+    [b"3\n", b"10", b"x", b"", b"11", b"0", b"-1", b"9" * 5000],
+    ids=lambda version: repr(version[:9]),
+)
 def test_a_container_s_version_is_taken_and_refused_as_torch_does(version):
     from reshard.formats import torch_zip
 
@@ -490,7 +544,10 @@ def test_a_container_s_version_is_taken_and_refused_as_torch_does(version):
         torch.load(io.BytesIO(data))
         assert torch_zip.stored_tensor(lambda at, n: data[at : at + n], len(data), "x").shape == (4,)
     except (RuntimeError, IndexError):  # of the standard library of C++, for a number that is too large
-        refused(lambda: torch_zip.stored_tensor(lambda at, n: data[at : at + n], len(data), "x"), "x says that its format is version b'")
+        refused(
+            lambda: torch_zip.stored_tensor(lambda at, n: data[at : at + n], len(data), "x"),
+            "x says that its format is version b'",
+        )
 
 
 def test_mutations_of_every_file_are_answered(tmp_path):
@@ -509,7 +566,9 @@ def test_the_judges_of_the_fuzzer_see_what_goes_wrong_without_our_checks(tmp_pat
         with tempfile.TemporaryDirectory() as folder:
             spoiled = Path(shutil.copytree(subject.path, Path(folder) / "spoiled"))
             spoil(spoiled)
-            return fuzz.answered(subject, command, Path(folder), fuzz.Outcome(0, 0, subject.name, command, "", "time"))
+            return fuzz.answered(
+                subject, command, Path(folder), fuzz.Outcome(0, 0, subject.name, command, "", "time")
+            )
 
     def zeros(spoiled):
         path = spoiled / "release" / "__0_0.distcp"
@@ -529,25 +588,44 @@ def test_the_judges_of_the_fuzzer_see_what_goes_wrong_without_our_checks(tmp_pat
         (spoiled / "release" / ".metadata").write_bytes(pickle.dumps(metadata))
 
     nothing = config()
-    assert verdict(published, "hf-to-mcore", nothing).verdict == verdict(written, "mcore-to-hf", lambda spoiled: None).verdict == "right"
-    assert verdict(saved, "mcore-to-hf", lambda spoiled: None).verdict == verdict(saved, "inspect", lambda spoiled: None).verdict == "right"
+    assert (
+        verdict(published, "hf-to-mcore", nothing).verdict
+        == verdict(written, "mcore-to-hf", lambda spoiled: None).verdict
+        == "right"
+    )
+    assert (
+        verdict(saved, "mcore-to-hf", lambda spoiled: None).verdict
+        == verdict(saved, "inspect", lambda spoiled: None).verdict
+        == "right"
+    )
     assert verdict(written, "mcore-to-hf", zeros).verdict == "refused"
     assert verdict(published, "hf-to-mcore", config(logit_scale=9.0)).verdict == "refused"
-    assert verdict(published, "hf-to-mcore", config(rms_norm_eps=7.0)).verdict == "right"  # the flags say so too
+    assert (
+        verdict(published, "hf-to-mcore", config(rms_norm_eps=7.0)).verdict == "right"
+    )  # the flags say so too
     assert fuzz.failed([verdict(saved, "inspect", other_chunk)]) == []
     with monkeypatch.context() as off:
         off.setattr("reshard.disk.verify.SourceChecks.compare", lambda self, name, found: None)
         found = verdict(written, "mcore-to-hf", zeros)
-        assert (found.verdict, found.detail) == ("wrong", "other bytes than the manifest has") and fuzz.failed([found])
+        assert (found.verdict, found.detail) == (
+            "wrong",
+            "other bytes than the manifest has",
+        ) and fuzz.failed([found])
     with monkeypatch.context() as off:
         off.setattr("reshard.models.model.check_fields", lambda *_: None)
         found = verdict(published, "hf-to-mcore", config(logit_scale=9.0))
         assert found.verdict == "wrong" and "logit_scale" in found.detail
     with monkeypatch.context() as off:  # a conversion that writes other flags than the config means
-        off.setattr("reshard.disk.convert.command_line", lambda args, *more: command_line(args | {"layernorm_epsilon": 1e-3}, *more))
+        off.setattr(
+            "reshard.disk.convert.command_line",
+            lambda args, *more: command_line(args | {"layernorm_epsilon": 1e-3}, *more),
+        )
         found = verdict(published, "hf-to-mcore", nothing)
         assert found.verdict == "wrong" and "norm_epsilon" in found.detail
     with monkeypatch.context() as off:  # a listing that nobody's files have
-        off.setattr("reshard.disk.inspection.asdict", lambda found: {"tensors": {n: e | {"shape": [1]} for n, e in found.tensors.items()}})
+        off.setattr(
+            "reshard.disk.inspection.asdict",
+            lambda found: {"tensors": {n: e | {"shape": [1]} for n, e in found.tensors.items()}},
+        )
         found = verdict(saved, "inspect", lambda spoiled: None)
         assert found.verdict in ("wrong", "no judgement") and fuzz.failed([found])

@@ -56,12 +56,19 @@ def test_rollouts_are_watched_without_torch(base):
     assert run([base, "-c", program + "print(v.ok, v.metrics.tokens)"]).split() == ["True", "2"]
 
 
-@pytest.mark.parametrize("arguments", [["demo"], ["parity", "A", "B"], ["parity", "A", "vllm:B"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["demo"], ["parity", "A", "B"], ["parity", "A", "vllm:B"]], ids=" ".join
+)
 def test_a_command_names_the_extra_that_it_lacks(base, arguments, checkpoint):
-    there = [arg.replace("A", str(checkpoint("qwen3"))).replace("B", str(checkpoint("qwen3"))) for arg in arguments]
+    there = [
+        arg.replace("A", str(checkpoint("qwen3"))).replace("B", str(checkpoint("qwen3"))) for arg in arguments
+    ]
     done = attempt([base, "-m", "reshard", *there])
     assert done.returncode == 1 and done.stdout == ""
-    assert re.fullmatch(r"Error: this needs torch, which is not installed here: pip install 'reshard\[parity\]'\n", done.stderr)
+    assert re.fullmatch(
+        r"Error: this needs torch, which is not installed here: pip install 'reshard\[parity\]'\n",
+        done.stderr,
+    )
     if arguments != ["demo"]:
         found = json.loads(attempt([base, "-m", "reshard", *there, "--json"]).stdout)
         assert found["exit_code"] == 1 and "reshard[parity]" in found["error"]
@@ -74,9 +81,13 @@ def test_a_command_names_the_extra_that_it_lacks(base, arguments, checkpoint):
     ("from reshard.parity import LiveVllm", "parity"),
 ])  # fmt: skip
 def test_a_call_names_the_extra_that_it_lacks(base, statement, extra):
-    program = f"import reshard\ntry:\n    {statement}\nexcept reshard.ReshardError as error:\n    print(error)"
+    program = (
+        f"import reshard\ntry:\n    {statement}\nexcept reshard.ReshardError as error:\n    print(error)"
+    )
     said = run([base, "-c", program])
-    assert re.fullmatch(rf"this needs [\w-]+, which is not installed here: pip install 'reshard\[{extra}\]'\n", said)
+    assert re.fullmatch(
+        rf"this needs [\w-]+, which is not installed here: pip install 'reshard\[{extra}\]'\n", said
+    )
 
 
 def test_several_processes_without_torch_are_refused_in_a_sentence(base, checkpoint, tmp_path):
@@ -93,7 +104,9 @@ def test_what_is_installed_is_what_is_imported_inside_a_checkout(base, inside):
     program = "import reshard, reshard.cli, reshard.mappings; print(reshard.__file__, reshard.cli.__file__, reshard.mappings.__file__)"
     paths = run([base, "-c", program], cwd=REPOSITORY / inside).split()
     assert len(paths) == 3 and all(Path(path).is_relative_to(base.parent.parent) for path in paths)
-    assert run([base, "-m", "reshard", "--version"], cwd=REPOSITORY / inside).startswith("python -m reshard, version ")
+    assert run([base, "-m", "reshard", "--version"], cwd=REPOSITORY / inside).startswith(
+        "python -m reshard, version "
+    )
 
 
 def test_the_sdist_is_the_checkout(built):
@@ -108,5 +121,9 @@ def test_the_sdist_is_the_checkout(built):
 def test_the_wheel_is_typed_and_holds_the_package_alone(built):
     with zipfile.ZipFile(built[0]) as archive:
         names = archive.namelist()
-    assert "reshard/py.typed" in names and "reshard/cli/main.py" in names and "reshard/mappings/llama.py" in names
+    assert (
+        "reshard/py.typed" in names
+        and "reshard/cli/main.py" in names
+        and "reshard/mappings/llama.py" in names
+    )
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"reshard"}

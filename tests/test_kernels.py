@@ -46,7 +46,13 @@ def test_a_table_on_the_host_copies_each_byte_to_its_place():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 300), st.integers(1, 5000), st.integers(0, 64), st.integers(0, 64), st.sampled_from([64, 1000, 4096]))
+@given(
+    st.integers(1, 300),
+    st.integers(1, 5000),
+    st.integers(0, 64),
+    st.integers(0, 64),
+    st.sampled_from([64, 1000, 4096]),
+)
 def test_tiles_cover_a_copy_exactly_once(rows, width, more_src, more_dst, tile_bytes):
     table = table_of([(10_000_000, 50_000_000, rows, width, width + more_src, width + more_dst)])
     tiles, origin = tiles_of(table, tile_bytes)
@@ -76,7 +82,11 @@ def test_rounds_hold_every_piece_within_their_limit(sizes, limit):
     rounds, offsets = rounds_of(np.array(sizes, np.int64), limit)
     for index in set(rounds.tolist()):
         used = [(int(o), int(o) + s) for o, s, r in zip(offsets, sizes, rounds, strict=True) if r == index]
-        assert used == sorted(used) and all(a[1] <= b[0] for a, b in pairwise(used)) and used[-1][1] <= limit + 16
+        assert (
+            used == sorted(used)
+            and all(a[1] <= b[0] for a, b in pairwise(used))
+            and used[-1][1] <= limit + 16
+        )
     assert rounds.tolist() == sorted(rounds.tolist())
 
 
@@ -86,7 +96,11 @@ def test_digests_do_not_depend_on_how_the_rows_lie_and_see_every_change():
     wide[:, :40] = values
 
     def of(tensor, pitch):
-        return int(digests(table_of([(tensor.data_ptr(), 0, 12, 80, pitch, 0)]), np.array([40]), torch.device("cpu"))[0])
+        return int(
+            digests(
+                table_of([(tensor.data_ptr(), 0, 12, 80, pitch, 0)]), np.array([40]), torch.device("cpu")
+            )[0]
+        )
 
     assert of(values, 80) == of(wide, 128)
     for change in ("value", "exchange", "nan bits"):
@@ -132,7 +146,10 @@ def test_the_kernel_does_what_the_host_does(kernel):
 def interpret(kernel: str) -> None:
     from reshard.refit.kernels import copy_tiles, digest_tiles
 
-    small = [(n, min(width, 3000), min(a, 3016) if a else a, min(b, 3032) if b else b, shift) for n, width, a, b, shift in SHAPES]
+    small = [
+        (n, min(width, 3000), min(a, 3016) if a else a, min(b, 3032) if b else b, shift)
+        for n, width, a, b, shift in SHAPES
+    ]
     src, dst, table, expected = make_copies(small)  # the table holds addresses: both tensors must live
     tiles, _ = tiles_of(table, 4096)
     if kernel == "copy":
@@ -154,7 +171,9 @@ def interpret(kernel: str) -> None:
     packed = even.copy()
     packed[:, DST], packed[:, 5] = 0, packed[:, WIDTH]
     cut, origin = tiles_of(packed, 4096)
-    rows = np.stack([cut[:, SRC], origin, cut[:, ROWS], cut[:, WIDTH] // 2, cut[:, 4] // 2, cut[:, DST] // 2], 1)
+    rows = np.stack(
+        [cut[:, SRC], origin, cut[:, ROWS], cut[:, WIDTH] // 2, cut[:, 4] // 2, cut[:, DST] // 2], 1
+    )
     digest_tiles(torch.from_numpy(rows), out, 2)
     assert out.tolist() == wanted.tolist()
     assert len(set(wanted.tolist())) == len(even) and src.any()

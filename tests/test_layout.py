@@ -35,9 +35,20 @@ PIPELINES = [
 @pytest.mark.parametrize(("layers", "layout"), PIPELINES, ids=str)
 def test_stages_are_those_that_megatron_builds(layers, layout):
     stages = layout.stages(model("llama", num_hidden_layers=layers))
-    flags = {"decoder_first_pipeline_num_layers": layout.first_stage_layers, "decoder_last_pipeline_num_layers": layout.last_stage_layers}
+    flags = {
+        "decoder_first_pipeline_num_layers": layout.first_stage_layers,
+        "decoder_last_pipeline_num_layers": layout.last_stage_layers,
+    }
     theirs = run_on_ranks(
-        1, "stages", layers, layout.pp, layout.virtual_stages, flags, layout.embedding_in_split, layout.loss_in_split, layout.pipeline
+        1,
+        "stages",
+        layers,
+        layout.pp,
+        layout.virtual_stages,
+        flags,
+        layout.embedding_in_split,
+        layout.loss_in_split,
+        layout.pipeline,
     )[0]
     assert [[list(stage.layers) for stage in virtual] for virtual in stages] == theirs
     everything = sorted(layer for virtual in stages for stage in virtual for layer in stage.layers)
@@ -51,7 +62,11 @@ def test_pipeline_strings_unroll_as_in_megatron():
 
 
 REFUSALS = [
-    ("llama", Layout(tp=3), r"--tp 3 does not divide 8 attention heads in 2 query groups; sizes that do: 1, 2, 4, 8"),
+    (
+        "llama",
+        Layout(tp=3),
+        r"--tp 3 does not divide 8 attention heads in 2 query groups; sizes that do: 1, 2, 4, 8",
+    ),
     ("llama", Layout(pp=3), r"--pp 3 does not divide 4 layers; sizes that do: 1, 2, 4"),
     ("llama", Layout(pp=2, vpp=3), r"--vpp 3 does not divide a stage of 2 layers; sizes that do: 1, 2"),
     ("llama", Layout(vpp=2), r"--vpp 2 needs --pp above 1"),
@@ -64,7 +79,11 @@ REFUSALS = [
     ("llama", Layout(pp=3, pipeline="Ett|ttL"), r"has 2 stages, which --pp 3"),
     ("llama", Layout(pp=2, pipeline="tt|EttL"), r"must run from E"),
     ("qwen3-moe", Layout(ep=3, etp=1), r"--ep 3 does not divide experts 8; sizes that do: 1, 2, 4, 8"),
-    ("qwen3-moe", Layout(ep=2, etp=5), r"--etp 5 does not divide moe_intermediate_size 48; sizes that do: 1, 2, 3, 4, 6"),
+    (
+        "qwen3-moe",
+        Layout(ep=2, etp=5),
+        r"--etp 5 does not divide moe_intermediate_size 48; sizes that do: 1, 2, 3, 4, 6",
+    ),
     ("qwen3-moe-mixed", Layout(tp=8, etp=32), r"--etp 32 does not divide moe_intermediate_size"),
 ]
 
@@ -90,7 +109,9 @@ def test_mapping_files_are_tables_of_literals_and_the_rules_of_a_family_its_meth
         text = path.read_text()
         assert len(text.splitlines()) <= 120, path
         [*imports, family] = ast.parse(text).body[1:]
-        assert all(isinstance(node, ast.ImportFrom) for node in imports) and isinstance(family, ast.ClassDef), path
+        assert all(isinstance(node, ast.ImportFrom) for node in imports) and isinstance(
+            family, ast.ClassDef
+        ), path
         for node in family.body:
             if isinstance(node, ast.FunctionDef):
                 assert callable(getattr(Family, node.name)) and len(node.body) <= 8, f"{path}: {node.name}"
@@ -101,15 +122,28 @@ def test_mapping_files_are_tables_of_literals_and_the_rules_of_a_family_its_meth
 
 
 def test_no_family_is_named_outside_its_own_file():
-    names = {name for family in families().values() for name in (family.name, family.architecture, family.name.replace("_", ""))}
+    names = {
+        name
+        for family in families().values()
+        for name in (family.name, family.architecture, family.name.replace("_", ""))
+    }
     sources = [*Path(reshard.__path__[0]).rglob("*.py"), *Path(reshard.cli.__path__[0]).rglob("*.py")]
     assert len(sources) > 50
     for path in sources:
         strings = [
-            node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            node.value
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
         ]
-        said = [text for text in strings if "\n" not in text and any(text == name or f"{name}_" in text for name in names)]
-        assert path.name in ("config_defaults.py", "demo.py") or "mappings" in path.parts or not said, (path, said)
+        said = [
+            text
+            for text in strings
+            if "\n" not in text and any(text == name or f"{name}_" in text for name in names)
+        ]
+        assert path.name in ("config_defaults.py", "demo.py") or "mappings" in path.parts or not said, (
+            path,
+            said,
+        )
 
 
 def test_shapes_are_read_from_their_expressions():

@@ -25,12 +25,18 @@ PARALLEL = (
 
 def flags_at(directory: Path, *parallel: str) -> list[str]:
     """The command line that the conversion wrote, at another layout."""
-    lines = [line for line in (directory / "megatron_flags.txt").read_text().splitlines() if not line.startswith(PARALLEL)]
+    lines = [
+        line
+        for line in (directory / "megatron_flags.txt").read_text().splitlines()
+        if not line.startswith(PARALLEL)
+    ]
     # Another padding than the one written: 1000 rows at TP1, 1008 at TP2, 1024 above.
     return " ".join([*lines, "--make-vocab-size-divisible-by 8", *parallel]).split()
 
 
-def logits_in_megatron(directory: Path, tokens: torch.Tensor, *parallel: str, world_size: int = 1) -> torch.Tensor:
+def logits_in_megatron(
+    directory: Path, tokens: torch.Tensor, *parallel: str, world_size: int = 1
+) -> torch.Tensor:
     """Logits of the last pipeline stage's ranks, which all have to agree."""
     results = run_on_ranks(world_size, "load_and_run", flags_at(directory, *parallel), str(directory), tokens)
     outputs = [output for _, output in results if output is not None]
@@ -88,7 +94,9 @@ def test_megatron_gives_the_logits_of_transformers(variant, checkpoint, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("variant", "written", "loaded", "ranks"), RELOADS, ids=lambda value: str(value).replace("-model-parallel-size", "")
+    ("variant", "written", "loaded", "ranks"),
+    RELOADS,
+    ids=lambda value: str(value).replace("-model-parallel-size", ""),
 )
 def test_a_checkpoint_of_one_layout_loads_at_another(variant, written, loaded, ranks, checkpoint, tmp_path):
     hf_to_mcore(checkpoint(variant), tmp_path / "mcore", written, transformer_impl="local")
@@ -98,7 +106,9 @@ def test_a_checkpoint_of_one_layout_loads_at_another(variant, written, loaded, r
 def test_a_numbered_iteration_loads_as_that_iteration(checkpoint, tmp_path):
     hf_to_mcore(checkpoint("qwen3"), tmp_path / "mcore", transformer_impl="local", iteration=12)
     tokens = torch.randint(0, 1000, (1, 8))
-    [(iteration, _)] = run_on_ranks(1, "load_and_run", flags_at(tmp_path / "mcore"), str(tmp_path / "mcore"), tokens)
+    [(iteration, _)] = run_on_ranks(
+        1, "load_and_run", flags_at(tmp_path / "mcore"), str(tmp_path / "mcore"), tokens
+    )
     assert iteration == 12
 
 
@@ -106,7 +116,9 @@ def test_a_numbered_iteration_loads_as_that_iteration(checkpoint, tmp_path):
 def test_a_swapped_tensor_shows_in_the_logits_and_in_diff(mistake, checkpoint, tmp_path):
     from reshard import diff
 
-    hf_to_mcore(checkpoint("qwen3-moe"), tmp_path / "mcore", Layout(tp=2, ep=2, etp=1), transformer_impl="local")
+    hf_to_mcore(
+        checkpoint("qwen3-moe"), tmp_path / "mcore", Layout(tp=2, ep=2, etp=1), transformer_impl="local"
+    )
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
     swap(tmp_path / "back" / "model.safetensors", mistake)
     (tmp_path / "back" / "reshard.json").unlink()  # by which the conversion would name it
@@ -134,7 +146,9 @@ def swap(path: Path, what: str) -> None:
         a, b = (f"{layer}self_attn.{x}_norm.weight" for x in "qk")
         tensors[a], tensors[b] = tensors[b], tensors[a]
     else:
-        rows = tensors[f"{layer}self_attn.v_proj.weight" if what == "row" else f"{layer}self_attn.q_proj.weight"]
+        rows = tensors[
+            f"{layer}self_attn.v_proj.weight" if what == "row" else f"{layer}self_attn.q_proj.weight"
+        ]
         n = 1 if what == "row" else 16
         first = rows[:n].clone()
         rows[:n] = rows[-n:]

@@ -9,7 +9,16 @@ import pytest
 import torch
 from reshard.cli.main import cli
 
-from reshard import Layout, ReshardError, check, diff, hf_to_mcore, ignored_config_fields, inspect, mcore_to_hf
+from reshard import (
+    Layout,
+    ReshardError,
+    check,
+    diff,
+    hf_to_mcore,
+    ignored_config_fields,
+    inspect,
+    mcore_to_hf,
+)
 from reshard.models.config_defaults import DEFAULTS
 from reshard.models.family import families
 from reshard.models.meaning import DECIDES, DERIVED
@@ -23,7 +32,10 @@ from tests.test_published import PUBLISHED
 
 def config_of(variant: str, **changes) -> dict:
     config = VARIANTS[variant].to_dict() | changes
-    return config | {"architectures": config.get("architectures") or [families()[VARIANTS[variant].model_type].architecture]}
+    return config | {
+        "architectures": config.get("architectures")
+        or [families()[VARIANTS[variant].model_type].architecture]
+    }
 
 
 def model(variant: str, **changes) -> Model:
@@ -155,7 +167,9 @@ def test_windows_are_refused_where_layers_of_the_class_of_transformers_slide_and
             # transformers checks types of late, and null is no bool: to its code it is as good as false.
             theirs = type(VARIANTS[variant])(**base | {"num_hidden_layers": layers, **said,
                                                        **({"use_sliding_window": False} if said.get("use_sliding_window", 1) is None else {})})  # fmt: skip
-            each = ["sliding_attention"] if variant == "qwen3-moe" else theirs.layer_types  # its layers never look at their types
+            each = (
+                ["sliding_attention"] if variant == "qwen3-moe" else theirs.layer_types
+            )  # its layers never look at their types
             slides = theirs.sliding_window is not None and "sliding_attention" in each
             slides = slides or "sliding_attention" in (types or ())  # at least to other engines
             try:
@@ -173,7 +187,13 @@ def test_a_field_can_be_left_out_by_name(checkpoint, tmp_path, monkeypatch):
     source = copied(checkpoint("qwen3"), tmp_path / "hf", logit_scale=0.5)
     with pytest.raises(ReshardError, match="--ignore-config-field"):
         hf_to_mcore(source, tmp_path / "mcore")
-    assert cli(["hf-to-mcore", str(source), str(tmp_path / "mcore"), "--ignore-config-field", "logit_scale"], standalone_mode=False) is None
+    assert (
+        cli(
+            ["hf-to-mcore", str(source), str(tmp_path / "mcore"), "--ignore-config-field", "logit_scale"],
+            standalone_mode=False,
+        )
+        is None
+    )
     with ignored_config_fields("logit_scale"):
         assert diff(source, tmp_path / "mcore").equal
     monkeypatch.setenv("RESHARD_IGNORE_CONFIG_FIELDS", "other,logit_scale")
@@ -186,7 +206,11 @@ def test_a_field_can_be_left_out_by_name(checkpoint, tmp_path, monkeypatch):
 
 
 def test_what_is_ignored_is_said_recorded_and_ignored_again(checkpoint, tmp_path, capsys):
-    source, mcore, back = copied(checkpoint("qwen3"), tmp_path / "hf", rms_norm_eps=1e-3), tmp_path / "mcore", tmp_path / "back"
+    source, mcore, back = (
+        copied(checkpoint("qwen3"), tmp_path / "hf", rms_norm_eps=1e-3),
+        tmp_path / "mcore",
+        tmp_path / "back",
+    )
     with ignored_config_fields("rms_norm_eps"):
         report = hf_to_mcore(source, mcore)
     said = "rms_norm_eps = 0.001 is ignored; 1e-06 is used, as where it is absent"
@@ -195,9 +219,13 @@ def test_what_is_ignored_is_said_recorded_and_ignored_again(checkpoint, tmp_path
     assert json.loads((mcore / "reshard.json").read_text())["ignored_config_fields"] == ["rms_norm_eps"]
     for arguments in (["inspect", str(mcore)], ["check", str(mcore)], ["mcore-to-hf", str(mcore), str(back)], ["diff", str(mcore), str(back)],
                       ["diff", str(mcore / "release"), str(back)]):  # fmt: skip
-        assert cli(arguments, standalone_mode=False) in (0, None) and said in capsys.readouterr().err, arguments
+        assert cli(arguments, standalone_mode=False) in (0, None) and said in capsys.readouterr().err, (
+            arguments
+        )
     found = diff(source, back)
-    assert found.fields.keys() == {"rms_norm_eps"} and not found.differences  # the source says something else still
+    assert (
+        found.fields.keys() == {"rms_norm_eps"} and not found.differences
+    )  # the source says something else still
     args = Model.from_megatron_args(model("qwen3").megatron_args(), "args")
     with ignored_config_fields("layernorm_epsilon"):
         args.check_args({"layernorm_epsilon": 0.5}, "args", "")
@@ -217,7 +245,10 @@ def test_a_plan_says_what_it_ignores(checkpoint, tmp_path, capsys):
     cli([*command, "--ignore-config-field", "logit_scale", "--json"], standalone_mode=False)
     assert "logit_scale" in json.loads(capsys.readouterr().out)["notices"][0]
     with pytest.raises(ReshardError, match="did you mean logit_scale"):
-        cli([*command, "--ignore-config-field", "logit_scale", "--ignore-config-field", "logit_scales"], standalone_mode=False)
+        cli(
+            [*command, "--ignore-config-field", "logit_scale", "--ignore-config-field", "logit_scales"],
+            standalone_mode=False,
+        )
 
 
 def test_a_name_to_be_ignored_that_nothing_has_is_refused(checkpoint, tmp_path):
@@ -225,7 +256,10 @@ def test_a_name_to_be_ignored_that_nothing_has_is_refused(checkpoint, tmp_path):
     for call in (lambda: hf_to_mcore(checkpoint("qwen3"), tmp_path / "out"), lambda: mcore_to_hf(tmp_path / "mcore", tmp_path / "out"),
                  lambda: diff(checkpoint("qwen3"), tmp_path / "mcore"), lambda: check(tmp_path / "mcore"), lambda: inspect(tmp_path / "mcore")):  # fmt: skip
         for name, hint in (("rms_norm_epsilon", "did you mean "), ("zzz", "no such field is in")):
-            with ignored_config_fields(name), pytest.raises(ReshardError, match=f"--ignore-config-field {name}: .*{hint}"):
+            with (
+                ignored_config_fields(name),
+                pytest.raises(ReshardError, match=f"--ignore-config-field {name}: .*{hint}"),
+            ):
                 call()
     assert not (tmp_path / "out").exists()
     for name in ("rms_norm_eps", "layernorm_epsilon", "sliding_window", "rope_interleave", "rope_scaling"):
@@ -246,7 +280,11 @@ def test_a_config_that_says_only_what_it_must_has_the_defaults_of_transformers()
         theirs = CONFIG_MAPPING[name]().to_dict()
         for field, _, _, _, default in family.spellings:
             # Without a rank queries are not compressed; transformers builds no MTP layers.
-            if field in theirs and not isinstance(default, str) and field not in ("q_lora_rank", "num_nextn_predict_layers"):
+            if (
+                field in theirs
+                and not isinstance(default, str)
+                and field not in ("q_lora_rank", "num_nextn_predict_layers")
+            ):
                 assert theirs[field] == default, (name, field)
 
 
@@ -257,10 +295,14 @@ def test_rope_settings_go_there_and_back():
     cases = [("mla", YARN | {"beta_fast": 1.0, "original_max_position_embeddings": 8192}), ("gpt", LLAMA3_ROPE), ("gpt", LINEAR | {"factor": 4.0}), ("gpt", {"rope_type": "default", "rope_theta": 1e6}), ("mla", YARN),
              ("gpt", PLAIN_YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}), ("mla", {"rope_type": "default", "rope_theta": 1e4})]  # fmt: skip
     for kind, rope in cases:
-        args = {"position_embedding_type": "rope"} | megatron_rope(rope_of({"rope_parameters": rope}), kind == "mla", "config")
+        args = {"position_embedding_type": "rope"} | megatron_rope(
+            rope_of({"rope_parameters": rope}), kind == "mla", "config"
+        )
         back = hf_rope(args | {"multi_latent_attention": kind == "mla"})
         assert back["rope_theta"] == rope["rope_theta"]
-        assert (back["rope_scaling"] or {"rope_type": "default"}).items() >= {k: v for k, v in rope.items() if k != "rope_theta"}.items()
+        assert (back["rope_scaling"] or {"rope_type": "default"}).items() >= {
+            k: v for k, v in rope.items() if k != "rope_theta"
+        }.items()
 
 
 def test_what_megatron_has_no_flag_for_is_an_argument_and_said_but_not_on_the_command_line():
@@ -275,7 +317,12 @@ def test_what_megatron_has_no_flag_for_is_an_argument_and_said_but_not_on_the_co
 
 
 def test_megatrons_yarn_of_latent_attention_is_read_where_no_type_is_given():
-    assert hf_rope({"multi_latent_attention": True, "rotary_scaling_factor": 40.0, "mscale": 1.0})["rope_scaling"]["rope_type"] == "yarn"
+    assert (
+        hf_rope({"multi_latent_attention": True, "rotary_scaling_factor": 40.0, "mscale": 1.0})[
+            "rope_scaling"
+        ]["rope_type"]
+        == "yarn"
+    )
 
 
 @pytest.mark.parametrize("rope", [
@@ -287,9 +334,17 @@ def test_frequencies_are_those_of_transformers(rope):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    config = LlamaConfig(hidden_size=256, num_attention_heads=4, num_hidden_layers=1, max_position_embeddings=256, rope_parameters=rope)
+    config = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=4,
+        num_hidden_layers=1,
+        max_position_embeddings=256,
+        rope_parameters=rope,
+    )
     init = ROPE_INIT_FUNCTIONS.get(rope["rope_type"])
-    theirs, factor = init(config, torch.device("cpu")) if init else (LlamaRotaryEmbedding(config).inv_freq, 1.0)
+    theirs, factor = (
+        init(config, torch.device("cpu")) if init else (LlamaRotaryEmbedding(config).inv_freq, 1.0)
+    )
     ours = rope_of({"rope_parameters": rope, "max_position_embeddings": 256})
     assert torch.allclose(torch.tensor(inverse_frequencies(ours, 64)), theirs, rtol=1e-5, atol=0)
     assert attention_factor(ours) == pytest.approx(factor)
@@ -309,7 +364,9 @@ ANOTHER = {
 @pytest.mark.parametrize("name", ANOTHER)
 def test_an_argument_that_makes_another_model_is_refused_by_name(name):
     args = model("qwen3-moe").megatron_args()
-    Model.from_megatron_args(args | {"window_size": (-1, -1), "moe_router_load_balancing_type": "seq_aux_loss"}, "args")
+    Model.from_megatron_args(
+        args | {"window_size": (-1, -1), "moe_router_load_balancing_type": "seq_aux_loss"}, "args"
+    )
     with pytest.raises(ReshardError, match=f"args: .*{name} is .* makes another model of the weights"):
         Model.from_megatron_args(args | {name: ANOTHER[name]}, "args")
     with ignored_config_fields(name):
@@ -333,7 +390,11 @@ def test_args_that_describe_no_model_are_refused():
 def test_arguments_are_those_of_the_family_that_made_them(variant):
     made = model(variant)
     back = Model.from_megatron_args(made.megatron_args(), "args")
-    assert back.family == made.family and back.kinds == made.kinds and back.megatron_args() == made.megatron_args()
+    assert (
+        back.family == made.family
+        and back.kinds == made.kinds
+        and back.megatron_args() == made.megatron_args()
+    )
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -370,10 +431,17 @@ def test_diff_names_the_fields_that_make_two_models_of_the_same_weights(checkpoi
     assert diff(source, copied(source, tmp_path / "same", max_position_embeddings=128, use_cache=False)).equal
     other = copied(source, tmp_path / "other", rms_norm_eps=0.1, rope_parameters=PLAIN_YARN)
     found = diff(source, other)
-    assert not found.equal and not found.differences and found.fields.keys() == {"rms_norm_eps", "rope_parameters"}
+    assert (
+        not found.equal
+        and not found.differences
+        and found.fields.keys() == {"rms_norm_eps", "rope_parameters"}
+    )
     with pytest.raises(SystemExit) as ended:
         cli(["diff", str(source), str(other)])
-    assert ended.value.code == 1 and f"rms_norm_eps is 1e-06 in {source}, 0.1 in {other}" in capsys.readouterr().out
+    assert (
+        ended.value.code == 1
+        and f"rms_norm_eps is 1e-06 in {source}, 0.1 in {other}" in capsys.readouterr().out
+    )
 
 
 # Megatron's own parser
@@ -463,7 +531,9 @@ def published(name: str) -> tuple[dict, Layout]:
     return config | ({"aux_loss_alpha": 0.0001, "seq_aux": True} if name == "DeepSeek-V3" else {}), layout
 
 
-def flags_of(config: dict, layout: Layout, transformer_impl: str = "transformer_engine") -> tuple[list[str], int]:
+def flags_of(
+    config: dict, layout: Layout, transformer_impl: str = "transformer_engine"
+) -> tuple[list[str], int]:
     """The flags as the conversion writes them, word by word, and the size of their world."""
     from reshard.core.dtypes import dtype_named
     from reshard.megatron.args import arguments, command_line
@@ -471,7 +541,9 @@ def flags_of(config: dict, layout: Layout, transformer_impl: str = "transformer_
 
     made = Model.from_hf(config)
     dtype = dtype_named(str(config.get("torch_dtype") or "float32"))
-    args = arguments(made, layout, padded_vocab_size(config["vocab_size"], 128, layout.tp), 128, dtype, transformer_impl)
+    args = arguments(
+        made, layout, padded_vocab_size(config["vocab_size"], 128, layout.tp), 128, dtype, transformer_impl
+    )
     return " ".join(command_line(args)).split(), layout.world_size(made)
 
 
@@ -481,12 +553,22 @@ def test_the_flags_alone_make_the_published_model_in_megatrons_own_parser():
         wanted = EVERYWHERE | meant
         dtype = wanted.pop("params", "bf16")
         assert config[dtype] and config["tensor_model_parallel_size"] == PUBLISHED[name.split(" ")[0]][2].tp
-        assert {key: (config[key], value) for key, value in wanted.items() if config[key] != value} == {}, name
+        assert {key: (config[key], value) for key, value in wanted.items() if config[key] != value} == {}, (
+            name
+        )
         # Whatever else decides what the model computes is as Megatron has it for a plain transformer.
-        plain = {key: value for key, value in DECIDES.items() if key in config and key not in wanted and value is not None}
+        plain = {
+            key: value
+            for key, value in DECIDES.items()
+            if key in config and key not in wanted and value is not None
+        }
         own = {"num_experts", "moe_router_topk", "moe_ffn_hidden_size", "rope_type", "rope_scaling_factor", "swiglu",
                *("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "num_query_groups", "kv_channels")}  # fmt: skip
-        assert {key: (config[key], value) for key, value in plain.items() if key not in own and config[key] != value} == {}, name
+        assert {
+            key: (config[key], value)
+            for key, value in plain.items()
+            if key not in own and config[key] != value
+        } == {}, name
 
 
 # What Megatron 0.19 does not restore from a checkpoint's args, of what makes the model (and of the flags that its training needs).
@@ -522,7 +604,12 @@ def test_use_checkpoint_args_needs_the_listed_flags_and_no_others(checkpoint, tm
         cases += [(words, str(directory), passed), (words, str(directory), [])]
     [found] = run_on_ranks(1, "restored", cases)
     assert {variant: wrong for variant, wrong in zip(RESTORED, found[::2]) if wrong} == {}
-    needed = {flags[name] for (words, *_), alone in zip(cases[1::2], found[1::2]) for name in alone if flags.get(name) in words}
+    needed = {
+        flags[name]
+        for (words, *_), alone in zip(cases[1::2], found[1::2])
+        for name in alone
+        if flags.get(name) in words
+    }
     # In these small models at Megatron's default, or said as Megatron says it without a flag.
     as_default = {"--bf16", "--fp16", "--kv-lora-rank", "--mscale", "--rope-scaling-factor", "--rotary-seq-len-interpolation-factor",
                   "--yarn-correction-range-round-to-int", "--make-vocab-size-divisible-by", "--sequence-parallel",
@@ -532,7 +619,9 @@ def test_use_checkpoint_args_needs_the_listed_flags_and_no_others(checkpoint, tm
 
 
 @pytest.mark.parametrize(("variant", "other"), [("llama", Layout(tp=2)), ("qwen3-moe", Layout(ep=2, etp=1))])
-def test_the_first_loss_of_a_training_is_the_same_at_two_layouts_with_the_flags_alone(variant, other, checkpoint, tmp_path):
+def test_the_first_loss_of_a_training_is_the_same_at_two_layouts_with_the_flags_alone(
+    variant, other, checkpoint, tmp_path
+):
     torch.manual_seed(3)
     tokens, losses = torch.randint(0, 1000, (2, 33)), []
     for ranks, layout in ((1, Layout()), (2, other)):
@@ -549,7 +638,10 @@ TRAINERS = {
         ("", "no error"),
         ("--rotary-base 50000", "the trainer's rotary_base is 50000, but the served model's is 10000"),
         ("--rotary-interleaved", "rotary_interleaved is True, but the served model's is False"),
-        ("--rotary-seq-len-interpolation-factor 2", r"rotary_pos_emb has inv_freq\[0\] = 0.5, but the served model's is 1 "),
+        (
+            "--rotary-seq-len-interpolation-factor 2",
+            r"rotary_pos_emb has inv_freq\[0\] = 0.5, but the served model's is 1 ",
+        ),
         ("--use-rope-scaling", "use_rope_scaling is True, but the served model's is False"),
         ("--position-embedding-type yarn", "position_embedding_type is yarn, but the served model's is rope"),
         ("--norm-epsilon 1e-5", "layernorm_epsilon is 1e-05, but the served model's is 1e-06"),
@@ -569,8 +661,14 @@ TRAINERS = {
         ("", "no error"),
         ("--rotary-scaling-factor 20", "rotary_scaling_factor is 20.0, but the served model's is 40.0"),
         ("--mscale-all-dim 0.5", "mscale_all_dim is 0.5, but the served model's is 1.0"),
-        ("--moe-router-topk-scaling-factor 1.5", "moe_router_topk_scaling_factor is 1.5, but the served model's is 2.5"),
-        ("--moe-router-num-groups 2 --moe-router-group-topk 1", "moe_router_group_topk is 1|moe_router_num_groups is 2"),
+        (
+            "--moe-router-topk-scaling-factor 1.5",
+            "moe_router_topk_scaling_factor is 1.5, but the served model's is 2.5",
+        ),
+        (
+            "--moe-router-num-groups 2 --moe-router-group-topk 1",
+            "moe_router_group_topk is 1|moe_router_num_groups is 2",
+        ),
     ],
 }
 CHANGED = {

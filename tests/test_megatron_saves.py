@@ -39,12 +39,16 @@ def saved_by_megatron(source, folder, parallel, ranks, **options):
     return folder / "theirs"
 
 
-@pytest.mark.parametrize(("variant", "parallel", "ranks"), SAVED, ids=lambda v: str(v).replace("-model-parallel-size", ""))
+@pytest.mark.parametrize(
+    ("variant", "parallel", "ranks"), SAVED, ids=lambda v: str(v).replace("-model-parallel-size", "")
+)
 def test_what_megatron_saves_becomes_the_hugging_face_tensors(variant, parallel, ranks, checkpoint, tmp_path):
     source = checkpoint(variant)
     theirs = saved_by_megatron(source, tmp_path, parallel, ranks)
     mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
-    assert (tmp_path / "back" / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
+    assert (tmp_path / "back" / "generation_config.json").read_bytes() == (
+        source / "generation_config.json"
+    ).read_bytes()
     assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
     assert diff(source, theirs).equal and diff(theirs, tmp_path / "ours").equal
 
@@ -71,7 +75,9 @@ def test_a_training_checkpoint_gives_its_weights_and_says_what_is_left_out(check
     source = checkpoint("llama")
     theirs = saved_by_megatron(source, tmp_path, f"{TP} 2 {PP} 2", 4, training=True)
     report = mcore_to_hf(theirs, tmp_path / "back", hf_config=source / "config.json")
-    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
+        (source / "config.json").read_text()
+    )
     assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
     told = " ".join(report.notices)
     assert "optimizer state" in told and "RNG state" in told and "Transformer Engine state" in told
@@ -87,9 +93,16 @@ def test_the_args_of_a_checkpoint_stand_in_for_the_config(variant, checkpoint, t
     mcore_to_hf(theirs, tmp_path / "back")
     assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
     ours, wanted = (AutoConfig.from_pretrained(d).to_dict() for d in (tmp_path / "back", source))
-    unlike = {k for k in wanted if ours.get(k) != wanted[k]} - {"initializer_range", "transformers_version", "dtype", "_name_or_path"}
+    unlike = {k for k in wanted if ours.get(k) != wanted[k]} - {
+        "initializer_range",
+        "transformers_version",
+        "dtype",
+        "_name_or_path",
+    }
     # Megatron's args do not say these, and they change nothing.
-    assert unlike <= {"bos_token_id", "eos_token_id", "pad_token_id"}, {k: (ours.get(k), wanted[k]) for k in unlike}
+    assert unlike <= {"bos_token_id", "eos_token_id", "pad_token_id"}, {
+        k: (ours.get(k), wanted[k]) for k in unlike
+    }
 
 
 def test_without_args_and_config_the_error_says_what_to_pass(checkpoint, tmp_path):
@@ -107,7 +120,9 @@ def test_both_spellings_of_the_norms_are_read(checkpoint, tmp_path):
         ("transformer_engine", "decoder.layers.pre_mlp_layernorm.weight"),
     ):
         hf_to_mcore(source, tmp_path / impl, transformer_impl=impl)
-        assert key in pickle.loads((tmp_path / impl / "release" / ".metadata").read_bytes()).state_dict_metadata
+        assert (
+            key in pickle.loads((tmp_path / impl / "release" / ".metadata").read_bytes()).state_dict_metadata
+        )
         mcore_to_hf(tmp_path / impl, tmp_path / f"{impl}-back")
         assert same(hf_tensors(source), hf_tensors(tmp_path / f"{impl}-back")) == []
 
@@ -136,6 +151,10 @@ def test_an_unknown_parameter_is_refused_by_name(checkpoint, tmp_path):
 def test_inspect_names_layout_and_iteration_of_a_megatron_checkpoint(checkpoint, tmp_path):
     theirs = saved_by_megatron(checkpoint("qwen3-moe"), tmp_path, f"{TP} 2 {EP} 2 {ETP} 1", 2)
     found = inspect(theirs).to_dict()
-    assert found["details"]["iteration"] == "iter_0000007" and found["family"] == "qwen3_moe" and found["manifest"] is None
+    assert (
+        found["details"]["iteration"] == "iter_0000007"
+        and found["family"] == "qwen3_moe"
+        and found["manifest"] is None
+    )
     assert found["layout"] == {"tp": 2, "pp": 1, "ep": 2, "etp": 1}
     assert json.loads(json.dumps(found)) == found

@@ -18,13 +18,21 @@ from tests.ranks import caught, free_port
 
 def test_a_rank_beyond_the_size_is_refused_before_anybody_is_waited_for():
     began = time.monotonic()
-    assert caught(lambda: Members.join("127.0.0.1:1", 2, 2, timeout=20)) == "rank 2 is not one of 2 members, which count from 0"
+    assert (
+        caught(lambda: Members.join("127.0.0.1:1", 2, 2, timeout=20))
+        == "rank 2 is not one of 2 members, which count from 0"
+    )
     assert time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "nowhere:port", "::1", "127.0.0.1:0", "127.0.0.1:70000", ":29600", "10.0.0.1:²9600"])
+@pytest.mark.parametrize(
+    "address",
+    ["127.0.0.1", "nowhere:port", "::1", "127.0.0.1:0", "127.0.0.1:70000", ":29600", "10.0.0.1:²9600"],
+)
 def test_what_is_no_address_is_refused(address):
-    assert "is not an address such as 10.0.0.1:29600 or [::1]:29600" in caught(lambda: Members.join(address, 1, 2))
+    assert "is not an address such as 10.0.0.1:29600 or [::1]:29600" in caught(
+        lambda: Members.join(address, 1, 2)
+    )
 
 
 NOBODY = """
@@ -39,9 +47,15 @@ except Exception as error:
 
 
 def test_without_a_member_0_one_sentence_comes_within_the_time_limit():
-    done = subprocess.run([sys.executable, "-c", NOBODY.format(port=free_port())], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", NOBODY.format(port=free_port())], capture_output=True, text=True, timeout=300
+    )
     seconds, kind, sentence = done.stdout.split(" ", 2)
-    assert float(seconds) < 20 and kind == "ReshardError" and sentence.startswith("rank 1 found no member 0 at 127.0.0.1")
+    assert (
+        float(seconds) < 20
+        and kind == "ReshardError"
+        and sentence.startswith("rank 1 found no member 0 at 127.0.0.1")
+    )
     assert "frame #" not in done.stderr and "TCPStore" not in done.stderr, "torch's client prints its stack"
 
 
@@ -61,7 +75,9 @@ def test_two_processes_of_one_rank_are_told_apart(meeting):
 
 def test_members_that_count_differently_are_refused(meeting):
     port, _ = meeting
-    assert "rank 1 expects 2 members at 127.0.0.1" in caught(lambda: Members.join(f"127.0.0.1:{port}", 1, 2, timeout=20))
+    assert "rank 1 expects 2 members at 127.0.0.1" in caught(
+        lambda: Members.join(f"127.0.0.1:{port}", 1, 2, timeout=20)
+    )
 
 
 def test_members_meet_while_other_threads_open_and_close_connections():
@@ -102,7 +118,11 @@ def test_a_mistake_at_connect_is_told_to_all_at_once(given, sentence):
     for thread in threads:
         thread.join(120)
     assert sorted(said) == [0, 1], said
-    assert sentence in said[1][0] and said[0][0] == f"rank 1: {said[1][0]}" and max(seconds for _, seconds in said.values()) < 30
+    assert (
+        sentence in said[1][0]
+        and said[0][0] == f"rank 1: {said[1][0]}"
+        and max(seconds for _, seconds in said.values()) < 30
+    )
 
 
 @pytest.mark.parametrize(("rank", "size"), [("0", 2), (0, 1 << 40), (None, 2)])
@@ -150,7 +170,9 @@ for what in ("refit 1", "refit 2"):
 def test_a_member_0_that_is_stopped_is_named_within_the_time_limit():
     code = STOPPED.format(port=free_port())
     both = [
-        subprocess.Popen([sys.executable, "-c", code, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         for rank in range(2)
     ]
     try:
@@ -165,7 +187,11 @@ def test_a_member_0_that_is_stopped_is_named_within_the_time_limit():
             process.kill()
             process.wait()
     seconds, kind, sentence = first.split(" ", 2)
-    assert float(seconds) < 30 and kind == "ReshardError" and sentence.startswith("rank 0, which serves the store")
+    assert (
+        float(seconds) < 30
+        and kind == "ReshardError"
+        and sentence.startswith("rank 0, which serves the store")
+    )
     assert second.endswith("meet again to go on")
 
 

@@ -104,7 +104,9 @@ def gate_and_up(tensors, config):
 def one_head(tensors, config):
     q = tensors["model.layers.2.self_attn.q_proj.weight"]
     size = config["head_dim"]
-    tensors["model.layers.2.self_attn.q_proj.weight"] = torch.cat([q[size : 2 * size], q[:size], q[2 * size :]])
+    tensors["model.layers.2.self_attn.q_proj.weight"] = torch.cat(
+        [q[size : 2 * size], q[:size], q[2 * size :]]
+    )
 
 
 def rope_base(tensors, config):
@@ -116,7 +118,9 @@ def partial_rotary(tensors, config):
 
 
 def query_norm(tensors, config):
-    tensors["model.layers.0.self_attn.q_norm.weight"] = torch.ones_like(tensors["model.layers.0.self_attn.q_norm.weight"])
+    tensors["model.layers.0.self_attn.q_norm.weight"] = torch.ones_like(
+        tensors["model.layers.0.self_attn.q_norm.weight"]
+    )
 
 
 def router_bias(tensors, config):
@@ -130,7 +134,11 @@ def top_k_scaling(tensors, config):
 
 def one_expert(tensors, config):
     for part in ("gate_proj", "up_proj", "down_proj"):
-        swapped(tensors, f"model.layers.3.mlp.experts.0.{part}.weight", f"model.layers.3.mlp.experts.1.{part}.weight")
+        swapped(
+            tensors,
+            f"model.layers.3.mlp.experts.0.{part}.weight",
+            f"model.layers.3.mlp.experts.1.{part}.weight",
+        )
 
 
 def vocabulary(tensors, config):
@@ -152,7 +160,10 @@ def vocabulary(tensors, config):
 def test_a_seeded_fault_is_caught_and_located(variant, fault, layout, place, differing, converted, tmp_path):
     hf, mcore = converted(variant)
     shutil.copytree(hf, tmp_path / "hf")
-    tensors, config = load_file(hf / "model.safetensors"), json.loads((hf / "config.json").read_text(encoding="utf-8"))
+    tensors, config = (
+        load_file(hf / "model.safetensors"),
+        json.loads((hf / "config.json").read_text(encoding="utf-8")),
+    )
     fault(tensors, config)
     save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -160,18 +171,27 @@ def test_a_seeded_fault_is_caught_and_located(variant, fault, layout, place, dif
     assert not report["ok"] and any(sentence.startswith("max_abs") for sentence in report["exceeded"])
     if variant == "deepseek-v3":
         # A bias that is gone sends tokens elsewhere; a scale does in later layers, whose inputs it has changed.
-        assert report["routing"]["differing"] and any(sentence.startswith("routing_margin") for sentence in report["exceeded"])
-    places = run_on_ranks(ranks_of(layout), "find", str(tmp_path / "hf"), str(mcore), layout, module="parity_on_cpu")
+        assert report["routing"]["differing"] and any(
+            sentence.startswith("routing_margin") for sentence in report["exceeded"]
+        )
+    places = run_on_ranks(
+        ranks_of(layout), "find", str(tmp_path / "hf"), str(mcore), layout, module="parity_on_cpu"
+    )
     sentence, found, names = places[0]
     assert found == place and all(other == places[0] for other in places), sentence
-    assert all(any(part in name for name in names) for part in differing) and all(any(part in name for part in differing) for name in names)
+    assert all(any(part in name for name in names) for part in differing) and all(
+        any(part in name for part in differing) for name in names
+    )
     assert differing or "equal bit for bit, so that the config or the code must differ" in sentence
 
 
 def test_nothing_departs_in_the_same_model(converted):
     for variant, layout in (("deepseek-v3", {"tp": 2, "pp": 2}), ("llama-rope-tied", {"pp": 2, "vpp": 2})):
         hf, mcore = converted(variant)
-        assert run_on_ranks(ranks_of(layout), "find", str(mcore), str(hf), layout, module="parity_on_cpu")[0] is None
+        assert (
+            run_on_ranks(ranks_of(layout), "find", str(mcore), str(hf), layout, module="parity_on_cpu")[0]
+            is None
+        )
 
 
 def test_padding_changes_nothing(converted):
@@ -186,7 +206,10 @@ def test_packed_prompts_do_not_see_each_other(converted):
     assert "cannot run packed prompts: leave out --packed" in packed
     system = HuggingFace(hf, "fp32")
     prompts = random_prompts(4, 1000, [9, 33, 21])
-    one, other = system.score(prompts, Scoring(routing=True)), system.score(prompts, Scoring(batch_size=3, packed=True, routing=True))
+    one, other = (
+        system.score(prompts, Scoring(routing=True)),
+        system.score(prompts, Scoring(batch_size=3, packed=True, routing=True)),
+    )
     metrics = metrics_of(one, other)
     assert metrics.max_abs < 1e-5 and metrics.tokens == sum(map(len, prompts)) - 4 and alone["ok"]
     assert not compare_routing([s.choices for s in one], [s.choices for s in other]).differing
@@ -199,8 +222,13 @@ def test_a_near_tie_is_told_apart_from_an_error():
     tie = one._replace(experts=np.array([[[0, 2], [0, 3]]]), scores=None)
     found = compare_routing([one], [tie], apart=[np.array([0.25])])
     assert found.differing == 2 and found.tokens == found.differing_tokens == 1 and found.worst_layer == 1
-    assert found.margin == pytest.approx(0.001 / scores[0, 0].std()), "the second layer follows from the first"
-    assert (found.mean_abs_same, found.mean_abs_differing) == (None, 0.25) and "2 of 2 choices of experts differ" in found.sentence
+    assert found.margin == pytest.approx(0.001 / scores[0, 0].std()), (
+        "the second layer follows from the first"
+    )
+    assert (found.mean_abs_same, found.mean_abs_differing) == (
+        None,
+        0.25,
+    ) and "2 of 2 choices of experts differ" in found.sentence
     assert compare_routing([tie], [one]).margin == found.margin, "whichever system tells its scores"
     error = one._replace(experts=np.array([[[0, 3], [2, 3]]]))
     assert compare_routing([one], [error]).margin == pytest.approx(2 / scores[0, 0].std())
@@ -242,8 +270,13 @@ def test_other_vocabularies_and_layouts_without_their_processes_are_refused(conv
     assert "A has a vocabulary of 999 tokens, B of 1000" in run(tmp_path / "hf", mcore)
     assert "A is a LlamaForCausalLM, B a Qwen3ForCausalLM" in run(converted("llama")[0], mcore)
     [said] = run_on_ranks(1, "run", str(hf), str(mcore), {"tp": 2}, {"prompts": 1}, module="parity_on_cpu")
-    assert "TP2 needs 2 processes or a multiple of them, and there are 1: start it with torchrun --nproc-per-node 2" in said
-    assert "prompt 0 has 257 tokens, more than the model's context of 256" in run(hf, mcore, prompts=[[1] * 257])
+    assert (
+        "TP2 needs 2 processes or a multiple of them, and there are 1: start it with torchrun --nproc-per-node 2"
+        in said
+    )
+    assert "prompt 0 has 257 tokens, more than the model's context of 256" in run(
+        hf, mcore, prompts=[[1] * 257]
+    )
 
 
 def test_after_a_mistake_the_next_comparison_of_the_process_goes_well(converted):
@@ -257,17 +290,28 @@ def scores(*logprobs: float, best=None) -> Scores:
 
 
 def test_metrics_are_what_they_are_called():
-    a, b = [scores(-1.0, -2.0, best=[3, 4]), scores(-3.0, best=[5])], [scores(-1.1, -2.0, best=[3, 9]), scores(-2.7, best=[5])]
+    a, b = (
+        [scores(-1.0, -2.0, best=[3, 4]), scores(-3.0, best=[5])],
+        [scores(-1.1, -2.0, best=[3, 9]), scores(-2.7, best=[5])],
+    )
     found = metrics_of(a, b)
-    assert found.tokens == 3 and found.mean_abs == pytest.approx(0.4 / 3) and found.max_abs == pytest.approx(0.3)
+    assert (
+        found.tokens == 3 and found.mean_abs == pytest.approx(0.4 / 3) and found.max_abs == pytest.approx(0.3)
+    )
     assert found.token_mult_prob_error == pytest.approx((np.exp(0.1) + 1 + np.exp(0.3)) / 3)
     assert found.argmax_agreement == pytest.approx(2 / 3) and found.kl is None
     assert found.ratio_max == pytest.approx(np.exp(0.1)) and found.ratio_min == pytest.approx(np.exp(-0.3))
     assert found.kl_estimate == pytest.approx((np.exp(-0.1) - 1 + 0.1 + np.exp(0.3) - 1 - 0.3) / 3)
     assert found.pearson == pytest.approx(np.corrcoef([-1, -2, -3], [-1.1, -2.0, -2.7])[0, 1])
     p, q = np.log([[0.5, 0.5], [0.9, 0.1]]), np.log([[0.25, 0.75], [0.9, 0.1]])
-    both = metrics_of([replace(scores(-1.0, -1.0), distributions=p)], [replace(scores(-1.0, -1.0), distributions=q)])
-    assert both.kl == pytest.approx((0.5 * np.log(2) + 0.5 * np.log(2 / 3)) / 2) and both.kl_tokens == 2 and both.pearson == 1.0
+    both = metrics_of(
+        [replace(scores(-1.0, -1.0), distributions=p)], [replace(scores(-1.0, -1.0), distributions=q)]
+    )
+    assert (
+        both.kl == pytest.approx((0.5 * np.log(2) + 0.5 * np.log(2 / 3)) / 2)
+        and both.kl_tokens == 2
+        and both.pearson == 1.0
+    )
 
 
 @pytest.mark.parametrize(("a", "b", "sentence"), [
@@ -287,8 +331,12 @@ def test_limits_that_cannot_fail_or_cannot_be_met_are_refused():
                    Limits(token_mult_prob_error=0.99), Limits(argmax_agreement=0.0), Limits(argmax_agreement=1.5)):  # fmt: skip
         with pytest.raises(ReshardError, match="limit"):
             limits.check()
-    assert Limits(max_abs=0.5).exceeded(metrics_of([scores(-1.0)], [scores(-1.6)])) == ["max_abs is 0.6, the limit is 0.5"]
-    assert Limits(argmax_agreement=0.9).exceeded(metrics_of([scores(-1.0, best=[1])], [scores(-1.0, best=[2])]))
+    assert Limits(max_abs=0.5).exceeded(metrics_of([scores(-1.0)], [scores(-1.6)])) == [
+        "max_abs is 0.6, the limit is 0.5"
+    ]
+    assert Limits(argmax_agreement=0.9).exceeded(
+        metrics_of([scores(-1.0, best=[1])], [scores(-1.0, best=[2])])
+    )
 
 
 @pytest.mark.parametrize(("name", "value", "instead"), [
@@ -301,18 +349,29 @@ def test_a_limit_on_a_figure_that_was_not_measured_is_exceeded(name, value, inst
         assert not verdict.ok and verdict.to_dict()["ok"] == 0
         [sentence] = verdict.exceeded
         assert f"{name} was not measured, the limit is {value:g}" in sentence and instead in sentence
-    for limits in (Limits.of_dtype("bf16", **{name: value}), replace(Limits.of_dtype("bf16"), **{name: value})):
+    for limits in (
+        Limits.of_dtype("bf16", **{name: value}),
+        replace(Limits.of_dtype("bf16"), **{name: value}),
+    ):
         assert len(check_rollout([-1.0], [-1.0], limits=limits).exceeded) == 1, "given beside the defaults"
     for dtype in ("fp32", "bf16"):
-        assert check_rollout([-1.0], [-1.0], limits=Limits.of_dtype(dtype)).ok, "the defaults hold for what there is"
+        assert check_rollout([-1.0], [-1.0], limits=Limits.of_dtype(dtype)).ok, (
+            "the defaults hold for what there is"
+        )
         assert not check_rollout([-1.0], [-2.0], limits=Limits.of_dtype(dtype)).ok
         given = Limits.of_dtype(dtype)
         if getattr(given, name) is not None:
-            assert check_rollout([-1.0], [-1.0], limits=Limits.of_dtype(dtype, **{name: getattr(given, name)})).exceeded
+            assert check_rollout(
+                [-1.0], [-1.0], limits=Limits.of_dtype(dtype, **{name: getattr(given, name)})
+            ).exceeded
 
 
 def test_a_figure_of_nothing_passes_no_limit():
-    nothing = replace(scores(-1.0, best=[3]), distributions=np.zeros((0, 4)), choices=Choices((), np.zeros((1, 0, 2), int), None))
+    nothing = replace(
+        scores(-1.0, best=[3]),
+        distributions=np.zeros((0, 4)),
+        choices=Choices((), np.zeros((1, 0, 2), int), None),
+    )
     found = metrics_of([nothing], [nothing])
     assert found.kl is None and found.kl_tokens == 0
     assert Limits(kl=1.0).exceeded(found)
@@ -363,7 +422,9 @@ def test_parity_says_what_it_did_not_measure_and_passes_no_limit_on_it(checkpoin
         [sentence] = without.unmeasured
         assert sentence.startswith("kl was not measured") and without.to_dict()["unmeasured"] == [sentence]
         assert not compare(Limits(kl=1e-3), keeps=False).ok and compare(Limits(kl=1e-3)).ok
-        assert not compare(lambda dtype: Limits.of_dtype(dtype, routing_margin=0.1)).ok, "this model has no experts"
+        assert not compare(lambda dtype: Limits.of_dtype(dtype, routing_margin=0.1)).ok, (
+            "this model has no experts"
+        )
     finally:
         torch.distributed.destroy_process_group()
 
@@ -395,12 +456,25 @@ def test_prompts_are_read_and_checked(tmp_path):
 
 def test_the_command_gates(converted):
     hf, mcore = converted("qwen3")
-    command = [sys.executable, "-m", "reshard", "parity", str(hf), str(mcore), "--random", "2", "--lengths", "9"]
+    command = [
+        sys.executable,
+        "-m",
+        "reshard",
+        "parity",
+        str(hf),
+        str(mcore),
+        "--random",
+        "2",
+        "--lengths",
+        "9",
+    ]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True)
     assert done.returncode == 0 and json.loads(done.stdout)["overall"]["tokens"] == 16, done.stderr
     done = run_to_the_end([*torchrun(2), "-m", "reshard", *command[3:], "--tp", "2"], 600)
     lines = done.stdout.splitlines()
-    assert done.returncode == 0 and "Megatron-Core" in done.stdout and done.stdout.count("  mean_abs") == 1, done.stderr
+    assert done.returncode == 0 and "Megatron-Core" in done.stdout and done.stdout.count("  mean_abs") == 1, (
+        done.stderr
+    )
     limits = "limits: max_abs <= 0.001, mean_abs <= 0.0001, token_mult_prob_error <= 1.0001, kl <= 1e-06"
     assert lines[-2:] == [limits, "A and B hold the same model: every figure is within its limit"]
 
@@ -420,13 +494,19 @@ def test_text_goes_through_the_tokenizer_that_both_have(converted, tmp_path):
     one = with_tokenizer(hf, tmp_path / "one", ["weights", "move", "fast"])
     other = with_tokenizer(hf, tmp_path / "other", ["weights", "fast", "move"])
     hf_to_mcore(one, tmp_path / "mcore")
-    (tmp_path / "prompts").write_text('weights move fast move\n{"text": "move weights"}\n{"tokens": [5, 6, 7]}\n', encoding="utf-8")
+    (tmp_path / "prompts").write_text(
+        'weights move fast move\n{"text": "move weights"}\n{"tokens": [5, 6, 7]}\n', encoding="utf-8"
+    )
     command = [sys.executable, "-m", "reshard", "parity", "--prompts", str(tmp_path / "prompts"), "--json"]
     done = subprocess.run([*command, str(one), str(tmp_path / "mcore")], capture_output=True, text=True)
-    assert done.returncode == 0 and [p["tokens"] for p in json.loads(done.stdout)["prompts"]] == [3, 1, 2], done.stderr
+    assert done.returncode == 0 and [p["tokens"] for p in json.loads(done.stdout)["prompts"]] == [3, 1, 2], (
+        done.stderr
+    )
     assert tokenizer_of([str(tmp_path / "mcore")])("weights move fast move") == [1, 2, 3, 2]
     assert tokenizer_of([str(hf), str(plain)]) is None
-    with pytest.raises(ReshardError, match="the tokenizers of .*one and .*other differ: they do not hold the same model"):
+    with pytest.raises(
+        ReshardError, match="the tokenizers of .*one and .*other differ: they do not hold the same model"
+    ):
         tokenizer_of([str(one), "vllm:" + str(other)])
 
 
@@ -459,7 +539,13 @@ def test_the_example_repository_gates_a_checkpoint(converted, tmp_path):
     example = Path(__file__).parent.parent / "examples" / "ci"
     shutil.copytree(example, tmp_path / "ci")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path / "ci" / "tests")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"MODEL": str(converted("qwen3")[0])})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"MODEL": str(converted("qwen3")[0])},
+    )
     assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout[-3000:]
     workflow = yaml.safe_load((example / ".github" / "workflows" / "parity.yml").read_text(encoding="utf-8"))
     assert workflow["jobs"]["parity"]["steps"][-1]["run"] == "pytest tests/test_parity.py"
@@ -470,9 +556,22 @@ def test_the_page_stands_alone_and_shows_every_token(converted, tmp_path):
     words = [f"</script><b>{i}" for i in range(999)]
     one = with_tokenizer(hf, tmp_path / "one", words)
     other = with_tokenizer(make(tmp_path / "plain", "qwen3", seed=1), tmp_path / "a<b", words)
-    command = [sys.executable, "-m", "reshard", "parity", str(one), str(other), "--random", "3", "--lengths", "9"]
+    command = [
+        sys.executable,
+        "-m",
+        "reshard",
+        "parity",
+        str(one),
+        str(other),
+        "--random",
+        "3",
+        "--lengths",
+        "9",
+    ]
     done = subprocess.run([*command, "--html", str(tmp_path / "r.html")], capture_output=True, text=True)
-    assert done.returncode == 1 and "Error: A and B do not hold the same model: max_abs is " in done.stderr, done.stderr
+    assert done.returncode == 1 and "Error: A and B do not hold the same model: max_abs is " in done.stderr, (
+        done.stderr
+    )
     assert "limits: max_abs <= 0.001, mean_abs <= 0.0001" in done.stdout and "A and B hold" not in done.stdout
     parsed = Parsed((tmp_path / "r.html").read_text(encoding="utf-8"))
     assert_stands_alone(parsed)
@@ -481,7 +580,9 @@ def test_the_page_stands_alone_and_shows_every_token(converted, tmp_path):
     for drawn in (scatter, positions):
         data = drawn.renderers[-1].data_source.data
         assert list(zip(data["prompt"], data["token"])) == [(p, t) for p in range(3) for t in range(1, 9)]
-        assert all(text == json.dumps("?" if i == 0 else words[i - 1]) for i, text in zip(data["id"], data["text"]))
+        assert all(
+            text == json.dumps("?" if i == 0 else words[i - 1]) for i, text in zip(data["id"], data["text"])
+        )
         assert np.isfinite(data["a"]).all() and (data["a"] != data["b"]).all()
     assert histogram.renderers[-1].data_source.data["tokens"].sum() == 24
     found = max(abs(data["a"] - data["b"]))
@@ -495,9 +596,14 @@ def test_a_running_engine_s_config_is_read_as_it_was_published():
     from reshard.parity.vllm import LiveVllm
     from tests.checkpoints import VARIANTS
 
-    config = VARIANTS["deepseek-v3"].to_dict() | {"architectures": ["DeepseekV3ForCausalLM"], "_name_or_path": "x"}
+    config = VARIANTS["deepseek-v3"].to_dict() | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "_name_or_path": "x",
+    }
     config["rope_parameters"] = config["rope_parameters"] | {"rope_type": "deepseek_yarn"}
-    served = SimpleNamespace(model="x", dtype=torch.bfloat16, hf_config=SimpleNamespace(to_dict=lambda: config))
+    served = SimpleNamespace(
+        model="x", dtype=torch.bfloat16, hf_config=SimpleNamespace(to_dict=lambda: config)
+    )
     llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(model_config=served)))
     assert LiveVllm(llm).model.family.name == "deepseek_v3"
 

@@ -55,14 +55,21 @@ def test_every_element_arrives_where_it_belongs(src, dst):
 
 def test_neighbouring_rows_are_one_transfer():
     whole_w = Placement.canonical(SHAPES)
-    rows = Placement.of(SHAPES, [LocalTensor("x", (12, 10), tuple(Part("w", Box((i, 0), (1, 10)), (i, 0)) for i in range(12)))])
+    rows = Placement.of(
+        SHAPES,
+        [LocalTensor("x", (12, 10), tuple(Part("w", Box((i, 0), (1, 10)), (i, 0)) for i in range(12)))],
+    )
     assert len(make_plan(rows, whole_w).transfers) == 1
     assert len(make_plan(split(3, 1), whole_w).transfers) == 3
 
 
 def test_the_nearest_of_several_replicas_is_read():
-    copies = Placement.of(SHAPES, [LocalTensor(i, (12, 10), (Part("w", whole((12, 10)), (0, 0)),), holder=i) for i in range(4)])
-    target = Placement.of(SHAPES, [LocalTensor("d", (12, 10), (Part("w", whole((12, 10)), (0, 0)),), holder=2)])
+    copies = Placement.of(
+        SHAPES, [LocalTensor(i, (12, 10), (Part("w", whole((12, 10)), (0, 0)),), holder=i) for i in range(4)]
+    )
+    target = Placement.of(
+        SHAPES, [LocalTensor("d", (12, 10), (Part("w", whole((12, 10)), (0, 0)),), holder=2)]
+    )
     plan = make_plan(copies, target, distance=lambda a, b: abs(a - b))
     assert {t.src for t in plan.transfers} == {2}
 
@@ -79,13 +86,22 @@ BREAKS = {
     "other source": (lambda ts: [ts[0]._replace(src=(1, 0)), *ts[1:]], "does not hold w"),
     "no such source": (lambda ts: [ts[0]._replace(src="nowhere"), *ts[1:]], "does not exist"),
     "no such destination": (lambda ts: [ts[0]._replace(dst="nowhere"), *ts[1:]], "does not exist"),
-    "shifted read": (lambda ts: [ts[0]._replace(src_at=(1, 0), box=Box(ts[0].box.offsets, (1, 5))), *ts[1:]], "does not hold w"),
-    "shifted write": (lambda ts: [ts[0]._replace(dst_at=(1, 0), box=Box(ts[0].box.offsets, (1, 5))), *ts[1:]], "does not hold w"),
+    "shifted read": (
+        lambda ts: [ts[0]._replace(src_at=(1, 0), box=Box(ts[0].box.offsets, (1, 5))), *ts[1:]],
+        "does not hold w",
+    ),
+    "shifted write": (
+        lambda ts: [ts[0]._replace(dst_at=(1, 0), box=Box(ts[0].box.offsets, (1, 5))), *ts[1:]],
+        "does not hold w",
+    ),
     "read beyond the end": (lambda ts: [ts[0]._replace(src_at=(11, 9)), *ts[1:]], "leaves source"),
     "write beyond the end": (lambda ts: [ts[0]._replace(dst_at=(11, 9)), *ts[1:]], "leaves destination"),
     "write before the start": (lambda ts: [ts[0]._replace(dst_at=(-1, 0)), *ts[1:]], "leaves destination"),
     "other tensor": (lambda ts: [ts[0]._replace(name="v"), *ts[1:]], "does not hold v"),
-    "too short": (lambda ts: [ts[0]._replace(box=Box(ts[0].box.offsets, (ts[0].box.lengths[0] - 1, 5))), *ts[1:]], "cover"),
+    "too short": (
+        lambda ts: [ts[0]._replace(box=Box(ts[0].box.offsets, (ts[0].box.lengths[0] - 1, 5))), *ts[1:]],
+        "cover",
+    ),
 }
 
 
@@ -143,9 +159,15 @@ def one_transfer(part, box, at, extra):
 
 
 cells = st.integers(0, 3)
-small_boxes = st.builds(lambda a, b, c, d: Box((a, b), (c, d)), cells, cells, st.integers(1, 4), st.integers(1, 4))
+small_boxes = st.builds(
+    lambda a, b, c, d: Box((a, b), (c, d)), cells, cells, st.integers(1, 4), st.integers(1, 4)
+)
 # Mostly parts that lie in the source as they do in `w`, so that they overlap there as they do here; some shifted by a row.
-placed_parts = st.builds(lambda box, shift: (box, (box.offsets[0] + shift, box.offsets[1])), small_boxes, st.sampled_from([0, 0, 0, 1]))
+placed_parts = st.builds(
+    lambda box, shift: (box, (box.offsets[0] + shift, box.offsets[1])),
+    small_boxes,
+    st.sampled_from([0, 0, 0, 1]),
+)
 reads = st.builds(
     lambda parts, box, shift: one_transfer(parts[0], box, (box.offsets[0] + shift, box.offsets[1]), parts[1:]),
     st.lists(placed_parts, min_size=1, max_size=4), small_boxes, st.sampled_from([0, 0, 0, 1]),
@@ -169,7 +191,11 @@ def held_by_volume(plan):
     """The same, as one might count it: the volumes of what each part has. It counts twice what two parts have."""
     [transfer], [tensor] = plan.transfers, plan.src.tensors.values()
     shift = tuple(np.subtract(transfer.src_at, transfer.box.offsets))
-    found = [part.box.intersect(transfer.box) for part in tensor.parts if shift == tuple(np.subtract(part.at, part.box.offsets))]
+    found = [
+        part.box.intersect(transfer.box)
+        for part in tensor.parts
+        if shift == tuple(np.subtract(part.at, part.box.offsets))
+    ]
     return sum(box.volume for box in found if box is not None) == transfer.box.volume
 
 
@@ -198,7 +224,13 @@ def test_a_transfer_of_no_elements_or_of_other_dims_is_refused():
     plan = one_transfer((Box((0, 0), (4, 4)), (0, 0)), Box((0, 0), (4, 4)), (0, 0), ())
     prove(plan)
     [good] = plan.transfers
-    for box in (Box((0, 0), (-4, -4)), Box((0, 0), (0, 4)), Box((0,), (4,)), Box((0, 0), (4,)), Box((0, 0, 0), (4, 4, 1))):
+    for box in (
+        Box((0, 0), (-4, -4)),
+        Box((0, 0), (0, 4)),
+        Box((0,), (4,)),
+        Box((0, 0), (4,)),
+        Box((0, 0, 0), (4, 4, 1)),
+    ):
         with pytest.raises(PlanError, match="is no box of elements"):
             prove(replace(plan, transfers=(good, good._replace(box=box))))
 
@@ -207,4 +239,12 @@ def test_the_planner_imports_nothing_but_boxes_and_placements():
     tree = ast.parse(Path(planner.__file__).read_text())
     names = {n.name for node in ast.walk(tree) if isinstance(node, ast.Import) for n in node.names}
     names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert names <= {"collections", "collections.abc", "dataclasses", "operator", "typing", "reshard.core.boxes", "reshard.core.placement"}
+    assert names <= {
+        "collections",
+        "collections.abc",
+        "dataclasses",
+        "operator",
+        "typing",
+        "reshard.core.boxes",
+        "reshard.core.placement",
+    }

@@ -202,7 +202,12 @@ PUBLISHED = {
             "torch_dtype": "bfloat16",
             "v_head_dim": 128,
             "vocab_size": 129280,
-            "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
+            "quantization_config": {
+                "activation_scheme": "dynamic",
+                "fmt": "e4m3",
+                "quant_method": "fp8",
+                "weight_block_size": [128, 128],
+            },
         },
         682.6,
         Layout(tp=8, pp=16, ep=32, etp=1, pipeline="Et*3|(t*4|)*14t*2mL"),
@@ -255,8 +260,13 @@ def sparse_checkpoint(folder: Path, config: dict) -> Path:
     for name, shape in mapping.shapes.items():
         if name in mapping.optional:
             continue
-        fp8 = "quantization_config" in config and len(shape) == 2 and "_proj" in name and "eh_proj" not in name
-        tensors[name] = (DTYPES["float8_e4m3fn" if fp8 else "float32" if name in mapping.fp32 else config["torch_dtype"]], shape)
+        fp8 = (
+            "quantization_config" in config and len(shape) == 2 and "_proj" in name and "eh_proj" not in name
+        )
+        tensors[name] = (
+            DTYPES["float8_e4m3fn" if fp8 else "float32" if name in mapping.fp32 else config["torch_dtype"]],
+            shape,
+        )
         if fp8:
             tensors[name + "_scale_inv"] = (DTYPES["float32"], tuple(-(-n // 128) for n in shape))
     files = safetensors.plan_files(tensors, 5 * 10**9)
@@ -275,7 +285,9 @@ def test_a_published_model_has_the_published_size_and_the_layout_fits(name):
     config, billions, layout = PUBLISHED[name]
     model = Model.from_hf(config)
     mapping = expand(model)
-    counted = sum(math.prod(shape) for tensor, shape in mapping.shapes.items() if tensor not in mapping.copies)
+    counted = sum(
+        math.prod(shape) for tensor, shape in mapping.shapes.items() if tensor not in mapping.copies
+    )
     assert counted / 1e9 == pytest.approx(billions, rel=0.01)
     layout.check(model)
     assert model.caveats("transformer_engine") == CAVEATS.get(name, [])
@@ -290,10 +302,12 @@ def test_a_published_model_is_planned_at_full_size(name, tmp_path):
     report = hf_to_mcore(source, tmp_path / "never", layout, dry_run=True)
     stages = layout.ranks_per_stage(Model.from_hf(config))
     # DeepSeek-V3's first stage has dense layers only: 8 of its 32 ranks save.
-    assert report.files == layout.pp * stages - (24 if name == "DeepSeek-V3" else 0) and report.notices == CAVEATS.get(name, [])
+    assert report.files == layout.pp * stages - (
+        24 if name == "DeepSeek-V3" else 0
+    ) and report.notices == CAVEATS.get(name, [])
     rank_bytes = report.bytes_per_rank.values()
-    assert sum(rank_bytes) >= report.read_bytes - 4 * config["vocab_size"] * config["hidden_size"] * config.get(
-        "num_nextn_predict_layers", 0
-    )
+    assert sum(rank_bytes) >= report.read_bytes - 4 * config["vocab_size"] * config[
+        "hidden_size"
+    ] * config.get("num_nextn_predict_layers", 0)
     assert math.isclose(sum(rank_bytes), report.read_bytes, rel_tol=0.02)
     assert report.peak_memory_bytes < 1 << 30

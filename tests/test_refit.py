@@ -21,7 +21,14 @@ LAYOUTS = [
     ("qwen2", f"{TP} 2", 2, dict(tp=8), 8, False),  # four times the key heads
     ("qwen2-tied", f"{TP} 2 {PP} 2", 4, dict(tp=2, pp=2), 4, True),
     ("qwen3", f"{TP} 8", 8, dict(tp=2), 2, False),  # four times the query groups
-    ("qwen3-tied", f"{PP} 3 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 2", 3, dict(tp=1), 1, False),
+    (
+        "qwen3-tied",
+        f"{PP} 3 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 2",
+        3,
+        dict(tp=1),
+        1,
+        False,
+    ),
     ("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1", 4, dict(tp=4), 4, True),
     ("qwen3-moe", f"{TP} 4 {EP} 2 {ETP} 2", 4, dict(tp=4, enable_expert_parallel=True), 4, True),
     ("qwen3-moe", f"{EP} 4 {ETP} 1", 4, dict(tp=8, enable_expert_parallel=True), 8, False),
@@ -37,7 +44,14 @@ LAYOUTS = [
     ("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, dp=2), 4, True),
     ("qwen3-moe", f"{PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, dp=2, enable_expert_parallel=True), 4, True),
     ("deepseek-v3", f"{TP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, dp=2, enable_expert_parallel=True), 4, True),
-    ("deepseek-v3", f"{TP} 2 {EP} 2 {ETP} 1", 4, dict(tp=4, enable_expert_parallel=True, expert_placement_strategy="round_robin"), 4, True),
+    (
+        "deepseek-v3",
+        f"{TP} 2 {EP} 2 {ETP} 1",
+        4,
+        dict(tp=4, enable_expert_parallel=True, expert_placement_strategy="round_robin"),
+        4,
+        True,
+    ),
 ]
 
 
@@ -63,13 +77,34 @@ def converted(tmp_path_factory):
 
 
 def refit(
-    checkpoints, parallel: str, trainers: int, engine: dict, engines: int, together: bool, folder, sides: dict | None = None, **options
+    checkpoints,
+    parallel: str,
+    trainers: int,
+    engine: dict,
+    engines: int,
+    together: bool,
+    folder,
+    sides: dict | None = None,
+    **options,
 ):
     """Run it, and check what every engine rank holds after each refit; the reports."""
     Path(folder).mkdir(exist_ok=True)
-    sides = {"trainer": trainers, "engine": engines, "together": together, "folder": str(folder), "port": free_port(), **(sides or {})}
+    sides = {
+        "trainer": trainers,
+        "engine": engines,
+        "together": together,
+        "folder": str(folder),
+        "port": free_port(),
+        **(sides or {}),
+    }
     arguments = (sides, flags_at(Path(checkpoints[0][1]), parallel), checkpoints, engine)
-    results = run_on_ranks(trainers if together else trainers + engines, "refit_twice", *arguments, module="refit_on_cpu", options=options)
+    results = run_on_ranks(
+        trainers if together else trainers + engines,
+        "refit_twice",
+        *arguments,
+        module="refit_on_cpu",
+        options=options,
+    )
     checked = 0
     for held, expected, moved, reports, version in results:
         assert version == 11 and len(reports) == 2
@@ -78,14 +113,23 @@ def refit(
         checked += 1
         assert not moved
         for now, loaded in zip(held, expected, strict=True):
-            assert {name for name in loaded if now.get(name) != loaded[name]} == set() and now.keys() == loaded.keys()
+            assert {
+                name for name in loaded if now.get(name) != loaded[name]
+            } == set() and now.keys() == loaded.keys()
         # The second refit must have brought other weights: nearly all of them differ between the checkpoints.
         assert sum(held[0][name] != held[1][name] for name in held[0]) > 0.6 * len(
             [n for n in held[0] if "scale" not in n and "cache" not in n]
         )
     assert checked == engines
     if not options.keys() & {"traced", "executor"}:
-        as_forecast(checkpoints[0][0], parallel, trainers, engine, together, [reports for held, _, _, reports, _ in results if held[0]])
+        as_forecast(
+            checkpoints[0][0],
+            parallel,
+            trainers,
+            engine,
+            together,
+            [reports for held, _, _, reports, _ in results if held[0]],
+        )
     return [reports for _, _, _, reports, _ in results]
 
 
@@ -93,7 +137,9 @@ SIZES = {TP: "tp", PP: "pp", VPP: "vpp", EP: "ep", ETP: "etp", "--decoder-first-
          "--decoder-last-pipeline-num-layers": "last_stage_layers"}  # fmt: skip
 
 
-def as_forecast(checkpoint: str, parallel: str, trainers: int, engine: dict, together: bool, reports: list) -> None:
+def as_forecast(
+    checkpoint: str, parallel: str, trainers: int, engine: dict, together: bool, reports: list
+) -> None:
     """A refit on simulated ranks must have moved just these bytes."""
     words = parallel.split()
     sizes = {SIZES[flag]: int(n) for flag, n in zip(words[::2], words[1::2], strict=True)}
@@ -102,8 +148,19 @@ def as_forecast(checkpoint: str, parallel: str, trainers: int, engine: dict, tog
     target = VllmLayout(engine.get("tp", 1), engine.get("pp", 1), engine.get("dp", 1), engine.get("enable_expert_parallel", False),
                         engine.get("expert_placement_strategy") == "round_robin")  # fmt: skip
     dp = trainers // (layout.tp * layout.pp)
-    found = plan_refit(model, layout, target, dp=dp, colocated=together, gpus_per_host=64, vocab_divisible_by=8, transformer_impl="local")
-    assert [(r["local_bytes"], r["bucket_bytes"]) for _, r in reports] == [(r.local_bytes, r.host_bytes) for r in found.ranks]
+    found = plan_refit(
+        model,
+        layout,
+        target,
+        dp=dp,
+        colocated=together,
+        gpus_per_host=64,
+        vocab_divisible_by=8,
+        transformer_impl="local",
+    )
+    assert [(r["local_bytes"], r["bucket_bytes"]) for _, r in reports] == [
+        (r.local_bytes, r.host_bytes) for r in found.ranks
+    ]
 
 
 @pytest.mark.parametrize(("variant", "parallel", "trainers", "engine", "engines", "together"), LAYOUTS,
@@ -120,25 +177,57 @@ def test_mtp_layers_and_their_embedding_stay_behind(variant, converted, tmp_path
 
 
 def test_small_buckets_give_the_same(converted, tmp_path):
-    reports = refit(converted("qwen3-moe"), f"{TP} 2", 2, dict(tp=2), 2, False, tmp_path, bucket_bytes=4 * 2 * (64 << 10))
+    reports = refit(
+        converted("qwen3-moe"), f"{TP} 2", 2, dict(tp=2), 2, False, tmp_path, bucket_bytes=4 * 2 * (64 << 10)
+    )
     assert all(r["bucket_bytes"] > 4 * (64 << 10) for r in reports[-1])
 
 
 def test_what_cannot_be_mapped_is_staged_on_the_same_host(converted, tmp_path):
     # Two readers and two slots of 64 KiB: many rounds, and every rank packs and unpacks.
     together = refit(
-        converted("qwen3-moe"), f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2), 2, True, tmp_path, executor="staged", bucket_bytes=4 << 16
+        converted("qwen3-moe"),
+        f"{TP} 2 {EP} 2 {ETP} 1",
+        2,
+        dict(tp=2),
+        2,
+        True,
+        tmp_path,
+        executor="staged",
+        bucket_bytes=4 << 16,
     )
     apart = refit(
-        converted("qwen3-moe"), f"{PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2), 2, False, tmp_path / "apart", executor="staged", moving=True
+        converted("qwen3-moe"),
+        f"{PP} 2 {EP} 2 {ETP} 1",
+        4,
+        dict(tp=2),
+        2,
+        False,
+        tmp_path / "apart",
+        executor="staged",
+        moving=True,
     )
     for reports in (*together, *apart[-2:]):
         assert all(r["staged_bytes"] > 1e5 and r["bucket_bytes"] == r["peer_bytes"] == 0 for r in reports)
 
 
-def test_what_is_staged_is_what_the_trainer_has_now_also_where_its_memory_moves_under_mappings_that_stay(converted, tmp_path):
+def test_what_is_staged_is_what_the_trainer_has_now_also_where_its_memory_moves_under_mappings_that_stay(
+    converted, tmp_path
+):
     # Nothing is compared by digests, so that old bytes would pass for new ones.
-    refit(converted("qwen3"), "", 1, dict(tp=1), 1, False, tmp_path, executor="staged", moving=True, release=False, verify=False)
+    refit(
+        converted("qwen3"),
+        "",
+        1,
+        dict(tp=1),
+        1,
+        False,
+        tmp_path,
+        executor="staged",
+        moving=True,
+        release=False,
+        verify=False,
+    )
 
 
 def test_a_member_with_neither_side_looks_on(converted, tmp_path):
@@ -162,8 +251,12 @@ def test_parameters_that_move_between_refits_are_found_again(converted, tmp_path
     refit(converted("qwen3-moe"), f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2), 2, True, tmp_path, moving=True)
 
 
-@pytest.mark.parametrize(("variant", "parallel"), [("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1"), ("llama-rope-tied", f"{PP} 2 {VPP} 2")])
-def test_parameters_in_a_distributed_optimizers_buffer_and_frozen_ones_are_refitted_alike(variant, parallel, converted, tmp_path):
+@pytest.mark.parametrize(
+    ("variant", "parallel"), [("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1"), ("llama-rope-tied", f"{PP} 2 {VPP} 2")]
+)
+def test_parameters_in_a_distributed_optimizers_buffer_and_frozen_ones_are_refitted_alike(
+    variant, parallel, converted, tmp_path
+):
     refit(converted(variant), parallel, 4, dict(tp=2), 2, False, tmp_path, ddp=True)
 
 
@@ -190,15 +283,27 @@ def hosts():
 
 
 def test_a_trainer_and_an_engine_on_two_hosts(converted, tmp_path, hosts):
-    reports = refit(converted("qwen3-moe"), f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2), 2, False, tmp_path, {"hosts": hosts})
+    reports = refit(
+        converted("qwen3-moe"), f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2), 2, False, tmp_path, {"hosts": hosts}
+    )
     assert all(r["bucket_bytes"] > 0 and r["local_bytes"] == r["peer_bytes"] == 0 for r in reports[-1])
 
 
 def test_a_host_that_cannot_be_reached_is_named(tmp_path, hosts):
     lost = hosts | {"hosts": hosts["hosts"][::-1]}  # rank 0 would serve at an address of the other host
-    sides = {"trainer": 1, "engine": 1, "folder": str(tmp_path), "port": free_port(), "timeout": 5, "hosts": lost}
+    sides = {
+        "trainer": 1,
+        "engine": 1,
+        "folder": str(tmp_path),
+        "port": free_port(),
+        "timeout": 5,
+        "hosts": lost,
+    }
     results = run_on_ranks(2, "joining", sides, module="refit_on_cpu")
-    assert "rank 0 cannot serve at 10.199.7.1" in results[0] and "rank 1 found no member 0 at 10.199.7.1" in results[1], results
+    assert (
+        "rank 0 cannot serve at 10.199.7.1" in results[0]
+        and "rank 1 found no member 0 at 10.199.7.1" in results[1]
+    ), results
 
 
 def fault(converted, folder, what: str, variant: str = "qwen3", timeout: float = 60, flags: str = ""):
@@ -225,7 +330,9 @@ def fault(converted, folder, what: str, variant: str = "qwen3", timeout: float =
     ("lies elsewhere", "", "is on meta, and a refit reads from cpu: move the whole model there first"),
     ("has one too many", "", "holds 1 parameters that qwen3 does not have: decoder.layers.adapter.weight"),
 ])  # fmt: skip
-def test_two_sides_that_do_not_fit_are_refused_at_connect_everywhere(what, flags, sentence, converted, tmp_path):
+def test_two_sides_that_do_not_fit_are_refused_at_connect_everywhere(
+    what, flags, sentence, converted, tmp_path
+):
     for said in fault(converted, tmp_path, what, flags=flags):
         assert sentence in said[0] or (what == "protocol" and "has protocol 99, " in said[0]), said
 
@@ -236,7 +343,8 @@ def test_a_member_that_never_comes_is_named_within_the_time_limit(converted, tmp
 
 
 @pytest.mark.parametrize(
-    ("what", "who"), [("dies", "inference rank 2"), ("stalls", "inference rank 2"), ("trainer dies", "trainer rank 0")]
+    ("what", "who"),
+    [("dies", "inference rank 2"), ("stalls", "inference rank 2"), ("trainer dies", "trainer rank 0")],
 )
 def test_a_member_that_dies_or_stalls_is_named_within_the_time_limit(what, who, converted, tmp_path):
     results = fault(converted, tmp_path, what, timeout=5)
@@ -253,7 +361,9 @@ def test_a_member_that_dies_or_stalls_is_named_within_the_time_limit(what, who, 
     ("fails in the middle", "inference rank 1: the device is gone"),
     ("loses a tile", "tensors did not arrive as they are in the trainer: "),
 ])  # fmt: skip
-def test_an_engine_serves_no_half_written_model_until_a_whole_refit_succeeded(what, sentence, converted, tmp_path):
+def test_an_engine_serves_no_half_written_model_until_a_whole_refit_succeeded(
+    what, sentence, converted, tmp_path
+):
     trainer, first, second = fault(converted, tmp_path, what)
     for said in (trainer, second):
         assert said[0] == "no error" and sentence in said[1], said
@@ -261,7 +371,9 @@ def test_an_engine_serves_no_half_written_model_until_a_whole_refit_succeeded(wh
         assert "holds a half-written model" in said[2] and said[3:] == ["(False, 1)", "(True, 3)"], said
 
 
-def test_offloaded_parameters_are_refused_before_a_byte_moves_and_refitted_when_they_are_back(converted, tmp_path):
+def test_offloaded_parameters_are_refused_before_a_byte_moves_and_refitted_when_they_are_back(
+    converted, tmp_path
+):
     for rank, said in enumerate(fault(converted, tmp_path, "is offloaded")):
         assert said[0] == said[2] == "no error" and "output_layer.weight has no memory" in said[1], said
         assert said[3] is (True if rank else None), said
@@ -274,9 +386,13 @@ def test_offloaded_parameters_are_refused_before_a_byte_moves_and_refitted_when_
     ("qwen3-moe", "nothing", "no error"),
     ("qwen3", "fp8", "model.layers.0.self_attn.qkv_proj serves from weights that Fp8LinearMethod has changed"),
 ])  # fmt: skip
-def test_a_disagreement_with_vllms_own_loader_is_refused_and_changes_nothing(variant, change, sentence, converted, tmp_path):
+def test_a_disagreement_with_vllms_own_loader_is_refused_and_changes_nothing(
+    variant, change, sentence, converted, tmp_path
+):
     sides = {"trainer": 1, "folder": str(tmp_path), "port": free_port()}
-    [(said, unchanged)] = run_on_ranks(1, "agreement", sides, converted(variant)[0][0], {}, change, module="refit_on_cpu")
+    [(said, unchanged)] = run_on_ranks(
+        1, "agreement", sides, converted(variant)[0][0], {}, change, module="refit_on_cpu"
+    )
     assert sentence in said and unchanged
 
 
@@ -288,8 +404,17 @@ def lateness(converted, tmp_path_factory):
     """What a trainer and an engine say where one of them is late by more than the time limit."""
     checkpoints, folder = converted("qwen3"), tmp_path_factory.mktemp("lateness")
     # Over IPv6, as an address in brackets.
-    sides = {"trainer": 1, "engine": 1, "folder": str(folder), "port": free_port(), "timeout": LIMIT, "host": "[::1]"}
-    return run_on_ranks(2, "lateness", sides, flags_at(Path(checkpoints[0][1]), ""), checkpoints, module="refit_on_cpu")
+    sides = {
+        "trainer": 1,
+        "engine": 1,
+        "folder": str(folder),
+        "port": free_port(),
+        "timeout": LIMIT,
+        "host": "[::1]",
+    }
+    return run_on_ranks(
+        2, "lateness", sides, flags_at(Path(checkpoints[0][1]), ""), checkpoints, module="refit_on_cpu"
+    )
 
 
 @pytest.mark.parametrize(("step", "trainer", "engine", "state"), [
@@ -317,7 +442,9 @@ def lateness(converted, tmp_path_factory):
     ("the engine has another parameter", "inference rank 1: vLLM's", "has been replaced by one of another shape", (True, 62, None)),
     ("and has it back", "no error", "no error", (True, 63, 1)),
 ])  # fmt: skip
-def test_a_member_that_is_late_in_any_phase_takes_no_torn_model_for_a_good_one(step, trainer, engine, state, lateness):
+def test_a_member_that_is_late_in_any_phase_takes_no_torn_model_for_a_good_one(
+    step, trainer, engine, state, lateness
+):
     (says, _, _), (hears, seconds, now) = (side[step] for side in lateness)
     assert trainer in says and engine in hears, (says, hears)
     assert now[:2] == state[:2] and (state[2] is None or now[2] == state[2]), now

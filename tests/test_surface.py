@@ -24,7 +24,9 @@ def run(*args, module=None, tmp_path=None, **options):
         (tmp_path / "instead").mkdir(exist_ok=True)
         (tmp_path / "instead" / "numpy.py").write_text(module, encoding="utf-8")
         environment["PYTHONPATH"] = str(tmp_path / "instead")
-    return subprocess.run([*COMMAND, *map(str, args)], capture_output=True, env=environment, **{"text": True} | options)
+    return subprocess.run(
+        [*COMMAND, *map(str, args)], capture_output=True, env=environment, **{"text": True} | options
+    )
 
 
 @pytest.mark.parametrize(("module", "said"), [
@@ -39,12 +41,19 @@ def run(*args, module=None, tmp_path=None, **options):
 ])  # fmt: skip
 def test_what_nobody_expected_is_a_sentence_that_asks_for_a_report(module, said, checkpoint, tmp_path):
     done = run("inspect", checkpoint("qwen3"), module=module, tmp_path=tmp_path)
-    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr and done.stdout == ""
+    assert (
+        done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr and done.stdout == ""
+    )
     written = list(tmp_path.glob("reshard-error-*.txt"))
     assert len(written) == ("unexpected" in said)
     for path in written:
         text = path.read_text(encoding="utf-8")
-        assert str(path) in done.stderr and "inspect" in text and "Traceback (most recent call last)" in text and "Python 3." in text
+        assert (
+            str(path) in done.stderr
+            and "inspect" in text
+            and "Traceback (most recent call last)" in text
+            and "Python 3." in text
+        )
 
 
 def test_a_traceback_is_shown_to_who_asks_for_it(tmp_path):
@@ -66,7 +75,9 @@ def test_an_error_is_json_too_where_that_was_asked_for(arguments, status, messag
     assert found["error"] in done.stderr and "Traceback" not in done.stderr
     if status == 1:
         assert run(*arguments).stdout == "", "only then"
-        assert run(*arguments, "--json", env={"RANK": "1", "WORLD_SIZE": "2"}).stdout == "", "one object, of several processes"
+        assert run(*arguments, "--json", env={"RANK": "1", "WORLD_SIZE": "2"}).stdout == "", (
+            "one object, of several processes"
+        )
 
 
 @pytest.mark.parametrize(("given", "meant"), [
@@ -79,8 +90,14 @@ def test_a_mistyped_command_gets_a_suggestion(given, meant):
 
 
 def test_a_mistyped_option_gets_a_suggestion():
-    assert "'--max-shard-size'?" in CliRunner().invoke(cli, ["mcore-to-hf", "a", "b", "--max-shard-sise", "5GB"]).output
-    assert "'--tensor-model-parallel-size'" in CliRunner().invoke(cli, ["hf-to-mcore", "a", "b", "--tensor-parallel-size", "2"]).output
+    assert (
+        "'--max-shard-size'?"
+        in CliRunner().invoke(cli, ["mcore-to-hf", "a", "b", "--max-shard-sise", "5GB"]).output
+    )
+    assert (
+        "'--tensor-model-parallel-size'"
+        in CliRunner().invoke(cli, ["hf-to-mcore", "a", "b", "--tensor-parallel-size", "2"]).output
+    )
 
 
 INTERRUPT = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)"
@@ -118,7 +135,10 @@ def test_streams_that_are_closed_full_or_left_early(checkpoint, tmp_path):
     assert done.returncode == 1 and done.stderr == "Error: the system refused: No space left on device\n"
     assert shell(f"{python} diff {source} {source} 2> /dev/full").returncode == 0
     assert shell(f"{python} inspect {tmp_path}/absent 2> /dev/full").returncode == 1
-    assert shell(f"{python} hf-to-mcore {source} {tmp_path}/mcore >&- 2>&- <&-").returncode == 0 and check(tmp_path / "mcore").ok
+    assert (
+        shell(f"{python} hf-to-mcore {source} {tmp_path}/mcore >&- 2>&- <&-").returncode == 0
+        and check(tmp_path / "mcore").ok
+    )
     assert shell(f"{python} inspect {tmp_path}/absent --json >&- 2>&-").returncode == 1
 
 
@@ -130,7 +150,9 @@ def test_names_that_the_terminal_lacks_and_files_in_utf_8(environment, checkpoin
     folder = os.fsencode(tmp_path) + b"/gr\xc3\xbc\xc3\x9fe-\xff"
     os.mkdir(folder)
     os.symlink(checkpoint("qwen3"), folder + b"/hf")
-    config = json.loads((checkpoint("qwen3") / "config.json").read_text(encoding="utf-8")) | {"_comment": "gr\u00fc\u00dfe"}
+    config = json.loads((checkpoint("qwen3") / "config.json").read_text(encoding="utf-8")) | {
+        "_comment": "gr\u00fc\u00dfe"
+    }
     (tmp_path / "config.json").write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
     strict = [sys.executable, "-X", "warn_default_encoding", "-W", "error::EncodingWarning", "-m", "reshard"]
     for arguments in (
@@ -141,8 +163,14 @@ def test_names_that_the_terminal_lacks_and_files_in_utf_8(environment, checkpoin
     ):  # fmt: skip
         done = subprocess.run([*strict, *arguments], capture_output=True, env=os.environ | environment)
         assert done.returncode == 0, done.stderr
-    done = subprocess.run([*strict, b"inspect", folder + b"/absent"], capture_output=True, env=os.environ | environment)
-    assert done.returncode == 1 and b"absent is neither a directory" in done.stderr and b"Traceback" not in done.stderr
+    done = subprocess.run(
+        [*strict, b"inspect", folder + b"/absent"], capture_output=True, env=os.environ | environment
+    )
+    assert (
+        done.returncode == 1
+        and b"absent is neither a directory" in done.stderr
+        and b"Traceback" not in done.stderr
+    )
 
 
 def test_a_terminal_that_goes_away_does_not_fail_the_work(checkpoint, tmp_path):

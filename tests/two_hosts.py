@@ -31,7 +31,9 @@ def main() -> None:
         os._exit(0)
     os.read(ready[0], 1)
     network = IPRoute()
-    network.link("add", ifname="host0", kind="veth", peer={"ifname": "host1", "net_ns_fd": f"/proc/{other}/ns/net"})
+    network.link(
+        "add", ifname="host0", kind="veth", peer={"ifname": "host1", "net_ns_fd": f"/proc/{other}/ns/net"}
+    )
     _bring_up(network, 0)
     os.write(wait[1], b"-")
     os.read(ready[0], 1)

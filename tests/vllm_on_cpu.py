@@ -62,10 +62,20 @@ from tests import vllm_models
 vllm_models.register()
 
 # The prefill kernels need a GPU to be imported; no attention is run here.
-mla_attention.get_mla_prefill_backend = lambda config: type("NoPrefill", (), {"__init__": lambda self, **options: None})
+mla_attention.get_mla_prefill_backend = lambda config: type(
+    "NoPrefill", (), {"__init__": lambda self, **options: None}
+)
 
 
-def build(directory: str, tp: int = 1, pp: int = 1, dp: int = 1, load_format: str = "safetensors", rank: int | None = None, **options):
+def build(
+    directory: str,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    load_format: str = "safetensors",
+    rank: int | None = None,
+    **options,
+):
     """A model as a vLLM worker has it after start-up, and its config. Needs a torch process group of dp * pp * tp ranks or more."""
     rank = torch.distributed.get_rank() if rank is None else rank
     config = EngineArgs(
@@ -76,9 +86,13 @@ def build(directory: str, tp: int = 1, pp: int = 1, dp: int = 1, load_format: st
     with contextlib.ExitStack() as stack:
         stack.enter_context(set_current_vllm_config(config))
         if parallel_state._WORLD is None:
-            parallel_state.init_distributed_environment(torch.distributed.get_world_size(), rank, "env://", rank, "gloo")
+            parallel_state.init_distributed_environment(
+                torch.distributed.get_world_size(), rank, "env://", rank, "gloo"
+            )
         else:
             parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(tp, pp)
-        model = get_model_loader(config.load_config).load_model(vllm_config=config, model_config=config.model_config)
+        model = get_model_loader(config.load_config).load_model(
+            vllm_config=config, model_config=config.model_config
+        )
     return model, config

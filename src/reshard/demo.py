@@ -31,8 +31,9 @@ class Step:
 def run_demo(folder: Path) -> Iterator[Step]:
     """Run in `folder`; yields a step as soon as it is done.
 
-    The checkpoint is made with transformers (random weights), converted at TP2 PP2 EP2, loaded whole by ``dist_checkpointing`` of
-    Megatron-Core, compared with tensors put together here by hand, converted back, and compared bit for bit and by logits.
+    The checkpoint is made with transformers (random weights), converted at TP2 PP2 EP2, loaded whole by
+    ``dist_checkpointing`` of Megatron-Core, compared with tensors put together here by hand, converted back,
+    and compared bit for bit and by logits.
     """
     require("parity", "torch", "transformers", "megatron.core")
     from reshard import Layout, check, diff, hf_to_mcore, mcore_to_hf
@@ -40,7 +41,11 @@ def run_demo(folder: Path) -> Iterator[Step]:
     source, mcore, back = folder / "hf", folder / "mcore", folder / "hf-again"
     with _quiet():
         parameters = _make(source)
-    yield Step("make a Qwen3-MoE with transformers", f"{parameters / 1e6:.1f} million parameters, bf16, {source}", True)
+    yield Step(
+        "make a Qwen3-MoE with transformers",
+        f"{parameters / 1e6:.1f} million parameters, bf16, {source}",
+        True,
+    )
     layout = Layout(tp=2, pp=2, ep=2, etp=1)
     report = hf_to_mcore(source, mcore, layout)
     yield Step(f"hf-to-mcore at {layout}", f"{report.tensors} tensors, {report.files} files, {mcore}", True)
@@ -54,14 +59,21 @@ def run_demo(folder: Path) -> Iterator[Step]:
     )
     mcore_to_hf(mcore, back)
     found = diff(source, back)
-    yield Step("mcore-to-hf, and compare bit for bit", f"{found.tensors} tensors, {len(found.differences)} differ", found.equal)
+    yield Step(
+        "mcore-to-hf, and compare bit for bit",
+        f"{found.tensors} tensors, {len(found.differences)} differ",
+        found.equal,
+    )
     checked = check(mcore)
     yield Step("check the manifest", f"{checked.tensors} checksums, {len(checked.bad)} wrong", checked.ok)
     with _quiet():
         a, b = _logits(source), _logits(back)
     same = bool((a == b).all())
     yield Step(
-        "compare logits", f"{a.numel():,} logits, std {a.std():.2f}, " + ("all equal" if same else f"{(a - b).abs().max():.2e} apart"), same
+        "compare logits",
+        f"{a.numel():,} logits, std {a.std():.2f}, "
+        + ("all equal" if same else f"{(a - b).abs().max():.2e} apart"),
+        same,
     )
 
 
@@ -74,7 +86,10 @@ def _quiet() -> Iterator[None]:
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO() if not sys.flags.verbose else sys.stderr):
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stderr(io.StringIO() if not sys.flags.verbose else sys.stderr),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -103,7 +118,11 @@ def _megatron_loads(directory: Path) -> dict[str, Any]:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        wanted = {k: v for k, v in dist_checkpointing.load_tensors_metadata(str(directory)).items() if isinstance(v.dtype, torch.dtype)}
+        wanted = {
+            k: v
+            for k, v in dist_checkpointing.load_tensors_metadata(str(directory)).items()
+            if isinstance(v.dtype, torch.dtype)
+        }
         state = dist_checkpointing.load(wanted, str(directory), validate_access_integrity=False)
         return {key: state[key] for key in wanted}
     finally:
@@ -111,7 +130,8 @@ def _megatron_loads(directory: Path) -> dict[str, Any]:
 
 
 def _differences(source: Path, loaded: dict[str, Any]) -> list[str]:
-    """The parameters that are not what Megatron's layout makes of the Hugging Face tensors; written out without the tables."""
+    """The parameters that are not what Megatron's layout makes of the Hugging Face tensors; written out
+    without the tables."""
     import torch
     from safetensors.torch import load_file
 
@@ -119,12 +139,18 @@ def _differences(source: Path, loaded: dict[str, Any]) -> list[str]:
     layers, experts, groups = SIZES["num_hidden_layers"], SIZES["num_experts"], SIZES["num_key_value_heads"]
 
     def qkv(layer: int) -> torch.Tensor:
-        heads = [hf[f"model.layers.{layer}.self_attn.{x}_proj.weight"].reshape(groups, -1, SIZES["hidden_size"]) for x in "qkv"]
+        heads = [
+            hf[f"model.layers.{layer}.self_attn.{x}_proj.weight"].reshape(groups, -1, SIZES["hidden_size"])
+            for x in "qkv"
+        ]
         return torch.cat(heads, dim=1).flatten(0, 1)
 
     def fc(layer: int, *names: str) -> torch.Tensor:
         return torch.stack(
-            [torch.cat([hf[f"model.layers.{layer}.mlp.experts.{e}.{n}_proj.weight"] for n in names]) for e in range(experts)]
+            [
+                torch.cat([hf[f"model.layers.{layer}.mlp.experts.{e}.{n}_proj.weight"] for n in names])
+                for e in range(experts)
+            ]
         )
 
     def of_layers(name: str) -> torch.Tensor:
@@ -147,14 +173,18 @@ def _differences(source: Path, loaded: dict[str, Any]) -> list[str]:
         f"{block}mlp.experts.experts.linear_fc1.weight": torch.stack([fc(i, "gate", "up") for i in range(layers)]),
         f"{block}mlp.experts.experts.linear_fc2.weight": torch.stack([fc(i, "down") for i in range(layers)]),
     }  # fmt: skip
-    return sorted(set(expected) ^ set(loaded)) + [n for n, t in expected.items() if n in loaded and not torch.equal(t, loaded[n])]
+    return sorted(set(expected) ^ set(loaded)) + [
+        n for n, t in expected.items() if n in loaded and not torch.equal(t, loaded[n])
+    ]
 
 
 def _logits(directory: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.bfloat16, attn_implementation="eager"
+    ).eval()
     tokens = torch.randint(0, SIZES["vocab_size"], (2, 64), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         return model(tokens).logits.float()

@@ -29,8 +29,9 @@ COPY_BYTES = 6 * 8
 
 @dataclass(frozen=True)
 class RankForecast:
-    """An inference rank: bytes that it finds on its own GPU, that come from its host's others and from other hosts; the trainer's
-    ranks that it reads from; copies before tiling, extra memory of the copy table, and seconds of planning."""
+    """An inference rank: bytes that it finds on its own GPU, that come from its host's others and from other
+    hosts; the trainer's ranks that it reads from; copies before tiling, extra memory of the copy table, and
+    seconds of planning."""
 
     rank: int
     gpu: int
@@ -48,11 +49,12 @@ class RankForecast:
 class Forecast:
     """What a refit would move.
 
-    `ranks` are the inference ranks that were planned, `trainer_bytes` the weights of each trainer's rank, `out_bytes` what each
-    trainer's rank sends to other GPUs (as far as those ranks were planned). `gpu_order` is, for each inference rank, the GPU on which
-    it would find the most of its bytes, chosen within each host; `order_bytes` are the bytes that all ranks together would find there.
-    Rates are in bytes a second and direction; `wire_seconds` is the least time that the busiest GPU's links need, `memory_seconds`
-    that of the local copies, each read and written once.
+    `ranks` are the inference ranks that were planned, `trainer_bytes` the weights of each trainer's rank,
+    `out_bytes` what each trainer's rank sends to other GPUs (as far as those ranks were planned). `gpu_order`
+    is, for each inference rank, the GPU on which it would find the most of its bytes, chosen within each
+    host; `order_bytes` are the bytes that all ranks together would find there. Rates are in bytes a second
+    and direction; `wire_seconds` is the least time that the busiest GPU's links need, `memory_seconds` that
+    of the local copies, each read and written once.
     """
 
     model: str
@@ -84,17 +86,32 @@ class Forecast:
 
 
 @collector_paused()
-def plan_refit(model: Model, trainer: Layout, engine: VllmLayout, *, dp: int | None = None, cp: int = 1, colocated: bool | None = None,
-               gpus_per_host: int = 8, link_rate: float = 370e9, network_rate: float = 50e9, memory_rate: float = 4.2e12,
-               itemsize: int = 2, transformer_impl: str = "transformer_engine", vocab_divisible_by: int = 128,
-               order: Sequence[int] | None = None, ranks: Iterable[int] | None = None,
-               progress: Callable[[int, int], None] | None = None) -> Forecast:  # fmt: skip
-    """Plan the refit of a vLLM at layout `engine` from a Megatron trainer at layout `trainer`, rank by rank, on simulated GPUs.
+def plan_refit(
+    model: Model,
+    trainer: Layout,
+    engine: VllmLayout,
+    *,
+    dp: int | None = None,
+    cp: int = 1,
+    colocated: bool | None = None,
+    gpus_per_host: int = 8,
+    link_rate: float = 370e9,
+    network_rate: float = 50e9,
+    memory_rate: float = 4.2e12,
+    itemsize: int = 2,
+    transformer_impl: str = "transformer_engine",
+    vocab_divisible_by: int = 128,
+    order: Sequence[int] | None = None,
+    ranks: Iterable[int] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Forecast:
+    """Plan the refit of a vLLM at layout `engine` from a Megatron trainer at layout `trainer`, rank by rank,
+    on simulated GPUs.
 
-    `dp` is Megatron's data parallel size (default: the least that EP needs), `cp` its context parallel size. With `colocated`
-    (default: where both sides have as many ranks) inference rank i runs on GPU ``order[i]`` (default i) and the trainer's rank i on
-    GPU i; else the engine's GPUs follow the trainer's. `itemsize` is that of the weights, in bytes. `ranks` limits the planning to
-    some inference ranks.
+    `dp` is Megatron's data parallel size (default: the least that EP needs), `cp` its context parallel size.
+    With `colocated` (default: where both sides have as many ranks) inference rank i runs on GPU ``order[i]``
+    (default i) and the trainer's rank i on GPU i; else the engine's GPUs follow the trainer's. `itemsize` is
+    that of the weights, in bytes. `ranks` limits the planning to some inference ranks.
 
     Raises ReshardError where a size does not divide, and PlanError where the plan cannot be proven.
     """
@@ -109,10 +126,14 @@ def plan_refit(model: Model, trainer: Layout, engine: VllmLayout, *, dp: int | N
     chosen = list(range(engines)) if ranks is None else sorted(set(ranks))
     if not chosen or chosen[0] < 0 or chosen[-1] >= engines:
         raise ReshardError(f"the engine's {engines} ranks are 0 to {engines - 1}; asked for {chosen}")
-    mapping = expand(model, transformer_impl, padded_vocab_size(model.symbols["V"], vocab_divisible_by, trainer.tp))
+    mapping = expand(
+        model, transformer_impl, padded_vocab_size(model.symbols["V"], vocab_divisible_by, trainer.tp)
+    )
     widths = {name: 4 if name in mapping.fp32 else itemsize for name in mapping.shapes}
     source = _Trainer(mapping, Ranks(model, trainer, stage_ranks))
-    seats = [Seat(gpu, gpu, gpu // gpus_per_host) for gpu in range(trainers if colocated else trainers + engines)]
+    seats = [
+        Seat(gpu, gpu, gpu // gpus_per_host) for gpu in range(trainers if colocated else trainers + engines)
+    ]
     # Of each GPU: bytes in and out over its host's links, and over the network.
     links_in, links_out, network_in, network_out = (np.zeros(len(seats), np.int64) for _ in range(4))
     # For each planned rank: what it would find on each GPU of its host.
@@ -139,21 +160,42 @@ def plan_refit(model: Model, trainer: Layout, engine: VllmLayout, *, dp: int | N
             elif distances[other] == 3:
                 network_in[gpu] += n
                 network_out[other] += n
-            found_on[done, [other % gpus_per_host for other in holders if colocated and distances[other] < 3]] += n
+            found_on[
+                done, [other % gpus_per_host for other in holders if colocated and distances[other] < 3]
+            ] += n
         tables = len(tiles_of(table_of(rows))[0]) * COPY_BYTES
         seconds = time.perf_counter() - begin
         at_home, host, network = amounts[0] + amounts[1], amounts[2], amounts[3]
-        planned.append(RankForecast(rank, gpu, sum(amounts), at_home, host, network, len(read_from), len(rows), tables, seconds))
+        planned.append(
+            RankForecast(
+                rank, gpu, sum(amounts), at_home, host, network, len(read_from), len(rows), tables, seconds
+            )
+        )
         if progress is not None:
             progress(done + 1, len(chosen))
-    busiest_link, busiest_network = max(links_in.max(), links_out.max()), max(network_in.max(), network_out.max())
+    busiest_link, busiest_network = (
+        max(links_in.max(), links_out.max()),
+        max(network_in.max(), network_out.max()),
+    )
     wire = max(float(busiest_link) / link_rate, float(busiest_network) / network_rate)
     data_parallel = f"DP{stage_ranks // (trainer.tp * cp)}" + f" CP{cp}" * (cp > 1)
     result = Forecast(
-        f"{model.family.name} ({model.num_layers} layers)", f"{trainer} {data_parallel}", str(engine), trainers, engines, len(seats),
-        colocated, planned, source.bytes_of_ranks(trainers, widths), (links_out + network_out)[:trainers].tolist(),
-        link_rate, network_rate, memory_rate, wire, 2 * max(rank.local_bytes for rank in planned) / memory_rate,
-    )  # fmt: skip
+        f"{model.family.name} ({model.num_layers} layers)",
+        f"{trainer} {data_parallel}",
+        str(engine),
+        trainers,
+        engines,
+        len(seats),
+        colocated,
+        planned,
+        source.bytes_of_ranks(trainers, widths),
+        (links_out + network_out)[:trainers].tolist(),
+        link_rate,
+        network_rate,
+        memory_rate,
+        wire,
+        2 * max(rank.local_bytes for rank in planned) / memory_rate,
+    )
     if colocated and len(chosen) == trainers:
         result.gpu_order, result.order_bytes = _best_order(found_on, gpus_per_host)
     return result
@@ -170,7 +212,9 @@ class _Trainer:
 
     def of(self, wanted: Placement) -> dict[Any, LiveShard]:
         """The shards of every parameter that `wanted` needs something of, by local tensor."""
-        needed = dict.fromkeys(self.by_name[part.name] for tensor in wanted.tensors.values() for part in tensor.parts)
+        needed = dict.fromkeys(
+            self.by_name[part.name] for tensor in wanted.tensors.values() for part in tensor.parts
+        )
         return {shard.tensor.id: shard for index in needed for shard in self._made(index)}
 
     def _made(self, index: int) -> list[LiveShard]:
@@ -194,8 +238,10 @@ def _ranks_per_stage(model: Model, trainer: Layout, dp: int | None, cp: int) -> 
         return lcm(trainer.tp * cp, trainer.ranks_per_stage(model))
     ranks, experts = trainer.tp * cp * dp, trainer.ep * trainer.expert_tp
     if model.num_experts and ranks % experts:
-        raise ReshardError(f"the trainer's tp {trainer.tp} x cp {cp} x dp {dp} are {ranks} ranks a pipeline stage, which ep {trainer.ep} "
-                           f"x etp {trainer.expert_tp} do not divide")  # fmt: skip
+        raise ReshardError(
+            f"the trainer's tp {trainer.tp} x cp {cp} x dp {dp} are {ranks} ranks a pipeline "
+            f"stage, which ep {trainer.ep} x etp {trainer.expert_tp} do not divide"
+        )
     return ranks
 
 
@@ -206,10 +252,15 @@ def _gpus(trainers: int, engines: int, colocated: bool, order: Sequence[int] | N
             raise ReshardError("an order of GPUs is for a colocated engine")
         return list(range(trainers, trainers + engines))
     if engines > trainers:
-        raise ReshardError(f"the engine's {engines} ranks do not fit on the trainer's {trainers} GPUs: plan them on GPUs of their own")
+        raise ReshardError(
+            f"the engine's {engines} ranks do not fit on the trainer's {trainers} GPUs: plan "
+            f"them on GPUs of their own"
+        )
     gpus = list(range(engines)) if order is None else list(order)
     if len(gpus) != engines or len(set(gpus)) != engines or not set(gpus) <= set(range(trainers)):
-        raise ReshardError(f"the order of GPUs {gpus} does not name {engines} different ones of 0 to {trainers - 1}")
+        raise ReshardError(
+            f"the order of GPUs {gpus} does not name {engines} different ones of 0 to {trainers - 1}"
+        )
     return gpus
 
 
@@ -220,12 +271,14 @@ def _copy(t: Any, src: tuple[int, ...], dst: tuple[int, ...], itemsize: int) -> 
 
 
 def _best_order(found_on: np.ndarray, gpus_per_host: int) -> tuple[list[int], int]:
-    """For each inference rank the GPU that keeps the most bytes on their GPU, among those of the host that it has now."""
+    """For each inference rank the GPU that keeps the most bytes on their GPU, among those of the host that it
+    has now."""
     order: list[int] = []
     kept = 0
     for start in range(0, len(found_on), gpus_per_host):
         block = found_on[start : start + gpus_per_host, : len(found_on) - start]
-        stay = np.eye(len(block), dtype=np.int64)  # among equally good ones, the order with the fewest changes
+        # among equally good ones, the order with the fewest changes
+        stay = np.eye(len(block), dtype=np.int64)
         columns = best_assignment(block * (len(block) + 1) + stay)
         order += [start + column for column in columns]
         kept += int(block[range(len(block)), columns].sum())

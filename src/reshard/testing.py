@@ -23,21 +23,32 @@ if TYPE_CHECKING:
     from reshard.parity.systems import System
 
 
-def assert_logprob_parity(a: "str | Path | System", b: "str | Path | System", *,
-                          max_abs: float | None = None, mean_abs: float | None = None,
-                          token_mult_prob_error: float | None = None, kl: float | None = None, argmax_agreement: float | None = None,
-                          routing_margin: float | None = None, **options: Any) -> ParityReport:  # fmt: skip
+def assert_logprob_parity(
+    a: "str | Path | System",
+    b: "str | Path | System",
+    *,
+    max_abs: float | None = None,
+    mean_abs: float | None = None,
+    token_mult_prob_error: float | None = None,
+    kl: float | None = None,
+    argmax_agreement: float | None = None,
+    routing_margin: float | None = None,
+    **options: Any,
+) -> ParityReport:
     """Fail unless two systems give the same logprobs; the report where they do.
 
-    The systems and `options` are those of `reshard.parity.parity`; a limit that is given here replaces the dtype's default, and on a
-    figure that is not measured it fails. Raises AssertionError with the figures, ReshardError where the two cannot be compared.
+    The systems and `options` are those of `reshard.parity.parity`; a limit that is given here replaces the
+    dtype's default, and on a figure that is not measured it fails. Raises AssertionError with the figures,
+    ReshardError where the two cannot be compared.
     """
     given = {"max_abs": max_abs, "mean_abs": mean_abs, "token_mult_prob_error": token_mult_prob_error, "kl": kl,
              "argmax_agreement": argmax_agreement, "routing_margin": routing_margin}  # fmt: skip
     chosen = {name: value for name, value in given.items() if value is not None}
     one, other = (str(side) if isinstance(side, Path) else side for side in (a, b))
     report = parity(one, other, limits=lambda dtype: Limits.of_dtype(dtype, **chosen), **options)
-    assert report.ok, f"{report.a} and {report.b}: {'; '.join(report.exceeded)} (worst prompts: {_worst(report.prompts)})"
+    assert report.ok, (
+        f"{report.a} and {report.b}: {'; '.join(report.exceeded)} (worst prompts: {_worst(report.prompts)})"
+    )
     return report
 
 
@@ -48,7 +59,8 @@ def _worst(prompts: list[Metrics]) -> str:
 
 @pytest.fixture
 def to_megatron(tmp_path: Path) -> Callable[..., Path]:
-    """A function that converts a Hugging Face directory or hub id into a temporary Megatron checkpoint, at a layout."""
+    """A function that converts a Hugging Face directory or hub id into a temporary Megatron checkpoint, at a
+    layout."""
     made: list[Path] = []
 
     def convert(source: str | Path, layout: Layout | None = None) -> Path:

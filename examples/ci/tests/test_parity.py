@@ -12,7 +12,9 @@ MODEL = os.environ["MODEL"]
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2)], ids=str)
 def test_the_converted_checkpoint_is_the_model(layout, to_megatron):  # noqa: F811
-    report = assert_logprob_parity(MODEL, to_megatron(MODEL, layout), max_abs=1e-4, prompts=4, lengths=(16, 64))
+    report = assert_logprob_parity(
+        MODEL, to_megatron(MODEL, layout), max_abs=1e-4, prompts=4, lengths=(16, 64)
+    )
     print(f"{report.overall.tokens} tokens, max |difference| {report.overall.max_abs:.2g}")
 
 

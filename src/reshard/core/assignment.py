@@ -4,11 +4,13 @@ import numpy as np
 
 
 def best_assignment(gains: np.ndarray) -> list[int]:
-    """The column of each row for which the sum of ``gains[row, column]`` is the largest; `gains` is ``[n, n]``, of integers.
+    """The column of each row for which the sum of ``gains[row, column]`` is the largest; `gains` is ``[n,
+    n]``, of integers.
 
-    Shortest augmenting paths: each row is added to an assignment of the rows before it, along the path of exchanges that costs
-    the least. Prices of rows and columns keep all costs along the way at zero or more, and those that are taken at zero, so that
-    the search is Dijkstra's. In all n ** 3 steps; sums must stay within int64.
+    Shortest augmenting paths: each row is added to an assignment of the rows before it, along the path of
+    exchanges that costs the least. Prices of rows and columns keep all costs along the way at zero or more,
+    and those that are taken at zero, so that the search is Dijkstra's. In all n ** 3 steps; sums must stay
+    within int64.
 
     >>> best_assignment(np.array([[5, 4], [5, 1]]))
     [1, 0]
@@ -21,7 +23,8 @@ def best_assignment(gains: np.ndarray) -> list[int]:
     row_prices, column_prices = np.zeros(n, np.int64), np.zeros(n, np.int64)
     holder = np.full(n, -1)  # the row that has a column
     for row in range(n):
-        distances, before = np.full(n, far), np.full(n, -1)  # of each column: from `row`, and the column that it is reached through
+        # of each column: from `row`, and the column that it is reached through
+        distances, before = np.full(n, far), np.full(n, -1)
         reached = np.zeros(n, bool)
         at, current, so_far = -1, row, 0
         while current >= 0:

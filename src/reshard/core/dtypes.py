@@ -1,6 +1,7 @@
 """Element types: one name each, and what safetensors, torch and numpy call them.
 
-numpy has no bfloat16 or float8 of its own; `ml_dtypes` gives them, with correct rounding between all of these.
+numpy has no bfloat16 or float8 of its own; `ml_dtypes` gives them, with correct rounding between all of
+these.
 """
 
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ def unknown_dtype(name: str) -> Dtype:
 
 
 def dtype_named(name: str) -> Dtype:
-    """The element type of this name, long (``bfloat16``, ``torch.bfloat16``) or short (``bf16``). Raises KeyError."""
+    """The element type of this name, long (``bfloat16``, ``torch.bfloat16``) or short (``bf16``). Raises
+    KeyError."""
     name = name.removeprefix("torch.")
     return DTYPES[SHORT_NAMES.get(name, name)]

@@ -4,8 +4,8 @@
 class ReshardError(Exception):
     """Something that the user can act on: what is wrong, where, and what to do.
 
-    The message is one sentence or a short list; the command line prints it without a traceback and exits with status 1.
-    `resumable` says that what a run has written so far is good, and worth keeping.
+    The message is one sentence or a short list; the command line prints it without a traceback and exits with
+    status 1. `resumable` says that what a run has written so far is good, and worth keeping.
     """
 
     def __init__(self, message: str, resumable: bool = False) -> None:
@@ -14,8 +14,8 @@ class ReshardError(Exception):
 
 
 def is_resumable(error: BaseException) -> bool:
-    """Whether what a run has written before this error is worth keeping: after an interrupt and where memory was short it is, after what
-    nobody expected it is not."""
+    """Whether what a run has written before this error is worth keeping: after an interrupt and where memory
+    was short it is, after what nobody expected it is not."""
     if isinstance(error, ReshardError):
         return error.resumable
     return isinstance(error, MemoryError) or not isinstance(error, Exception)

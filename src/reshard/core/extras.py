@@ -11,7 +11,8 @@ EXTRA_OF = {"megatron.core": "megatron", "torch": "megatron", "transformers": "p
 
 
 def require(extra: str, *packages: str) -> None:
-    """Raise ReshardError, naming `extra`, where one of the packages (``torch``, ``megatron.core``) is not installed."""
+    """Raise ReshardError, naming `extra`, where one of the packages (``torch``, ``megatron.core``) is not
+    installed."""
     for package in packages:
         if not _is_installed(package):
             raise _lacking(package, extra)
@@ -19,7 +20,8 @@ def require(extra: str, *packages: str) -> None:
 
 @contextmanager
 def importing(extra: str) -> Iterator[None]:
-    """Around imports of packages that `extra` brings: raises ReshardError, naming it, where one of them is not installed."""
+    """Around imports of packages that `extra` brings: raises ReshardError, naming it, where one of them is
+    not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -30,8 +32,8 @@ def importing(extra: str) -> Iterator[None]:
 
 
 def lacking(error: ModuleNotFoundError, extra: str | None = None) -> ReshardError | None:
-    """The sentence for an import that failed because a package is not installed. None where it is, and the error says something else,
-    or where no extra is known to bring it."""
+    """The sentence for an import that failed because a package is not installed. None where it is, and the
+    error says something else, or where no extra is known to bring it."""
     package = "megatron.core" if error.name == "megatron" else ".".join((error.name or "").split(".")[:2])
     if not package.startswith("megatron."):
         package = package.partition(".")[0]

@@ -1,4 +1,5 @@
-"""Bounds of what can be asked for, the same on the command line and in Python: above any that is of use, below what makes no sense."""
+"""Bounds of what can be asked for, the same on the command line and in Python: above any that is of use,
+below what makes no sense."""
 
 from typing import Any
 

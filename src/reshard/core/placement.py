@@ -1,8 +1,8 @@
 """Placements: what each holder has of the canonical tensors, box by box.
 
-A *canonical tensor* is a tensor under its published Hugging Face name and shape. A *local tensor* is what a file or a rank
-really holds: a fused, split or padded arrangement of canonical pieces. A placement is the list of local tensors, each with
-the parts that say where its elements come from.
+A *canonical tensor* is a tensor under its published Hugging Face name and shape. A *local tensor* is what a
+file or a rank really holds: a fused, split or padded arrangement of canonical pieces. A placement is the list
+of local tensors, each with the parts that say where its elements come from.
 """
 
 from collections.abc import Hashable, Iterable, Mapping
@@ -13,7 +13,8 @@ from reshard.core.boxes import Box
 
 
 class Part(NamedTuple):
-    """`box` of canonical tensor `name` lies in a local tensor with its first element at `at` (same dims, same lengths)."""
+    """`box` of canonical tensor `name` lies in a local tensor with its first element at `at` (same dims, same
+    lengths)."""
 
     name: str
     box: Box
@@ -28,8 +29,9 @@ class Part(NamedTuple):
 class LocalTensor(NamedTuple):
     """One tensor that a holder has.
 
-    `id` (anything hashable) names it within its placement, `shape` is in elements, `fills` are regions that hold zeros and come
-    from no canonical tensor (vocabulary padding), `holder` is the rank or file that has it.
+    `id` (anything hashable) names it within its placement, `shape` is in elements, `fills` are regions that
+    hold zeros and come from no canonical tensor (vocabulary padding), `holder` is the rank or file that has
+    it.
     """
 
     id: Any
@@ -55,4 +57,6 @@ class Placement:
     def canonical(shapes: Mapping[str, tuple[int, ...]]) -> "Placement":
         """Every canonical tensor whole, under its own name: what a Hugging Face directory holds."""
         zero = {name: (0,) * len(shape) for name, shape in shapes.items()}
-        return Placement.of(shapes, (LocalTensor(n, s, (Part(n, Box(zero[n], s), zero[n]),)) for n, s in shapes.items()))
+        return Placement.of(
+            shapes, (LocalTensor(n, s, (Part(n, Box(zero[n], s), zero[n]),)) for n, s in shapes.items())
+        )

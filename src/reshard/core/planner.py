@@ -1,7 +1,7 @@
 """The planner: a pure function from two placements to the exact list of copies between them.
 
-It knows no file, no process and no tensor. For every element of every destination tensor it finds one place to read it from,
-merges neighbouring copies, and `prove` shows that the result is right before anything runs.
+It knows no file, no process and no tensor. For every element of every destination tensor it finds one place
+to read it from, merges neighbouring copies, and `prove` shows that the result is right before anything runs.
 """
 
 from collections import defaultdict
@@ -15,11 +15,13 @@ from reshard.core.placement import LocalTensor, Placement
 
 
 class PlanError(Exception):
-    """A placement or a plan that would not write every destination element exactly once from where it lies."""
+    """A placement or a plan that would not write every destination element exactly once from where it
+    lies."""
 
 
 class Transfer(NamedTuple):
-    """Copy `box` of canonical tensor `name` from `src` at `src_at` to `dst` at `dst_at`; offsets in elements."""
+    """Copy `box` of canonical tensor `name` from `src` at `src_at` to `dst` at `dst_at`; offsets in
+    elements."""
 
     name: str
     box: Box
@@ -45,11 +47,13 @@ class Plan:
         return dict(groups)
 
 
-def make_plan(src: Placement, dst: Placement, distance: Callable[[Hashable, Hashable], int] | None = None) -> Plan:
+def make_plan(
+    src: Placement, dst: Placement, distance: Callable[[Hashable, Hashable], int] | None = None
+) -> Plan:
     """Plan the copies that fill every tensor of `dst` from `src`, and prove them.
 
-    `distance(src holder, dst holder)` orders replicas: the nearest one is read. Raises PlanError where an element has no
-    source, lies outside its tensor or would be written twice.
+    `distance(src holder, dst holder)` orders replicas: the nearest one is read. Raises PlanError where an
+    element has no source, lies outside its tensor or would be written twice.
 
     Two ranks that hold four rows each, to one tensor of eight:
 
@@ -85,7 +89,9 @@ def make_plan(src: Placement, dst: Placement, distance: Callable[[Hashable, Hash
                 if not wanted:
                     break
             if wanted:
-                raise PlanError(f"no source holds {part.name} at offsets {wanted[0].offsets}, lengths {wanted[0].lengths}")
+                raise PlanError(
+                    f"no source holds {part.name} at offsets {wanted[0].offsets}, lengths {wanted[0].lengths}"
+                )
             transfers += _merged(found)
     plan = Plan(src, dst, tuple(transfers))
     prove(plan)
@@ -93,7 +99,8 @@ def make_plan(src: Placement, dst: Placement, distance: Callable[[Hashable, Hash
 
 
 def _merged(transfers: list[Transfer]) -> list[Transfer]:
-    """Join transfers that follow each other along dim 0 in the canonical tensor, in the source and in the destination."""
+    """Join transfers that follow each other along dim 0 in the canonical tensor, in the source and in the
+    destination."""
     if len(transfers) == 1:
         return transfers
     merged: list[Transfer] = []
@@ -106,7 +113,11 @@ def _merged(transfers: list[Transfer]) -> list[Transfer]:
                 and last.box.lengths[1:] == t.box.lengths[1:]
                 and all(
                     b == (a[0] + rows, *a[1:])
-                    for a, b in ((last.box.offsets, t.box.offsets), (last.src_at, t.src_at), (last.dst_at, t.dst_at))
+                    for a, b in (
+                        (last.box.offsets, t.box.offsets),
+                        (last.src_at, t.src_at),
+                        (last.dst_at, t.dst_at),
+                    )
                 )
             ):
                 joined = Box(last.box.offsets, (rows + t.box.lengths[0], *t.box.lengths[1:]))
@@ -117,28 +128,44 @@ def _merged(transfers: list[Transfer]) -> list[Transfer]:
 
 
 def prove(plan: Plan) -> None:
-    """Raise PlanError unless the plan writes every destination element exactly once, from the place where it lies.
+    """Raise PlanError unless the plan writes every destination element exactly once, from the place where it
+    lies.
 
-    Checked for each destination tensor: parts and fills cover it without overlap; each transfer lies inside both tensors; its
-    elements are the ones that the source's and the destination's parts say; and the transfers cover all parts exactly once.
+    Checked for each destination tensor: parts and fills cover it without overlap; each transfer lies inside
+    both tensors; its elements are the ones that the source's and the destination's parts say; and the
+    transfers cover all parts exactly once.
     """
     written: dict[Hashable, list[Box]] = defaultdict(list)
     for t in plan.transfers:
-        for side, placement, tensor_id, at in (("source", plan.src, t.src, t.src_at), ("destination", plan.dst, t.dst, t.dst_at)):
+        for side, placement, tensor_id, at in (
+            ("source", plan.src, t.src, t.src_at),
+            ("destination", plan.dst, t.dst, t.dst_at),
+        ):
             tensor = placement.tensors.get(tensor_id)
             if tensor is None:
-                raise PlanError(f"a transfer of {t.name} names {side} tensor {tensor_id}, which does not exist")
+                raise PlanError(
+                    f"a transfer of {t.name} names {side} tensor {tensor_id}, which does not exist"
+                )
             local = Box(at, t.box.lengths)
             if not len(t.box.offsets) == len(t.box.lengths) == len(at) or min(t.box.lengths, default=1) < 1:
                 raise PlanError(f"a transfer of {t.name} at {at} moves {t.box}, which is no box of elements")
             if len(at) != len(tensor.shape) or not whole(tensor.shape).contains(local):
-                raise PlanError(f"a transfer of {t.name} leaves {side} tensor {tensor_id} of shape {tensor.shape}: {local}")
+                raise PlanError(
+                    f"a transfer of {t.name} leaves {side} tensor {tensor_id} of shape "
+                    f"{tensor.shape}: {local}"
+                )
             if not _holds(tensor, t.name, t.box, at):
-                raise PlanError(f"{side} tensor {tensor_id} does not hold {t.name} at {t.box.offsets} where the transfer says")
+                raise PlanError(
+                    f"{side} tensor {tensor_id} does not hold {t.name} at {t.box.offsets} where "
+                    f"the transfer says"
+                )
         written[t.dst].append(Box(t.dst_at, t.box.lengths))
     for tensor in plan.dst.tensors.values():
         regions = [part.local_box for part in tensor.parts] + list(tensor.fills)
-        for what, boxes in (("the placement of", regions), ("the transfers into", written[tensor.id] + list(tensor.fills))):
+        for what, boxes in (
+            ("the placement of", regions),
+            ("the transfers into", written[tensor.id] + list(tensor.fills)),
+        ):
             if len(boxes) == 1 and boxes[0] == whole(tensor.shape):
                 continue
             outside = [b for b in boxes if not whole(tensor.shape).contains(b)]
@@ -157,12 +184,14 @@ def prove(plan: Plan) -> None:
 
 
 def _holds(tensor: LocalTensor, name: str, box: Box, at: tuple[int, ...]) -> bool:
-    """Whether a local tensor holds every element of `box` where a copy with its first element at `at` looks for it."""
+    """Whether a local tensor holds every element of `box` where a copy with its first element at `at` looks
+    for it."""
     shift = tuple(map(sub, at, box.offsets))
     rest = [box]
     for part in tensor.parts:
         if part.name == name and shift == tuple(map(sub, part.at, part.box.offsets)):
-            rest = [left for piece in rest for left in piece.minus(part.box)]  # parts may overlap: what one holds counts once
+            # parts may overlap: what one holds counts once
+            rest = [left for piece in rest for left in piece.minus(part.box)]
             if not rest:
                 return True
     return False

@@ -24,7 +24,8 @@ from reshard.models.model import different_fields
 
 @dataclass(frozen=True)
 class Difference:
-    """How a tensor differs: `max_abs` and `max_rel` (to the larger of the two magnitudes) over the `unequal` elements."""
+    """How a tensor differs: `max_abs` and `max_rel` (to the larger of the two magnitudes) over the `unequal`
+    elements."""
 
     name: str
     unequal: int
@@ -46,13 +47,15 @@ class Difference:
         if self.values_equal:
             return f"{self.note}, all {self.elements:,} values are equal"
         note = f" ({self.note})" if self.note else ""
-        return f"{self.unequal:,} of {self.elements:,} differ, max abs {self.max_abs:.3g}, max rel {self.max_rel:.3g}{note}"
+        worst = f"max abs {self.max_abs:.3g}, max rel {self.max_rel:.3g}"
+        return f"{self.unequal:,} of {self.elements:,} differ, {worst}{note}"
 
 
 @dataclass
 class Diff:
-    """The outcome of a comparison; `names` are the tensors that both have, `differences` are sorted with the worst first, `fields` are
-    those of the configs by which the same weights make two models, with both values."""
+    """The outcome of a comparison; `names` are the tensors that both have, `differences` are sorted with the
+    worst first, `fields` are those of the configs by which the same weights make two models, with both
+    values."""
 
     a: str
     b: str
@@ -80,13 +83,20 @@ class Diff:
         return len(self.names)
 
 
-def diff(a: str | Path, b: str | Path, *, hf_config: str | Path | None = None, only: Callable[[str], bool] | None = None,
-         workers: int | None = None, progress: Progress | None = None) -> Diff:  # fmt: skip
-    """Compare two checkpoints of either format and any layout, tensor by tensor, as canonical tensors; and their configs, by what they
-    make of the tensors.
+def diff(
+    a: str | Path,
+    b: str | Path,
+    *,
+    hf_config: str | Path | None = None,
+    only: Callable[[str], bool] | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> Diff:
+    """Compare two checkpoints of either format and any layout, tensor by tensor, as canonical tensors; and
+    their configs, by what they make of the tensors.
 
-    `only` chooses tensors by their published names. A tensor of another dtype differs, and is compared by value. Raises ReshardError
-    where one of them cannot be read, or `only` chooses nothing.
+    `only` chooses tensors by their published names. A tensor of another dtype differs, and is compared by
+    value. Raises ReshardError where one of them cannot be read, or `only` chooses nothing.
     """
     allow_many_files()
     config = Path(hf_config) if hf_config is not None else None
@@ -104,14 +114,22 @@ def diff(a: str | Path, b: str | Path, *, hf_config: str | Path | None = None, o
         # A copy that only one side keeps under a name of its own says nothing new.
         result = Diff(str(a), str(b), common)
         result.notices = [*one.model.ignored.values(), *two.model.ignored.values()]
-        result.only_a = sorted(n for n in one.tensors if n not in two.tensors and n not in one.mapping.optional and chosen(n))
-        result.only_b = sorted(n for n in two.tensors if n not in one.tensors and n not in two.mapping.optional and chosen(n))
+        result.only_a = sorted(
+            n for n in one.tensors if n not in two.tensors and n not in one.mapping.optional and chosen(n)
+        )
+        result.only_b = sorted(
+            n for n in two.tensors if n not in one.tensors and n not in two.mapping.optional and chosen(n)
+        )
         if not (common or result.only_a or result.only_b):
-            raise ReshardError(f"there is nothing to compare: `only` chooses none of the {len(one.tensors)} tensors of {a}")
+            raise ReshardError(
+                f"there is nothing to compare: `only` chooses none of the {len(one.tensors)} tensors of {a}"
+            )
         result.fields = different_fields(one.model, two.model)
         sizes = {name: one.tensors[name].size_bytes for name in common}
         found = run_jobs(sizes, lambda name: _compare(name, one, two), worker_count(workers), progress)
-        result.differences = sorted((d for d in found.values() if d is not None), key=lambda d: (-_order(d.max_abs), d.name))
+        result.differences = sorted(
+            (d for d in found.values() if d is not None), key=lambda d: (-_order(d.max_abs), d.name)
+        )
         return result
     finally:
         one.close()
@@ -119,7 +137,8 @@ def diff(a: str | Path, b: str | Path, *, hf_config: str | Path | None = None, o
 
 
 def _config_for(path: Path, source: Source) -> Path | None:
-    """The other side's Hugging Face config, for a checkpoint that may have none of its own to be read with."""
+    """The other side's Hugging Face config, for a checkpoint that may have none of its own to be read
+    with."""
     own = (path / HF_FILES / "config.json", path.parent / HF_FILES / "config.json")
     if not isinstance(source, HuggingFaceSource) or any(config.is_file() for config in own):
         return None
@@ -133,7 +152,9 @@ def _order(value: float) -> float:
 def _compare(name: str, one: Source, two: Source) -> Difference | None:
     a, b = one.tensors[name], two.tensors[name]
     if a.shape != b.shape:
-        return Difference(name, 0, 0, float("nan"), float("nan"), f"shape {list(a.shape)} and {list(b.shape)}")
+        return Difference(
+            name, 0, 0, float("nan"), float("nan"), f"shape {list(a.shape)} and {list(b.shape)}"
+        )
     unequal, max_abs, max_rel, same = 0, 0.0, 0.0, a.dtype == b.dtype
     for start, stop in a.slabs(multiple=max(one.row_multiple(name), two.row_multiple(name))):
         left, right = one.read_rows(name, start, stop), two.read_rows(name, start, stop)
@@ -142,7 +163,9 @@ def _compare(name: str, one: Source, two: Source) -> Difference | None:
         n, largest, relative = _distance(left, right, a.dtype, b.dtype)
         unequal, max_abs, max_rel = unequal + n, _max(max_abs, largest), _max(max_rel, relative)
     note = "" if same else f"{a.dtype.name} and {b.dtype.name}"
-    return Difference(name, unequal, a.rows * a.columns, max_abs, max_rel, note) if unequal or not same else None
+    return (
+        Difference(name, unequal, a.rows * a.columns, max_abs, max_rel, note) if unequal or not same else None
+    )
 
 
 def _distance(left: np.ndarray, right: np.ndarray, a: Dtype, b: Dtype) -> tuple[int, float, float]:
@@ -171,8 +194,9 @@ def _max(a: float, b: float) -> float:
 class Check:
     """The outcome of `check`.
 
-    `bad` are the tensors whose bytes do not give the manifest's checksum, `changed`, `missing` and `added` the files that are not as they
-    were written (of a file with weights, the bytes around its tensors), no longer there, or new. `notices` say what was not checked.
+    `bad` are the tensors whose bytes do not give the manifest's checksum, `changed`, `missing` and `added`
+    the files that are not as they were written (of a file with weights, the bytes around its tensors), no
+    longer there, or new. `notices` say what was not checked.
     """
 
     path: str
@@ -195,10 +219,12 @@ class Check:
 
 
 def check(path: str | Path, *, workers: int | None = None, progress: Progress | None = None) -> Check:
-    """Compute the checksum of every tensor and every file that the manifest lists, from the bytes as they are now.
+    """Compute the checksum of every tensor and every file that the manifest lists, from the bytes as they are
+    now.
 
-    Hidden files that it does not list are not looked at. Of an iteration's own directory, only what is in it and the Hugging Face files
-    beside it are checked. Raises ReshardError where there is no manifest, or it is of another iteration.
+    Hidden files that it does not list are not looked at. Of an iteration's own directory, only what is in it
+    and the Hugging Face files beside it are checked. Raises ReshardError where there is no manifest, or it is
+    of another iteration.
     """
     allow_many_files()
     path, threads = Path(path), worker_count(workers)
@@ -215,11 +241,15 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
         check_ignored(source.model)
         manifest = source.manifest()
         if manifest is None:
-            raise ReshardError(f"{path} has no {NAME}: it was not written by reshard, so there are no checksums")
+            raise ReshardError(
+                f"{path} has no {NAME}: it was not written by reshard, so there are no checksums"
+            )
         if manifest_of(source) is None and isinstance(source, MegatronSource):
             iteration = manifest["iteration"]
-            raise ReshardError(f"{root / NAME} is of {iteration}, but {TRACKER} names {source.checkpoint.iteration}; "
-                               f"check {root / str(iteration)}")  # fmt: skip
+            raise ReshardError(
+                f"{root / NAME} is of {iteration}, but {TRACKER} names "
+                f"{source.checkpoint.iteration}; check {root / str(iteration)}"
+            )
         entries = manifest["tensors"]
         # fp8 weights and their scales are checked as they are stored.
         infos, read = stored_tensors(source)
@@ -230,17 +260,23 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
             return checksum_of(name, infos[name], read) == entries[name][CHECKSUM]
 
         results = run_jobs(sizes, job, threads, progress)
-        result = Check(str(path), len(entries), sorted(bad + [name for name, good in results.items() if not good]))
+        result = Check(
+            str(path), len(entries), sorted(bad + [name for name, good in results.items() if not good])
+        )
         result.notices += source.model.ignored.values()
         if "files" not in manifest:
-            result.notices.append(f"{NAME} lists no files (it is of an earlier version): only tensors were checked")
+            result.notices.append(
+                f"{NAME} lists no files (it is of an earlier version): only tensors were checked"
+            )
             return result
         within = [""] if root == path else [f"{path.name}/", f"{HF_FILES}/"]
         here = {name: entry for name, entry in manifest["files"].items() if name.startswith(tuple(within))}
         result.files = len(here)
         result.changed, result.missing = changed_files(root, here, source)
         found = (str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
-        result.added = sorted(n for n in found if n.startswith(tuple(within)) and n not in here and n != NAME and not _hidden(n))
+        result.added = sorted(
+            n for n in found if n.startswith(tuple(within)) and n not in here and n != NAME and not _hidden(n)
+        )
         return result
 
 

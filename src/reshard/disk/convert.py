@@ -1,4 +1,5 @@
-"""Conversion on disk: Hugging Face to Megatron ``torch_dist`` and back, a slab at a time, without a model, a GPU or torch."""
+"""Conversion on disk: Hugging Face to Megatron ``torch_dist`` and back, a slab at a time, without a model, a
+GPU or torch."""
 
 import json
 import os
@@ -81,10 +82,11 @@ def hf_to_mcore(
 ) -> Report:
     """Convert a Hugging Face checkpoint (a directory or a hub id) to a Megatron ``torch_dist`` checkpoint.
 
-    `layout` decides how the tensors are cut into chunks and files, `dtype` (``bf16``, ``fp16``, ``fp32``) casts, `iteration` writes
-    a numbered iteration where None writes a release. The flags file is for Megatron-LM `megatron_version` (``0.14``; default: the newest
-    that is known); the weights are the same for all. Finite numbers that a cast would make infinite are refused unless
-    `allow_overflow`, and then counted in the report's notices. With `sync` all bytes are on the disk before the destination appears. Under
+    `layout` decides how the tensors are cut into chunks and files, `dtype` (``bf16``, ``fp16``, ``fp32``)
+    casts, `iteration` writes a numbered iteration where None writes a release. The flags file is for
+    Megatron-LM `megatron_version` (``0.14``; default: the newest that is known); the weights are the same for
+    all. Finite numbers that a cast would make infinite are refused unless `allow_overflow`, and then counted
+    in the report's notices. With `sync` all bytes are on the disk before the destination appears. Under
     torchrun, the processes share the work. `progress(done, total)` is called with bytes.
 
     Raises ReshardError, and leaves no destination, for anything that cannot be converted exactly.
@@ -102,7 +104,10 @@ def hf_to_mcore(
     worker_count(workers)
     # fp8 blocks are dequantised to a dtype that holds them all, so that the cast can count what overflows.
     wide = DTYPES["float32"] if target is not None and target.name == "float16" else target
-    with Team.from_environment() as team, closing(HuggingFaceSource(local_directory(str(source)), wide)) as src:
+    with (
+        Team.from_environment() as team,
+        closing(HuggingFaceSource(local_directory(str(source)), wide)) as src,
+    ):
         check_ignored(src.model)
         checks = SourceChecks(src)
         work = Workdir(src.path, src.read_files(), Path(destination), overwrite, resume, team.process)
@@ -111,17 +116,24 @@ def hf_to_mcore(
         layout.check(src.model)
         vocab = padded_vocab_size(src.model.symbols["V"], make_vocab_size_divisible_by, layout.tp)
         mapping = expand(src.model, transformer_impl, vocab)
-        tensors = {n: TensorInfo(t.shape, _stored_dtype(t.dtype, target, n in mapping.fp32)) for n, t in src.tensors.items()}
+        tensors = {
+            n: TensorInfo(t.shape, _stored_dtype(t.dtype, target, n in mapping.fp32))
+            for n, t in src.tensors.items()
+        }
         chunks = list(chunks_to_write(src.model, mapping, layout, transformer_impl))
         shapes = {n: t.shape for n, t in tensors.items() if n not in src.copies}
         plan = make_plan(Placement.canonical(shapes), Placement.of(shapes, (c.tensor for c in chunks)))
         directory = "release" if iteration is None else f"iter_{iteration:07d}"
-        rank_files = RankFiles(directory, chunks, extra_states_to_write(src.model, mapping, layout, transformer_impl), tensors)
+        rank_files = RankFiles(
+            directory, chunks, extra_states_to_write(src.model, mapping, layout, transformer_impl), tensors
+        )
         sizes = rank_files.sizes()
         report = _report("hf-to-mcore", src, source, destination, str(layout), sizes, workers, dry_run, team)
         report.notices += src.model.caveats(transformer_impl)
         model_dtype = tensors[next(iter(tensors))].dtype
-        args = arguments(src.model, layout, vocab, make_vocab_size_divisible_by, model_dtype, transformer_impl)
+        args = arguments(
+            src.model, layout, vocab, make_vocab_size_divisible_by, model_dtype, transformer_impl
+        )
         flags = command_line(args, megatron_lm)
         report.bytes_per_rank = rank_files.tensor_bytes()
         if dry_run:
@@ -129,7 +141,19 @@ def hf_to_mcore(
 
         options = {"dtype": target and target.name, "impl": transformer_impl, "divisible": make_vocab_size_divisible_by,
                    "directory": directory, "megatron": megatron_lm, "overflow": allow_overflow}  # fmt: skip
-        run = Run(src, tensors, rank_files.strips(plan), sizes, work, team, workers, sync, progress, checks, allow_overflow)
+        run = Run(
+            src,
+            tensors,
+            rank_files.strips(plan),
+            sizes,
+            work,
+            team,
+            workers,
+            sync,
+            progress,
+            checks,
+            allow_overflow,
+        )
 
         def create(files: OpenFiles, mine: set[str]) -> None:
             rank_files.write_containers(work.tree, mine, files)
@@ -177,11 +201,13 @@ def mcore_to_hf(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> Report:
-    """Convert a Megatron ``torch_dist`` checkpoint, whoever wrote it and at whatever layout, to a Hugging Face directory.
+    """Convert a Megatron ``torch_dist`` checkpoint, whoever wrote it and at whatever layout, to a Hugging
+    Face directory.
 
-    Without `hf_config` (a ``config.json`` or a directory with one) the config is the one beside the weights, else the one that the
-    checkpoint's ``args`` describe. `quantize` writes linear weights as fp8 with a scale for each 128x128 block. `max_shard_size` is
-    bytes or text like ``5GB``. The other options are those of `hf_to_mcore`, and so is what it raises.
+    Without `hf_config` (a ``config.json`` or a directory with one) the config is the one beside the weights,
+    else the one that the checkpoint's ``args`` describe. `quantize` writes linear weights as fp8 with a scale
+    for each 128x128 block. `max_shard_size` is bytes or text like ``5GB``. The other options are those of
+    `hf_to_mcore`, and so is what it raises.
     """
     allow_many_files()
     target, shard_bytes = _float_dtype(dtype), parse_size(max_shard_size)
@@ -193,25 +219,46 @@ def mcore_to_hf(
         work = Workdir(src.path, src.read_files(), Path(destination), overwrite, resume, team.process)
         if not dry_run:
             team.together(lambda: work.check_destination() if team.process == 0 else None)
-        tensors = {n: TensorInfo(t.shape, _stored_dtype(t.dtype, target, n in src.mapping.fp32)) for n, t in src.tensors.items()}
+        tensors = {
+            n: TensorInfo(t.shape, _stored_dtype(t.dtype, target, n in src.mapping.fp32))
+            for n, t in src.tensors.items()
+        }
         fp8 = Fp8Blocks(_quantized(src, tensors) if quantize else ())
         if any(tensors[name].dtype.size > 2 for name in fp8.names):
-            raise ReshardError("--quantize fp8 goes with bf16 or fp16 for what stays as it is, and that is fp32 here: add --dtype bf16")
+            raise ReshardError(
+                "--quantize fp8 goes with bf16 or fp16 for what stays as it is, and that is "
+                "fp32 here: add --dtype bf16"
+            )
         laid_out: dict[str, tuple[Dtype, tuple[int, ...]]] = {}
         for name, info in tensors.items():
             laid_out |= fp8.stored(name, info)
         new_files = safetensors.plan_files(laid_out, shard_bytes)
         placed = {name: tensor for file in new_files for name, tensor in file.tensors.items()}
         sizes = {file.name: file.size_bytes for file in new_files}
-        report = _report("mcore-to-hf", src, source, destination, "whole tensors", sizes, workers, dry_run, team)
+        report = _report(
+            "mcore-to-hf", src, source, destination, "whole tensors", sizes, workers, dry_run, team
+        )
         if dry_run:
             return report
 
         strips = grouped_strips(
-            (name, strip_of((0,) * len(t.shape), t.shape, (0,) * len(t.shape), t.shape, Path(t.file), t.offset, t.dtype.size))
+            (
+                name,
+                strip_of(
+                    (0,) * len(t.shape),
+                    t.shape,
+                    (0,) * len(t.shape),
+                    t.shape,
+                    Path(t.file),
+                    t.offset,
+                    t.dtype.size,
+                ),
+            )
             for name, t in placed.items()
         )
-        run = Run(src, tensors, strips, sizes, work, team, workers, sync, progress, checks, allow_overflow, fp8)
+        run = Run(
+            src, tensors, strips, sizes, work, team, workers, sync, progress, checks, allow_overflow, fp8
+        )
 
         def create(files: OpenFiles, mine: set[str]) -> None:
             for file in new_files:
@@ -225,12 +272,24 @@ def mcore_to_hf(
             index = safetensors.index_json(new_files)
             if index is not None:
                 small[safetensors.INDEX] = index
-            fields = {"format": "huggingface", "family": src.model.family.name, "source": printable(source), "quantized": sorted(fp8.names)}
+            fields = {
+                "format": "huggingface",
+                "family": src.model.family.name,
+                "source": printable(source),
+                "quantized": sorted(fp8.names),
+            }
             fields |= _ignored_field(src)
-            entries = {file.name: file_entry(file.size_bytes, [file.head], around_tensors=True) for file in new_files}
+            entries = {
+                file.name: file_entry(file.size_bytes, [file.head], around_tensors=True) for file in new_files
+            }
             _write_small(work, small, fields, stored, checksums, entries, sync)
 
-        options = {"dtype": target and target.name, "quantize": quantize, "shard": shard_bytes, "overflow": allow_overflow}
+        options = {
+            "dtype": target and target.name,
+            "quantize": quantize,
+            "shard": shard_bytes,
+            "overflow": allow_overflow,
+        }
         identity, places = _identity(src)
         shared = fingerprint(identity, options, team.size)
         report.resumed_tensors = run.run(shared, fingerprint(shared, places), resume, create, finish)
@@ -238,9 +297,17 @@ def mcore_to_hf(
         return report
 
 
-def _write_small(work: Workdir, small: dict[str, bytes | str], fields: dict[str, Any], tensors: dict[str, TensorInfo],
-                 checksums: dict[str, str], entries: dict[str, dict[str, Any]], sync: bool) -> None:  # fmt: skip
-    """Write the files without weights, and the manifest of all; `entries` are those of the files with weights."""
+def _write_small(
+    work: Workdir,
+    small: dict[str, bytes | str],
+    fields: dict[str, Any],
+    tensors: dict[str, TensorInfo],
+    checksums: dict[str, str],
+    entries: dict[str, dict[str, Any]],
+    sync: bool,
+) -> None:
+    """Write the files without weights, and the manifest of all; `entries` are those of the files with
+    weights."""
     data = {name: text.encode() if isinstance(text, str) else text for name, text in small.items()}
     entries = entries | {name: file_entry(len(found), [found]) for name, found in data.items()}
     data[MANIFEST] = manifest_json(fields, tensors, checksums, entries).encode()
@@ -249,15 +316,18 @@ def _write_small(work: Workdir, small: dict[str, bytes | str], fields: dict[str,
 
 
 def _ignored_field(src: Source) -> dict[str, list[str]]:
-    """The fields of the config, or arguments of the checkpoint, that were ignored, for the manifest: what is written contradicts them."""
+    """The fields of the config, or arguments of the checkpoint, that were ignored, for the manifest: what is
+    written contradicts them."""
     return {"ignored_config_fields": sorted(src.model.ignored)} if src.model.ignored else {}
 
 
 def _run_notices(run: Run) -> list[str]:
-    """What is said of numbers that became infinite, as was allowed, and of a run that had nothing left to do."""
+    """What is said of numbers that became infinite, as was allowed, and of a run that had nothing left to
+    do."""
     done = [f"{run.work.destination} was complete: an earlier run had published it"] if run.was_done else []
     return done + [
-        overflow_notice(name, count, run.tensors[name].dtype).replace("would become", "became") for name, count in run.overflowed.items()
+        overflow_notice(name, count, run.tensors[name].dtype).replace("would become", "became")
+        for name, count in run.overflowed.items()
     ]
 
 
@@ -276,18 +346,42 @@ def _stored_dtype(dtype: Dtype, target: Dtype | None, keep_precision: bool) -> D
     return target
 
 
-def _report(direction: str, src: Source, source: Any, destination: Any, layout: str, sizes: dict[str, int], workers: int | None,
-            dry_run: bool, team: Team) -> Report:  # fmt: skip
+def _report(
+    direction: str,
+    src: Source,
+    source: Any,
+    destination: Any,
+    layout: str,
+    sizes: dict[str, int],
+    workers: int | None,
+    dry_run: bool,
+    team: Team,
+) -> Report:
     read = sum(t.size_bytes for n, t in src.tensors.items())
     slab = max(SLAB_BYTES, *(src.row_multiple(n) * t.columns * 4 for n, t in src.tensors.items()))
     slabs = 4 * (worker_count(workers)) * slab  # read, assembled, cast, cut into columns
-    return Report(direction, src.model.family.name, str(source), str(destination), layout, len(src.tensors), read, sum(sizes.values()),
-                  len(sizes), {}, slabs + BASE_MEMORY_BYTES, dry_run, list(src.notices), process=team.process)  # fmt: skip
+    return Report(
+        direction,
+        src.model.family.name,
+        str(source),
+        str(destination),
+        layout,
+        len(src.tensors),
+        read,
+        sum(sizes.values()),
+        len(sizes),
+        {},
+        slabs + BASE_MEMORY_BYTES,
+        dry_run,
+        list(src.notices),
+        process=team.process,
+    )
 
 
 def _identity(src: Source) -> tuple[list, list]:
-    """What a resumed run must find unchanged: of every file that the source reads its size and times, as what its links lead to has them,
-    with what the model was read as; and which files these are, by inode and by where their links end, as this host knows it.
+    """What a resumed run must find unchanged: of every file that the source reads its size and times, as what
+    its links lead to has them, with what the model was read as; and which files these are, by inode and by
+    where their links end, as this host knows it.
 
     The time of the last change of any kind (ctime) is the one that nobody can set.
     """
@@ -302,20 +396,34 @@ def _identity(src: Source) -> tuple[list, list]:
 
 
 def _quantized(src: MegatronSource, tensors: dict[str, TensorInfo]) -> list[str]:
-    """The names to quantise: those that were in the checkpoint this one came from, else all linear weights of the layers."""
+    """The names to quantise: those that were in the checkpoint this one came from, else all linear weights of
+    the layers."""
     recorded = (src.manifest() or {}).get("quantized")
-    return [n for n in recorded if n in tensors] if recorded else [n for n, t in tensors.items() if quantizable(n, t)]
+    return (
+        [n for n in recorded if n in tensors]
+        if recorded
+        else [n for n, t in tensors.items() if quantizable(n, t)]
+    )
 
 
-def _config_json(src: Source, tensors: dict[str, TensorInfo], fp8: Fp8Blocks, original: bytes | str | None) -> bytes | str:
+def _config_json(
+    src: Source, tensors: dict[str, TensorInfo], fp8: Fp8Blocks, original: bytes | str | None
+) -> bytes | str:
     """config.json: as it was, but for dtype and quantisation where those changed."""
     config = dict(src.model.config) if original is None else json.loads(original)
     before = json.dumps(config)
     key = "dtype" if "dtype" in config else "torch_dtype"
     dtype = next(t.dtype.name for n, t in tensors.items() if n not in src.mapping.fp32)
     if fp8.names:
-        config.setdefault("quantization_config", {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
-                                                  "weight_block_size": [BLOCK, BLOCK]})  # fmt: skip
+        config.setdefault(
+            "quantization_config",
+            {
+                "activation_scheme": "dynamic",
+                "fmt": "e4m3",
+                "quant_method": "fp8",
+                "weight_block_size": [BLOCK, BLOCK],
+            },
+        )
     else:
         config.pop("quantization_config", None)
     if config.get(key) != dtype:

@@ -1,4 +1,5 @@
-"""Reading and writing at offsets: open files by path, whole reads, whole writes, with errors that name the file."""
+"""Reading and writing at offsets: open files by path, whole reads, whole writes, with errors that name the
+file."""
 
 import errno
 import os
@@ -11,7 +12,8 @@ from reshard.core.errors import ReshardError
 
 
 class OpenFiles:
-    """File descriptors by path, opened at the first use and shared between threads; every access gives its own offset."""
+    """File descriptors by path, opened at the first use and shared between threads; every access gives its
+    own offset."""
 
     def __init__(self, flags: int = os.O_RDONLY) -> None:
         self.flags = flags
@@ -40,7 +42,10 @@ class OpenFiles:
             except OSError as error:
                 raise ReshardError(f"cannot read {path} at byte {offset + done}: {error.strerror}") from error
             if n == 0:
-                raise ReshardError(f"{path} ends at byte {offset + done}, {len(buffer) - done} bytes too early: it is truncated")
+                raise ReshardError(
+                    f"{path} ends at byte {offset + done}, {len(buffer) - done} bytes too "
+                    f"early: it is truncated"
+                )
             done += n
 
     def read(self, path: Path, offset: int, length: int) -> bytes:
@@ -48,7 +53,8 @@ class OpenFiles:
         return os.pread(self.descriptor(path), length, offset)
 
     def write(self, path: Path, offset: int, data: memoryview | bytes) -> None:
-        """Write all of `data` at an offset. Raises ReshardError where the disk is full or the file cannot be written."""
+        """Write all of `data` at an offset. Raises ReshardError where the disk is full or the file cannot be
+        written."""
         descriptor, done, view = self.descriptor(path), 0, memoryview(data)
         while done < len(view):
             try:
@@ -66,11 +72,13 @@ class OpenFiles:
             raise write_error(path, error) from error
 
     def sync(self, path: Path) -> None:
-        """Wait until a file's bytes are on the disk. Raises OSError: what is lost then is the caller's to say."""
+        """Wait until a file's bytes are on the disk. Raises OSError: what is lost then is the caller's to
+        say."""
         os.fsync(self.descriptor(path))
 
     def replaced(self, path: Path) -> bool:
-        """Whether the path no longer leads to the file that is open: it was removed, or another has taken its place."""
+        """Whether the path no longer leads to the file that is open: it was removed, or another has taken its
+        place."""
         try:
             found, opened = os.lstat(path), os.fstat(self.descriptor(path))
         except (OSError, ReshardError):
@@ -78,7 +86,8 @@ class OpenFiles:
         return (found.st_dev, found.st_ino, found.st_size) != (opened.st_dev, opened.st_ino, opened.st_size)
 
     def close(self) -> dict[Path, OSError]:
-        """Close all files; those that say only now that bytes were not written, as a server may that is out of space."""
+        """Close all files; those that say only now that bytes were not written, as a server may that is out
+        of space."""
         errors = {}
         with self.lock:
             for path, descriptor in self.descriptors.items():
@@ -97,14 +106,21 @@ class OpenFiles:
 
 
 class EarlySync:
-    """Brings files to the disk while they are being written, so that little is left to wait for at the end of the `with` block.
+    """Brings files to the disk while they are being written, so that little is left to wait for at the end of
+    the `with` block.
 
-    What is passed to `written` goes to `on_disk`, in lists, once every file has been synced after it; a file whose sync fails goes
-    to `on_lost` at once, since the kernel tells it once and a later sync would succeed. `check` raises that error, and so does the end of
-    the block.
+    What is passed to `written` goes to `on_disk`, in lists, once every file has been synced after it; a file
+    whose sync fails goes to `on_lost` at once, since the kernel tells it once and a later sync would succeed.
+    `check` raises that error, and so does the end of the block.
     """
 
-    def __init__(self, files: OpenFiles, paths: list[Path], on_disk: Callable[[list], None], on_lost: Callable[[Path], None]) -> None:
+    def __init__(
+        self,
+        files: OpenFiles,
+        paths: list[Path],
+        on_disk: Callable[[list], None],
+        on_lost: Callable[[Path], None],
+    ) -> None:
         self.files, self.paths, self.on_disk, self.on_lost = files, paths, on_disk, on_lost
         self.waiting: list = []
         self.lock = threading.Lock()
@@ -131,7 +147,9 @@ class EarlySync:
         while not self.ended.wait(0.02) and self.error is None:
             taken = self._take()
             for path in self.paths:
-                if self.ended.is_set() or not self._sync(path, lambda path: os.fdatasync(self.files.descriptor(path))):
+                if self.ended.is_set() or not self._sync(
+                    path, lambda path: os.fdatasync(self.files.descriptor(path))
+                ):
                     break
             else:
                 self._confirm(taken)
@@ -173,7 +191,13 @@ class EarlySync:
 class NoSync:
     """Stands for `EarlySync` where nobody waits for the disk: what is written counts as done."""
 
-    def __init__(self, files: OpenFiles, paths: list[Path], on_disk: Callable[[list], None], on_lost: Callable[[Path], None]) -> None:
+    def __init__(
+        self,
+        files: OpenFiles,
+        paths: list[Path],
+        on_disk: Callable[[list], None],
+        on_lost: Callable[[Path], None],
+    ) -> None:
         self.on_disk = on_disk
 
     def written(self, item: object) -> None:
@@ -193,7 +217,10 @@ class NoSync:
 def write_error(path: Path, error: OSError) -> ReshardError:
     """The sentence for a failed write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ReshardError(f"the disk is full: {path} could not be written; free some space and run again with --resume", resumable=True)
+        return ReshardError(
+            f"the disk is full: {path} could not be written; free some space and run again with --resume",
+            resumable=True,
+        )
     return ReshardError(f"cannot write {path}: {error.strerror}")
 
 

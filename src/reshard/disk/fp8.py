@@ -1,6 +1,7 @@
 """Block-wise fp8 (e4m3) weights, as DeepSeek-V3 publishes them: one fp32 scale for each 128x128 block.
 
-``weight = fp8 * weight_scale_inv`` (DeepSeek-V3 technical report, section 3.3; ``weight_dequant`` in its inference code).
+``weight = fp8 * weight_scale_inv`` (DeepSeek-V3 technical report, section 3.3; ``weight_dequant`` in its
+inference code).
 """
 
 from collections.abc import Callable, Iterable
@@ -18,7 +19,13 @@ E4M3_MAX = 448.0
 FP8, FP32 = DTYPES["float8_e4m3fn"], DTYPES["float32"]
 
 # Matrices that published fp8 checkpoints keep in high precision.
-HIGH_PRECISION = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight", "mlp.gate.weight", "eh_proj.weight")
+HIGH_PRECISION = (
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "shared_head.head.weight",
+    "mlp.gate.weight",
+    "eh_proj.weight",
+)
 
 
 def quantizable(name: str, info: TensorInfo) -> bool:
@@ -27,10 +34,11 @@ def quantizable(name: str, info: TensorInfo) -> bool:
 
 
 def quantize(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantise rows that start at a block's border: fp8 of the same shape, and fp32 scales ``[rows / 128, columns / 128]``.
+    """Quantise rows that start at a block's border: fp8 of the same shape, and fp32 scales ``[rows / 128,
+    columns / 128]``.
 
-    A block's scale is its largest magnitude / 448, so that this element becomes the largest e4m3 number; blocks of zeros get
-    scale 1.
+    A block's scale is its largest magnitude / 448, so that this element becomes the largest e4m3 number;
+    blocks of zeros get scale 1.
     """
     n, m = rows.shape
     blocks = np.zeros((-(-n // BLOCK) * BLOCK, -(-m // BLOCK) * BLOCK), np.float32)
@@ -38,7 +46,8 @@ def quantize(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     blocks = blocks.reshape(blocks.shape[0] // BLOCK, BLOCK, -1, BLOCK)
     largest = np.abs(blocks).max((1, 3))
     scales = largest / np.float32(E4M3_MAX)
-    scales = np.where(scales == 0, np.float32(1), scales).astype(np.float32)  # zeros, and what is too small for a scale of its own
+    # zeros, and what is too small for a scale of its own
+    scales = np.where(scales == 0, np.float32(1), scales).astype(np.float32)
     scaled = (blocks / scales[:, None, :, None]).reshape(blocks.shape[0] * BLOCK, -1)[:n, :m]
     return scaled.astype(FP8.numpy()), scales
 
@@ -57,15 +66,23 @@ class Fp8Blocks:
         """Their dtypes and shapes."""
         if name not in self.names:
             return {name: (info.dtype, info.shape)}
-        return {name: (FP8, info.shape), name + SCALE_SUFFIX: (FP32, tuple(-(-n // BLOCK) for n in info.shape))}
+        return {
+            name: (FP8, info.shape),
+            name + SCALE_SUFFIX: (FP32, tuple(-(-n // BLOCK) for n in info.shape)),
+        }
 
-    def copy(self, name: str, info: TensorInfo, read: Callable[[int, int], np.ndarray], writer: StripWriter) -> dict[str, str]:
+    def copy(
+        self, name: str, info: TensorInfo, read: Callable[[int, int], np.ndarray], writer: StripWriter
+    ) -> dict[str, str]:
         """Stream one quantised weight from `read(start, stop)`; the checksums of its parts."""
         weight_digest, scale_digest = xxhash.xxh3_128(), xxhash.xxh3_128()
         for start, stop in info.slabs(SLAB_BYTES, BLOCK):
             weight, scales = quantize(read(start, stop))
             if not np.isfinite(scales).all():
-                raise ReshardError(f"{name} holds infinities or NaN, and fp8 would make the whole block of each NaN; drop --quantize")
+                raise ReshardError(
+                    f"{name} holds infinities or NaN, and fp8 would make the whole block of "
+                    f"each NaN; drop --quantize"
+                )
             for part, row, values, digest in (
                 (name, start, weight, weight_digest),
                 (name + SCALE_SUFFIX, start // BLOCK, scales, scale_digest),

@@ -11,8 +11,8 @@ PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoke
 
 
 def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
-    """The directory of a source: a path as it is, a hub id (``Qwen/Qwen3-0.6B``, optionally ``@revision``) after `patterns` of it
-    were downloaded.
+    """The directory of a source: a path as it is, a hub id (``Qwen/Qwen3-0.6B``, optionally ``@revision``)
+    after `patterns` of it were downloaded.
 
     Raises ReshardError where it is neither or the hub does not have it.
     """
@@ -38,8 +38,12 @@ def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
     try:
         return Path(snapshot_download(match[1], revision=match[2], allow_patterns=patterns))
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise ReshardError(f"{source} is not a directory here, and the hub has no such model or revision (or it is private)") from error
+        raise ReshardError(
+            f"{source} is not a directory here, and the hub has no such model or revision (or it is private)"
+        ) from error
     except HFValidationError as error:
         raise ReshardError(f"{source} is neither a directory nor a hub id: {first_line(error)}") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ReshardError(f"{source} is not a directory here, and the hub could not be reached: {first_line(error)}") from error
+        raise ReshardError(
+            f"{source} is not a directory here, and the hub could not be reached: {first_line(error)}"
+        ) from error

@@ -36,7 +36,8 @@ class Inspection:
 
 
 def inspect(path: str | Path, *, hf_config: str | Path | None = None) -> Inspection:
-    """Look at a Hugging Face directory (or hub id) or a Megatron checkpoint. Raises ReshardError where it cannot be read."""
+    """Look at a Hugging Face directory (or hub id) or a Megatron checkpoint. Raises ReshardError where it
+    cannot be read."""
     source = open_source(local_directory(str(path)), Path(hf_config) if hf_config is not None else None)
     try:
         check_ignored(source.model)
@@ -47,14 +48,29 @@ def inspect(path: str | Path, *, hf_config: str | Path | None = None) -> Inspect
         manifest = source.manifest()
         summary = None
         if manifest is not None:
-            summary = {key: value for key, value in manifest.items() if key not in ("tensors", "files", "layout", "quantized")}
+            summary = {
+                key: value
+                for key, value in manifest.items()
+                if key not in ("tensors", "files", "layout", "quantized")
+            }
             summary["tensors"] = len(manifest["tensors"])
         return Inspection(
-            str(path), source.kind, source.model.family.name, source.model.family.architecture, source.model.num_layers,
-            source.model.mtp_layers, source.model.num_experts, sum(dtypes.values()), sum(t.size_bytes for t in own.values()),
-            dict(dtypes), _layout(source, manifest), summary, source.describe(), list(source.notices),
+            str(path),
+            source.kind,
+            source.model.family.name,
+            source.model.family.architecture,
+            source.model.num_layers,
+            source.model.mtp_layers,
+            source.model.num_experts,
+            sum(dtypes.values()),
+            sum(t.size_bytes for t in own.values()),
+            dict(dtypes),
+            _layout(source, manifest),
+            summary,
+            source.describe(),
+            list(source.notices),
             {name: {"dtype": t.dtype.name, "shape": list(t.shape)} for name, t in source.tensors.items()},
-        )  # fmt: skip
+        )
     finally:
         source.close()
 

@@ -1,7 +1,8 @@
-"""What of an interrupted run is done: a journal for each of its processes, which is believed only as far as the files bear it out.
+"""What of an interrupted run is done: a journal for each of its processes, which is believed only as far as
+the files bear it out.
 
-A file that is not the inode that was written, or not of its length, is written again before anything else; that the bytes of the others
-are still those that were written is for the run to see, which reads them again.
+A file that is not the inode that was written, or not of its length, is written again before anything else;
+that the bytes of the others are still those that were written is for the run to see, which reads them again.
 
 A line is a JSON list, one of three kinds:
 
@@ -9,8 +10,9 @@ A line is a JSON list, one of three kinds:
     ["done", TENSOR, CHECKSUM, COUNT, BOOT]   all bytes that this process writes of TENSOR are in their files
     ["lost", TENSOR]                          they are no longer what was written
 
-`BOOT` is empty where the bytes were on the disk before the line was written. Without waiting for the disk it is the id of the machine's
-boot: the page cache holds the bytes when the process dies, not when the machine does. `COUNT` is how many numbers overflowed.
+`BOOT` is empty where the bytes were on the disk before the line was written. Without waiting for the disk it
+is the id of the machine's boot: the page cache holds the bytes when the process dies, not when the machine
+does. `COUNT` is how many numbers overflowed.
 """
 
 import json
@@ -27,19 +29,29 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Done(NamedTuple):
-    """A finished tensor: the checksum of its bytes (``-`` where another process has it), and how many numbers overflowed."""
+    """A finished tensor: the checksum of its bytes (``-`` where another process has it), and how many numbers
+    overflowed."""
 
     checksum: str
     overflowed: int
 
 
 class Journal:
-    """The journal of one process. `root` holds the files, `files` says which of them each tensor touches, by tensor.
+    """The journal of one process. `root` holds the files, `files` says which of them each tensor touches, by
+    tensor.
 
-    With `synced`, tensors are recorded once their bytes are on the disk. Raises ReshardError where it cannot be written.
+    With `synced`, tensors are recorded once their bytes are on the disk. Raises ReshardError where it cannot
+    be written.
     """
 
-    def __init__(self, path: Path, root: Path, sizes: Mapping[str, int], files: Mapping[str, Iterable[str]], synced: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        root: Path,
+        sizes: Mapping[str, int],
+        files: Mapping[str, Iterable[str]],
+        synced: bool,
+    ) -> None:
         self.path, self.root, self.sizes = path, root, sizes
         self.files = {tensor: set(names) for tensor, names in files.items()}
         self.synced = synced
@@ -92,10 +104,15 @@ class Journal:
             status = os.lstat(self.root / name)
         except OSError:
             return False
-        return stat.S_ISREG(status.st_mode) and status.st_ino == self.inodes.get(name) and status.st_size == self.sizes[name]
+        return (
+            stat.S_ISREG(status.st_mode)
+            and status.st_ino == self.inodes.get(name)
+            and status.st_size == self.sizes[name]
+        )
 
     def create(self, names: Iterable[str]) -> None:
-        """Create the files that are not intact, empty, and forget what was in them; whatever is in their place goes."""
+        """Create the files that are not intact, empty, and forget what was in them; whatever is in their
+        place goes."""
         try:
             made = []
             for name in names:
@@ -116,16 +133,23 @@ class Journal:
             raise write_error(Path(error.filename or self.path), error) from error
 
     def record(self, tensors: Iterable[tuple[str, Done]]) -> None:
-        """Note that tensors are finished; with `synced`, after the bytes of all files that they touch are on the disk."""
+        """Note that tensors are finished; with `synced`, after the bytes of all files that they touch are on
+        the disk."""
         boot = "" if self.synced else self.boot
         try:
-            self._append([json.dumps(["done", name, done.checksum, done.overflowed, boot]) for name, done in tensors])
+            self._append(
+                [json.dumps(["done", name, done.checksum, done.overflowed, boot]) for name, done in tensors]
+            )
         except OSError as error:
             raise write_error(self.path, error) from error
 
     def forget(self, name: str) -> None:
-        """Take a file for lost: what was to reach the disk has not, and the kernel says so only once. Never raises."""
-        for step in (lambda: (self.root / name).unlink(), lambda: self._append([json.dumps(["file", name, 0])])):
+        """Take a file for lost: what was to reach the disk has not, and the kernel says so only once. Never
+        raises."""
+        for step in (
+            lambda: (self.root / name).unlink(),
+            lambda: self._append([json.dumps(["file", name, 0])]),
+        ):
             try:  # either is enough, and a full disk may refuse the second
                 step()
             except OSError:
@@ -134,7 +158,8 @@ class Journal:
         self._forget(name)
 
     def unfinish(self, tensors: Iterable[str]) -> None:
-        """Note that tensors are to be written again: their bytes in the files are not those that were written."""
+        """Note that tensors are to be written again: their bytes in the files are not those that were
+        written."""
         try:
             self._append([json.dumps(["lost", name]) for name in sorted(tensors)])
         except OSError as error:

@@ -1,4 +1,5 @@
-"""The ``.distcp`` files of a layout's ranks: where every chunk's container starts, known before a byte is written."""
+"""The ``.distcp`` files of a layout's ranks: where every chunk's container starts, known before a byte is
+written."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -35,12 +36,20 @@ class PlacedChunk:
 
 
 class RankFiles:
-    """The files of one iteration, by rank; names are relative to the checkpoint, `directory` is the iteration's.
+    """The files of one iteration, by rank; names are relative to the checkpoint, `directory` is the
+    iteration's.
 
-    Raises ReshardError where the chunks of a key would have different dtypes: `.metadata` has one for each key.
+    Raises ReshardError where the chunks of a key would have different dtypes: `.metadata` has one for each
+    key.
     """
 
-    def __init__(self, directory: str, chunks: Iterable[Chunk], objects: Iterable[NewObject], tensors: dict[str, TensorInfo]) -> None:
+    def __init__(
+        self,
+        directory: str,
+        chunks: Iterable[Chunk],
+        objects: Iterable[NewObject],
+        tensors: dict[str, TensorInfo],
+    ) -> None:
         self.directory = directory
         self.chunks: dict[int, list[PlacedChunk]] = defaultdict(list)
         self.objects = list(objects)
@@ -52,7 +61,8 @@ class RankFiles:
                 other = tensors[part.name].dtype
                 if other != dtype:
                     raise ReshardError(
-                        f"{first} is {dtype.name} and {part.name} is {other.name}, but Megatron's {chunk.key} has one dtype: pass --dtype"
+                        f"{first} is {dtype.name} and {part.name} is {other.name}, but Megatron's "
+                        f"{chunk.key} has one dtype: pass --dtype"
                     )
             dtype = dtypes[chunk.key][0]
             container = containers.get((dtype, chunk.sizes)) or torch_zip.tensor_container(dtype, chunk.sizes)
@@ -75,7 +85,11 @@ class RankFiles:
 
     def strips(self, plan: Plan) -> dict[str, list[Strip]]:
         """Where the rows of each canonical tensor go, by a plan whose destination is these chunks."""
-        places = {c.chunk.tensor.id: (Path(self.name(rank)), c) for rank, group in self.chunks.items() for c in group}
+        places = {
+            c.chunk.tensor.id: (Path(self.name(rank)), c)
+            for rank, group in self.chunks.items()
+            for c in group
+        }
 
         def strip(t: Transfer) -> Strip:
             path, c = places[t.dst]
@@ -97,7 +111,8 @@ class RankFiles:
                     position = c.end
 
     def entries(self) -> dict[str, dict[str, Any]]:
-        """What a manifest says of each file: its size, and the checksum of everything but the tensors' bytes."""
+        """What a manifest says of each file: its size, and the checksum of everything but the tensors'
+        bytes."""
 
         def around(group: list[PlacedChunk]) -> Iterator[bytes]:
             yield NO_STATE
@@ -107,7 +122,10 @@ class RankFiles:
                 yield c.container.tail
                 position = c.end
 
-        return {self.name(rank): file_entry(group[-1].end, around(group), around_tensors=True) for rank, group in self.chunks.items()}
+        return {
+            self.name(rank): file_entry(group[-1].end, around(group), around_tensors=True)
+            for rank, group in self.chunks.items()
+        }
 
     def metadata(self) -> bytes:
         """The iteration's ``.metadata``."""
@@ -116,6 +134,10 @@ class RankFiles:
             file = Path(self.name(rank)).name
             for c in group:
                 key = keys.setdefault(c.chunk.key, torch_dist.Key(c.dtype, c.chunk.key_shape))
-                key.chunks[c.chunk.offsets, c.chunk.sizes] = torch_dist.Stored(file, c.offset, c.container.size_bytes)
-        states = {key: torch_dist.Stored(Path(self.name(rank)).name, 0, len(NO_STATE)) for key, rank in self.objects}
+                key.chunks[c.chunk.offsets, c.chunk.sizes] = torch_dist.Stored(
+                    file, c.offset, c.container.size_bytes
+                )
+        states = {
+            key: torch_dist.Stored(Path(self.name(rank)).name, 0, len(NO_STATE)) for key, rank in self.objects
+        }
         return torch_dist.metadata_bytes(keys, states, self.directory)

@@ -1,4 +1,5 @@
-"""A run of a conversion: create the files, stream every tensor, meet the other processes, finish and publish."""
+"""A run of a conversion: create the files, stream every tensor, meet the other processes, finish and
+publish."""
 
 import os
 from collections.abc import Callable
@@ -31,7 +32,8 @@ WIDENING = {("float16", "bfloat16"), ("float16", "float32"), ("bfloat16", "float
 
 
 def worker_count(workers: int | None) -> int:
-    """Worker threads: as many as there are cores, at most eight (one disk has no use for more), where they are not given.
+    """Worker threads: as many as there are cores, at most eight (one disk has no use for more), where they
+    are not given.
 
     Raises ReshardError for fewer than one or more than a machine has use for.
     """
@@ -45,10 +47,11 @@ def worker_count(workers: int | None) -> int:
 class Run:
     """What both directions share.
 
-    `tensors` are the canonical tensors as they are stored, `strips` say where their rows go (paths relative to the destination),
-    `sizes` are the files' bytes, `checks` what the source's manifest says. Each process of the `team` writes whole files. Numbers that a
-    cast makes infinite are refused unless `allow_overflow`; `overflowed` counts them by tensor. `was_done` says in the end that nothing was
-    left to do: a run that was ended after it had published.
+    `tensors` are the canonical tensors as they are stored, `strips` say where their rows go (paths relative
+    to the destination), `sizes` are the files' bytes, `checks` what the source's manifest says. Each process
+    of the `team` writes whole files. Numbers that a cast makes infinite are refused unless `allow_overflow`;
+    `overflowed` counts them by tensor. `was_done` says in the end that nothing was left to do: a run that was
+    ended after it had published.
     """
 
     source: Source
@@ -69,14 +72,17 @@ class Run:
     def run(self, shared: str, recorded: str, resume: bool, create: Callable, finish: Callable) -> int:
         """Write everything; the number of tensors that a resumed run found done.
 
-        `shared` is a fingerprint of the run that is the same in all its processes, `recorded` the one of the first process that a resumed
-        run has to repeat: hosts know the same file under different numbers.
+        `shared` is a fingerprint of the run that is the same in all its processes, `recorded` the one of the
+        first process that a resumed run has to repeat: hosts know the same file under different numbers.
         """
         team, work = self.team, self.work
         files, whole, abandon = OpenFiles(os.O_RDWR | os.O_NOFOLLOW), False, False
         try:
             if len(set(team.exchange(shared))) > 1:
-                raise ReshardError("the processes of this run were given different sources, layouts or options", resumable=True)
+                raise ReshardError(
+                    "the processes of this run were given different sources, layouts or options",
+                    resumable=True,
+                )
             if any(team.together(lambda: self._open(recorded, resume))):
                 whole = self.was_done = True
                 return len(self.tensors)
@@ -86,7 +92,9 @@ class Run:
             if spoiled:
                 answers = team.together(lambda: self._stream(files, create, spoiled))
                 resumed &= set(answers[team.process][2])
-            checksums = {name: value for some, _, _ in answers for name, value in some.items() if value != "-"}
+            checksums = {
+                name: value for some, _, _ in answers for name, value in some.items() if value != "-"
+            }
             for _, overflowed, _ in answers:
                 self.overflowed |= overflowed
             team.conclude(lambda: self._publish(checksums, finish))
@@ -117,17 +125,31 @@ class Run:
     def _stream(
         self, files: OpenFiles, create: Callable, spoiled: frozenset[str] = frozenset()
     ) -> tuple[dict[str, str], dict[str, int], list[str]]:
-        """Write this process's files; the checksums and overflows of its tensors, and the names of those that were done before.
+        """Write this process's files; the checksums and overflows of its tensors, and the names of those that
+        were done before.
 
         The `spoiled` stored tensors are written again.
         """
         tree = self.work.tree
         mine = self.team.share(self.sizes)
         paths = {name: tree / name for name in sorted(mine)}
-        here = {n: [s._replace(path=tree / s.path) for s in strips if str(s.path) in mine] for n, strips in self.strips.items()}
+        here = {
+            n: [s._replace(path=tree / s.path) for s in strips if str(s.path) in mine]
+            for n, strips in self.strips.items()
+        }
         names, hashed = self._tensors_of(mine)
-        parts = {part: {str(s.path) for s in self.strips.get(part, ())} & mine for name in names for part in self.fp8.parts(name)}
-        journal = Journal(self.work.path / f"journal-{self.team.process}", tree, {n: self.sizes[n] for n in mine}, parts, self.sync)
+        parts = {
+            part: {str(s.path) for s in self.strips.get(part, ())} & mine
+            for name in names
+            for part in self.fp8.parts(name)
+        }
+        journal = Journal(
+            self.work.path / f"journal-{self.team.process}",
+            tree,
+            {n: self.sizes[n] for n in mine},
+            parts,
+            self.sync,
+        )
         try:
             journal.unfinish(spoiled & parts.keys())
             journal.create(paths)
@@ -150,32 +172,45 @@ class Run:
                     finished[part] = value if part in hashed else value._replace(checksum="-")
                     sync.written((part, finished[part]))
 
-            with (EarlySync if self.sync else NoSync)(files, list(paths.values()), journal.record, lost) as sync:
+            with (EarlySync if self.sync else NoSync)(
+                files, list(paths.values()), journal.record, lost
+            ) as sync:
                 run_jobs(sizes, job, worker_count(self.workers), self.progress, done)
             self._close(files, list(paths.values()), lost)
         finally:
             journal.close()
         checksums = {part: finished[part].checksum for part in parts if part in hashed}
-        return checksums, {part: finished[part].overflowed for part in parts if finished[part].overflowed}, sorted(set(names) - set(todo))
+        return (
+            checksums,
+            {part: finished[part].overflowed for part in parts if finished[part].overflowed},
+            sorted(set(names) - set(todo)),
+        )
 
     def _spoiled(self, answers: list[Any]) -> frozenset[str]:
-        """Of the stored tensors that were done before, those whose bytes in the files are no longer those that were written.
+        """Of the stored tensors that were done before, those whose bytes in the files are no longer those
+        that were written.
 
-        A journal and an inode cannot say that: a file may be changed in place, or another may get the inode of one that was removed. So
-        the bytes are read again, each tensor by one process.
+        A journal and an inode cannot say that: a file may be changed in place, or another may get the inode
+        of one that was removed. So the bytes are read again, each tensor by one process.
         """
         before = {part for _, _, names in answers for name in names for part in self.fp8.parts(name)}
         if not before:
             return frozenset()
         written = {part: value for some, _, _ in answers for part, value in some.items()}
-        return frozenset(part for some in self.team.together(lambda: self._unlike(before, written)) for part in some)
+        return frozenset(
+            part for some in self.team.together(lambda: self._unlike(before, written)) for part in some
+        )
 
     def _unlike(self, before: set[str], written: dict[str, str]) -> list[str]:
-        """Of these stored tensors, those of this process's share whose bytes do not have the checksum that was `written`."""
+        """Of these stored tensors, those of this process's share whose bytes do not have the checksum that
+        was `written`."""
         infos = {part: TensorInfo(shape, dtype) for name, info in self.tensors.items()
                  for part, (dtype, shape) in self.fp8.stored(name, info).items()}  # fmt: skip
         _, hashed = self._tensors_of(self.team.share(self.sizes))
-        strips = {part: [s._replace(path=self.work.tree / s.path) for s in self.strips.get(part, ())] for part in before & hashed}
+        strips = {
+            part: [s._replace(path=self.work.tree / s.path) for s in self.strips.get(part, ())]
+            for part in before & hashed
+        }
         with OpenFiles(os.O_RDONLY | os.O_NOFOLLOW) as files:
             reader = StripReader(infos, files)
 
@@ -183,17 +218,27 @@ class Run:
                 self.team.check()
                 try:
                     return (
-                        checksum_of(part, infos[part], lambda name, start, stop: reader.read_rows(name, start, stop, strips[name]))
+                        checksum_of(
+                            part,
+                            infos[part],
+                            lambda name, start, stop: reader.read_rows(name, start, stop, strips[name]),
+                        )
                         != written[part]
                     )
                 except ReshardError:  # it cannot be read
                     return True
 
-            sizes = {part: infos[part].size_bytes for part, places in strips.items() if places}  # copies are in no file
-            return [part for part, differ in run_jobs(sizes, differs, worker_count(self.workers)).items() if differ]
+            # copies are in no file
+            sizes = {part: infos[part].size_bytes for part, places in strips.items() if places}
+            return [
+                part
+                for part, differ in run_jobs(sizes, differs, worker_count(self.workers)).items()
+                if differ
+            ]
 
     def _tensors_of(self, mine: set[str]) -> tuple[list[str], set[str]]:
-        """The canonical tensors of which some rows go to these files, and the stored tensors whose checksum this process gives."""
+        """The canonical tensors of which some rows go to these files, and the stored tensors whose checksum
+        this process gives."""
         names: list[str] = []
         hashed: set[str] = set()
         for name in self.tensors:
@@ -205,7 +250,8 @@ class Run:
         return names, hashed
 
     def _close(self, files: OpenFiles, paths: list[Path], lost: Callable[[Path], None]) -> None:
-        """Close the files that were written. Raises ReshardError where one of them is not what is at its path."""
+        """Close the files that were written. Raises ReshardError where one of them is not what is at its
+        path."""
         replaced = [path for path in paths if files.replaced(path)]
         errors = files.close()
         for path in errors:
@@ -213,7 +259,10 @@ class Run:
         for path, error in errors.items():
             raise write_error(path, error)
         if replaced:
-            raise ReshardError(f"{replaced[0]} was removed or replaced while it was written; run again with --resume", resumable=True)
+            raise ReshardError(
+                f"{replaced[0]} was removed or replaced while it was written; run again with --resume",
+                resumable=True,
+            )
 
     def _copy(self, name: str, writer: StripWriter) -> dict[str, Done]:
         """Stream one tensor; its checksum, and that of its scales."""
@@ -246,13 +295,19 @@ class Run:
         elif same_bytes:
             self.checks.compare(name, checksums[name])
         if overflowed and not self.allow_overflow:
-            raise ReshardError(f"{overflow_notice(name, overflowed, info.dtype)}; choose another --dtype, or pass --allow-overflow")
+            raise ReshardError(
+                f"{overflow_notice(name, overflowed, info.dtype)}; choose another --dtype, "
+                f"or pass --allow-overflow"
+            )
         return {part: Done(value, overflowed if part == name else 0) for part, value in checksums.items()}
 
     def _check_copies(self, checksums: dict[str, str]) -> None:
         for name, primary in self.source.copies.items():
             if checksums[name] != checksums[primary]:
-                raise ReshardError(f"{self.source.path}: {name} differs from {primary}, but Megatron holds the two as one parameter")
+                raise ReshardError(
+                    f"{self.source.path}: {name} differs from {primary}, but Megatron holds "
+                    f"the two as one parameter"
+                )
 
     def _check_space(self) -> None:
         """Raise ReshardError where the disk has no space for what all processes have yet to write."""
@@ -265,7 +320,10 @@ class Run:
         status = os.statvfs(self.work.destination.parent)
         free = status.f_bavail * status.f_frsize
         if needed > free:
-            raise ReshardError(f"{self.work.destination} needs {needed:,} more bytes, but the disk has {free:,} free", resumable=True)
+            raise ReshardError(
+                f"{self.work.destination} needs {needed:,} more bytes, but the disk has {free:,} free",
+                resumable=True,
+            )
 
 
 def overflow_notice(name: str, count: int, dtype: Dtype) -> str:

@@ -1,4 +1,5 @@
-"""Anything that holds a model's weights, read as canonical tensors: a Hugging Face directory or a Megatron checkpoint."""
+"""Anything that holds a model's weights, read as canonical tensors: a Hugging Face directory or a Megatron
+checkpoint."""
 
 import contextlib
 from abc import ABC, abstractmethod
@@ -29,14 +30,27 @@ from reshard.models.config_fields import ignored_config_fields
 from reshard.models.model import Model
 
 HF_FILES = "hf"
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json", ".distcp", ".ckpt")
+WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".index.json",
+    ".distcp",
+    ".ckpt",
+)
 
 
 class Source(ABC):
     """A model's weights as canonical tensors.
 
-    `tensors` are shapes and dtypes by published name (fp8 blocks already as what they dequantise to), `copies` the names in it that
-    repeat another tensor, `mapping` the expanded table, `notices` what a user should be told.
+    `tensors` are shapes and dtypes by published name (fp8 blocks already as what they dequantise to),
+    `copies` the names in it that repeat another tensor, `mapping` the expanded table, `notices` what a user
+    should be told.
     """
 
     kind: str
@@ -49,7 +63,8 @@ class Source(ABC):
 
     @abstractmethod
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows `start` .. `stop` of a canonical tensor, ``[rows, columns]``; valid until the thread's next call."""
+        """Rows `start` .. `stop` of a canonical tensor, ``[rows, columns]``; valid until the thread's next
+        call."""
 
     def row_multiple(self, name: str) -> int:
         """How many rows are best read together."""
@@ -60,21 +75,32 @@ class Source(ABC):
         """Where config, tokenizer and generation config are."""
 
     def hf_files(self) -> dict[str, Path]:
-        """The files beside the weights of a Hugging Face checkpoint, by name: config, tokenizer, generation config, chat template."""
+        """The files beside the weights of a Hugging Face checkpoint, by name: config, tokenizer, generation
+        config, chat template."""
         return {p.name: p for p in self._beside() if p.stat().st_size <= MAX_COPIED_BYTES}
 
     @abstractmethod
     def read_files(self) -> list[Path]:
-        """Every file that a conversion of this source reads, or would if it were there: weights, indexes, configs, manifest."""
+        """Every file that a conversion of this source reads, or would if it were there: weights, indexes,
+        configs, manifest."""
 
     def _beside(self) -> list[Path]:
         directory = self.hf_directory()
-        files = [] if directory is None else [p for p in sorted(directory.iterdir()) if p.is_file() and p.name != MANIFEST]
+        files = (
+            []
+            if directory is None
+            else [p for p in sorted(directory.iterdir()) if p.is_file() and p.name != MANIFEST]
+        )
         return [p for p in files if not p.name.startswith(".") and not p.name.endswith(WEIGHT_SUFFIXES)]
 
     def _note_large_files(self) -> None:
-        """Say which files beside the weights are too large for a config or a tokenizer, and are left behind."""
-        large = [f"{p.name} ({p.stat().st_size:,} bytes)" for p in self._beside() if p.stat().st_size > MAX_COPIED_BYTES]
+        """Say which files beside the weights are too large for a config or a tokenizer, and are left
+        behind."""
+        large = [
+            f"{p.name} ({p.stat().st_size:,} bytes)"
+            for p in self._beside()
+            if p.stat().st_size > MAX_COPIED_BYTES
+        ]
         if large:
             self.notices.append(f"not copied, larger than any tokenizer: {listed(large, 3)}")
 
@@ -112,7 +138,10 @@ class HuggingFaceSource(Source):
         self.paths = {tensor.file: path / tensor.file for tensor in self.stored.values()}
         prefix = f"model.layers.{self.model.num_layers}."
         if self.model.mtp_layers and not any(name.startswith(prefix) for name in self.stored):
-            self.notices.append(f"config.json announces {self.model.mtp_layers} MTP layers, but the files have none; converted without")
+            self.notices.append(
+                f"config.json announces {self.model.mtp_layers} MTP layers, but the files "
+                f"have none; converted without"
+            )
             self.model = replace(self.model, mtp_layers=0)
         self._count()
         self.mapping = expand(self.model)
@@ -121,37 +150,56 @@ class HuggingFaceSource(Source):
         self._note_large_files()
 
     def _count(self) -> None:
-        """Raise ReshardError where the config speaks of more layers or experts than there are tensors, before they are listed."""
+        """Raise ReshardError where the config speaks of more layers or experts than there are tensors, before
+        they are listed."""
         model = self.model
         for what, n in (
             ("layers", model.num_layers + model.mtp_layers),
             ("experts in all layers", model.num_experts * len(model.moe_layers)),
         ):
             if n > len(self.stored):
-                raise ReshardError(f"{self.path}/config.json says {n:,} {what}, but the files hold only {len(self.stored):,} tensors")
+                raise ReshardError(
+                    f"{self.path}/config.json says {n:,} {what}, but the files hold only "
+                    f"{len(self.stored):,} tensors"
+                )
 
     def _quantization(self, dequantize_to: Dtype | None) -> None:
         """Find fp8 weights and their scales."""
-        self.scales = {name.removesuffix(SCALE_SUFFIX): name for name in self.stored if name.endswith(SCALE_SUFFIX)}
+        self.scales = {
+            name.removesuffix(SCALE_SUFFIX): name for name in self.stored if name.endswith(SCALE_SUFFIX)
+        }
         quantization = self.config.get("quantization_config") or {}
         if not isinstance(quantization, dict):
             raise ReshardError(f"{self.path}: quantization_config is {quantization!r:.80}, not an object")
         method = quantization.get("quant_method")
         if method not in (None, "fp8"):
-            raise ReshardError(f"{self.path}: weights quantised as {method!r:.80} are not supported, only fp8 with block scales")
+            raise ReshardError(
+                f"{self.path}: weights quantised as {method!r:.80} are not supported, only "
+                f"fp8 with block scales"
+            )
         block = quantization.get("weight_block_size") or (128, 128)
         if not whole_numbers(block, 2, 1) or len(block) != 2 or max(block) > 1 << 20:
-            raise ReshardError(f"{self.path}: weight_block_size is {block!r:.80}, not two positive whole numbers")
+            raise ReshardError(
+                f"{self.path}: weight_block_size is {block!r:.80}, not two positive whole numbers"
+            )
         self.block = tuple(block)
         self.dequantize_to = dequantize_to or DTYPES["bfloat16"]
         for name, scale in self.scales.items():
             weight, scales = self.stored.get(name), self.stored[scale]
-            if weight is None or weight.dtype.name != "float8_e4m3fn" or len(weight.shape) != 2 or scales.dtype.name != "float32":
-                raise ReshardError(f"{self.path}: {scale} does not belong to an fp8 (e4m3) weight, or is not float32")
+            if (
+                weight is None
+                or weight.dtype.name != "float8_e4m3fn"
+                or len(weight.shape) != 2
+                or scales.dtype.name != "float32"
+            ):
+                raise ReshardError(
+                    f"{self.path}: {scale} does not belong to an fp8 (e4m3) weight, or is not float32"
+                )
             blocks = tuple(-(-n // b) for n, b in zip(weight.shape, self.block, strict=True))
             if scales.shape != blocks:
                 raise ReshardError(
-                    f"{self.path}: {scale} has shape {list(scales.shape)}, expected {list(blocks)} for blocks of {self.block}"
+                    f"{self.path}: {scale} has shape {list(scales.shape)}, expected {list(blocks)} for "
+                    f"blocks of {self.block}"
                 )
 
     def _check(self) -> None:
@@ -171,12 +219,19 @@ class HuggingFaceSource(Source):
                 continue
             tensor = found[name]
             if tensor.shape != shape:
-                raise ReshardError(f"{self.path}: {name} has shape {list(tensor.shape)}, expected {list(shape)} from config.json")
+                raise ReshardError(
+                    f"{self.path}: {name} has shape {list(tensor.shape)}, expected "
+                    f"{list(shape)} from config.json"
+                )
             if not tensor.dtype.floating:
-                raise ReshardError(f"{self.path}: {name} has dtype {tensor.dtype.name}, which is not a weight's")
+                raise ReshardError(
+                    f"{self.path}: {name} has dtype {tensor.dtype.name}, which is not a weight's"
+                )
             if tensor.dtype.name.startswith("float8") and name not in self.scales:
                 raise ReshardError(f"{self.path}: {name} is {tensor.dtype.name} without {name}{SCALE_SUFFIX}")
-            self.tensors[name] = TensorInfo(shape, self.dequantize_to if name in self.scales else tensor.dtype)
+            self.tensors[name] = TensorInfo(
+                shape, self.dequantize_to if name in self.scales else tensor.dtype
+            )
         self.copies = {name: primary for name, primary in self.mapping.copies.items() if name in self.tensors}
         ignored = sorted(self.mapping.ignored & set(found))
         if ignored:
@@ -202,7 +257,9 @@ class HuggingFaceSource(Source):
     def _rows(self, stored: safetensors.Tensor, start: int, stop: int, columns: int) -> np.ndarray:
         width = columns * stored.dtype.size
         rows = self.scratch.array(stored.dtype.name, stop - start, width)
-        self.files.read_into(self.paths[stored.file], stored.offset + start * width, memoryview(rows.reshape(-1)))
+        self.files.read_into(
+            self.paths[stored.file], stored.offset + start * width, memoryview(rows.reshape(-1))
+        )
         return rows.view(stored.dtype.numpy())
 
     def stored_tensors(self) -> dict[str, TensorInfo]:
@@ -240,7 +297,10 @@ class MegatronSource(Source):
     def __init__(self, path: Path, hf_config: Path | None = None, family: str | None = None) -> None:
         found = torch_dist.find(path)
         if found is None:
-            raise ReshardError(f"{path} is no Megatron torch_dist checkpoint: it has neither {torch_dist.TRACKER} nor .metadata")
+            raise ReshardError(
+                f"{path} is no Megatron torch_dist checkpoint: it has neither "
+                f"{torch_dist.TRACKER} nor .metadata"
+            )
         self.path, (directory, iteration) = path, found
         self.hf_config = hf_config
         self.root = path if directory != path else path.parent
@@ -248,25 +308,36 @@ class MegatronSource(Source):
         with ignored_as_recorded(self.root if hf_config is None else None):
             self.model, self.config_from = self._model(family)
         self.files = OpenFiles()
-        self.mapping = expand(self.model, padded_vocab=vocab_rows(self.checkpoint.keys, directory, self.model))
-        placed = placement_of_keys(self.checkpoint.keys, self.checkpoint.objects, directory, self.model, self.mapping)
+        self.mapping = expand(
+            self.model, padded_vocab=vocab_rows(self.checkpoint.keys, directory, self.model)
+        )
+        placed = placement_of_keys(
+            self.checkpoint.keys, self.checkpoint.objects, directory, self.model, self.mapping
+        )
         manifest = self.manifest()
         recorded = set((manifest or {}).get("tensors", {}))
-        self.notices = placed.notices if manifest is None else []  # what this tool wrote holds weights and empty states only
+        # what this tool wrote holds weights and empty states only
+        self.notices = placed.notices if manifest is None else []
         self.notices += self.model.ignored.values()
         canonical = {n: s for n, s in self.mapping.shapes.items() if n not in self.mapping.copies}
         try:
             self.plan = make_plan(placed.placement, Placement.canonical(canonical))
         except PlanError as error:
-            raise ReshardError(f"{directory} does not hold every element of the model's tensors: {error}") from error
+            raise ReshardError(
+                f"{directory} does not hold every element of the model's tensors: {error}"
+            ) from error
         self.transfers = self.plan.by_canonical_tensor()
         self.tensors = {}
         for name, transfers in self.transfers.items():
             dtypes = {self.checkpoint.keys[t.src[0]].dtype.name for t in transfers}
             if len(dtypes) > 1:
-                raise ReshardError(f"{directory}: {name} lies in chunks of different dtypes: {listed(sorted(dtypes))}")
+                raise ReshardError(
+                    f"{directory}: {name} lies in chunks of different dtypes: {listed(sorted(dtypes))}"
+                )
             self.tensors[name] = TensorInfo(self.mapping.shapes[name], DTYPES[dtypes.pop()])
-        self.copies = {n: p for n, p in self.mapping.copies.items() if n not in self.mapping.optional or n in recorded}
+        self.copies = {
+            n: p for n, p in self.mapping.copies.items() if n not in self.mapping.optional or n in recorded
+        }
         self.tensors |= {name: self.tensors[primary] for name, primary in self.copies.items()}
         self.tensors = {name: self.tensors[name] for name in self.mapping.shapes if name in self.tensors}
         self.paths: dict[str, Path] = {}
@@ -286,17 +357,27 @@ class MegatronSource(Source):
             args = self.checkpoint.common().get("args") or {}
             if not args:
                 raise ReshardError(
-                    f"{self.checkpoint.directory} has no args and no {HF_FILES}/config.json: pass --hf-config with the model's config.json"
+                    f"{self.checkpoint.directory} has no args and no {HF_FILES}/config.json: pass "
+                    f"--hf-config with the model's config.json"
                 )
             args = dict(args)
             if args.get("vocab_size") is None:
-                raise ReshardError(f"{where} do not say the vocabulary size without padding: pass --hf-config with the model's config.json")
+                raise ReshardError(
+                    f"{where} do not say the vocabulary size without padding: pass "
+                    f"--hf-config with the model's config.json"
+                )
             return Model.from_megatron_args(args, where, family), "args"
         model = Model.from_hf(read_config(config), str(config))
         if family not in (None, model.family.name):
-            raise ReshardError(f"--family {family} contradicts {config}, which is of a {model.family.name}: leave it out")
+            raise ReshardError(
+                f"--family {family} contradicts {config}, which is of a {model.family.name}: leave it out"
+            )
         args = self.checkpoint.common().get("args") or {}
-        model.check_args(args, f"{self.checkpoint.directory} (args)", "pass --hf-config with the config.json that it was trained with")
+        model.check_args(
+            args,
+            f"{self.checkpoint.directory} (args)",
+            "pass --hf-config with the config.json that it was trained with",
+        )
         if model.mtp_layers and not any(key.startswith("mtp.") for key in self.checkpoint.keys):
             model = replace(model, mtp_layers=0)
         return model, str(config)
@@ -313,23 +394,33 @@ class MegatronSource(Source):
         expected = self.checkpoint.keys[key].dtype
         if dtype != expected or tuple(n for n in shape if n != 1) != tuple(n for n in sizes if n != 1):
             raise ReshardError(
-                f"{path} at byte {stored.offset} holds {dtype.name} {list(shape)}, .metadata says {expected.name} {list(sizes)}: {key}"
+                f"{path} at byte {stored.offset} holds {dtype.name} {list(shape)}, .metadata says "
+                f"{expected.name} {list(sizes)}: {key}"
             )
         local = self.plan.src.tensors[transfer.src].shape
         return strip_of(transfer.box.offsets, transfer.box.lengths, transfer.src_at, local, path,
                         data_at + before * dtype.size, dtype.size)  # fmt: skip
 
     def _tensor_at(self, stored: torch_dist.Stored, path: Path) -> tuple[Dtype, tuple[int, ...], int]:
-        """Dtype, shape and place of a container's tensor. One whose bytes around the data were seen before is not parsed again."""
+        """Dtype, shape and place of a container's tensor. One whose bytes around the data were seen before is
+        not parsed again."""
         head = self.files.read(path, stored.offset, min(1024, stored.length))
         for known, tail, tensor in self.known_frames[stored.length]:
-            if head.startswith(known) and self.files.read(path, stored.offset + stored.length - len(tail), len(tail)) == tail:
+            if (
+                head.startswith(known)
+                and self.files.read(path, stored.offset + stored.length - len(tail), len(tail)) == tail
+            ):
                 return tensor.dtype, tensor.shape, stored.offset + tensor.offset
         tensor = self.checkpoint.tensor_at(stored)
         relative = replace(tensor, offset=tensor.offset - stored.offset)
         end = relative.offset + prod(tensor.shape) * tensor.dtype.size
-        # Containers with checksums in them are all different: a few are remembered, not thousands to look through.
-        if relative.offset <= len(head) and stored.length - end <= 4096 and len(self.known_frames[stored.length]) < 16:
+        # Containers with checksums in them are all different: a few are remembered, not thousands to look
+        # through.
+        if (
+            relative.offset <= len(head)
+            and stored.length - end <= 4096
+            and len(self.known_frames[stored.length]) < 16
+        ):
             tail = self.files.read(path, stored.offset + end, stored.length - end)
             self.known_frames[stored.length].append((head[: relative.offset], tail, relative))
         return tensor.dtype, tensor.shape, tensor.offset
@@ -350,8 +441,18 @@ class MegatronSource(Source):
     def read_files(self) -> list[Path]:
         found, config = self.checkpoint, [] if self.hf_config is None else [self.hf_config]
         chunks = (stored for key in found.keys.values() for stored in key.chunks.values())
-        names = {".metadata", "metadata.json", "common.pt", *(stored.file for stored in (*chunks, *found.objects.values()))}
-        small = [self.root / torch_dist.TRACKER, self.root / MANIFEST, self.root / HF_FILES / "config.json", *config]
+        names = {
+            ".metadata",
+            "metadata.json",
+            "common.pt",
+            *(stored.file for stored in (*chunks, *found.objects.values())),
+        }
+        small = [
+            self.root / torch_dist.TRACKER,
+            self.root / MANIFEST,
+            self.root / HF_FILES / "config.json",
+            *config,
+        ]
         return [*small, *(found.directory / name for name in sorted(names)), *self._beside()]
 
     def hf_files(self) -> dict[str, Path]:
@@ -365,7 +466,12 @@ class MegatronSource(Source):
 
     def describe(self) -> dict[str, Any]:
         files = {stored.file for key in self.checkpoint.keys.values() for stored in key.chunks.values()}
-        return {"iteration": self.checkpoint.iteration, "files": len(files), "keys": len(self.checkpoint.keys), "config": self.config_from}
+        return {
+            "iteration": self.checkpoint.iteration,
+            "files": len(files),
+            "keys": len(self.checkpoint.keys),
+            "config": self.config_from,
+        }
 
     def close(self) -> None:
         self.files.close()
@@ -373,14 +479,16 @@ class MegatronSource(Source):
 
 @contextlib.contextmanager
 def ignored_as_recorded(directory: Path | None) -> Iterator[None]:
-    """Inside, the fields of a config are ignored that were when this directory was written: its weights belong to the model
-    without them."""
+    """Inside, the fields of a config are ignored that were when this directory was written: its weights
+    belong to the model without them."""
     manifest = None if directory is None else read_manifest(directory)
     with ignored_config_fields(*(manifest or {}).get("ignored_config_fields", ()), recorded=True):
         yield
 
 
-def open_source(path: Path, hf_config: Path | None = None, family: str | None = None, dequantize_to: Dtype | None = None) -> Source:
+def open_source(
+    path: Path, hf_config: Path | None = None, family: str | None = None, dequantize_to: Dtype | None = None
+) -> Source:
     """Open a directory of either format. Raises ReshardError where it is none."""
     if not path.exists():
         raise ReshardError(f"{path} does not exist")
@@ -391,13 +499,14 @@ def open_source(path: Path, hf_config: Path | None = None, family: str | None = 
     if (path / "config.json").is_file() or any(path.glob("*.safetensors")):
         return HuggingFaceSource(path, dequantize_to)
     raise ReshardError(
-        f"{path} is neither a Hugging Face directory (config.json) nor a Megatron torch_dist checkpoint ({torch_dist.TRACKER})"
+        f"{path} is neither a Hugging Face directory (config.json) nor a Megatron torch_dist checkpoint "
+        f"({torch_dist.TRACKER})"
     )
 
 
 def read_model(path: str) -> Model:
-    """The model that a config describes: a ``config.json``, a directory of either format, or a hub id, of which only the config is
-    fetched. Raises ReshardError where it cannot be read."""
+    """The model that a config describes: a ``config.json``, a directory of either format, or a hub id, of
+    which only the config is fetched. Raises ReshardError where it cannot be read."""
     if Path(path).is_file():
         return Model.from_hf(read_config(Path(path)), path)
     directory = local_directory(path, ["config.json"])

@@ -1,8 +1,8 @@
 """The disk executor: canonical tensors, a slab of rows at a time, from where they lie to where they go.
 
-A canonical tensor is a matrix of rows (dim 0). A *strip* says where a run of rows, or some columns of them, lies in a file. The
-executor reads a slab through the source's strips, converts and hashes it, and writes it through the destination's: memory stays
-at a slab for each worker, whatever the size of the model.
+A canonical tensor is a matrix of rows (dim 0). A *strip* says where a run of rows, or some columns of them,
+lies in a file. The executor reads a slab through the source's strips, converts and hashes it, and writes it
+through the destination's: memory stays at a slab for each worker, whatever the size of the model.
 """
 
 import threading
@@ -23,7 +23,8 @@ from reshard.disk.files import OpenFiles
 # Called with the bytes that are done and the bytes in all.
 Progress = Callable[[int, int], None]
 
-# Small enough that a slab is still in the core's cache when it is hashed and written, large enough that calls cost little.
+# Small enough that a slab is still in the core's cache when it is hashed and written, large enough that calls
+# cost little.
 SLAB_BYTES = 512 << 10
 
 
@@ -42,15 +43,31 @@ class Strip(NamedTuple):
     width: int
 
 
-def strip_of(box_offsets: tuple[int, ...], lengths: tuple[int, ...], at: tuple[int, ...], shape: tuple[int, ...], path: Path,
-             tensor_offset: int, itemsize: int) -> Strip:  # fmt: skip
-    """The strip of a box that lies at `at` in a row-major tensor of `shape`, which starts at byte `tensor_offset` of a file."""
+def strip_of(
+    box_offsets: tuple[int, ...],
+    lengths: tuple[int, ...],
+    at: tuple[int, ...],
+    shape: tuple[int, ...],
+    path: Path,
+    tensor_offset: int,
+    itemsize: int,
+) -> Strip:
+    """The strip of a box that lies at `at` in a row-major tensor of `shape`, which starts at byte
+    `tensor_offset` of a file."""
     if len(shape) > 2:
         raise ReshardError(f"{path}: tensors of {len(shape)} dims have no rows and columns")
     width, columns = (shape[1], lengths[1]) if len(shape) == 2 else (1, 1)
     first = at[0] * width + (at[1] if len(shape) == 2 else 0)
     column = box_offsets[1] if len(shape) == 2 else 0
-    return Strip(box_offsets[0], box_offsets[0] + lengths[0], column, columns, path, tensor_offset + first * itemsize, width)
+    return Strip(
+        box_offsets[0],
+        box_offsets[0] + lengths[0],
+        column,
+        columns,
+        path,
+        tensor_offset + first * itemsize,
+        width,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +119,8 @@ class StripReader:
         self.tensors, self.files, self.scratch = tensors, files, Scratch()
 
     def read_rows(self, name: str, start: int, stop: int, strips: list[Strip]) -> np.ndarray:
-        """Rows `start` .. `stop` of a tensor: an array ``[rows, columns]`` of its dtype, valid until the thread's next call."""
+        """Rows `start` .. `stop` of a tensor: an array ``[rows, columns]`` of its dtype, valid until the
+        thread's next call."""
         info = self.tensors[name]
         size = info.dtype.size
         slab = self.scratch.array("slab", stop - start, info.columns * size)
@@ -114,7 +132,8 @@ class StripReader:
             if strip.columns == strip.width == info.columns:
                 self.files.read_into(strip.path, offset, memoryview(slab[a - start : b - start].reshape(-1)))
             else:
-                # Whole source rows are read, also where only some columns are wanted: one large read beats many small ones.
+                # Whole source rows are read, also where only some columns are wanted: one large read beats
+                # many small ones.
                 needed = ((b - a - 1) * strip.width + strip.columns) * size
                 rows = self.scratch.array("rows", b - a, strip.width * size)
                 self.files.read_into(strip.path, offset, memoryview(rows.reshape(-1)[:needed]))
@@ -146,12 +165,18 @@ class StripWriter:
                     self.files.write(strip.path, offset + i * strip.width * size, memoryview(row))
 
 
-def run_jobs(sizes: Mapping[str, int], job: Callable[[str], Any], workers: int, progress: Progress | None = None,
-             done: int = 0) -> dict[str, Any]:  # fmt: skip
-    """Run `job(name)` for every name in `sizes` (bytes) on `workers` threads; the first error stops the others and is raised.
+def run_jobs(
+    sizes: Mapping[str, int],
+    job: Callable[[str], Any],
+    workers: int,
+    progress: Progress | None = None,
+    done: int = 0,
+) -> dict[str, Any]:
+    """Run `job(name)` for every name in `sizes` (bytes) on `workers` threads; the first error stops the
+    others and is raised.
 
-    `done` are the bytes that `progress` counts as done before. The largest go first, so that the last worker to end is not left
-    alone with one of them.
+    `done` are the bytes that `progress` counts as done before. The largest go first, so that the last worker
+    to end is not left alone with one of them.
     """
     results: dict[str, Any] = {}
     stop, lock = threading.Event(), threading.Lock()
@@ -180,18 +205,37 @@ def run_jobs(sizes: Mapping[str, int], job: Callable[[str], Any], workers: int, 
 
     advance(0)
     workers = min(workers, max(1, len(sizes)))
-    with ThreadPoolExecutor(workers) as pool:
+    pool = ThreadPoolExecutor(workers)
+    try:
         try:
-            try:
-                futures = [pool.submit(work) for _ in range(workers)]
-            except RuntimeError as error:
-                raise ReshardError(f"the system has no {workers} threads for this process; use fewer --workers", resumable=True) from error
-            for future in futures:
-                future.result()
-        except BaseException:
-            stop.set()
-            raise
+            futures = [pool.submit(work) for _ in range(workers)]
+        except RuntimeError as error:
+            raise ReshardError(
+                f"the system has no {workers} threads for this process; use fewer --workers", resumable=True
+            ) from error
+        for future in futures:
+            future.result()
+    except BaseException:
+        stop.set()
+        raise
+    finally:
+        _wait_for_all(pool, stop)
     return results
+
+
+def _wait_for_all(pool: ThreadPoolExecutor, stop: threading.Event) -> None:
+    """Wait for the workers, also where Ctrl-C comes meanwhile: they write to files that are closed after this."""
+    interrupt: KeyboardInterrupt | None = None
+    waiting = True
+    while waiting:
+        try:
+            pool.shutdown(wait=True)
+            waiting = False
+        except KeyboardInterrupt as error:
+            stop.set()
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def grouped_strips(strips: Iterable[tuple[str, Strip]]) -> dict[str, list[Strip]]:

@@ -1,9 +1,10 @@
 """The processes that share a conversion: one, or those that ``torchrun`` started, over a common file system.
 
-Each takes whole destination files. They meet before the first byte, so that all have the same plan, and after the last, so that the
-first one can publish. Between, they may be hours apart: a meeting has no time limit. Every process is connected to the first one, which
-passes answers on, and learns at once when another fails or dies. A host that is gone is noticed within a minute, or, where a message
-was on its way to it, in a quarter of an hour.
+Each takes whole destination files. They meet before the first byte, so that all have the same plan, and after
+the last, so that the first one can publish. Between, they may be hours apart: a meeting has no time limit.
+Every process is connected to the first one, which passes answers on, and learns at once when another fails or
+dies. A host that is gone is noticed within a minute, or, where a message was on its way to it, in a quarter
+of an hour.
 """
 
 import contextlib
@@ -29,7 +30,8 @@ _made = 0  # a program may convert several times over the same store
 
 
 class Team:
-    """`process` of `size` processes, with `links` to others: the first has one to each of them, these have one to it."""
+    """`process` of `size` processes, with `links` to others: the first has one to each of them, these have
+    one to it."""
 
     def __init__(self, process: int = 0, size: int = 1, links: "dict[int, _Link] | None" = None) -> None:
         self.process, self.size, self.links = process, size, links or {}
@@ -38,7 +40,9 @@ class Team:
         self.has_stopped = False
         self.lock = threading.Lock()
         self.inboxes: dict[int, queue.SimpleQueue] = {other: queue.SimpleQueue() for other in self.links}
-        self.listeners = [threading.Thread(target=self._listen, args=(other,), daemon=True) for other in self.links]
+        self.listeners = [
+            threading.Thread(target=self._listen, args=(other,), daemon=True) for other in self.links
+        ]
         for thread in self.listeners:
             thread.start()
 
@@ -52,11 +56,16 @@ class Team:
             return Team()
         process, size = _number("RANK"), _number("WORLD_SIZE")
         if not 0 <= process < size:
-            raise ReshardError(f"RANK={process} and WORLD_SIZE={size} in the environment are no process and number of processes")
+            raise ReshardError(
+                f"RANK={process} and WORLD_SIZE={size} in the environment are no process and "
+                f"number of processes"
+            )
         try:
             return Team(process, size, _links(process, size))
         except (OSError, RuntimeError, ValueError) as error:
-            raise ReshardError(f"process {process} of {size} cannot reach the others: {first_line(error)}") from error
+            raise ReshardError(
+                f"process {process} of {size} cannot reach the others: {first_line(error)}"
+            ) from error
 
     def check(self) -> None:
         """Raise ReshardError where another process has failed or is gone."""
@@ -76,7 +85,8 @@ class Team:
         return values
 
     def together(self, step: Callable[[], Any]) -> list[Any]:
-        """Run `step` here, and meet: everybody's result, or everywhere an error as soon as it has failed in one process."""
+        """Run `step` here, and meet: everybody's result, or everywhere an error as soon as it has failed in
+        one process."""
         try:
             return self.exchange(step())
         except BaseException as error:
@@ -86,7 +96,8 @@ class Team:
     def conclude(self, step: Callable[[], Any]) -> Any:
         """Run `step` in the first process, once all others have done their part; its result, everywhere.
 
-        What becomes of the others meanwhile or afterwards changes nothing of that: only the first one's failure is one.
+        What becomes of the others meanwhile or afterwards changes nothing of that: only the first one's
+        failure is one.
         """
         if self.process == 0:
             try:
@@ -103,7 +114,10 @@ class Team:
                 return message["concluded"]
             if 0 in self.lost or "stopped" in message:
                 self.check()
-                raise ReshardError(f"process 0 of {self.size} ended before the others; run again with --resume", resumable=True)
+                raise ReshardError(
+                    f"process 0 of {self.size} ended before the others; run again with --resume",
+                    resumable=True,
+                )
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this process gives up, and why."""
@@ -112,7 +126,8 @@ class Team:
             self._failed(f"process {self.process} of {self.size} failed: {reason}", is_resumable(error), None)
 
     def stop(self) -> None:
-        """This process writes no more. The first one waits until that is so of all, since it may remove what they have written."""
+        """This process writes no more. The first one waits until that is so of all, since it may remove what
+        they have written."""
         if not self.has_stopped:
             self.has_stopped = True
             for link in self.links.values():
@@ -138,7 +153,9 @@ class Team:
             message = self.links[other].receive()
             if message is None:
                 self.lost.add(other)
-                return self._failed(f"process {other} of {self.size} was ended; run again with --resume", True, other)
+                return self._failed(
+                    f"process {other} of {self.size} was ended; run again with --resume", True, other
+                )
             if "failed" in message:
                 self.lost.update([0] if message.get("of") == other == 0 else [])
                 self._failed(message["failed"], message["resumable"], other)
@@ -149,18 +166,28 @@ class Team:
 
     def _failed(self, sentence: str, resumable: bool, heard_from: int | None) -> None:
         with self.lock:
-            first = self.failure is None or heard_from is None  # what this process says of itself, it says in any case
+            # what this process says of itself, it says in any case
+            first = self.failure is None or heard_from is None
             self.failure = self.failure or ReshardError(sentence, resumable)
         for other, link in self.links.items():
             self.inboxes[other].put({})  # wakes who waits
             if first and other != heard_from:
-                link.send({"failed": sentence, "resumable": resumable, "of": self.process if heard_from is None else heard_from})
+                link.send(
+                    {
+                        "failed": sentence,
+                        "resumable": resumable,
+                        "of": self.process if heard_from is None else heard_from,
+                    }
+                )
 
     def _receive(self, other: int) -> dict[str, Any]:
         message = self.inboxes[other].get()
         self.check()
         if "stopped" in message:
-            raise ReshardError(f"process {other} of {self.size} ended before the others; run again with --resume", resumable=True)
+            raise ReshardError(
+                f"process {other} of {self.size} ended before the others; run again with --resume",
+                resumable=True,
+            )
         return message
 
     def __enter__(self) -> "Team":
@@ -185,7 +212,10 @@ class Team:
 def _number(name: str) -> int:
     text = os.environ.get(name, "")
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise ReshardError(f"{name}={text} in the environment is not a number: torchrun sets it; unset it for a single process")
+        raise ReshardError(
+            f"{name}={text} in the environment is not a number: torchrun sets it; unset it "
+            f"for a single process"
+        )
     return int(text)
 
 
@@ -194,8 +224,9 @@ class _Link:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self.lock = connection, threading.Lock()
-        # A host that is gone says nothing: ask after 20 silent seconds, and give up after 30 more. One that is only busy answers, also
-        # where its process is stopped and takes nothing in: so no TCP_USER_TIMEOUT, which would count that against it.
+        # A host that is gone says nothing: ask after 20 silent seconds, and give up after 30 more. One that
+        # is only busy answers, also where its process is stopped and takes nothing in: so no
+        # TCP_USER_TIMEOUT, which would count that against it.
         options = {
             socket.TCP_KEEPIDLE: 20,
             socket.TCP_KEEPINTVL: 10,
@@ -213,7 +244,8 @@ class _Link:
             self.connection.sendall(struct.pack("<Q", len(data)) + data)
 
     def receive(self, limit: int = 1 << 40) -> dict[str, Any] | None:
-        """The next message, None where the other end is gone or says what is no message of at most `limit` bytes."""
+        """The next message, None where the other end is gone or says what is no message of at most `limit`
+        bytes."""
         try:
             head = self._read(8)
             (length,) = struct.unpack("<Q", head or bytes(8))
@@ -237,7 +269,8 @@ class _Link:
 
 
 def _links(process: int, size: int) -> dict[int, _Link]:
-    """Connect to the first process, or as the first one with all others; they find each other through torchrun's store."""
+    """Connect to the first process, or as the first one with all others; they find each other through
+    torchrun's store."""
     publish, look_up = _notice_board(process, size)
     if process:
         where = json.loads(look_up())
@@ -246,7 +279,11 @@ def _links(process: int, size: int) -> dict[int, _Link]:
     links: dict[int, _Link] = {}
     with _server() as server:
         hosts = [os.environ.get("MASTER_ADDR"), socket.gethostname(), "127.0.0.1"]
-        publish(json.dumps({"hosts": [host for host in hosts if host], "port": server.getsockname()[1], "token": token}))
+        publish(
+            json.dumps(
+                {"hosts": [host for host in hosts if host], "port": server.getsockname()[1], "token": token}
+            )
+        )
         deadline = time.monotonic() + JOIN_SECONDS
         while len(links) < size - 1:
             server.settimeout(max(0.001, deadline - time.monotonic()))
@@ -254,7 +291,9 @@ def _links(process: int, size: int) -> dict[int, _Link]:
                 connection, _ = server.accept()
             except TimeoutError:
                 absent = sorted(set(range(1, size)) - set(links))
-                raise RuntimeError(f"{listed(absent)} of them did not start within {JOIN_SECONDS} s") from None
+                raise RuntimeError(
+                    f"{listed(absent)} of them did not start within {JOIN_SECONDS} s"
+                ) from None
             connection.settimeout(10)
             link = _Link(connection)
             hello = link.receive(1 << 10) or {}
@@ -315,5 +354,7 @@ def _notice_board(process: int, size: int) -> tuple[Callable[[str], None], Calla
         return publish, look_up
     _made += 1
     key = f"reshard/{_made}"
-    store, _, _ = next(rendezvous("env://", rank=process, world_size=size, timeout=timedelta(seconds=JOIN_SECONDS)))
+    store, _, _ = next(
+        rendezvous("env://", rank=process, world_size=size, timeout=timedelta(seconds=JOIN_SECONDS))
+    )
     return lambda text: store.set(key, text), lambda: store.get(key).decode()

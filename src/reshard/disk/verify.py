@@ -1,4 +1,5 @@
-"""A source against its own manifest: what was changed after it was written is named before anything is made of it."""
+"""A source against its own manifest: what was changed after it was written is named before anything is made
+of it."""
 
 from collections.abc import Callable, Iterator
 from math import prod
@@ -20,7 +21,8 @@ ON_PURPOSE = f"if that was meant, remove its {MANIFEST} and convert again"
 
 
 def manifest_of(source: Source) -> dict[str, Any] | None:
-    """The manifest that speaks of this source: not one of another iteration in the same directory, which training has left behind."""
+    """The manifest that speaks of this source: not one of another iteration in the same directory, which
+    training has left behind."""
     manifest = source.manifest()
     if manifest is None or not isinstance(source, MegatronSource):
         return manifest
@@ -28,7 +30,8 @@ def manifest_of(source: Source) -> dict[str, Any] | None:
 
 
 def stored_tensors(source: Source) -> tuple[dict[str, TensorInfo], Callable[[str, int, int], np.ndarray]]:
-    """The tensors as a manifest lists them, and how to read them: fp8 weights and their scales as they are stored."""
+    """The tensors as a manifest lists them, and how to read them: fp8 weights and their scales as they are
+    stored."""
     if isinstance(source, HuggingFaceSource):
         return source.stored_tensors(), source.read_stored_rows
     return source.tensors, source.read_rows
@@ -37,11 +40,18 @@ def stored_tensors(source: Source) -> tuple[dict[str, TensorInfo], Callable[[str
 def differences(infos: dict[str, TensorInfo], entries: dict[str, dict[str, Any]]) -> list[str]:
     """The names that only one of the two has, or that have another dtype or shape."""
     bad = sorted(set(entries) ^ set(infos))
-    return bad + [n for n, e in entries.items() if n in infos and (e["dtype"], tuple(e["shape"])) != (infos[n].dtype.name, infos[n].shape)]
+    return bad + [
+        n
+        for n, e in entries.items()
+        if n in infos and (e["dtype"], tuple(e["shape"])) != (infos[n].dtype.name, infos[n].shape)
+    ]
 
 
-def changed_files(root: Path, entries: dict[str, dict[str, Any]], source: Source | None = None) -> tuple[list[str], list[str]]:
-    """Of a manifest's files below `root`, those that are not as they were written, and those that are missing.
+def changed_files(
+    root: Path, entries: dict[str, dict[str, Any]], source: Source | None = None
+) -> tuple[list[str], list[str]]:
+    """Of a manifest's files below `root`, those that are not as they were written, and those that are
+    missing.
 
     Files with weights are compared by size, and with `source` also by the bytes around its tensors.
     """
@@ -67,7 +77,12 @@ def _tensor_spans(source: Source, name: str) -> list[tuple[int, int]]:
     """First byte and end of every tensor in a file, in order."""
     if isinstance(source, MegatronSource):
         file = Path(name).name
-        chunks = ((key, stored) for key in source.checkpoint.keys.values() for stored in key.chunks.values() if stored.file == file)
+        chunks = (
+            (key, stored)
+            for key in source.checkpoint.keys.values()
+            for stored in key.chunks.values()
+            if stored.file == file
+        )
         at = [(source.checkpoint.tensor_at(stored), key.dtype.size) for key, stored in chunks]
         return sorted((tensor.offset, tensor.offset + prod(tensor.shape) * size) for tensor, size in at)
     assert isinstance(source, HuggingFaceSource)
@@ -85,8 +100,8 @@ def _around(files: OpenFiles, path: Path, size: int, spans: list[tuple[int, int]
 class SourceChecks:
     """The checksums that a source's manifest has for its tensors, if there is one.
 
-    Raises ReshardError where a file that a conversion reads (config, tokenizer, ``.metadata``) or a tensor's dtype or shape is not as the
-    manifest has it.
+    Raises ReshardError where a file that a conversion reads (config, tokenizer, ``.metadata``) or a tensor's
+    dtype or shape is not as the manifest has it.
     """
 
     def __init__(self, source: Source) -> None:
@@ -100,13 +115,19 @@ class SourceChecks:
         changed, missing = changed_files(root, wanted)
         if changed or missing:
             what = f"{listed(changed or missing)} {'was changed' if changed else 'is missing'}"
-            hint = ", or pass --hf-config with the config that you mean" if (changed or missing)[0].startswith(f"{HF_FILES}/") else ""
+            hint = (
+                ", or pass --hf-config with the config that you mean"
+                if (changed or missing)[0].startswith(f"{HF_FILES}/")
+                else ""
+            )
             raise ReshardError(f"{root}: {what} since {MANIFEST} was written; {ON_PURPOSE}{hint}")
         infos, _ = stored_tensors(source)
         bad = differences(infos, self.entries)
         if bad:
-            raise ReshardError(f"{root}: {listed(bad)} do not have the dtype and shape of {MANIFEST}, or only one of the two has them; "
-                               f"{ON_PURPOSE}")  # fmt: skip
+            raise ReshardError(
+                f"{root}: {listed(bad)} do not have the dtype and shape of {MANIFEST}, or "
+                f"only one of the two has them; {ON_PURPOSE}"
+            )
 
     def _reads(self, name: str) -> bool:
         """Whether a conversion of this source reads a file of it."""
@@ -124,8 +145,10 @@ class SourceChecks:
     def compare(self, name: str, found: str) -> None:
         """Raise ReshardError where a tensor's checksum is not the listed one."""
         if name in self.entries and found != self.entries[name][CHECKSUM]:
-            raise ReshardError(f"{self.source.path}: {name} does not have the checksum of {MANIFEST}: it is damaged or was changed "
-                               f"(reshard check names all such tensors); {ON_PURPOSE}")  # fmt: skip
+            raise ReshardError(
+                f"{self.source.path}: {name} does not have the checksum of {MANIFEST}: it is "
+                f"damaged or was changed (reshard check names all such tensors); {ON_PURPOSE}"
+            )
 
     def plain(self, name: str) -> bool:
         """Whether a tensor is listed with the bytes that are read of it, not as fp8 blocks."""
@@ -145,7 +168,8 @@ class Watch:
         self.digest = xxhash.xxh3_128()
 
     def rows(self, rows: np.ndarray, start: int, stop: int) -> None:
-        """Rows `start` .. `stop` were read; of fp8 blocks, the stored ones are read again, from the page cache."""
+        """Rows `start` .. `stop` were read; of fp8 blocks, the stored ones are read again, from the page
+        cache."""
         if self.blocks:
             assert isinstance(self.checks.source, HuggingFaceSource)
             rows = self.checks.source.read_stored_rows(self.name, start, stop)

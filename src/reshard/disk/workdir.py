@@ -1,6 +1,7 @@
 """A destination that appears whole or not at all.
 
-Everything is written to a hidden directory beside the destination, whose `tree` takes the destination's name at the end:
+Everything is written to a hidden directory beside the destination, whose `tree` takes the destination's name
+at the end:
 
     .DST.reshard-partial/
       reshard-run      marks the directory as ours; a lock on it keeps a second run away. An empty directory with the sticky bit is one of
@@ -31,15 +32,25 @@ from reshard.disk.manifest import NAME as MANIFEST
 
 MARK, FINGERPRINT, TREE, REPLACED = "reshard-run", "fingerprint", "tree", "replaced"
 _MAX_NAME_BYTES = 255
-# How the directory is made: a bit that nobody else's empty directories have says that it is ours before there is a mark in it.
+# How the directory is made: a bit that nobody else's empty directories have says that it is ours before there
+# is a mark in it.
 _NEW = 0o1777
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 class Workdir:
-    """The hidden directory of a run. Process 0 of a run that several processes share creates, locks and publishes it."""
+    """The hidden directory of a run. Process 0 of a run that several processes share creates, locks and
+    publishes it."""
 
-    def __init__(self, source: Path, reads: Iterable[Path], destination: Path, overwrite: bool, resume: bool, process: int = 0) -> None:
+    def __init__(
+        self,
+        source: Path,
+        reads: Iterable[Path],
+        destination: Path,
+        overwrite: bool,
+        resume: bool,
+        process: int = 0,
+    ) -> None:
         self.source, self.reads, self.destination = source, list(reads), Path(os.path.abspath(destination))
         name = self.destination.name
         hidden = f".{name}.reshard-partial"
@@ -60,8 +71,13 @@ class Workdir:
         if not destination.name:
             raise ReshardError(f"{destination} is the root directory; name a directory in it")
         source = os.path.realpath(self.source)
-        if os.path.commonpath((source, os.path.realpath(destination))) in (source, os.path.realpath(destination)):
-            raise ReshardError(f"{destination} and the source {self.source} overlap; write to a directory beside it")
+        if os.path.commonpath((source, os.path.realpath(destination))) in (
+            source,
+            os.path.realpath(destination),
+        ):
+            raise ReshardError(
+                f"{destination} and the source {self.source} overlap; write to a directory beside it"
+            )
         self._check_reads()
         try:
             if destination.is_symlink():
@@ -75,31 +91,51 @@ class Workdir:
             if destination.exists() and not destination.is_dir():
                 raise ReshardError(f"{destination} is a file, not a directory")
             if os.path.ismount(destination):
-                raise ReshardError(f"{destination} is a mount point, which cannot be renamed; give a directory in it")
-            if destination.exists() and not self.overwrite and any(destination.iterdir()) and not (self.resume and self._published()):
-                hint = "; no interrupted run of it is left: reshard check says whether it is whole" if self.resume else ""
-                raise ReshardError(f"{destination} exists; pass --overwrite to replace it once the new one is complete{hint}")
+                raise ReshardError(
+                    f"{destination} is a mount point, which cannot be renamed; give a directory in it"
+                )
+            if (
+                destination.exists()
+                and not self.overwrite
+                and any(destination.iterdir())
+                and not (self.resume and self._published())
+            ):
+                hint = (
+                    "; no interrupted run of it is left: reshard check says whether it is whole"
+                    if self.resume
+                    else ""
+                )
+                raise ReshardError(
+                    f"{destination} exists; pass --overwrite to replace it once the new one is complete{hint}"
+                )
         except OSError as error:
             raise ReshardError(f"cannot write to {destination}: {error.strerror}") from error
 
     def _check_reads(self) -> None:
-        """Raise ReshardError where a file that is to be read would be removed: it lies in the destination or in the working directory, or a
-        link leads there."""
+        """Raise ReshardError where a file that is to be read would be removed: it lies in the destination or
+        in the working directory, or a link leads there."""
         for path in (self.source, *self.reads):
             real = os.path.realpath(path)
             for place in (os.path.realpath(self.path), os.path.realpath(self.destination)):
                 if real == place or real.startswith(place + os.sep):
-                    raise ReshardError(f"{path} is in {place}, which this run would empty or replace: move it away, and read it from there")
+                    raise ReshardError(
+                        f"{path} is in {place}, which this run would empty or replace: move "
+                        f"it away, and read it from there"
+                    )
 
     def _published(self) -> bool:
         """Whether the destination is what an interrupted run has published that did not come to clean up."""
         tree = self._recorded().get("tree") if _is_ours(self.path) else None
-        return tree is not None and tree == _inode(self.destination) and (self.destination / MANIFEST).is_file()
+        return (
+            tree is not None and tree == _inode(self.destination) and (self.destination / MANIFEST).is_file()
+        )
 
     def open(self, fingerprint: str, resume: bool) -> bool:
-        """Create and lock the directory; with `resume`, keep what an interrupted run of the same fingerprint left.
+        """Create and lock the directory; with `resume`, keep what an interrupted run of the same fingerprint
+        left.
 
-        True where that run had published its destination: then nothing is left to do, and the directory is gone.
+        True where that run had published its destination: then nothing is left to do, and the directory is
+        gone.
         """
         try:
             with contextlib.suppress(FileExistsError):
@@ -126,11 +162,14 @@ class Workdir:
             raise write_error(Path(error.filename or self.path), error) from error
 
     def _lock(self) -> None:
-        """Take the lock. Raises BlockingIOError where another run has it, ReshardError where the directory is not ours."""
+        """Take the lock. Raises BlockingIOError where another run has it, ReshardError where the directory is
+        not ours."""
         status = os.lstat(self.path)
         ours = stat.S_ISDIR(status.st_mode) and (_is_ours(self.path) or _is_new(self.path))
         if not ours:
-            raise ReshardError(f"{self.path} is in the way, and was not made by this version of reshard: move or remove it")
+            raise ReshardError(
+                f"{self.path} is in the way, and was not made by this version of reshard: move or remove it"
+            )
         lock = os.open(self.path / MARK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,7 +181,8 @@ class Workdir:
         self.lock = lock  # from here on the directory is ours, to remove too
 
     def _recover(self) -> None:
-        """Finish what a run that was killed while it published left: an old destination is put back, a new one stays."""
+        """Finish what a run that was killed while it published left: an old destination is put back, a new
+        one stays."""
         if not _is_ours(self.path):
             if self.lock is None and _is_new(self.path):
                 with contextlib.suppress(OSError):
@@ -162,12 +202,16 @@ class Workdir:
                 elif not self.tree.exists():
                     shutil.rmtree(replaced)  # both renames were made
                 else:
-                    raise ReshardError(f"{replaced} holds what {self.destination} was before an interrupted run: move one of them away")
+                    raise ReshardError(
+                        f"{replaced} holds what {self.destination} was before an interrupted "
+                        f"run: move one of them away"
+                    )
             recorded = self._recorded()
             if self.resume and self._published():
                 return  # for `open` to see whether that was the same run
             if not recorded or recorded.get("tree") != _inode(self.tree):
-                # Nothing to go on with, or published: with an exchange, what is there now is the old destination.
+                # Nothing to go on with, or published: with an exchange, what is there now is the old
+                # destination.
                 self._empty()
                 if locked_here:
                     shutil.rmtree(self.path)
@@ -187,21 +231,27 @@ class Workdir:
         if resume and recorded:
             if recorded.get("run") != fingerprint:
                 raise ReshardError(
-                    f"{self.path} is of a run with another source, layout, options or number of processes; give the same, or drop --resume",
+                    f"{self.path} is of a run with another source, layout, options or number of processes; "
+                    f"give the same, or drop --resume",
                     resumable=True,
                 )
             return
         self._empty()
         self.tree.mkdir()
-        (self.path / FINGERPRINT).write_text(json.dumps({"run": fingerprint, "tree": _inode(self.tree)}), encoding="utf-8")
+        (self.path / FINGERPRINT).write_text(
+            json.dumps({"run": fingerprint, "tree": _inode(self.tree)}), encoding="utf-8"
+        )
 
     def _empty(self) -> None:
-        """Remove everything but the mark; the fingerprint first, without which the rest counts for nothing."""
+        """Remove everything but the mark; the fingerprint first, without which the rest counts for
+        nothing."""
         (self.path / FINGERPRINT).unlink(missing_ok=True)
         with os.scandir(self.path) as entries:
             for entry in list(entries):
                 if entry.name != MARK:
-                    shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
+                    shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(
+                        entry.path
+                    )
 
     def write_file(self, relative: str, data: bytes | str, sync: bool = False) -> None:
         """Write a small file, with its directories."""
@@ -218,7 +268,8 @@ class Workdir:
             raise write_error(path, error) from error
 
     def publish(self, sync: bool = True) -> None:
-        """Give the tree its final name, in one step wherever the system can; an old destination goes away only after that.
+        """Give the tree its final name, in one step wherever the system can; an old destination goes away
+        only after that.
 
         Raises ReshardError, with the old destination in its place, where a rename fails.
         """
@@ -231,10 +282,15 @@ class Workdir:
             elif self.overwrite and not self.destination.is_symlink():
                 self._replace()
             else:
-                raise ReshardError(f"{self.destination} has appeared meanwhile: move it away and run again with --resume", resumable=True)
+                raise ReshardError(
+                    f"{self.destination} has appeared meanwhile: move it away and run again with --resume",
+                    resumable=True,
+                )
         except OSError as error:
             raise ReshardError(
-                f"cannot rename {self.tree} to {self.destination}: {error.strerror}; everything is written, run again with --resume", True
+                f"cannot rename {self.tree} to {self.destination}: {error.strerror}; everything is written, "
+                f"run again with --resume",
+                True,
             ) from error
         _sync_directory(self.destination.parent)
         with contextlib.suppress(OSError):  # the next run removes the rest
@@ -270,7 +326,8 @@ def _is_ours(path: Path) -> bool:
 
 
 def _is_new(path: Path) -> bool:
-    """Whether a path is a directory as `open` makes it, without its mark yet, or without it again: empty, with the bit that says so."""
+    """Whether a path is a directory as `open` makes it, without its mark yet, or without it again: empty,
+    with the bit that says so."""
     try:
         status = os.lstat(path)
         return stat.S_ISDIR(status.st_mode) and bool(status.st_mode & stat.S_ISVTX) and not os.listdir(path)
@@ -286,7 +343,8 @@ def _inode(path: Path) -> int | None:
 
 
 def _sync_directory(path: str | Path) -> None:
-    with contextlib.suppress(OSError):  # not every file system takes it, and a directory may be writable but not readable
+    # not every file system takes it, and a directory may be writable but not readable
+    with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -295,7 +353,8 @@ def _sync_directory(path: str | Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Exchange two directories' names in one step; False where the system or the file system cannot. Raises OSError."""
+    """Exchange two directories' names in one step; False where the system or the file system cannot. Raises
+    OSError."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False

@@ -1,9 +1,10 @@
 """Pickles without trust and without torch.
 
-A pickle is a program that may call anything. `load` runs it on a machine of its own that can only build plain data: a short list
-of names stands for inert records of the call (`Call`), never for the real class, and any other name refuses the whole file before
-it is called. What a few bytes can blow up (memo indices, shared nesting, colliding keys) is bounded. `dump` writes pickles of plain
-data and of such records, so that torch and Megatron find their own classes when they read the file.
+A pickle is a program that may call anything. `load` runs it on a machine of its own that can only build plain
+data: a short list of names stands for inert records of the call (`Call`), never for the real class, and any
+other name refuses the whole file before it is called. What a few bytes can blow up (memo indices, shared
+nesting, colliding keys) is bounded. `dump` writes pickles of plain data and of such records, so that torch
+and Megatron find their own classes when they read the file.
 """
 
 import pickle
@@ -66,7 +67,8 @@ class Name:
 class Call:
     """The inert record of a call that a pickle wants: the name, the arguments and the state set afterwards.
 
-    Subclasses stand for one name each (the unpickler insists on classes); `fields` is the state where that is a dict.
+    Subclasses stand for one name each (the unpickler insists on classes); `fields` is the state where that is
+    a dict.
     """
 
     __slots__ = ("args", "state")
@@ -93,7 +95,8 @@ class Call:
         return self.state if isinstance(self.state, dict) else {}
 
     def __repr__(self) -> str:
-        return f"{self.module}.{self.name}(...)"  # arguments may share parts in a way that takes forever to print
+        # arguments may share parts in a way that takes forever to print
+        return f"{self.module}.{self.name}(...)"
 
     def __hash__(self) -> int:
         return id(self)
@@ -112,11 +115,14 @@ _CLASSES: dict[tuple[str, str], type[Call]] = {}
 def _record_class(module: str, name: str) -> type[Call]:
     found = _CLASSES.get((module, name))
     if found is None:
-        found = _CLASSES[module, name] = type(name, (Call,), {"__slots__": (), "module": module, "name": name})
+        found = _CLASSES[module, name] = type(
+            name, (Call,), {"__slots__": (), "module": module, "name": name}
+        )
     return found
 
 
-# A record of a checkpoint takes about ten bytes of a pickle for each container in it; more than this many are no checkpoint's.
+# A record of a checkpoint takes about ten bytes of a pickle for each container in it; more than this many are
+# no checkpoint's.
 MAX_CONTAINERS = 16_000_000
 _SCALARS = frozenset((str, bytes, bool, type(None)))
 
@@ -124,25 +130,33 @@ _SCALARS = frozenset((str, bytes, bool, type(None)))
 def load(data: bytes, where: str) -> Any:
     """Read a pickle into plain data and `Call` records.
 
-    Raises ReshardError for a name outside the short list and for bytes that are no pickle; nothing is executed either way.
+    Raises ReshardError for a name outside the short list and for bytes that are no pickle; nothing is
+    executed either way.
     """
     containers = sum(map(data.count, (b"(", b")", b"]", b"}", b"\x8f"))) if len(data) > MAX_CONTAINERS else 0
     if containers > MAX_CONTAINERS:
-        raise ReshardError(f"{where} holds a pickle of more than {MAX_CONTAINERS:,} containers, which no checkpoint has")
+        raise ReshardError(
+            f"{where} holds a pickle of more than {MAX_CONTAINERS:,} containers, which no checkpoint has"
+        )
     try:
         return _run(data, where)
     except ReshardError:
         raise
     except IndexError as error:
-        raise ReshardError(f"{where} is not a readable pickle (it ends early or takes what is not there)") from error
+        raise ReshardError(
+            f"{where} is not a readable pickle (it ends early or takes what is not there)"
+        ) from error
     except KeyError as error:
-        raise ReshardError(f"{where} is not a readable pickle (it refers to what it has not stored)") from error
+        raise ReshardError(
+            f"{where} is not a readable pickle (it refers to what it has not stored)"
+        ) from error
     except (ValueError, TypeError, struct.error, OverflowError) as error:
         raise ReshardError(f"{where} is not a readable pickle ({first_line(error)})") from error
 
 
 def _run(data: bytes, where: str) -> Any:
-    """The pickle machine: a stack, marks on it, and a memo. Opcodes that no Python 3 pickler writes are refused.
+    """The pickle machine: a stack, marks on it, and a memo. Opcodes that no Python 3 pickler writes are
+    refused.
 
     A large checkpoint's metadata has millions of opcodes: the frequent ones come first, and are written out.
     """
@@ -171,7 +185,12 @@ def _run(data: bytes, where: str) -> Any:
                 push(())
             elif op == 0x52:  # REDUCE
                 args, kind = pop(), pop()
-                if kind is tuple and type(args) is tuple and len(args) == 1 and type(args[0]) in (tuple, list):
+                if (
+                    kind is tuple
+                    and type(args) is tuple
+                    and len(args) == 1
+                    and type(args[0]) in (tuple, list)
+                ):
                     push(tuple(args[0]))  # torch.Size
                 elif kind is OrderedDict and args == ():
                     push(OrderedDict())
@@ -204,7 +223,8 @@ def _run(data: bytes, where: str) -> Any:
             state = pop()
             if isinstance(stack[-1], Call):
                 stack[-1].__setstate__(state)
-            elif not isinstance(stack[-1], OrderedDict):  # attributes of an OrderedDict carry nothing that is read here
+            # attributes of an OrderedDict carry nothing that is read here
+            elif not isinstance(stack[-1], OrderedDict):
                 raise ValueError("it sets the state of what has none")
         elif op == 0x6A:  # LONG_BINGET
             push(memo[unsigned(data, at)[0]])
@@ -230,7 +250,13 @@ def _rare(op: int, data: bytes, at: int, stack: list, marks: list[int], where: s
         if n < 0 or n > len(data) - at:
             raise IndexError
         raw = data[at : at + n]
-        stack.append(str(raw, "utf-8") if kind is str else int.from_bytes(raw, "little", signed=True) if kind is int else kind(raw))
+        stack.append(
+            str(raw, "utf-8")
+            if kind is str
+            else int.from_bytes(raw, "little", signed=True)
+            if kind is int
+            else kind(raw)
+        )
         return at + n
     if op in (0x86, 0x87):  # TUPLE2, TUPLE3
         n = op - 0x84
@@ -308,7 +334,8 @@ def _name(module: Any, name: Any, where: str) -> Any:
         return OrderedDict
     if (module, name) not in ALLOWED:
         raise ReshardError(
-            f"{where} holds a pickle that refers to {f'{module}.{name}':.200}, which a checkpoint has no need of; refused, nothing was run"
+            f"{where} holds a pickle that refers to {f'{module}.{name}':.200}, which a checkpoint has no "
+            f"need of; refused, nothing was run"
         )
     return _record_class(module, name)
 
@@ -326,7 +353,9 @@ def _key(key: Any) -> Any:
     kind = type(key)
     if kind in _SCALARS or isinstance(key, (Call, type)) or (kind is int and -(1 << 62) < key < 1 << 62):
         return key
-    if kind is tuple and all(type(item) in _SCALARS or (type(item) is int and -(1 << 62) < item < 1 << 62) for item in key):
+    if kind is tuple and all(
+        type(item) in _SCALARS or (type(item) is int and -(1 << 62) < item < 1 << 62) for item in key
+    ):
         return key
     raise ValueError(f"a key of type {kind.__name__}")
 
@@ -340,7 +369,8 @@ def _set_items(target: Any, values: list) -> None:
 
 
 def dump(value: Any, protocol: int = 4) -> bytes:
-    """Write plain data, `Name` and `Call` records as a pickle; strings and names are written once and then referred to."""
+    """Write plain data, `Name` and `Call` records as a pickle; strings and names are written once and then
+    referred to."""
     return b"".join((pickle.PROTO, bytes([protocol]), *_Writer(protocol).ops(value), pickle.STOP))
 
 
@@ -389,7 +419,11 @@ class _Writer:
                 out(pickle.MARK)
             for item in value:
                 self.write(item, out)
-            out((pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE)[min(len(value), 4)])
+            out(
+                (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE)[
+                    min(len(value), 4)
+                ]
+            )
         elif kind is list:
             out(pickle.EMPTY_LIST + pickle.MARK)
             for item in value:

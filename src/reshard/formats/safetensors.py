@@ -1,7 +1,7 @@
 """Hugging Face directories: safetensors files, their index, and the plan of new ones.
 
-A safetensors file is eight bytes of header length, a JSON header, then the tensors' bytes. Every number in the header is checked
-against the file before it is used.
+A safetensors file is eight bytes of header length, a JSON header, then the tensors' bytes. Every number in
+the header is checked against the file before it is used.
 """
 
 import json
@@ -17,7 +17,8 @@ from reshard.formats.small_files import MAX_INDEX_BYTES, a_name, read_json, whol
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MAX_HEADER_BYTES = 50_000_000  # the format allows twice as much; ten times the largest model's, and parsed it takes 1 GB
+# the format allows twice as much; ten times the largest model's, and parsed it takes 1 GB
+MAX_HEADER_BYTES = 50_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class Tensor:
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file. Raises ReshardError for a truncated file, a header that is too long or does not add up."""
+    """The tensors of one file. Raises ReshardError for a truncated file, a header that is too long or does
+    not add up."""
     if not os.path.isfile(path):
         raise ReshardError(f"{path} is not a file that can be read")
     try:
@@ -44,10 +46,15 @@ def read_header(path: Path) -> dict[str, Tensor]:
         with open(path, "rb") as file:
             prefix = file.read(8)
             if len(prefix) < 8:
-                raise ReshardError(f"{path} is truncated: it has {size} bytes, fewer than a safetensors header")
+                raise ReshardError(
+                    f"{path} is truncated: it has {size} bytes, fewer than a safetensors header"
+                )
             (length,) = struct.unpack("<Q", prefix)
             if length > MAX_HEADER_BYTES or 8 + length > size:
-                raise ReshardError(f"{path} has a header of {length} bytes in a file of {size}: it is truncated or no safetensors file")
+                raise ReshardError(
+                    f"{path} has a header of {length} bytes in a file of {size}: it is "
+                    f"truncated or no safetensors file"
+                )
             text = file.read(length)
     except OSError as error:
         raise ReshardError(f"cannot read {path}: {error.strerror}") from error
@@ -62,26 +69,42 @@ def read_header(path: Path) -> dict[str, Tensor]:
         if name == "__metadata__":
             continue
         if not a_name(name):
-            raise ReshardError(f"{path}: the header has the name {_short(name)} of {len(name):,} characters: the file is corrupt")
+            raise ReshardError(
+                f"{path}: the header has the name {_short(name)} of "
+                f"{len(name):,} characters: the file is corrupt"
+            )
         fields = entry if isinstance(entry, dict) else {}
         dtype, shape, offsets = (fields.get(field, ()) for field in ("dtype", "shape", "data_offsets"))
-        sound = isinstance(dtype, str) and whole_numbers(shape) and whole_numbers(offsets) and len(offsets) == 2
+        sound = (
+            isinstance(dtype, str) and whole_numbers(shape) and whole_numbers(offsets) and len(offsets) == 2
+        )
         if not sound or max(offsets) > size - 8 - length:
-            raise ReshardError(f"{path}: the header's entry for {name} is malformed or points outside of the file ({size} bytes)")
+            raise ReshardError(
+                f"{path}: the header's entry for {name} is malformed or points outside of "
+                f"the file ({size} bytes)"
+            )
         start, end = offsets
         if dtype not in BY_SAFETENSORS:
             raise ReshardError(f"{path}: {name} has dtype {dtype:.40}, which is not supported")
         tensors[name] = Tensor(path.name, BY_SAFETENSORS[dtype], tuple(shape), 8 + length + start)
         if tensors[name].size_bytes != end - start:
-            raise ReshardError(f"{path}: {name} has {end - start} bytes, but {dtype} {shape} needs {tensors[name].size_bytes}")
+            raise ReshardError(
+                f"{path}: {name} has {end - start} bytes, but {dtype} {shape} needs "
+                f"{tensors[name].size_bytes}"
+            )
         spans.append((start, end, name))
     position = 0
     for start, end, name in sorted(spans):
         if start != position:
-            raise ReshardError(f"{path}: the bytes of {name} overlap others or leave a gap: the file is corrupt")
+            raise ReshardError(
+                f"{path}: the bytes of {name} overlap others or leave a gap: the file is corrupt"
+            )
         position = end
     if position != size - 8 - length:
-        raise ReshardError(f"{path} has {size} bytes, but its header accounts for {8 + length + position}: it is truncated or corrupt")
+        raise ReshardError(
+            f"{path} has {size} bytes, but its header accounts for {8 + length + position}: "
+            f"it is truncated or corrupt"
+        )
     return tensors
 
 
@@ -100,20 +123,27 @@ def _short(name: str) -> str:
 
 
 def read_directory(path: Path) -> dict[str, Tensor]:
-    """All tensors of a Hugging Face directory, by name. Raises ReshardError where files and index do not agree."""
+    """All tensors of a Hugging Face directory, by name. Raises ReshardError where files and index do not
+    agree."""
     index = path / INDEX
     if not index.exists():
         files = sorted(p.name for p in path.glob("*.safetensors"))
         if not files:
             others = sorted(p.name for p in (*path.glob("*.bin"), *path.glob("*.pth"), *path.glob("*.gguf")))
-            found = f", only {listed(others, 3)}: save it with save_pretrained(safe_serialization=True) first" if others else ""
+            found = (
+                f", only {listed(others, 3)}: save it with save_pretrained(safe_serialization=True) first"
+                if others
+                else ""
+            )
             raise ReshardError(f"{path} has no safetensors files{found}")
         if len(files) > 1 and SINGLE not in files:
             raise ReshardError(f"{path} has {len(files)} safetensors files but no {INDEX}")
         return read_header(path / (SINGLE if SINGLE in files else files[0]))
     weight_map = read_json(index, "a readable index", MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise ReshardError(f"{index} is not a readable index: it has no weight_map of tensor names to file names")
+        raise ReshardError(
+            f"{index} is not a readable index: it has no weight_map of tensor names to file names"
+        )
     strange = [name for name in (*weight_map, *weight_map.values()) if not a_name(name)]
     if strange:
         raise ReshardError(f"{index} is not a readable index: {_short(strange[0])} is no name")
@@ -138,7 +168,10 @@ def read_directory(path: Path) -> dict[str, Tensor]:
         raise ReshardError(f"{path}: the files hold {listed(extra)}, which {INDEX} does not name")
     wrong = sorted(name for name, file in weight_map.items() if tensors[name].file != file)
     if wrong:
-        raise ReshardError(f"{index} says that {wrong[0]} is in {weight_map[wrong[0]]}, but it is in {tensors[wrong[0]].file}")
+        raise ReshardError(
+            f"{index} says that {wrong[0]} is in {weight_map[wrong[0]]}, but it is in "
+            f"{tensors[wrong[0]].file}"
+        )
     return tensors
 
 
@@ -157,7 +190,8 @@ class NewFile:
 
 
 def plan_files(tensors: dict[str, tuple[Dtype, tuple[int, ...]]], max_shard_bytes: int) -> list[NewFile]:
-    """Lay tensors out in files of at most `max_shard_bytes` (a larger tensor gets one of its own), in the order given."""
+    """Lay tensors out in files of at most `max_shard_bytes` (a larger tensor gets one of its own), in the
+    order given."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, (dtype, shape) in tensors.items():
@@ -170,14 +204,19 @@ def plan_files(tensors: dict[str, tuple[Dtype, tuple[int, ...]]], max_shard_byte
     files = []
     for number, group in enumerate(groups, 1):
         file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        # Larger element types first, as the safetensors library does, so that every tensor is aligned to its own.
+        # Larger element types first, as the safetensors library does, so that every tensor is aligned to its
+        # own.
         group = sorted(group, key=lambda name: -tensors[name][0].size)
         header: dict = {"__metadata__": {"format": "pt"}}
         position = 0
         for name in group:
             dtype, shape = tensors[name]
             n = prod(shape) * dtype.size
-            header[name] = {"dtype": dtype.safetensors, "shape": list(shape), "data_offsets": [position, position + n]}
+            header[name] = {
+                "dtype": dtype.safetensors,
+                "shape": list(shape),
+                "data_offsets": [position, position + n],
+            }
             position += n
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
@@ -192,4 +231,9 @@ def index_json(files: list[NewFile]) -> str | None:
         return None
     weight_map = {name: file.name for file in files for name in file.tensors}
     total = sum(t.size_bytes for file in files for t in file.tensors.values())
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
+    return (
+        json.dumps(
+            {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2
+        )
+        + "\n"
+    )

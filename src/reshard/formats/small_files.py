@@ -1,6 +1,7 @@
 """The small files of a checkpoint, read with a limit: configs, indexes, manifests, metadata.
 
-Whatever such a file holds, reading it takes no more memory than its kind can need, and what is wrong with it is one sentence.
+Whatever such a file holds, reading it takes no more memory than its kind can need, and what is wrong with it
+is one sentence.
 """
 
 import json
@@ -13,7 +14,8 @@ from typing import Any, TypeGuard
 
 from reshard.core.errors import ReshardError
 
-# More than the largest models need (an index of 140,000 tensors has 28 MB), and little enough to be held in memory once parsed.
+# More than the largest models need (an index of 140,000 tensors has 28 MB), and little enough to be held in
+# memory once parsed.
 MAX_JSON_BYTES = 16 << 20
 MAX_INDEX_BYTES = 48 << 20
 MAX_TRACKER_BYTES = 4096
@@ -24,7 +26,8 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """The bytes of a regular file. Raises ReshardError where it cannot be read or has more than `limit` bytes."""
+    """The bytes of a regular file. Raises ReshardError where it cannot be read or has more than `limit`
+    bytes."""
     try:
         # A pipe that somebody put there would block at `open`.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -46,8 +49,8 @@ def read_file(path: Path, limit: int) -> bytes:
 def read_json(path: Path, what: str = "JSON", limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """A JSON file that holds an object; in errors it is called `what`.
 
-    Raises ReshardError where it cannot be read, is larger than `limit` bytes, is no UTF-8 or no JSON, is nested deeper than any
-    checkpoint's, or holds something else than an object.
+    Raises ReshardError where it cannot be read, is larger than `limit` bytes, is no UTF-8 or no JSON, is
+    nested deeper than any checkpoint's, or holds something else than an object.
     """
     data = read_file(path, limit)
     try:
@@ -62,15 +65,23 @@ def read_json(path: Path, what: str = "JSON", limit: int = MAX_JSON_BYTES) -> di
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except (UnicodeEncodeError, RecursionError) as error:
-            raise ReshardError(f"{path} is not {what}: it has half of a surrogate pair, which is no character") from error
+            raise ReshardError(
+                f"{path} is not {what}: it has half of a surrogate pair, which is no character"
+            ) from error
     return value
 
 
 def a_name(value: Any) -> TypeGuard[str]:
-    """Whether `value` is text that a tensor or a file may be called by: printable, and of no absurd length."""
+    """Whether `value` is text that a tensor or a file may be called by: printable, and of no absurd
+    length."""
     return type(value) is str and len(value) <= 1000 and value.isprintable()
 
 
 def whole_numbers(value: Any, most: int = 32, least: int = 0) -> TypeGuard[Sequence[int]]:
-    """Whether `value` is a list or tuple of at most `most` whole numbers from `least` up to what a file offset can be."""
-    return type(value) in (list, tuple) and len(value) <= most and all(type(n) is int and least <= n < 1 << 63 for n in value)
+    """Whether `value` is a list or tuple of at most `most` whole numbers from `least` up to what a file
+    offset can be."""
+    return (
+        type(value) in (list, tuple)
+        and len(value) <= most
+        and all(type(n) is int and least <= n < 1 << 63 for n in value)
+    )

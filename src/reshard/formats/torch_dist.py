@@ -1,7 +1,8 @@
-"""Megatron's ``torch_dist`` checkpoints: ``.metadata``, ``.distcp`` files, ``common.pt`` and the tracker file.
+"""Megatron's ``torch_dist`` checkpoints: ``.metadata``, ``.distcp`` files, ``common.pt`` and the tracker
+file.
 
-A checkpoint holds *keys*; each key is one global tensor, stored as *chunks*, each in a container of its own somewhere in a
-``.distcp`` file. ``.metadata`` says which chunk is where.
+A checkpoint holds *keys*; each key is one global tensor, stored as *chunks*, each in a container of its own
+somewhere in a ``.distcp`` file. ``.metadata`` says which chunk is where.
 """
 
 import os
@@ -16,7 +17,14 @@ from reshard.core.dtypes import DTYPES, Dtype, unknown_dtype
 from reshard.core.errors import ReshardError, listed
 from reshard.formats import pickles, torch_zip
 from reshard.formats.pickles import METADATA, Name, call
-from reshard.formats.small_files import MAX_METADATA_BYTES, MAX_TRACKER_BYTES, a_name, read_file, read_json, whole_numbers
+from reshard.formats.small_files import (
+    MAX_METADATA_BYTES,
+    MAX_TRACKER_BYTES,
+    a_name,
+    read_file,
+    read_json,
+    whole_numbers,
+)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON_KEY = "common_state/shard_0_1"
@@ -33,7 +41,8 @@ class Stored:
 
 @dataclass(slots=True)
 class Key:
-    """One global tensor of a checkpoint: dtype, shape, and its chunks as (offsets, sizes) to where they are stored."""
+    """One global tensor of a checkpoint: dtype, shape, and its chunks as (offsets, sizes) to where they are
+    stored."""
 
     dtype: Dtype
     shape: tuple[int, ...]
@@ -42,7 +51,8 @@ class Key:
 
 @dataclass
 class Checkpoint:
-    """The tensors and objects that an iteration's ``.metadata`` lists. `directory` is the iteration's own directory."""
+    """The tensors and objects that an iteration's ``.metadata`` lists. `directory` is the iteration's own
+    directory."""
 
     directory: Path
     iteration: str
@@ -60,13 +70,16 @@ class Checkpoint:
         return torch_zip.StoredTensor(tensor.dtype, tensor.shape, stored.offset + tensor.offset)
 
     def common(self) -> dict[str, Any]:
-        """The common state: ``args``, ``iteration`` and the like, as plain data; ``args`` as a dict of its attributes."""
+        """The common state: ``args``, ``iteration`` and the like, as plain data; ``args`` as a dict of its
+        attributes."""
         path = self.directory / "common.pt"
         if path.is_file():
             value = torch_zip.stored_object(_reader(path, 0), path.stat().st_size, str(path))
         elif COMMON_KEY in self.objects:
             stored = self.objects[COMMON_KEY]
-            value = torch_zip.stored_object(self.reader(stored), stored.length, f"{self.directory / stored.file} ({COMMON_KEY})")
+            value = torch_zip.stored_object(
+                self.reader(stored), stored.length, f"{self.directory / stored.file} ({COMMON_KEY})"
+            )
             value = value[0] if isinstance(value, list) and value else value
         else:
             return {}
@@ -106,24 +119,32 @@ def find(path: Path) -> tuple[Path, str] | None:
         raise ReshardError(f"{tracker} holds {text[:40]!r}; it must be a number or 'release'")
     name = text if text == "release" else f"iter_{int(text):07d}"
     if not (path / name / ".metadata").is_file():
-        raise ReshardError(f"{tracker} names {name}, but {path / name} has no .metadata: it is no torch_dist checkpoint or is not complete")
+        raise ReshardError(
+            f"{tracker} names {name}, but {path / name} has no .metadata: it is no "
+            f"torch_dist checkpoint or is not complete"
+        )
     return path / name, name
 
 
 def read(directory: Path, iteration: str = "") -> Checkpoint:
-    """Read an iteration's ``.metadata``. Raises ReshardError where it is damaged, refused or not of this format."""
+    """Read an iteration's ``.metadata``. Raises ReshardError where it is damaged, refused or not of this
+    format."""
     where = directory / ".metadata"
     config = directory / "metadata.json"
     if config.exists():
         backend = read_json(config, "readable JSON").get("sharded_backend")
         if backend != "torch_dist":
-            raise ReshardError(f"{config} says the format is {str(backend)[:40]!r}; only 'torch_dist' is supported")
+            raise ReshardError(
+                f"{config} says the format is {str(backend)[:40]!r}; only 'torch_dist' is supported"
+            )
     metadata = pickles.load(read_file(where, MAX_METADATA_BYTES), str(where))
     try:
         return _checkpoint(metadata, directory, iteration or directory.name)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         what = f"{type(error).__name__}: {error}"[:200]
-        raise ReshardError(f"{where} does not have the structure of a torch_dist checkpoint ({what})") from error
+        raise ReshardError(
+            f"{where} does not have the structure of a torch_dist checkpoint ({what})"
+        ) from error
 
 
 def _checkpoint(metadata: Any, directory: Path, iteration: str) -> Checkpoint:
@@ -136,7 +157,8 @@ def _checkpoint(metadata: Any, directory: Path, iteration: str) -> Checkpoint:
         relative, start, length = fields["relative_path"], fields["offset"], fields["length"]
         if not a_name(name) or not a_name(relative) or not whole_numbers((start, length)):
             raise ValueError(
-                f"an entry {ascii(name) if type(name) is str else '':.100} whose name, file, offset or length is no such thing"
+                f"an entry {ascii(name) if type(name) is str else '':.100} whose name, file, offset or "
+                f"length is no such thing"
             )
         if not (offset is None or whole_numbers(offset)):
             raise ValueError(f"an entry {name} at an offset that is none")
@@ -146,7 +168,9 @@ def _checkpoint(metadata: Any, directory: Path, iteration: str) -> Checkpoint:
         stored[name, None if offset is None else tuple(offset)] = Stored(relative, start, length)
     for relative in relatives:
         if os.path.isabs(relative) or ".." in Path(relative).parts:
-            raise ReshardError(f"{directory}/.metadata names the file {relative}, which is outside of the checkpoint")
+            raise ReshardError(
+                f"{directory}/.metadata names the file {relative}, which is outside of the checkpoint"
+            )
     for key, entry in metadata.fields["state_dict_metadata"].items():
         if not a_name(key):
             raise ValueError("a key that is no name")
@@ -156,7 +180,11 @@ def _checkpoint(metadata: Any, directory: Path, iteration: str) -> Checkpoint:
         dtype, shape = entry.fields["properties"].state[0].name, entry.fields["size"]
         if type(dtype) is not str or not whole_numbers(shape):
             raise ValueError(f"the key {key} with a dtype or shape that is none")
-        keys[key] = Key(DTYPES.get(dtype) or unknown_dtype(dtype), tuple(shape), _chunks(key, tuple(shape), entry.fields["chunks"], stored))
+        keys[key] = Key(
+            DTYPES.get(dtype) or unknown_dtype(dtype),
+            tuple(shape),
+            _chunks(key, tuple(shape), entry.fields["chunks"], stored),
+        )
     sizes: dict[str, int] = {}
     missing = []
     for place in stored.values():
@@ -167,7 +195,8 @@ def _checkpoint(metadata: Any, directory: Path, iteration: str) -> Checkpoint:
                 missing.append(place.file)
         if 0 <= sizes[place.file] < place.offset + place.length:
             raise ReshardError(
-                f"{directory / place.file} is truncated: it has {sizes[place.file]} bytes, .metadata needs {place.offset + place.length}"
+                f"{directory / place.file} is truncated: it has {sizes[place.file]} bytes, .metadata needs "
+                f"{place.offset + place.length}"
             )
     if missing:
         raise ReshardError(f"{directory} lacks the files {listed(sorted(missing))} that its .metadata names")
@@ -176,12 +205,15 @@ def _checkpoint(metadata: Any, directory: Path, iteration: str) -> Checkpoint:
 
 
 def _chunks(key: str, shape: tuple[int, ...], chunks: Any, stored: dict) -> dict:
-    """The chunks of a key by (offsets, sizes). Raises ReshardError for one that leaves the key's shape or is stored nowhere."""
+    """The chunks of a key by (offsets, sizes). Raises ReshardError for one that leaves the key's shape or is
+    stored nowhere."""
     found = {}
     for chunk in chunks:
         offsets, sizes = chunk.fields["offsets"], chunk.fields["sizes"]
         if not (whole_numbers(offsets) and whole_numbers(sizes) and len(offsets) == len(sizes) == len(shape)):
-            raise ValueError(f"a chunk of {key} whose offsets or sizes are none of a tensor of {len(shape)} dims")
+            raise ValueError(
+                f"a chunk of {key} whose offsets or sizes are none of a tensor of {len(shape)} dims"
+            )
         offsets, sizes = tuple(offsets), tuple(sizes)
         if any(o + n > whole for o, n, whole in zip(offsets, sizes, shape, strict=True)):
             raise ValueError(f"a chunk of {key} at {offsets} of {sizes}, outside of its shape {shape}")
@@ -203,7 +235,9 @@ def _check_apart(keys: dict[str, Key], directory: Path) -> None:
         end, before = 0, ""
         for offset, length, key in taken:
             if offset < end and length:
-                raise ReshardError(f"{directory}/.metadata has chunks of {before} and {key} at the same bytes of {file}")
+                raise ReshardError(
+                    f"{directory}/.metadata has chunks of {before} and {key} at the same bytes of {file}"
+                )
             end, before = offset + length, key
 
 
@@ -217,27 +251,51 @@ def metadata_bytes(keys: dict[str, Key], objects: dict[str, Stored], checkpoint_
 
     def place(key: str, offset: Any, at: Stored) -> None:
         index = call(METADATA, "MetadataIndex", state={"fqn": key, "offset": offset, "index": None})
-        storage[index] = call("torch.distributed.checkpoint.filesystem", "_StorageInfo",
-                              state={"relative_path": at.file, "offset": at.offset, "length": at.length})  # fmt: skip
+        storage[index] = call(
+            "torch.distributed.checkpoint.filesystem",
+            "_StorageInfo",
+            state={"relative_path": at.file, "offset": at.offset, "length": at.length},
+        )
 
     for key, entry in keys.items():
-        properties = call(METADATA, "TensorProperties", state=(Name("torch", entry.dtype.name), layout, False, memory_format, False))
-        chunks = [call(METADATA, "ChunkStorageMetadata", state={"offsets": size(o), "sizes": size(s)}) for o, s in entry.chunks]
-        state[key] = call(METADATA, "TensorStorageMetadata", state={"properties": properties, "size": size(entry.shape), "chunks": chunks})
+        properties = call(
+            METADATA,
+            "TensorProperties",
+            state=(Name("torch", entry.dtype.name), layout, False, memory_format, False),
+        )
+        chunks = [
+            call(METADATA, "ChunkStorageMetadata", state={"offsets": size(o), "sizes": size(s)})
+            for o, s in entry.chunks
+        ]
+        state[key] = call(
+            METADATA,
+            "TensorStorageMetadata",
+            state={"properties": properties, "size": size(entry.shape), "chunks": chunks},
+        )
         for (offsets, _), at in entry.chunks.items():
             place(key, size(offsets), at)
     for key, at in objects.items():
         state[key] = call(METADATA, "BytesStorageMetadata", state={})
         place(key, None, at)
-    meta = call(METADATA, "StorageMeta", state={"checkpoint_id": checkpoint_id, "save_id": None, "load_id": None, "modules": []})
-    fields = {"state_dict_metadata": state, "planner_data": None, "storage_data": storage, "storage_meta": meta, "version": "1.0.0"}
+    meta = call(
+        METADATA,
+        "StorageMeta",
+        state={"checkpoint_id": checkpoint_id, "save_id": None, "load_id": None, "modules": []},
+    )
+    fields = {
+        "state_dict_metadata": state,
+        "planner_data": None,
+        "storage_data": storage,
+        "storage_meta": meta,
+        "version": "1.0.0",
+    }
     return pickles.dump(call(METADATA, "Metadata", state=fields))
 
 
 def common_bytes(args: dict[str, Any], iteration: int, content_metadata: dict[str, Any]) -> bytes:
     """``common.pt``, with `args` as the ``argparse.Namespace`` that Megatron-LM expects."""
-    plain = {key: value if value is None or isinstance(value, (bool, int, float, str, list, tuple, Name, pickles.Call)) else str(value)
-             for key, value in args.items()}  # fmt: skip
+    kept = (bool, int, float, str, list, tuple, Name, pickles.Call, type(None))
+    plain = {key: value if isinstance(value, kept) else str(value) for key, value in args.items()}
     return torch_zip.object_bytes({
         "args": call("argparse", "Namespace", state=plain), "iteration": iteration, "checkpoint_version": 3.0,
         "content_metadata": content_metadata,

@@ -1,8 +1,10 @@
-"""The container of ``torch.save``: a zip of stored records, of which ``data.pkl`` describes the tensor and ``data/0`` is its bytes.
+"""The container of ``torch.save``: a zip of stored records, of which ``data.pkl`` describes the tensor and
+``data/0`` is its bytes.
 
-A header is made without the data, since its length depends on dtype and shape only: every offset in a file is known before the
-first byte is written. The checksum fields are zero, as ``torch.serialization.set_crc32_options(False)`` writes them; torch does
-not read them, and the manifest has a stronger one.
+A header is made without the data, since its length depends on dtype and shape only: every offset in a file is
+known before the first byte is written. The checksum fields are zero, as
+``torch.serialization.set_crc32_options(False)`` writes them; torch does not read them, and the manifest has a
+stronger one.
 """
 
 import struct
@@ -42,13 +44,23 @@ def tensor_container(dtype: Dtype, shape: tuple[int, ...]) -> Container:
     stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
     typed = dtype.storage != "UntypedStorage"
     module = "torch" if typed else "torch.storage"
-    storage = pickles.Persistent(("storage", pickles.Name(module, dtype.storage), "0", "cpu", n if typed else n * dtype.size))
+    storage = pickles.Persistent(
+        ("storage", pickles.Name(module, dtype.storage), "0", "cpu", n if typed else n * dtype.size)
+    )
     hooks = pickles.call("collections", "OrderedDict")
     if typed:
         tensor = pickles.call("torch._utils", "_rebuild_tensor_v2", storage, 0, shape, stride, False, hooks)
     else:
         tensor = pickles.call(
-            "torch._utils", "_rebuild_tensor_v3", storage, 0, shape, stride, False, hooks, pickles.Name("torch", dtype.name)
+            "torch._utils",
+            "_rebuild_tensor_v3",
+            storage,
+            0,
+            shape,
+            stride,
+            False,
+            hooks,
+            pickles.Name("torch", dtype.name),
         )
     return _container(pickles.dump(tensor, protocol=2), n * dtype.size)
 
@@ -59,12 +71,18 @@ def object_bytes(value: Any) -> bytes:
     return container.head + container.tail
 
 
-# Those that torch's reader takes (kMinSupportedFileFormatVersion and kMaxSupportedFileFormatVersion in caffe2/serialize/versions.h).
+# Those that torch's reader takes (kMinSupportedFileFormatVersion and kMaxSupportedFileFormatVersion in
+# caffe2/serialize/versions.h).
 FORMAT_VERSIONS = range(1, 11)
 
 
 def _container(data_pkl: bytes, data_bytes: int | None) -> Container:
-    records = [("data.pkl", data_pkl), (".format_version", b"1"), ("byteorder", b"little"), ("version", b"3\n")]
+    records = [
+        ("data.pkl", data_pkl),
+        (".format_version", b"1"),
+        ("byteorder", b"little"),
+        ("version", b"3\n"),
+    ]
     head, entries = b"", []
     for name, payload in records:
         entries.append((f"archive/{name}", len(head), len(payload)))
@@ -88,7 +106,9 @@ def _local_header(name: str, size: int, offset: int, alignment: int) -> bytes:
     short = min(size, _BIG)
     return (
         _LOCAL
-        + struct.pack("<5H3L2H", 45 if size >= _BIG else 0, 1 << 11, 0, 0, 0, 0, short, short, len(encoded), len(extra))
+        + struct.pack(
+            "<5H3L2H", 45 if size >= _BIG else 0, 1 << 11, 0, 0, 0, 0, short, short, len(encoded), len(extra)
+        )
         + encoded
         + extra
     )
@@ -99,7 +119,25 @@ def _central_header(name: str, offset: int, size: int) -> bytes:
     extra = struct.pack("<HHQQ", 1, 16, size, size) if size >= _BIG else b""
     short = min(size, _BIG)
     version = 45 if size >= _BIG else 0
-    fields = struct.pack("<6H3L5H2L", version, version, 1 << 11, 0, 0, 0, 0, short, short, len(encoded), len(extra), 0, 0, 0, 0, offset)
+    fields = struct.pack(
+        "<6H3L5H2L",
+        version,
+        version,
+        1 << 11,
+        0,
+        0,
+        0,
+        0,
+        short,
+        short,
+        len(encoded),
+        len(extra),
+        0,
+        0,
+        0,
+        0,
+        offset,
+    )
     return _CENTRAL + fields + encoded + extra
 
 
@@ -114,8 +152,8 @@ def _end(count: int, size: int, start: int) -> bytes:
 def records(read: Any, size: int, where: str) -> dict[str, tuple[int, int]]:
     """The records of a container as name (without the archive's own) to (offset, length).
 
-    `read(offset, length)` gives bytes of the container, which is `size` bytes long. Raises ReshardError for anything that is no
-    zip of stored records or points outside of itself.
+    `read(offset, length)` gives bytes of the container, which is `size` bytes long. Raises ReshardError for
+    anything that is no zip of stored records or points outside of itself.
     """
     broken = ReshardError(f"{where} is not a readable torch container: it is truncated or corrupt")
     try:
@@ -133,7 +171,9 @@ def records(read: Any, size: int, where: str) -> dict[str, tuple[int, int]]:
             name = encoded.decode().partition("/")[2]
             position = extra_at + extra_bytes + comment_bytes
             if _BIG in (length, stored, offset):
-                length, stored, offset = _wide(central[extra_at : extra_at + extra_bytes], length, stored, offset)
+                length, stored, offset = _wide(
+                    central[extra_at : extra_at + extra_bytes], length, stored, offset
+                )
             if method != 0 or length != stored or length > size or offset + 30 > size or name in found:
                 raise broken
             local = read(offset, 30 + name_bytes)
@@ -152,17 +192,21 @@ def records(read: Any, size: int, where: str) -> dict[str, tuple[int, int]]:
 
 
 def _central_directory(read: Any, size: int) -> tuple[int, bytes]:
-    """The number of a zip's records, and its central directory. Raises ValueError or struct.error where it has none."""
+    """The number of a zip's records, and its central directory. Raises ValueError or struct.error where it
+    has none."""
     tail_at = max(0, size - 4096)
     tail = read(tail_at, size - tail_at)
     at = tail.rindex(_END)
-    fields = struct.unpack_from("<4x4H2L2x", tail, at)  # disk, disk of the directory, records here, in all, directory's size, start
+    # disk, disk of the directory, records here, in all, directory's size, start
+    fields = struct.unpack_from("<4x4H2L2x", tail, at)
     if tail[max(0, at - 20) : at].startswith(_LOCATOR):
         (at64,) = struct.unpack_from("<8xQ", tail, at - 20)
         if not tail_at <= at64 <= size or tail[at64 - tail_at :][:4] != _END64:
             raise ValueError("no zip64 record where the locator says")
         wide = struct.unpack_from("<16x2L4Q", tail, at64 - tail_at)
-        if any(a not in (b, 0xFFFF if i < 4 else _BIG) for i, (a, b) in enumerate(zip(fields, wide, strict=True))):
+        if any(
+            a not in (b, 0xFFFF if i < 4 else _BIG) for i, (a, b) in enumerate(zip(fields, wide, strict=True))
+        ):
             raise ValueError("two end records that do not agree")
         fields = wide
     disk, start_disk, here, count, central_size, start = fields
@@ -174,7 +218,8 @@ def _central_directory(read: Any, size: int) -> tuple[int, bytes]:
 
 
 def _wide(extra: bytes, *narrow: int) -> list[int]:
-    """A record's length, stored length and offset, of which those that do not fit into 32 bits are in its zip64 field."""
+    """A record's length, stored length and offset, of which those that do not fit into 32 bits are in its
+    zip64 field."""
     position = 0
     while position + 4 <= len(extra):
         tag, n = struct.unpack_from("<HH", extra, position)
@@ -195,17 +240,23 @@ class StoredTensor:
 
 
 def stored_tensor(read: Any, size: int, where: str) -> StoredTensor:
-    """Where the one tensor of a container lies. Raises ReshardError for a container that holds something else."""
+    """Where the one tensor of a container lies. Raises ReshardError for a container that holds something
+    else."""
     value, found = _data_pkl(read, size, where)
     if not isinstance(value, pickles.Call) or value.name not in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
         what = value.name if isinstance(value, pickles.Call) else type(value).__name__
         raise ReshardError(f"{where} holds {what}, not one tensor")
     storage, start, shape, stride = value.args[:4] if len(value.args) >= 6 else (None,) * 4
     sound = (
-        type(storage) is tuple and len(storage) == 5 and all(map(whole_numbers, (shape, stride, (start,)))) and len(stride) == len(shape)
+        type(storage) is tuple
+        and len(storage) == 5
+        and all(map(whole_numbers, (shape, stride, (start,))))
+        and len(stride) == len(shape)
     )
     if not sound:
-        raise ReshardError(f"{where} holds a tensor whose storage, offset, shape or strides are no such thing")
+        raise ReshardError(
+            f"{where} holds a tensor whose storage, offset, shape or strides are no such thing"
+        )
     kind, record = getattr(storage[1], "name", None), storage[2]
     rest = value.args[6:]
     dtype = BY_STORAGE.get(kind) if isinstance(kind, str) else None
@@ -213,10 +264,15 @@ def stored_tensor(read: Any, size: int, where: str) -> StoredTensor:
         named, rest = getattr(rest[0] if rest else None, "name", None), rest[1:]
         dtype = DTYPES.get(named) if isinstance(named, str) else None
     if any(rest):
-        raise ReshardError(f"{where} holds a tensor with marks on it (a conjugate or negated view), which is not supported")
+        raise ReshardError(
+            f"{where} holds a tensor with marks on it (a conjugate or negated view), which is not supported"
+        )
     contiguous = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
     if dtype is None or any(a != b for a, b, n in zip(stride, contiguous, shape, strict=True) if n > 1):
-        raise ReshardError(f"{where} holds a tensor of an unknown dtype or with strides {tuple(stride)}, which is not supported")
+        raise ReshardError(
+            f"{where} holds a tensor of an unknown dtype or with strides {tuple(stride)}, "
+            f"which is not supported"
+        )
     offset, length = found.get(f"data/{record}", (0, -1)) if isinstance(record, str) else (0, -1)
     if (start + prod(shape)) * dtype.size > length:
         raise ReshardError(f"{where}: the tensor's bytes are missing or cut short")
@@ -231,15 +287,20 @@ def stored_object(read: Any, size: int, where: str) -> Any:
 def _data_pkl(read: Any, size: int, where: str) -> tuple[Any, dict[str, tuple[int, int]]]:
     """What a container's ``data.pkl`` holds, and all its records."""
     found = records(read, size, where)
-    if "data.pkl" not in found or ("byteorder" in found and read(found["byteorder"][0], min(found["byteorder"][1], 9)) != b"little"):
+    if "data.pkl" not in found or (
+        "byteorder" in found and read(found["byteorder"][0], min(found["byteorder"][1], 9)) != b"little"
+    ):
         raise ReshardError(f"{where} has no data.pkl or is not little-endian")
     if "version" in found:
         version = read(found["version"][0], min(found["version"][1], 20)).strip()
         if not (version.isdigit() and int(version) in FORMAT_VERSIONS):
             raise ReshardError(
-                f"{where} says that its format is version {version!r:.40}; {FORMAT_VERSIONS[0]} to {FORMAT_VERSIONS[-1]} are known"
+                f"{where} says that its format is version {version!r:.40}; {FORMAT_VERSIONS[0]} to "
+                f"{FORMAT_VERSIONS[-1]} are known"
             )
     at, length = found["data.pkl"]
     if length > MAX_PICKLE_BYTES:
-        raise ReshardError(f"{where} has a data.pkl of {length:,} bytes, more than {MAX_PICKLE_BYTES:,}: it is corrupt")
+        raise ReshardError(
+            f"{where} has a data.pkl of {length:,} bytes, more than {MAX_PICKLE_BYTES:,}: it is corrupt"
+        )
     return pickles.load(read(at, length), where), found

@@ -1,1 +1,2 @@
-"""Live models as placements: what a trainer's Megatron model and a running vLLM hold, and where in memory it lies."""
+"""Live models as placements: what a trainer's Megatron model and a running vLLM hold, and where in memory it
+lies."""

@@ -1,4 +1,5 @@
-"""The CUDA driver's view of memory: which allocation an address lies in, whether other processes can map it, memory of our own."""
+"""The CUDA driver's view of memory: which allocation an address lies in, whether other processes can map it,
+memory of our own."""
 
 import ctypes
 from typing import Any, NamedTuple
@@ -11,7 +12,8 @@ HANDLE_BYTES = 64
 
 
 class Allocation(NamedTuple):
-    """A CUDA allocation: first address, bytes, and the driver's id, which no later allocation has again (0: it has none)."""
+    """A CUDA allocation: first address, bytes, and the driver's id, which no later allocation has again (0:
+    it has none)."""
 
     base: int
     size: int
@@ -42,7 +44,9 @@ def allocation_of(address: int) -> Allocation:
 
 def _attribute(name: str, address: int) -> Any:
     """An attribute of the memory at an address; None where the driver does not say."""
-    status, value = driver().cuPointerGetAttribute(getattr(driver().CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}"), address)
+    status, value = driver().cuPointerGetAttribute(
+        getattr(driver().CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}"), address
+    )
     return None if status else value
 
 
@@ -52,7 +56,8 @@ def generation_of(base: int) -> int:
 
 
 def frees_of(device: torch.device) -> int | None:
-    """How often torch has given memory of this device back to the driver; None where it does not manage this process's memory."""
+    """How often torch has given memory of this device back to the driver; None where it does not manage this
+    process's memory."""
     stats = torch.cuda.memory_stats(device)
     return stats["num_device_free"] if stats.get("num_device_alloc") else None
 
@@ -63,21 +68,31 @@ def is_mapped(address: int) -> bool:
 
 
 def is_exportable(base: int) -> bool:
-    """Whether an allocation has a handle for other processes. Expandable segments and the pools of sleep mode have none."""
+    """Whether an allocation has a handle for other processes. Expandable segments and the pools of sleep mode
+    have none."""
     return bool(_attribute("IS_LEGACY_CUDA_IPC_CAPABLE", base))
 
 
 def exported(base: int) -> str:
-    """The handle, in hex, under which another process of this host maps an allocation. Raises ReshardError where it has none."""
-    handle = checked(driver().cuIpcGetMemHandle(base), f"the memory at {base:#x} cannot be shared with other processes")
+    """The handle, in hex, under which another process of this host maps an allocation. Raises ReshardError
+    where it has none."""
+    handle = checked(
+        driver().cuIpcGetMemHandle(base), f"the memory at {base:#x} cannot be shared with other processes"
+    )
     return ctypes.string_at(handle.getPtr(), HANDLE_BYTES).hex()
 
 
 def cuda_memory(size: int, device: torch.device) -> int:
-    """The address of `size` bytes straight from the driver, which other processes may map whatever torch's allocator is set to."""
+    """The address of `size` bytes straight from the driver, which other processes may map whatever torch's
+    allocator is set to."""
     make_current(device)
     with torch.cuda.device(device):
-        return int(checked(driver().cuMemAlloc(size), f"no {size:,} bytes of GPU memory for a refit's slab: give less bucket_bytes"))
+        return int(
+            checked(
+                driver().cuMemAlloc(size),
+                f"no {size:,} bytes of GPU memory for a refit's slab: give less bucket_bytes",
+            )
+        )
 
 
 def cuda_free(address: int, device: torch.device) -> None:

@@ -9,7 +9,8 @@ from reshard.core.errors import ReshardError
 
 
 class Region(NamedTuple):
-    """Rows of a live tensor: the first element is `offset` elements after the tensor's first, rows follow every `pitch` elements.
+    """Rows of a live tensor: the first element is `offset` elements after the tensor's first, rows follow
+    every `pitch` elements.
 
     The address is asked of the tensor each time, since trainers move parameters away and back.
     """
@@ -34,12 +35,23 @@ class Finder:
                 self.by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
 
     def region(self, view: torch.Tensor, what: str) -> Region:
-        """The region of a view of at most two dims. Raises ReshardError where it is a copy, or its rows are not contiguous."""
+        """The region of a view of at most two dims. Raises ReshardError where it is a copy, or its rows are
+        not contiguous."""
         if view.ndim > 2 or (view.ndim and view.shape[-1] > 1 and view.stride(-1) != 1):
-            raise ReshardError(f"{what} has shape {list(view.shape)} and strides {list(view.stride())}: its rows are not contiguous")
+            raise ReshardError(
+                f"{what} has shape {list(view.shape)} and strides {list(view.stride())}: its "
+                f"rows are not contiguous"
+            )
         start = view.data_ptr()
         for _, tensor in self.by_storage.get(view.untyped_storage().data_ptr(), ()):
             first, size = tensor.data_ptr(), tensor.element_size()
             if first <= start < first + tensor.numel() * size and tensor.dtype == view.dtype:
-                return Region(tensor, (start - first) // size, view.stride(0) if view.ndim == 2 else max(1, view.numel()))
-        raise ReshardError(f"{what} is a copy of the model's parameter, not a view of it, so that a refit would read an old state")
+                return Region(
+                    tensor,
+                    (start - first) // size,
+                    view.stride(0) if view.ndim == 2 else max(1, view.numel()),
+                )
+        raise ReshardError(
+            f"{what} is a copy of the model's parameter, not a view of it, so that a refit "
+            f"would read an old state"
+        )

@@ -22,17 +22,24 @@ WHEN_FALSE = {
     "yarn_correction_range_round_to_int": "--no-yarn-correction-range-round-to-int",
 }  # fmt: skip
 NO_FLAG = {"context_parallel_size", *MLA_YARN}
-# Versions of Megatron-LM, as (major, minor): those whose parsers are known, and since when they have an argument.
+# Versions of Megatron-LM, as (major, minor): those whose parsers are known, and since when they have an
+# argument.
 OLDEST, NEWEST = (0, 12), (0, 20)
 PADDED_VOCAB_AND_ROPE_TYPE, PIPELINE_STRINGS, YARN_WITHOUT_MLA = (0, 14), (0, 13), (0, 19)
 # Not where its files are: they travel with the checkpoint, whose place a file in it cannot know.
 TOKENIZER = "--tokenizer-type HuggingFaceTokenizer"
 
 
-def arguments(model: Model, layout: Layout, padded_vocab: int, divisible_by: int, dtype: Dtype, transformer_impl: str) -> dict[str, Any]:
+def arguments(
+    model: Model, layout: Layout, padded_vocab: int, divisible_by: int, dtype: Dtype, transformer_impl: str
+) -> dict[str, Any]:
     """All arguments that describe a model in a layout, by their names in ``args``."""
     args = model.megatron_args() | layout.megatron_args()
-    args |= {"make_vocab_size_divisible_by": divisible_by, "padded_vocab_size": padded_vocab, "transformer_impl": transformer_impl}
+    args |= {
+        "make_vocab_size_divisible_by": divisible_by,
+        "padded_vocab_size": padded_vocab,
+        "transformer_impl": transformer_impl,
+    }
     args |= {"bf16": dtype.name == "bfloat16", "fp16": dtype.name == "float16"}
     if not model.num_experts:
         args.pop("expert_tensor_parallel_size")
@@ -44,14 +51,16 @@ def arguments(model: Model, layout: Layout, padded_vocab: int, divisible_by: int
 
 
 def version_of(text: str | None) -> tuple[int, int]:
-    """``0.14`` or ``0.14.2`` as (0, 14); None is the newest known, and so is what is newer. Raises ReshardError for what is older than
-    any known one, and for what is no version."""
+    """``0.14`` or ``0.14.2`` as (0, 14); None is the newest known, and so is what is newer. Raises
+    ReshardError for what is older than any known one, and for what is no version."""
     if text is None:
         return NEWEST
     match = re.fullmatch(r"(\d{1,4})\.(\d{1,4})(\.\w+)*", text, re.ASCII)
     version = (int(match[1]), int(match[2])) if match else (0, 0)
     if version < OLDEST:
-        raise ReshardError(f"--megatron-version {text} is not a version from {_dotted(OLDEST)} on, such as {_dotted(NEWEST)}")
+        raise ReshardError(
+            f"--megatron-version {text} is not a version from {_dotted(OLDEST)} on, such as {_dotted(NEWEST)}"
+        )
     return min(version, NEWEST)
 
 
@@ -60,14 +69,19 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def arguments_for(args: dict[str, Any], version: tuple[int, int]) -> dict[str, Any]:
-    """The arguments that make the same model in a version of Megatron-LM, which refuses those that it does not know.
+    """The arguments that make the same model in a version of Megatron-LM, which refuses those that it does
+    not know.
 
-    Raises ReshardError, naming the first version that can, where it has no arguments for the model or the layout.
+    Raises ReshardError, naming the first version that can, where it has no arguments for the model or the
+    layout.
     """
 
     def refuse(what: str, since: tuple[int, int]) -> ReshardError:
-        return ReshardError(f"Megatron-LM {_dotted(version)} has no arguments for {what}: {_dotted(since)} is the first that has; give "
-                            f"--megatron-version {_dotted(since)} and load it there")  # fmt: skip
+        return ReshardError(
+            f"Megatron-LM {_dotted(version)} has no arguments for {what}: "
+            f"{_dotted(since)} is the first that has; give --megatron-version "
+            f"{_dotted(since)} and load it there"
+        )
 
     if version < YARN_WITHOUT_MLA and args.get("position_embedding_type") == "yarn":
         raise refuse("YaRN without multi-latent attention", YARN_WITHOUT_MLA)
@@ -75,19 +89,25 @@ def arguments_for(args: dict[str, Any], version: tuple[int, int]) -> dict[str, A
         raise refuse("pipeline layouts given as a string", PIPELINE_STRINGS)
     if version >= PADDED_VOCAB_AND_ROPE_TYPE:
         return args
-    # The vocabulary's size and its divisor give the padded one. Multi-latent attention always has YaRN, which at factor 1 is none.
+    # The vocabulary's size and its divisor give the padded one. Multi-latent attention always has YaRN, which
+    # at factor 1 is none.
     older = {name: value for name, value in args.items() if name not in ("padded_vocab_size", "rope_type")}
     return older | ({"rotary_scaling_factor": 1.0} if args.get("rope_type") == "rope" else {})
 
 
 def command_line(args: dict[str, Any], version: tuple[int, int] = NEWEST) -> list[str]:
-    """The flags for these arguments of a version of Megatron-LM, one ``--flag value`` an item. Raises what `arguments_for` does."""
+    """The flags for these arguments of a version of Megatron-LM, one ``--flag value`` an item. Raises what
+    `arguments_for` does."""
     args = arguments_for(args, version)
     flags = []
     string_layout = args.get("pipeline_model_parallel_layout") is not None
     for name, value in args.items():
         flag = SPELLINGS.get(name, "--" + name.replace("_", "-"))
-        if name in NO_FLAG or value is None or (name == "virtual_pipeline_model_parallel_size" and string_layout):
+        if (
+            name in NO_FLAG
+            or value is None
+            or (name == "virtual_pipeline_model_parallel_size" and string_layout)
+        ):
             continue
         if name == "num_query_groups" and not args.get("group_query_attention"):
             continue
@@ -104,7 +124,8 @@ def command_line(args: dict[str, Any], version: tuple[int, int] = NEWEST) -> lis
 
 
 def checkpoint_args(args: dict[str, Any], world_size: int, dtype: Dtype, iteration: int) -> dict[str, Any]:
-    """The ``args`` that a training run with these arguments would have saved, as far as loading reads them."""
+    """The ``args`` that a training run with these arguments would have saved, as far as loading reads
+    them."""
     per_model = args["tensor_model_parallel_size"] * args["pipeline_model_parallel_size"]
     return args | {
         "params_dtype": Name("torch", dtype.name), "world_size": world_size, "data_parallel_size": world_size // per_model,

@@ -1,7 +1,7 @@
 """Megatron-Core models from a Hugging Face config, for those who start a trainer or check one.
 
-The fields that decide numerics (rotary scaling, YaRN and mscale, q/k norm, the router's scores, groups and scaling, shared experts,
-MTP) come from the family's table, the same that converts the weights.
+The fields that decide numerics (rotary scaling, YaRN and mscale, q/k norm, the router's scores, groups and
+scaling, shared experts, MTP) come from the family's table, the same that converts the weights.
 """
 
 from collections.abc import Iterator
@@ -27,18 +27,28 @@ YARN_ATTRIBUTES = {
 }  # fmt: skip
 
 
-def transformer_config(model: Model, layout: Layout, *, transformer_impl: str = "transformer_engine", dtype: torch.dtype = torch.bfloat16,
-                       **overrides: Any) -> Any:  # fmt: skip
-    """Megatron's ``TransformerConfig`` (``MLATransformerConfig`` for DeepSeek-V3) of a model in a layout; no process group is needed.
+def transformer_config(
+    model: Model,
+    layout: Layout,
+    *,
+    transformer_impl: str = "transformer_engine",
+    dtype: torch.dtype = torch.bfloat16,
+    **overrides: Any,
+) -> Any:
+    """Megatron's ``TransformerConfig`` (``MLATransformerConfig`` for DeepSeek-V3) of a model in a layout; no
+    process group is needed.
 
-    Dropout is 0. `overrides` are fields of the config, such as ``sequence_parallel=True``, which Megatron demands for training experts
-    with TP. Raises ReshardError where a size does not divide or a field does not exist.
+    Dropout is 0. `overrides` are fields of the config, such as ``sequence_parallel=True``, which Megatron
+    demands for training experts with TP. Raises ReshardError where a size does not divide or a field does not
+    exist.
     """
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     if transformer_impl not in TRANSFORMER_IMPLS:
-        raise ReshardError(f"transformer_impl {transformer_impl!r} is not one of {', '.join(TRANSFORMER_IMPLS)}")
+        raise ReshardError(
+            f"transformer_impl {transformer_impl!r} is not one of {', '.join(TRANSFORMER_IMPLS)}"
+        )
     layout.check(model)
     args = model.megatron_args() | layout.megatron_args()
     kind = MLATransformerConfig if args.get("multi_latent_attention") else TransformerConfig
@@ -59,10 +69,18 @@ def transformer_config(model: Model, layout: Layout, *, transformer_impl: str = 
     if args.get("multi_latent_attention"):  # where the class has defaults of DeepSeek-V3's
         values = {"q_lora_rank": None, "rotary_scaling_factor": 1.0} | values
     if layout.pipeline is not None:
-        values["pipeline_model_parallel_layout"] = PipelineParallelLayerLayout.from_str(layout.pipeline, layout.pp)
-        values["virtual_pipeline_model_parallel_size"] = layout.virtual_stages if layout.virtual_stages > 1 else None
+        values["pipeline_model_parallel_layout"] = PipelineParallelLayerLayout.from_str(
+            layout.pipeline, layout.pp
+        )
+        values["virtual_pipeline_model_parallel_size"] = (
+            layout.virtual_stages if layout.virtual_stages > 1 else None
+        )
     if transformer_impl == "local":
-        values |= {"moe_grouped_gemm": False, "persist_layer_norm": False, "gradient_accumulation_fusion": False}
+        values |= {
+            "moe_grouped_gemm": False,
+            "persist_layer_norm": False,
+            "gradient_accumulation_fusion": False,
+        }
         if not torch.cuda.is_available():
             values |= {"use_cpu_initialization": True, "masked_softmax_fusion": False}
     unknown = overrides.keys() - names
@@ -77,7 +95,8 @@ def transformer_config(model: Model, layout: Layout, *, transformer_impl: str = 
 
 
 def initialize_parallel(layout: Layout, seed: int = 1234, **options: Any) -> None:
-    """Megatron's ``initialize_model_parallel`` for a layout; torch.distributed must be initialised, with as many ranks as it needs.
+    """Megatron's ``initialize_model_parallel`` for a layout; torch.distributed must be initialised, with as
+    many ranks as it needs.
 
     On a GPU Megatron's random states, which its modules draw their weights from, are seeded too.
     """
@@ -92,10 +111,18 @@ def initialize_parallel(layout: Layout, seed: int = 1234, **options: Any) -> Non
         model_parallel_cuda_manual_seed(seed)
 
 
-def build_megatron(model: Model, layout: Layout, *, transformer_impl: str = "transformer_engine", dtype: torch.dtype = torch.bfloat16,
-                   vocab_divisible_by: int = 128, parallel_output: bool = True, **overrides: Any) -> list[torch.nn.Module]:  # fmt: skip
-    """This rank's ``GPTModel`` chunks, one for each virtual stage, with Megatron's own random weights; bare, as Float16Module and DDP
-    take them.
+def build_megatron(
+    model: Model,
+    layout: Layout,
+    *,
+    transformer_impl: str = "transformer_engine",
+    dtype: torch.dtype = torch.bfloat16,
+    vocab_divisible_by: int = 128,
+    parallel_output: bool = True,
+    **overrides: Any,
+) -> list[torch.nn.Module]:
+    """This rank's ``GPTModel`` chunks, one for each virtual stage, with Megatron's own random weights; bare,
+    as Float16Module and DDP take them.
 
     Megatron's parallel state must be initialised (`initialize_parallel`). `vocab_divisible_by` is
     ``--make-vocab-size-divisible-by``; `overrides` as for `transformer_config`.
@@ -112,30 +139,45 @@ def build_megatron(model: Model, layout: Layout, *, transformer_impl: str = "tra
         decoder, mtp = layer_specs(config, transformer_impl, vp_stage)
         chunks.append(
             GPTModel(
-                config, decoder, padded_vocab_size(model.symbols["V"], vocab_divisible_by, layout.tp), args["max_position_embeddings"],
+                config,
+                decoder,
+                padded_vocab_size(model.symbols["V"], vocab_divisible_by, layout.tp),
+                args["max_position_embeddings"],
                 pre_process=parallel_state.is_pipeline_first_stage(**which),
                 post_process=parallel_state.is_pipeline_last_stage(**which),
-                parallel_output=parallel_output, share_embeddings_and_output_weights=not args["untie_embeddings_and_output_weights"],
-                position_embedding_type=args["position_embedding_type"], rotary_percent=args["rotary_percent"],
-                rotary_base=args["rotary_base"], rope_scaling=args.get("use_rope_scaling", False),
-                rope_scaling_factor=args.get("rope_scaling_factor", 8.0), mtp_block_spec=mtp, vp_stage=vp_stage,
+                parallel_output=parallel_output,
+                share_embeddings_and_output_weights=not args["untie_embeddings_and_output_weights"],
+                position_embedding_type=args["position_embedding_type"],
+                rotary_percent=args["rotary_percent"],
+                rotary_base=args["rotary_base"],
+                rope_scaling=args.get("use_rope_scaling", False),
+                rope_scaling_factor=args.get("rope_scaling_factor", 8.0),
+                mtp_block_spec=mtp,
+                vp_stage=vp_stage,
                 seq_len_interpolation_factor=args.get("rotary_seq_len_interpolation_factor"),
             )
-        )  # fmt: skip
+        )
     return chunks
 
 
 def layer_specs(config: Any, transformer_impl: str, vp_stage: int | None) -> tuple[Any, Any]:
-    """Megatron's specs of the decoder layers and of the MTP layers (None where there are none) of a virtual stage."""
+    """Megatron's specs of the decoder layers and of the MTP layers (None where there are none) of a virtual
+    stage."""
     from reshard.megatron import compat
 
     try:
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
+        from megatron.core.models.gpt.gpt_layer_specs import (
+            get_gpt_decoder_block_spec,
+            get_gpt_decoder_layer_specs,
+            get_gpt_mtp_block_spec,
+        )
     except ImportError as error:
         raise compat.unknown("has not the layer specs that its models are built from") from error
 
     engine = transformer_impl == "transformer_engine"
-    decoder = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage)
+    decoder = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage
+    )
     # The stage's own may lack a layer of the kind that MTP follows.
     last = get_gpt_decoder_layer_specs(config, use_transformer_engine=engine, normalization="RMSNorm")[-1]
     if config.multi_latent_attention:
@@ -147,7 +189,11 @@ def layer_specs(config: Any, transformer_impl: str, vp_stage: int | None) -> tup
                 attention.module = compat.MLAWithPlainQueries
             if not engine:
                 attention.submodules.core_attention = PlainCoreAttention
-    mtp = get_gpt_mtp_block_spec(config, last, use_transformer_engine=engine, vp_stage=vp_stage) if config.mtp_num_layers else None
+    mtp = (
+        get_gpt_mtp_block_spec(config, last, use_transformer_engine=engine, vp_stage=vp_stage)
+        if config.mtp_num_layers
+        else None
+    )
     return decoder, mtp
 
 
@@ -155,8 +201,8 @@ def layer_specs(config: Any, transformer_impl: str, vp_stage: int | None) -> tup
 def without_gpu() -> Iterator[None]:
     """On a machine without a GPU: what is inside can build and run Megatron's local layers on the CPU.
 
-    They ask for the current CUDA device by name, move tied embeddings there, and want CUDA's random states even where there is no
-    dropout. All three are changed for the whole process and put back.
+    They ask for the current CUDA device by name, move tied embeddings there, and want CUDA's random states
+    even where there is no dropout. All three are changed for the whole process and put back.
     """
     if torch.cuda.is_available():
         yield

@@ -1,11 +1,12 @@
 """How a ``torch_dist`` checkpoint arranges Megatron's parameters: keys, chunks, and who saves them.
 
-`chunks_to_write` cuts parameters the way the ranks of a layout would save them; `placement_of_keys` reads any checkpoint's chunks, or
-a live model's shards, as a placement.
+`chunks_to_write` cuts parameters the way the ranks of a layout would save them; `placement_of_keys` reads any
+checkpoint's chunks, or a live model's shards, as a placement.
 
-Megatron has two schemes of keys. Layers of one kind are stacked, ``decoder.layers.mlp.linear_fc1.weight [layers, ...]``; where
-kinds are mixed (and always for MTP) every layer has keys of its own, ``decoder.layers.3.mlp...``. Experts are stacked in both;
-a third spelling, ``singleton_local_shards``, gives every expert and each half of SwiGLU its own key, and is only read.
+Megatron has two schemes of keys. Layers of one kind are stacked, ``decoder.layers.mlp.linear_fc1.weight
+[layers, ...]``; where kinds are mixed (and always for MTP) every layer has keys of its own,
+``decoder.layers.3.mlp...``. Experts are stacked in both; a third spelling, ``singleton_local_shards``, gives
+every expert and each half of SwiGLU its own key, and is only read.
 """
 
 from collections import defaultdict
@@ -34,12 +35,21 @@ NOT_WEIGHTS = {
 }
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 # Modules with a weight and another rule than linear layers for ``_extra_state``.
-NORMS = {"input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "final_layernorm", "enorm", "hnorm"}
+NORMS = {
+    "input_layernorm",
+    "pre_mlp_layernorm",
+    "q_layernorm",
+    "k_layernorm",
+    "final_layernorm",
+    "enorm",
+    "hnorm",
+}
 WITHOUT_STATE = {"embedding.word_embeddings", "output_layer", "mlp.router"}
 
 
 class Chunk(NamedTuple):
-    """A chunk as one rank saves it. Its local tensor has the dims of the parameter; `offsets` and `sizes` are the key's."""
+    """A chunk as one rank saves it. Its local tensor has the dims of the parameter; `offsets` and `sizes` are
+    the key's."""
 
     key: str
     key_shape: tuple[int, ...]
@@ -66,9 +76,11 @@ class NewObject(NamedTuple):
 
 
 def chunks_to_write(model: Model, mapping: Mapping, layout: Layout, transformer_impl: str) -> Iterator[Chunk]:
-    """Every chunk that the ranks of a layout save, the way Megatron's own ``dist_checkpointing.save`` cuts them.
+    """Every chunk that the ranks of a layout save, the way Megatron's own ``dist_checkpointing.save`` cuts
+    them.
 
-    A parameter that several ranks hold alike is saved by the first of them; local tensors are named by (key, offsets).
+    A parameter that several ranks hold alike is saved by the first of them; local tensors are named by (key,
+    offsets).
     """
     ranks = Ranks(model, layout)
     for p in mapping.parameters:
@@ -80,11 +92,14 @@ def chunks_to_write(model: Model, mapping: Mapping, layout: Layout, transformer_
             yield Chunk(key, key_shape, offsets, (*(1 for _ in stack), *box.lengths), rank, tensor, p.fp32)
 
 
-def extra_states_to_write(model: Model, mapping: Mapping, layout: Layout, transformer_impl: str) -> Iterator[NewObject]:
-    """The ``_extra_state`` objects that a model of these layers asks for when it loads; they hold nothing without fp8.
+def extra_states_to_write(
+    model: Model, mapping: Mapping, layout: Layout, transformer_impl: str
+) -> Iterator[NewObject]:
+    """The ``_extra_state`` objects that a model of these layers asks for when it loads; they hold nothing
+    without fp8.
 
-    Every linear layer has one, whatever its implementation; Transformer Engine's norms have one too, and in some of its releases
-    (not in 2.16) the core attention.
+    Every linear layer has one, whatever its implementation; Transformer Engine's norms have one too, and in
+    some of its releases (not in 2.16) the core attention.
     """
     ranks = Ranks(model, layout)
     engine = transformer_impl == "transformer_engine"
@@ -111,30 +126,43 @@ def _stack(p: Parameter, model: Model) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint's weights as a placement. A local tensor's id is (key, chunk offsets, chunk sizes, elements before it)."""
+    """A checkpoint's weights as a placement. A local tensor's id is (key, chunk offsets, chunk sizes,
+    elements before it)."""
 
     placement: Placement
     notices: list[str]
 
 
 def vocab_rows(keys: Keys, where: object, model: Model) -> int:
-    """Vocabulary rows of a checkpoint, padding included. Raises ReshardError where they are fewer than the vocabulary."""
+    """Vocabulary rows of a checkpoint, padding included. Raises ReshardError where they are fewer than the
+    vocabulary."""
     key = keys.get(EMBEDDING)
     vocab = model.symbols["V"]
     if key is None or not key.shape:
-        raise ReshardError(f"{where} has no embedding.word_embeddings.weight: it is not a GPT model's checkpoint")
+        raise ReshardError(
+            f"{where} has no embedding.word_embeddings.weight: it is not a GPT model's checkpoint"
+        )
     if key.shape[0] < vocab:
-        raise ReshardError(f"{where} has {key.shape[0]} vocabulary rows, fewer than vocab_size {vocab} of {model.where}")
+        raise ReshardError(
+            f"{where} has {key.shape[0]} vocabulary rows, fewer than vocab_size {vocab} of {model.where}"
+        )
     return key.shape[0]
 
 
-def placement_of_keys(keys: Keys, objects: Iterable[str], where: object, model: Model, mapping: Mapping, complete: bool = True) -> Found:
-    """Find every parameter of a model among global tensors by key, in whichever scheme and spelling they have.
+def placement_of_keys(
+    keys: Keys, objects: Iterable[str], where: object, model: Model, mapping: Mapping, complete: bool = True
+) -> Found:
+    """Find every parameter of a model among global tensors by key, in whichever scheme and spelling they
+    have.
 
-    Without `complete`, keys are those of one rank, which has some parameters only, and some chunks of them. Raises ReshardError with
-    the names where a parameter is missing or of the wrong shape, or where a key is left over.
+    Without `complete`, keys are those of one rank, which has some parameters only, and some chunks of them.
+    Raises ReshardError with the names where a parameter is missing or of the wrong shape, or where a key is
+    left over.
     """
-    index = {key: _by_stack((c for c in entry.chunks if all(c[1])), len(entry.shape)) for key, entry in keys.items()}
+    index = {
+        key: _by_stack((c for c in entry.chunks if all(c[1])), len(entry.shape))
+        for key, entry in keys.items()
+    }
     used: set[str] = set()
     missing: list[str] = []
     tensors: dict = {}
@@ -145,18 +173,25 @@ def placement_of_keys(keys: Keys, objects: Iterable[str], where: object, model: 
             entry = keys[key]
             shape = (*(n for _, n in stack), *box.lengths)
             if entry.shape != shape:
-                raise ReshardError(f"{where}: {key} has shape {list(entry.shape)}, expected {list(shape)} for {model.where}")
+                raise ReshardError(
+                    f"{where}: {key} has shape {list(entry.shape)}, expected {list(shape)} for {model.where}"
+                )
             if not entry.dtype.floating:
                 raise ReshardError(f"{where}: {key} has dtype {entry.dtype.name}, which is not a weight's")
             if complete and key not in used:
                 held = sum(prod(sizes) for _, sizes in entry.chunks)
                 if held != prod(shape):
                     how = "lacks chunks" if held < prod(shape) else "has chunks that overlap"
-                    raise ReshardError(f"{where}: {key} {how}: they hold {held:,} elements, its shape {list(shape)} has {prod(shape):,}")
+                    raise ReshardError(
+                        f"{where}: {key} {how}: they hold {held:,} elements, its shape "
+                        f"{list(shape)} has {prod(shape):,}"
+                    )
             used.add(key)
             for offsets, sizes in index[key](tuple(i for i, _ in stack)):
                 depth = len(stack)
-                local = Box(tuple(o + d for o, d in zip(offsets[depth:], box.offsets, strict=True)), sizes[depth:])
+                local = Box(
+                    tuple(o + d for o, d in zip(offsets[depth:], box.offsets, strict=True)), sizes[depth:]
+                )
                 before = 0
                 for (i, _), start, size in zip(stack, offsets, sizes, strict=False):
                     before = before * size + (i - start)
@@ -168,9 +203,14 @@ def placement_of_keys(keys: Keys, objects: Iterable[str], where: object, model: 
             if is_whole or is_last_half:
                 break
         else:
-            missing.append(key_of(p, model.uniform, "transformer_engine") + ("" if p.expert is None else f" (expert {p.expert})"))
+            missing.append(
+                key_of(p, model.uniform, "transformer_engine")
+                + ("" if p.expert is None else f" (expert {p.expert})")
+            )
     if missing and complete:
-        raise ReshardError(f"{where} lacks {len(missing)} parameters that {model.where} calls for: {listed(missing)}")
+        raise ReshardError(
+            f"{where} lacks {len(missing)} parameters that {model.where} calls for: {listed(missing)}"
+        )
     notices, unknown = [], []
     left_over: dict[str, int] = defaultdict(int)
     for key in (*keys, *objects):
@@ -183,7 +223,10 @@ def placement_of_keys(keys: Keys, objects: Iterable[str], where: object, model: 
         elif what != "common state":
             left_over[what] += 1
     if unknown:
-        raise ReshardError(f"{where} holds {len(unknown)} parameters that {model.family.name} does not have: {listed(sorted(unknown))}")
+        raise ReshardError(
+            f"{where} holds {len(unknown)} parameters that {model.family.name} does not "
+            f"have: {listed(sorted(unknown))}"
+        )
     notices += [f"ignored {n} entries of {what}" for what, n in sorted(left_over.items())]
     return Found(Placement(mapping.shapes, tensors), notices)
 
@@ -191,7 +234,8 @@ def placement_of_keys(keys: Keys, objects: Iterable[str], where: object, model: 
 def _by_stack(chunks: Iterable, dims: int) -> Callable[[tuple[int, ...]], list]:
     """Look chunks up by their position in the first `len(stack)` dims.
 
-    Megatron saves one layer and one expert a chunk, which is found directly; chunks that span several are searched.
+    Megatron saves one layer and one expert a chunk, which is found directly; chunks that span several are
+    searched.
     """
     exact: dict[tuple[int, ...], list] = defaultdict(list)
     spanning: dict[int, list] = defaultdict(list)
@@ -203,14 +247,17 @@ def _by_stack(chunks: Iterable, dims: int) -> Callable[[tuple[int, ...]], list]:
                 spanning[depth].append((offsets, sizes))
 
     def at(stack: tuple[int, ...]) -> list:
-        around = [c for c in spanning[len(stack)] if all(o <= i < o + n for i, o, n in zip(stack, *c, strict=False))]
+        around = [
+            c for c in spanning[len(stack)] if all(o <= i < o + n for i, o, n in zip(stack, *c, strict=False))
+        ]
         return exact.get(stack, []) + around
 
     return at
 
 
 def _spellings(p: Parameter, model: Model, keys: Keys) -> Iterator[tuple[str, list[tuple[int, int]], Box]]:
-    """Where a parameter may be: key, its (index, size) in the stacked dims, and the box of the parameter that the key holds.
+    """Where a parameter may be: key, its (index, size) in the stacked dims, and the box of the parameter that
+    the key holds.
 
     A key that holds the first half only (`singleton_local_shards`) is followed by the one with the second.
     """
@@ -222,7 +269,9 @@ def _spellings(p: Parameter, model: Model, keys: Keys) -> Iterator[tuple[str, li
         else:
             prefix = p.prefix
         yield prefix + name, experts, whole(p.shape)
-        single = name if p.expert is None else name.replace(".experts.experts.", f".experts.experts.{p.expert}.")
+        single = (
+            name if p.expert is None else name.replace(".experts.experts.", f".experts.experts.{p.expert}.")
+        )
         if p.expert is not None:
             yield prefix + single, [], whole(p.shape)
         if p.halves == 2:

@@ -1,6 +1,8 @@
-"""What is needed of Megatron-Core and is no part of its interface, for megatron-core 0.16 to 0.20. No other file of reshard names it.
+"""What is needed of Megatron-Core and is no part of its interface, for megatron-core 0.16 to 0.20. No other
+file of reshard names it.
 
-Below 0.16 there is no `get_gpt_decoder_layer_specs`, with which models are built. Nothing is changed when this is imported.
+Below 0.16 there is no `get_gpt_decoder_layer_specs`, with which models are built. Nothing is changed when
+this is imported.
 """
 
 from collections.abc import Iterator
@@ -24,14 +26,17 @@ OLDEST, NEWEST = "0.16", "0.20"  # that models were built and refitted from with
 
 
 def unknown(what: str) -> ReshardError:
-    """The error for a Megatron-Core in which something is not where it is known to be. `what` completes "this megatron-core"."""
+    """The error for a Megatron-Core in which something is not where it is known to be. `what` completes "this
+    megatron-core"."""
     try:
         version = metadata.version("megatron-core")
     except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
         from megatron.core import package_info
 
         version = package_info.__version__
-    return ReshardError(f"this megatron-core {version} {what}; reshard is tested with {OLDEST} to {NEWEST}: use one of those")
+    return ReshardError(
+        f"this megatron-core {version} {what}; reshard is tested with {OLDEST} to {NEWEST}: use one of those"
+    )
 
 
 if QKNormConfigResolver is None:
@@ -40,10 +45,15 @@ else:
 
     class _PlainQueries(QKNormConfigResolver):
         def _mla_fused_linear_or_default(self, module_spec: Any, module_name: str) -> Any:
-            return self.linear_impl if module_name == "linear_q_proj" else super()._mla_fused_linear_or_default(module_spec, module_name)
+            return (
+                self.linear_impl
+                if module_name == "linear_q_proj"
+                else super()._mla_fused_linear_or_default(module_spec, module_name)
+            )
 
     class MLAWithPlainQueries(MLASelfAttention):  # type: ignore[no-redef]
-        """MLA without ``q_lora_rank`` as it is published: no second norm before ``linear_q_proj``, where 0.19 on puts one."""
+        """MLA without ``q_lora_rank`` as it is published: no second norm before ``linear_q_proj``, where 0.19
+        on puts one."""
 
         def _resolve_qk_norm_config(self, submodules: Any) -> Any:
             return _PlainQueries(self.config, replace(submodules, q_layernorm=IdentityOp)).resolve()
@@ -51,7 +61,8 @@ else:
 
 @contextmanager
 def without_random_states() -> Iterator[None]:
-    """While it is open, layers find random states of CUDA that do nothing: they want them even where there is no dropout."""
+    """While it is open, layers find random states of CUDA that do nothing: they want them even where there is
+    no dropout."""
     names = ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")
     if not all(hasattr(random, name) for name in names):
         raise unknown("keeps CUDA's random states elsewhere, so that its layers do not run without a GPU")

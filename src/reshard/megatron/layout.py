@@ -1,7 +1,8 @@
 """Layouts: Megatron's rank mesh (TP, PP, VPP, EP, ETP) and which layers each pipeline stage has.
 
-All of it is arithmetic on the sizes; no process group is asked. Ranks are numbered in Megatron's default order: within a
-pipeline stage, tensor-parallel ranks are neighbours (for experts: ETP, then EP), and stages follow each other.
+All of it is arithmetic on the sizes; no process group is asked. Ranks are numbered in Megatron's default
+order: within a pipeline stage, tensor-parallel ranks are neighbours (for experts: ETP, then EP), and stages
+follow each other.
 """
 
 import re
@@ -16,7 +17,8 @@ MAX_SIZE = 1 << 16  # of a parallel axis, and of all pipeline stages together: n
 
 @dataclass(frozen=True)
 class Stage:
-    """What one virtual pipeline stage holds: global decoder layers, and whether embedding, output and MTP are with it."""
+    """What one virtual pipeline stage holds: global decoder layers, and whether embedding, output and MTP are
+    with it."""
 
     layers: tuple[int, ...]
     embedding: bool = False
@@ -26,7 +28,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Layout:
-    """Megatron's parallel sizes. `etp` None means `tp`, as in Megatron; `pipeline` is its layout string, such as ``Et*3|t*4L``."""
+    """Megatron's parallel sizes. `etp` None means `tp`, as in Megatron; `pipeline` is its layout string, such
+    as ``Et*3|t*4L``."""
 
     tp: int = 1
     pp: int = 1
@@ -43,16 +46,27 @@ class Layout:
         for name in ("tp", "pp", "vpp", "ep", "etp", "first_stage_layers", "last_stage_layers"):
             value, may_lack = getattr(self, name), name in ("etp", "first_stage_layers", "last_stage_layers")
             if type(value) is not int and not (value is None and may_lack):
-                raise ReshardError(f"--{name.replace('_', '-')} is {value!r:.80}, which is not a whole number")
+                raise ReshardError(
+                    f"--{name.replace('_', '-')} is {value!r:.80}, which is not a whole number"
+                )
         if not isinstance(self.pipeline, (str, type(None))):
-            raise ReshardError(f"--pipeline-layout is {self.pipeline!r:.80}, which is not a text such as Et*3|t*4L")
+            raise ReshardError(
+                f"--pipeline-layout is {self.pipeline!r:.80}, which is not a text such as Et*3|t*4L"
+            )
         for name in ("tp", "pp", "vpp", "ep", "expert_tp"):
             if getattr(self, name) < 1:
-                raise ReshardError(f"--{name.replace('expert_tp', 'etp')} is {getattr(self, name)}; sizes start at 1")
+                raise ReshardError(
+                    f"--{name.replace('expert_tp', 'etp')} is {getattr(self, name)}; sizes start at 1"
+                )
             if getattr(self, name) > MAX_SIZE:
-                raise ReshardError(f"--{name.replace('expert_tp', 'etp')} is {getattr(self, name)}; sizes end at {MAX_SIZE}")
+                raise ReshardError(
+                    f"--{name.replace('expert_tp', 'etp')} is {getattr(self, name)}; sizes end at {MAX_SIZE}"
+                )
         if self.pp * self.vpp > MAX_SIZE:
-            raise ReshardError(f"--pp {self.pp} --vpp {self.vpp} are {self.pp * self.vpp} virtual stages; at most {MAX_SIZE} can be")
+            raise ReshardError(
+                f"--pp {self.pp} --vpp {self.vpp} are {self.pp * self.vpp} virtual stages; "
+                f"at most {MAX_SIZE} can be"
+            )
 
     @property
     def expert_tp(self) -> int:
@@ -60,7 +74,8 @@ class Layout:
         return self.tp if self.etp is None else self.etp
 
     def ranks_per_stage(self, model: Model) -> int:
-        """The fewest ranks that a pipeline stage can have: a multiple of TP and, with experts, of EP times ETP."""
+        """The fewest ranks that a pipeline stage can have: a multiple of TP and, with experts, of EP times
+        ETP."""
         return lcm(self.tp, self.ep * self.expert_tp) if model.num_experts else self.tp
 
     def world_size(self, model: Model) -> int:
@@ -80,12 +95,19 @@ class Layout:
             sizes.append((f"--etp {self.expert_tp}", self.expert_tp, s["FE"], "moe_intermediate_size"))
             sizes.append((f"--ep {self.ep}", self.ep, model.num_experts, "experts"))
             if model.shared_width:
-                sizes.append((f"--tp {self.tp}", self.tp, model.shared_width, "shared expert intermediate size"))
+                sizes.append(
+                    (f"--tp {self.tp}", self.tp, model.shared_width, "shared expert intermediate size")
+                )
         elif self.ep > 1 or (self.etp or 1) > 1:
-            raise ReshardError(f"--ep {self.ep} --etp {self.expert_tp}: a {model.family.name} model without experts has only 1 and 1")
+            raise ReshardError(
+                f"--ep {self.ep} --etp {self.expert_tp}: a {model.family.name} model without "
+                f"experts has only 1 and 1"
+            )
         for flag, n, size, name in sizes:
             if size % n:
-                raise ReshardError(f"{flag} does not divide {name} {size}; sizes that do: {_numbers(_divisors(size))}")
+                raise ReshardError(
+                    f"{flag} does not divide {name} {size}; sizes that do: {_numbers(_divisors(size))}"
+                )
         self.stages(model)
 
     def stages(self, model: Model) -> list[list[Stage]]:
@@ -97,7 +119,10 @@ class Layout:
             raise ReshardError(f"--vpp {self.vpp} needs --pp above 1")
         uneven = self.first_stage_layers is not None or self.last_stage_layers is not None
         if uneven and (self.embedding_in_split or self.loss_in_split):
-            raise ReshardError("--first-stage-layers and --last-stage-layers do not go with embedding or loss in the pipeline split")
+            raise ReshardError(
+                "--first-stage-layers and --last-stage-layers do not go with embedding or "
+                "loss in the pipeline split"
+            )
         ends = {0: self.first_stage_layers, self.pp - 1: self.last_stage_layers} if self.pp > 1 else {}
         if uneven and not ends:
             raise ReshardError("--first-stage-layers and --last-stage-layers need --pp above 1")
@@ -106,45 +131,77 @@ class Layout:
         middle, rest = self.pp - len(given), slots - sum(given.values())
         if (middle and rest % middle) or (not middle and rest) or rest < 0:
             if given:
-                raise ReshardError(f"{rest} of {layers} layers are left for the {middle} other pipeline stages, which do not divide them")
-            raise ReshardError(f"--pp {self.pp} does not divide {slots} layers; sizes that do: {_numbers(_divisors(slots))}, or use "
-                               "--first-stage-layers, --last-stage-layers or --pipeline-model-parallel-layout")  # fmt: skip
+                raise ReshardError(
+                    f"{rest} of {layers} layers are left for the {middle} other pipeline "
+                    f"stages, which do not divide them"
+                )
+            raise ReshardError(
+                f"--pp {self.pp} does not divide {slots} layers; sizes that do: "
+                f"{_numbers(_divisors(slots))}, or use --first-stage-layers, "
+                f"--last-stage-layers or --pipeline-model-parallel-layout"
+            )
         per_rank = [given.get(rank, rest // middle if middle else 0) for rank in range(self.pp)]
         for n in per_rank:
             if n % self.vpp:
-                raise ReshardError(f"--vpp {self.vpp} does not divide a stage of {n} layers; sizes that do: {_numbers(_divisors(n))}")
+                raise ReshardError(
+                    f"--vpp {self.vpp} does not divide a stage of {n} layers; sizes that do: "
+                    f"{_numbers(_divisors(n))}"
+                )
         stages: list[list[Stage]] = [[] for _ in range(self.pp)]
         position = 0
         for virtual in range(self.vpp):
             for rank in range(self.pp):
                 first, last = rank == virtual == 0, (rank, virtual) == (self.pp - 1, self.vpp - 1)
-                count = per_rank[rank] // self.vpp - (first and self.embedding_in_split) - (last and self.loss_in_split)
+                count = (
+                    per_rank[rank] // self.vpp
+                    - (first and self.embedding_in_split)
+                    - (last and self.loss_in_split)
+                )
                 if count < 0:
-                    raise ReshardError("a stage with the embedding or the loss in the pipeline split has no slot for it")
-                stages[rank].append(Stage(tuple(range(position, position + count)), first, last, last and mtp))
+                    raise ReshardError(
+                        "a stage with the embedding or the loss in the pipeline split has no slot for it"
+                    )
+                stages[rank].append(
+                    Stage(tuple(range(position, position + count)), first, last, last and mtp)
+                )
                 position += count
         return stages
 
     def _stages_from_string(self, model: Model) -> list[list[Stage]]:
-        if self.first_stage_layers is not None or self.last_stage_layers is not None or self.embedding_in_split or self.loss_in_split:
-            raise ReshardError("--pipeline-model-parallel-layout says where every layer is; give no other flag for uneven stages")
+        if (
+            self.first_stage_layers is not None
+            or self.last_stage_layers is not None
+            or self.embedding_in_split
+            or self.loss_in_split
+        ):
+            raise ReshardError(
+                "--pipeline-model-parallel-layout says where every layer is; give no other "
+                "flag for uneven stages"
+            )
         rows = parse_pipeline(self.pipeline or "")
         if len(rows) % self.pp or (self.vpp > 1 and len(rows) != self.pp * self.vpp):
             raise ReshardError(
-                f"pipeline layout {self.pipeline!r} has {len(rows)} stages, which --pp {self.pp} --vpp {self.vpp} does not fit"
+                f"pipeline layout {self.pipeline!r} has {len(rows)} stages, which --pp {self.pp} --vpp "
+                f"{self.vpp} does not fit"
             )
         text = "".join(rows)
         for letter, count, name in (("E", 1, "embedding (E)"), ("L", 1, "loss (L)"), ("t", model.num_layers, "decoder layers (t)"),
                                     ("m", model.mtp_layers, "MTP layers (m)")):  # fmt: skip
             if text.count(letter) != count:
-                raise ReshardError(f"pipeline layout {self.pipeline!r} has {text.count(letter)} {name}; the model has {count}")
+                raise ReshardError(
+                    f"pipeline layout {self.pipeline!r} has {text.count(letter)} {name}; the "
+                    f"model has {count}"
+                )
         if not re.fullmatch("Et*m*L", text):
             raise ReshardError(f"pipeline layout {self.pipeline!r} must run from E over t and m to L")
         with_mtp = [index for index, row in enumerate(rows) if "m" in row]
         before_last_virtual_stage = any(index < len(rows) - self.pp for index in with_mtp)
         on_first_rank = self.pp > 1 and any(index % self.pp == 0 for index in with_mtp)
         if len(with_mtp) > 1 or before_last_virtual_stage or on_first_rank:
-            raise ReshardError(f"pipeline layout {self.pipeline!r} must keep all m in one last virtual stage, not on the first rank")
+            raise ReshardError(
+                f"pipeline layout {self.pipeline!r} must keep all m in one last virtual "
+                f"stage, not on the first rank"
+            )
         stages: list[list[Stage]] = [[] for _ in range(self.pp)]
         position = 0
         for index, row in enumerate(rows):
@@ -191,16 +248,25 @@ def parse_pipeline(text: str) -> list[str]:
     for pattern in (r"\(([^)]+)\)\*([0-9]+)", r"(.)\*([0-9]+)"):
         # Digits are counted before they are read: Python refuses to read thousands of them.
         if len(unrolled) > 4 * MAX_LAYERS:
-            raise ReshardError(f"pipeline layout {_short(text)} has {len(text):,} characters; it describes at most {MAX_LAYERS} layers")
-        long = [m for m in re.finditer(pattern, unrolled) if len(m[2]) > 6 or len(m[1]) * int(m[2]) > MAX_LAYERS]
+            raise ReshardError(
+                f"pipeline layout {_short(text)} has {len(text):,} characters; it describes "
+                f"at most {MAX_LAYERS} layers"
+            )
+        long = [
+            m for m in re.finditer(pattern, unrolled) if len(m[2]) > 6 or len(m[1]) * int(m[2]) > MAX_LAYERS
+        ]
         if long or sum(len(m[1]) * int(m[2]) for m in re.finditer(pattern, unrolled)) > 2 * MAX_LAYERS:
             what = long[0][0] if long else text
-            raise ReshardError(f"pipeline layout {_short(text)} repeats {_short(what)}; at most {MAX_LAYERS} layers can be laid out")
+            raise ReshardError(
+                f"pipeline layout {_short(text)} repeats {_short(what)}; at most "
+                f"{MAX_LAYERS} layers can be laid out"
+            )
         unrolled = re.sub(pattern, lambda match: match.group(1) * int(match.group(2)), unrolled)
     unknown = set(unrolled) - set("EtmL|")
     if unknown or not unrolled:
         raise ReshardError(
-            f"pipeline layout {_short(text)} has {' '.join(sorted(unknown)[:20]) or 'nothing'} in it; it is made of E, t, m, L, | and *n"
+            f"pipeline layout {_short(text)} has {' '.join(sorted(unknown)[:20]) or 'nothing'} in it; it is "
+            f"made of E, t, m, L, | and *n"
         )
     return unrolled.split("|")
 

@@ -7,7 +7,8 @@ from megatron.core.transformer import MegatronModule
 
 
 class PlainCoreAttention(MegatronModule):
-    """Causal softmax attention over ``[sequence, batch, heads, dim]`` with value heads of a size of their own, for local layers.
+    """Causal softmax attention over ``[sequence, batch, heads, dim]`` with value heads of a size of their
+    own, for local layers.
 
     Megatron's local core attention takes no such heads. Scores are computed whole, in the weights' dtype.
     """
@@ -16,7 +17,9 @@ class PlainCoreAttention(MegatronModule):
         super().__init__(config=config)
         self.scale = softmax_scale
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         scores = torch.einsum("sbhd,tbhd->bhst", query, key) * scale
         n = scores.shape[-1]

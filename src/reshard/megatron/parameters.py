@@ -15,8 +15,8 @@ TRANSFORMER_IMPLS = ("transformer_engine", "local")
 class Parameter:
     """One Megatron parameter of one layer (and one expert), whole, as if nothing were split.
 
-    `parts` place canonical boxes in it, `halves` is 2 where gate and up are split apart, `padded` is the number of rows after
-    the vocabulary that are zero.
+    `parts` place canonical boxes in it, `halves` is 2 where gate and up are split apart, `padded` is the
+    number of rows after the vocabulary that are zero.
     """
 
     prefix: str
@@ -37,8 +37,8 @@ class Parameter:
 class Mapping:
     """A model's table, expanded: canonical shapes, copies and Megatron parameters.
 
-    `copies` maps a canonical name to the name that has the same bytes; `ignored` and `optional` are canonical names that may be
-    present; `fp32` are those that are never cast down.
+    `copies` maps a canonical name to the name that has the same bytes; `ignored` and `optional` are canonical
+    names that may be present; `fp32` are those that are never cast down.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -49,13 +49,23 @@ class Mapping:
     fp32: frozenset[str]
 
 
-def expand(model: Model, transformer_impl: str = "transformer_engine", padded_vocab: int | None = None) -> Mapping:
-    """Expand a model's table. `padded_vocab` is Megatron's number of vocabulary rows (default: no padding)."""
+def expand(
+    model: Model, transformer_impl: str = "transformer_engine", padded_vocab: int | None = None
+) -> Mapping:
+    """Expand a model's table. `padded_vocab` is Megatron's number of vocabulary rows (default: no
+    padding)."""
     found = _Expansion(model, transformer_impl, padded_vocab)
     for block in model.blocks():
         found.block(block)
     copies = {name: found.primary[megatron] for name, megatron in found.copies.items()}
-    return Mapping(found.shapes, found.parameters, copies, frozenset(found.ignored), frozenset(found.optional), frozenset(found.fp32))
+    return Mapping(
+        found.shapes,
+        found.parameters,
+        copies,
+        frozenset(found.ignored),
+        frozenset(found.optional),
+        frozenset(found.fp32),
+    )
 
 
 class _Expansion:
@@ -89,7 +99,13 @@ class _Expansion:
                 self._parameter(block, megatron, rows, [name for _, name in named], shapes, named[0][0])
 
     def _parameter(
-        self, block: Block, megatron: str, rows: list[Row], names: list[str], shapes: list[tuple[int, ...]], expert: int | None
+        self,
+        block: Block,
+        megatron: str,
+        rows: list[Row],
+        names: list[str],
+        shapes: list[tuple[int, ...]],
+        expert: int | None,
     ) -> None:
         """One Megatron parameter, which these rows fill with the published tensors `names`."""
         row, rest = rows[0], shapes[0][1:]
@@ -99,14 +115,19 @@ class _Expansion:
             parts = _query_groups(names, shapes, self.model.symbols["NKV"])
         elif kinds == ["gate", "up"]:
             halves = 2
-            parts = [Part(n, whole(s), (i * s[0], *(0,) * len(rest))) for i, (n, s) in enumerate(zip(names, shapes, strict=True))]
+            parts = [
+                Part(n, whole(s), (i * s[0], *(0,) * len(rest)))
+                for i, (n, s) in enumerate(zip(names, shapes, strict=True))
+            ]
         elif kinds in (["plain"], ["vocab"]):
             parts = [Part(names[0], whole(shapes[0]), (0,) * len(shapes[0]))]
             if kinds == ["vocab"] and self.padded_vocab:
                 padded = self.padded_vocab - length
                 length = self.padded_vocab
         else:
-            raise ValueError(f"{self.model.family.name}: {megatron} is made of {kinds}, which no rule arranges")
+            raise ValueError(
+                f"{self.model.family.name}: {megatron} is made of {kinds}, which no rule arranges"
+            )
         local = self.model.family.local_names.get(megatron, megatron)
         self.shapes.update(zip(names, shapes, strict=True))
         self.primary.setdefault(megatron, names[0])

@@ -1,7 +1,8 @@
 """Which ranks of a trainer hold what. Arithmetic only; nothing is asked.
 
-Ranks are numbered in Megatron's default order: pipeline stages follow each other; within a stage, tensor-parallel ranks are neighbours and
-data parallelism goes around them; for experts, expert tensor parallelism is innermost, then come expert and expert data parallelism.
+Ranks are numbered in Megatron's default order: pipeline stages follow each other; within a stage,
+tensor-parallel ranks are neighbours and data parallelism goes around them; for experts, expert tensor
+parallelism is innermost, then come expert and expert data parallelism.
 """
 
 from collections.abc import Iterator
@@ -16,16 +17,21 @@ from reshard.models.model import Model
 
 
 class Ranks:
-    """The ranks of a layout whose pipeline stages have `per_stage` ranks each, by default the fewest that they can have."""
+    """The ranks of a layout whose pipeline stages have `per_stage` ranks each, by default the fewest that
+    they can have."""
 
     def __init__(self, model: Model, layout: Layout, per_stage: int | None = None) -> None:
         self.layout = layout
         self.per_stage = layout.ranks_per_stage(model) if per_stage is None else per_stage
         self.local_experts = model.num_experts // layout.ep
         stages = layout.stages(model)
-        self.stage_of_layer = {layer: rank for rank, virtual in enumerate(stages) for stage in virtual for layer in stage.layers}
+        self.stage_of_layer = {
+            layer: rank for rank, virtual in enumerate(stages) for stage in virtual for layer in stage.layers
+        }
         having = {
-            what: next((rank for rank, virtual in enumerate(stages) for stage in virtual if getattr(stage, what)), 0)
+            what: next(
+                (rank for rank, virtual in enumerate(stages) for stage in virtual if getattr(stage, what)), 0
+            )
             for what in ("embedding", "output", "mtp")
         }
         self.output, self.mtp = having["output"], having["mtp"]
@@ -54,11 +60,14 @@ class Ranks:
 
     def holders(self, p: Parameter, index: int) -> tuple[int, ...]:
         """All ranks that hold cut `index` of a parameter."""
-        return tuple(stage * self.per_stage + rank for stage in self.stages(p) for rank in self.within_stage(p, index))
+        return tuple(
+            stage * self.per_stage + rank for stage in self.stages(p) for rank in self.within_stage(p, index)
+        )
 
 
 class LiveShard(NamedTuple):
-    """A shard as a trainer's ranks hold it in memory: the local tensor, and all ranks that have the same one."""
+    """A shard as a trainer's ranks hold it in memory: the local tensor, and all ranks that have the same
+    one."""
 
     tensor: LocalTensor
     ranks: tuple[int, ...]
@@ -67,7 +76,10 @@ class LiveShard(NamedTuple):
 def live_shards(ranks: Ranks, p: Parameter) -> list[LiveShard]:
     """The shards of a parameter in the memory of a trainer's ranks."""
     return [
-        LiveShard(LocalTensor((p.prefix, p.name, p.layer, p.expert, box), box.lengths, *inside(p, box)), ranks.holders(p, index))
+        LiveShard(
+            LocalTensor((p.prefix, p.name, p.layer, p.expert, box), box.lengths, *inside(p, box)),
+            ranks.holders(p, index),
+        )
         for index, box in cuts(p, ranks.layout)
     ]
 
@@ -77,7 +89,9 @@ def cuts(p: Parameter, layout: Layout) -> Iterator[tuple[int, Box]]:
     axis, dim = p.split or ("tp", 0)
     ranks = 1 if p.split is None else {"tp": layout.tp, "etp": layout.expert_tp}[axis]
     name = p.prefix + p.name
-    halves = [split(whole(p.shape), dim, p.halves, half, "gate and up, which are", name) for half in range(p.halves)]
+    halves = [
+        split(whole(p.shape), dim, p.halves, half, "gate and up, which are", name) for half in range(p.halves)
+    ]
     for rank in range(ranks):
         for half in halves:
             yield rank, split(half, dim, ranks, rank, f"--{axis}", name)

@@ -1,8 +1,8 @@
 """Which fields of a Hugging Face config say something, and what they may be.
 
-A field is *mapped*, where a mapping table or a rule of its family reads it; or it is known
-to have *no effect* on what the weights compute; or it is at its *default* in transformers. Any other is refused by name: it may make
-another model of the same weights.
+A field is *mapped*, where a mapping table or a rule of its family reads it; or it is known to have *no
+effect* on what the weights compute; or it is at its *default* in transformers. Any other is refused by name:
+it may make another model of the same weights.
 """
 
 import math
@@ -39,7 +39,8 @@ forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_
 begin_suppress_tokens
 """.split()
 
-# Fields that earlier versions of transformers, or published configs, write though the class does not know them.
+# Fields that earlier versions of transformers, or published configs, write though the class does not know
+# them.
 OTHER_DEFAULTS: dict[str, Any] = {
     "is_decoder": False, "add_cross_attention": False, "cross_attention_hidden_size": None, "tie_encoder_decoder": False,
     "pruned_heads": {}, "use_bfloat16": False, "tf_legacy_loss": False, "use_mrope": False,
@@ -51,10 +52,12 @@ _recorded: ContextVar[tuple[str, ...]] = ContextVar("recorded", default=())
 
 @contextmanager
 def ignored_config_fields(*names: str, recorded: bool = False) -> Iterator[None]:
-    """Inside, these fields of a config (or arguments of a checkpoint) may say what they like, and are not looked at.
+    """Inside, these fields of a config (or arguments of a checkpoint) may say what they like, and are not
+    looked at.
 
-    For other processes, such as vLLM's workers, the environment variable RESHARD_IGNORE_CONFIG_FIELDS has the same names, with
-    commas between them. What a conversion ignores is `recorded` in its manifest, and is ignored again wherever what it wrote is read.
+    For other processes, such as vLLM's workers, the environment variable RESHARD_IGNORE_CONFIG_FIELDS has the
+    same names, with commas between them. What a conversion ignores is `recorded` in its manifest, and is
+    ignored again wherever what it wrote is read.
     """
     variable = _recorded if recorded else _ignored
     token = variable.set((*variable.get(), *names))
@@ -70,7 +73,8 @@ def ignored() -> set[str]:
 
 
 def check_ignored(*models: Any) -> None:
-    """Raise ReshardError for a name to be ignored that none of these models' configs, arguments and families has: it is misspelt.
+    """Raise ReshardError for a name to be ignored that none of these models' configs, arguments and families
+    has: it is misspelt.
 
     Those from the environment may be meant for other processes."""
     known = set().union(*(model.known_names() for model in models))
@@ -78,8 +82,10 @@ def check_ignored(*models: Any) -> None:
         if name not in known:
             close = get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise ReshardError(f"--ignore-config-field {name}: no such field is in {' or '.join(model.where for model in models)}, "
-                               f"nor does {models[0].family.name} have one{hint}")  # fmt: skip
+            raise ReshardError(
+                f"--ignore-config-field {name}: no such field is in {' or '.join(model.where for model in models)}, "
+                f"nor does {models[0].family.name} have one{hint}"
+            )
 
 
 def check_fields(family: "Family", config: dict[str, Any], where: str) -> None:
@@ -95,8 +101,9 @@ def check_fields(family: "Family", config: dict[str, Any], where: str) -> None:
             unknown.append(f"{name} = {_shown(value)}")
     if unknown:
         raise ReshardError(
-            f"{where}: {listed(unknown)} may make another model of the same weights: nothing here maps it, and {family.name} has no such "
-            "field or another default in transformers; --ignore-config-field NAME goes on without it"
+            f"{where}: {listed(unknown)} may make another model of the same weights: nothing here maps it, "
+            f"and {family.name} has no such field or another default in transformers; --ignore-config-field "
+            f"NAME goes on without it"
         )
 
 

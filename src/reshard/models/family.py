@@ -148,7 +148,9 @@ class Family:
 
     def __init__(self) -> None:
         """Read the tables. Raises ValueError where a row does not follow the columns."""
-        self.spellings = [(*_spelled(field), arg, relation, default) for field, arg, relation, default in self.config]
+        self.spellings = [
+            (*_spelled(field), arg, relation, default) for field, arg, relation, default in self.config
+        ]
         self.has_experts = "E" in self.symbols
         self.latent = bool(self.megatron.get("multi_latent_attention"))
         self.local_names = LOCAL_NAMES_LATENT if self.latent else LOCAL_NAMES
@@ -187,7 +189,8 @@ class Family:
         return config
 
     def layer_kinds(self, config: dict[str, Any], where: str) -> tuple[str, ...]:
-        """``dense`` or ``moe`` for each decoder layer. Raises ReshardError where a field does not say which."""
+        """``dense`` or ``moe`` for each decoder layer. Raises ReshardError where a field does not say
+        which."""
         layers = int(config["num_hidden_layers"])
         if not self.first_dense:
             return ("moe" if self.has_experts else "dense",) * layers
@@ -241,7 +244,10 @@ class Family:
             raise ReshardError(f"{where}: partial_rotary_factor {share} is not supported, only 1.0")
         if rope["rope_type"] not in self.rope_types:
             name, known = rope["rope_type"], listed(self.rope_types)
-            raise ReshardError(f"{where}: rope type {name!r:.60} has no counterpart in Megatron for this family, which has {known}")
+            raise ReshardError(
+                f"{where}: rope type {name!r:.60} has no counterpart in Megatron for this "
+                f"family, which has {known}"
+            )
         return megatron_rope(rope, self.latent, where)
 
     def megatron_args(self, model: "Model") -> dict[str, Any]:
@@ -266,7 +272,11 @@ class Family:
             if model.shared_width:
                 args["moe_shared_expert_intermediate_size"] = model.shared_width
         else:
-            args = {key: value for key, value in args.items() if key != "num_experts" and not key.startswith("moe_")}
+            args = {
+                key: value
+                for key, value in args.items()
+                if key != "num_experts" and not key.startswith("moe_")
+            }
         args.pop("mtp_num_layers", None)
         return args | ({"mtp_num_layers": model.mtp_layers} if model.mtp_layers else {})
 
@@ -280,7 +290,8 @@ class Family:
             **self.hf,
         }
         if args.get("add_bias_linear"):
-            args = args | {"add_qkv_bias": self.megatron["add_qkv_bias"]}  # Megatron sets it then, and it says nothing more
+            # Megatron sets it then, and it says nothing more
+            args = args | {"add_qkv_bias": self.megatron["add_qkv_bias"]}
         for name, _, arg, relation, default in self.spellings:
             value = args.get(arg)
             value = dict(UNSAID).get(arg) if value is None else value
@@ -289,14 +300,21 @@ class Family:
             if arg == "moe_aux_loss_coeff" and isinstance(value, list):
                 value = value[0] if len(value) == 1 else None
             if value is None and default in NEEDED and arg != "num_experts":
-                raise ReshardError(f"{where} has no {arg}, which {self.name} needs: pass --hf-config with the model's config.json")
+                raise ReshardError(
+                    f"{where} has no {arg}, which {self.name} needs: pass --hf-config with "
+                    f"the model's config.json"
+                )
             if value is not None or relation == "not" or default is None:
                 config[name] = not value if relation == "not" else value
         config |= hf_rope(args)
         if self.partial_rotary is not None:
-            config["partial_rotary_factor"] = 1.0 if args.get("rotary_percent") is None else args["rotary_percent"]
+            config["partial_rotary_factor"] = (
+                1.0 if args.get("rotary_percent") is None else args["rotary_percent"]
+            )
         if self.has_experts:
-            config |= self.kinds_as_fields(moe_pattern(args.get("moe_layer_freq") or 1, int(args["num_layers"])))
+            config |= self.kinds_as_fields(
+                moe_pattern(args.get("moe_layer_freq") or 1, int(args["num_layers"]))
+            )
         if self.shared_experts:
             shared = args.get("moe_shared_expert_intermediate_size") or 0
             config[self.shared_experts] = shared // int(args["moe_ffn_hidden_size"]) or None
@@ -309,7 +327,8 @@ class Family:
         if experts != self.has_experts:
             return ["num_experts"]
         if args.get("add_bias_linear") or args.get("multi_latent_attention"):
-            args = args | {"add_qkv_bias": False}  # Megatron sets the one with the other; with latent attention it says nothing
+            # Megatron sets the one with the other; with latent attention it says nothing
+            args = args | {"add_qkv_bias": False}
         found = []
         for name in TELLS_APART:
             if self.field_of(name) or (name.startswith("moe_") and not experts):
@@ -323,13 +342,20 @@ class Family:
         """Where Megatron-Core 0.19 computes something else from the same weights, or cannot be told on a
         command line what to compute."""
         found, args = [], self.megatron_args(model)
-        groups, of, experts = (args.get(f"moe_router_{name}") for name in ("group_topk", "num_groups", "topk"))
+        groups, of, experts = (
+            args.get(f"moe_router_{name}") for name in ("group_topk", "num_groups", "topk")
+        )
         if groups and groups != of and experts // groups != 2:
-            found.append(f"Megatron ranks a group of experts by its best {experts // groups}, this model by its best 2: routing may differ")
+            found.append(
+                f"Megatron ranks a group of experts by its best {experts // groups}, this model by "
+                f"its best 2: routing may differ"
+            )
         unsaid = [name for name in MLA_YARN if name in args]
         if unsaid:
             said = listed(f"{name} {args[name]}" for name in unsaid)
-            found.append(f"Megatron-LM has no flag for {said} of the rotary embedding: set it in the trainer's config")
+            found.append(
+                f"Megatron-LM has no flag for {said} of the rotary embedding: set it in the trainer's config"
+            )
         return found
 
 
@@ -346,7 +372,11 @@ def families() -> dict[str, Family]:
     found = {}
     for module in pkgutil.iter_modules(package.__path__):
         table = importlib.import_module(f"reshard.mappings.{module.name}")
-        mine = [kind for kind in vars(table).values() if isinstance(kind, type) and kind.__module__ == table.__name__]
+        mine = [
+            kind
+            for kind in vars(table).values()
+            if isinstance(kind, type) and kind.__module__ == table.__name__
+        ]
         if len(mine) != 1 or not issubclass(mine[0], Family):
             raise ValueError(f"mappings/{module.name}.py should define one Family")
         family = mine[0]()
@@ -355,21 +385,24 @@ def families() -> dict[str, Family]:
 
 
 def family_of(config: dict, where: str) -> Family:
-    """The family of a Hugging Face config. Raises ReshardError, naming the nearest, where no table covers it."""
+    """The family of a Hugging Face config. Raises ReshardError, naming the nearest, where no table covers
+    it."""
     names = [str(name) for name in (config.get("architectures") or [])]
     for family in families().values():
         kind = config.get("model_type")
         if family.architecture in names or (not names and kind == family.name):
             if kind not in (None, family.name, *family.model_types):
                 raise ReshardError(
-                    f"{where}: model_type is {kind!r:.80}, but architectures names {family.architecture}, which is a {family.name}: "
-                    "correct the one that is wrong"
+                    f"{where}: model_type is {kind!r:.80}, but architectures names {family.architecture}, "
+                    f"which is a {family.name}: correct the one that is wrong"
                 )
             return family
     wanted = " ".join(str(names[0] if names else config.get("model_type") or "").split())[:100]
     known = {family.architecture: family for family in families().values()}
     if not wanted:
-        raise ReshardError(f"{where} names neither architectures nor model_type; the known ones are {listed(sorted(known))}")
+        raise ReshardError(
+            f"{where} names neither architectures nor model_type; the known ones are {listed(sorted(known))}"
+        )
     nearest = max(known, key=lambda name: difflib.SequenceMatcher(None, name.lower(), wanted.lower()).ratio())
     raise ReshardError(
         f"{where}: architecture {wanted} has no mapping table; the nearest is {nearest} "
@@ -381,13 +414,23 @@ def family_of_args(args: dict[str, Any], where: str) -> Family:
     """The one family whose models have such arguments. Raises ReshardError, naming them, where there is none
     or more than one."""
     advice = "pass --hf-config with the model's config.json"
-    strange = [key for key in ("squared_relu", "apply_layernorm_1p", "hybrid_layer_pattern", "moe_latent_size") if args.get(key)]
+    strange = [
+        key
+        for key in ("squared_relu", "apply_layernorm_1p", "hybrid_layer_pattern", "moe_latent_size")
+        if args.get(key)
+    ]
     if strange:
         raise ReshardError(f"{where}: no family here has {listed(strange)}; {advice}")
     found = [family for family in families().values() if not family.unlike(args)]
     if len(found) == 1:
         return found[0]
     if found:
-        raise ReshardError(f"{where} may be of {listed(family.name for family in found)}: {advice}, or --family")
-    said = [f"{key} = {args.get(key)!r}" for key in (*TELLS_APART, "num_experts") if args.get("num_experts") or not key.startswith("moe_")]
+        raise ReshardError(
+            f"{where} may be of {listed(family.name for family in found)}: {advice}, or --family"
+        )
+    said = [
+        f"{key} = {args.get(key)!r}"
+        for key in (*TELLS_APART, "num_experts")
+        if args.get("num_experts") or not key.startswith("moe_")
+    ]
     raise ReshardError(f"{where}: no family here has {listed(said, len(said))}; {advice}")

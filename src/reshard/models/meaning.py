@@ -1,7 +1,8 @@
 """Which of Megatron's arguments decide what a model computes, and where two sets of them disagree.
 
-`DECIDES` names them all, with Megatron's defaults; everything else in its parser is about speed, memory, training or files. A test
-holds each argument of the installed Megatron, and each field of its configs, against this table.
+`DECIDES` names them all, with Megatron's defaults; everything else in its parser is about speed, memory,
+training or files. A test holds each argument of the installed Megatron, and each field of its configs,
+against this table.
 """
 
 import math
@@ -60,7 +61,8 @@ _YARN = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
 
 
 def disagreements(said: Mapping[str, Any], meant: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Where arguments say something else than `meant`, of the arguments that decide what a model computes: (name, said, meant).
+    """Where arguments say something else than `meant`, of the arguments that decide what a model computes:
+    (name, said, meant).
 
     What `meant` lacks is at Megatron's default; what `said` lacks is not compared.
     """
@@ -90,7 +92,9 @@ def _settled(args: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("moe_layer_freq") is not None and values.get("num_layers"):
         values["moe_layer_freq"] = moe_pattern(values["moe_layer_freq"], int(values["num_layers"]))
     balancing = values.get("moe_router_load_balancing_type")
-    if balancing is not None and all(kind in _BY_LOSS for kind in (balancing if isinstance(balancing, list) else [balancing])):
+    if balancing is not None and all(
+        kind in _BY_LOSS for kind in (balancing if isinstance(balancing, list) else [balancing])
+    ):
         values["moe_router_load_balancing_type"] = "aux_loss"
     if values.get("multi_latent_attention") and "rotary_scaling_factor" in values:
         # YaRN is what Megatron takes where nothing is said; at a factor of 1 it is none.

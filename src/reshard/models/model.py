@@ -1,4 +1,5 @@
-"""A model as its Hugging Face config describes it: family, sizes, layer kinds; and the same in Megatron's arguments."""
+"""A model as its Hugging Face config describes it: family, sizes, layer kinds; and the same in Megatron's
+arguments."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -12,15 +13,16 @@ from reshard.models.family import NEEDED, NULLABLE, Family, families, family_of,
 from reshard.models.meaning import DECIDES, disagreements
 from reshard.models.tables import KINDS, Row, shape_of
 
-# Far above every published model. A config is checked against them before anything is made for each layer or expert.
+# Far above every published model. A config is checked against them before anything is made for each layer or
+# expert.
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 200_000  # in all layers together
 MAX_DIM = (1 << 31) - 1
 
 
 class Block(NamedTuple):
-    """Parameters that stand together: what their published and their Megatron names begin with, the number of the layer (of the MTP layer)
-    that they are in, and the rows that apply to it."""
+    """Parameters that stand together: what their published and their Megatron names begin with, the number of
+    the layer (of the MTP layer) that they are in, and the rows that apply to it."""
 
     published: str
     megatron: str
@@ -33,9 +35,10 @@ class Block(NamedTuple):
 class Model:
     """What the tables need to know of a model.
 
-    `config` is the Hugging Face config with the family's defaults filled in, `kinds` says ``dense`` or ``moe`` for each decoder
-    layer, `mtp_layers` is the number of multi-token-prediction layers, `where` names the config in error messages. `ignored` has a
-    sentence for each field or argument that was there, and was ignored as was asked.
+    `config` is the Hugging Face config with the family's defaults filled in, `kinds` says ``dense`` or
+    ``moe`` for each decoder layer, `mtp_layers` is the number of multi-token-prediction layers, `where` names
+    the config in error messages. `ignored` has a sentence for each field or argument that was there, and was
+    ignored as was asked.
     """
 
     family: Family
@@ -47,12 +50,15 @@ class Model:
 
     @staticmethod
     def from_hf(config: dict[str, Any], where: str = "config.json") -> "Model":
-        """Read a Hugging Face config. Raises ReshardError for a missing field or a setting that Megatron cannot hold."""
+        """Read a Hugging Face config. Raises ReshardError for a missing field or a setting that Megatron
+        cannot hold."""
         try:
             model = Model._read(config, where)
             model.megatron_args()  # so that what Megatron cannot hold is refused now
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            raise ReshardError(f"{where} has a setting that cannot be read ({type(error).__name__}: {error})") from error
+            raise ReshardError(
+                f"{where} has a setting that cannot be read ({type(error).__name__}: {error})"
+            ) from error
         return model
 
     @staticmethod
@@ -67,14 +73,19 @@ class Model:
                 if full.get(name) is None:
                     full[name] = full.get(alias)
                 if full.get(alias) not in (None, full[name]):
-                    raise ReshardError(f"{where}: {name} is {full[name]!r}, but {alias}, which means the same, is {full[alias]!r}")
+                    raise ReshardError(
+                        f"{where}: {name} is {full[name]!r}, but {alias}, which means the "
+                        f"same, is {full[alias]!r}"
+                    )
             if full.get(name) is None:
                 full[name] = _default(name, default, full, where)
         for name, _, _, _, default in family.spellings:
             _check_kind(name, full[name], default, where)
         for name in family.symbols.values():
             if full.get(name) is not None and not whole_number(full[name]):
-                raise ReshardError(f"{where}: {name} is {full[name]!r:.80}, which is not a positive whole number")
+                raise ReshardError(
+                    f"{where}: {name} is {full[name]!r:.80}, which is not a positive whole number"
+                )
         _check_sizes(family, full, where)
         for name, allowed, why in family.refused:
             a, unequal, b = name.partition(" != ")
@@ -82,15 +93,22 @@ class Model:
             if unequal:
                 value = a in full and full[a] != sum(full.get(part) or 0 for part in b.split(" + "))
             if value not in allowed:
-                raise ReshardError(f"{where}: {name}{'' if unequal else f' = {value!s:.80}'} cannot be held by Megatron: {why}")
+                raise ReshardError(
+                    f"{where}: {name}{'' if unequal else f' = {value!s:.80}'} cannot be held "
+                    f"by Megatron: {why}"
+                )
         family.check_window(full, where)
         check_fields(family, config, where)
-        said = {name: f"{where}: {name} = {value!r:.80} is ignored; {_instead(name, full)}" for name, value in dropped.items()}
+        said = {
+            name: f"{where}: {name} = {value!r:.80} is ignored; {_instead(name, full)}"
+            for name, value in dropped.items()
+        }
         mtp = full.get(family.field_of("mtp_num_layers") or "") or 0
         return Model(family, full, family.layer_kinds(full, where), int(mtp), where, said)
 
     def known_names(self) -> set[str]:
-        """The names of fields and arguments that can be ignored: those that were, and all that the family or Megatron's arguments have."""
+        """The names of fields and arguments that can be ignored: those that were, and all that the family or
+        Megatron's arguments have."""
         others = {name for name in OTHER_DEFAULTS if name in self.family.fields}
         return {*self.ignored, *self.family.fields, *others, *DEFAULTS[self.family.name], *DECIDES}
 
@@ -149,8 +167,11 @@ class Model:
 
     @property
     def expert_groups(self) -> tuple[int, int]:
-        """Into how many groups the experts are divided, and from how many of them a token's are taken; (1, 1) where from all."""
-        return int(self.value_of("moe_router_num_groups") or 1), int(self.value_of("moe_router_group_topk") or 1)
+        """Into how many groups the experts are divided, and from how many of them a token's are taken; (1, 1)
+        where from all."""
+        return int(self.value_of("moe_router_num_groups") or 1), int(
+            self.value_of("moe_router_group_topk") or 1
+        )
 
     def holds(self, conditions: Iterable[str], kind: str = "") -> bool:
         """Whether all these conditions of a row hold for a layer of this kind."""
@@ -167,7 +188,9 @@ class Model:
         """The rows of a block (``model``, ``layer``, ``mtp``) that apply to a layer of this kind."""
         found = self._rows.get((block, kind))
         if found is None:
-            found = self._rows[block, kind] = [row for row in self.family.rows[block] if self.holds(row.conditions, kind)]
+            found = self._rows[block, kind] = [
+                row for row in self.family.rows[block] if self.holds(row.conditions, kind)
+            ]
         return found
 
     @cached_property
@@ -175,7 +198,8 @@ class Model:
         return {}
 
     def blocks(self) -> Iterator["Block"]:
-        """What the model is made of, in the order of its names: the parameters outside the layers, each decoder layer, each MTP layer."""
+        """What the model is made of, in the order of its names: the parameters outside the layers, each
+        decoder layer, each MTP layer."""
         layers = self.family.layers
         yield Block("", "", None, False, self.rows("model"))
         for layer, kind in enumerate(self.kinds):
@@ -183,14 +207,17 @@ class Model:
         for index in range(self.mtp_layers):
             published, prefix = f"{layers}{self.num_layers + index}.", f"mtp.layers.{index}."
             yield Block(published, prefix, index, True, self.rows("mtp", self.kinds[-1]))
-            yield Block(published, f"{prefix}transformer_layer.", index, True, self.rows("layer", self.kinds[-1]))
+            yield Block(
+                published, f"{prefix}transformer_layer.", index, True, self.rows("layer", self.kinds[-1])
+            )
 
     def rope(self) -> dict[str, Any]:
         """The rotary settings of the config, see `reshard.models.rope.rope_of`."""
         return self.family.rope(self.config, self.where)
 
     def inverse_frequencies(self) -> list[float]:
-        """The angles, in radians, by which its rotary embedding turns each pair of dims from one position to the next."""
+        """The angles, in radians, by which its rotary embedding turns each pair of dims from one position to
+        the next."""
         return self.family.inverse_frequencies(self)
 
     def megatron_args(self) -> dict[str, Any]:
@@ -198,7 +225,8 @@ class Model:
         return self.family.megatron_args(self)
 
     def caveats(self, transformer_impl: str) -> list[str]:
-        """Where Megatron-Core 0.19 computes something else from the same weights, or cannot be told on a command line what to compute."""
+        """Where Megatron-Core 0.19 computes something else from the same weights, or cannot be told on a
+        command line what to compute."""
         return self.family.caveats(self, transformer_impl)
 
     @staticmethod
@@ -211,7 +239,9 @@ class Model:
             return Model._from_args(args, where, family_name)
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             what = f"{type(error).__name__}: {error}"
-            raise ReshardError(f"{where} cannot be read as a model's ({what}): pass --hf-config with the model's config.json") from error
+            raise ReshardError(
+                f"{where} cannot be read as a model's ({what}): pass --hf-config with the model's config.json"
+            ) from error
 
     @staticmethod
     def _from_args(args: dict[str, Any], where: str, family_name: str | None) -> "Model":
@@ -226,12 +256,14 @@ class Model:
         return model
 
     def check_args(self, args: dict[str, Any], where: str, advice: str) -> None:
-        """Raise ReshardError, naming both values, where Megatron's arguments, or a config's fields by the same names, make another model
-        than this one. What they do not say is not compared."""
+        """Raise ReshardError, naming both values, where Megatron's arguments, or a config's fields by the
+        same names, make another model than this one. What they do not say is not compared."""
         try:
             found = disagreements(args, self.megatron_args())
         except (TypeError, ValueError, ArithmeticError) as error:
-            raise ReshardError(f"{where} cannot be read as a model's ({type(error).__name__}: {error})") from error
+            raise ReshardError(
+                f"{where} cannot be read as a model's ({type(error).__name__}: {error})"
+            ) from error
         wrong = [entry for entry in found if entry[0] not in ignored()]
         for name, theirs, ours in found:
             if name in ignored():
@@ -239,19 +271,24 @@ class Model:
         if wrong:
             said = listed((f"{name} is {theirs!r} (not {ours!r})" for name, theirs, ours in wrong), 4)
             who = f"{self.family.name} models here" if where == self.where else self.where
-            raise ReshardError(f"{where}: {said}, which makes another model of the weights than {who}: {advice}; "
-                               "--ignore-config-field NAME goes on without it")  # fmt: skip
+            raise ReshardError(
+                f"{where}: {said}, which makes another model of the weights than {who}: "
+                f"{advice}; --ignore-config-field NAME goes on without it"
+            )
 
 
 def _instead(name: str, config: dict[str, Any]) -> str:
     """What is used in place of a field that is ignored."""
     return (
-        f"{config[name]!r:.80} is used, as where it is absent" if config.get(name) is not None else "the config is read as if it lacked it"
+        f"{config[name]!r:.80} is used, as where it is absent"
+        if config.get(name) is not None
+        else "the config is read as if it lacked it"
     )
 
 
 def different_fields(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
-    """Fields by which two configs make two models of the same weights, with both values; a rotary embedding as ``rope_parameters``."""
+    """Fields by which two configs make two models of the same weights, with both values; a rotary embedding
+    as ``rope_parameters``."""
     if a.family.name != b.family.name:
         return {"architectures": (a.family.architecture, b.family.architecture)}
     found = {}
@@ -268,7 +305,9 @@ def different_fields(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
 def _default(name: str, default: Any, config: dict[str, Any], where: str) -> Any:
     """The value of an absent field: a literal, another field, or the quotient of two."""
     if default in NEEDED:
-        raise ReshardError(f"{where} has no field {name}, which {config.get('architectures', ['this model'])[0]} needs")
+        raise ReshardError(
+            f"{where} has no field {name}, which {config.get('architectures', ['this model'])[0]} needs"
+        )
     if not isinstance(default, str):
         return default
     first, _, second = default.partition("/")
@@ -276,7 +315,8 @@ def _default(name: str, default: Any, config: dict[str, Any], where: str) -> Any
 
 
 def _check_kind(name: str, value: Any, default: Any, where: str) -> None:
-    """Raise ReshardError where a field is not of its kind, which its default shows: a switch, an amount, or else a whole number."""
+    """Raise ReshardError where a field is not of its kind, which its default shows: a switch, an amount, or
+    else a whole number."""
     if value is None:
         return
     if isinstance(default, bool):
@@ -313,10 +353,11 @@ def _check_sizes(family: Family, config: dict[str, Any], where: str) -> None:
 
 
 def _check_null(name: str, aliases: list[str], default: Any, config: dict[str, Any], where: str) -> None:
-    """Raise ReshardError where a field is null that transformers would not take as absent: it may make another model, such as one whose
-    switch is off."""
+    """Raise ReshardError where a field is null that transformers would not take as absent: it may make
+    another model, such as one whose switch is off."""
     nulls = [spelling for spelling in (name, *aliases) if spelling in config and config[spelling] is None]
     if nulls and default is not None and default not in NEEDED and name not in NULLABLE:
         raise ReshardError(
-            f"{where}: {nulls[0]} is null, which is not what it is where it is absent: say which value is meant, or leave it out"
+            f"{where}: {nulls[0]} is null, which is not what it is where it is absent: say which value is "
+            f"meant, or leave it out"
         )

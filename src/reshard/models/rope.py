@@ -1,7 +1,7 @@
 """Rotary embeddings: how a Hugging Face config and Megatron's arguments say the same thing.
 
-Two spellings of the config are read: ``rope_parameters`` (transformers 5) and ``rope_theta`` with ``rope_scaling`` (before). What a
-field means where it is absent is what transformers makes of it.
+Two spellings of the config are read: ``rope_parameters`` (transformers 5) and ``rope_theta`` with
+``rope_scaling`` (before). What a field means where it is absent is what transformers makes of it.
 """
 
 import math
@@ -11,7 +11,8 @@ from reshard.core.errors import ReshardError, listed
 
 # What Megatron's RotaryEmbedding._apply_scaling has as constants that nothing changes.
 LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# Fields of MLATransformerConfig, with their defaults, that Megatron-LM has no flag for. The defaults are also those of YaRN as published.
+# Fields of MLATransformerConfig, with their defaults, that Megatron-LM has no flag for. The defaults are also
+# those of YaRN as published.
 MLA_YARN = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
 
 # The config's fields that say something about rotary embeddings.
@@ -25,14 +26,20 @@ PARAMETERS = {
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor",
              "truncate"),
 }  # fmt: skip
-NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
+NEEDED = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
 
 
 def rope_of(config: dict[str, Any], where: str = "config.json", share: float = 1.0) -> dict[str, Any]:
-    """The rotary settings of a config as one dict with at least ``rope_type``, ``rope_theta`` and ``partial_rotary_factor``; absent
-    ones as transformers fills them in, null ones left out. `share` is the part of a head's dims that turns where nothing says so.
+    """The rotary settings of a config as one dict with at least ``rope_type``, ``rope_theta`` and
+    ``partial_rotary_factor``; absent ones as transformers fills them in, null ones left out. `share` is the
+    part of a head's dims that turns where nothing says so.
 
-    Raises ReshardError where they are no numbers that could be meant, or two spellings of the same thing differ.
+    Raises ReshardError where they are no numbers that could be meant, or two spellings of the same thing
+    differ.
     """
     spelled = [config.get("rope_parameters"), config.get("rope_scaling")]
     for name, value in zip(ROPE_FIELDS, spelled):
@@ -44,7 +51,8 @@ def rope_of(config: dict[str, Any], where: str = "config.json", share: float = 1
         for name, value in said.items():
             if value is not None and rope.setdefault(name, value) is not value and rope[name] != value:
                 raise ReshardError(
-                    f"{where} says {name} = {rope[name]!s:.60} and {name} = {value!s:.60} for its rotary embedding: keep one of them"
+                    f"{where} says {name} = {rope[name]!s:.60} and {name} = {value!s:.60} for its rotary "
+                    f"embedding: keep one of them"
                 )
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": share} | rope
     if rope["rope_type"] in ("llama3", "yarn") and config.get("max_position_embeddings"):
@@ -57,8 +65,13 @@ def _typed(scaling: dict[str, Any], where: str) -> dict[str, Any]:
     """With one spelling of the type, of the two that there are."""
     types = {scaling[key] for key in ("rope_type", "type") if scaling.get(key) is not None}
     if len(types) > 1:
-        raise ReshardError(f"{where}: the rotary embedding has two types: {listed(f'{kind!s:.60}' for kind in sorted(types))}")
-    return {name: value for name, value in scaling.items() if name != "type"} | {"rope_type": types.pop() if types else "default"}
+        raise ReshardError(
+            f"{where}: the rotary embedding has two types: "
+            f"{listed(f'{kind!s:.60}' for kind in sorted(types))}"
+        )
+    return {name: value for name, value in scaling.items() if name != "type"} | {
+        "rope_type": types.pop() if types else "default"
+    }
 
 
 def _check_numbers(rope: dict[str, Any], where: str) -> None:
@@ -69,18 +82,28 @@ def _check_numbers(rope: dict[str, Any], where: str) -> None:
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         may_be_zero = name in ("mscale", "mscale_all_dim")
         if not number or value < 0 or (value == 0 and not may_be_zero):
-            raise ReshardError(f"{where}: {name} of the rotary embedding is {value!r:.60}, which is not a positive number")
+            raise ReshardError(
+                f"{where}: {name} of the rotary embedding is {value!r:.60}, which is not a positive number"
+            )
     if rope["partial_rotary_factor"] > 1:
-        raise ReshardError(f"{where}: partial_rotary_factor is {rope['partial_rotary_factor']}, which is more than a whole head")
+        raise ReshardError(
+            f"{where}: partial_rotary_factor is {rope['partial_rotary_factor']}, which is "
+            f"more than a whole head"
+        )
 
 
 def megatron_rope(rope: dict[str, Any], latent: bool, where: str) -> dict[str, Any]:
-    """Megatron's rotary arguments for the settings of `rope_of`; `latent` says whether they are of multi-latent attention.
+    """Megatron's rotary arguments for the settings of `rope_of`; `latent` says whether they are of
+    multi-latent attention.
 
     Raises ReshardError, by name, where Megatron has no setting for what they ask for.
     """
     name, theta = rope["rope_type"], rope["rope_theta"]
-    strange = [key for key in rope if key not in ("rope_type", "rope_theta", "partial_rotary_factor", "finetuned", *PARAMETERS[name])]
+    strange = [
+        key
+        for key in rope
+        if key not in ("rope_type", "rope_theta", "partial_rotary_factor", "finetuned", *PARAMETERS[name])
+    ]
     if strange:
         said = listed((f"{key} = {rope[key]}"[:60] for key in strange), 3)
         raise ReshardError(f"{where}: rope type {name!r:.60} has {said}, whose meaning is not known")
@@ -88,8 +111,15 @@ def megatron_rope(rope: dict[str, Any], latent: bool, where: str) -> dict[str, A
         if rope.get(key) is None:
             raise ReshardError(f"{where}: rope type {name!r:.60} has no {key}")
     if float(theta) != int(theta):
-        raise ReshardError(f"{where}: rope_theta {theta} is not a whole number, and Megatron's --rotary-base takes only those")
-    args: dict[str, Any] = {"rotary_base": int(theta), "rotary_percent": float(rope["partial_rotary_factor"]), "rotary_interleaved": False}
+        raise ReshardError(
+            f"{where}: rope_theta {theta} is not a whole number, and Megatron's "
+            f"--rotary-base takes only those"
+        )
+    args: dict[str, Any] = {
+        "rotary_base": int(theta),
+        "rotary_percent": float(rope["partial_rotary_factor"]),
+        "rotary_interleaved": False,
+    }
     if latent:
         args["rope_type"] = "yarn" if name == "yarn" else "rope"
     if name == "llama3":
@@ -107,18 +137,24 @@ def megatron_rope(rope: dict[str, Any], latent: bool, where: str) -> dict[str, A
 
 def _megatron_yarn(rope: dict[str, Any], latent: bool, where: str) -> dict[str, Any]:
     factor = float(rope["factor"])
-    mscale, all_dim = (float(rope.get(key) or default) for key, default in (("mscale", 1.0), ("mscale_all_dim", 0.0)))
+    mscale, all_dim = (
+        float(rope.get(key) or default) for key, default in (("mscale", 1.0), ("mscale_all_dim", 0.0))
+    )
     if not latent:  # engines read neither there
         mscale, all_dim = 1.0, 0.0
     theirs, meant = yarn_scale(factor, mscale) / yarn_scale(factor, all_dim), attention_factor(rope)
     if not math.isclose(theirs, meant, rel_tol=1e-6):
         names = [key for key in ("attention_factor", "mscale", "mscale_all_dim") if rope.get(key) is not None]
-        raise ReshardError(f"{where}: with {listed(names)} the rotary embedding is scaled by {meant:.6g} in transformers, "
-                           f"by {theirs:.6g} in Megatron and in vLLM")  # fmt: skip
+        raise ReshardError(
+            f"{where}: with {listed(names)} the rotary embedding is scaled by {meant:.6g} in "
+            f"transformers, by {theirs:.6g} in Megatron and in vLLM"
+        )
     args = {"rotary_scaling_factor": factor, "mscale": mscale, "mscale_all_dim": all_dim}
     if latent:
         if rope.get("truncate") is False:
-            raise ReshardError(f"{where}: rope truncate is false, but Megatron's multi-latent attention always rounds")
+            raise ReshardError(
+                f"{where}: rope truncate is false, but Megatron's multi-latent attention always rounds"
+            )
         said = {name: rope.get(name) or default for name, default in MLA_YARN.items()}
         return args | {name: value for name, value in said.items() if value != MLA_YARN[name]}
     return args | {
@@ -146,7 +182,8 @@ def attention_factor(rope: dict[str, Any]) -> float:
 
 
 def inverse_frequencies(rope: dict[str, Any], dim: int) -> list[float]:
-    """The ``dim / 2`` angles, in radians, by which a rotary embedding of `rope_of` turns from one position to the next.
+    """The ``dim / 2`` angles, in radians, by which a rotary embedding of `rope_of` turns from one position to
+    the next.
 
     >>> inverse_frequencies({"rope_type": "default", "rope_theta": 10000.0}, 4)
     [1.0, 0.01]
@@ -199,9 +236,17 @@ def hf_rope(args: dict[str, Any]) -> dict[str, Any]:
         # Without --rope-type Megatron takes YaRN, which at a factor of 1 changes nothing.
         factor = float(args.get("rotary_scaling_factor") or 1.0)
         if (args.get("rope_type") or "yarn") == "yarn" and factor != 1.0:
-            config["rope_scaling"] = {"rope_type": "yarn", "factor": factor, **_mscales(args), **_given(args, MLA_YARN)}
+            config["rope_scaling"] = {
+                "rope_type": "yarn",
+                "factor": factor,
+                **_mscales(args),
+                **_given(args, MLA_YARN),
+            }
     elif args.get("position_embedding_type") == "yarn":
-        scaling: dict[str, Any] = {"rope_type": "yarn", "factor": float(args.get("rotary_scaling_factor") or 1.0)}
+        scaling: dict[str, Any] = {
+            "rope_type": "yarn",
+            "factor": float(args.get("rotary_scaling_factor") or 1.0),
+        }
         scaling |= _given({key: args.get(f"yarn_{key}") for key in MLA_YARN}, MLA_YARN)
         if args.get("yarn_correction_range_round_to_int") is False:
             scaling["truncate"] = False
@@ -213,7 +258,10 @@ def hf_rope(args: dict[str, Any]) -> dict[str, Any]:
         factor = float(args.get("rope_scaling_factor", 8.0))
         config["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **LLAMA3_CONSTANTS}
     elif args.get("rotary_seq_len_interpolation_factor"):
-        config["rope_scaling"] = {"rope_type": "linear", "factor": float(args["rotary_seq_len_interpolation_factor"])}
+        config["rope_scaling"] = {
+            "rope_type": "linear",
+            "factor": float(args["rotary_seq_len_interpolation_factor"]),
+        }
     return config
 
 

@@ -74,7 +74,8 @@ class Row:
         return "{expert}" in self.hf
 
     def names(self, prefix: str, experts: Iterable[int]) -> Iterator[tuple[int | None, str]]:
-        """(expert, published name) of every tensor that the row stands for: one for each of these experts, or a single one.
+        """(expert, published name) of every tensor that the row stands for: one for each of these experts, or
+        a single one.
 
         >>> list(Row("experts.{expert}.up", "F H", "fc1", "up", "etp 0", "moe").names("model.", [4, 5]))
         [(4, 'model.experts.4.up'), (5, 'model.experts.5.up')]
@@ -94,8 +95,8 @@ class Row:
 
 
 def read_rows(table: Iterable[tuple[str, ...]], file: str, fields: Iterable[str]) -> tuple[Row, ...]:
-    """The rows of a table whose conditions may name these fields of the config. Raises ValueError, naming the file, where a row does
-    not follow the columns."""
+    """The rows of a table whose conditions may name these fields of the config. Raises ValueError, naming the
+    file, where a row does not follow the columns."""
     rows, known = tuple(Row(*row) for row in table), {*KINDS, *fields}
     for row in rows:
         if row.arrangement not in ARRANGEMENTS:

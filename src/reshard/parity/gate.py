@@ -27,21 +27,25 @@ KEPT_BYTES = 1 << 30
 
 # How to get the figures that are not always there.
 _NEEDS = {
-    "kl": "it needs the distributions of both systems (Scores.distributions; an engine of your own is started with max_logprobs=-1), "
-          "and where there are logprobs only, as of a rollout, limit mean_abs or token_mult_prob_error instead",
-    "argmax_agreement": "it needs the best tokens of both systems (Scores.best), which the logprobs of a rollout do not tell",
-    "routing_margin": "it needs a model with experts and what both systems chose (Scores.choices; not with --no-routing; vLLM tells it "
-                      "on backends that record it), which the logprobs of a rollout do not tell",
+    "kl": "it needs the distributions of both systems (Scores.distributions; an engine of your own is "
+          "started with max_logprobs=-1), and where there are logprobs only, as of a rollout, limit "
+          "mean_abs or token_mult_prob_error instead",
+    "argmax_agreement": "it needs the best tokens of both systems (Scores.best), which the logprobs of a "
+                        "rollout do not tell",
+    "routing_margin": "it needs a model with experts and what both systems chose (Scores.choices; not with "
+                      "--no-routing; vLLM tells it on backends that record it), which the logprobs of a "
+                      "rollout do not tell",
 }  # fmt: skip
 LIMITED = ("max_abs", "mean_abs", "token_mult_prob_error", "kl", "argmax_agreement", "routing_margin")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest values that pass; None does not limit. `argmax_agreement` is the smallest. `routing_margin` limits how far from a tie
-    a token may be that goes to other experts (`reshard.parity.routing`).
+    """The largest values that pass; None does not limit. `argmax_agreement` is the smallest. `routing_margin`
+    limits how far from a tie a token may be that goes to other experts (`reshard.parity.routing`).
 
-    A limit on a figure that was not measured is exceeded. Those in `defaults`, by name and value, hold only where it was.
+    A limit on a figure that was not measured is exceeded. Those in `defaults`, by name and value, hold only
+    where it was.
 
     >>> check = metrics_of([Scores(np.array([-1.0]))], [Scores(np.array([-1.0]))])
     >>> Limits.of_dtype("bf16").exceeded(check), len(Limits.of_dtype("bf16", kl=0.1).exceeded(check))
@@ -58,11 +62,16 @@ class Limits:
 
     @staticmethod
     def of_dtype(dtype: str, **given: float) -> "Limits":
-        """The defaults: for fp32 what is left between two implementations, for bf16 less than trainers accept (1.05). Limits that are
-        `given` replace them."""
-        chosen = (dict(max_abs=1e-3, mean_abs=1e-4, token_mult_prob_error=1.0001, kl=1e-6, routing_margin=1e-3) if dtype == "fp32"
-                  else dict(mean_abs=0.04, token_mult_prob_error=1.04, kl=5e-3, routing_margin=0.3))  # fmt: skip
-        return Limits(**chosen | given, defaults={name: value for name, value in chosen.items() if name not in given})
+        """The defaults: for fp32 what is left between two implementations, for bf16 less than trainers accept
+        (1.05). Limits that are `given` replace them."""
+        chosen = dict(mean_abs=0.04, token_mult_prob_error=1.04, kl=5e-3, routing_margin=0.3)
+        if dtype == "fp32":
+            chosen = dict(
+                max_abs=1e-3, mean_abs=1e-4, token_mult_prob_error=1.0001, kl=1e-6, routing_margin=1e-3
+            )
+        return Limits(
+            **chosen | given, defaults={name: value for name, value in chosen.items() if name not in given}
+        )
 
     def to_dict(self) -> dict[str, float | None]:
         """The limits by name."""
@@ -74,14 +83,21 @@ class Limits:
             if value is None:
                 continue
             least = {"token_mult_prob_error": 1.0}.get(name, 0.0)
-            if not math.isfinite(value) or value < least or (name == "argmax_agreement" and not 0 < value <= 1):
-                raise ReshardError(f"a limit of {value} on {name} cannot be: give a finite number of at least {least:g}"
-                                   + (", more than 0 and at most 1" if name == "argmax_agreement" else ""))  # fmt: skip
+            if (
+                not math.isfinite(value)
+                or value < least
+                or (name == "argmax_agreement" and not 0 < value <= 1)
+            ):
+                raise ReshardError(
+                    f"a limit of {value} on {name} cannot be: give a finite number of at "
+                    f"least {least:g}" + (", more than 0 and at most 1" if name == "argmax_agreement" else "")
+                )
         if all(value is None for value in self.to_dict().values()):
             raise ReshardError("without any limit the gate cannot fail: give at least one")
 
     def exceeded(self, metrics: Metrics, routing: Routing | None = None) -> list[str]:
-        """A sentence for every limit that the metrics, or the routing, exceed, or on a figure that is not there."""
+        """A sentence for every limit that the metrics, or the routing, exceed, or on a figure that is not
+        there."""
         found = []
         for name, limit, value in self._held_against(metrics, routing):
             if value is None:
@@ -95,10 +111,13 @@ class Limits:
 
     def unmeasured(self, metrics: Metrics, routing: Routing | None = None) -> dict[str, str]:
         """By name, a sentence for every default limit on a figure that was not measured."""
-        return {name: f"{name} was not measured: {_NEEDS[name]}" for name, limit, value in self._held_against(metrics, routing)
+        return {name: f"{name} was not measured: "
+                      f"{_NEEDS[name]}" for name, limit, value in self._held_against(metrics, routing)
                 if value is None and self.defaults.get(name) == limit}  # fmt: skip
 
-    def _held_against(self, metrics: Metrics, routing: Routing | None) -> list[tuple[str, float, float | None]]:
+    def _held_against(
+        self, metrics: Metrics, routing: Routing | None
+    ) -> list[tuple[str, float, float | None]]:
         """Name, limit and figure of every limit that there is."""
         values: dict[str, Any] = metrics.to_dict()
         values["routing_margin"] = routing.margin if routing is not None and routing.choices else None
@@ -107,9 +126,9 @@ class Limits:
 
 @dataclass
 class ParityReport:
-    """Two systems' scores, compared. `noise` has what the same system gives twice and in another dtype, by name;
-    `routing` is None where the model has no experts, or a system does not tell which it chose. `unmeasured` are sentences on the
-    default limits that had nothing to hold."""
+    """Two systems' scores, compared. `noise` has what the same system gives twice and in another dtype, by
+    name; `routing` is None where the model has no experts, or a system does not tell which it chose.
+    `unmeasured` are sentences on the default limits that had nothing to hold."""
 
     a: str
     b: str
@@ -151,28 +170,46 @@ class ParityReport:
         }  # fmt: skip
 
 
-def compare_scores(a: Sequence[Scores], b: Sequence[Scores], limits: Limits, model: Model | None = None) -> tuple[Metrics, list[str]]:
-    """The metrics of all prompts together, and the limits that they exceed. With `model`, how their experts compare is among them."""
+def compare_scores(
+    a: Sequence[Scores], b: Sequence[Scores], limits: Limits, model: Model | None = None
+) -> tuple[Metrics, list[str]]:
+    """The metrics of all prompts together, and the limits that they exceed. With `model`, how their experts
+    compare is among them."""
     limits.check()
     overall = metrics_of(a, b)
     return overall, limits.exceeded(overall, None if model is None else routing_of(a, b, model))
 
 
-def parity(a: "str | System", b: "str | System", prompts: Sequence[Prompt] | int = 8, *, dtype: str | None = None,
-           layout: Layout | None = None, engine: VllmLayout | None = None, hf_config: str | Path | None = None,
-           limits: Limits | Callable[[str], Limits] | None = None, lengths: Sequence[int] = (16, 64, 128), seed: int = 0,
-           batch_size: int = 1, packed: bool = False, routing: bool = True, noise: bool = False) -> ParityReport:  # fmt: skip
+def parity(
+    a: "str | System",
+    b: "str | System",
+    prompts: Sequence[Prompt] | int = 8,
+    *,
+    dtype: str | None = None,
+    layout: Layout | None = None,
+    engine: VllmLayout | None = None,
+    hf_config: str | Path | None = None,
+    limits: Limits | Callable[[str], Limits] | None = None,
+    lengths: Sequence[int] = (16, 64, 128),
+    seed: int = 0,
+    batch_size: int = 1,
+    packed: bool = False,
+    routing: bool = True,
+    noise: bool = False,
+) -> ParityReport:
     """Score prompts in two systems and compare.
 
-    `a` and `b` are paths or hub ids: Hugging Face directories, which transformers runs, or Megatron checkpoints, which Megatron-Core
-    runs at `layout` (under torchrun, where that has several ranks). With ``vllm:`` before it vLLM serves it, at `engine` (default:
-    TP over all processes): a Hugging Face directory as vLLM loads it, a Megatron checkpoint by a refit from Megatron-Core. Either may
-    also be a `reshard.parity.LiveVllm`. `prompts` are token ids, or how many random ones to make; `batch_size` of them go together,
-    padded, or `packed` into one sequence. `dtype` is ``fp32`` (default without a GPU) or ``bf16``; `limits` may be a function of it.
-    `routing` compares the experts that tokens go to. With `noise` A is also scored again, and in the other dtype.
+    `a` and `b` are paths or hub ids: Hugging Face directories, which transformers runs, or Megatron
+    checkpoints, which Megatron-Core runs at `layout` (under torchrun, where that has several ranks). With
+    ``vllm:`` before it vLLM serves it, at `engine` (default: TP over all processes): a Hugging Face directory
+    as vLLM loads it, a Megatron checkpoint by a refit from Megatron-Core. Either may also be a
+    `reshard.parity.LiveVllm`. `prompts` are token ids, or how many random ones to make; `batch_size` of them
+    go together, padded, or `packed` into one sequence. `dtype` is ``fp32`` (default without a GPU) or
+    ``bf16``; `limits` may be a function of it. `routing` compares the experts that tokens go to. With `noise`
+    A is also scored again, and in the other dtype.
 
-    Raises ReshardError where a system cannot be loaded, the two do not have the same vocabulary, a prompt does not fit, or logprobs are
-    missing, NaN or infinite.
+    Raises ReshardError where a system cannot be loaded, the two do not have the same vocabulary, a prompt
+    does not fit, or logprobs are missing, NaN or infinite.
     """
     require("parity", "torch")
     import torch
@@ -222,9 +259,21 @@ def parity(a: "str | System", b: "str | System", prompts: Sequence[Prompt] | int
     if not first.num_experts:
         unmeasured.pop("routing_margin", None)
     return ParityReport(
-        names["a"], names["b"], dtype, overall, each, limits, exceeded, floor, routed, one, two, tokens, dist.get_rank() == 0,
+        names["a"],
+        names["b"],
+        dtype,
+        overall,
+        each,
+        limits,
+        exceeded,
+        floor,
+        routed,
+        one,
+        two,
+        tokens,
+        dist.get_rank() == 0,
         list(unmeasured.values()),
-    )  # fmt: skip
+    )
 
 
 def _check_same(first: Model, model: Model) -> None:
@@ -233,7 +282,10 @@ def _check_same(first: Model, model: Model) -> None:
     if one != other:
         raise ReshardError(f"A is a {one}, B a {other}: they do not hold the same model")
     if first.symbols["V"] != model.symbols["V"]:
-        raise ReshardError(f"A has a vocabulary of {first.symbols['V']} tokens, B of {model.symbols['V']}: they do not hold the same model")
+        raise ReshardError(
+            f"A has a vocabulary of {first.symbols['V']} tokens, B of {model.symbols['V']}: "
+            f"they do not hold the same model"
+        )
 
 
 def routing_of(a: Sequence[Scores], b: Sequence[Scores], model: Model) -> Routing | None:

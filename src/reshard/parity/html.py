@@ -33,8 +33,8 @@ POINTER = {
 
 
 def html_report(report: ParityReport, systems: Sequence[str] = ()) -> str:
-    """The page. `systems` are directories or hub ids whose tokenizer gives the tokens' texts; where there is none,
-    tokens have their numbers alone, and where it cannot be used the page says so too.
+    """The page. `systems` are directories or hub ids whose tokenizer gives the tokens' texts; where there is
+    none, tokens have their numbers alone, and where it cannot be used the page says so too.
 
     Of more than `POINTS` tokens the charts show those that differ most and an even selection, and say so.
     """
@@ -118,14 +118,18 @@ def _rows(tokens: dict[str, np.ndarray], which: np.ndarray) -> list[list[Any]]:
     rows = []
     for i in which:
         a, b, difference = (number(tokens[name][i]) for name in ("a", "b", "difference"))
-        rows.append([tokens["prompt"][i], tokens["token"][i], difference, tokens["text"][i], tokens["id"][i], a, b])
+        rows.append(
+            [tokens["prompt"][i], tokens["token"][i], difference, tokens["text"][i], tokens["id"][i], a, b]
+        )
     return rows
 
 
 def _prompts(report: ParityReport) -> list[list[Any]]:
     rows = []
     for prompt, metrics in enumerate(report.prompts):
-        figures = (number(value) for value in (metrics.mean_abs, metrics.max_abs, metrics.token_mult_prob_error))
+        figures = (
+            number(value) for value in (metrics.mean_abs, metrics.max_abs, metrics.token_mult_prob_error)
+        )
         rows.append([prompt, metrics.tokens, *figures])
     return rows
 

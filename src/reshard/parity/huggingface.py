@@ -31,18 +31,28 @@ class HuggingFace(ForwardSystem):
             from transformers import AutoModelForCausalLM
 
         try:
-            module = AutoModelForCausalLM.from_pretrained(self.path, dtype=DTYPES[self.dtype], attn_implementation="eager")
+            module = AutoModelForCausalLM.from_pretrained(
+                self.path, dtype=DTYPES[self.dtype], attn_implementation="eager"
+            )
         except (OSError, ValueError, RuntimeError) as error:
             raise ReshardError(f"transformers cannot load {self.path}: {first_line(error)}") from error
         return module.eval().to(device())
 
     def logits(self, tokens: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor:
-        # Right padding: no token before it sees it, so that no mask is needed. Packed prompts are told apart by their positions.
-        restarting = {} if lengths is None else {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None].to(tokens.device)}
+        # Right padding: no token before it sees it, so that no mask is needed. Packed prompts are told apart
+        # by their positions.
+        restarting = (
+            {}
+            if lengths is None
+            else {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None].to(tokens.device)}
+        )
         return self.module(tokens, use_cache=False, **restarting).logits
 
     def routers(self) -> dict[int, torch.nn.Module]:
-        return {layer: self.module.get_submodule(f"model.layers.{layer}.mlp.gate") for layer in self.model.moe_layers}
+        return {
+            layer: self.module.get_submodule(f"model.layers.{layer}.mlp.gate")
+            for layer in self.model.moe_layers
+        }
 
     def choices(self, router: Any, inputs: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         logits, _, experts = output

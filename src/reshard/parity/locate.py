@@ -18,13 +18,15 @@ from reshard.parity.opening import open_system
 from reshard.parity.prompts import Prompt, check_prompts
 from reshard.parity.systems import device, hooked, join_processes, of_all_ranks
 
-# Relative distance of two hidden states (norm of the difference over the norm) that two implementations do not have.
+# Relative distance of two hidden states (norm of the difference over the norm) that two implementations do
+# not have.
 TOLERANCES = {"fp32": 1e-4, "bf16": 0.03}
 States = dict[str, torch.Tensor]
 
 
 class Point(NamedTuple):
-    """A module's output: its place for people, the module in transformers, and what its parameters' names begin with."""
+    """A module's output: its place for people, the module in transformers, and what its parameters' names
+    begin with."""
 
     place: str
     module: str
@@ -33,8 +35,8 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Located:
-    """The first output that departs. `before` is the last one that agrees, `distance` relative to the norm, `parameters` feed it;
-    `differing` are those whose bytes are not equal."""
+    """The first output that departs. `before` is the last one that agrees, `distance` relative to the norm,
+    `parameters` feed it; `differing` are those whose bytes are not equal."""
 
     place: str
     before: str | None
@@ -51,7 +53,11 @@ class Located:
         if self.differing:
             more = f" and {len(self.differing) - 4} more" if len(self.differing) > 4 else ""
             names = ", ".join(d.name for d in self.differing[:4]) + more
-            cause = f"of its {count} parameters these differ: {names}" if count > 1 else f"its parameter differs: {names}"
+            cause = (
+                f"of its {count} parameters these differ: {names}"
+                if count > 1
+                else f"its parameter differs: {names}"
+            )
         elif self.parameters:
             equal = f"its {count} parameters are" if count > 1 else "its parameter is"
             cause = f"{equal} equal bit for bit, so that the config or the code must differ"
@@ -78,24 +84,41 @@ def points_of(model: Model) -> list[Point]:
     return [*points, Point(head, at_last, (at_first if model.tied else at_last) + ".")]
 
 
-def locate(a: str, b: str, prompt: Prompt, *, dtype: str = "fp32", layout: Layout | None = None, hf_config: str | Path | None = None,
-           tolerance: float | None = None) -> Located | None:  # fmt: skip
-    """Run one prompt through a Hugging Face directory and a Megatron checkpoint (in either order) and name the first output that departs.
+def locate(
+    a: str,
+    b: str,
+    prompt: Prompt,
+    *,
+    dtype: str = "fp32",
+    layout: Layout | None = None,
+    hf_config: str | Path | None = None,
+    tolerance: float | None = None,
+) -> Located | None:
+    """Run one prompt through a Hugging Face directory and a Megatron checkpoint (in either order) and name
+    the first output that departs.
 
-    `tolerance` is the relative distance that two implementations have (default: by dtype). None where none departs. Under torchrun
-    every rank calls it, and has the result. Raises ReshardError where the two are not one of each, or no output of theirs could be
-    compared.
+    `tolerance` is the relative distance that two implementations have (default: by dtype). None where none
+    departs. Under torchrun every rank calls it, and has the result. Raises ReshardError where the two are not
+    one of each, or no output of theirs could be compared.
     """
     limit = TOLERANCES[dtype] if tolerance is None else tolerance
     if not 0 <= limit < float("inf"):
         raise ReshardError(f"a tolerance of {limit} cannot be: give a finite number of at least 0")
     join_processes()
-    systems = [open_system(spec, dtype, layout or Layout(), Path(hf_config) if hf_config is not None else None) for spec in (a, b)]
+    systems = [
+        open_system(spec, dtype, layout or Layout(), Path(hf_config) if hf_config is not None else None)
+        for spec in (a, b)
+    ]
     hf = next((s for s in systems if isinstance(s, HuggingFace)), None)
     megatron = next((s for s in systems if isinstance(s, Megatron)), None)
     if hf is None or megatron is None:
-        raise ReshardError(f"{a} and {b} must be a Hugging Face directory and a Megatron checkpoint: only those can be compared inside")
-    check_prompts([prompt], megatron.model.symbols["V"], int(megatron.model.config["max_position_embeddings"]))
+        raise ReshardError(
+            f"{a} and {b} must be a Hugging Face directory and a Megatron checkpoint: only "
+            f"those can be compared inside"
+        )
+    check_prompts(
+        [prompt], megatron.model.symbols["V"], int(megatron.model.config["max_position_embeddings"])
+    )
     tokens = torch.tensor([prompt], device=device())
     points = points_of(megatron.model)
     theirs = of_all_ranks(_states_of_hf(hf, points, tokens) if dist.get_rank() == 0 else {})
@@ -144,11 +167,20 @@ def _states_of_megatron(system: Megatron, tokens: torch.Tensor) -> States:
         for layer in model.decoder.layers:
             path = f"{family.layers}{layer.layer_number - 1}"
             modules[path] = layer
-            modules |= {f"{path}.{module}": getattr(layer, its_module) for _, module, its_module in family.outputs}
+            modules |= {
+                f"{path}.{module}": getattr(layer, its_module) for _, module, its_module in family.outputs
+            }
         if model.decoder.final_layernorm is not None:
             modules[norm] = model.get_submodule(its_norm)
-    compared = {name: module for name, module in modules.items() if module is not None and not isinstance(module, IdentityOp)}
-    with hooked(compared, lambda name, _, __, out: states.__setitem__(name, _copied(out).transpose(0, 1))), torch.no_grad():
+    compared = {
+        name: module
+        for name, module in modules.items()
+        if module is not None and not isinstance(module, IdentityOp)
+    }
+    with (
+        hooked(compared, lambda name, _, __, out: states.__setitem__(name, _copied(out).transpose(0, 1))),
+        torch.no_grad(),
+    ):
         logits = system.logits(tokens)
     if logits is not None:
         states[head] = logits.float().cpu()

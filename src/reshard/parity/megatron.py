@@ -13,7 +13,15 @@ from reshard.formats.torch_dist import Checkpoint
 from reshard.megatron.build import build_megatron, initialize_parallel, without_gpu
 from reshard.megatron.layout import Layout
 from reshard.models.model import Model
-from reshard.parity.systems import DTYPES, ForwardSystem, check_processes, device, join_processes, of_all_ranks, release_memory
+from reshard.parity.systems import (
+    DTYPES,
+    ForwardSystem,
+    check_processes,
+    device,
+    join_processes,
+    of_all_ranks,
+    release_memory,
+)
 
 
 class Megatron(ForwardSystem):
@@ -33,7 +41,9 @@ class Megatron(ForwardSystem):
             initialize_parallel(layout)
         try:
             with without_gpu():
-                self.models = build_megatron(self.model, layout, transformer_impl=impl, dtype=DTYPES[dtype], parallel_output=False)
+                self.models = build_megatron(
+                    self.model, layout, transformer_impl=impl, dtype=DTYPES[dtype], parallel_output=False
+                )
                 # Not all is made on the GPU: a router moves its weight there when it first runs.
                 self.models = [m.to(device(), DTYPES[dtype]).eval() for m in self.models]
             self._load(checkpoint)
@@ -42,7 +52,8 @@ class Megatron(ForwardSystem):
             raise
 
     def _looked_at(self, path: Path) -> tuple[Model, Checkpoint]:
-        """What a checkpoint holds, as our own reader finds it before Megatron's loader, which runs pickles, is let at it."""
+        """What a checkpoint holds, as our own reader finds it before Megatron's loader, which runs pickles,
+        is let at it."""
         source = open_source(path, self.hf_config)
         try:
             if not isinstance(source, MegatronSource):
@@ -52,14 +63,16 @@ class Megatron(ForwardSystem):
             source.close()
 
     def load(self, path: Path) -> None:
-        """Load the weights of another checkpoint of the model into the modules, by Megatron-Core's own loader.
+        """Load the weights of another checkpoint of the model into the modules, by Megatron-Core's own
+        loader.
 
         Raises ReshardError where a parameter is not there.
         """
         self._load(self._looked_at(path)[1])
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint of the other kind of layers (local, Transformer Engine) has other names for some parameters."""
+        """A checkpoint of the other kind of layers (local, Transformer Engine) has other names for some
+        parameters."""
         from megatron.core import dist_checkpointing, parallel_state
         from megatron.core.dist_checkpointing.core import CheckpointingException
         from torch.distributed.checkpoint.api import CheckpointException
@@ -74,7 +87,9 @@ class Megatron(ForwardSystem):
                 if "_extra_state" in name:
                     del state[f"model{index}"][name]  # carries no weight; local layers have none
                 elif entry.key not in keys:
-                    entry.key = next((other for other in self._other_names(entry.key) if other in keys), entry.key)
+                    entry.key = next(
+                        (other for other in self._other_names(entry.key) if other in keys), entry.key
+                    )
         try:
             with without_gpu():
                 loaded = dist_checkpointing.load(state, str(directory))
@@ -87,7 +102,10 @@ class Megatron(ForwardSystem):
             missing, unexpected = chunk.load_state_dict(loaded[f"model{index}"], strict=False)
             wrong = [name for name in (*missing, *unexpected) if "_extra_state" not in name]
             if wrong:
-                raise ReshardError(f"{directory} and the model that Megatron-Core builds differ in {listed(sorted(wrong), 3)}")
+                raise ReshardError(
+                    f"{directory} and the model that Megatron-Core builds differ in "
+                    f"{listed(sorted(wrong), 3)}"
+                )
 
     def _other_names(self, key: str) -> Iterator[str]:
         """The key in a checkpoint of the other kind of layers."""
@@ -106,7 +124,10 @@ class Megatron(ForwardSystem):
     def logits(self, tokens: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor | None:
         from megatron.core import parallel_state
 
-        stages, stage = parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_rank()
+        stages, stage = (
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+        )
         ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
         batch, length = tokens.shape
         positions = torch.arange(length, device=tokens.device).expand(batch, length)
@@ -122,7 +143,13 @@ class Megatron(ForwardSystem):
                 if index:
                     hidden = out
                     if stages > 1:
-                        hidden = torch.empty(length, batch, model.config.hidden_size, dtype=model.config.params_dtype, device=tokens.device)
+                        hidden = torch.empty(
+                            length,
+                            batch,
+                            model.config.hidden_size,
+                            dtype=model.config.params_dtype,
+                            device=tokens.device,
+                        )
                         dist.recv(hidden, ranks[(index - 1) % stages])
                     model.set_input_tensor(hidden)
                 out = model(tokens, positions, mask, **packing)
@@ -154,7 +181,11 @@ def _packed(lengths: Sequence[int], device: torch.device) -> Any:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     if device.type != "cuda":
-        raise ReshardError("Megatron-Core's layers for machines without a GPU cannot run packed prompts: leave out --packed")
+        raise ReshardError(
+            "Megatron-Core's layers for machines without a GPU cannot run packed prompts: leave out --packed"
+        )
     ends = torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
     longest = max(lengths)
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
+    )

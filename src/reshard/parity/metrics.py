@@ -14,9 +14,10 @@ from reshard.parity.routing import Choices
 class Scores:
     """What a system says of one prompt of n tokens, teacher-forced.
 
-    `logprobs` ``[n - 1]``: of each token after the first, given those before it, in nats. `best` ``[n - 1]``: the token that the system
-    finds most likely there. `distributions` ``[positions, vocabulary]``: logprobs of all tokens at the first `positions` places, as many
-    as were kept. `choices`: the experts that the tokens went to, where they were noted.
+    `logprobs` ``[n - 1]``: of each token after the first, given those before it, in nats. `best` ``[n - 1]``:
+    the token that the system finds most likely there. `distributions` ``[positions, vocabulary]``: logprobs
+    of all tokens at the first `positions` places, as many as were kept. `choices`: the experts that the
+    tokens went to, where they were noted.
     """
 
     logprobs: np.ndarray
@@ -29,12 +30,12 @@ class Scores:
 class Metrics:
     """The difference between A and B over `tokens` tokens.
 
-    `token_mult_prob_error` is the mean of exp(|logprob A - logprob B|), 1 where they agree. `kl` is KL(A || B) over the whole
-    vocabulary, in nats, the mean of the `kl_tokens` positions at which both systems gave all logprobs, None without any.
-    `kl_estimate` is the mean of r - 1 - log r with r = p_B / p_A, which estimates that KL where the tokens were sampled from A
-    (Schulman 2020, "Approximating KL divergence", k3). `argmax_agreement` is the share of positions at which both
-    find the same token most likely. `ratio_*` describe
-    the importance ratios p_A / p_B of the tokens.
+    `token_mult_prob_error` is the mean of exp(|logprob A - logprob B|), 1 where they agree. `kl` is KL(A ||
+    B) over the whole vocabulary, in nats, the mean of the `kl_tokens` positions at which both systems gave
+    all logprobs, None without any. `kl_estimate` is the mean of r - 1 - log r with r = p_B / p_A, which
+    estimates that KL where the tokens were sampled from A (Schulman 2020, "Approximating KL divergence", k3).
+    `argmax_agreement` is the share of positions at which both find the same token most likely. `ratio_*`
+    describe the importance ratios p_A / p_B of the tokens.
     """
 
     tokens: int
@@ -58,8 +59,8 @@ class Metrics:
 def metrics_of(a: Sequence[Scores], b: Sequence[Scores]) -> Metrics:
     """Compare two systems' scores of the same prompts.
 
-    Raises ReshardError, naming prompt and token, where there are fewer logprobs than tokens, a logprob is NaN or infinite, or what a
-    system says does not fit together.
+    Raises ReshardError, naming prompt and token, where there are fewer logprobs than tokens, a logprob is NaN
+    or infinite, or what a system says does not fit together.
 
     >>> found = metrics_of([Scores(np.array([-1.0, -2.0]))], [Scores(np.array([-1.0, -2.5]))])
     >>> found.max_abs, found.mean_abs
@@ -70,16 +71,30 @@ def metrics_of(a: Sequence[Scores], b: Sequence[Scores]) -> Metrics:
     if not len(one):
         raise ReshardError("the prompts have no token to predict: give prompts of two tokens or more")
     difference = one - two
-    same = [x.best == y.best for x, y in zip(a, b, strict=True) if x.best is not None and y.best is not None and len(x.best)]
+    same = [
+        x.best == y.best
+        for x, y in zip(a, b, strict=True)
+        if x.best is not None and y.best is not None and len(x.best)
+    ]
     agreement = float(np.mean(np.concatenate(same))) if same else None
     kl, kl_tokens = _kl(a, b)
     with np.errstate(over="ignore"):
         ratio = np.exp(difference)
         error, estimate = np.exp(np.abs(difference)).mean(), (np.exp(-difference) - 1 + difference).mean()
     return Metrics(
-        len(one), float(np.abs(difference).mean()), float(np.abs(difference).max()), float(error), kl, kl_tokens, float(estimate),
-        _pearson(one, two), agreement, float(ratio.min()), float(ratio.max()), float(ratio.std()),
-    )  # fmt: skip
+        len(one),
+        float(np.abs(difference).mean()),
+        float(np.abs(difference).max()),
+        float(error),
+        kl,
+        kl_tokens,
+        float(estimate),
+        _pearson(one, two),
+        agreement,
+        float(ratio.min()),
+        float(ratio.max()),
+        float(ratio.std()),
+    )
 
 
 def check_scores(a: Sequence[Scores], b: Sequence[Scores]) -> None:
@@ -90,19 +105,31 @@ def check_scores(a: Sequence[Scores], b: Sequence[Scores]) -> None:
         raise ReshardError("there are no prompts to compare")
     for prompt, pair in enumerate(zip(a, b, strict=True)):
         if len(pair[0].logprobs) != len(pair[1].logprobs):
-            raise ReshardError(f"prompt {prompt}: A gives {len(pair[0].logprobs)} logprobs, B {len(pair[1].logprobs)}")
+            raise ReshardError(
+                f"prompt {prompt}: A gives {len(pair[0].logprobs)} logprobs, B {len(pair[1].logprobs)}"
+            )
         for name, scores in zip("AB", pair, strict=True):
             bad = np.flatnonzero(~np.isfinite(scores.logprobs))
             if len(bad):
-                raise ReshardError(f"{name} gives the logprob {scores.logprobs[bad[0]]} for token {bad[0] + 1} of prompt {prompt}")
+                raise ReshardError(
+                    f"{name} gives the logprob {scores.logprobs[bad[0]]} for token "
+                    f"{bad[0] + 1} of prompt {prompt}"
+                )
             count, best, rows = len(scores.logprobs), scores.best, scores.distributions
             if best is not None and len(best) != count:
-                raise ReshardError(f"prompt {prompt}: {name} gives {len(best)} best tokens for {count} logprobs")
+                raise ReshardError(
+                    f"prompt {prompt}: {name} gives {len(best)} best tokens for {count} logprobs"
+                )
             if rows is not None and len(rows) > count:
-                raise ReshardError(f"prompt {prompt}: {name} gives {len(rows)} distributions for {count} logprobs")
+                raise ReshardError(
+                    f"prompt {prompt}: {name} gives {len(rows)} distributions for {count} logprobs"
+                )
         widths = [scores.distributions.shape[-1] for scores in pair if scores.distributions is not None]
         if len(set(widths)) > 1:
-            raise ReshardError(f"prompt {prompt}: A gives distributions over a vocabulary of {widths[0]} tokens, B of {widths[1]}")
+            raise ReshardError(
+                f"prompt {prompt}: A gives distributions over a vocabulary of "
+                f"{widths[0]} tokens, B of {widths[1]}"
+            )
 
 
 def _kl(a: Sequence[Scores], b: Sequence[Scores]) -> tuple[float | None, int]:

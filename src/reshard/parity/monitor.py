@@ -1,4 +1,5 @@
-"""Watching a training run: the logprobs that the trainer and the inference engine give to the same rollout."""
+"""Watching a training run: the logprobs that the trainer and the inference engine give to the same
+rollout."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,26 +26,38 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Figures for a logger, by name; ``ok`` is 1 or 0."""
-        return {name: value for name, value in asdict(self.metrics).items() if value is not None} | {"ok": int(self.ok)}
+        return {name: value for name, value in asdict(self.metrics).items() if value is not None} | {
+            "ok": int(self.ok)
+        }
 
 
 def check_rollout(train: Any, inference: Any, mask: Any = None, limits: Limits | None = None) -> Verdict:
     """Compare the logprobs of a rollout's tokens.
 
-    `train` and `inference` are arrays or tensors ``[samples, tokens]`` in nats (or one sample's ``[tokens]``, or a list of such), `mask`
-    of the same shape says which tokens count (default: all). `limits` default to those of bf16. Raises ReshardError for shapes that differ,
-    a mask without tokens, and logprobs that are NaN or infinite where the mask counts them.
+    `train` and `inference` are arrays or tensors ``[samples, tokens]`` in nats (or one sample's ``[tokens]``,
+    or a list of such), `mask` of the same shape says which tokens count (default: all). `limits` default to
+    those of bf16. Raises ReshardError for shapes that differ, a mask without tokens, and logprobs that are
+    NaN or infinite where the mask counts them.
 
     >>> verdict = check_rollout([[-1.0, -2.0]], [[-1.01, -2.0]])
     >>> verdict.ok, round(verdict.metrics.token_mult_prob_error, 4)
     (True, 1.005)
     """
     one, two = _rows(train), _rows(inference)
-    masks = [np.ones(len(row), bool) for row in one] if mask is None else [row.astype(bool) for row in _rows(mask)]
+    masks = (
+        [np.ones(len(row), bool) for row in one]
+        if mask is None
+        else [row.astype(bool) for row in _rows(mask)]
+    )
     shapes = [[row.shape for row in rows] for rows in (one, two, masks)]
     if shapes[0] != shapes[1] or shapes[0] != shapes[2]:
-        raise ReshardError(f"the trainer's logprobs have shapes {shapes[0]}, the engine's {shapes[1]}, the mask {shapes[2]}")
-    a, b = ([Scores(row[chosen].astype(np.float64)) for row, chosen in zip(rows, masks, strict=True)] for rows in (one, two))
+        raise ReshardError(
+            f"the trainer's logprobs have shapes {shapes[0]}, the engine's {shapes[1]}, the mask {shapes[2]}"
+        )
+    a, b = (
+        [Scores(row[chosen].astype(np.float64)) for row, chosen in zip(rows, masks, strict=True)]
+        for rows in (one, two)
+    )
     return Verdict(*compare_scores(a, b, limits or Limits.of_dtype("bf16")))
 
 
@@ -55,4 +68,6 @@ def _rows(values: Any) -> list[np.ndarray]:
         return list(np.atleast_2d(values))
     if isinstance(values, Sequence) and values and not hasattr(values[0], "__len__"):
         return [np.asarray(values)]
-    return [row.detach().float().cpu().numpy() if hasattr(row, "detach") else np.asarray(row) for row in values]
+    return [
+        row.detach().float().cpu().numpy() if hasattr(row, "detach") else np.asarray(row) for row in values
+    ]

@@ -11,11 +11,14 @@ from reshard.parity.prompts import SERVED
 from reshard.parity.systems import System
 
 
-def open_system(spec: str, dtype: str, layout: Layout, hf_config: Path | None = None, engine: VllmLayout | None = None) -> System:
-    """A system from a path or hub id: a Hugging Face directory (transformers) or a Megatron checkpoint (Megatron-Core at `layout`).
+def open_system(
+    spec: str, dtype: str, layout: Layout, hf_config: Path | None = None, engine: VllmLayout | None = None
+) -> System:
+    """A system from a path or hub id: a Hugging Face directory (transformers) or a Megatron checkpoint
+    (Megatron-Core at `layout`).
 
-    With ``vllm:`` before it vLLM serves it, at the sizes of `engine`: a Hugging Face directory as vLLM loads it, a Megatron checkpoint
-    by a refit from Megatron-Core.
+    With ``vllm:`` before it vLLM serves it, at the sizes of `engine`: a Hugging Face directory as vLLM loads
+    it, a Megatron checkpoint by a refit from Megatron-Core.
     """
     path = local_directory(spec.removeprefix(SERVED))
     megatron = torch_dist.find(path) is not None

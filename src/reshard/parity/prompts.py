@@ -57,7 +57,9 @@ def _tokenizer(systems: Sequence[str]) -> Any:
                 try:
                     found.setdefault(system, AutoTokenizer.from_pretrained(folder))
                 except (OSError, ValueError) as error:
-                    raise ReshardError(f"the tokenizer of {folder} cannot be read: {first_line(error)}") from error
+                    raise ReshardError(
+                        f"the tokenizer of {folder} cannot be read: {first_line(error)}"
+                    ) from error
     if not found:
         return None
     (one, first), *others = found.items()
@@ -70,13 +72,15 @@ def _tokenizer(systems: Sequence[str]) -> Any:
 def read_prompts(path: Path, tokenizer: Callable[[], Callable[[str], list[int]] | None]) -> list[Prompt]:
     """Prompts of a file: a line each, as text, or as JSON with ``text`` or ``tokens`` (a list of ids).
 
-    `tokenizer` is asked for a function from text to ids where a line is text. Raises ReshardError where the file cannot be read or a
-    line is neither.
+    `tokenizer` is asked for a function from text to ids where a line is text. Raises ReshardError where the
+    file cannot be read or a line is neither.
     """
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ReshardError(f"cannot read the prompts in {path}: {getattr(error, 'strerror', None) or 'it is not text'}") from error
+        raise ReshardError(
+            f"cannot read the prompts in {path}: {getattr(error, 'strerror', None) or 'it is not text'}"
+        ) from error
     if not lines:
         raise ReshardError(f"{path} has no prompts")
     asked = cache(tokenizer)
@@ -97,19 +101,26 @@ def _prompt(line: str, where: str, tokenizer: Any) -> Prompt:
             raise ReshardError(f"{where} has neither text nor a list of tokens")
     encode = tokenizer()
     if encode is None:
-        raise ReshardError(f'{where} is text, and neither system has a tokenizer: give lines such as {{"tokens": [1, 2, 3]}}')
+        raise ReshardError(
+            f'{where} is text, and neither system has a tokenizer: give lines such as {{"tokens": [1, 2, 3]}}'
+        )
     return encode(text)
 
 
 def check_prompts(prompts: Sequence[Prompt], vocabulary: int, context: int) -> None:
-    """Raise ReshardError, naming the prompt, for one that is too short or too long, or has a token that the model does not have."""
+    """Raise ReshardError, naming the prompt, for one that is too short or too long, or has a token that the
+    model does not have."""
     if not prompts:
         raise ReshardError("there are no prompts")
     for number, prompt in enumerate(prompts):
         if len(prompt) < 2:
             raise ReshardError(f"prompt {number} has {len(prompt)} tokens: there is nothing to predict")
         if len(prompt) > context:
-            raise ReshardError(f"prompt {number} has {len(prompt)} tokens, more than the model's context of {context}")
+            raise ReshardError(
+                f"prompt {number} has {len(prompt)} tokens, more than the model's context of {context}"
+            )
         bad = [token for token in prompt if not 0 <= token < vocabulary]
         if bad:
-            raise ReshardError(f"prompt {number} has token {bad[0]}, which a vocabulary of {vocabulary} does not have")
+            raise ReshardError(
+                f"prompt {number} has token {bad[0]}, which a vocabulary of {vocabulary} does not have"
+            )

@@ -1,8 +1,9 @@
 """Which experts two systems send each token to, and whether where they differ it was a near-tie.
 
-Two implementations of one model differ by rounding, and where two experts score almost the same a token can go to either. From that
-layer on its hidden state is another, so that what it chooses in later layers says nothing. A difference is therefore judged at the
-first layer where a token's experts differ: by how much better the one system finds its own choice.
+Two implementations of one model differ by rounding, and where two experts score almost the same a token can
+go to either. From that layer on its hidden state is another, so that what it chooses in later layers says
+nothing. A difference is therefore judged at the first layer where a token's experts differ: by how much
+better the one system finds its own choice.
 """
 
 from collections.abc import Sequence
@@ -15,8 +16,9 @@ from reshard.core.errors import ReshardError
 
 
 class Choices(NamedTuple):
-    """The experts that a prompt's n tokens went to: `experts` ``[n, layers, top k]``, ascending, and `scores` ``[n, layers, experts]``
-    that they were chosen by, the larger the better (None where the system does not tell them); `layers` has the layers' numbers."""
+    """The experts that a prompt's n tokens went to: `experts` ``[n, layers, top k]``, ascending, and `scores`
+    ``[n, layers, experts]`` that they were chosen by, the larger the better (None where the system does not
+    tell them); `layers` has the layers' numbers."""
 
     layers: tuple[int, ...]
     experts: np.ndarray
@@ -24,8 +26,8 @@ class Choices(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Group-limited routing: of `total` groups of experts the `chosen` ones whose best two experts score most together are taken, and
-    experts only from those (DeepSeek-V3, section 2.1.2)."""
+    """Group-limited routing: of `total` groups of experts the `chosen` ones whose best two experts score most
+    together are taken, and experts only from those (DeepSeek-V3, section 2.1.2)."""
 
     total: int
     chosen: int
@@ -33,12 +35,13 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True)
 class Routing:
-    """How the routing of two systems compares: `choices` were made (a token in a layer), `differing` of them differ, of `tokens` tokens
-    `differing_tokens` somewhere.
+    """How the routing of two systems compares: `choices` were made (a token in a layer), `differing` of them
+    differ, of `tokens` tokens `differing_tokens` somewhere.
 
-    `margin` is the largest at the first layer where a token's experts differ: how far apart one system scores the experts that
-    it took and those that the other took, in standard deviations of that token's scores. Zero where nothing differs. `mean_abs_same` and
-    `mean_abs_differing` are the mean |difference of logprobs| of the tokens whose experts are all the same, and of the others.
+    `margin` is the largest at the first layer where a token's experts differ: how far apart one system scores
+    the experts that it took and those that the other took, in standard deviations of that token's scores.
+    Zero where nothing differs. `mean_abs_same` and `mean_abs_differing` are the mean |difference of logprobs|
+    of the tokens whose experts are all the same, and of the others.
     """
 
     choices: int
@@ -59,26 +62,29 @@ class Routing:
         """For people."""
         if not self.differing:
             return f"all {self.choices:,} choices of experts are the same"
-        text = (f"{self.differing:,} of {self.choices:,} choices of experts differ, of {self.differing_tokens:,} of {self.tokens:,} "
-                f"tokens; at a token's first the scores are {self.margin:.2g} standard deviations apart at most "
-                f"(layer {self.worst_layer})")  # fmt: skip
+        text = (f"{self.differing:,} of {self.choices:,} choices of experts differ, of "
+                f"{self.differing_tokens:,} of {self.tokens:,} tokens; at a token's first the scores are "
+                f"{self.margin:.2g} standard deviations apart at most (layer {self.worst_layer})")  # fmt: skip
         if self.mean_abs_differing is None:
             return text
         same = "-" if self.mean_abs_same is None else f"{self.mean_abs_same:.3g}"
-        return f"{text}; mean_abs {same} of the tokens without a difference, {self.mean_abs_differing:.3g} of the others"
+        others = f"{self.mean_abs_differing:.3g} of the others"
+        return f"{text}; mean_abs {same} of the tokens without a difference, {others}"
 
 
 def compare_routing(
-    a: Sequence[Choices], b: Sequence[Choices], groups: Groups | None = None, apart: Sequence[np.ndarray] | None = None
+    a: Sequence[Choices],
+    b: Sequence[Choices],
+    groups: Groups | None = None,
+    apart: Sequence[np.ndarray] | None = None,
 ) -> Routing:
-    """Compare the choices of two systems for the same prompts; `groups` says how experts are limited to groups, where they are;
-    `apart` has the |difference of logprobs| of each prompt's tokens ``[n]``.
+    """Compare the choices of two systems for the same prompts; `groups` says how experts are limited to
+    groups, where they are; `apart` has the |difference of logprobs| of each prompt's tokens ``[n]``.
 
     Raises ReshardError where the systems do not have the same MoE layers, or neither tells its scores.
 
-    >>> scores = np.array([[[0.9, 0.5, 0.4, 0.1]]])
-    >>> found = compare_routing([Choices((0,), np.array([[[0, 1]]]), scores)], [Choices((0,), np.array([[[0, 2]]]), None)])
-    >>> found.differing, round(found.margin, 2)
+    >>> scores = np.array([[[0.9, 0.5, 0.4, 0.1]]]) >>> found = compare_routing([Choices((0,), np.array([[[0,
+    1]]]), scores)], [Choices((0,), np.array([[[0, 2]]]), None)]) >>> found.differing, round(found.margin, 2)
     (1, 0.35)
     """
     choices = differing = tokens = differing_tokens = 0
@@ -86,8 +92,10 @@ def compare_routing(
     touched: list[np.ndarray] = []
     for x, y in zip(a, b, strict=True):
         if x.layers != y.layers or x.experts.shape != y.experts.shape:
-            raise ReshardError(f"A chooses experts in layers {list(x.layers)}, {x.experts.shape[-1]} of them, "
-                               f"B in layers {list(y.layers)}, {y.experts.shape[-1]}")  # fmt: skip
+            raise ReshardError(
+                f"A chooses experts in layers {list(x.layers)}, {x.experts.shape[-1]} of "
+                f"them, B in layers {list(y.layers)}, {y.experts.shape[-1]}"
+            )
         other = (x.experts != y.experts).any(-1)
         somewhere = other.any(-1)
         choices, differing = choices + other.size, differing + int(other.sum())
@@ -106,11 +114,15 @@ def compare_routing(
 
 
 def _apart(x: Choices, y: Choices, token: int, layer: int, groups: Groups | None) -> float:
-    """How far apart the better experts of one system and those of the other are, by the scores of the first that tells them."""
+    """How far apart the better experts of one system and those of the other are, by the scores of the first
+    that tells them."""
     if x.scores is None:
         x, y = y, x
     if x.scores is None:
-        raise ReshardError("neither system tells the scores that it chooses experts by: compare with transformers or Megatron-Core")
+        raise ReshardError(
+            "neither system tells the scores that it chooses experts by: compare with "
+            "transformers or Megatron-Core"
+        )
     scores = x.scores[token, layer].astype(np.float64)
     taken, other = x.experts[token, layer], y.experts[token, layer]
     if groups is not None and groups.chosen < groups.total:
@@ -121,15 +133,15 @@ def _apart(x: Choices, y: Choices, token: int, layer: int, groups: Groups | None
 
 
 def _experts_apart(scores: np.ndarray, taken: np.ndarray, other: np.ndarray) -> float:
-    """The largest distance of the scores of experts that only one system took: the best of one is held against the
-    best of the other, and so on."""
+    """The largest distance of the scores of experts that only one system took: the best of one is held
+    against the best of the other, and so on."""
     only_taken, only_other = np.setdiff1d(taken, other), np.setdiff1d(other, taken)
     return float(np.abs(np.sort(scores[only_taken]) - np.sort(scores[only_other])).max())
 
 
 def _apart_in_groups(scores: np.ndarray, taken: np.ndarray, other: np.ndarray, groups: Groups) -> float:
-    """The same where experts come from the best groups alone: a group that one system took in another's place may
-    be as good as that one, while its experts are better or worse."""
+    """The same where experts come from the best groups alone: a group that one system took in another's place
+    may be as good as that one, while its experts are better or worse."""
     experts_of_a_group = len(scores) // groups.total
     of_groups = np.sort(scores.reshape(groups.total, experts_of_a_group), axis=-1)[:, -2:].sum(axis=-1)
     best_first = np.sort(of_groups)[::-1]

@@ -1,4 +1,5 @@
-"""Systems that hold a model and can say how likely tokens are. Here: what they have in common, and transformers.
+"""Systems that hold a model and can say how likely tokens are. Here: what they have in common, and
+transformers.
 
 Megatron-Core and vLLM have modules of their own beside this one.
 """
@@ -28,8 +29,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Scoring:
-    """How prompts are scored: `batch_size` at a time, padded on the right to the longest or `packed` into one sequence; `keep` positions
-    of all together keep their distribution; with `routing` the chosen experts are noted."""
+    """How prompts are scored: `batch_size` at a time, padded on the right to the longest or `packed` into one
+    sequence; `keep` positions of all together keep their distribution; with `routing` the chosen experts are
+    noted."""
 
     batch_size: int = 1
     packed: bool = False
@@ -37,15 +39,15 @@ class Scoring:
     routing: bool = False
 
     def kept_of(self, prompts: int) -> list[int]:
-        """Of how many positions each of so many prompts keeps the distributions: shared evenly, and where they are too few for that,
-        of one position of the first prompts."""
+        """Of how many positions each of so many prompts keeps the distributions: shared evenly, and where
+        they are too few for that, of one position of the first prompts."""
         share = max(1, self.keep // prompts)
         return [min(share, max(0, self.keep - i * share)) for i in range(prompts)]
 
 
 class System(ABC):
-    """A model that is ready to score prompts. `name` is for people, `model` its config; where it is not `spread`, any one process will
-    do, and otherwise all of them score together."""
+    """A model that is ready to score prompts. `name` is for people, `model` its config; where it is not
+    `spread`, any one process will do, and otherwise all of them score together."""
 
     name: str
     model: Model
@@ -65,9 +67,11 @@ class ForwardSystem(System):
 
     @abstractmethod
     def logits(self, tokens: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor | None:
-        """``[batch, sequence, vocabulary]`` of token ids ``[batch, sequence]``; None on a rank that does not have them.
+        """``[batch, sequence, vocabulary]`` of token ids ``[batch, sequence]``; None on a rank that does not
+        have them.
 
-        Prompts are padded on the right, or, with their `lengths`, packed one after the other in a batch of one.
+        Prompts are padded on the right, or, with their `lengths`, packed one after the other in a batch of
+        one.
         """
 
     @abstractmethod
@@ -76,8 +80,8 @@ class ForwardSystem(System):
 
     @abstractmethod
     def choices(self, router: Any, inputs: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a router chose in a forward: experts ``[batch, sequence, top k]``, and the scores ``[batch, sequence, experts]`` that it
-        chose by, the larger the better."""
+        """What a router chose in a forward: experts ``[batch, sequence, top k]``, and the scores ``[batch,
+        sequence, experts]`` that it chose by, the larger the better."""
 
     def gathered(self, noted: dict[int, Any]) -> dict[int, Any]:
         """What was noted by layer, of all ranks."""
@@ -94,7 +98,9 @@ class ForwardSystem(System):
                 tokens = torch.tensor([[token for prompt in batch for token in prompt]], device=there)
                 spans = [(0, sum(lengths[:i]), n) for i, n in enumerate(lengths)]
             else:
-                tokens = torch.tensor([prompt + [0] * (max(lengths) - len(prompt)) for prompt in batch], device=there)
+                tokens = torch.tensor(
+                    [prompt + [0] * (max(lengths) - len(prompt)) for prompt in batch], device=there
+                )
                 spans = [(i, 0, n) for i, n in enumerate(lengths)]
             with torch.no_grad(), self._noting(how.routing, tokens.shape) as noted:
                 logits = self.logits(tokens, lengths if how.packed else None)
@@ -119,7 +125,9 @@ class ForwardSystem(System):
 
 
 @contextmanager
-def hooked(modules: Mapping[Name, torch.nn.Module], note: Callable[[Name, Any, Any, Any], None]) -> Iterator[None]:
+def hooked(
+    modules: Mapping[Name, torch.nn.Module], note: Callable[[Name, Any, Any, Any], None]
+) -> Iterator[None]:
     """While it is open, `note` is told of every forward of the modules: (name, module, inputs, output)."""
     handles = [module.register_forward_hook(partial(note, name)) for name, module in modules.items()]
     try:
@@ -152,7 +160,9 @@ def _choices_at(noted: Mapping[int, Any], row: int, at: int, count: int) -> Choi
     if not noted:
         return None
     layers = sorted(noted)
-    experts, scores = (np.stack([noted[layer][i][row, at : at + count].numpy() for layer in layers], 1) for i in (0, 1))
+    experts, scores = (
+        np.stack([noted[layer][i][row, at : at + count].numpy() for layer in layers], 1) for i in (0, 1)
+    )
     return Choices(tuple(layers), np.sort(experts, -1), scores)
 
 
@@ -176,15 +186,20 @@ def scores_of(system: System, prompts: Sequence[Prompt], how: Scoring) -> list[S
 
 
 def check_processes(what: str, needed: int, replicas: bool = False) -> None:
-    """Raise ReshardError unless there are as many processes as `what` needs, or, with `replicas`, a multiple of that."""
+    """Raise ReshardError unless there are as many processes as `what` needs, or, with `replicas`, a multiple
+    of that."""
     there = dist.get_world_size()
     if there % needed if replicas else there != needed:
-        raise ReshardError(f"{what} needs {needed} processes{' or a multiple of them' * replicas}, and there are {there}: start it with "
-                           f"torchrun --nproc-per-node {needed} --no-python reshard ...")  # fmt: skip
+        raise ReshardError(
+            f"{what} needs {needed} processes{' or a multiple of them' * replicas}, and "
+            f"there are {there}: start it with torchrun --nproc-per-node "
+            f"{needed} --no-python reshard ..."
+        )
 
 
 def join_processes() -> None:
-    """The process group that torchrun has prepared, or one of this process alone, which Megatron needs too."""
+    """The process group that torchrun has prepared, or one of this process alone, which Megatron needs
+    too."""
     if dist.is_initialized():
         return
     backend, launched = "gloo", "RANK" in os.environ
@@ -195,7 +210,13 @@ def join_processes() -> None:
         try:
             dist.init_process_group(backend)
         except ValueError as error:
-            given = ", ".join(f"{name}={os.environ.get(name)}" for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-            raise ReshardError(f"the environment does not describe the processes of a run ({given}): start them with torchrun") from error
+            given = ", ".join(
+                f"{name}={os.environ.get(name)}"
+                for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+            )
+            raise ReshardError(
+                f"the environment does not describe the processes of a run ({given}): start "
+                f"them with torchrun"
+            ) from error
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -1,4 +1,5 @@
-"""vLLM as a system: its prompt logprobs, of a checkpoint that it loads itself or of a Megatron model that it is refitted from."""
+"""vLLM as a system: its prompt logprobs, of a checkpoint that it loads itself or of a Megatron model that it
+is refitted from."""
 
 import gc
 import json
@@ -43,7 +44,9 @@ class LiveVllm(System):
         self.llm = llm
         config = llm.llm_engine.vllm_config.model_config
         self.name = f"vLLM, {config.model}, {str(config.dtype).removeprefix('torch.')}"
-        self.model = Model.from_hf(published(config.hf_config.to_dict(), "vLLM's config"), f"vLLM's config of {config.model}")
+        self.model = Model.from_hf(
+            published(config.hf_config.to_dict(), "vLLM's config"), f"vLLM's config of {config.model}"
+        )
 
     def score(self, prompts: Sequence[Prompt], how: Scoring) -> list[Scores]:
         return score_with(self.llm, prompts, how, self.model)
@@ -53,14 +56,17 @@ class LiveVllm(System):
 
 
 class _OwnVllm(System):
-    """An engine that is started for the first prompts, whose lengths it must hold, in the processes that there are."""
+    """An engine that is started for the first prompts, whose lengths it must hold, in the processes that
+    there are."""
 
     def __init__(self, engine: VllmLayout | None, dtype: str) -> None:
         require("vllm", "vllm")
         join_processes()
         self.engine = engine or VllmLayout(tp=dist.get_world_size())
         if self.engine.pp > 1 or self.engine.dp > 1:
-            raise ReshardError(f"vLLM at {self.engine} cannot be scored in processes of torchrun: use tp, and ep")
+            raise ReshardError(
+                f"vLLM at {self.engine} cannot be scored in processes of torchrun: use tp, and ep"
+            )
         check_processes(f"vLLM at {self.engine}", self.engine.world_size)
         self.dtype = dtype
         self.llm: Any = None
@@ -86,15 +92,26 @@ class _OwnVllm(System):
                     raise ReshardError("this vLLM finds no device to run on: its ordinary build needs a GPU")
                 with own_shared_memory():
                     return LLM(
-                        str(path), dtype="float32" if self.dtype == "fp32" else "bfloat16", tensor_parallel_size=self.engine.tp,
+                        str(path),
+                        dtype="float32" if self.dtype == "fp32" else "bfloat16",
+                        tensor_parallel_size=self.engine.tp,
                         enable_expert_parallel=self.engine.expert_parallel,
                         expert_placement_strategy="round_robin" if self.engine.round_robin else "linear",
-                        distributed_executor_backend="external_launcher", max_model_len=context, max_num_batched_tokens=max(context, 2048),
-                        skip_tokenizer_init=True, enforce_eager=True, enable_prefix_caching=False, max_logprobs=-1, seed=0,
+                        distributed_executor_backend="external_launcher",
+                        max_model_len=context,
+                        max_num_batched_tokens=max(context, 2048),
+                        skip_tokenizer_init=True,
+                        enforce_eager=True,
+                        enable_prefix_caching=False,
+                        max_logprobs=-1,
+                        seed=0,
                         use_tqdm_on_load=False,
-                        gpu_memory_utilization=_share_of_memory(), kv_cache_memory_bytes=KV_CACHE_BYTES, disable_log_stats=True,
-                        enable_return_routed_experts=routing and bool(self.model.num_experts), **options,
-                    )  # fmt: skip
+                        gpu_memory_utilization=_share_of_memory(),
+                        kv_cache_memory_bytes=KV_CACHE_BYTES,
+                        disable_log_stats=True,
+                        enable_return_routed_experts=routing and bool(self.model.num_experts),
+                        **options,
+                    )
         except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
             raise ReshardError(f"vLLM cannot serve {path}: {first_line(error)}") from error
 
@@ -117,9 +134,17 @@ class Vllm(_OwnVllm):
 
 
 class RefittedVllm(_OwnVllm):
-    """A vLLM that starts with weights of no meaning and is refitted from the Megatron-Core model of a checkpoint, at a layout."""
+    """A vLLM that starts with weights of no meaning and is refitted from the Megatron-Core model of a
+    checkpoint, at a layout."""
 
-    def __init__(self, path: Path, dtype: str, layout: Layout, hf_config: Path | None = None, engine: VllmLayout | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        dtype: str,
+        layout: Layout,
+        hf_config: Path | None = None,
+        engine: VllmLayout | None = None,
+    ) -> None:
         from reshard.parity.megatron import Megatron
 
         super().__init__(engine, dtype)
@@ -133,7 +158,9 @@ class RefittedVllm(_OwnVllm):
             (Path(folder) / "config.json").write_text(json.dumps(self.model.config), encoding="utf-8")
             with plain_weights():
                 self.llm = self.launch(Path(folder), context, routing, load_format="dummy")
-        link = connect(Members.of_process_group(), MegatronModel(self.trainer.models), VllmModel.from_llm(self.llm))
+        link = connect(
+            Members.of_process_group(), MegatronModel(self.trainer.models), VllmModel.from_llm(self.llm)
+        )
         with closing(link):
             link.refit(verify=True)
         self._end_trainer()
@@ -157,7 +184,8 @@ def forget_engine() -> None:
 
 @contextmanager
 def _environment() -> Iterator[None]:
-    """What vLLM's ``external_launcher`` wants to find, also where this process was not started by torchrun."""
+    """What vLLM's ``external_launcher`` wants to find, also where this process was not started by
+    torchrun."""
     wanted = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()),
               "WORLD_SIZE": str(dist.get_world_size()), "VLLM_LOGGING_LEVEL": "ERROR"}  # fmt: skip
     added = [name for name in wanted if name not in os.environ]
@@ -170,7 +198,8 @@ def _environment() -> Iterator[None]:
 
 
 def _share_of_memory() -> float:
-    """Of the device's memory, what a refit's trainer leaves; the cache's size is given, so that no more than it needs is taken."""
+    """Of the device's memory, what a refit's trainer leaves; the cache's size is given, so that no more than
+    it needs is taken."""
     if not torch.cuda.is_available():
         return 0.9
     free, total = torch.cuda.mem_get_info()
@@ -182,7 +211,9 @@ def score_with(llm: Any, prompts: Sequence[Prompt], how: Scoring, model: Model) 
     from vllm import SamplingParams
 
     def generate(some: Sequence[Prompt], logprobs: int) -> list[Any]:
-        sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=logprobs, detokenize=False, flat_logprobs=True)
+        sampling = SamplingParams(
+            max_tokens=1, temperature=0, prompt_logprobs=logprobs, detokenize=False, flat_logprobs=True
+        )
         return llm.generate([{"prompt_token_ids": prompt} for prompt in some], sampling, use_tqdm=False)
 
     found = scores_of_outputs(generate(prompts, 1), prompts, model)
@@ -191,17 +222,23 @@ def score_with(llm: Any, prompts: Sequence[Prompt], how: Scoring, model: Model) 
         keep = 0  # started without max_logprobs=-1: it does not give whole distributions
     if not keep:
         return found
-    heads = [prompt[: n + 1] for prompt, n in zip(prompts, replace(how, keep=keep).kept_of(len(prompts)), strict=True) if n]
+    heads = [
+        prompt[: n + 1]
+        for prompt, n in zip(prompts, replace(how, keep=keep).kept_of(len(prompts)), strict=True)
+        if n
+    ]
     kept = [_distributions(output.prompt_logprobs, model.symbols["V"]) for output in generate(heads, -1)]
     first = [replace(s, distributions=rows) for s, rows in zip(found[: len(kept)], kept, strict=True)]
     return first + found[len(kept) :]
 
 
-def scores_of_outputs(outputs: Sequence[Any], prompts: Sequence[Prompt], model: Model | None = None) -> list[Scores]:
+def scores_of_outputs(
+    outputs: Sequence[Any], prompts: Sequence[Prompt], model: Model | None = None
+) -> list[Scores]:
     """What vLLM's ``RequestOutput`` say of `prompts`, for requests with ``prompt_logprobs=1`` or more.
 
-    With `model` the experts that it routed to are read too, where it returned them. Raises ReshardError, naming the prompt, where there
-    are fewer logprobs than tokens.
+    With `model` the experts that it routed to are read too, where it returned them. Raises ReshardError,
+    naming the prompt, where there are fewer logprobs than tokens.
     """
     if len(outputs) != len(prompts):
         raise ReshardError(f"the engine gives {len(outputs)} outputs for {len(prompts)} prompts")
@@ -210,15 +247,21 @@ def scores_of_outputs(outputs: Sequence[Any], prompts: Sequence[Prompt], model: 
         positions = list(output.prompt_logprobs or ())
         if len(positions) != len(prompt):
             given = max(len(positions) - 1, 0)
-            raise ReshardError(f"prompt {number} has {len(prompt)} tokens, the engine gives logprobs of {given} instead "
-                               f"of {len(prompt) - 1}: ask for prompt_logprobs=1")  # fmt: skip
+            raise ReshardError(
+                f"prompt {number} has {len(prompt)} tokens, the engine gives logprobs of "
+                f"{given} instead of {len(prompt) - 1}: ask for prompt_logprobs=1"
+            )
         chosen, best = [], []
         for index, (token, entries) in enumerate(zip(prompt[1:], positions[1:], strict=True), 1):
             if not entries or token not in entries:
-                raise ReshardError(f"prompt {number}: the engine gives no logprob for token {index}, which is {token}")
+                raise ReshardError(
+                    f"prompt {number}: the engine gives no logprob for token {index}, which is {token}"
+                )
             chosen.append(entries[token].logprob)
             best.append(min(entries, key=lambda other: entries[other].rank))
-        found.append(Scores(np.array(chosen, np.float64), np.array(best), None, _choices(output, len(prompt), model)))
+        found.append(
+            Scores(np.array(chosen, np.float64), np.array(best), None, _choices(output, len(prompt), model))
+        )
     return found
 
 
@@ -226,7 +269,9 @@ def _distributions(positions: Any, vocabulary: int) -> np.ndarray:
     """Of flat logprobs of all tokens, ``[positions, vocabulary]``. Ids beyond the vocabulary are padding."""
     rows = np.full((len(positions) - 1, vocabulary), -np.inf, np.float32)
     tokens, values = np.array(positions.token_ids), np.array(positions.logprobs, np.float32)
-    for row, (start, end) in enumerate(zip(positions.start_indices[1:], positions.end_indices[1:], strict=True)):
+    for row, (start, end) in enumerate(
+        zip(positions.start_indices[1:], positions.end_indices[1:], strict=True)
+    ):
         inside = tokens[start:end] < vocabulary
         rows[row, tokens[start:end][inside]] = values[start:end][inside]
     return rows

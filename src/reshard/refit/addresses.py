@@ -17,7 +17,8 @@ SHARD, ROW, COLUMN, COUNT, ELEMENTS = range(5)
 
 
 class Piece(NamedTuple):
-    """One copy of a plan into this rank: `lengths` elements from `at` in a trainer's shard to `dst_at` in local tensor `dst`."""
+    """One copy of a plan into this rank: `lengths` elements from `at` in a trainer's shard to `dst_at` in
+    local tensor `dst`."""
 
     name: str
     rank: int
@@ -47,7 +48,16 @@ def destination_table(destination: Engine, pieces: Sequence[Piece]) -> np.ndarra
         region = destination.regions[p.dst]
         size = region.tensor.element_size()
         (row, column), (n, width) = two(p.dst_at, 0), two(p.lengths, 1)
-        rows.append((0, region.address + (row * region.pitch + column) * size, n, width * size, 0, region.pitch * size))
+        rows.append(
+            (
+                0,
+                region.address + (row * region.pitch + column) * size,
+                n,
+                width * size,
+                0,
+                region.pitch * size,
+            )
+        )
     return table_of(rows)
 
 
@@ -59,7 +69,16 @@ def fill_table(destination: Engine, device: torch.device) -> tuple[np.ndarray, t
         size = region.tensor.element_size()
         for fill in tensor.fills:
             (row, column), (n, width) = two(fill.offsets, 0), two(fill.lengths, 1)
-            rows.append((0, region.address + (row * region.pitch + column) * size, n, width * size, 0, region.pitch * size))
+            rows.append(
+                (
+                    0,
+                    region.address + (row * region.pitch + column) * size,
+                    n,
+                    width * size,
+                    0,
+                    region.pitch * size,
+                )
+            )
             longest = max(longest, width * size)
     zeros = torch.zeros(longest, dtype=torch.uint8, device=device)
     table = table_of(rows)
@@ -71,7 +90,9 @@ def source_table(source: Trainer, asked: np.ndarray) -> np.ndarray:
     """A table of pieces that another rank asked for, with the source's end filled in."""
     shards = asked[:, SHARD]
     size = np.array([region.tensor.element_size() for region in source.regions], np.int64)[shards]
-    memory = np.array([(region.address, region.pitch) for region in source.regions], np.int64).reshape(-1, 2)[shards]
+    memory = np.array([(region.address, region.pitch) for region in source.regions], np.int64).reshape(-1, 2)[
+        shards
+    ]
     table = np.zeros((len(asked), 6), np.int64)
     table[:, SRC_PITCH] = memory[:, 1] * size
     table[:, SRC] = memory[:, 0] + asked[:, ROW] * table[:, SRC_PITCH] + asked[:, COLUMN] * size
@@ -80,11 +101,14 @@ def source_table(source: Trainer, asked: np.ndarray) -> np.ndarray:
 
 
 def from_source(table: np.ndarray, asked: np.ndarray, shards: np.ndarray) -> np.ndarray:
-    """Fill in the source's end of a destination's table: `shards` are the (address, pitch in bytes) of a rank's shards."""
+    """Fill in the source's end of a destination's table: `shards` are the (address, pitch in bytes) of a
+    rank's shards."""
     table = table.copy()
     itemsize = table[:, WIDTH] // asked[:, ELEMENTS]
     table[:, SRC_PITCH] = shards[asked[:, SHARD], 1]
-    table[:, SRC] = shards[asked[:, SHARD], 0] + asked[:, ROW] * table[:, SRC_PITCH] + asked[:, COLUMN] * itemsize
+    table[:, SRC] = (
+        shards[asked[:, SHARD], 0] + asked[:, ROW] * table[:, SRC_PITCH] + asked[:, COLUMN] * itemsize
+    )
     return table
 
 
@@ -105,10 +129,13 @@ def allocations_of(source: Trainer, shards: Sequence[int]) -> list[Allocation]:
 
 
 def memory_of(source: Trainer, allocations: Sequence[Allocation]) -> dict[str, Any]:
-    """Where the shards of a trainer's rank lie: (address, pitch in bytes) of each, and the allocations that other processes may map, as
-    (first address, bytes, handle)."""
+    """Where the shards of a trainer's rank lie: (address, pitch in bytes) of each, and the allocations that
+    other processes may map, as (first address, bytes, handle)."""
     regions = [(region.address, region.pitch * region.tensor.element_size()) for region in source.regions]
-    return {"regions": np.array(regions, np.int64).reshape(-1, 2), "allocations": [(a.base, a.size, exported(a.base)) for a in allocations]}
+    return {
+        "regions": np.array(regions, np.int64).reshape(-1, 2),
+        "allocations": [(a.base, a.size, exported(a.base)) for a in allocations],
+    }
 
 
 def shards_here(memory: Mapping[str, Any], mappings: Mappings, whose: str) -> np.ndarray:

@@ -11,8 +11,9 @@ from reshard.refit.wire import pack_json, unpack_json
 
 @dataclass(frozen=True)
 class Agreement:
-    """`peers` are the members' own words (`members.hello`), `trainers` and `engines` the ranks that have a side, `executor` what one has
-    chosen or ``auto``, `bucket_bytes` the least that one gives, `releases` whether a trainer wants its memory for itself."""
+    """`peers` are the members' own words (`members.hello`), `trainers` and `engines` the ranks that have a
+    side, `executor` what one has chosen or ``auto``, `bucket_bytes` the least that one gives, `releases`
+    whether a trainer wants its memory for itself."""
 
     rank: int
     peers: list[dict[str, Any]]
@@ -29,19 +30,24 @@ class Agreement:
 
     def distance(self, rank: int) -> int:
         """How far another member is (`routes.distance`)."""
-        mine, other = (Seat(r, self.peers[r]["gpu"] or None, self.peers[r]["host"]) for r in (self.rank, rank))
+        mine, other = (
+            Seat(r, self.peers[r]["gpu"] or None, self.peers[r]["host"]) for r in (self.rank, rank)
+        )
         return distance(mine, other)
 
     def way(self, trainer: int, engine: int, exported: bool) -> str:
-        """How an inference rank gets its pieces from a trainer's rank, whose memory other processes can map or not."""
-        return way_between(self.peers[trainer], self.peers[engine], trainer == engine, self.executor, exported)
+        """How an inference rank gets its pieces from a trainer's rank, whose memory other processes can map
+        or not."""
+        return way_between(
+            self.peers[trainer], self.peers[engine], trainer == engine, self.executor, exported
+        )
 
 
 def agree(members: Members, mine: dict[str, Any]) -> Agreement:
     """Tell all members what this one is, and hear what they are.
 
-    Raises ReshardError where they are not of one version and kind of device, where a side is missing, or where two ask for different
-    executors.
+    Raises ReshardError where they are not of one version and kind of device, where a side is missing, or
+    where two ask for different executors.
     """
     peers = [unpack_json(payload) for payload in members.gather("hello", pack_json(mine))]
     members.names = {rank: peer["name"] for rank, peer in enumerate(peers)}
@@ -50,14 +56,19 @@ def agree(members: Members, mine: dict[str, Any]) -> Agreement:
             both_have_a_side = peer["roles"] and mine["roles"]
             if peer[key] != mine[key] and (key != "device" or both_have_a_side):
                 raise ReshardError(f"{peer['name']} has {key} {peer[key]}, {mine['name']} has {mine[key]}")
-    having = {role: [r for r, peer in enumerate(peers) if role in peer["roles"]] for role in ("trainer", "inference")}
+    having = {
+        role: [r for r, peer in enumerate(peers) if role in peer["roles"]]
+        for role in ("trainer", "inference")
+    }
     for role, ranks in having.items():
         if not ranks:
             raise ReshardError(f"none of the {members.size} members brings the {role} side of the refit")
     chosen = {peer["executor"]: peer["name"] for peer in peers if peer["executor"] != "auto"}
     if len(chosen) > 1:
         (one, who), (two, other), *_ = chosen.items()
-        raise ReshardError(f"{who} asks for executor='{one}', {other} for '{two}': give all the same, or let one choose")
+        raise ReshardError(
+            f"{who} asks for executor='{one}', {other} for '{two}': give all the same, or let one choose"
+        )
     return Agreement(
         members.rank, peers, having["trainer"], having["inference"], next(iter(chosen), "auto"),
         min(peer["bucket_bytes"] for peer in peers if peer["roles"]), any(peer["release"] for peer in peers),
@@ -65,14 +76,17 @@ def agree(members: Members, mine: dict[str, Any]) -> Agreement:
 
 
 def one_config(members: Members, engines: list[int]) -> dict[str, Any]:
-    """The config that all inference ranks have published as ``model``. Raises ReshardError where two serve different models."""
+    """The config that all inference ranks have published as ``model``. Raises ReshardError where two serve
+    different models."""
     read = [(rank, unpack_json(members.read("model", rank))) for rank in engines]
     first, config = read[0]
     for rank, other in read[1:]:
         different = sorted(key for key in config.keys() | other.keys() if config.get(key) != other.get(key))
         if different:
             key, names = different[0], members.names
-            raise ReshardError(f"{names[first]} serves {key} = {config.get(key)}, {names[rank]} {key} = {other.get(key)}")
+            raise ReshardError(
+                f"{names[first]} serves {key} = {config.get(key)}, {names[rank]} {key} = {other.get(key)}"
+            )
     return config
 
 

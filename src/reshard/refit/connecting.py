@@ -1,4 +1,5 @@
-"""Connecting: all members tell each other what they hold, and every inference rank plans what it needs from whom."""
+"""Connecting: all members tell each other what they hold, and every inference rank plans what it needs from
+whom."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,17 +27,20 @@ MOST_BUCKET_BYTES = 1 << 40
 def connect(members: Members, source: "Trainer | Callable[[], Trainer] | None" = None,
             destination: "Engine | Callable[[], Engine] | None" = None, *, executor: str = "auto",
             bucket_bytes: int = BUCKET_BYTES, release: bool = True) -> Link:  # fmt: skip
-    """Connect a trainer's ranks (`source`) and an inference engine's (`destination`); a process may be both, or neither.
+    """Connect a trainer's ranks (`source`) and an inference engine's (`destination`); a process may be both,
+    or neither.
 
-    Every member calls this. A side may be a function that makes it, so that all members hear of it at once where that fails.
+    Every member calls this. A side may be a function that makes it, so that all members hear of it at once
+    where that fails.
 
     `executor` is ``auto`` (peers' memory within a host, staged where that cannot be mapped, buckets between
-    hosts), ``peer``, ``staged`` or ``buckets``; one that says another than ``auto`` decides for all. `bucket_bytes` bounds the memory of
-    all buckets of a rank together; the least that a member gives counts. With `release`, which a trainer's rank decides, nobody has its
-    memory mapped when a refit returns, so that a trainer may free it; without it mappings stay, for trainers that never do.
+    hosts), ``peer``, ``staged`` or ``buckets``; one that says another than ``auto`` decides for all.
+    `bucket_bytes` bounds the memory of all buckets of a rank together; the least that a member gives counts.
+    With `release`, which a trainer's rank decides, nobody has its memory mapped when a refit returns, so that
+    a trainer may free it; without it mappings stay, for trainers that never do.
 
-    Raises ReshardError on every member, before a byte moves, where the two sides do not hold the same model, where the engine's loader
-    disagrees with our rules, or where a member does not come.
+    Raises ReshardError on every member, before a byte moves, where the two sides do not hold the same model,
+    where the engine's loader disagrees with our rules, or where a member does not come.
     """
     link: Link | None = None
     try:
@@ -44,21 +48,32 @@ def connect(members: Members, source: "Trainer | Callable[[], Trainer] | None" =
             if executor not in EXECUTORS:
                 raise ReshardError(f"executor {executor!r} is not one of {listed(EXECUTORS)}")
             check_number(bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
-            trains: Trainer | None = _made(source, Trainer, "source", "reshard.trainers.MegatronModel(models), or another Trainer")
+            trains: Trainer | None = _made(
+                source, Trainer, "source", "reshard.trainers.MegatronModel(models), or another Trainer"
+            )
             serves: Engine | None = _made(
-                destination, Engine, "destination", "reshard.engines.VllmModel.from_llm(llm), or .from_worker(worker)"
+                destination,
+                Engine,
+                "destination",
+                "reshard.engines.VllmModel.from_llm(llm), or .from_worker(worker)",
             )
             device = _device(trains, serves)
             roles = [name for name, side in (("trainer", trains), ("inference", serves)) if side is not None]
             mine = hello(f"{' and '.join(roles) or 'idle'} rank {members.rank}", roles, device)
-            mine |= {"executor": executor, "bucket_bytes": bucket_bytes, "release": release and trains is not None}
+            mine |= {
+                "executor": executor,
+                "bucket_bytes": bucket_bytes,
+                "release": release and trains is not None,
+            }
             agreed = agree(members, mine)
             trainer = TrainerSide(trains, members, agreed, device) if trains is not None else None
             engine = EngineSide(serves, members, agreed, device) if serves is not None else None
             if engine is not None:
                 engine.engine.follow()
                 members.post("model", pack_json(engine.engine.hf_config))
-            model = Model.from_hf(one_config(members, agreed.engines), f"the config of {members.names[agreed.engines[0]]}")
+            model = Model.from_hf(
+                one_config(members, agreed.engines), f"the config of {members.names[agreed.engines[0]]}"
+            )
             if trainer is not None:
                 trainer.publish(model)
             if engine is not None:
@@ -77,7 +92,8 @@ def connect(members: Members, source: "Trainer | Callable[[], Trainer] | None" =
 
 
 def _made(side: Any, kind: type, name: str, give: str) -> Any:
-    """A side of the refit, made now where a function was given for it. Raises ReshardError where it is something else."""
+    """A side of the refit, made now where a function was given for it. Raises ReshardError where it is
+    something else."""
     if callable(side) and not isinstance(side, kind | torch.nn.Module):
         side = side()
     if side is not None and not isinstance(side, kind):

@@ -1,4 +1,5 @@
-"""Copies between addresses, carried out by one table-driven kernel, or by the host. `reshard.refit.tables` says what a table is."""
+"""Copies between addresses, carried out by one table-driven kernel, or by the host. `reshard.refit.tables`
+says what a table is."""
 
 import ctypes
 import time
@@ -12,7 +13,8 @@ UNITS = (16, 8, 4, 2, 1)  # bytes of a word
 
 
 class CopyTable:
-    """Tiles ready to run, grouped by the widest word that all their addresses and lengths allow; kept on the GPU.
+    """Tiles ready to run, grouped by the widest word that all their addresses and lengths allow; kept on the
+    GPU.
 
     `owners` numbers what each tile's source belongs to, for `shift`.
     """
@@ -41,7 +43,8 @@ class CopyTable:
                 compile_copy(unit, device)
 
     def shift(self, deltas: np.ndarray) -> bool:
-        """Add `deltas` bytes, by owner, to where the sources are; False, and nothing is changed, where words would not be aligned."""
+        """Add `deltas` bytes, by owner, to where the sources are; False, and nothing is changed, where words
+        would not be aligned."""
         if (deltas % UNITS[0]).any():
             return False
         for (_, tiles), owners in zip(self.groups, self.owners, strict=True):

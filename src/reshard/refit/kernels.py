@@ -1,4 +1,5 @@
-"""The kernels of a refit: one that carries out a table of strided copies, and one that digests what lies at addresses.
+"""The kernels of a refit: one that carries out a table of strided copies, and one that digests what lies at
+addresses.
 
 Both take raw addresses, so that one launch can read many tensors, and other GPUs' memory.
 """
@@ -40,8 +41,11 @@ def _copy(table, WORD: tl.constexpr, PAIR: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def copy_tiles(tiles: torch.Tensor, unit: int) -> None:
-    """Carry out a table of tiles, lengths and pitches counted in words of `unit` bytes (16: two words of 8 bytes at once)."""
-    _copy[(len(tiles),)](tiles, WORDS[unit], 2 if unit == 16 else 1, BLOCK // (2 if unit == 16 else 1), num_warps=8)
+    """Carry out a table of tiles, lengths and pitches counted in words of `unit` bytes (16: two words of 8
+    bytes at once)."""
+    _copy[(len(tiles),)](
+        tiles, WORDS[unit], 2 if unit == 16 else 1, BLOCK // (2 if unit == 16 else 1), num_warps=8
+    )
 
 
 @triton.jit
@@ -77,7 +81,8 @@ def _digest(
 
 
 def digest_tiles(tiles: torch.Tensor, out: torch.Tensor, unit: int) -> None:
-    """Add the digests of tiles to `out`, by piece. A tile is (address, piece, rows, words in a row, pitch, index of its first word)."""
+    """Add the digests of tiles to `out`, by piece. A tile is (address, piece, rows, words in a row, pitch,
+    index of its first word)."""
     if not len(tiles):
         return
     every_bit = (1 << (8 * unit)) - 1 if unit < 8 else -1
@@ -100,7 +105,10 @@ def compile_copy(unit: int, device: torch.device) -> None:
 def compile_digest(unit: int, device: torch.device) -> None:
     """Compile the digests of elements of this size now, on nothing."""
     with torch.cuda.device(device):
-        nothing, out = torch.zeros((1, 6), dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+        nothing, out = (
+            torch.zeros((1, 6), dtype=torch.int64, device=device),
+            torch.zeros(1, dtype=torch.int64, device=device),
+        )
         nothing[0, 0] = nothing.data_ptr()
         digest_tiles(nothing, out, unit)
         torch.cuda.synchronize(device)

@@ -29,8 +29,9 @@ log = logging.getLogger("reshard")
 
 @dataclass(frozen=True)
 class Report:
-    """One refit as a member saw it: seconds waiting for the others, moving bytes, and in all; bytes pulled within the process and
-    from peers' memory, received through slabs of the same host and in buckets; the version that the engine now has."""
+    """One refit as a member saw it: seconds waiting for the others, moving bytes, and in all; bytes pulled
+    within the process and from peers' memory, received through slabs of the same host and in buckets; the
+    version that the engine now has."""
 
     version: int
     wait_seconds: float
@@ -50,9 +51,21 @@ class Report:
 class Link:
     """A connection; made by `connect`. `trainer` and `engine` are this member's sides of it."""
 
-    def __init__(self, members: Members, agreed: Agreement, trainer: TrainerSide | None, engine: EngineSide | None,
-                 device: torch.device) -> None:  # fmt: skip
-        self.members, self.agreed, self.trainer, self.engine, self.device = members, agreed, trainer, engine, device
+    def __init__(
+        self,
+        members: Members,
+        agreed: Agreement,
+        trainer: TrainerSide | None,
+        engine: EngineSide | None,
+        device: torch.device,
+    ) -> None:
+        self.members, self.agreed, self.trainer, self.engine, self.device = (
+            members,
+            agreed,
+            trainer,
+            engine,
+            device,
+        )
         self.releases = agreed.releases
         self.refits = 0
         self.version: int | None = None
@@ -83,7 +96,8 @@ class Link:
         self._unmap()
 
     def _prepare(self) -> tuple[dict[str, dict[int, np.ndarray]], dict[str, dict[int, Incoming]]]:
-        """Hand the transports the copies of this member, from where everything is now; what goes out and comes in, by way."""
+        """Hand the transports the copies of this member, from where everything is now; what goes out and
+        comes in, by way."""
         outgoing = self.trainer.outgoing() if self.trainer is not None else {}
         incoming = self.engine.incoming() if self.engine is not None else {}
         if self.pull is not None:
@@ -92,7 +106,12 @@ class Link:
             transport.prepare(outgoing.get(way, {}), incoming.get(way, {}))
         if partners := sorted(self.staged.outgoing.keys() | self.staged.incoming.keys()):
             why = "" if self.agreed.executor == STAGED else UNMAPPABLE
-            log.info("%s: bytes of %s are staged%s", self.members.names[self.members.rank], names_of(self.members, partners), why)
+            log.info(
+                "%s: bytes of %s are staged%s",
+                self.members.names[self.members.rank],
+                names_of(self.members, partners),
+                why,
+            )
         return outgoing, incoming
 
     def _unmap(self) -> None:
@@ -106,10 +125,11 @@ class Link:
     def refit(self, version: int | None = None, verify: bool = False) -> Report:
         """Move the weights. Every member calls this; it returns when all have what they need.
 
-        `version` is what both sides then carry; members that give one must give the same, and where nobody does it is one more than
-        the last. `verify` compares digests of every piece, computed on both sides from their own memory. Raises ReshardError on every
-        member where one fails or is late; inference ranks that have begun to write then refuse to serve until a whole refit succeeded,
-        since weights are written in place and nothing can be rolled back.
+        `version` is what both sides then carry; members that give one must give the same, and where nobody
+        does it is one more than the last. `verify` compares digests of every piece, computed on both sides
+        from their own memory. Raises ReshardError on every member where one fails or is late; inference ranks
+        that have begun to write then refuse to serve until a whole refit succeeded, since weights are written
+        in place and nothing can be rolled back.
         """
         start = time.perf_counter()
         self.refits += 1
@@ -141,13 +161,24 @@ class Link:
     def _report(self, version: int, waited: float, moved: float, total: float) -> Report:
         local, peer = (self.pull.local_bytes, self.pull.peer_bytes) if self.pull is not None else (0, 0)
         staged, buckets = self.staged.received_bytes, self.buckets.received_bytes
-        return Report(version, waited, moved, total, local, peer, staged, buckets, sum(t.launches for t in self._transports))
+        return Report(
+            version,
+            waited,
+            moved,
+            total,
+            local,
+            peer,
+            staged,
+            buckets,
+            sum(t.launches for t in self._transports),
+        )
 
     def _ready(self) -> tuple[bool, bool]:
-        """Finish what this GPU has to do first, and tell where the trainer's memory is if that changed; whether the trainer's side, and the
-        engine's, have moved."""
+        """Finish what this GPU has to do first, and tell where the trainer's memory is if that changed;
+        whether the trainer's side, and the engine's, have moved."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the optimizer's work, or the engine's last step, on whatever stream
+            # the optimizer's work, or the engine's last step, on whatever stream
+            torch.cuda.synchronize(self.device)
         engine_moved = self.engine is not None and self.engine.engine.follow()
         return self.trainer is not None and self.trainer.tell_if_moved(), engine_moved
 
@@ -157,7 +188,11 @@ class Link:
         if self.engine is not None and self.pull is not None:
             notes = self.members.note_of(self.engine.pieces)
             self.engine.read_memory([rank for rank, note in notes.items() if note])
-            pulled = {rank: self.engine.memory[rank] for rank, way in self.engine.ways().items() if way in (HERE, PEER)}
+            pulled = {
+                rank: self.engine.memory[rank]
+                for rank, way in self.engine.ways().items()
+                if way in (HERE, PEER)
+            }
             stays = stays and self.pull.follow(pulled)
         if not stays:
             self._prepare()
@@ -168,10 +203,13 @@ class Link:
             self.pull.keep_only(self.engine.memory)
 
     def _sends(self) -> bool:
-        """Whether copies from here have to be made again where this trainer's rank has moved: it sends, or did before."""
+        """Whether copies from here have to be made again where this trainer's rank has moved: it sends, or
+        did before."""
         if self.trainer is None:
             return False
-        return bool(self.staged.outgoing or self.buckets.sends) or any(way in SENT for way in self.trainer.ways().values())
+        return bool(self.staged.outgoing or self.buckets.sends) or any(
+            way in SENT for way in self.trainer.ways().values()
+        )
 
     def _move(self) -> None:
         """Carry out all copies. Raises ReshardError, naming who is silent, where a partner dies or stalls."""
@@ -190,7 +228,8 @@ class Link:
             raise ReshardError(f"the exchange broke off ({reason}); {silent or 'no member'} is silent")
 
     def _clear_up(self) -> None:
-        """After a refit that failed: a communicator that lost a partner is not used again, and the trainers' memory is let go."""
+        """After a refit that failed: a communicator that lost a partner is not used again, and the trainers'
+        memory is let go."""
         self.broken = True
         if self.trainer is not None:
             self.trainer.forget()
@@ -199,14 +238,16 @@ class Link:
                 self._unmap()
 
     def _verify(self) -> None:
-        """Compare digests of every piece, which both sides take from their own memory by their own addresses, made anew."""
+        """Compare digests of every piece, which both sides take from their own memory by their own addresses,
+        made anew."""
         if self.trainer is not None:
             self.trainer.post_digests()
         if self.engine is not None:
             self.engine.compare_digests()
 
     def release(self) -> None:
-        """Unmap the trainers' memory, where mappings were to stay (`connect(release=False)`). Every member calls this."""
+        """Unmap the trainers' memory, where mappings were to stay (`connect(release=False)`). Every member
+        calls this."""
         self.releases, kept = True, self.releases
         try:
             with self.members.turn("release"):
@@ -216,14 +257,19 @@ class Link:
             self.releases = kept
 
     def describe(self) -> dict[str, Any]:
-        """How this member gets its bytes, for logs: the executor, whether mappings are released, and for each trainer's rank the way
-        (``same process``, ``peer``, ``staged``, ``buckets``) and the bytes."""
+        """How this member gets its bytes, for logs: the executor, whether mappings are released, and for each
+        trainer's rank the way (``same process``, ``peer``, ``staged``, ``buckets``) and the bytes."""
         ways = []
         if self.engine is not None:
             for rank, way in self.engine.ways().items():
                 table = destination_table(self.engine.engine, self.engine.pieces[rank])
                 ways.append({"from": self.members.names[rank], "way": way, "bytes": bytes_of(table)})
-        return {"executor": self.agreed.executor, "release": self.releases, "bucket_bytes": self.agreed.bucket_bytes, "ways": ways}
+        return {
+            "executor": self.agreed.executor,
+            "release": self.releases,
+            "bucket_bytes": self.agreed.bucket_bytes,
+            "ways": ways,
+        }
 
     def close(self) -> None:
         """Unmap the peers' memory, and free what was staged."""

@@ -1,11 +1,13 @@
-"""The processes that take part in a refit, and what they tell each other: small messages through a key-value store.
+"""The processes that take part in a refit, and what they tell each other: small messages through a key-value
+store.
 
-A connect or a refit is a *turn*, in which all members take part in the same order. Each turn has one verdict, a key that all read
-and that only changes by compare-and-set: from nothing to `GO` (all are here), from there to `DONE` (all have what they need), or,
-from either, to failed. So no member can take a turn for good that another has given up, however late it comes.
+A connect or a refit is a *turn*, in which all members take part in the same order. Each turn has one verdict,
+a key that all read and that only changes by compare-and-set: from nothing to `GO` (all are here), from there
+to `DONE` (all have what they need), or, from either, to failed. So no member can take a turn for good that
+another has given up, however late it comes.
 
-No collective is used here, so that a process that dies or stalls is named by the others, within a time limit. Payloads are JSON
-and raw arrays; nothing is unpickled.
+No collective is used here, so that a process that dies or stalls is named by the others, within a time limit.
+Payloads are JSON and raw arrays; nothing is unpickled.
 """
 
 import os
@@ -36,8 +38,8 @@ _made: Counter[str] = Counter()
 class Members:
     """The trainer's and the inference engine's processes under one numbering.
 
-    `store` is any torch store that all of them reach, `rank` and `size` count over both sides. `timeout` in seconds bounds every
-    wait. Make one with `of_process_group` or `join`.
+    `store` is any torch store that all of them reach, `rank` and `size` count over both sides. `timeout` in
+    seconds bounds every wait. Make one with `of_process_group` or `join`.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float = 60.0) -> None:
@@ -54,12 +56,15 @@ class Members:
 
     @staticmethod
     def of_process_group(name: str = "reshard", timeout: float = 60.0) -> "Members":
-        """All ranks of this torch process group: trainer and engine in the same processes, or started by one launcher.
+        """All ranks of this torch process group: trainer and engine in the same processes, or started by one
+        launcher.
 
         Every rank makes the same ones in the same order; those of one name are told apart by counting them.
         """
         if not dist.is_initialized():
-            raise ReshardError("torch.distributed is not initialised: call init_process_group first, or use Members.join")
+            raise ReshardError(
+                "torch.distributed is not initialised: call init_process_group first, or use Members.join"
+            )
         # What earlier members of this name have left in the store must not be read again.
         _made[name] += 1
         store = dist.PrefixStore(f"{name}/{_made[name]}", of_process_group(timeout))
@@ -72,21 +77,28 @@ class Members:
     def join(address: str, rank: int, size: int, timeout: float = 60.0) -> "Members":
         """Meet at ``host:port`` or ``[IPv6]:port``: rank 0 serves there, the others connect.
 
-        A host of ``127.0.0.1``, ``::1`` or ``localhost`` is served to this host only. Raises ReshardError where nobody answers in
-        time, and where another process has joined as this rank.
+        A host of ``127.0.0.1``, ``::1`` or ``localhost`` is served to this host only. Raises ReshardError
+        where nobody answers in time, and where another process has joined as this rank.
         """
         host, port = _parsed(address)
         _check_rank(rank, size)
         deadline = time.monotonic() + timeout
         try:
             if rank == 0:
-                listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+                listener = socket.create_server(
+                    (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+                )
                 options: dict[str, Any] = {"is_master": True, "master_listen_fd": listener.detach()}
             else:
-                _wait_for_server(host, port, deadline)  # torch's own client prints stacks, and waits twice as long
+                # torch's own client prints stacks, and waits twice as long
+                _wait_for_server(host, port, deadline)
                 options = {}
             seconds = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-            store = bounded(lambda: dist.TCPStore(host, port, None, wait_for_workers=False, timeout=seconds, **options), port, timeout)
+            store = bounded(
+                lambda: dist.TCPStore(host, port, None, wait_for_workers=False, timeout=seconds, **options),
+                port,
+                timeout,
+            )
         except (OSError, RuntimeError, ValueError, OverflowError) as error:
             who = "cannot serve" if rank == 0 else "found no member 0"
             raise ReshardError(f"rank {rank} {who} at {address} ({first_line(error)})") from error
@@ -100,13 +112,18 @@ class Members:
         """Raise ReshardError where another process is this rank, or counts other members."""
         sizes = self._swap("size", "", str(self.size))
         if sizes != str(self.size):
-            raise ReshardError(f"rank {self.rank} expects {self.size} members at {address}, another {sizes}: give all the same number")
+            raise ReshardError(
+                f"rank {self.rank} expects {self.size} members at {address}, another "
+                f"{sizes}: give all the same number"
+            )
         mine = f"{socket.gethostname()}, process {os.getpid()}, {time.time_ns()}"
         other = self._swap(f"joined/{self.rank}", "", mine)
         if other != mine:
             who = other.rpartition(", ")[0]
-            raise ReshardError(f"rank {self.rank} has joined at {address} before ({who}): give each process a rank of its own, and "
-                               "meet at another port after a restart")  # fmt: skip
+            raise ReshardError(
+                f"rank {self.rank} has joined at {address} before ({who}): give each process "
+                f"a rank of its own, and meet at another port after a restart"
+            )
 
     # Turns
 
@@ -128,15 +145,19 @@ class Members:
     def go(self, version: int | None = None, note: str = "") -> int:
         """Wait for everyone before the first byte; the version that all agree on.
 
-        None leaves it to the others; where nobody says one it is one more than the last. `note` is what `note_of` tells the others.
-        Raises ReshardError where two say different ones, where one fails, or is late.
+        None leaves it to the others; where nobody says one it is one more than the last. `note` is what
+        `note_of` tells the others. Raises ReshardError where two say different ones, where one fails, or is
+        late.
         """
         if version is not None:
             mine = f"{version} {self.names[self.rank]}"
             first = self._swap(self._key("version"), "", mine)
             if first.partition(" ")[0] != str(version):
                 theirs, _, who = first.partition(" ")
-                raise ReshardError(f"{who} refits to version {theirs}, {self.names[self.rank]} to version {version}: give all the same")
+                raise ReshardError(
+                    f"{who} refits to version {theirs}, {self.names[self.rank]} to version "
+                    f"{version}: give all the same"
+                )
         self._note = note
         agreed = self._arrive("here", f"did not come to {self.what}", NOTHING, GO)
         return int(agreed.removeprefix(GO))
@@ -148,7 +169,8 @@ class Members:
         return {rank: mark.decode().split(" ", 2)[2] for rank, mark in zip(ranks, marks, strict=True)}
 
     def done(self) -> None:
-        """Wait until everyone has what it needs. Raises ReshardError, for all, where one has failed, or is late."""
+        """Wait until everyone has what it needs. Raises ReshardError, for all, where one has failed, or is
+        late."""
         before = self._verdict()
         self._arrive("done", f"did not end {self.what}", before, DONE)
         if before.startswith(GO):
@@ -171,7 +193,9 @@ class Members:
         while (verdict := self._verdict()) == before:
             if time.monotonic() > deadline:
                 missing = [self.names[rank] for rank in range(self.size) if not self._has_reached(rank, step)]
-                verdict = self._give_up(f"{listed(missing)} {late} within {self.timeout:g} s: dead, stalled or not started")
+                verdict = self._give_up(
+                    f"{listed(missing)} {late} within {self.timeout:g} s: dead, stalled or not started"
+                )
                 break
             # Soon at first, since a refit takes milliseconds; then without a load on the store.
             time.sleep(pause)
@@ -236,13 +260,15 @@ class Members:
             self._posted.append(name)
 
     def read(self, key: str, rank: int) -> bytes:
-        """What a rank published; waits for it. Raises ReshardError where some member failed or `rank` is late."""
+        """What a rank published; waits for it. Raises ReshardError where some member failed or `rank` is
+        late."""
         self.wait(key, [rank])
         payload = self._call(self.store.get, self._key(f"{key}/{rank}"))
         return b"" if payload == b"-" else payload
 
     def wait(self, key: str, ranks: Iterable[int]) -> None:
-        """Wait until these ranks have published under `key`; raises ReshardError naming those that are late, or that failed."""
+        """Wait until these ranks have published under `key`; raises ReshardError naming those that are late,
+        or that failed."""
         names = {self._key(f"{key}/{rank}"): rank for rank in ranks}
         if self._until(lambda: self._call(self.store.check, list(names))):
             return
@@ -254,7 +280,8 @@ class Members:
         self.post(key, str(value).encode())
 
     def wait_for_count(self, key: str, rank: int, value: int) -> None:
-        """Wait until a rank has come so far. Raises ReshardError where some member failed or `rank` is late."""
+        """Wait until a rank has come so far. Raises ReshardError where some member failed or `rank` is
+        late."""
         name = self._key(f"{key}/{rank}")
 
         def reached() -> bool:
@@ -265,10 +292,12 @@ class Members:
 
     def _late(self, ranks: Iterable[int], key: str) -> str:
         who = listed(self.names[rank] for rank in ranks)
-        return f"{who} did not reach '{key.partition('/')[0]}' within {self.timeout:g} s: dead, stalled or not started"
+        step = key.partition("/")[0]
+        return f"{who} did not reach '{step}' within {self.timeout:g} s: dead, stalled or not started"
 
     def _until(self, reached: Callable[[], bool]) -> bool:
-        """Wait until something is so, or the time is over. Raises ReshardError where a member has given up, before and meanwhile."""
+        """Wait until something is so, or the time is over. Raises ReshardError where a member has given up,
+        before and meanwhile."""
         self.check()
         start = time.monotonic()
         pause, told = 50e-6, start
@@ -292,16 +321,22 @@ class Members:
     def silent(self, key: str, seconds: float = 2.0) -> list[int]:
         """Publish under `key`; those who have not done so some seconds later, though all should."""
         self.post(key)
-        deadline, names = time.monotonic() + seconds, [self._key(f"{key}/{rank}") for rank in range(self.size)]
+        deadline, names = (
+            time.monotonic() + seconds,
+            [self._key(f"{key}/{rank}") for rank in range(self.size)],
+        )
         while time.monotonic() < deadline and not self._call(self.store.check, names):
             time.sleep(0.01)
         return [rank for rank, name in enumerate(names) if not self._call(self.store.check, [name])]
 
     def linger(self) -> None:
-        """As rank 0, at its exit, stay until the others know how the last turn ended: they ask the store that this process serves."""
+        """As rank 0, at its exit, stay until the others know how the last turn ended: they ask the store that
+        this process serves."""
         deadline = time.monotonic() + LINGER_SECONDS
         with suppress(RuntimeError, dist.DistError):
-            while self._seen and self.store.add(self._seen, 0) < self.size - 1 and time.monotonic() < deadline:
+            while (
+                self._seen and self.store.add(self._seen, 0) < self.size - 1 and time.monotonic() < deadline
+            ):
                 time.sleep(1e-3)
 
     def _linger_at_exit(self) -> None:
@@ -309,7 +344,8 @@ class Members:
             Finalize(None, self.linger, exitpriority=0)
 
     def _forget(self) -> None:
-        """Delete what this member has left of earlier turns, which all have ended. The verdict of a failed one stays, for who comes late.
+        """Delete what this member has left of earlier turns, which all have ended. The verdict of a failed
+        one stays, for who comes late.
 
         Who serves the store may be gone by then, after the last refit of a job; the next wait would say so.
         """
@@ -325,7 +361,8 @@ class Members:
                 self.store.delete_key(name)
 
     def _call(self, function: Callable, *args: Any) -> Any:
-        who = f"{self.names[0]}, which serves the store that the members meet at, does not answer {self.names[self.rank]}"
+        server, me = self.names[0], self.names[self.rank]
+        who = f"{server}, which serves the store that the members meet at, does not answer {me}"
         if self._lost:
             raise ReshardError(f"{who} ({self._lost}): meet again to go on")
         try:
@@ -337,7 +374,9 @@ class Members:
 
 def _check_rank(rank: int, size: int) -> None:
     if not (isinstance(rank, int) and isinstance(size, int)) or size > MOST_MEMBERS:
-        raise ReshardError(f"rank {rank!r} of {size!r:.40} members is not a whole number of at most {MOST_MEMBERS:,}")
+        raise ReshardError(
+            f"rank {rank!r} of {size!r:.40} members is not a whole number of at most {MOST_MEMBERS:,}"
+        )
     if not 0 <= rank < size:
         raise ReshardError(f"rank {rank} is not one of {size} members, which count from 0")
 
@@ -386,5 +425,6 @@ def hello(name: str, roles: list[str], device: torch.device) -> dict[str, Any]:
     gpu = ""
     if device.type == "cuda":
         gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return {"protocol": PROTOCOL, "reshard": version("reshard"), "name": name, "roles": roles, "host": this_host(), "user": os.getuid(),
-            "device": device.type, "gpu": gpu, "pid": os.getpid()}  # fmt: skip
+    mine = {"name": name, "roles": roles, "device": device.type, "gpu": gpu}
+    process = {"host": this_host(), "user": os.getuid(), "pid": os.getpid()}
+    return {"protocol": PROTOCOL, "reshard": version("reshard"), **mine, **process}

@@ -1,11 +1,12 @@
-"""How a digest mixes a value and its position, in the words of 64 bits that numpy and Triton share: said here for both.
+"""How a digest mixes a value and its position, in the words of 64 bits that numpy and Triton share: said here
+for both.
 
     mixed = (value + 1) * VALUE + position * POSITION
     mixed = (mixed ^ mixed >> FIRST) * FINAL
     mixed ^ mixed >> SECOND
 
-all modulo 2**64, with shifts that bring in zeros. The factors are the golden ratio's fraction and two odd constants of widely used
-mixers (xxHash's second prime, SplitMix64's first multiplier).
+all modulo 2**64, with shifts that bring in zeros. The factors are the golden ratio's fraction and two odd
+constants of widely used mixers (xxHash's second prime, SplitMix64's first multiplier).
 """
 
 VALUE = 0x9E3779B97F4A7C15

@@ -11,9 +11,12 @@ SENT = (STAGED, BUCKETS)  # the trainer's rank takes part; in the others it is o
 EXECUTORS = ("auto", PEER, STAGED, BUCKETS)
 
 
-def way_between(trainer: Mapping[str, Any], engine: Mapping[str, Any], same_process: bool, executor: str, exported: bool) -> str:
-    """How bytes get from a trainer's rank to an inference rank, by what both have said of themselves (`members.hello`); `exported`
-    says whether other processes can map the trainer's memory. Raises ReshardError where the executor that was asked for cannot."""
+def way_between(
+    trainer: Mapping[str, Any], engine: Mapping[str, Any], same_process: bool, executor: str, exported: bool
+) -> str:
+    """How bytes get from a trainer's rank to an inference rank, by what both have said of themselves
+    (`members.hello`); `exported` says whether other processes can map the trainer's memory. Raises
+    ReshardError where the executor that was asked for cannot."""
     if same_process:
         return HERE
     same_host = all(trainer[key] == engine[key] for key in ("host", "user"))
@@ -22,7 +25,9 @@ def way_between(trainer: Mapping[str, Any], engine: Mapping[str, Any], same_proc
         # NCCL connects no two processes of one GPU.
         return STAGED if gpus and same_host and trainer["gpu"] == engine["gpu"] else BUCKETS
     if executor in (PEER, STAGED) and not (same_host and (gpus or executor == STAGED)):
-        raise ReshardError(f"{trainer['name']} and {engine['name']} cannot read each other's memory: use executor='auto'")
+        raise ReshardError(
+            f"{trainer['name']} and {engine['name']} cannot read each other's memory: use executor='auto'"
+        )
     if executor == STAGED or (gpus and same_host and not exported):
         return STAGED
     return PEER if gpus and same_host else BUCKETS
@@ -46,8 +51,9 @@ def distance(a: Seat, b: Seat) -> int:
 
 
 def nearest(ranks: Sequence[int], distance_to: Callable[[int], int], position: int, tp: int) -> int:
-    """The index in `ranks` of a nearest one. Inference ranks, `position` in an engine of tensor parallel size `tp`, share equally near
-    ones out: those that need the same shard are replicas, `tp` apart, or neighbours within a replica.
+    """The index in `ranks` of a nearest one. Inference ranks, `position` in an engine of tensor parallel size
+    `tp`, share equally near ones out: those that need the same shard are replicas, `tp` apart, or neighbours
+    within a replica.
 
     >>> [nearest([0, 4, 8], lambda rank: int(rank == 0), position, tp=2) for position in range(4)]
     [1, 2, 2, 1]

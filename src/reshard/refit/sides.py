@@ -1,4 +1,5 @@
-"""What a member does as a rank of the trainer, and as a rank of the engine: what it tells the others, and the copies that follow."""
+"""What a member does as a rank of the trainer, and as a rank of the engine: what it tells the others, and the
+copies that follow."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -16,7 +17,17 @@ from reshard.live.cuda import Allocation, frees_of, generation_of, is_exportable
 from reshard.live.engine import Engine
 from reshard.live.trainer import Trainer
 from reshard.models.model import Model
-from reshard.refit.addresses import ELEMENTS, SHARD, Piece, allocations_of, as_read, asked_for, destination_table, memory_of, source_table
+from reshard.refit.addresses import (
+    ELEMENTS,
+    SHARD,
+    Piece,
+    allocations_of,
+    as_read,
+    asked_for,
+    destination_table,
+    memory_of,
+    source_table,
+)
 from reshard.refit.agreement import Agreement
 from reshard.refit.digests import digests
 from reshard.refit.members import Members
@@ -31,7 +42,8 @@ class TrainerSide:
     def __init__(self, source: Trainer, members: Members, agreed: Agreement, device: torch.device) -> None:
         self.source, self.members, self.agreed, self.device = source, members, agreed, device
         self.asked: dict[int, np.ndarray] = {}
-        # Where the parameters were, and the allocations that they are in, when this rank last told the others.
+        # Where the parameters were, and the allocations that they are in, when this rank last told the
+        # others.
         self.told: tuple[list[int], list[Allocation]] = [], []
         self.frees: int | None = None
         self.exported = False
@@ -71,28 +83,40 @@ class TrainerSide:
         self.told = [], []
 
     def _look(self) -> tuple[list[int], list[Allocation]]:
-        """Where the parameters are now, and the allocations that other processes map as the driver knows them."""
-        addresses, frees = self.source.addresses(), frees_of(self.device) if self.device.type == "cuda" else None
+        """Where the parameters are now, and the allocations that other processes map as the driver knows
+        them."""
+        addresses, frees = (
+            self.source.addresses(),
+            frees_of(self.device) if self.device.type == "cuda" else None,
+        )
         before, allocations = self.told
         unfreed, self.frees = frees is not None and frees == self.frees, frees
         # Asking the driver takes a while for each; what was never freed is what it was.
-        if addresses == before and (unfreed or all(generation_of(a.base) == a.generation for a in allocations)):
+        if addresses == before and (
+            unfreed or all(generation_of(a.base) == a.generation for a in allocations)
+        ):
             return addresses, allocations
         return addresses, allocations_of(self.source, self._read_by_others())
 
     def _read_by_others(self) -> list[int]:
         """The shards of this rank that other processes read where they lie, if they can."""
         me = self.members.rank
-        readers = [asked[:, SHARD] for rank, asked in self.asked.items() if self.agreed.way(me, rank, True) == PEER]
+        readers = [
+            asked[:, SHARD] for rank, asked in self.asked.items() if self.agreed.way(me, rank, True) == PEER
+        ]
         return np.unique(np.concatenate(readers)).tolist() if readers else []
 
     def _tell(self) -> None:
-        """Publish where the shards lie, with handles to what another process is going to read: each takes the driver a while."""
+        """Publish where the shards lie, with handles to what another process is going to read: each takes the
+        driver a while."""
         allocations = self.told[1]
         hidden = [a for a in allocations if not is_exportable(a.base)]
         if hidden and self.agreed.executor == PEER:
-            raise ReshardError("the trainer's weights lie in memory that cannot be shared with other processes (expandable segments, or "
-                               "a virtual memory pool): use executor='auto', or unset PYTORCH_CUDA_ALLOC_CONF")  # fmt: skip
+            raise ReshardError(
+                "the trainer's weights lie in memory that cannot be shared with other "
+                "processes (expandable segments, or a virtual memory pool): use "
+                "executor='auto', or unset PYTORCH_CUDA_ALLOC_CONF"
+            )
         self.exported = not hidden
         memory = memory_of(self.source, allocations if self.exported else [])
         self.members.post("regions", pack_array(memory.pop("regions")))
@@ -118,7 +142,8 @@ class TrainerSide:
 
 
 class EngineSide:
-    """An inference rank in a connection: which pieces it needs, and what the trainer's ranks have said of their memory."""
+    """An inference rank in a connection: which pieces it needs, and what the trainer's ranks have said of
+    their memory."""
 
     def __init__(self, engine: Engine, members: Members, agreed: Agreement, device: torch.device) -> None:
         self.engine, self.members, self.agreed, self.device = engine, members, agreed, device
@@ -126,10 +151,18 @@ class EngineSide:
         self.memory: dict[int, dict[str, Any]] = {}
 
     def plan(self, where: str) -> None:
-        """Which boxes this rank needs, and from which trainer's ranks; `where` names the served model. Each is told what is asked of it."""
-        published = {rank: unpack_held(self.members.read("held", rank), self.members.read("parts", rank)) for rank in self.agreed.trainers}
+        """Which boxes this rank needs, and from which trainer's ranks; `where` names the served model. Each
+        is told what is asked of it."""
+        published = {
+            rank: unpack_held(self.members.read("held", rank), self.members.read("parts", rank))
+            for rank in self.agreed.trainers
+        }
         wanted = self.engine.placement
-        sources = Sources.of(published, {part.name for tensor in wanted.tensors.values() for part in tensor.parts}, self.members.names)
+        sources = Sources.of(
+            published,
+            {part.name for tensor in wanted.tensors.values() for part in tensor.parts},
+            self.members.names,
+        )
         self._check(sources, where)
         try:
             plan = make_plan(Placement.of(wanted.shapes, sources.tensors), wanted)
@@ -155,17 +188,28 @@ class EngineSide:
                 if theirs is None:
                     lacking.append(part.name)
                 elif theirs != mine:
-                    other.append(f"{part.name} is {theirs} in the trainer, but {mine} in the engine: use one dtype for both")
+                    other.append(
+                        f"{part.name} is {theirs} in the trainer, but {mine} in the engine: use "
+                        f"one dtype for both"
+                    )
         if lacking:
             names = sorted(set(lacking))
-            raise ReshardError(f"the trainer's model lacks {len(names)} parameters that {where} calls for: {listed(names)}")
+            raise ReshardError(
+                f"the trainer's model lacks {len(names)} parameters that {where} calls for: {listed(names)}"
+            )
         if other:
             raise ReshardError(other[0])
 
-    def _piece(self, transfer: Transfer, holders: list[tuple[int, int]], distances: Mapping[int, int], position: int) -> Piece:
+    def _piece(
+        self, transfer: Transfer, holders: list[tuple[int, int]], distances: Mapping[int, int], position: int
+    ) -> Piece:
         """A transfer, from the nearest of those that hold what it reads."""
-        rank, index = holders[nearest([rank for rank, _ in holders], distances.__getitem__, position, self.engine.tp)]
-        return Piece(transfer.name, rank, index, transfer.src_at, transfer.box.lengths, transfer.dst, transfer.dst_at)
+        rank, index = holders[
+            nearest([rank for rank, _ in holders], distances.__getitem__, position, self.engine.tp)
+        ]
+        return Piece(
+            transfer.name, rank, index, transfer.src_at, transfer.box.lengths, transfer.dst, transfer.dst_at
+        )
 
     def read_memory(self, ranks: Iterable[int]) -> None:
         """What these trainers' ranks have published of their memory."""
@@ -175,19 +219,24 @@ class EngineSide:
 
     def ways(self) -> dict[int, str]:
         """How this rank gets its pieces, by trainer's rank."""
-        return {rank: self.agreed.way(rank, self.members.rank, self.memory[rank]["exported"]) for rank in self.pieces}
+        return {
+            rank: self.agreed.way(rank, self.members.rank, self.memory[rank]["exported"])
+            for rank in self.pieces
+        }
 
     def incoming(self) -> dict[str, dict[int, Incoming]]:
         """What this rank gets, by way and trainer's rank, from where everything is now."""
         found: dict[str, dict[int, Incoming]] = {way: {} for way in (HERE, PEER, STAGED, BUCKETS)}
         for rank, way in self.ways().items():
             pieces = self.pieces[rank]
-            found[way][rank] = Incoming(destination_table(self.engine, pieces), asked_for(pieces), self.memory[rank])
+            found[way][rank] = Incoming(
+                destination_table(self.engine, pieces), asked_for(pieces), self.memory[rank]
+            )
         return found
 
     def compare_digests(self) -> None:
-        """Take digests of every piece from this rank's memory, by its own addresses, made anew. Raises ReshardError where one differs
-        from the trainer's."""
+        """Take digests of every piece from this rank's memory, by its own addresses, made anew. Raises
+        ReshardError where one differs from the trainer's."""
         bad: set[str] = set()
         for rank, pieces in self.pieces.items():
             table = as_read(destination_table(self.engine, pieces))
@@ -195,7 +244,9 @@ class EngineSide:
             there = unpack_array(self.members.read(f"digests/{self.members.rank}", rank))[:, 0]
             bad.update(pieces[i].name for i in np.flatnonzero(here != there))
         if bad:
-            raise ReshardError(f"{len(bad)} tensors did not arrive as they are in the trainer: {listed(sorted(bad))}")
+            raise ReshardError(
+                f"{len(bad)} tensors did not arrive as they are in the trainer: {listed(sorted(bad))}"
+            )
 
 
 class Replicas(NamedTuple):
@@ -206,7 +257,8 @@ class Replicas(NamedTuple):
 
 @dataclass
 class Sources:
-    """All that a trainer's ranks hold: distinct local tensors, who has each (rank, index there), and the dtype of each name."""
+    """All that a trainer's ranks hold: distinct local tensors, who has each (rank, index there), and the
+    dtype of each name."""
 
     tensors: list[LocalTensor] = field(default_factory=list)
     holders: dict[Replicas, list[tuple[int, int]]] = field(default_factory=dict)
@@ -214,7 +266,8 @@ class Sources:
 
     @staticmethod
     def of(published: Mapping[int, Held], wanted: set[str], names: Mapping[int, str]) -> "Sources":
-        """Put together what the ranks have published, as far as it is wanted. Raises ReshardError where two have another dtype."""
+        """Put together what the ranks have published, as far as it is wanted. Raises ReshardError where two
+        have another dtype."""
         found = Sources()
         known: dict[tuple, Replicas] = {}
         first: dict[str, int] = {}
@@ -227,7 +280,9 @@ class Sources:
                     other = first.setdefault(name, rank)
                     if found.dtypes.setdefault(name, dtype) != dtype:
                         both = f"{found.dtypes[name]} and {dtype}"
-                        raise ReshardError(f"{names[other]} and {names[rank]} do not agree on the dtype of {name}: {both}")
+                        raise ReshardError(
+                            f"{names[other]} and {names[rank]} do not agree on the dtype of {name}: {both}"
+                        )
                 replicas = known.get((tensor.shape, parts))
                 if replicas is None:
                     replicas = known[tensor.shape, parts] = Replicas(len(found.tensors))

@@ -1,7 +1,8 @@
 """A client of torch's key-value store that does not wait for ever.
 
-torch bounds how long a client waits for a key, not how long it waits for an answer: where the process that serves the store is stopped,
-or its host is gone without a word, every call hangs. The kernel bounds it here (``SO_RCVTIMEO``), on a connection of our own.
+torch bounds how long a client waits for a key, not how long it waits for an answer: where the process that
+serves the store is stopped, or its host is gone without a word, every call hangs. The kernel bounds it here
+(``SO_RCVTIMEO``), on a connection of our own.
 """
 
 import os
@@ -13,7 +14,8 @@ import torch.distributed as dist
 
 
 def bounded(make: Callable[[], dist.Store], port: int, seconds: float) -> dist.Store:
-    """A client that `make` connects to a server at `port`; each of its calls raises an error where no answer comes within `seconds`.
+    """A client that `make` connects to a server at `port`; each of its calls raises an error where no answer
+    comes within `seconds`.
 
     After such an error the connection is out of step, and the client must not be used again.
     """
@@ -34,7 +36,8 @@ def bounded(make: Callable[[], dist.Store], port: int, seconds: float) -> dist.S
 
 
 def _sockets() -> dict[str, int]:
-    """The descriptors of this process's sockets, by what the kernel calls these: a number may be given again at any time."""
+    """The descriptors of this process's sockets, by what the kernel calls these: a number may be given again
+    at any time."""
     found = {}
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
         try:
@@ -47,7 +50,8 @@ def _sockets() -> dict[str, int]:
 
 
 def of_process_group(seconds: float) -> dist.Store:
-    """The store at which the ranks of torch's process group have met: where it is a TCPStore, over a connection of our own."""
+    """The store at which the ranks of torch's process group have met: where it is a TCPStore, over a
+    connection of our own."""
     default = dist.distributed_c10d._get_default_store()
     innermost = default
     while isinstance(innermost, dist.PrefixStore):

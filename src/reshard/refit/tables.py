@@ -1,7 +1,8 @@
-"""Tables of copies between addresses: strided rows of bytes, cut into tiles. Pure; `reshard.refit.copies` carries them out.
+"""Tables of copies between addresses: strided rows of bytes, cut into tiles. Pure; `reshard.refit.copies`
+carries them out.
 
-A table is an int64 matrix ``[copies, 6]``: source address, destination address, rows, bytes in a row, and the bytes from one row
-to the next on either side. A pitch of 0 repeats the row.
+A table is an int64 matrix ``[copies, 6]``: source address, destination address, rows, bytes in a row, and the
+bytes from one row to the next on either side. A pitch of 0 repeats the row.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ def bytes_of(table: np.ndarray) -> int:
 
 
 def tiles_of(table: np.ndarray, tile_bytes: int = TILE_BYTES) -> tuple[np.ndarray, np.ndarray]:
-    """Cut copies into tiles of at most about `tile_bytes`: the tiles' table, and for each the copy it comes from.
+    """Cut copies into tiles of at most about `tile_bytes`: the tiles' table, and for each the copy it comes
+    from.
 
     Rows that follow each other on both sides become one; a tile of several rows has whole ones.
     """
@@ -63,12 +65,14 @@ def tiles_of(table: np.ndarray, tile_bytes: int = TILE_BYTES) -> tuple[np.ndarra
     tiles[:, DST] += start * np.where(single, 1, tiles[:, DST_PITCH])
     tiles[:, WIDTH] = np.where(single, size, tiles[:, WIDTH])
     tiles[:, ROWS] = np.where(single, 1, size)
-    tiles[single, SRC_PITCH:] = 0  # of a single row, they say nothing, and must not decide about the widest word
+    # of a single row, they say nothing, and must not decide about the widest word
+    tiles[single, SRC_PITCH:] = 0
     return tiles, origin[index]
 
 
 def interleaved(groups: np.ndarray) -> np.ndarray:
-    """An order in which the groups (one number for each tile) take turns, so that the links to all peers are busy at once."""
+    """An order in which the groups (one number for each tile) take turns, so that the links to all peers are
+    busy at once."""
     turn = np.zeros(len(groups), np.float64)
     for group in np.unique(groups):
         members = np.flatnonzero(groups == group)

@@ -1,4 +1,5 @@
-"""What members send each other, as bytes: JSON, integer matrices, and what ranks hold in canonical coordinates. Nothing is unpickled."""
+"""What members send each other, as bytes: JSON, integer matrices, and what ranks hold in canonical
+coordinates. Nothing is unpickled."""
 
 import json
 import zlib
@@ -23,7 +24,9 @@ def unpack_json(payload: bytes) -> Any:
 
 def pack_array(array: np.ndarray) -> bytes:
     """An int64 matrix, compressed."""
-    return np.int64(array.shape[1]).tobytes() + zlib.compress(np.ascontiguousarray(array, np.int64).tobytes(), 1)
+    return np.int64(array.shape[1]).tobytes() + zlib.compress(
+        np.ascontiguousarray(array, np.int64).tobytes(), 1
+    )
 
 
 def unpack_array(payload: bytes) -> np.ndarray:
@@ -33,7 +36,8 @@ def unpack_array(payload: bytes) -> np.ndarray:
 
 
 class Held(NamedTuple):
-    """What a trainer's rank holds: its local tensors without their padding, numbered from 0, and the dtype of each."""
+    """What a trainer's rank holds: its local tensors without their padding, numbered from 0, and the dtype of
+    each."""
 
     tensors: list[LocalTensor]
     dtypes: list[str]
@@ -42,8 +46,8 @@ class Held(NamedTuple):
 def pack_held(tensors: Sequence[LocalTensor], dtypes: Sequence[str]) -> tuple[bytes, bytes]:
     """Local tensors as JSON (names, dtypes, shapes) and a matrix of their parts.
 
-    A row of the matrix is: local tensor, name, then offsets, lengths and place in the local tensor, each of as many columns as the
-    tensor with the most dims needs.
+    A row of the matrix is: local tensor, name, then offsets, lengths and place in the local tensor, each of
+    as many columns as the tensor with the most dims needs.
     """
     names: dict[str, int] = {}
     dims = max((len(tensor.shape) for tensor in tensors), default=1)
@@ -52,7 +56,9 @@ def pack_held(tensors: Sequence[LocalTensor], dtypes: Sequence[str]) -> tuple[by
         for part in tensor.parts:
             name = names.setdefault(part.name, len(names))
             missing = (0,) * (dims - len(part.at))
-            rows.append((index, name, *part.box.offsets, *missing, *part.box.lengths, *missing, *part.at, *missing))
+            rows.append(
+                (index, name, *part.box.offsets, *missing, *part.box.lengths, *missing, *part.at, *missing)
+            )
     header = {"names": list(names), "dtypes": list(dtypes), "shapes": [tensor.shape for tensor in tensors]}
     return pack_json(header), pack_array(np.array(rows, np.int64).reshape(-1, 2 + 3 * dims))
 
@@ -67,5 +73,7 @@ def unpack_held(header: bytes, matrix: bytes) -> Held:
         n = len(shapes[index])
         offsets, lengths, at = (tuple(numbers[start : start + n]) for start in (0, dims, 2 * dims))
         parts[index].append(Part(names[name], Box(offsets, lengths), at))
-    tensors = [LocalTensor(index, shape, tuple(some)) for index, (shape, some) in enumerate(zip(shapes, parts))]
+    tensors = [
+        LocalTensor(index, shape, tuple(some)) for index, (shape, some) in enumerate(zip(shapes, parts))
+    ]
     return Held(tensors, said["dtypes"])

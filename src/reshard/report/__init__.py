@@ -31,8 +31,8 @@ def chart(title: str, x: str, y: str, *, height: int = 320, **options: Any) -> f
     """An empty figure as wide as its place in the page, `height` pixels high, with axes named `x` and `y`.
 
     Draw with any of Bokeh's glyphs, and say with `describe` what the pointer shows. `options` are those of
-    ``bokeh.plotting.figure``, such as ``x_range``. The tools that move and zoom must be picked first, so that a
-    finger on a chart still moves the page.
+    ``bokeh.plotting.figure``, such as ``x_range``. The tools that move and zoom must be picked first, so that
+    a finger on a chart still moves the page.
 
     >>> drawn = chart("Memory", "stage", "GiB", x_range=["0", "1"])
     >>> drawn.vbar(x=["0", "1"], top=[41.5, 38.0], width=0.8).glyph.width
@@ -56,19 +56,21 @@ def chart(title: str, x: str, y: str, *, height: int = 320, **options: Any) -> f
 
 
 def describe(drawn: figure, marks: GlyphRenderer, columns: Mapping[str, str]) -> None:
-    """The pointer, or a finger, on one of the `marks` shows `columns` of its data, and a click selects the mark in
-    every chart of the same data.
+    """The pointer, or a finger, on one of the `marks` shows `columns` of its data, and a click selects the
+    mark in every chart of the same data.
 
     `columns` has a label for each: ``"@a"`` is column a as it is, ``"@a{%.6g}"`` a number in C's format.
     """
-    formats: dict[str, Any] = {column.split("{")[0]: "printf" for column in columns.values() if "{%" in column}
+    formats: dict[str, Any] = {
+        column.split("{")[0]: "printf" for column in columns.values() if "{%" in column
+    }
     hover = HoverTool(renderers=[marks], tooltips=list(columns.items()), formatters=formats, limit=DESCRIBED)
     drawn.add_tools(hover, TapTool(renderers=[marks]))
 
 
 def page(template: Path, charts: Mapping[str, figure], **values: Any) -> str:
-    """The page of a template's file, which extends ``page.html``, with `values`; as `charts` it finds each figure's
-    place by its name. Write the page as UTF-8, with ``errors=UNENCODABLE``.
+    """The page of a template's file, which extends ``page.html``, with `values`; as `charts` it finds each
+    figure's place by its name. Write the page as UTF-8, with ``errors=UNENCODABLE``.
     """
     script, divisions = components(dict(charts), wrap_script=False)
     scripts = [Markup(text) for text in (_library(), _touch(), script)]

@@ -1,8 +1,10 @@
-"""A live transformers model under FSDP2 (``fully_shard``), also with tensor parallelism, as the source of a refit.
+"""A live transformers model under FSDP2 (``fully_shard``), also with tensor parallelism, as the source of a
+refit.
 
-Every parameter is a DTensor, which says itself which box of the whole it has here (``compute_local_shape_and_global_offset``); nothing is
-gathered. Parameters have their published names, but for experts: transformers 5 keeps those of a layer in one tensor,
-``experts.gate_up_proj [experts, 2 * F, H]`` and ``experts.down_proj [experts, H, F]``.
+Every parameter is a DTensor, which says itself which box of the whole it has here
+(``compute_local_shape_and_global_offset``); nothing is gathered. Parameters have their published names, but
+for experts: transformers 5 keeps those of a layer in one tensor, ``experts.gate_up_proj [experts, 2 * F, H]``
+and ``experts.down_proj [experts, H, F]``.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +31,8 @@ FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 class Held(NamedTuple):
-    """A parameter or buffer of this rank: where it stands in the model, and the box of the whole that is here."""
+    """A parameter or buffer of this rank: where it stands in the model, and the box of the whole that is
+    here."""
 
     name: str
     module: torch.nn.Module
@@ -50,10 +53,11 @@ class Held(NamedTuple):
 class FsdpModel(Trainer):
     """The weights of one rank of a transformers model under ``fully_shard``.
 
-    Parameters that are no DTensors are whole on every rank. Make it, and refit, between two training steps, when FSDP has its parameters
-    sharded.
+    Parameters that are no DTensors are whole on every rank. Make it, and refit, between two training steps,
+    when FSDP has its parameters sharded.
 
-    Raises ReshardError, naming the parameter, for what is not a box of the whole: partial sums, quantised tensors.
+    Raises ReshardError, naming the parameter, for what is not a box of the whole: partial sums, quantised
+    tensors.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -69,22 +73,34 @@ class FsdpModel(Trainer):
         self._find()
 
     def _reshard(self) -> None:
-        """Some modules keep their parameters whole after a forward, the outermost by default; those would be taken for whole ones."""
+        """Some modules keep their parameters whole after a forward, the outermost by default; those would be
+        taken for whole ones."""
         for module in self._sharded:
             module.reshard()
 
     def _find(self) -> None:
-        """Where everything is now: one region for each local tensor, of experts in one tensor one for each expert."""
+        """Where everything is now: one region for each local tensor, of experts in one tensor one for each
+        expert."""
         self.regions, self._names = [], []
         for held in self.held:
             tensor = held.tensor
             if tuple(tensor.shape) != held.box.lengths:
-                raise ReshardError(f"the trainer's {held.name} is not sharded as it was at connect: refit between two training steps")
+                raise ReshardError(
+                    f"the trainer's {held.name} is not sharded as it was at connect: refit "
+                    f"between two training steps"
+                )
             if not tensor.is_contiguous():
-                raise ReshardError(f"the trainer's {held.name} has strides {list(tensor.stride())}: its rows are not contiguous")
+                raise ReshardError(
+                    f"the trainer's {held.name} has strides {list(tensor.stride())}: its "
+                    f"rows are not contiguous"
+                )
             matrices = tensor.shape[0] if tensor.ndim == 3 else 1
             for index in range(matrices):
-                self.regions.append(Region(tensor, index * (tensor.numel() // matrices), tensor.shape[-1] if tensor.ndim else 1))
+                self.regions.append(
+                    Region(
+                        tensor, index * (tensor.numel() // matrices), tensor.shape[-1] if tensor.ndim else 1
+                    )
+                )
                 self._names.append(held.name)
 
     @property
@@ -110,17 +126,25 @@ class FsdpModel(Trainer):
         """See `Trainer.check_memory`; shards that FSDP keeps in host memory are named."""
         for held in self.held:
             parameter = held.module._parameters.get(held.key)
-            offloaded = isinstance(parameter, DTensor) and parameter.device_mesh.device_type != "cpu" == held.tensor.device.type
+            offloaded = (
+                isinstance(parameter, DTensor)
+                and parameter.device_mesh.device_type != "cpu" == held.tensor.device.type
+            )
             if offloaded:
                 where = f"is on {held.tensor.device} (CPUOffloadPolicy)"
-                raise ReshardError(f"the trainer's {held.name} {where}, and a refit reads from a GPU: move the whole model there first")
+                raise ReshardError(
+                    f"the trainer's {held.name} {where}, and a refit reads from a GPU: move "
+                    f"the whole model there first"
+                )
         super().check_memory(device)
 
     def check_model(self, model: Model) -> None:
         """See `Trainer.check_model`: by transformers' config of the model."""
         mine = Model.from_hf(published(self.config.to_dict(), "the trainer's config"), "the trainer's config")
         for name, (ours, theirs) in different_fields(mine, model).items():
-            raise ReshardError(f"the trainer's {name} is {ours}, but the served model's is {theirs} ({model.where})")
+            raise ReshardError(
+                f"the trainer's {name} is {ours}, but the served model's is {theirs} ({model.where})"
+            )
 
     def publish(self, model: Model) -> list[LocalTensor]:
         """See `Trainer.publish`."""
@@ -129,7 +153,8 @@ class FsdpModel(Trainer):
         unknown = sorted({self._names[index] for index, local in enumerate(found) if local is None})
         if unknown:
             raise ReshardError(
-                f"the trainer's model holds {len(unknown)} parameters that {model.family.name} does not have: {listed(unknown)}"
+                f"the trainer's model holds {len(unknown)} parameters that {model.family.name} does not "
+                f"have: {listed(unknown)}"
             )
         return [local._replace(id=index) for index, local in enumerate(found) if local is not None]
 
@@ -138,7 +163,9 @@ def _held(model: torch.nn.Module) -> Iterator[Held]:
     """Every parameter and persistent buffer once, with the box that is here."""
     seen: set[int] = set()
     for path, module in model.named_modules():
-        persistent = {key: t for key, t in module._buffers.items() if key not in module._non_persistent_buffers_set}
+        persistent = {
+            key: t for key, t in module._buffers.items() if key not in module._non_persistent_buffers_set
+        }
         for key, tensor in {**module._parameters, **persistent}.items():
             if tensor is None or id(tensor) in seen:
                 continue  # tied embeddings have two names
@@ -147,7 +174,9 @@ def _held(model: torch.nn.Module) -> Iterator[Held]:
             for wrapper in WRAPPERS:
                 name = name.replace(wrapper, "")
             if type(_local(tensor.detach())) is not torch.Tensor or tensor.dtype.itemsize < 2:
-                raise ReshardError(f"the trainer's {name} is quantised, and quantised parameters cannot be refitted from")
+                raise ReshardError(
+                    f"the trainer's {name} is quantised, and quantised parameters cannot be refitted from"
+                )
             yield Held(name, module, key, tuple(tensor.shape), _box(name, tensor))
 
 
@@ -160,8 +189,13 @@ def _box(name: str, tensor: torch.Tensor) -> Box:
     if not isinstance(tensor, DTensor):
         return whole(tuple(tensor.shape))
     if any(placement.is_partial() for placement in tensor.placements):
-        raise ReshardError(f"the trainer's {name} is a sum of which this rank has a term ({list(tensor.placements)}), and no part of it")
-    lengths, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        raise ReshardError(
+            f"the trainer's {name} is a sum of which this rank has a term "
+            f"({list(tensor.placements)}), and no part of it"
+        )
+    lengths, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     return Box(tuple(offsets), tuple(lengths))
 
 

@@ -1,8 +1,8 @@
 """A live Megatron-Core model as the source of a refit.
 
-The model itself says what it holds: its ``sharded_state_dict`` gives every parameter's checkpoint key, its place in the global
-tensor and a view of the live memory, whatever the pipeline layout, the experts' kind or the layers' implementation. Nothing is
-copied and no collective runs.
+The model itself says what it holds: its ``sharded_state_dict`` gives every parameter's checkpoint key, its
+place in the global tensor and a view of the live memory, whatever the pipeline layout, the experts' kind or
+the layers' implementation. Nothing is copied and no collective runs.
 """
 
 import math
@@ -31,7 +31,8 @@ IN_MEMORY = Stored("", 0, 0)
 
 
 class Shard(NamedTuple):
-    """One rank's shard of a global tensor, under its checkpoint key; `offsets` and `sizes` count the stacked dims in."""
+    """One rank's shard of a global tensor, under its checkpoint key; `offsets` and `sizes` count the stacked
+    dims in."""
 
     key: str
     shape: tuple[int, ...]
@@ -43,21 +44,27 @@ class Shard(NamedTuple):
 class MegatronModel(Trainer):
     """The weights of one rank of a trainer.
 
-    `models` is what Megatron's ``get_model`` returns: one chunk for each virtual stage, wrapped (DDP, Float16Module) or bare.
-    `metadata` is handed to ``sharded_state_dict``; a trainer that keeps its process groups out of ``parallel_state`` passes
-    ``{"dp_cp_group": group}``.
+    `models` is what Megatron's ``get_model`` returns: one chunk for each virtual stage, wrapped (DDP,
+    Float16Module) or bare. `metadata` is handed to ``sharded_state_dict``; a trainer that keeps its process
+    groups out of ``parallel_state`` passes ``{"dp_cp_group": group}``.
 
     Raises ReshardError for what has no plain memory: quantised parameters, interleaved gate and up rows.
     """
 
-    def __init__(self, models: Sequence[torch.nn.Module] | torch.nn.Module, metadata: Dictionary[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module] | torch.nn.Module,
+        metadata: Dictionary[str, Any] | None = None,
+    ) -> None:
         chunks = [models] if isinstance(models, torch.nn.Module) else list(models)
         self.models = [_unwrapped(chunk) for chunk in chunks]
         if not self.models:
             raise ReshardError("the trainer's list of models is empty")
         self.config = self.models[0].config
         if getattr(self.config, "moe_mlp_glu_interleave_size", None):
-            raise ReshardError("moe_mlp_glu_interleave_size mixes gate and up rows, which is not supported: unset it")
+            raise ReshardError(
+                "moe_mlp_glu_interleave_size mixes gate and up rows, which is not supported: unset it"
+            )
         self.shards: list[Shard] = []
         self.regions: list[Region] = []
         self.objects: set[str] = set()
@@ -71,12 +78,17 @@ class MegatronModel(Trainer):
         seen: dict[tuple, int] = {}
         for model in self.models:
             named = [*model.named_parameters(), *model.named_buffers()]
-            quantised = [n for n, t in named if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.dtype.itemsize < 2]
+            quantised = [
+                n
+                for n, t in named
+                if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.dtype.itemsize < 2
+            ]
             if [n for n in quantised if "_extra_state" not in n]:
                 raise ReshardError(f"quantised parameters cannot be refitted from: {listed(quantised, 3)}")
             state = model.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
             apply_factories(state)
-            # Not before: asked for its state, a router makes its expert_bias float32 again, which is a new tensor.
+            # Not before: asked for its state, a router makes its expert_bias float32 again, which is a new
+            # tensor.
             finder = Finder([*model.named_parameters(), *model.named_buffers()])
             for entry in nested_values(state):
                 if isinstance(entry, ShardedObject):
@@ -85,7 +97,9 @@ class MegatronModel(Trainer):
                     continue
                 prepended = entry.prepend_axis_num
                 sizes = (*(1,) * prepended, *entry.local_shape)
-                shard = Shard(entry.key, tuple(entry.global_shape), tuple(entry.global_offset), sizes, str(entry.dtype))
+                shard = Shard(
+                    entry.key, tuple(entry.global_shape), tuple(entry.global_offset), sizes, str(entry.dtype)
+                )
                 if shard[:4] in seen:
                     continue  # a tied output layer, or the embedding that an MTP stage shares
                 seen[shard[:4]] = len(self.shards)
@@ -109,7 +123,10 @@ class MegatronModel(Trainer):
         where = "the trainer's model"
         vocabulary = next((keys[name].shape[0] for name in (EMBEDDING, OUTPUT) if name in keys), None)
         if vocabulary is not None and vocabulary < model.symbols["V"]:
-            raise ReshardError(f"{where} has {vocabulary} vocabulary rows, fewer than vocab_size {model.symbols['V']} of {model.where}")
+            raise ReshardError(
+                f"{where} has {vocabulary} vocabulary rows, fewer than vocab_size "
+                f"{model.symbols['V']} of {model.where}"
+            )
         if model.mtp_layers and not any(key.startswith("mtp.") for key in keys):
             model = replace(model, mtp_layers=0)
         mapping = expand(model, padded_vocab=vocabulary)
@@ -121,22 +138,29 @@ class MegatronModel(Trainer):
             index = index_of[tuple(chunk)]
             if before or index in held:
                 raise ReshardError(
-                    f"{where} has several layers or experts in one shard of {self.shards[index].key}, which is not supported"
+                    f"{where} has several layers or experts in one shard of {self.shards[index].key}, which "
+                    f"is not supported"
                 )
             held[index] = tensor._replace(id=index)
         return [held[index] for index in range(len(self.shards))]
 
     def check_model(self, model: Model) -> None:
-        """Raise ReshardError where Megatron's model computes something else than the one that is served, with both values: any setting of
-        its config or of the model itself that decides what it computes, and the frequencies of its rotary embeddings."""
+        """Raise ReshardError where Megatron's model computes something else than the one that is served, with
+        both values: any setting of its config or of the model itself that decides what it computes, and the
+        frequencies of its rotary embeddings."""
         wanted = model.megatron_args()
         for chunk in self.models:
             for name, theirs, ours in disagreements(_settings(chunk), wanted):
                 if name not in ignored():
-                    raise ReshardError(f"the trainer's {name} is {theirs}, but the served model's is {ours} ({model.where})")
+                    raise ReshardError(
+                        f"the trainer's {name} is {theirs}, but the served model's is {ours} ({model.where})"
+                    )
             dtype = getattr(self.config, "moe_router_dtype", None)
             if model.num_experts and dtype not in (None, wanted.get("moe_router_dtype")):
-                raise ReshardError(f"the trainer's moe_router_dtype is {dtype}, but the served model's is {wanted.get('moe_router_dtype')}")
+                raise ReshardError(
+                    f"the trainer's moe_router_dtype is {dtype}, but the served model's is "
+                    f"{wanted.get('moe_router_dtype')}"
+                )
             _check_rotary(chunk, model)
 
 
@@ -146,19 +170,27 @@ def _settings(model: torch.nn.Module) -> dict[str, Any]:
     said = {name: getattr(config, name) for name in DECIDES if hasattr(config, name)}
     gated, function = getattr(config, "gated_linear_unit", None), getattr(config, "activation_func", None)
     if gated is not None and function is not None:
-        said["swiglu"] = gated and getattr(function, "__name__", type(function).__name__).lower() in ("silu", "swish")
+        said["swiglu"] = gated and getattr(function, "__name__", type(function).__name__).lower() in (
+            "silu",
+            "swish",
+        )
     if hasattr(config, "num_moe_experts"):
         said["num_experts"] = config.num_moe_experts
     if isinstance(getattr(model, "share_embeddings_and_output_weights", None), bool):
         said["untie_embeddings_and_output_weights"] = not model.share_embeddings_and_output_weights
     of_model = {"position_embedding_type": "position_embedding_type"}
     if not said.get("multi_latent_attention"):
-        of_model |= {"rotary_base": "rotary_base", "rotary_percent": "rotary_percent", "use_rope_scaling": "rotary_scaling"}
+        of_model |= {
+            "rotary_base": "rotary_base",
+            "rotary_percent": "rotary_percent",
+            "use_rope_scaling": "rotary_scaling",
+        }
     return said | {arg: getattr(model, name) for arg, name in of_model.items() if hasattr(model, name)}
 
 
 def _check_rotary(model: torch.nn.Module, served: Model) -> None:
-    """Raise ReshardError where a rotary embedding of the model turns at other frequencies, or scales otherwise, than the served one."""
+    """Raise ReshardError where a rotary embedding of the model turns at other frequencies, or scales
+    otherwise, than the served one."""
     expected = served.inverse_frequencies()
     for name, module in model.named_modules():
         found = _frequencies(module)
@@ -170,8 +202,10 @@ def _check_rotary(model: torch.nn.Module, served: Model) -> None:
         far = [i for i, (a, b) in enumerate(zip(found, expected)) if not math.isclose(a, b, rel_tol=1e-4)]
         if far:
             i = far[0]
-            raise ReshardError(f"the trainer's {name} has inv_freq[{i}] = {found[i]:.6g}, but the served model's is {expected[i]:.6g} "
-                               f"({served.where})")  # fmt: skip
+            raise ReshardError(
+                f"the trainer's {name} has inv_freq[{i}] = {found[i]:.6g}, but the served "
+                f"model's is {expected[i]:.6g} ({served.where})"
+            )
 
 
 def rope_is_ignored() -> bool:
@@ -180,15 +214,21 @@ def rope_is_ignored() -> bool:
 
 
 def _frequencies(module: torch.nn.Module) -> list[float] | None:
-    """The angles by which a rotary embedding of Megatron turns from one position to the next; None for other modules."""
+    """The angles by which a rotary embedding of Megatron turns from one position to the next; None for other
+    modules."""
     plain = getattr(module, "inv_freq", None)
     if not isinstance(plain, torch.Tensor) or plain.ndim != 1:
         return None
     if hasattr(module, "inv_freq_extra"):  # YaRN, which mixes the two at every step
         names = ("scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
         values: dict[str, Any] = {name: getattr(module, name) for name in names}
-        values |= {"factor": values["scaling_factor"], "truncate": getattr(module, "correction_range_round_to_int", True)}
-        return inverse_frequencies(values | {"rope_type": "yarn", "rope_theta": module.rotary_base}, 2 * len(plain))
+        values |= {
+            "factor": values["scaling_factor"],
+            "truncate": getattr(module, "correction_range_round_to_int", True),
+        }
+        return inverse_frequencies(
+            values | {"rope_type": "yarn", "rope_theta": module.rotary_base}, 2 * len(plain)
+        )
     factor = getattr(module, "seq_len_interpolation_factor", None) or 1
     return [angle / factor for angle in plain.tolist()]
 
@@ -197,6 +237,8 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     while not hasattr(model, "sharded_state_dict") or hasattr(model, "module"):
         inner = getattr(model, "module", None)
         if not isinstance(inner, torch.nn.Module):
-            raise ReshardError(f"{type(model).__name__} is no Megatron-Core model: it has no sharded_state_dict")
+            raise ReshardError(
+                f"{type(model).__name__} is no Megatron-Core model: it has no sharded_state_dict"
+            )
         model = inner
     return model

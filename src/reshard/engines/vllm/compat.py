@@ -1,6 +1,8 @@
-"""What is needed of vLLM and is no part of its interface, for vLLM 0.24 to 0.29. No other file of reshard names it.
+"""What is needed of vLLM and is no part of its interface, for vLLM 0.24 to 0.29. No other file of reshard
+names it.
 
-Nothing is changed when this is imported. What has to be changed is changed while a model is made, and put back.
+Nothing is changed when this is imported. What has to be changed is changed while a model is made, and put
+back.
 """
 
 import os
@@ -26,12 +28,15 @@ def unknown(what: str) -> ReshardError:
         version = metadata.version("vllm")
     except metadata.PackageNotFoundError:
         version = "of no known version"
-    return ReshardError(f"this vLLM {version} {what}; refits are tested with vLLM {OLDEST} to {NEWEST}: use one of those")
+    return ReshardError(
+        f"this vLLM {version} {what}; refits are tested with vLLM {OLDEST} to {NEWEST}: use one of those"
+    )
 
 
 @contextmanager
 def known(what: str) -> Iterator[None]:
-    """Around the use of such a name: ReshardError, with vLLM's version, where it is not there. `what` completes "this vLLM"."""
+    """Around the use of such a name: ReshardError, with vLLM's version, where it is not there. `what`
+    completes "this vLLM"."""
     try:
         yield
     except (AttributeError, ImportError) as error:
@@ -44,7 +49,8 @@ def driver_worker(llm: Any) -> Any:
         worker = llm.llm_engine.model_executor.driver_worker
     except AttributeError as error:
         raise ReshardError(
-            "this LLM's workers run in other processes: start it with worker_extension_cls='reshard.engines.vllm.worker.RefitExtension'"
+            "this LLM's workers run in other processes: start it with "
+            "worker_extension_cls='reshard.engines.vllm.worker.RefitExtension'"
         ) from error
     return getattr(worker, "worker", worker)
 
@@ -59,8 +65,8 @@ def tensor_parallel() -> tuple[int, int]:
 
 
 class Experts(NamedTuple):
-    """How a layer's experts lie: its tensor parallel size and rank, whether it has redundant ones (EPLB), how many there are in all, and
-    the expert of each place on this rank (None: all, in order)."""
+    """How a layer's experts lie: its tensor parallel size and rank, whether it has redundant ones (EPLB), how
+    many there are in all, and the expert of each place on this rank (None: all, in order)."""
 
     tp: int
     tp_rank: int
@@ -84,18 +90,23 @@ def experts_of(module: Any) -> Experts | None:
 
 
 def expert_backend(method: Any) -> str | None:
-    """The kernels that a layer's method has chosen for experts as they are loaded, which decides their order; None where it has none."""
+    """The kernels that a layer's method has chosen for experts as they are loaded, which decides their order;
+    None where it has none."""
     return getattr(getattr(method, "unquantized_backend", None), "name", None)
 
 
 def is_packed(module: Any, method: Any) -> bool:
     """Whether a layer serves from weights that the build for the CPU has packed."""
-    experts = expert_backend(method) == "CPU" and getattr(getattr(method, "cpu_fused_moe", None), "isa", None) != "none"
+    experts = (
+        expert_backend(method) == "CPU"
+        and getattr(getattr(method, "cpu_fused_moe", None), "isa", None) != "none"
+    )
     return experts or (hasattr(module, "cpu_linear") and not module.weight.numel())
 
 
 def absorbed_of(module: torch.nn.Module) -> torch.Tensor | None:
-    """One of the two matrices that MLA makes of ``kv_b_proj``; None where the module is no such attention, or has not made it."""
+    """One of the two matrices that MLA makes of ``kv_b_proj``; None where the module is no such attention, or
+    has not made it."""
     absorbed = getattr(module, "W_UV", None)
     return absorbed if isinstance(absorbed, torch.Tensor) else None
 
@@ -112,7 +123,8 @@ def end_groups() -> None:
 
 
 def loading_templates(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A module's parameters and buffers, by name, as vLLM made them before any processing, on the meta device; those it noted."""
+    """A module's parameters and buffers, by name, as vLLM made them before any processing, on the meta
+    device; those it noted."""
     with known("does not note how its parameters are loaded"):
         from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
@@ -143,9 +155,10 @@ def on_cpu() -> bool:
 def plain_weights() -> Iterator[None]:
     """While it is open, models that vLLM makes or loads in this process can be refitted.
 
-    On a GPU it does nothing: they can be already. Where it can, the build for the CPU serves from weights that it has packed for oneDNN,
-    and drops the ones it has loaded. Both of its layers have another way, which reads the weights as they were loaded, as vLLM does on
-    a GPU; that is the way chosen here. And engines of one host that torchrun started share no memory by one name.
+    On a GPU it does nothing: they can be already. Where it can, the build for the CPU serves from weights
+    that it has packed for oneDNN, and drops the ones it has loaded. Both of its layers have another way,
+    which reads the weights as they were loaded, as vLLM does on a GPU; that is the way chosen here. And
+    engines of one host that torchrun started share no memory by one name.
 
     Raises ReshardError where this vLLM has no such way.
     """
@@ -164,9 +177,11 @@ def plain_weights() -> Iterator[None]:
 
 @contextmanager
 def own_shared_memory() -> Iterator[None]:
-    """While it is open, the ranks of an engine started by torchrun share memory under a name of their own; nothing on a GPU.
+    """While it is open, the ranks of an engine started by torchrun share memory under a name of their own;
+    nothing on a GPU.
 
-    vLLM gives that of every such engine of a host the same name, and fails where one is running or was killed.
+    vLLM gives that of every such engine of a host the same name, and fails where one is running or was
+    killed.
     """
     if not on_cpu():
         yield

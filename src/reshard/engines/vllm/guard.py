@@ -13,7 +13,8 @@ from reshard.engines.vllm.compat import with_plain_weights
 
 @dataclass
 class Guard:
-    """Whether the weights of a model are whole (`fit`), `why` not, and of which version: one for each model, whoever looks at it."""
+    """Whether the weights of a model are whole (`fit`), `why` not, and of which version: one for each model,
+    whoever looks at it."""
 
     fit: bool
     why: str = ""
@@ -35,7 +36,8 @@ class Guard:
         """From now on every run of the model, by this worker or this engine of the process, asks first."""
         if front is not None and not self.front_watched:
             self.front_watched = True
-            # Before a request is scheduled: a worker that raises leaves vLLM's scheduler waiting for what will not come.
+            # Before a request is scheduled: a worker that raises leaves vLLM's scheduler waiting for what
+            # will not come.
             front.add_request = self._asking_first(front.add_request)
         if self.watched:
             return
@@ -45,7 +47,11 @@ class Guard:
             module.register_forward_pre_hook(lambda *_: self.refuse_unfit())
             return
         runner.execute_model = self._asking_first(runner.execute_model)
-        for name, after in (("sleep", self._slept), ("wake_up", self._woken), ("reload_weights", self._reloaded)):
+        for name, after in (
+            ("sleep", self._slept),
+            ("wake_up", self._woken),
+            ("reload_weights", self._reloaded),
+        ):
             if hasattr(worker, name):
                 setattr(worker, name, then(with_plain_weights(getattr(worker, name)), after))
 
@@ -80,8 +86,8 @@ _guards: WeakKeyDictionary[torch.nn.Module, Guard] = WeakKeyDictionary()
 def guard_of(model: torch.nn.Module, config: Any, just_loaded: bool = False) -> Guard:
     """The guard of a model that was started with this ``VllmConfig``.
 
-    Weights that were loaded are whole, but for what may have happened since, where it was not watched from then on (`just_loaded`): with
-    sleep mode on, they may have been discarded (level 2).
+    Weights that were loaded are whole, but for what may have happened since, where it was not watched from
+    then on (`just_loaded`): with sleep mode on, they may have been discarded (level 2).
     """
     if model not in _guards:
         why = ""

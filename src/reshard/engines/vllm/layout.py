@@ -1,10 +1,11 @@
-"""vLLM's side of the tables: what each of its ranks holds, as a placement. Pure arithmetic; a live vLLM is asked in
-`reshard.engines.vllm.live`.
+"""vLLM's side of the tables: what each of its ranks holds, as a placement. Pure arithmetic; a live vLLM is
+asked in `reshard.engines.vllm.live`.
 
-vLLM 0.26 fuses rows of a table that share a vLLM parameter (`reshard.engines.vllm.names`), in table order: the rank's queries, its
-keys, its values; its gate rows, its up rows. Linear layers are split over TP as Megatron's are; key and value heads are repeated
-where TP exceeds them; the vocabulary is padded to a multiple of 64 and then split. Experts are one ``[experts, rows, columns]``
-tensor, split over TP times DP, or, with expert parallelism, handed out whole.
+vLLM 0.26 fuses rows of a table that share a vLLM parameter (`reshard.engines.vllm.names`), in table order:
+the rank's queries, its keys, its values; its gate rows, its up rows. Linear layers are split over TP as
+Megatron's are; key and value heads are repeated where TP exceeds them; the vocabulary is padded to a multiple
+of 64 and then split. Experts are one ``[experts, rows, columns]`` tensor, split over TP times DP, or, with
+expert parallelism, handed out whole.
 """
 
 from collections import defaultdict
@@ -27,9 +28,10 @@ WITHOUT_PARAMETER = ("copy", "ignored")
 
 @dataclass(frozen=True)
 class VllmLayout:
-    """vLLM's parallel sizes: its ``tensor_parallel_size``, ``pipeline_parallel_size``, ``data_parallel_size``,
-    ``enable_expert_parallel`` and, with `round_robin`, ``expert_placement_strategy="round_robin"`` (with DP vLLM 0.26 heeds that only
-    on the DeepEP low-latency and NIXL backends)."""
+    """vLLM's parallel sizes: its ``tensor_parallel_size``, ``pipeline_parallel_size``,
+    ``data_parallel_size``, ``enable_expert_parallel`` and, with `round_robin`,
+    ``expert_placement_strategy="round_robin"`` (with DP vLLM 0.26 heeds that only on the DeepEP low-latency
+    and NIXL backends)."""
 
     tp: int = 1
     pp: int = 1
@@ -49,7 +51,9 @@ class VllmLayout:
 
     def __str__(self) -> str:
         experts = " EP" + " round-robin" * self.round_robin if self.expert_parallel else ""
-        sizes = " ".join(f"{name}{n}" for name, n in (("TP", self.tp), ("PP", self.pp), ("DP", self.dp)) if n > 1)
+        sizes = " ".join(
+            f"{name}{n}" for name, n in (("TP", self.tp), ("PP", self.pp), ("DP", self.dp)) if n > 1
+        )
         return (sizes or "TP1") + experts
 
     def check(self, model: Model) -> None:
@@ -57,24 +61,40 @@ class VllmLayout:
         heads = model.symbols["NQ"]
         if heads % self.tp:
             fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-            raise ReshardError(f"vLLM's tp {self.tp} does not divide {heads} attention heads; sizes that do: {fits}")
+            raise ReshardError(
+                f"vLLM's tp {self.tp} does not divide {heads} attention heads; sizes that do: {fits}"
+            )
         if self.pp > model.num_layers:
             raise ReshardError(f"vLLM's pp {self.pp} is more than the model's {model.num_layers} layers")
         if self.expert_parallel and not model.num_experts:
-            raise ReshardError(f"expert parallelism needs experts, which a {model.family.name} model without them does not have")
+            raise ReshardError(
+                f"expert parallelism needs experts, which a {model.family.name} model "
+                f"without them does not have"
+            )
         if self.expert_parallel and self.tp * self.dp > model.num_experts:
-            raise ReshardError(f"vLLM's tp {self.tp} x dp {self.dp} are more ranks than the model's {model.num_experts} experts")
+            raise ReshardError(
+                f"vLLM's tp {self.tp} x dp {self.dp} are more ranks than the model's "
+                f"{model.num_experts} experts"
+            )
         if self.round_robin and model.expert_groups[0] < 2:
-            raise ReshardError("vLLM places experts round-robin only where the model has expert groups; it would place them linearly")
+            raise ReshardError(
+                "vLLM places experts round-robin only where the model has expert groups; it "
+                "would place them linearly"
+            )
 
     def rank(self, model: Model, rank: int) -> "VllmRank":
-        """What one rank holds; TP is the innermost axis, then PP, then DP. Raises ReshardError where a size does not divide."""
+        """What one rank holds; TP is the innermost axis, then PP, then DP. Raises ReshardError where a size
+        does not divide."""
         tp_rank, pp_rank, dp_rank = rank % self.tp, rank // self.tp % self.pp, rank // (self.tp * self.pp)
         base, more = divmod(model.num_layers, self.pp)
         # What is left over goes to the stages before the last one.
         counts = [base + (self.pp - 1 - more <= stage < self.pp - 1) for stage in range(self.pp)]
         start = sum(counts[:pp_rank])
-        ranks, index, experts = self.tp * self.dp, dp_rank * self.tp + tp_rank, tuple(range(model.num_experts))
+        ranks, index, experts = (
+            self.tp * self.dp,
+            dp_rank * self.tp + tp_rank,
+            tuple(range(model.num_experts)),
+        )
         if self.expert_parallel:
             if self.round_robin:
                 experts = experts[index::ranks]
@@ -86,7 +106,8 @@ class VllmLayout:
         layers = tuple(range(start, start + counts[pp_rank]))
         everywhere = model.family.vllm_ends == "every stage"
         first, last = everywhere or pp_rank == 0, everywhere or pp_rank == self.pp - 1
-        held = {True: first or (last and model.tied), False: last}  # the embedding; the norm and the output layer after the layers
+        # the embedding; the norm and the output layer after the layers
+        held = {True: first or (last and model.tied), False: last}
         outer = frozenset(row.hf for row in outer_rows(model) if held[is_embedding(row)])
         sequence_parallel = self.expert_parallel and self.tp > 1 and self.dp > 1
         return VllmRank(self.tp, tp_rank, ranks, index, experts, layers, outer, sequence_parallel)
@@ -94,8 +115,9 @@ class VllmLayout:
 
 @dataclass(frozen=True)
 class VllmRank:
-    """One rank: TP, the split of experts (`moe_tp`), the global ids of its experts in their order, its layers, the parameters outside
-    the layers that it has, and whether its MoE layers split tokens over TP, so that every rank has all of the shared experts."""
+    """One rank: TP, the split of experts (`moe_tp`), the global ids of its experts in their order, its
+    layers, the parameters outside the layers that it has, and whether its MoE layers split tokens over TP, so
+    that every rank has all of the shared experts."""
 
     tp: int
     tp_rank: int
@@ -118,7 +140,8 @@ def is_embedding(row: Row) -> bool:
 
 
 def vllm_placement(model: Model, rank: VllmRank) -> Placement:
-    """The parameters of a vLLM rank. A local tensor's id is (parameter, local expert or None); an expert's is one matrix of it.
+    """The parameters of a vLLM rank. A local tensor's id is (parameter, local expert or None); an expert's is
+    one matrix of it.
 
     Raises ReshardError where a size does not divide.
     """
@@ -143,10 +166,15 @@ class _Expansion:
         self.tensors: list[LocalTensor] = []
 
     def group(self, prefix: str, name: str, rows: Sequence[Row]) -> None:
-        """The rows of one vLLM parameter; of routed experts it is one for all, in which each expert has a matrix."""
-        for local, named in enumerate(zip(*(row.names(prefix, self.rank.experts) for row in rows), strict=True)):
+        """The rows of one vLLM parameter; of routed experts it is one for all, in which each expert has a
+        matrix."""
+        for local, named in enumerate(
+            zip(*(row.names(prefix, self.rank.experts) for row in rows), strict=True)
+        ):
             matrix = None if named[0][0] is None else local
-            self.tensor((prefix + name, matrix), [(hf, row) for (_, hf), row in zip(named, rows, strict=True)])
+            self.tensor(
+                (prefix + name, matrix), [(hf, row) for (_, hf), row in zip(named, rows, strict=True)]
+            )
 
     def tensor(self, identity: tuple[str, int | None], named: list[tuple[str, Row]]) -> None:
         """One matrix, or vector, that the rows fill one below the other."""
@@ -173,7 +201,9 @@ class _Expansion:
         if axis_and_dim is None or replicated:
             return whole(shape), 0
         axis, dim = axis_and_dim
-        ranks, index = (self.rank.moe_tp, self.rank.moe_tp_rank) if axis == "etp" else (self.rank.tp, self.rank.tp_rank)
+        ranks, index = (
+            (self.rank.moe_tp, self.rank.moe_tp_rank) if axis == "etp" else (self.rank.tp, self.rank.tp_rank)
+        )
         what = "vLLM's expert tp" if axis == "etp" else "vLLM's tp"
         if row.arrangement == "vocab":
             padded = -(-shape[0] // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
@@ -185,6 +215,8 @@ class _Expansion:
             heads = self.model.symbols["NKV"]
             if ranks > heads:
                 if ranks % heads:
-                    raise ReshardError(f"vLLM's tp {ranks} is no multiple of the {heads} key and value heads of {hf}")
+                    raise ReshardError(
+                        f"vLLM's tp {ranks} is no multiple of the {heads} key and value heads of {hf}"
+                    )
                 ranks, index = heads, index // (ranks // heads)
         return split(whole(shape), dim, ranks, index, what, hf), 0

@@ -1,6 +1,8 @@
-"""A live vLLM model as the destination of a refit: its parameters, where they lie, and the guard that keeps it from serving.
+"""A live vLLM model as the destination of a refit: its parameters, where they lie, and the guard that keeps
+it from serving.
 
-Our rules (`reshard.engines.vllm.layout`) say what each parameter is made of; vLLM's own loader, traced, must say the same.
+Our rules (`reshard.engines.vllm.layout`) say what each parameter is made of; vLLM's own loader, traced, must
+say the same.
 """
 
 from typing import Any
@@ -14,7 +16,14 @@ from reshard.core.boxes import whole
 from reshard.core.collector import collector_paused
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Part, Placement
-from reshard.engines.vllm.compat import absorbed_of, driver_worker, expert_backend, experts_of, is_packed, tensor_parallel
+from reshard.engines.vllm.compat import (
+    absorbed_of,
+    driver_worker,
+    expert_backend,
+    experts_of,
+    is_packed,
+    tensor_parallel,
+)
 from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.layout import WITHOUT_PARAMETER, VllmRank, outer_rows, vllm_placement
 from reshard.engines.vllm.trace import Trace, trace_load
@@ -30,16 +39,17 @@ PLAIN_MOE_BACKENDS = ("TRITON", "BATCHED_TRITON", "OOT", "CPU")  # the last one 
 
 
 class VllmModel(Engine):
-    """One rank of a running vLLM: a model, its ``VllmConfig``, and, where there are, the worker that runs it and the engine of this
-    process that takes the requests.
+    """One rank of a running vLLM: a model, its ``VllmConfig``, and, where there are, the worker that runs it
+    and the engine of this process that takes the requests.
 
-    Raises ReshardError, before anything is changed, where the model serves from another arrangement of its weights than the
-    loaded one, and where vLLM's loader disagrees with our rules.
+    Raises ReshardError, before anything is changed, where the model serves from another arrangement of its
+    weights than the loaded one, and where vLLM's loader disagrees with our rules.
     """
 
     def __init__(self, model: torch.nn.Module, config: Any, worker: Any = None, front: Any = None) -> None:
         self.module, self.vllm_config, self.worker, self.front = model, config, worker, front
-        # Before anything can fail: an engine that cannot be connected must not serve weights of no meaning either.
+        # Before anything can fail: an engine that cannot be connected must not serve weights of no meaning
+        # either.
         self._guard = guard_of(model, config)
         self._guard.watch(model, worker, front)
         self.hf_config = published(config.model_config.hf_config.to_dict(), "vLLM's config")
@@ -49,7 +59,8 @@ class VllmModel(Engine):
         self.tensors: dict[str, torch.Tensor] = dict(named)
         self.rank = self._rank()
         self.tp = self.rank.tp
-        # For parameters that vLLM keeps wider than they are published: where their bytes arrive, until `settle`.
+        # For parameters that vLLM keeps wider than they are published: where their bytes arrive, until
+        # `settle`.
         self.received: dict[str, torch.Tensor] = {}
         with collector_paused():
             self.placement, self.regions = self._placement()
@@ -59,12 +70,14 @@ class VllmModel(Engine):
 
     @staticmethod
     def from_worker(worker: Any, front: Any = None) -> "VllmModel":
-        """The model of a vLLM worker (``vllm.v1.worker.gpu_worker.Worker``); `front` is the engine of this process, if it is here."""
+        """The model of a vLLM worker (``vllm.v1.worker.gpu_worker.Worker``); `front` is the engine of this
+        process, if it is here."""
         return VllmModel(worker.get_model(), worker.vllm_config, worker, front)
 
     @staticmethod
     def from_llm(llm: Any) -> "VllmModel":
-        """The model of an ``LLM`` whose worker runs in this process (``external_launcher``, or without multiprocessing)."""
+        """The model of an ``LLM`` whose worker runs in this process (``external_launcher``, or without
+        multiprocessing)."""
         return VllmModel.from_worker(driver_worker(llm), llm.llm_engine)
 
     def _rank(self) -> VllmRank:
@@ -75,24 +88,36 @@ class VllmModel(Engine):
             if found is None:
                 continue
             if found.redundant or found.total != self.model.num_experts:
-                raise ReshardError(f"{name} has redundant experts (EPLB), which a refit does not support: set enable_eplb=False")
+                raise ReshardError(
+                    f"{name} has redundant experts (EPLB), which a refit does not support: "
+                    f"set enable_eplb=False"
+                )
             moe_tp, moe_tp_rank = found.tp, found.tp_rank
-            experts = experts if found.placed is None else tuple(expert for expert in found.placed if expert < self.model.num_experts)
+            experts = (
+                experts
+                if found.placed is None
+                else tuple(expert for expert in found.placed if expert < self.model.num_experts)
+            )
             break
-        layers = sorted({int(name.split(".")[2]) for name in self.tensors if name.startswith("model.layers.")})
+        layers = sorted(
+            {int(name.split(".")[2]) for name in self.tensors if name.startswith("model.layers.")}
+        )
         # Not by the stage: some of vLLM's models have the output on every one.
         outer = frozenset(row.hf for row in outer_rows(self.model) if row.hf in self.tensors)
         sequence_parallel = self.vllm_config.parallel_config.use_sequence_parallel_moe
         return VllmRank(tp, tp_rank, moe_tp, moe_tp_rank, experts, tuple(layers), outer, sequence_parallel)
 
     def _placement(self) -> tuple[Placement, dict[Any, Region]]:
-        """What the rules say, checked against what vLLM's loader does; or that alone, for a family without vLLM names, and where vLLM
-        builds other modules than the rules know (DeepSeek's attention with ``VLLM_MLA_DISABLE=1``)."""
+        """What the rules say, checked against what vLLM's loader does; or that alone, for a family without
+        vLLM names, and where vLLM builds other modules than the rules know (DeepSeek's attention with
+        ``VLLM_MLA_DISABLE=1``)."""
         canonical = self._canonical()
         trace = trace_load(self.module, canonical)
         stray = sorted({copy.parameter for copy in trace.copies if copy.parameter not in self.tensors})
         if stray:
-            raise ReshardError(f"vLLM's loader writes to {listed(stray, 3)}, which the running model no longer has")
+            raise ReshardError(
+                f"vLLM's loader writes to {listed(stray, 3)}, which the running model no longer has"
+            )
         if self.model.family.vllm_names is None:
             return self._traced(trace)
         placement = vllm_placement(self.model, self.rank)
@@ -107,7 +132,11 @@ class VllmModel(Engine):
             live = self.tensors.get(name)
             shape = tensor.shape if expert is None else (len(self.rank.experts), *tensor.shape)
             if live is None or tuple(live.shape) != shape or not live.is_contiguous():
-                has = "nothing of this name" if live is None else f"shape {list(live.shape)}, strides {list(live.stride())}"
+                has = (
+                    "nothing of this name"
+                    if live is None
+                    else f"shape {list(live.shape)}, strides {list(live.stride())}"
+                )
                 raise ReshardError(f"{name} should have shape {list(shape)} in vLLM, which has {has}")
             width = tensor.shape[1] if len(tensor.shape) == 2 else 1
             start = (expert or 0) * tensor.shape[0] * width
@@ -130,7 +159,8 @@ class VllmModel(Engine):
         return placement, regions
 
     def _canonical(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of every published tensor, without MTP layers, which vLLM's main model does not hold."""
+        """Shape and dtype of every published tensor, without MTP layers, which vLLM's main model does not
+        hold."""
         dtype = self.vllm_config.model_config.dtype
         return {
             name: (self.model.shape(row.shape), torch.float32 if row.fp32 else dtype)
@@ -140,8 +170,8 @@ class VllmModel(Engine):
         }  # fmt: skip
 
     def _landing(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Where the bytes of a parameter go that is published in this dtype: to its own memory, or, where vLLM has made it wider (some
-        routers are float32 in a bf16 model), to a buffer."""
+        """Where the bytes of a parameter go that is published in this dtype: to its own memory, or, where
+        vLLM has made it wider (some routers are float32 in a bf16 model), to a buffer."""
         live = self.tensors[name]
         if live.dtype != torch.float32 or dtype not in (torch.bfloat16, torch.float16):
             return live
@@ -180,7 +210,8 @@ class VllmModel(Engine):
 
     @property
     def fit(self) -> bool:
-        """Whether the model holds whole weights: those it has loaded, if it has, or those of a refit that succeeded."""
+        """Whether the model holds whole weights: those it has loaded, if it has, or those of a refit that
+        succeeded."""
         return self._guard.fit
 
     def addresses(self) -> list[int]:
@@ -190,7 +221,8 @@ class VllmModel(Engine):
     def follow(self) -> bool:
         """Find the parameters again that vLLM has replaced or moved; whether there were any.
 
-        Raises ReshardError where one has no memory, which sleep takes away, or another shape, dtype or order than at connect.
+        Raises ReshardError where one has no memory, which sleep takes away, or another shape, dtype or order
+        than at connect.
         """
         for name, (module, key) in self._homes.items():
             now = module._parameters.get(key, module._buffers.get(key))
@@ -203,24 +235,36 @@ class VllmModel(Engine):
 
     def _replace(self, name: str, now: torch.Tensor | None) -> None:
         before = self.tensors[name]
-        same = now is not None and all(getattr(now, what) == getattr(before, what) for what in ("shape", "dtype", "device"))
+        same = now is not None and all(
+            getattr(now, what) == getattr(before, what) for what in ("shape", "dtype", "device")
+        )
         if now is None or not same or now.stride() != before.stride():
-            raise ReshardError(f"vLLM's {name} has been replaced by one of another shape, dtype or order since connect: connect again")
+            raise ReshardError(
+                f"vLLM's {name} has been replaced by one of another shape, dtype or order "
+                f"since connect: connect again"
+            )
         self.tensors[name] = now
-        self.regions = {key: region._replace(tensor=now) if region.tensor is before else region for key, region in self.regions.items()}
+        self.regions = {
+            key: region._replace(tensor=now) if region.tensor is before else region
+            for key, region in self.regions.items()
+        }
 
     def _refuse_asleep(self) -> None:
         first = next(iter(self.regions.values())).tensor
         gone = first.device.type == "cuda" and not is_mapped(first.data_ptr())
         if gone or self._guard.asleep:
-            raise ReshardError("this vLLM sleeps, and its weights have no memory: call wake_up(tags=['weights']) before a refit")
+            raise ReshardError(
+                "this vLLM sleeps, and its weights have no memory: call "
+                "wake_up(tags=['weights']) before a refit"
+            )
 
     def begin(self) -> None:
         """Mark the model unfit: from now on it refuses to run, until `end`."""
         self._guard.spoil("a half-written model, since a refit failed or is under way")
 
     def settle(self) -> None:
-        """After the bytes have come: make again what vLLM keeps derived from them, and widen what it keeps wider, which is exact."""
+        """After the bytes have come: make again what vLLM keeps derived from them, and widen what it keeps
+        wider, which is exact."""
         for name, narrow in self.received.items():
             self.tensors[name].data.copy_(narrow)
         for module, dtype in self.derived:
@@ -238,7 +282,8 @@ def _home(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
 
 
 def _refuse_processed(model: torch.nn.Module) -> None:
-    """Raise ReshardError where a layer keeps its weights in another order or precision than they are loaded in."""
+    """Raise ReshardError where a layer keeps its weights in another order or precision than they are loaded
+    in."""
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if method is None or type(method).__name__ in ("NoneType",):
@@ -248,17 +293,27 @@ def _refuse_processed(model: torch.nn.Module) -> None:
         if kind.endswith("KVCacheMethod"):
             continue
         if kind not in PLAIN_METHODS:
-            raise ReshardError(f"{name} serves from weights that {kind} has changed, which a refit cannot write in place: serve in bf16")
+            raise ReshardError(
+                f"{name} serves from weights that {kind} has changed, which a refit cannot "
+                f"write in place: serve in bf16"
+            )
         if is_packed(module, method):
-            raise ReshardError(f"{name} serves from weights that vLLM has packed for the CPU, which a refit cannot write: make it inside "
-                               "`with reshard.engines.vllm.compat.plain_weights():`, or start it with "
-                               "worker_extension_cls='reshard.engines.vllm.worker.RefitExtension'")  # fmt: skip
+            raise ReshardError(
+                f"{name} serves from weights that vLLM has packed for the CPU, which a refit "
+                f"cannot write: make it inside `with "
+                f"reshard.engines.vllm.compat.plain_weights():`, or start it with "
+                f"worker_extension_cls='reshard.engines.vllm.worker.RefitExtension'"
+            )
         if backend is not None and backend not in PLAIN_MOE_BACKENDS:
-            raise ReshardError(f"{name} keeps its experts in the order of {backend}, which a refit cannot write: pass moe_backend='triton'")
+            raise ReshardError(
+                f"{name} keeps its experts in the order of {backend}, which a refit cannot "
+                f"write: pass moe_backend='triton'"
+            )
 
 
 def _derived_attention(model: torch.nn.Module) -> list[tuple[Any, torch.dtype]]:
-    """MLA layers whose absorbed matrices are copies of kv_b_proj, not views: vLLM makes them again after a refit."""
+    """MLA layers whose absorbed matrices are copies of kv_b_proj, not views: vLLM makes them again after a
+    refit."""
     found = []
     for module in model.modules():
         absorbed, projection = absorbed_of(module), getattr(module, "kv_b_proj", None)

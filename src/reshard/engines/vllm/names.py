@@ -26,8 +26,8 @@ NAMES = (
 
 
 def vllm_name(model: Model, row: Row) -> str:
-    """The parameter of vLLM that a row is part of, without the layer's prefix. The family's own names come before
-    the common ones."""
+    """The parameter of vLLM that a row is part of, without the layer's prefix. The family's own names come
+    before the common ones."""
     for condition, name in _names(model.family, row.hf):
         if condition == "always" or model.holds([condition]):
             return name

@@ -1,8 +1,9 @@
 """What vLLM's own loader would write where: ``load_weights`` run with tensors that have shapes, but no bytes.
 
-The live parameters are set aside, and stand-ins on the meta device take their places, as vLLM made them before any processing.
-Every copy that the loader then asks for is written down and not carried out; views keep their storage, offset and strides on the
-meta device, so a copy says which box of which published tensor belongs where.
+The live parameters are set aside, and stand-ins on the meta device take their places, as vLLM made them
+before any processing. Every copy that the loader then asks for is written down and not carried out; views
+keep their storage, offset and strides on the meta device, so a copy says which box of which published tensor
+belongs where.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,8 @@ from reshard.engines.vllm.compat import bound_to, loading_templates
 
 
 class TracedCopy(NamedTuple):
-    """`box` of canonical tensor `name` goes to parameter `parameter`, its first element `offset` elements after the first.
+    """`box` of canonical tensor `name` goes to parameter `parameter`, its first element `offset` elements
+    after the first.
 
     `pitch` is the distance between rows in elements, 0 for a single row.
     """
@@ -48,22 +50,28 @@ class Trace(NamedTuple):
 def trace_load(model: torch.nn.Module, canonical: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Trace:
     """Run ``model.load_weights`` over canonical tensors (shape, dtype) without bytes.
 
-    Raises ReshardError, naming the parameter, where the loader computes something instead of copying, and where it fails.
+    Raises ReshardError, naming the parameter, where the loader computes something instead of copying, and
+    where it fails.
     """
-    tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in canonical.items()}
+    tensors = {
+        name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in canonical.items()
+    }
     with _stand_ins(model) as parameters, torch.no_grad(), _Recorder(tensors, parameters) as recorder:
         try:
             model.load_weights(iter(tensors.items()))  # type: ignore[operator]
         except ReshardError:
             raise
         except Exception as error:
-            raise ReshardError(f"vLLM's own loader refuses the model's tensors ({type(error).__name__}: {error})") from error
+            raise ReshardError(
+                f"vLLM's own loader refuses the model's tensors ({type(error).__name__}: {error})"
+            ) from error
     return Trace(recorder.copies, recorder.fills)
 
 
 @contextmanager
 def _stand_ins(model: torch.nn.Module) -> Iterator[dict[int, str]]:
-    """Set live tensors aside; yields the stand-ins' names by storage. What was there is put back, also after an error."""
+    """Set live tensors aside; yields the stand-ins' names by storage. What was there is put back, also after
+    an error."""
     names: dict[int, str] = {}
     aside = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
     live = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
@@ -76,11 +84,14 @@ def _stand_ins(model: torch.nn.Module) -> Iterator[dict[int, str]]:
                 for name, tensor in held.items():
                     if tensor is None:
                         continue
-                    # One stand-in for all the names of a tensor; those that vLLM derives while it processes have no template.
+                    # One stand-in for all the names of a tensor; those that vLLM derives while it processes
+                    # have no template.
                     template = templates.get(name, tensor)
                     twin = twins.get(id(tensor))
                     if twin is None:
-                        twin = torch.empty_strided(template.shape, template.stride(), dtype=template.dtype, device="meta")
+                        twin = torch.empty_strided(
+                            template.shape, template.stride(), dtype=template.dtype, device="meta"
+                        )
                         twin.__class__ = template.__class__
                         twin.__dict__ = dict(template.__dict__)
                         twins[id(tensor)] = bound_to(twin, module)
@@ -111,7 +122,8 @@ class _Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and to keep Dynamo out of it takes longer than the call itself
+        # nothing is compiled here, and to keep Dynamo out of it takes longer than the call itself
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.ops.aten.copy_.default:
@@ -140,7 +152,10 @@ class _Recorder(TorchDispatchMode):
         found = self.sources.get(_storage(src))
         if found is None:
             what = self.derived.get(_storage(src), ("something else than a published tensor", src))[0]
-            raise ReshardError(f"vLLM's loader writes {what} into {parameter}, which is no plain copy: refit does not support it")
+            raise ReshardError(
+                f"vLLM's loader writes {what} into {parameter}, which is no plain copy: "
+                f"refit does not support it"
+            )
         return found
 
     def _copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -168,7 +183,9 @@ class _Recorder(TorchDispatchMode):
     def _fill(self, dst: torch.Tensor, value: Any) -> None:
         parameter = self._parameter(dst)
         if value != 0 or not dst.is_contiguous():
-            raise ReshardError(f"vLLM's loader fills a part of {parameter} with {value}: refit does not support it")
+            raise ReshardError(
+                f"vLLM's loader fills a part of {parameter} with {value}: refit does not support it"
+            )
         if dst.numel():
             self.fills.append(TracedFill(parameter, int(dst.storage_offset()), dst.numel()))
 
@@ -182,8 +199,9 @@ class _View(NamedTuple):
 
 
 def _view(shape: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> _View:
-    """A copy between views of one shape, `src` of a canonical tensor of `shape`: all of a tensor of three dims or
-    more as a run, what is of a matrix as rows, and other parts by the dims that are longer than one."""
+    """A copy between views of one shape, `src` of a canonical tensor of `shape`: all of a tensor of three
+    dims or more as a run, what is of a matrix as rows, and other parts by the dims that are longer than
+    one."""
     is_whole = src.numel() == torch.Size(shape).numel() and src.is_contiguous() and dst.is_contiguous()
     if len(shape) > 2 and is_whole:
         return _View((src.numel(),), (1,), (1,))

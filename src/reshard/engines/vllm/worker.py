@@ -1,10 +1,12 @@
-"""The engine's side of a refit where vLLM runs in processes of its own: mixed into its workers, called through ``collective_rpc``.
+"""The engine's side of a refit where vLLM runs in processes of its own: mixed into its workers, called
+through ``collective_rpc``.
 
     llm = LLM(..., worker_extension_cls="reshard.engines.vllm.worker.RefitExtension")
     llm.collective_rpc("reshard_connect", args=("127.0.0.1:29600", trainer_ranks, trainer_ranks + engine_ranks))
     llm.collective_rpc("reshard_refit", args=(version,))
 
-The trainer's ranks call `reshard.refit.connect` and `Link.refit` at the same time; each call returns when both sides are done.
+The trainer's ranks call `reshard.refit.connect` and `Link.refit` at the same time; each call returns when
+both sides are done.
 """
 
 from typing import Any
@@ -25,9 +27,10 @@ class RefitExtension:
     """For ``worker_extension_cls``."""
 
     def __new__(cls, *_: Any, **__: Any) -> "RefitExtension":
-        """vLLM makes its worker, of which this is a base then, in the process that will load the model: from here on that worker's
-        layers are made so that they can be refitted (`reshard.engines.vllm.compat.plain_weights`), and its weights are watched from
-        when they are loaded on."""
+        """vLLM makes its worker, of which this is a base then, in the process that will load the model: from
+        here on that worker's layers are made so that they can be refitted
+        (`reshard.engines.vllm.compat.plain_weights`), and its weights are watched from when they are loaded
+        on."""
         worker = super().__new__(cls)
         for name in MAKING:
             if hasattr(worker, name):
@@ -36,9 +39,17 @@ class RefitExtension:
             worker.load_model = then(worker.load_model, lambda *_, **__: _watch(worker))
         return worker
 
-    def reshard_connect(self, address: str, first_rank: int, size: int, executor: str = "auto", bucket_bytes: int = BUCKET_BYTES,
-                        timeout: float = 60.0) -> None:  # fmt: skip
-        """Join the members at ``host:port`` as rank `first_rank` plus this worker's rank, of `size` in all, and connect."""
+    def reshard_connect(
+        self,
+        address: str,
+        first_rank: int,
+        size: int,
+        executor: str = "auto",
+        bucket_bytes: int = BUCKET_BYTES,
+        timeout: float = 60.0,
+    ) -> None:
+        """Join the members at ``host:port`` as rank `first_rank` plus this worker's rank, of `size` in all,
+        and connect."""
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
         mine = self.rank + parallel.data_parallel_rank * parallel.world_size  # type: ignore[attr-defined]
         before: Link | None = getattr(self, "_reshard_link", None)
@@ -46,7 +57,12 @@ class RefitExtension:
         if before is not None:
             before.close()
         members = Members.join(address, first_rank + mine, size, timeout)
-        self._reshard_link = connect(members, destination=lambda: VllmModel.from_worker(self), executor=executor, bucket_bytes=bucket_bytes)
+        self._reshard_link = connect(
+            members,
+            destination=lambda: VllmModel.from_worker(self),
+            executor=executor,
+            bucket_bytes=bucket_bytes,
+        )
 
     def reshard_refit(self, version: int | None = None, verify: bool = False) -> dict[str, Any]:
         """Take the trainer's weights; the report as a dict."""
@@ -57,8 +73,8 @@ class RefitExtension:
         self._link().release()
 
     def reshard_version(self) -> int | None:
-        """The version of the weights that this worker serves; None before the first refit, and where vLLM has discarded or loaded
-        them itself since."""
+        """The version of the weights that this worker serves; None before the first refit, and where vLLM has
+        discarded or loaded them itself since."""
         engine = self._link().engine
         return engine.engine.version if engine is not None else None
 

@@ -8,8 +8,9 @@ import numpy as np
 
 
 class Incoming(NamedTuple):
-    """What an inference rank gets from one trainer's rank: the copies with the destination's end filled in, the pieces as that rank was
-    asked for them, and what it has said of its memory (`sides.TrainerSide.tell`)."""
+    """What an inference rank gets from one trainer's rank: the copies with the destination's end filled in,
+    the pieces as that rank was asked for them, and what it has said of its memory
+    (`sides.TrainerSide.tell`)."""
 
     table: np.ndarray
     asked: np.ndarray
@@ -19,9 +20,10 @@ class Incoming(NamedTuple):
 class Transport(ABC):
     """One way of bytes. Which pairs it serves is said by `routes.way_between`.
 
-    `prepare` is called whenever one of the ends has moved: `outgoing` are tables of copies by inference rank with the source's end
-    filled in, `incoming` what comes by trainer's rank. Both ends of a pair see the same pieces in the same order. `run` carries all out,
-    at most enqueued on the current stream when it returns, and raises ReshardError or RuntimeError where a partner dies or is late.
+    `prepare` is called whenever one of the ends has moved: `outgoing` are tables of copies by inference rank
+    with the source's end filled in, `incoming` what comes by trainer's rank. Both ends of a pair see the same
+    pieces in the same order. `run` carries all out, at most enqueued on the current stream when it returns,
+    and raises ReshardError or RuntimeError where a partner dies or is late.
     """
 
     received_bytes = 0  # by this rank, in each refit

@@ -1,7 +1,8 @@
 """Transfers between members that cannot read each other's memory: packed into buckets, exchanged, unpacked.
 
-Both ends of a pair know the same list of pieces and cut it alike, so a bucket needs no header. One all-to-all a round, whatever
-the backend (NCCL, Gloo); while one bucket travels, the next is packed and the one before is unpacked.
+Both ends of a pair know the same list of pieces and cut it alike, so a bucket needs no header. One all-to-all
+a round, whatever the backend (NCCL, Gloo); while one bucket travels, the next is packed and the one before is
+unpacked.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,15 +25,25 @@ ALIGNMENT = 16
 
 
 def group_of(members: Members, ranks: Sequence[int], device: torch.device, fresh: bool) -> Any:
-    """A communicator of these members: on GPUs torch's own where they are its ranks, since another takes memory of its own.
+    """A communicator of these members: on GPUs torch's own where they are its ranks, since another takes
+    memory of its own.
 
-    A `fresh` one is not torch's: after an exchange that broke off, some ranks may have begun a collective that others never did.
+    A `fresh` one is not torch's: after an exchange that broke off, some ranks may have begun a collective
+    that others never did.
     """
-    if members.process_group is not None and device.type == "cuda" and len(ranks) == members.size and not fresh:
+    if (
+        members.process_group is not None
+        and device.type == "cuda"
+        and len(ranks) == members.size
+        and not fresh
+    ):
         with suppress(RuntimeError):
             return members.process_group._get_backend(device)
     # Under a name of its own: what a broken communicator has left in the store must not be read again.
-    store, timeout = dist.PrefixStore(f"buckets/{members.turns}", members.store), timedelta(seconds=members.timeout)
+    store, timeout = (
+        dist.PrefixStore(f"buckets/{members.turns}", members.store),
+        timedelta(seconds=members.timeout),
+    )
     index, size = ranks.index(members.rank), len(ranks)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
@@ -41,14 +52,16 @@ def group_of(members: Members, ranks: Sequence[int], device: torch.device, fresh
     gloo: Any = dist.ProcessGroupGloo
     if members.local_address is None:
         return gloo(store, index, size, timeout)
-    # Of several networks the one on which the members met; by itself Gloo takes the one that the host's name stands for.
+    # Of several networks the one on which the members met; by itself Gloo takes the one that the host's name
+    # stands for.
     settings = gloo._Options()
     settings._timeout, settings._devices = timeout, [gloo.create_device(hostname=members.local_address)]
     return gloo(store, index, size, settings)
 
 
 def rounds_of(sizes: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pack pieces of these sizes in order into rounds of at most `limit` bytes: each one's round, and its offset in it."""
+    """Pack pieces of these sizes in order into rounds of at most `limit` bytes: each one's round, and its
+    offset in it."""
     padded = sizes + -sizes % ALIGNMENT
     rounds, offsets = np.zeros(len(sizes), np.int64), np.zeros(len(sizes), np.int64)
     current = used = 0
@@ -61,13 +74,16 @@ def rounds_of(sizes: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Buckets(Transport):
-    """This member's part of the exchange among the members `ranks`; a member that is none of them only agrees.
+    """This member's part of the exchange among the members `ranks`; a member that is none of them only
+    agrees.
 
-    Rows are cut into tiles the same way on both ends, which only depends on rows and widths. All buffers of a rank together have at
-    most `bucket_bytes`.
+    Rows are cut into tiles the same way on both ends, which only depends on rows and widths. All buffers of a
+    rank together have at most `bucket_bytes`.
     """
 
-    def __init__(self, members: Members, ranks: Sequence[int], device: torch.device, bucket_bytes: int) -> None:
+    def __init__(
+        self, members: Members, ranks: Sequence[int], device: torch.device, bucket_bytes: int
+    ) -> None:
         self.members, self.ranks, self.device, self.bucket_bytes = members, ranks, device, bucket_bytes
         self.group: Any = None
         self.limit = 0  # bytes of one pair in one round; 0 where no pair of members goes through buckets
@@ -78,7 +94,8 @@ class Buckets(Transport):
         self.steps: list[tuple[list[int], list[int], CopyTable, CopyTable]] = []
 
     def agree(self, outgoing: Mapping[int, np.ndarray], incoming: Mapping[int, Incoming]) -> None:
-        """Agree with all members on the size of the buckets and the number of rounds, and meet those that take part.
+        """Agree with all members on the size of the buckets and the number of rounds, and meet those that
+        take part.
 
         Where any pair of members goes through buckets, all that have a side take part in every round.
         """
@@ -87,7 +104,10 @@ class Buckets(Transport):
             return
         self.limit = self.bucket_bytes // (4 * most) // ALIGNMENT * ALIGNMENT
         if self.limit < TILE_BYTES:
-            raise ReshardError(f"bucket_bytes {self.bucket_bytes} is too little for {most} partners: {4 * most * TILE_BYTES} is the least")
+            raise ReshardError(
+                f"bucket_bytes {self.bucket_bytes} is too little for {most} partners: "
+                f"{4 * most * TILE_BYTES} is the least"
+            )
         self._meet(fresh=False)
         self.prepare(outgoing, incoming)
         mine = max((side.rounds for side in (*self.sends.values(), *self.receives.values())), default=0)
@@ -95,7 +115,8 @@ class Buckets(Transport):
         if self.device.type == "cuda":
             from reshard.refit.kernels import compile_copy
 
-            compile_copy(ALIGNMENT, self.device)  # the tables are made at the first exchange, nearly all of this word
+            # the tables are made at the first exchange, nearly all of this word
+            compile_copy(ALIGNMENT, self.device)
 
     def _everyone(self, key: str, value: int) -> list[int]:
         return [unpack_json(said) for said in self.members.gather(key, pack_json(value))]
@@ -131,7 +152,9 @@ class Buckets(Transport):
         for index, (splits_in, splits_out, pack, unpack) in enumerate(self.steps):
             send, receive = slots[index % 2]
             pack.run()
-            work = self.group.alltoall_base(receive[: sum(splits_in)], send[: sum(splits_out)], splits_in, splits_out)
+            work = self.group.alltoall_base(
+                receive[: sum(splits_in)], send[: sum(splits_out)], splits_in, splits_out
+            )
             if pending is not None:
                 self._unpack(*pending)
             pending = (work, unpack)
@@ -146,7 +169,8 @@ class Buckets(Transport):
         table.run()
 
     def _step(self, index: int, send: int, receive: int) -> tuple[list[int], list[int], CopyTable, CopyTable]:
-        """A round with its buffers at these addresses: bytes from and to each member, and the copies before and after."""
+        """A round with its buffers at these addresses: bytes from and to each member, and the copies before
+        and after."""
         splits_out, packed = self._layout(self.sends, index, send)
         splits_in, unpacked = self._layout(self.receives, index, receive)
         return splits_in, splits_out, CopyTable(packed, self.device), CopyTable(unpacked, self.device)
@@ -163,7 +187,8 @@ class Buckets(Transport):
 
 
 class Side:
-    """One direction of one pair: its tiles, and the round and offset of each. `end`, SRC or DST, is what the table has filled in."""
+    """One direction of one pair: its tiles, and the round and offset of each. `end`, SRC or DST, is what the
+    table has filled in."""
 
     def __init__(self, table: np.ndarray, end: int, limit: int) -> None:
         self.far, self.far_pitch = (DST, DST_PITCH) if end == SRC else (SRC, SRC_PITCH)

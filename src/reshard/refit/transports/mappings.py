@@ -1,9 +1,11 @@
-"""Another process's GPU memory, mapped into this one (CUDA IPC): what makes a pull from a peer an ordinary read.
+"""Another process's GPU memory, mapped into this one (CUDA IPC): what makes a pull from a peer an ordinary
+read.
 
-One handle for each allocation, not for each tensor. A handle is opened with the opening process's own device current, so that
-access between the two GPUs is switched on. Memory that is mapped somewhere is not given back to the driver when its owner frees it,
-and memory that was freed and allocated again may have the same address: so mappings are closed as soon as nobody reads, and an
-allocation is told from a later one at the same place by the driver's id.
+One handle for each allocation, not for each tensor. A handle is opened with the opening process's own device
+current, so that access between the two GPUs is switched on. Memory that is mapped somewhere is not given back
+to the driver when its owner frees it, and memory that was freed and allocated again may have the same
+address: so mappings are closed as soon as nobody reads, and an allocation is told from a later one at the
+same place by the driver's id.
 """
 
 import ctypes
@@ -20,7 +22,8 @@ class Mappings:
         self.device, self.addresses = device, dict[str, int]()
 
     def address(self, handle: str, whose: str) -> int:
-        """Where an allocation is mapped here, mapping it at the first call. Raises ReshardError where that cannot be."""
+        """Where an allocation is mapped here, mapping it at the first call. Raises ReshardError where that
+        cannot be."""
         if handle not in self.addresses:
             wanted = driver().CUipcMemHandle()
             ctypes.memmove(wanted.getPtr(), bytes.fromhex(handle), HANDLE_BYTES)
@@ -32,7 +35,8 @@ class Mappings:
         return self.addresses[handle]
 
     def close(self, but: set[str] | None = None) -> None:
-        """Unmap all, or all but those handles. Raises ReshardError, after the others are closed, where one cannot be."""
+        """Unmap all, or all but those handles. Raises ReshardError, after the others are closed, where one
+        cannot be."""
         closing = [handle for handle in self.addresses if not but or handle not in but]
         if not closing:
             return

@@ -1,4 +1,5 @@
-"""Pulls: an inference rank reads the trainer's memory where it lies, in its own process or mapped from another one's, in one launch."""
+"""Pulls: an inference rank reads the trainer's memory where it lies, in its own process or mapped from
+another one's, in one launch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +23,8 @@ class Pull(Transport):
     def __init__(self, engine: Engine, rank: int, names: Mapping[int, str], device: torch.device) -> None:
         self.engine, self.rank, self.names, self.device = engine, rank, names, device
         self.mappings = Mappings(device)
-        # By trainer's rank: (address here, pitch in bytes) of its shards, and the number of the first among all shards.
+        # By trainer's rank: (address here, pitch in bytes) of its shards, and the number of the first among
+        # all shards.
         self.at: dict[int, np.ndarray] = {}
         self.first_owner: dict[int, int] = {}
         self.local_bytes = self.peer_bytes = 0
@@ -31,7 +33,10 @@ class Pull(Transport):
         """Make the table of copies; trainers' ranks do nothing in a pull."""
         tables, ranks, owners = [], [], []
         self.local_bytes = self.peer_bytes = 0
-        self.at, self.first_owner = {rank: self._shards(rank, some.memory) for rank, some in incoming.items()}, {}
+        self.at, self.first_owner = (
+            {rank: self._shards(rank, some.memory) for rank, some in incoming.items()},
+            {},
+        )
         known = 1  # owner 0: rows of padding
         for rank, some in incoming.items():
             self.first_owner[rank] = known
@@ -51,7 +56,8 @@ class Pull(Transport):
         self.received_bytes, self.launches = self.local_bytes + self.peer_bytes, self.table.launches
 
     def follow(self, memory: Mapping[int, Mapping[str, Any]]) -> bool:
-        """Read the shards where these trainers' ranks now say that they are; False where the table has to be made again for that."""
+        """Read the shards where these trainers' ranks now say that they are; False where the table has to be
+        made again for that."""
         if memory.keys() != self.at.keys():
             return False
         now = {rank: self._shards(rank, said) for rank, said in memory.items()}
@@ -69,8 +75,11 @@ class Pull(Transport):
         return True
 
     def _shards(self, rank: int, memory: Mapping[str, Any]) -> np.ndarray:
-        """(address here, pitch in bytes) of the shards of a trainer's rank, mapping its memory where it is another process."""
-        return memory["regions"] if rank == self.rank else shards_here(memory, self.mappings, self.names[rank])
+        """(address here, pitch in bytes) of the shards of a trainer's rank, mapping its memory where it is
+        another process."""
+        return (
+            memory["regions"] if rank == self.rank else shards_here(memory, self.mappings, self.names[rank])
+        )
 
     def run(self) -> None:
         """Enqueue all copies."""

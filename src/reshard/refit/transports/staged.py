@@ -1,7 +1,9 @@
-"""Transfers within a host whose source cannot be mapped: packed into memory that can, a slab, and unpacked from there.
+"""Transfers within a host whose source cannot be mapped: packed into memory that can, a slab, and unpacked
+from there.
 
-Expandable segments have no handle for other processes, and NCCL connects no two processes of one GPU; a slab of its own serves both.
-A pair has two slots: while one is unpacked, the next is packed. Both ends cut the same list of pieces alike, as for buckets.
+Expandable segments have no handle for other processes, and NCCL connects no two processes of one GPU; a slab
+of its own serves both. A pair has two slots: while one is unpacked, the next is packed. Both ends cut the
+same list of pieces alike, as for buckets.
 """
 
 import ctypes
@@ -63,7 +65,8 @@ class Views:
         self.mapped: dict[str, tuple[int, str]] = {}
 
     def address(self, number: int, handle: str, whose: str) -> int:
-        """Where a slab is mapped here, in place of an earlier one. Raises ReshardError where that cannot be."""
+        """Where a slab is mapped here, in place of an earlier one. Raises ReshardError where that cannot
+        be."""
         if self.mapped.get(whose) != (number, handle):
             self._unmap(whose)
         self.mapped[whose] = number, handle
@@ -74,7 +77,9 @@ class Views:
                 with open(handle, "r+b") as file:
                     self.files[handle] = mmap.mmap(file.fileno(), 0)
             except OSError as error:
-                raise ReshardError(f"cannot map the memory of {whose} ({error.strerror}): use executor='buckets'") from error
+                raise ReshardError(
+                    f"cannot map the memory of {whose} ({error.strerror}): use executor='buckets'"
+                ) from error
         return _address(self.files[handle])
 
     def _unmap(self, whose: str) -> None:
@@ -96,7 +101,8 @@ def _address(memory: mmap.mmap) -> int:
 class Staged(Transport):
     """This member's pairs of this kind.
 
-    `bucket_bytes` bounds the slab of a rank. The tables are made again only where a slab lies elsewhere than the last time.
+    `bucket_bytes` bounds the slab of a rank. The tables are made again only where a slab lies elsewhere than
+    the last time.
     """
 
     def __init__(self, members: Members, device: torch.device, bucket_bytes: int) -> None:
@@ -108,19 +114,24 @@ class Staged(Transport):
         self.made: dict[tuple[int, int], tuple[int, int, list[CopyTable]]] = {}
 
     def prepare(self, outgoing: Mapping[int, np.ndarray], incoming: Mapping[int, Incoming]) -> None:
-        """Take these tables; the slab is made when it is first used. One of the right size stays, since others may have it mapped."""
+        """Take these tables; the slab is made when it is first used. One of the right size stays, since
+        others may have it mapped."""
         self.made.clear()
         self.outgoing, self.incoming = dict(outgoing), {rank: some.table for rank, some in incoming.items()}
         self.received_bytes = sum(map(bytes_of, self.incoming.values()))
         self.limit = self.bucket_bytes // (SLOTS * max(1, len(outgoing))) // ALIGNMENT * ALIGNMENT
         if outgoing and self.limit < TILE_BYTES:
             least = SLOTS * len(outgoing) * TILE_BYTES
-            raise ReshardError(f"bucket_bytes {self.bucket_bytes} is too little for {len(outgoing)} readers: {least} is the least")
+            raise ReshardError(
+                f"bucket_bytes {self.bucket_bytes} is too little for "
+                f"{len(outgoing)} readers: {least} is the least"
+            )
         if self.slab is not None and self.slab.size != SLOTS * self.limit * len(outgoing):
             self._free()
 
     def run(self) -> None:
-        """Pack and unpack everything; returns when this member has all of its own, and its readers have all of theirs."""
+        """Pack and unpack everything; returns when this member has all of its own, and its readers have all
+        of theirs."""
         sends, receives = self._open()
         rounds = max((len(tables) for tables in (*sends.values(), *receives.values())), default=0)
         for index in range(rounds):
@@ -130,9 +141,14 @@ class Staged(Transport):
         for peer, tables in sends.items():
             self.members.wait_for_count(f"taken/{self.members.rank}", peer, len(tables))
 
-    def _turn(self, index: int, rounds: Mapping[int, list[CopyTable]], awaited: str, up_to: int, tell: str) -> None:
+    def _turn(
+        self, index: int, rounds: Mapping[int, list[CopyTable]], awaited: str, up_to: int, tell: str
+    ) -> None:
         """Copy a round, where the partners are so far, and tell them."""
-        me, tables = self.members.rank, {peer: some[index] for peer, some in rounds.items() if index < len(some)}
+        me, tables = (
+            self.members.rank,
+            {peer: some[index] for peer, some in rounds.items() if index < len(some)},
+        )
         for peer, table in tables.items():
             if up_to >= 0:
                 self.members.wait_for_count(f"{awaited}/{me}", peer, up_to + 1)
@@ -149,14 +165,22 @@ class Staged(Transport):
             if self.slab is None:
                 self.slab = Slab(SLOTS * self.limit * len(self.outgoing), self.device)
             starts = {peer: SLOTS * self.limit * i for i, peer in enumerate(self.outgoing)}
-            slab = {"number": self.slab.number, "handle": self.slab.handle, "limit": self.limit, "starts": [*starts.items()]}
+            slab = {
+                "number": self.slab.number,
+                "handle": self.slab.handle,
+                "limit": self.limit,
+                "starts": [*starts.items()],
+            }
             members.post("slab", pack_json(slab))
         sends = {peer: self._tables(peer, table, SRC, self.slab.address + starts[peer], self.limit)
                  for peer, table in self.outgoing.items() if self.slab is not None}  # fmt: skip
         receives = {}
         for peer, table in self.incoming.items():
             theirs: dict[str, Any] = unpack_json(members.read("slab", peer))
-            start = self.views.address(theirs["number"], theirs["handle"], members.names[peer]) + dict(theirs["starts"])[members.rank]
+            start = (
+                self.views.address(theirs["number"], theirs["handle"], members.names[peer])
+                + dict(theirs["starts"])[members.rank]
+            )
             receives[peer] = self._tables(peer, table, DST, start, theirs["limit"])
         return sends, receives
 
@@ -165,7 +189,9 @@ class Staged(Transport):
         before = self.made.get((peer, end))
         if before is None or before[:2] != (start, limit):
             side = Side(table, end, limit)
-            copies = [CopyTable(side.copies(i, start + i % SLOTS * limit), self.device) for i in range(side.rounds)]
+            copies = [
+                CopyTable(side.copies(i, start + i % SLOTS * limit), self.device) for i in range(side.rounds)
+            ]
             before = self.made[peer, end] = start, limit, copies
         return before[2]
 
