@@ -189,51 +189,57 @@ def run_jobs(
         if progress is not None:
             progress(done, total)
 
-    def work() -> None:
-        while not stop.is_set():
-            with lock:
-                name = next(pending, None)
-            if name is None:
-                return
-            try:
+    def work(ended: threading.Event) -> None:
+        try:
+            while not stop.is_set():
+                with lock:
+                    name = next(pending, None)
+                if name is None:
+                    return
                 results[name] = job(name)
                 with lock:
                     advance(sizes[name])
-            except BaseException:
-                stop.set()
-                raise
+        except BaseException:
+            stop.set()
+            raise
+        finally:
+            ended.set()
 
     advance(0)
     workers = min(workers, max(1, len(sizes)))
-    pool = ThreadPoolExecutor(workers)
-    try:
+    futures, ends = [], list[threading.Event]()
+    with ThreadPoolExecutor(workers) as pool:
         try:
-            futures = [pool.submit(work) for _ in range(workers)]
+            for _ in range(workers):
+                ended = threading.Event()
+                futures.append(pool.submit(work, ended))
+                ends.append(ended)
+            for future in futures:
+                future.result()
         except RuntimeError as error:
+            if len(futures) == workers:
+                raise
             raise ReshardError(
                 f"the system has no {workers} threads for this process; use fewer --workers", resumable=True
             ) from error
-        for future in futures:
-            future.result()
-    except BaseException:
-        stop.set()
-        raise
-    finally:
-        _wait_for_all(pool, stop)
+        finally:
+            stop.set()
+            _wait_for_all(ends)
     return results
 
 
-def _wait_for_all(pool: ThreadPoolExecutor, stop: threading.Event) -> None:
-    """Wait for the workers, also where Ctrl-C comes meanwhile: they write to files that are closed after this."""
+def _wait_for_all(ends: Iterable[threading.Event]) -> None:
+    """Wait for workers, also where Ctrl-C comes meanwhile: they write to files that are closed after this.
+
+    Not by joining the threads: one whose join was interrupted counts as ended in Python up to 3.12.
+    """
     interrupt: KeyboardInterrupt | None = None
-    waiting = True
-    while waiting:
-        try:
-            pool.shutdown(wait=True)
-            waiting = False
-        except KeyboardInterrupt as error:
-            stop.set()
-            interrupt = error
+    for ended in ends:
+        while not ended.is_set():
+            try:
+                ended.wait()
+            except KeyboardInterrupt as error:
+                interrupt = error
     if interrupt is not None:
         raise interrupt
 
