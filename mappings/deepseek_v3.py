@@ -91,13 +91,9 @@ class DeepseekV3(Family):
         (
             "num_attention_heads != num_key_value_heads",
             (False,),
-            "multi-latent attention has one key and value for each head",
+            "latent attention has one key for each head",
         ),
-        (
-            "head_dim != qk_rope_head_dim",
-            (False,),
-            "transformers takes it as the width of the rotary embedding",
-        ),
+        ("head_dim != qk_rope_head_dim", (False,), "transformers takes it as the rotary embedding's width"),
         ("qk_head_dim != qk_nope_head_dim + qk_rope_head_dim", (False,), "it is the sum of the two"),
         ("attention_bias", (False,), "Megatron's add_bias_linear puts a bias on the MLP too"),
         ("scoring_func", ("sigmoid",), "only DeepSeek-V3's sigmoid router is mapped"),
@@ -115,13 +111,11 @@ class DeepseekV3(Family):
         """Where Megatron's latent attention is not the published one."""
         found, epsilon = super().caveats(model, transformer_impl), model.config["rms_norm_eps"]
         if not model.config["q_lora_rank"] and transformer_impl == "transformer_engine":
-            found.append(
-                "Megatron-Core 0.19 puts a norm before linear_q_proj without q_lora_rank; load this into layers that lack it"
-            )
+            found.append("Megatron-Core 0.19 puts a norm before linear_q_proj without q_lora_rank; load this into "
+                         "layers that lack it")  # fmt: skip
         if epsilon != 1e-6:
-            found.append(
-                f"transformers norms the compressed keys with an epsilon of 1e-06, Megatron and vLLM with rms_norm_eps {epsilon}"
-            )
+            found.append("transformers norms the compressed keys with an epsilon of 1e-06, Megatron and vLLM with "
+                         f"rms_norm_eps {epsilon}")  # fmt: skip
         return found
 
     def as_published(self, config):

@@ -38,7 +38,11 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.training import global_vars
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 from megatron.training.checkpointing import load_args_from_checkpoint, load_checkpoint
-from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+try:
+    from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
+except ImportError:  # before 0.17
+    from megatron.training.tokenizer.tokenizer import _vocab_size_with_padding as vocab_size_with_padding
 
 try:
     from megatron.core.transformer import mla_qk_norm_config
@@ -141,9 +145,7 @@ def build(flags: list[str], parallel_output: bool = False):
     """A list of model chunks (one per virtual stage) for this rank, and the args."""
     args = parse(flags, torch.distributed.get_world_size())
     if args.padded_vocab_size is None:
-        args.padded_vocab_size = calculate_padded_vocab_size(
-            args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
-        )
+        args.padded_vocab_size = vocab_size_with_padding(args.vocab_size, args, logging_enabled=False)
     global_vars.set_args(args)
     init_num_microbatches_calculator(
         0, None, args.global_batch_size, args.micro_batch_size, args.data_parallel_size

@@ -1,6 +1,7 @@
 """Run a function on several ranks: processes with a gloo group, forked from a server that has Megatron imported already."""
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -12,7 +13,10 @@ import time
 import traceback
 from pathlib import Path
 
+# How long the others may go on where a rank has failed: they would wait for it, some for very long.
+GRACE_SECONDS = 90
 _context = None
+_ports = itertools.count(os.getpid() % 4000)
 
 
 def forking(*modules: str):
@@ -46,8 +50,10 @@ def run_on_ranks(world_size: int, function: str, *args, module: str = "megatron_
         try:
             for process in processes:
                 process.start()
-            for process in processes:
-                process.join(max(0.0, deadline - time.monotonic()))
+            while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+                time.sleep(0.02)
+                if not may_die and any(process.exitcode for process in processes):
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
             late = {rank for rank, process in enumerate(processes) if process.is_alive()}
         finally:
             # Whatever was raised, a time limit of pytest's too: the interpreter would wait for them at its end. They are no daemons, so
@@ -133,5 +139,9 @@ def caught(action) -> str:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """A port that nobody listens at, and that the system gives to no connection: below those, each pytest worker has its own."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    while True:
+        port = 12000 + 4000 * (worker % 5) + next(_ports) % 4000
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port

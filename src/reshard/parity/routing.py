@@ -83,8 +83,10 @@ def compare_routing(
 
     Raises ReshardError where the systems do not have the same MoE layers, or neither tells its scores.
 
-    >>> scores = np.array([[[0.9, 0.5, 0.4, 0.1]]]) >>> found = compare_routing([Choices((0,), np.array([[[0,
-    1]]]), scores)], [Choices((0,), np.array([[[0, 2]]]), None)]) >>> found.differing, round(found.margin, 2)
+    >>> scores = np.array([[[0.9, 0.5, 0.4, 0.1]]])
+    >>> one, two = (Choices((0,), np.array([[chosen]]), scores) for chosen in ([0, 1], [0, 2]))
+    >>> found = compare_routing([one], [two._replace(scores=None)])
+    >>> found.differing, round(found.margin, 2)
     (1, 0.35)
     """
     choices = differing = tokens = differing_tokens = 0
