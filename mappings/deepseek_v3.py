@@ -88,11 +88,7 @@ class DeepseekV3(Family):
 
     refused = (
         ("hidden_act", ("silu",), "Megatron's --swiglu is SiLU"),
-        (
-            "num_attention_heads != num_key_value_heads",
-            (False,),
-            "latent attention has one key for each head",
-        ),
+        ("num_attention_heads != num_key_value_heads", (False,), "latent attention has a key for each head"),
         ("head_dim != qk_rope_head_dim", (False,), "transformers takes it as the rotary embedding's width"),
         ("qk_head_dim != qk_nope_head_dim + qk_rope_head_dim", (False,), "it is the sum of the two"),
         ("attention_bias", (False,), "Megatron's add_bias_linear puts a bias on the MLP too"),
@@ -114,8 +110,9 @@ class DeepseekV3(Family):
             found.append("Megatron-Core 0.19 puts a norm before linear_q_proj without q_lora_rank; load this into "
                          "layers that lack it")  # fmt: skip
         if epsilon != 1e-6:
-            found.append("transformers norms the compressed keys with an epsilon of 1e-06, Megatron and vLLM with "
-                         f"rms_norm_eps {epsilon}")  # fmt: skip
+            found.append(
+                f"transformers norms the compressed keys with 1e-06, Megatron and vLLM with {epsilon}"
+            )
         return found
 
     def as_published(self, config):
