@@ -107,12 +107,10 @@ class DeepseekV3(Family):
         """Where Megatron's latent attention is not the published one."""
         found, epsilon = super().caveats(model, transformer_impl), model.config["rms_norm_eps"]
         if not model.config["q_lora_rank"] and transformer_impl == "transformer_engine":
-            found.append("Megatron-Core 0.19 puts a norm before linear_q_proj without q_lora_rank; load this into "
-                         "layers that lack it")  # fmt: skip
+            what = "Megatron-Core 0.19 puts a norm before linear_q_proj without q_lora_rank"
+            found.append(f"{what}; load this into layers that lack it")
         if epsilon != 1e-6:
-            found.append(
-                f"transformers norms the compressed keys with 1e-06, Megatron and vLLM with {epsilon}"
-            )
+            found.append(f"transformers norms compressed keys with 1e-06, Megatron and vLLM with {epsilon}")
         return found
 
     def as_published(self, config):

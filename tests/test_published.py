@@ -247,7 +247,7 @@ CAVEATS = {
     "Kimi-K2": ["Megatron-LM has no flag for beta_fast 1.0 of the rotary embedding: set it in the trainer's config"],
     "Moonlight-16B-A3B": [
         "Megatron-Core 0.19 puts a norm before linear_q_proj without q_lora_rank; load this into layers that lack it",
-        "transformers norms the compressed keys with an epsilon of 1e-06, Megatron and vLLM with rms_norm_eps 1e-05",
+        "transformers norms compressed keys with 1e-06, Megatron and vLLM with 1e-05",
     ],
 }  # fmt: skip
 
