@@ -16,7 +16,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.disk import tree
-from tests.ranks import forking
+from tests.ranks import forking, free_port
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 OPTIONS = {"hf-to-mcore": ["--tp", "2", "--ep", "2"], "mcore-to-hf": ["--max-shard-size", "200KB"]}
@@ -56,8 +55,7 @@ class Forked:
     """A conversion in processes that are forked with torchrun's environment variables."""
 
     def __init__(self, arguments: list[str], processes: int, log: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
+        port = free_port()
         variables = [{} if processes == 1 else {"RANK": str(i), "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
                      for i in range(processes)]  # fmt: skip
         self.processes = [

@@ -7,7 +7,6 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from reshard import Layout, ReshardError, check, hf_to_mcore, mcore_to_hf
 from tests.disk import cli, command, ended, environment, tree
 from tests.kills import Kills
 from tests.oracle import hf_tensors, same
+from tests.ranks import free_port
 
 DIRECTIONS = {"hf-to-mcore": ("--tp", "2", "--ep", "2"), "mcore-to-hf": ("--max-shard-size", "200KB")}
 RENAME_EXCHANGE_UNKNOWN = "renameat2:*:0:EINVAL"
@@ -641,9 +641,7 @@ def together(arguments, size, log, faults=None):
 @contextlib.contextmanager
 def started(arguments, size, log, faults=None, held=None):
     """The processes of such a run, some of which meet faults."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with open(log, "ab") as out:
         runs = [
             subprocess.Popen(command(*arguments), stdout=out, stderr=out,
