@@ -1,5 +1,6 @@
 """Small real Hugging Face checkpoints, made with transformers from the published configs' fields at smaller sizes."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -113,7 +114,9 @@ def make(
 ) -> Path:
     """Save a model of this variant with random weights; norms and router biases random too, so that an exchange shows."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config((VARIANTS | OTHERS_OF_DEEPSEEK | SERVED)[variant])
+    # A copy: saving writes the dtype into the config, and the next model of the variant would be made in that dtype.
+    config = copy.deepcopy((VARIANTS | OTHERS_OF_DEEPSEEK | SERVED)[variant])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
