@@ -1,0 +1,175 @@
+"""Refits from an FSDP2 trainer, beside what such trainers do today; all in one run.
+
+    torchrun --nproc-per-node 2 -m benchmarks.refit_fsdp --model qwen3-30b-a3b --vllm-tp 2 [--tp 2] [--json FILE]
+
+Every process holds a rank of a transformers model under ``fully_shard`` (random weights in bf16; with `--tp`
+on a mesh of shards and tensor parallelism) and a rank of a real vLLM (`external_launcher`). Reported:
+connect, then warm medians of the slowest rank for
+
+- peer: pulls from peers' memory; buckets: all bytes through NCCL;
+- full_tensor: ``full_tensor()`` of each parameter in turn, into vLLM's `load_weights`;
+- gathered: the same with a GiB of parameters gathered at once, asynchronously.
+
+Before the timing, all ways must leave the same bits in vLLM, from different garbage.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from benchmarks.models import config_of, device, finish, start_processes, vllm_engine
+from benchmarks.refit import everyone, fingerprints, link_rate, measured, memory_rate, say, scribble
+
+COLWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROWWISE = ("o_proj", "down_proj")
+
+
+def sharded(folder: Path, tp: int) -> torch.nn.Module:
+    """The model of a config, sharded, with random weights that are the same on ranks that hold the same."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    shape = (dist.get_world_size() // tp, tp)
+    mesh = init_device_mesh(device(), shape, mesh_dim_names=("shard", "tp"))
+    for layer in model.model.layers:
+        if tp > 1:
+            linear = [n for n, module in layer.named_modules() if isinstance(module, torch.nn.Linear)]
+            columns = {n: ColwiseParallel() for n in linear if n.endswith(COLWISE)}
+            rows = {n: RowwiseParallel() for n in linear if n.endswith(ROWWISE)}
+            parallelize_module(layer, mesh["tp"], columns | rows)
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    model.to_empty(device=device())
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        # With `--tp`, what is not split by it is whole on each of its ranks.
+        rank = mesh.get_coordinate() if parameter.device_mesh.ndim == 2 else mesh.get_coordinate()[:1]
+        torch.manual_seed(zlib.crc32(f"{name} {rank}".encode()))
+        parameter.detach().to_local().normal_(1.0 if "norm" in name else 0.0, 0.02)
+    return model
+
+
+def published(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A whole parameter under the names that `load_weights` knows: experts, which transformers keeps in one
+    tensor, each by itself."""
+    prefix, _, fused = name.rpartition(".")
+    if fused not in ("gate_up_proj", "down_proj") or tensor.ndim < 3:
+        yield name, tensor
+        return
+    names = ("gate_proj", "up_proj") if fused == "gate_up_proj" else ("down_proj",)
+    for expert, matrix in enumerate(tensor):
+        for part, rows in zip(names, matrix.chunk(len(names)), strict=True):
+            yield f"{prefix}.{expert}.{part}.weight", rows
+
+
+def one_by_one(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in model.named_parameters():
+        yield from published(name, parameter.detach().full_tensor())
+
+
+def gathered(model: torch.nn.Module, at_once: int = 1 << 30) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `one_by_one`, with many gathers under way at a time."""
+    waiting: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, parameter in model.named_parameters():
+        whole = parameter.detach().redistribute(
+            placements=[Replicate()] * parameter.device_mesh.ndim, async_op=True
+        )
+        waiting.append((name, whole.to_local()))
+        size += parameter.numel() * parameter.element_size()
+        if size >= at_once:
+            for each in waiting:
+                yield from published(*each)
+            waiting, size = [], 0
+    for each in waiting:
+        yield from published(*each)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--vllm-tp", type=int, required=True)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--today-rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    start_processes()
+    config = config_of(options.model, options.layers)
+    folder = Path(tempfile.gettempdir()) / f"{options.model}-{dist.get_rank()}"
+    llm = vllm_engine(folder, config, tensor_parallel_size=options.vllm_tp)
+    model = sharded(folder, options.tp)
+    say("both are up")
+
+    from reshard.engines import VllmModel
+    from reshard.refit import Members, connect
+    from reshard.trainers import FsdpModel
+
+    cuda = device() == "cuda"
+    result: dict = {"model": options.model, "layers": config["num_hidden_layers"], "gpus": dist.get_world_size(), "tp": options.tp,
+                    "vllm_tp": options.vllm_tp, "gpu": torch.cuda.get_device_name() if cuda else "none", "connect_seconds": {}}  # fmt: skip
+    links = {}
+    for executor in ("peer", "buckets") if cuda else ("buckets",):
+        dist.barrier()
+        start = time.perf_counter()
+        source, destination = FsdpModel(model), VllmModel.from_llm(llm)
+        read = time.perf_counter()
+        links[executor] = connect(
+            Members.of_process_group(executor), source, destination, executor=executor, release=False
+        )
+        result["connect_seconds"][executor] = {
+            "read": read - start,
+            "connect": time.perf_counter() - read,
+        }
+    module = destination.module
+    ways = {name: link.refit for name, link in links.items()}
+    ways["full_tensor"] = lambda: module.load_weights(one_by_one(model))
+    ways["gathered"] = lambda: module.load_weights(gathered(model))
+    found = []
+    for index, run in enumerate(ways.values()):
+        scribble(destination.regions, float(index + 3))
+        run()
+        found.append(fingerprints(module))
+    different = [name for name in found[0] if len({one[name] for one in found}) > 1]
+    result["parameters"], result["different"] = len(found[0]), max(everyone(len(different)))
+    say("bits:", len(found[0]), "parameters and buffers; different:", different[:5])
+    if cuda:
+        pull = links["peer"].pull
+        wire, memory = min(everyone(link_rate())), min(everyone(memory_rate()))
+        moved = everyone((pull.local_bytes, pull.peer_bytes))
+        result |= {"local_and_peer_bytes": moved, "link_bytes_per_second": wire}
+        result["floor_seconds"] = max(max(p / wire, (2 * n + p) / memory) for n, p in moved)
+    for name, link in links.items():
+        reports = [link.refit() for _ in range(options.rounds)]
+        for what in ("transfer_seconds", "total_seconds"):
+            times = everyone([getattr(report, what) for report in reports])
+            result[f"{name}_{what}"] = statistics.median(max(column) for column in zip(*times, strict=True))
+    if cuda:
+        for name in ("full_tensor", "gathered"):
+            result[f"{name}_seconds"], result[f"{name}_extra_bytes"] = measured(
+                ways[name], options.today_rounds
+            )
+    say(json.dumps(result, indent=1))
+    if options.json and dist.get_rank() == 0:
+        options.json.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    finish()
+
+
+if __name__ == "__main__":
+    main()
