@@ -4,7 +4,8 @@
  * `path` is a part of the file's path, its end where it closes with $, or *; `nth` says which matching call fails (0: every one; -3: the
  * third after one was held). `what` is the number of an errno, "lose" and such a number (a sync that fails and has lost the file's bytes,
  * as a server out of quota does), KILL (the process dies before the call), DIE (after it), "sleep" and milliseconds, or "hold": the call
- * makes the file that HELD names, and goes on once somebody has removed that, or after five minutes.
+ * makes the file that HELD names, and goes on once somebody has removed that, or after five minutes. A process and those that it forks
+ * count together and die together: the one that was started is killed, and what its workers do then is theirs.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -16,18 +17,30 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/types.h>
 #include <unistd.h>
 
-static atomic_int seen[16], has_held;
+static struct { atomic_int seen[16], has_held; pid_t started; } *shared;
+
+__attribute__((constructor)) static void start(void) {
+    shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    shared->started = getpid();
+}
+
+static void die(void) {
+    kill(shared->started, SIGKILL);
+    for (int i = 0; i < 5000; i++) usleep(2000); /* until the system ends this one too */
+    abort();
+}
 
 static void hold(void) {
     const char *held = getenv("HELD");
     int made = held ? creat(held, 0600) : -1;
     if (made < 0) return;
     close(made);
-    atomic_store(&has_held, 1);
+    atomic_store(&shared->has_held, 1);
     for (int i = 0; i < 150000 && !access(held, F_OK); i++) usleep(2000);
 }
 
@@ -46,12 +59,12 @@ static int fault(const char *call, const char *path, int fd) {
         size_t n = strlen(part), length = strlen(path);
         int ends = part[n - 1] == '$' && length >= n - 1 && !strncmp(path + length - (n - 1), part, n - 1);
         if (strcmp(name, call) || (strcmp(part, "*") && !strstr(path, part) && !ends)) continue;
-        if (nth < 0 && !atomic_load(&has_held)) continue;
-        int now = atomic_fetch_add(&seen[index], 1) + 1;
+        if (nth < 0 && !atomic_load(&shared->has_held)) continue;
+        int now = atomic_fetch_add(&shared->seen[index], 1) + 1;
         if (nth && now != abs(nth)) continue;
         if (!strncmp(what, "sleep", 5)) { usleep(1000 * atoi(what + 5)); continue; }
         if (!strcmp(what, "hold")) { hold(); continue; }
-        if (!strcmp(what, "KILL")) kill(getpid(), SIGKILL);
+        if (!strcmp(what, "KILL")) die();
         if (!strcmp(what, "DIE")) return -1;
         if (!strncmp(what, "lose", 4)) {
             struct stat status;
@@ -73,7 +86,7 @@ static const char *path_of(int fd, char *buffer, size_t size) {
 
 #define REAL(name, ...) ((int (*)(__VA_ARGS__))dlsym(RTLD_NEXT, name))
 #define ACT(f, real) do { int found = (f); if (found > 0) { errno = found; return -1; } \
-    int result = (real); if (found < 0) kill(getpid(), SIGKILL); return result; } while (0)
+    int result = (real); if (found < 0) die(); return result; } while (0)
 
 int fsync(int fd) { char b[4096]; ACT(fault("sync", path_of(fd, b, sizeof b), fd), REAL("fsync", int)(fd)); }
 int fdatasync(int fd) { char b[4096]; ACT(fault("sync", path_of(fd, b, sizeof b), fd), REAL("fdatasync", int)(fd)); }
@@ -93,7 +106,7 @@ static ssize_t written(const char *name, int fd, const void *data, size_t n, off
     int found = fault("pwrite", path_of(fd, b, sizeof b), fd);
     if (found > 0) { errno = found; return -1; }
     ssize_t result = ((ssize_t (*)(int, const void *, size_t, off_t))dlsym(RTLD_NEXT, name))(fd, data, n, at);
-    if (found < 0) kill(getpid(), SIGKILL);
+    if (found < 0) die();
     return result;
 }
 ssize_t pwrite(int fd, const void *data, size_t n, off_t at) { return written("pwrite", fd, data, n, at); }

@@ -117,7 +117,7 @@ def held_run(whole, out, *faults):
     held = out.parent / "held"
     process = subprocess.Popen(
         command("hf-to-mcore", whole["hf-to-mcore"][0], out, *DIRECTIONS["hf-to-mcore"], "--workers", "1"),
-        env=environment("pwrite:*:600:hold", *faults, held=held), stderr=subprocess.PIPE, text=True,
+        env=environment("pwrite:*:380:hold", *faults, held=held), stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
     def go():
@@ -486,7 +486,7 @@ def test_names_as_long_as_the_file_system_allows_are_written(length, source, tmp
 
 def test_a_full_disk_at_a_resume_keeps_what_is_written(whole, tmp_path):
     """Another program takes the space meanwhile."""
-    interrupted("hf-to-mcore", whole, tmp_path / "out", "pwrite:*:500:ENOSPC")
+    interrupted("hf-to-mcore", whole, tmp_path / "out", "pwrite:*:350:ENOSPC")
     done = interrupted("hf-to-mcore", whole, tmp_path / "out", "pwrite:*:3:ENOSPC")
     assert "the disk is full" in done.stderr and "--resume" in done.stderr
     resumed("hf-to-mcore", whole, tmp_path / "out")

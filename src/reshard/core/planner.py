@@ -7,6 +7,7 @@ to read it from, merges neighbouring copies, and `prove` shows that the result i
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import add, sub
 from typing import Any, NamedTuple
 
@@ -77,6 +78,9 @@ def make_plan(
             for box, at, tensor_id, _ in candidates:
                 rest = []
                 for piece in wanted:
+                    if piece == box == part.box:  # most are one whole part, and need no arithmetic
+                        found.append(Transfer(part.name, box, tensor_id, at, tensor.id, part.at))
+                        continue
                     common = piece.intersect(box)
                     if common is None:
                         rest.append(piece)
@@ -146,13 +150,12 @@ def prove(plan: Plan) -> None:
                 raise PlanError(
                     f"a transfer of {t.name} names {side} tensor {tensor_id}, which does not exist"
                 )
-            local = Box(at, t.box.lengths)
             if not len(t.box.offsets) == len(t.box.lengths) == len(at) or min(t.box.lengths, default=1) < 1:
                 raise PlanError(f"a transfer of {t.name} at {at} moves {t.box}, which is no box of elements")
-            if len(at) != len(tensor.shape) or not whole(tensor.shape).contains(local):
+            if not _lies_in(tensor.shape, at, t.box.lengths):
                 raise PlanError(
                     f"a transfer of {t.name} leaves {side} tensor {tensor_id} of shape "
-                    f"{tensor.shape}: {local}"
+                    f"{tensor.shape}: {Box(at, t.box.lengths)}"
                 )
             if not _holds(tensor, t.name, t.box, at):
                 raise PlanError(
@@ -166,7 +169,7 @@ def prove(plan: Plan) -> None:
             ("the placement of", regions),
             ("the transfers into", written[tensor.id] + list(tensor.fills)),
         ):
-            if len(boxes) == 1 and boxes[0] == whole(tensor.shape):
+            if len(boxes) == 1 and boxes[0].lengths == tensor.shape and not any(boxes[0].offsets):
                 continue
             outside = [b for b in boxes if not whole(tensor.shape).contains(b)]
             if outside:
@@ -179,13 +182,20 @@ def prove(plan: Plan) -> None:
                 raise PlanError(f"{what} {tensor.id} cover {covered} of its {size} elements")
         for part in tensor.parts:
             shape = plan.dst.shapes.get(part.name)
-            if shape is None or not whole(shape).contains(part.box):
+            if shape is None or not _lies_in(shape, *part.box):
                 raise PlanError(f"{tensor.id} holds a box outside {part.name} of shape {shape}: {part.box}")
+
+
+@lru_cache(1 << 12)  # the experts of a model are all alike
+def _lies_in(shape: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[int, ...]) -> bool:
+    return len(offsets) == len(shape) and whole(shape).contains(Box(offsets, lengths))
 
 
 def _holds(tensor: LocalTensor, name: str, box: Box, at: tuple[int, ...]) -> bool:
     """Whether a local tensor holds every element of `box` where a copy with its first element at `at` looks
     for it."""
+    if any(part.name == name and part.box == box and part.at == at for part in tensor.parts):
+        return True
     shift = tuple(map(sub, at, box.offsets))
     rest = [box]
     for part in tensor.parts:

@@ -13,10 +13,9 @@ from reshard.core.errors import ReshardError, listed
 from reshard.disk.files import allow_many_files
 from reshard.disk.hub import local_directory
 from reshard.disk.manifest import CHECKSUM, NAME, read_manifest
-from reshard.disk.run import worker_count
 from reshard.disk.sources import HF_FILES, HuggingFaceSource, MegatronSource, Source, open_source
-from reshard.disk.streams import Progress, run_jobs
 from reshard.disk.verify import changed_files, checksum_of, differences, manifest_of, stored_tensors
+from reshard.disk.workers import Progress, run_jobs, worker_count
 from reshard.formats.torch_dist import TRACKER
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import different_fields
@@ -126,7 +125,7 @@ def diff(
             )
         result.fields = different_fields(one.model, two.model)
         sizes = {name: one.tensors[name].size_bytes for name in common}
-        found = run_jobs(sizes, lambda name: _compare(name, one, two), worker_count(workers), progress)
+        found = run_jobs(sizes, lambda name: _compare(name, one, two), workers, progress)
         result.differences = sorted(
             (d for d in found.values() if d is not None), key=lambda d: (-_order(d.max_abs), d.name)
         )
@@ -227,7 +226,8 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
     of another iteration.
     """
     allow_many_files()
-    path, threads = Path(path), worker_count(workers)
+    path = Path(path)
+    worker_count(workers)
     root = path if (path / NAME).is_file() or not (path.parent / NAME).is_file() else path.parent
     manifest = read_manifest(root)
     try:
@@ -259,7 +259,7 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
         def job(name: str) -> bool:
             return checksum_of(name, infos[name], read) == entries[name][CHECKSUM]
 
-        results = run_jobs(sizes, job, threads, progress)
+        results = run_jobs(sizes, job, workers, progress)
         result = Check(
             str(path), len(entries), sorted(bad + [name for name, good in results.items() if not good])
         )

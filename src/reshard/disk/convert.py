@@ -3,7 +3,6 @@ GPU or torch."""
 
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,12 +19,13 @@ from reshard.disk.hub import local_directory
 from reshard.disk.manifest import NAME as MANIFEST
 from reshard.disk.manifest import file_entry, manifest_json, printable
 from reshard.disk.rank_files import RankFiles
-from reshard.disk.run import Run, overflow_notice, worker_count
+from reshard.disk.run import Run, overflow_notice
 from reshard.disk.sources import HF_FILES, HuggingFaceSource, MegatronSource, Source
-from reshard.disk.streams import SLAB_BYTES, Progress, TensorInfo, grouped_strips, strip_of
+from reshard.disk.streams import SLAB_BYTES, TensorInfo, grouped_strips, strip_of
 from reshard.disk.team import Team
 from reshard.disk.verify import SourceChecks
 from reshard.disk.workdir import Workdir, fingerprint
+from reshard.disk.workers import Aside, Progress, worker_count
 from reshard.formats import safetensors, torch_dist
 from reshard.megatron.args import FLAGS_FILE, arguments, checkpoint_args, command_line, version_of
 from reshard.megatron.checkpoint import chunks_to_write, extra_states_to_write
@@ -174,9 +174,7 @@ def hf_to_mcore(
                       "iteration": directory, "quantized": sorted(src.scales), **_ignored_field(src)}  # fmt: skip
             _write_small(work, small, fields, tensors, checksums, rank_files.entries(), sync)
 
-        # Thousands of objects to pickle, made while the streams wait for the disk.
-        with ThreadPoolExecutor(1) as aside:
-            metadata = aside.submit(rank_files.metadata)
+        with Aside(rank_files.metadata) as metadata:  # thousands of objects to pickle
             identity, places = _identity(src)
             shared = fingerprint(identity, asdict(layout), options, team.size)
             report.resumed_tensors = run.run(shared, fingerprint(shared, places), resume, create, finish)
@@ -235,6 +233,7 @@ def mcore_to_hf(
         new_files = safetensors.plan_files(laid_out, shard_bytes)
         placed = {name: tensor for file in new_files for name, tensor in file.tensors.items()}
         sizes = {file.name: file.size_bytes for file in new_files}
+        paths = {name: Path(name) for name in sizes}
         report = _report(
             "mcore-to-hf", src, source, destination, "whole tensors", sizes, workers, dry_run, team
         )
@@ -249,7 +248,7 @@ def mcore_to_hf(
                     t.shape,
                     (0,) * len(t.shape),
                     t.shape,
-                    Path(t.file),
+                    paths[t.file],
                     t.offset,
                     t.dtype.size,
                 ),

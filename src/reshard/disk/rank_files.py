@@ -52,7 +52,7 @@ class RankFiles:
     ) -> None:
         self.directory = directory
         self.chunks: dict[int, list[PlacedChunk]] = defaultdict(list)
-        self.objects = list(objects)
+        self.objects = objects
         dtypes: dict[str, tuple[Dtype, str]] = {}
         containers: dict[tuple, torch_zip.Container] = {}
         for chunk in sorted(chunks, key=lambda c: c.rank):
@@ -85,11 +85,8 @@ class RankFiles:
 
     def strips(self, plan: Plan) -> dict[str, list[Strip]]:
         """Where the rows of each canonical tensor go, by a plan whose destination is these chunks."""
-        places = {
-            c.chunk.tensor.id: (Path(self.name(rank)), c)
-            for rank, group in self.chunks.items()
-            for c in group
-        }
+        paths = {rank: Path(self.name(rank)) for rank in self.chunks}
+        places = {c.chunk.tensor.id: (paths[rank], c) for rank, group in self.chunks.items() for c in group}
 
         def strip(t: Transfer) -> Strip:
             path, c = places[t.dst]
@@ -103,12 +100,12 @@ class RankFiles:
         for rank, group in self.chunks.items():
             path = root / self.name(rank)
             if self.name(rank) in names:
-                files.write(path, 0, NO_STATE)
-                position = len(NO_STATE)
+                between, position = NO_STATE, len(NO_STATE)
                 for c in group:
-                    files.write(path, position, bytes(c.offset - position) + c.container.head)
-                    files.write(path, c.end - len(c.container.tail), c.container.tail)
-                    position = c.end
+                    start = position - len(between)
+                    files.write(path, start, between + bytes(c.offset - position) + c.container.head)
+                    between, position = c.container.tail, c.end
+                files.write(path, position - len(between), between)
 
     def entries(self) -> dict[str, dict[str, Any]]:
         """What a manifest says of each file: its size, and the checksum of everything but the tensors'

@@ -12,15 +12,15 @@ import xxhash
 
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError, is_resumable
-from reshard.core.limits import MAX_WORKERS, check_number
 from reshard.disk.files import EarlySync, NoSync, OpenFiles, write_error
 from reshard.disk.fp8 import Fp8Blocks
 from reshard.disk.journal import Done, Journal
 from reshard.disk.sources import Source
-from reshard.disk.streams import SLAB_BYTES, Progress, Strip, StripReader, StripWriter, TensorInfo, run_jobs
+from reshard.disk.streams import SLAB_BYTES, Strip, StripReader, StripWriter, TensorInfo
 from reshard.disk.team import Team
 from reshard.disk.verify import SourceChecks, checksum_of
 from reshard.disk.workdir import Workdir
+from reshard.disk.workers import Progress, Workers, run_jobs
 
 # Infinity as an integer: as the signed one that is larger than all finite numbers' above zero.
 INFINITY = {
@@ -29,18 +29,6 @@ INFINITY = {
     "float32": (np.int32, np.uint32, 0x7F800000),
 }
 WIDENING = {("float16", "bfloat16"), ("float16", "float32"), ("bfloat16", "float32")}
-
-
-def worker_count(workers: int | None) -> int:
-    """Worker threads: as many as there are cores, at most eight (one disk has no use for more), where they
-    are not given.
-
-    Raises ReshardError for fewer than one or more than a machine has use for.
-    """
-    if workers is None:
-        return min(8, len(os.sched_getaffinity(0)))
-    check_number(workers, "--workers", MAX_WORKERS)
-    return workers
 
 
 @dataclass
@@ -134,7 +122,7 @@ class Run:
         mine = self.team.share(self.sizes)
         paths = {name: tree / name for name in sorted(mine)}
         here = {
-            n: [s._replace(path=tree / s.path) for s in strips if str(s.path) in mine]
+            n: [s._replace(path=paths[str(s.path)]) for s in strips if str(s.path) in mine]
             for n, strips in self.strips.items()
         }
         names, hashed = self._tensors_of(mine)
@@ -165,17 +153,30 @@ class Run:
             def lost(path: Path) -> None:
                 journal.forget(str(path.relative_to(tree)))
 
-            def job(name: str) -> None:
-                self.team.check()
-                sync.check()
-                for part, value in self._copy(name, writer).items():
-                    finished[part] = value if part in hashed else value._replace(checksum="-")
-                    sync.written((part, finished[part]))
+            def copy(name: str) -> dict[str, Done]:
+                return self._copy(name, writer)
 
-            with (EarlySync if self.sync else NoSync)(
-                files, list(paths.values()), journal.record, lost
-            ) as sync:
-                run_jobs(sizes, job, worker_count(self.workers), self.progress, done)
+            def written_into(name: str) -> set[str]:
+                return {str(strip.path) for part in self.fp8.parts(name) for strip in here.get(part, ())}
+
+            # Workers are forked before the thread that syncs is there.
+            with (
+                Workers(copy, sizes, self.workers, written_into) as workers,
+                (EarlySync if self.sync else NoSync)(
+                    files, list(paths.values()), journal.record, lost
+                ) as sync,
+            ):
+
+                def ended(name: str, written: dict[str, Done]) -> None:
+                    for part, value in written.items():
+                        finished[part] = value if part in hashed else value._replace(checksum="-")
+                        sync.written((part, finished[part]))
+
+                def check() -> None:
+                    self.team.check()
+                    sync.check()
+
+                workers.run(ended, check, self.progress, done)
             self._close(files, list(paths.values()), lost)
         finally:
             journal.close()
@@ -215,7 +216,6 @@ class Run:
             reader = StripReader(infos, files)
 
             def differs(part: str) -> bool:
-                self.team.check()
                 try:
                     return (
                         checksum_of(
@@ -232,7 +232,7 @@ class Run:
             sizes = {part: infos[part].size_bytes for part, places in strips.items() if places}
             return [
                 part
-                for part, differ in run_jobs(sizes, differs, worker_count(self.workers)).items()
+                for part, differ in run_jobs(sizes, differs, self.workers, check=self.team.check).items()
                 if differ
             ]
 

@@ -17,7 +17,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import Placement
 from reshard.core.planner import PlanError, Transfer, make_plan
 from reshard.disk.files import OpenFiles
-from reshard.disk.fp8 import SCALE_SUFFIX
+from reshard.disk.fp8 import SCALE_SUFFIX, dequantise
 from reshard.disk.hub import local_directory
 from reshard.disk.manifest import NAME as MANIFEST
 from reshard.disk.manifest import read_manifest
@@ -182,7 +182,7 @@ class HuggingFaceSource(Source):
             raise ReshardError(
                 f"{self.path}: weight_block_size is {block!r:.80}, not two positive whole numbers"
             )
-        self.block = tuple(block)
+        self.block = (block[0], block[1])
         self.dequantize_to = dequantize_to or DTYPES["bfloat16"]
         for name, scale in self.scales.items():
             weight, scales = self.stored.get(name), self.stored[scale]
@@ -242,14 +242,15 @@ class HuggingFaceSource(Source):
         columns = self.tensors[name].columns
         if name not in self.scales:
             return self._rows(stored, start, stop, columns)
-        rows_per_block, columns_per_block = self.block
+        rows_per_block = self.block[0]
         scales = self.stored[self.scales[name]]
         first, last = start // rows_per_block, -(-stop // rows_per_block)
         factors = self._rows(scales, first, last, scales.shape[1])
-        factors = np.repeat(factors, rows_per_block, 0)[start - first * rows_per_block :][: stop - start]
-        weight = self._rows(stored, start, stop, columns).astype(np.float32)
-        weight *= np.repeat(factors, min(columns_per_block, columns), 1)[:, :columns]
-        return weight.astype(self.dequantize_to.numpy())
+        quantised = self._rows(stored, start, stop, columns).view(np.uint8)
+        weight = self.scratch.array("dequantised", stop - start, columns * self.dequantize_to.size)
+        weight = weight.view(self.dequantize_to.numpy())
+        dequantise(quantised, factors, self.block, start - first * rows_per_block, weight)
+        return weight
 
     def row_multiple(self, name: str) -> int:
         return self.block[0] if name in self.scales else 1

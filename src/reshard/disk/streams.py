@@ -7,21 +7,17 @@ through the destination's: memory stays at a slab for each worker, whatever the 
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
 from reshard.disk.files import OpenFiles
-
-# Called with the bytes that are done and the bytes in all.
-Progress = Callable[[int, int], None]
 
 # Small enough that a slab is still in the core's cache when it is hashed and written, large enough that calls
 # cost little.
@@ -163,85 +159,6 @@ class StripWriter:
             else:
                 for i, row in enumerate(rows):
                     self.files.write(strip.path, offset + i * strip.width * size, memoryview(row))
-
-
-def run_jobs(
-    sizes: Mapping[str, int],
-    job: Callable[[str], Any],
-    workers: int,
-    progress: Progress | None = None,
-    done: int = 0,
-) -> dict[str, Any]:
-    """Run `job(name)` for every name in `sizes` (bytes) on `workers` threads; the first error stops the
-    others and is raised.
-
-    `done` are the bytes that `progress` counts as done before. The largest go first, so that the last worker
-    to end is not left alone with one of them.
-    """
-    results: dict[str, Any] = {}
-    stop, lock = threading.Event(), threading.Lock()
-    pending = iter(sorted(sizes, key=lambda name: -sizes[name]))
-    total = done + sum(sizes.values())
-
-    def advance(n: int) -> None:
-        nonlocal done
-        done += n
-        if progress is not None:
-            progress(done, total)
-
-    def work(ended: threading.Event) -> None:
-        try:
-            while not stop.is_set():
-                with lock:
-                    name = next(pending, None)
-                if name is None:
-                    return
-                results[name] = job(name)
-                with lock:
-                    advance(sizes[name])
-        except BaseException:
-            stop.set()
-            raise
-        finally:
-            ended.set()
-
-    advance(0)
-    workers = min(workers, max(1, len(sizes)))
-    futures, ends = [], list[threading.Event]()
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            for _ in range(workers):
-                ended = threading.Event()
-                futures.append(pool.submit(work, ended))
-                ends.append(ended)
-            for future in futures:
-                future.result()
-        except RuntimeError as error:
-            if len(futures) == workers:
-                raise
-            raise ReshardError(
-                f"the system has no {workers} threads for this process; use fewer --workers", resumable=True
-            ) from error
-        finally:
-            stop.set()
-            _wait_for_all(ends)
-    return results
-
-
-def _wait_for_all(ends: Iterable[threading.Event]) -> None:
-    """Wait for workers, also where Ctrl-C comes meanwhile: they write to files that are closed after this.
-
-    Not by joining the threads: one whose join was interrupted counts as ended in Python up to 3.12.
-    """
-    interrupt: KeyboardInterrupt | None = None
-    for ended in ends:
-        while not ended.is_set():
-            try:
-                ended.wait()
-            except KeyboardInterrupt as error:
-                interrupt = error
-    if interrupt is not None:
-        raise interrupt
 
 
 def grouped_strips(strips: Iterable[tuple[str, Strip]]) -> dict[str, list[Strip]]:

@@ -174,6 +174,9 @@ def inside(p: Parameter, box: Box) -> tuple[tuple[Part, ...], tuple[Box, ...]]:
     """The parts and the padding of a parameter that lie in a box of it, in the box's own coordinates."""
     parts = []
     for part in p.parts:
+        if part.at == box.offsets and part.box.lengths == box.lengths:  # as for most experts
+            parts.append(Part(part.name, part.box, (0,) * len(part.at)))
+            continue
         common = part.local_box.intersect(box)
         if common is not None:
             start = tuple(o + d for o, d in zip(part.box.offsets, common.relative_to(part.at), strict=True))

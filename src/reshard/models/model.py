@@ -144,7 +144,7 @@ class Model:
         name = self.family.field_of(argument)
         return None if name is None else self.config.get(name)
 
-    @property
+    @cached_property
     def num_experts(self) -> int:
         """Routed experts in each MoE layer; 0 for a dense model."""
         return self.symbols.get("E", 0) if "moe" in self.kinds else 0
@@ -154,7 +154,7 @@ class Model:
         """The numbers of the decoder layers that have experts."""
         return tuple(layer for layer, kind in enumerate(self.kinds) if kind == "moe")
 
-    @property
+    @cached_property
     def uniform(self) -> bool:
         """Whether all decoder layers are of one kind, so that Megatron stacks them under one name."""
         return len(set(self.kinds)) == 1
