@@ -302,7 +302,7 @@ def main() -> None:
         )
     result["connect_seconds"] = seconds
     say(json.dumps(seconds))
-    module, model = destination.module, links["peer"].model
+    module, model = destination.module, destination.model
     today = Today(source, model, module)
     found = {}
     for index, (name, run) in enumerate(

@@ -107,7 +107,7 @@ def refit(options) -> None:
     other = spoken(llm, config["vocab_size"])
     change(source, STEPS - 1)
     tensors: dict = {}
-    today = Today(source, links[0].model, destination.module)
+    today = Today(source, destination.model, destination.module)
     today.give = lambda full: tensors.update({name: value.cpu() for name, value in full.items()})
     today.run()
     if rank == 0:

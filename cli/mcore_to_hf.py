@@ -22,7 +22,10 @@ from reshard.cli.places import Place, check_command
 @click.option(
     "--quantize", type=click.Choice(["fp8"]), help="Write linear weights as fp8 with 128x128 block scales."
 )
-@click.option("--max-shard-size", default="5GB", show_default=True, help="Largest safetensors file.")
+@click.option(
+    "--max-shard-size",
+    help="Largest safetensors file, such as 5GB; by default at most 5 GB, and 16 files or more of at least 1 GB.",
+)
 @click.option(
     "--allow-overflow",
     is_flag=True,

@@ -1,10 +1,13 @@
 """Refits on the CPU from real transformers models under ``fully_shard`` into vLLM's real model classes."""
 
+import gc
+
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 
 from reshard.engines import VllmModel
@@ -80,6 +83,30 @@ def refit_twice(
         held.append(fingerprint(destination.module) if destination else None)
     expected = [fingerprint(vllm_on_cpu.build(hf, **engine)[0]) for hf in checkpoints] if destination else []
     return held, expected, reports
+
+
+def kept_memory(rank: int, sides: dict, mesh: dict[str, int], checkpoint: str) -> list[str]:
+    """The parameters whose memory is still there when the model has been moved after a refit."""
+    is_trainer, is_engine, members = start(rank, sides)
+    model = sharded(checkpoint, mesh) if is_trainer else None
+    destination = VllmModel(*vllm_on_cpu.build(checkpoint, load_format="dummy")) if is_engine else None
+    link = connect(members, FsdpModel(model) if model is not None else None, destination)
+    link.refit()
+    if model is None:
+        return []
+
+    def memory() -> dict[str, StorageWeakRef]:
+        return {
+            name: StorageWeakRef(parameter.to_local().untyped_storage())
+            for name, parameter in model.named_parameters()
+        }
+
+    with torch.no_grad():
+        before = memory()
+        assert not any(storage.expired() for storage in before.values())
+        model.to(torch.float64)
+        gc.collect()
+        return [name for name, storage in before.items() if not storage.expired()]
 
 
 def refused(rank: int, sides: dict, mesh: dict[str, int], checkpoint: str, what: str) -> str:

@@ -77,6 +77,12 @@ def test_a_model_that_is_moved_between_refits_is_found_again(checkpoints, tmp_pa
     assert held == expected
 
 
+def test_a_model_that_is_moved_after_a_refit_gets_its_memory_back(checkpoints, tmp_path):
+    sides, ranks = sides_of({"shard": 2}, 1, False, tmp_path)
+    arguments = (sides, {"shard": 2}, checkpoints("qwen3-moe")[0])
+    assert run_on_ranks(ranks, "kept_memory", *arguments, module="fsdp_on_cpu") == [[], [], []]
+
+
 @pytest.mark.parametrize(("what", "sentence"), [
     ("dtype", "is float32 in the trainer, but bfloat16 in the engine"),
     ("config", "the trainer's rms_norm_eps is 0.5, but the served model's is 1e-06"),

@@ -243,6 +243,7 @@ def test_the_planner_imports_nothing_but_boxes_and_placements():
         "collections",
         "collections.abc",
         "dataclasses",
+        "functools",
         "operator",
         "typing",
         "reshard.core.boxes",

@@ -272,7 +272,7 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
         within = [""] if root == path else [f"{path.name}/", f"{HF_FILES}/"]
         here = {name: entry for name, entry in manifest["files"].items() if name.startswith(tuple(within))}
         result.files = len(here)
-        result.changed, result.missing = changed_files(root, here, source)
+        result.changed, result.missing = changed_files(root, here, source, workers)
         found = (str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
         result.added = sorted(
             n for n in found if n.startswith(tuple(within)) and n not in here and n != NAME and not _hidden(n)

@@ -5,6 +5,7 @@ import json
 import os
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from reshard.disk.fp8 import BLOCK, Fp8Blocks, quantizable
 from reshard.disk.hub import local_directory
 from reshard.disk.manifest import NAME as MANIFEST
 from reshard.disk.manifest import file_entry, manifest_json, printable
-from reshard.disk.rank_files import RankFiles
+from reshard.disk.rank_files import RankFiles, file_bytes
 from reshard.disk.run import Run, overflow_notice
 from reshard.disk.sources import HF_FILES, HuggingFaceSource, MegatronSource, Source
 from reshard.disk.streams import SLAB_BYTES, TensorInfo, grouped_strips, strip_of
@@ -35,6 +36,8 @@ from reshard.models.config_fields import check_ignored
 
 # What the interpreter and numpy take before the first slab.
 BASE_MEMORY_BYTES = 48 << 20
+# The largest file that transformers wrote for years, unless told otherwise.
+MAX_SHARD_BYTES = 5 * 10**9
 
 
 @dataclass
@@ -191,7 +194,7 @@ def mcore_to_hf(
     dtype: str | None = None,
     allow_overflow: bool = False,
     quantize: bool = False,
-    max_shard_size: str | int = "5GB",
+    max_shard_size: str | int | None = None,
     overwrite: bool = False,
     resume: bool = False,
     sync: bool = True,
@@ -204,11 +207,13 @@ def mcore_to_hf(
 
     Without `hf_config` (a ``config.json`` or a directory with one) the config is the one beside the weights,
     else the one that the checkpoint's ``args`` describe. `quantize` writes linear weights as fp8 with a scale
-    for each 128x128 block. `max_shard_size` is bytes or text like ``5GB``. The other options are those of
-    `hf_to_mcore`, and so is what it raises.
+    for each 128x128 block. `max_shard_size` is bytes or text like ``5GB``; None is 5 GB, or less where a
+    model would not fill 16 files, which are written at once, but not less than 1 GB. The other options are
+    those of `hf_to_mcore`, and so is what it raises.
     """
     allow_many_files()
-    target, shard_bytes = _float_dtype(dtype), parse_size(max_shard_size)
+    target = _float_dtype(dtype)
+    shard_bytes = None if max_shard_size is None else parse_size(max_shard_size)
     config = Path(hf_config) if hf_config is not None else None
     worker_count(workers)
     with Team.from_environment() as team, closing(MegatronSource(Path(source), config, family)) as src:
@@ -230,6 +235,9 @@ def mcore_to_hf(
         laid_out: dict[str, tuple[Dtype, tuple[int, ...]]] = {}
         for name, info in tensors.items():
             laid_out |= fp8.stored(name, info)
+        if shard_bytes is None:
+            total = sum(prod(shape) * dtype.size for dtype, shape in laid_out.values())
+            shard_bytes = min(MAX_SHARD_BYTES, file_bytes(total))
         new_files = safetensors.plan_files(laid_out, shard_bytes)
         placed = {name: tensor for file in new_files for name, tensor in file.tensors.items()}
         sizes = {file.name: file.size_bytes for file in new_files}

@@ -9,6 +9,7 @@ bytes.
 import json
 import os
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -76,6 +77,12 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     path = directory / NAME
     if not path.exists():
         return None
+    status = path.stat()
+    return _read(path, (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+
+
+@lru_cache(4)  # it is long, and asked for in several places
+def _read(path: Path, version: tuple[int, ...]) -> dict[str, Any]:
     found = read_json(path, "a readable manifest", MAX_INDEX_BYTES)
     problem = _problem(found)
     if problem:

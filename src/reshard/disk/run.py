@@ -20,7 +20,7 @@ from reshard.disk.streams import SLAB_BYTES, Strip, StripReader, StripWriter, Te
 from reshard.disk.team import Team
 from reshard.disk.verify import SourceChecks, checksum_of
 from reshard.disk.workdir import Workdir
-from reshard.disk.workers import Progress, Workers, run_jobs
+from reshard.disk.workers import Aside, Progress, Workers, run_jobs
 
 # Infinity as an integer: as the signed one that is larger than all finite numbers' above zero.
 INFINITY = {
@@ -143,7 +143,6 @@ class Run:
             journal.create(paths)
             for name, path in paths.items():
                 files.resize(path, self.sizes[name])
-            create(files, mine)
             finished = dict(journal.finished)
             todo = [name for name in names if any(part not in finished for part in self.fp8.parts(name))]
             sizes = {name: self.tensors[name].size_bytes for name in todo}
@@ -161,6 +160,7 @@ class Run:
 
             # Workers are forked before the thread that syncs is there.
             with (
+                Aside(lambda: create(files, mine)) as created,
                 Workers(copy, sizes, self.workers, written_into) as workers,
                 (EarlySync if self.sync else NoSync)(
                     files, list(paths.values()), journal.record, lost
@@ -175,8 +175,10 @@ class Run:
                 def check() -> None:
                     self.team.check()
                     sync.check()
+                    created.check()
 
                 workers.run(ended, check, self.progress, done)
+                created.result()
             self._close(files, list(paths.values()), lost)
         finally:
             journal.close()

@@ -390,28 +390,28 @@ class MegatronSource(Source):
     def _strip(self, transfer: Transfer) -> Strip:
         key, offsets, sizes, before = transfer.src
         stored = self.checkpoint.keys[key].chunks[offsets, sizes]
-        path = self.paths.setdefault(stored.file, self.checkpoint.directory / stored.file)
-        dtype, shape, data_at = self._tensor_at(stored, path)
-        expected = self.checkpoint.keys[key].dtype
-        if dtype != expected or tuple(n for n in shape if n != 1) != tuple(n for n in sizes if n != 1):
+        tensor, expected = self.tensor_at(stored), self.checkpoint.keys[key].dtype
+        path, dtype = self.paths[stored.file], tensor.dtype
+        if dtype != expected or [n for n in tensor.shape if n != 1] != [n for n in sizes if n != 1]:
             raise ReshardError(
-                f"{path} at byte {stored.offset} holds {dtype.name} {list(shape)}, .metadata says "
+                f"{path} at byte {stored.offset} holds {dtype.name} {list(tensor.shape)}, .metadata says "
                 f"{expected.name} {list(sizes)}: {key}"
             )
         local = self.plan.src.tensors[transfer.src].shape
         return strip_of(transfer.box.offsets, transfer.box.lengths, transfer.src_at, local, path,
-                        data_at + before * dtype.size, dtype.size)  # fmt: skip
+                        tensor.offset + before * dtype.size, dtype.size)  # fmt: skip
 
-    def _tensor_at(self, stored: torch_dist.Stored, path: Path) -> tuple[Dtype, tuple[int, ...], int]:
-        """Dtype, shape and place of a container's tensor. One whose bytes around the data were seen before is
-        not parsed again."""
+    def tensor_at(self, stored: torch_dist.Stored) -> torch_zip.StoredTensor:
+        """A container's tensor; its offset counts from the start of the file. A container whose bytes around
+        the data were seen before is not parsed again."""
+        path = self.paths.setdefault(stored.file, self.checkpoint.directory / stored.file)
         head = self.files.read(path, stored.offset, min(1024, stored.length))
         for known, tail, tensor in self.known_frames[stored.length]:
             if (
                 head.startswith(known)
                 and self.files.read(path, stored.offset + stored.length - len(tail), len(tail)) == tail
             ):
-                return tensor.dtype, tensor.shape, stored.offset + tensor.offset
+                return replace(tensor, offset=stored.offset + tensor.offset)
         tensor = self.checkpoint.tensor_at(stored)
         relative = replace(tensor, offset=tensor.offset - stored.offset)
         end = relative.offset + prod(tensor.shape) * tensor.dtype.size
@@ -424,7 +424,7 @@ class MegatronSource(Source):
         ):
             tail = self.files.read(path, stored.offset + end, stored.length - end)
             self.known_frames[stored.length].append((head[: relative.offset], tail, relative))
-        return tensor.dtype, tensor.shape, tensor.offset
+        return tensor
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         name = self.copies.get(name, name)

@@ -15,6 +15,7 @@ from reshard.disk.manifest import CHECKSUM, file_entry
 from reshard.disk.manifest import NAME as MANIFEST
 from reshard.disk.sources import HF_FILES, HuggingFaceSource, MegatronSource, Source
 from reshard.disk.streams import TensorInfo
+from reshard.disk.workers import BATCH_BYTES, run_jobs
 from reshard.formats.torch_dist import TRACKER
 
 ON_PURPOSE = f"if that was meant, remove its {MANIFEST} and convert again"
@@ -48,43 +49,45 @@ def differences(infos: dict[str, TensorInfo], entries: dict[str, dict[str, Any]]
 
 
 def changed_files(
-    root: Path, entries: dict[str, dict[str, Any]], source: Source | None = None
+    root: Path, entries: dict[str, dict[str, Any]], source: Source | None = None, workers: int | None = None
 ) -> tuple[list[str], list[str]]:
     """Of a manifest's files below `root`, those that are not as they were written, and those that are
     missing.
 
-    Files with weights are compared by size, and with `source` also by the bytes around its tensors.
+    Files with weights are compared by size, and with `source` also by the bytes around its tensors, by
+    `workers`.
     """
-    changed, missing = [], []
+    changed, missing, small, large = [], [], [], []
+    for name, entry in sorted(entries.items()):
+        path = root / name
+        if not path.is_file():
+            missing.append(name)
+        elif path.stat().st_size != entry["bytes"]:
+            changed.append(name)
+        elif not entry.get("around_tensors"):
+            small.append(name)
+        elif source is not None:
+            large.append(name)
     with OpenFiles() as files:
-        for name, entry in sorted(entries.items()):
-            path = root / name
-            if not path.is_file():
-                missing.append(name)
-                continue
-            size = path.stat().st_size
-            around = bool(entry.get("around_tensors"))
-            if size != entry["bytes"]:
-                changed.append(name)
-            elif not around or source is not None:
-                spans = _tensor_spans(source, name) if around and source is not None else []
-                if file_entry(size, _around(files, path, size, spans), around) != entry:
-                    changed.append(name)
-    return changed, missing
+
+        def differs(name: str) -> bool:
+            entry = entries[name]
+            spans = [] if name in small else _tensor_spans(source, name)
+            around = _around(files, root / name, entry["bytes"], spans)
+            return file_entry(entry["bytes"], around, name not in small) != entry
+
+        changed += [name for name in small if differs(name)]
+        found = run_jobs(dict.fromkeys(large, BATCH_BYTES), differs, workers)
+    return sorted(changed + [name for name in large if found[name]]), missing
 
 
-def _tensor_spans(source: Source, name: str) -> list[tuple[int, int]]:
+def _tensor_spans(source: Source | None, name: str) -> list[tuple[int, int]]:
     """First byte and end of every tensor in a file, in order."""
     if isinstance(source, MegatronSource):
         file = Path(name).name
-        chunks = (
-            (key, stored)
-            for key in source.checkpoint.keys.values()
-            for stored in key.chunks.values()
-            if stored.file == file
-        )
-        at = [(source.checkpoint.tensor_at(stored), key.dtype.size) for key, stored in chunks]
-        return sorted((tensor.offset, tensor.offset + prod(tensor.shape) * size) for tensor, size in at)
+        chunks = [stored for key in source.checkpoint.keys.values() for stored in key.chunks.values()]
+        tensors = [source.tensor_at(stored) for stored in chunks if stored.file == file]
+        return sorted((t.offset, t.offset + prod(t.shape) * t.dtype.size) for t in tensors)
     assert isinstance(source, HuggingFaceSource)
     return sorted((t.offset, t.offset + t.size_bytes) for t in source.stored.values() if t.file == name)
 

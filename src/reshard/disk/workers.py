@@ -203,16 +203,25 @@ class Aside:
     def __init__(self, call: Callable[[], Any]) -> None:
         self.call = call
         self.worker: _Process | _Thread | None = None
+        self.found: list[Any] = []
 
     def __enter__(self) -> "Aside":
         self.worker = _start(lambda name: self.call(), [])
         self.worker.tell([""])
         return self
 
+    def check(self) -> None:
+        """Raise what the call has raised, if it has ended."""
+        assert self.worker is not None
+        if not self.found and self.worker.connection.poll():
+            self.result()
+
     def result(self) -> Any:
         """What the call returns. Raises what it raises."""
         assert self.worker is not None
-        return self.worker.hear()[1]
+        if not self.found:
+            self.found = [self.worker.hear()[1]]
+        return self.found[0]
 
     def __exit__(self, *exc: object) -> None:
         assert self.worker is not None

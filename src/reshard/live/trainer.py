@@ -14,13 +14,16 @@ from reshard.models.model import Model
 class Trainer(ABC):
     """The weights of one rank of a trainer, wherever they came from and however they are split.
 
-    `regions` say where each local tensor of this rank lies in memory; they have one or two dims, and rows
+    `regions` say where each local tensor of this rank lies in memory; these have one or two dims, and rows
     that are contiguous. What the local tensors are is told once, in canonical names and coordinates, by
     `publish`: a trainer's own names stay with it. Where they lie is asked before every refit, since trainers
     move parameters away and back.
     """
 
-    regions: Sequence[Region]
+    @property
+    @abstractmethod
+    def regions(self) -> Sequence[Region]:
+        """Where each local tensor lies now; looked at when something has moved."""
 
     @abstractmethod
     def publish(self, model: Model) -> list[LocalTensor]:
@@ -43,7 +46,7 @@ class Trainer(ABC):
     @property
     def device(self) -> torch.device | None:
         """Where the trainer computes, and should have its parameters; None where this rank has none."""
-        return self.regions[0].tensor.device if self.regions else None
+        return next((region.tensor.device for region in self.regions), None)
 
     def addresses(self) -> list[int]:
         """Where the parameters are now: one address for each tensor that a region looks into."""

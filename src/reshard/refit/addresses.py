@@ -89,10 +89,9 @@ def fill_table(destination: Engine, device: torch.device) -> tuple[np.ndarray, t
 def source_table(source: Trainer, asked: np.ndarray) -> np.ndarray:
     """A table of pieces that another rank asked for, with the source's end filled in."""
     shards = asked[:, SHARD]
-    size = np.array([region.tensor.element_size() for region in source.regions], np.int64)[shards]
-    memory = np.array([(region.address, region.pitch) for region in source.regions], np.int64).reshape(-1, 2)[
-        shards
-    ]
+    regions = source.regions
+    size = np.array([region.tensor.element_size() for region in regions], np.int64)[shards]
+    memory = np.array([(region.address, region.pitch) for region in regions], np.int64).reshape(-1, 2)[shards]
     table = np.zeros((len(asked), 6), np.int64)
     table[:, SRC_PITCH] = memory[:, 1] * size
     table[:, SRC] = memory[:, 0] + asked[:, ROW] * table[:, SRC_PITCH] + asked[:, COLUMN] * size
@@ -122,7 +121,8 @@ def as_read(table: np.ndarray) -> np.ndarray:
 def allocations_of(source: Trainer, shards: Sequence[int]) -> list[Allocation]:
     """The CUDA allocations that these shards of a trainer's rank lie in."""
     found: list[Allocation] = []
-    for address in sorted(source.regions[shard].address for shard in shards):
+    regions = source.regions
+    for address in sorted(regions[shard].address for shard in shards):
         if not found or address >= found[-1].base + found[-1].size:
             found.append(allocation_of(address))
     return found

@@ -41,13 +41,19 @@ class Held(NamedTuple):
     box: Box
 
     @property
+    def matrices(self) -> int:
+        """How many local tensors it is: of experts in one tensor, one for each."""
+        return self.box.lengths[0] if len(self.shape) == 3 else 1
+
+    @property
     def tensor(self) -> torch.Tensor:
         """What is here, now: FSDP makes a new local tensor when the model is moved."""
         found: torch.Tensor | None = self.module._parameters.get(self.key)
         if found is None:
             found = self.module._buffers[self.key]
         assert found is not None
-        return _local(found.detach())
+        with torch.no_grad():  # the local tensor itself, without a node of the graph for every look
+            return _local(found)
 
 
 class FsdpModel(Trainer):
@@ -68,9 +74,7 @@ class FsdpModel(Trainer):
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reshard()
         self.held = [held for held in _held(model) if all(held.box.lengths)]
-        self._names: list[str] = []
-        self.regions: list[Region] = []
-        self._find()
+        self._names = [held.name for held in self.held for _ in range(held.matrices)]
 
     def _reshard(self) -> None:
         """Some modules keep their parameters whole after a forward, the outermost by default; those would be
@@ -78,13 +82,24 @@ class FsdpModel(Trainer):
         for module in self._sharded:
             module.reshard()
 
-    def _find(self) -> None:
-        """Where everything is now: one region for each local tensor, of experts in one tensor one for each
-        expert."""
-        self.regions, self._names = [], []
-        for held in self.held:
-            tensor = held.tensor
-            if tuple(tensor.shape) != held.box.lengths:
+    @property
+    def regions(self) -> list[Region]:
+        """See `Trainer.regions`: one for each local tensor, of experts in one tensor one for each expert.
+
+        Made anew from what FSDP holds now: it makes new local tensors when the model is moved, and one that
+        is kept here would keep its memory from being freed.
+        """
+        found = []
+        for held, tensor in zip(self.held, self._tensors(), strict=True):
+            elements, pitch = tensor.numel() // held.matrices, tensor.shape[-1] if tensor.ndim else 1
+            found += [Region(tensor, index * elements, pitch) for index in range(held.matrices)]
+        return found
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """The local tensors, as they are now. Raises ReshardError where one is not as it was at connect."""
+        found = [held.tensor for held in self.held]
+        for held, tensor in zip(self.held, found, strict=True):
+            if tensor.shape != held.box.lengths:
                 raise ReshardError(
                     f"the trainer's {held.name} is not sharded as it was at connect: refit "
                     f"between two training steps"
@@ -94,14 +109,7 @@ class FsdpModel(Trainer):
                     f"the trainer's {held.name} has strides {list(tensor.stride())}: its "
                     f"rows are not contiguous"
                 )
-            matrices = tensor.shape[0] if tensor.ndim == 3 else 1
-            for index in range(matrices):
-                self.regions.append(
-                    Region(
-                        tensor, index * (tensor.numel() // matrices), tensor.shape[-1] if tensor.ndim else 1
-                    )
-                )
-                self._names.append(held.name)
+        return found
 
     @property
     def device(self) -> torch.device | None:
@@ -119,8 +127,7 @@ class FsdpModel(Trainer):
     def addresses(self) -> list[int]:
         """Where the local tensors are now."""
         self._reshard()
-        self._find()
-        return super().addresses()
+        return [tensor.data_ptr() for tensor in self._tensors()]
 
     def check_memory(self, device: torch.device) -> None:
         """See `Trainer.check_memory`; shards that FSDP keeps in host memory are named."""

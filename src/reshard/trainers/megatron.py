@@ -66,7 +66,7 @@ class MegatronModel(Trainer):
                 "moe_mlp_glu_interleave_size mixes gate and up rows, which is not supported: unset it"
             )
         self.shards: list[Shard] = []
-        self.regions: list[Region] = []
+        self._regions: list[Region] = []
         self.objects: set[str] = set()
         self._read(dict(metadata) if metadata else None)
         self._tensors = list({id(region.tensor): region.tensor for region in self.regions}.values())
@@ -104,7 +104,12 @@ class MegatronModel(Trainer):
                     continue  # a tied output layer, or the embedding that an MTP stage shares
                 seen[shard[:4]] = len(self.shards)
                 self.shards.append(shard)
-                self.regions.append(finder.region(entry.data, entry.key))
+                self._regions.append(finder.region(entry.data, entry.key))
+
+    @property
+    def regions(self) -> list[Region]:
+        """See `Trainer.regions`: of the model's own parameters, whose data a trainer may move."""
+        return self._regions
 
     def addresses(self) -> list[int]:
         """Where the parameters are now; asked before every refit, so that the tensors are kept at hand."""
