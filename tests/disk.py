@@ -3,11 +3,13 @@
 import contextlib
 import errno
 import functools
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 
@@ -80,3 +82,37 @@ def tree(directory: Path) -> dict[str, bytes]:
     return {
         str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()
     }
+
+
+def until(condition, *processes):
+    """Wait for what these processes, all of which go on meanwhile, are to make true."""
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert all(process.poll() is None for process in processes), "a process ended before"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def journal(folder, process=0):
+    """The lines of the journal of an interrupted run, but for one that is being written."""
+    path = folder / ".out.reshard-partial" / f"journal-{process}"
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
+
+
+@contextlib.contextmanager
+def held_run(source, out, *faults, workers=1):
+    """A run of the qwen3-moe checkpoint at TP2 EP2 that stays in one of its writes, half of the tensors being finished, and what lets it go on:
+    that gives what it says on stderr."""
+    held = out.parent / "held"
+    process = subprocess.Popen(
+        command("hf-to-mcore", source, out, "--tp", "2", "--ep", "2", "--workers", workers),
+        env=environment("pwrite:*:380:hold", *faults, held=held), stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+    def go():
+        held.unlink()
+        return process.communicate(timeout=300)[1]
+
+    with ended(process):
+        until(lambda: held.exists() and any(line[0] == "done" for line in journal(out.parent)), process)
+        yield process, go

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from reshard import Layout, ReshardError, check, hf_to_mcore, mcore_to_hf
-from tests.disk import cli, command, ended, environment, tree
+from tests.disk import cli, command, environment, held_run, journal, tree, until
 from tests.kills import Kills
 from tests.oracle import hf_tensors, same
 from tests.ranks import free_port
@@ -96,39 +96,6 @@ def torch_dist_gap(path):
     return end
 
 
-def until(condition, *processes):
-    """Wait for what these processes, all of which go on meanwhile, are to make true."""
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert all(process.poll() is None for process in processes), "a process ended before"
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def journal(folder, process=0):
-    """The lines of the journal of an interrupted run, but for one that is being written."""
-    path = folder / ".out.reshard-partial" / f"journal-{process}"
-    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
-
-
-@contextlib.contextmanager
-def held_run(whole, out, *faults):
-    """A run that stays in one of its writes, half of the tensors being finished, and what lets it go on: that gives what it says on stderr."""
-    held = out.parent / "held"
-    process = subprocess.Popen(
-        command("hf-to-mcore", whole["hf-to-mcore"][0], out, *DIRECTIONS["hf-to-mcore"], "--workers", "1"),
-        env=environment("pwrite:*:380:hold", *faults, held=held), stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-    def go():
-        held.unlink()
-        return process.communicate(timeout=300)[1]
-
-    with ended(process):
-        until(lambda: held.exists() and any(line[0] == "done" for line in journal(out.parent)), process)
-        yield process, go
-
-
 SUFFIX = {"hf-to-mcore": ".distcp", "mcore-to-hf": ".safetensors"}
 
 
@@ -145,7 +112,7 @@ def test_a_sync_that_fails_and_loses_bytes_is_made_good_by_resume(direction, err
 def test_an_interrupt_after_a_failed_sync_forgets_nothing_of_it(whole, tmp_path):
     """The kernel tells the error once: a second sync of the file succeeds, and the bytes are lost all the same."""
     # Of four files: after the ninth sync every tensor that is finished stands in the journal.
-    with held_run(whole, tmp_path / "out", "sync:.distcp:-9:loseENOSPC") as (process, go):
+    with held_run(whole["hf-to-mcore"][0], tmp_path / "out", "sync:.distcp:-9:loseENOSPC") as (process, go):
         until(lambda: any(line[0] == "file" and line[2] == 0 for line in journal(tmp_path)), process)
         assert sum(line[0] == "done" for line in journal(tmp_path)) > 50, "there is something to forget"
         process.send_signal(signal.SIGINT)
@@ -223,7 +190,7 @@ def test_a_journal_that_is_damaged_costs_time_only(how, whole, tmp_path):
 
 
 def test_a_file_that_is_removed_while_it_is_written_is_not_published(whole, tmp_path):
-    with held_run(whole, tmp_path / "out") as (process, go):
+    with held_run(whole["hf-to-mcore"][0], tmp_path / "out") as (process, go):
         partial_file(tmp_path, ".distcp").unlink()
         stderr = go()
     assert process.returncode == 1 and "was removed or replaced" in stderr and not (tmp_path / "out").exists()
@@ -561,7 +528,7 @@ def test_resume_refuses_another_source_or_other_options(whole, tmp_path):
 
 
 def test_two_runs_on_one_destination(whole, tmp_path):
-    with held_run(whole, tmp_path / "out") as (first, go):
+    with held_run(whole["hf-to-mcore"][0], tmp_path / "out") as (first, go):
         second = cli("hf-to-mcore", whole["hf-to-mcore"][0], tmp_path / "out")
         assert second.returncode == 1 and "another run is writing" in second.stderr
         said = go()
@@ -570,7 +537,7 @@ def test_two_runs_on_one_destination(whole, tmp_path):
 
 
 def test_an_interrupt_ends_quietly_and_can_be_resumed(whole, tmp_path):
-    with held_run(whole, tmp_path / "out") as (process, go):
+    with held_run(whole["hf-to-mcore"][0], tmp_path / "out") as (process, go):
         process.send_signal(signal.SIGINT)
         stderr = go()
     assert process.returncode == 130 and "Traceback" not in stderr and not (tmp_path / "out").exists()
@@ -579,7 +546,7 @@ def test_an_interrupt_ends_quietly_and_can_be_resumed(whole, tmp_path):
 
 def test_a_source_that_shrinks_meanwhile_is_one_sentence(whole, tmp_path):
     source = Path(shutil.copytree(whole["hf-to-mcore"][0], tmp_path / "source"))
-    with held_run({"hf-to-mcore": (source, None)}, tmp_path / "out") as (process, go):
+    with held_run(source, tmp_path / "out") as (process, go):
         os.truncate(source / "model.safetensors", 9000)
         stderr = go()
     assert process.returncode == 1 and "it is truncated" in stderr and "Traceback" not in stderr

@@ -3,11 +3,16 @@
 import json
 import shutil
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from reshard import Layout, ReshardError, check, diff, hf_to_mcore, inspect, mcore_to_hf
+from reshard.disk.fp8 import dequantise
 from tests.oracle import dequantized, hf_tensors, megatron_tensors, same, stored_tensors
 
 CONFIG = {
@@ -37,6 +42,27 @@ def dequantize(fp8, scales):
     """weight = fp8 * scale, rounded to bf16."""
     full = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: fp8.shape[0], : fp8.shape[1]]
     return (fp8.float() * full).bfloat16()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    block=st.sampled_from([(128, 128), (64, 32), (1, 128), (128, 1), (3, 5)]),
+    rows=st.integers(1, 300), columns=st.integers(1, 700), start=st.integers(0, 200),
+    magnitude=st.integers(-42, 38), dtype=st.sampled_from([torch.bfloat16, torch.float32]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_numbers_that_are_looked_up_are_the_products(block, rows, columns, start, magnitude, dtype, seed):
+    torch.manual_seed(seed)
+    weight = torch.randint(0, 256, (rows, columns), dtype=torch.uint8)
+    first, last = start // block[0], -(-(start + rows) // block[0])
+    scales = torch.randn(last - first, -(-columns // block[1])) * 10.0**magnitude
+    out = np.empty((rows, columns), {torch.bfloat16: ml_dtypes.bfloat16, torch.float32: np.float32}[dtype])
+    row = start - first * block[0]
+    dequantise(weight.numpy(), scales.numpy(), block, row, out)
+    factors = scales.repeat_interleave(block[0], 0)[row : row + rows].repeat_interleave(block[1], 1)
+    expected = (weight.view(torch.float8_e4m3fn).float() * factors[:, :columns]).to(dtype)
+    ours = torch.from_numpy(out.view(f"i{out.itemsize}")).view(dtype)
+    assert torch.equal(ours.isnan(), expected.isnan())
+    assert torch.equal(ours.nan_to_num(), expected.nan_to_num())
 
 
 @pytest.fixture(scope="module")

@@ -178,6 +178,7 @@ def hf_to_mcore(
             _write_small(work, small, fields, tensors, checksums, rank_files.entries(), sync)
 
         with Aside(rank_files.metadata) as metadata:  # thousands of objects to pickle
+            run.meanwhile = (metadata,)
             identity, places = _identity(src)
             shared = fingerprint(identity, asdict(layout), options, team.size)
             report.resumed_tensors = run.run(shared, fingerprint(shared, places), resume, create, finish)

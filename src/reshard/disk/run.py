@@ -39,7 +39,7 @@ class Run:
     to the destination), `sizes` are the files' bytes, `checks` what the source's manifest says. Each process
     of the `team` writes whole files. Numbers that a cast makes infinite are refused unless `allow_overflow`;
     `overflowed` counts them by tensor. `was_done` says in the end that nothing was left to do: a run that was
-    ended after it had published.
+    ended after it had published. `meanwhile` are calls whose results are taken as they come.
     """
 
     source: Source
@@ -54,6 +54,7 @@ class Run:
     checks: SourceChecks
     allow_overflow: bool = False
     fp8: Fp8Blocks = field(default_factory=lambda: Fp8Blocks(()))
+    meanwhile: tuple[Aside, ...] = ()
     overflowed: dict[str, int] = field(default_factory=dict)
     was_done: bool = False
 
@@ -175,7 +176,8 @@ class Run:
                 def check() -> None:
                     self.team.check()
                     sync.check()
-                    created.check()
+                    for aside in (created, *self.meanwhile):
+                        aside.check()
 
                 workers.run(ended, check, self.progress, done)
                 created.result()

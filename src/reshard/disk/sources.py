@@ -253,7 +253,8 @@ class HuggingFaceSource(Source):
         return weight
 
     def row_multiple(self, name: str) -> int:
-        return self.block[0] if name in self.scales else 1
+        # Some of a block's rows: its numbers are looked up, and all of them would not stay in the cache.
+        return -(-self.block[0] // 4) if name in self.scales else 1
 
     def _rows(self, stored: safetensors.Tensor, start: int, stop: int, columns: int) -> np.ndarray:
         width = columns * stored.dtype.size

@@ -29,9 +29,11 @@ Job = Callable[[str], Any]
 
 # Threads share the interpreter's lock: more of them do no more.
 MOST_THREADS = 8
-# What a worker is given at a time: long against the way to it, short against a run. The smallest tensor
-# counts as NAME_BYTES. For less than WORKER_BYTES no further worker is started unasked.
+# What a worker is given at a time: long against the way to it (BATCH_BYTES), and so much that each gets some
+# BATCHES; but FEWEST_BATCHES at least, so that all end at about the same time. The smallest tensor counts as
+# NAME_BYTES. For less than WORKER_BYTES no further worker is started unasked.
 BATCH_BYTES, NAME_BYTES, WORKER_BYTES = 16 << 20, 128 << 10, 8 << 20
+BATCHES, FEWEST_BATCHES = 64, 4
 # How often it is looked whether a run has failed elsewhere.
 CHECK_SECONDS = 0.1
 PR_SET_PDEATHSIG = 1
@@ -79,7 +81,8 @@ class Batch:
 
 class Batches:
     """All jobs, in batches. Neighbours that write into the same files are together: they are neighbours on
-    the disk and in memory, too."""
+    the disk, and what is known of them is in the same pages of memory, which a forked worker copies when it
+    counts references there."""
 
     def __init__(
         self, sizes: Mapping[str, int], files_of: Callable[[str], Iterable[str]], batch_bytes: int
@@ -141,8 +144,8 @@ class Workers:
         self.job, self.sizes = job, sizes
         total = sum(max(size, NAME_BYTES) for size in sizes.values())
         count = min(worker_count(None), 1 + total // WORKER_BYTES) if workers is None else workers
-        # Enough batches for all to end at about the same time.
-        self.batches = Batches(sizes, files_of, min(BATCH_BYTES, total // (4 * count)))
+        batch_bytes = max(BATCH_BYTES, total // (BATCHES * count))
+        self.batches = Batches(sizes, files_of, min(batch_bytes, total // (FEWEST_BATCHES * count)))
         self.count = min(count, len(self.batches))
         self.workers: list[_Process | _Thread] = []
 
@@ -203,7 +206,7 @@ class Aside:
     def __init__(self, call: Callable[[], Any]) -> None:
         self.call = call
         self.worker: _Process | _Thread | None = None
-        self.found: list[Any] = []
+        self.found: Any = None
 
     def __enter__(self) -> "Aside":
         self.worker = _start(lambda name: self.call(), [])
@@ -211,21 +214,21 @@ class Aside:
         return self
 
     def check(self) -> None:
-        """Raise what the call has raised, if it has ended."""
-        assert self.worker is not None
-        if not self.found and self.worker.connection.poll():
+        """Take the result if it is there, so that the worker ends. Raises what the call has raised."""
+        if self.worker is not None and self.worker.connection.poll():
             self.result()
 
     def result(self) -> Any:
         """What the call returns. Raises what it raises."""
-        assert self.worker is not None
-        if not self.found:
-            self.found = [self.worker.hear()[1]]
-        return self.found[0]
+        if self.worker is not None:
+            self.found = self.worker.hear()[1]
+            self.__exit__()
+        return self.found
 
     def __exit__(self, *exc: object) -> None:
-        assert self.worker is not None
-        _end([self.worker], at_once=True)  # its result was taken, or nobody needs it
+        if self.worker is not None:
+            _end([self.worker], at_once=True)  # its result was taken, or nobody needs it
+            self.worker = None
 
 
 @dataclass

@@ -1,0 +1,136 @@
+"""Workers: who does what when, and what is left where one of them dies."""
+
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+import torch
+
+import reshard.disk.rank_files
+from reshard import Layout, check, hf_to_mcore, mcore_to_hf
+from reshard.disk.workers import Batches
+from tests.disk import cli, held_run, tree, until
+from tests.oracle import hf_tensors, megatron_tensors, same, stored_tensors
+
+OPTIONS = ("--tp", "2", "--ep", "2")
+
+
+@pytest.fixture(scope="module")
+def source(checkpoint):
+    return checkpoint("qwen3-moe", dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def expected(source, tmp_path_factory):
+    """What threads make of the source: torch is loaded in this process."""
+    out = tmp_path_factory.mktemp("expected") / "mcore"
+    hf_to_mcore(source, out, Layout(tp=2, ep=2))
+    return tree(out)
+
+
+def test_any_number_of_workers_writes_the_same_bytes(source, expected, tmp_path):
+    for workers in (1, 2, 7):
+        out = tmp_path / f"{workers}"
+        assert cli("hf-to-mcore", source, out, *OPTIONS, "--workers", workers).returncode == 0
+        assert tree(out) == expected
+
+
+def test_a_killed_worker_is_one_sentence_and_the_run_goes_on_with_resume(source, expected, tmp_path):
+    with held_run(source, tmp_path / "out", workers=2) as (process, _):
+        workers = psutil.Process(process.pid).children()
+        assert len(workers) >= 2
+        for worker in workers:
+            worker.kill()
+        stderr = process.communicate(timeout=60)[1]
+    assert process.returncode == 1 and "a worker of this command was ended (SIGKILL)" in stderr
+    assert "Traceback" not in stderr and not (tmp_path / "out").exists()
+    done = cli("hf-to-mcore", source, tmp_path / "out", *OPTIONS, "--resume")
+    assert done.returncode == 0 and tree(tmp_path / "out") == expected
+
+
+def test_workers_end_with_the_process_that_started_them(source, expected, tmp_path):
+    with held_run(source, tmp_path / "out", workers=3) as (process, _):
+        workers = psutil.Process(process.pid).children()
+        process.kill()
+        process.wait()
+        until(lambda: not any(w.is_running() and w.status() != psutil.STATUS_ZOMBIE for w in workers))
+    # Nobody holds the lock any more.
+    done = cli("hf-to-mcore", source, tmp_path / "out", *OPTIONS, "--resume")
+    assert done.returncode == 0 and tree(tmp_path / "out") == expected
+
+
+def test_ctrl_c_in_the_terminal_is_the_parents(source, tmp_path):
+    with held_run(source, tmp_path / "out", workers=2) as (process, _):
+        for member in (*psutil.Process(process.pid).children(), psutil.Process(process.pid)):
+            member.send_signal(signal.SIGINT)  # as a terminal does it
+        stderr = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and stderr.strip().endswith("Interrupted.")
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_what_nobody_expected_says_where_it_was_raised(threads):
+    code = f"""
+import sys
+from reshard.disk.workers import can_fork, run_jobs
+sys.modules.update(torch=sys) if {threads} else None  # as in a program that has loaded it
+assert can_fork() != {threads}
+def job(name):
+    raise KeyError("the key")
+try:
+    run_jobs(dict.fromkeys("abc", 1), job, 2)
+except RuntimeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "KeyError: 'the key'" in done.stdout and "in job" in done.stdout, done.stderr
+
+
+def test_a_result_comes_from_a_process_of_its_own_unless_there_are_threads():
+    code = """
+import os, threading
+from reshard.disk.workers import Aside, run_jobs
+assert os.getpid() not in run_jobs(dict.fromkeys("abc", 1 << 30), lambda name: os.getpid(), 2).values()
+with Aside(lambda: bytes(1 << 22)) as aside:  # more than a pipe holds
+    while aside.worker is not None:
+        aside.check()
+    assert aside.result() == bytes(1 << 22)
+stop = threading.Event()
+threading.Thread(target=stop.wait).start()
+assert set(run_jobs(dict.fromkeys("abc", 1 << 30), lambda name: os.getpid(), 2).values()) == {os.getpid()}
+stop.set()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_batches_are_neighbours_and_go_where_the_fewest_write():
+    sizes = {f"{file}{index}": 1 << 20 for file in "ab" for index in range(8)} | {"a-large": 9 << 20}
+    batches = Batches(sizes, lambda name: name[0], 4 << 20)
+    assert len(batches) == 5
+    first, second = batches.take(), batches.take()
+    assert (first.names, second.names) == (["a-large"], ["b0", "b1", "b2", "b3"])
+    third = batches.take()
+    assert third.names == ["a0", "a1", "a2", "a3"]
+    batches.give_back(second)
+    assert batches.take().names == ["b4", "b5", "b6", "b7"]  # nobody writes into b now
+    assert batches.take().names == ["a4", "a5", "a6", "a7"] and batches.take() is None
+
+
+def test_a_rank_has_several_files_where_its_bytes_would_keep_one_worker_busy(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(reshard.disk.rank_files, "SMALLEST_FILE_BYTES", 100_000)
+    hf_to_mcore(source, tmp_path / "mcore", Layout(tp=2, pp=2))
+    release = tmp_path / "mcore" / "release"
+    files = {path.name: path.stat().st_size for path in release.glob("*.distcp")}
+    assert {f"__{rank}_{index}.distcp" for rank in range(4) for index in (0, 1)} <= files.keys()
+    assert min(files.values()) > 0.3 * max(files.values())
+    assert check(tmp_path / "mcore").ok
+    assert same(stored_tensors(release), megatron_tensors(source, 1024)) == []
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 4
+    assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
+    data = bytearray((release / "__0_1.distcp").read_bytes())
+    data[data.index(b"PK\5\6") + 22] ^= 1  # between the first container and the second
+    (release / "__0_1.distcp").write_bytes(data)
+    assert check(tmp_path / "mcore").changed == ["release/__0_1.distcp"]
