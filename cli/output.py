@@ -13,7 +13,7 @@ from reshard.core.limits import MAX_WORKERS
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 workers_option = click.option(
-    "--workers", type=click.IntRange(1, MAX_WORKERS), help="Threads (default: the cores, at most 8)."
+    "--workers", type=click.IntRange(1, MAX_WORKERS), help="Processes (default: one for each core)."
 )
 
 

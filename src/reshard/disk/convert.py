@@ -26,7 +26,7 @@ from reshard.disk.streams import SLAB_BYTES, TensorInfo, grouped_strips, strip_o
 from reshard.disk.team import Team
 from reshard.disk.verify import SourceChecks
 from reshard.disk.workdir import Workdir, fingerprint
-from reshard.disk.workers import Aside, Progress, worker_count
+from reshard.disk.workers import Aside, Progress, worker_count, workers_for
 from reshard.formats import safetensors, torch_dist
 from reshard.megatron.args import FLAGS_FILE, arguments, checkpoint_args, command_line, version_of
 from reshard.megatron.checkpoint import chunks_to_write, extra_states_to_write
@@ -34,8 +34,9 @@ from reshard.megatron.layout import Layout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS, expand, padded_vocab_size
 from reshard.models.config_fields import check_ignored
 
-# What the interpreter and numpy take before the first slab.
-BASE_MEMORY_BYTES = 48 << 20
+# About what the interpreter and numpy take before the first slab, a forked worker of its own, and what is
+# planned for a tensor (with .metadata, and with what workers copy of it).
+BASE_MEMORY_BYTES, WORKER_MEMORY_BYTES, TENSOR_MEMORY_BYTES = 48 << 20, 8 << 20, 9 << 10
 # The largest file that transformers wrote for years, unless told otherwise.
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -367,7 +368,8 @@ def _report(
 ) -> Report:
     read = sum(t.size_bytes for n, t in src.tensors.items())
     slab = max(SLAB_BYTES, *(src.row_multiple(n) * t.columns * 4 for n, t in src.tensors.items()))
-    slabs = 4 * (worker_count(workers)) * slab  # read, assembled, cast, cut into columns
+    # Read, assembled, cast, cut into columns.
+    memory = BASE_MEMORY_BYTES + workers_for(read, workers) * (WORKER_MEMORY_BYTES + 4 * slab)
     return Report(
         direction,
         src.model.family.name,
@@ -379,7 +381,7 @@ def _report(
         sum(sizes.values()),
         len(sizes),
         {},
-        slabs + BASE_MEMORY_BYTES,
+        memory + len(src.tensors) * TENSOR_MEMORY_BYTES,
         dry_run,
         list(src.notices),
         process=team.process,

@@ -56,6 +56,11 @@ def worker_count(workers: int | None) -> int:
     return workers
 
 
+def workers_for(size_bytes: int, workers: int | None) -> int:
+    """How many workers so many bytes get: `workers`, or as many as they keep busy."""
+    return min(worker_count(None), 1 + size_bytes // WORKER_BYTES) if workers is None else workers
+
+
 def run_jobs(
     sizes: Mapping[str, int],
     job: Job,
@@ -143,7 +148,7 @@ class Workers:
     ) -> None:
         self.job, self.sizes = job, sizes
         total = sum(max(size, NAME_BYTES) for size in sizes.values())
-        count = min(worker_count(None), 1 + total // WORKER_BYTES) if workers is None else workers
+        count = workers_for(total, workers)
         batch_bytes = max(BATCH_BYTES, total // (BATCHES * count))
         self.batches = Batches(sizes, files_of, min(batch_bytes, total // (FEWEST_BATCHES * count)))
         self.count = min(count, len(self.batches))
