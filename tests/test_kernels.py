@@ -11,9 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton import knobs
 
 from reshard.refit.copies import CopyTable
 from reshard.refit.digests import digests
+from reshard.refit.kernels import expected_compilation
 from reshard.refit.tables import DST, ROWS, SRC, WIDTH, bytes_of, interleaved, table_of, tiles_of
 from reshard.refit.transports.buckets import rounds_of
 
@@ -181,3 +183,16 @@ def interpret(kernel: str) -> None:
 
 if __name__ == "__main__":
     interpret(sys.argv[1])
+
+
+def test_who_watches_for_compilation_is_not_told_of_what_connect_compiles(monkeypatch):
+    """As vLLM's jit_monitor watches, by Triton's hook; it does so on GPUs only."""
+
+    def watching(**what):
+        raise AssertionError(what)
+
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", watching)
+    with pytest.raises(KeyError), expected_compilation():
+        assert knobs.runtime.jit_post_compile_hook is None
+        raise KeyError
+    assert knobs.runtime.jit_post_compile_hook is watching

@@ -4,11 +4,14 @@ addresses.
 Both take raw addresses, so that one launch can read many tensors, and other GPUs' memory.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
 from reshard.refit import mix
 
@@ -91,10 +94,21 @@ def digest_tiles(tiles: torch.Tensor, out: torch.Tensor, unit: int) -> None:
     _digest[(len(tiles),)](tiles, out, *how, num_warps=4)
 
 
+@contextmanager
+def expected_compilation() -> Iterator[None]:
+    """Compiling that was asked for, at connect: who watches for compilation that was not, as vLLM does once it
+    serves (``--jit-monitor-mode``), is not told."""
+    watching, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, None
+    try:
+        yield
+    finally:
+        knobs.runtime.jit_post_compile_hook = watching
+
+
 @cache
 def compile_copy(unit: int, device: torch.device) -> None:
     """Compile the copies of this word size now, on nothing, so that the first refit does not wait for it."""
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), expected_compilation():
         nothing = torch.zeros((1, 6), dtype=torch.int64, device=device)
         nothing[0, :2] = nothing.data_ptr()
         copy_tiles(nothing, unit)
@@ -104,7 +118,7 @@ def compile_copy(unit: int, device: torch.device) -> None:
 @cache
 def compile_digest(unit: int, device: torch.device) -> None:
     """Compile the digests of elements of this size now, on nothing."""
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), expected_compilation():
         nothing, out = (
             torch.zeros((1, 6), dtype=torch.int64, device=device),
             torch.zeros(1, dtype=torch.int64, device=device),
