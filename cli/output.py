@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -56,9 +57,17 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(file=_Terminal()), transient=True) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    # Drawn when there is something new, and by no thread: a program with threads does not fork.
+    with Progress(*columns, console=Console(file=_Terminal()), transient=True, auto_refresh=False) as bar:
+        task, drawn = bar.add_task(title, total=None), 0.0
+
+        def show(done: int, total: int) -> None:
+            nonlocal drawn
+            due = time.monotonic() - drawn > 0.1
+            drawn = time.monotonic() if due else drawn
+            bar.update(task, completed=done, total=total, refresh=due)
+
+        yield show
 
 
 class _Terminal(io.TextIOBase):

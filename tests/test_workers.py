@@ -1,8 +1,11 @@
 """Workers: who does what when, and what is left where one of them dies."""
 
+import os
+import pty
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -10,6 +13,7 @@ import torch
 
 import reshard.disk.rank_files
 from reshard import Layout, check, hf_to_mcore, mcore_to_hf
+from reshard.disk import workers
 from reshard.disk.workers import Batches
 from tests.disk import cli, held_run, tree, until
 from tests.oracle import hf_tensors, megatron_tensors, same, stored_tensors
@@ -31,18 +35,18 @@ def expected(source, tmp_path_factory):
 
 
 def test_any_number_of_workers_writes_the_same_bytes(source, expected, tmp_path):
-    for workers in (1, 2, 7):
-        out = tmp_path / f"{workers}"
-        assert cli("hf-to-mcore", source, out, *OPTIONS, "--workers", workers).returncode == 0
+    for count in (1, 2, 7):
+        out = tmp_path / f"{count}"
+        assert cli("hf-to-mcore", source, out, *OPTIONS, "--workers", count).returncode == 0
         assert tree(out) == expected
 
 
 def test_a_killed_worker_is_one_sentence_and_the_run_goes_on_with_resume(source, expected, tmp_path):
     with held_run(source, tmp_path / "out", workers=2) as (process, _):
-        workers = psutil.Process(process.pid).children()
-        assert len(workers) >= 2
-        for worker in workers:
-            worker.kill()
+        children = psutil.Process(process.pid).children()
+        assert len(children) >= 2
+        for child in children:
+            child.kill()
         stderr = process.communicate(timeout=60)[1]
     assert process.returncode == 1 and "a worker of this command was ended (SIGKILL)" in stderr
     assert "Traceback" not in stderr and not (tmp_path / "out").exists()
@@ -52,10 +56,10 @@ def test_a_killed_worker_is_one_sentence_and_the_run_goes_on_with_resume(source,
 
 def test_workers_end_with_the_process_that_started_them(source, expected, tmp_path):
     with held_run(source, tmp_path / "out", workers=3) as (process, _):
-        workers = psutil.Process(process.pid).children()
+        children = psutil.Process(process.pid).children()
         process.kill()
         process.wait()
-        until(lambda: not any(w.is_running() and w.status() != psutil.STATUS_ZOMBIE for w in workers))
+        until(lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children))
     # Nobody holds the lock any more.
     done = cli("hf-to-mcore", source, tmp_path / "out", *OPTIONS, "--resume")
     assert done.returncode == 0 and tree(tmp_path / "out") == expected
@@ -93,7 +97,7 @@ import os, threading
 from reshard.disk.workers import Aside, run_jobs
 assert os.getpid() not in run_jobs(dict.fromkeys("abc", 1 << 30), lambda name: os.getpid(), 2).values()
 with Aside(lambda: bytes(1 << 22)) as aside:  # more than a pipe holds
-    while aside.worker is not None:
+    while aside.workers:
         aside.check()
     assert aside.result() == bytes(1 << 22)
 stop = threading.Event()
@@ -103,6 +107,116 @@ stop.set()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("what", [
+    "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
+    "signal.signal(signal.SIGCHLD, lambda *a: os.waitpid(-1, os.WNOHANG))",
+    "signal.signal(signal.SIGTERM, lambda *a: sys.exit(143))",
+])  # fmt: skip
+def test_signal_handlers_of_the_program_do_not_disturb(what, source, expected, tmp_path):
+    code = f"""
+import os, signal, sys
+from reshard import Layout, hf_to_mcore
+{what}
+hf_to_mcore({str(source)!r}, {str(tmp_path / "out")!r}, Layout(tp=2, ep=2), workers=3)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and tree(tmp_path / "out") == expected, done.stderr
+
+
+@pytest.mark.parametrize("handled", [True, False])
+def test_a_signal_as_a_worker_starts_runs_nothing_of_the_parents(handled, source, expected, tmp_path):
+    """Ctrl-C goes to all processes of a terminal, also to one that has just been forked."""
+    code = f"""
+import os, signal
+fork = os.fork
+def forked():
+    pid = fork()
+    if pid == 0:
+        os.kill(os.getpid(), signal.SIGINT)
+    return pid
+os.fork = forked
+from reshard import Layout, hf_to_mcore
+{"signal.signal(signal.SIGINT, signal.SIG_DFL)" if not handled else ""}
+hf_to_mcore({str(source)!r}, {str(tmp_path / "out")!r}, Layout(tp=2, ep=2), workers=4)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and tree(tmp_path / "out") == expected, done.stderr
+    assert "KeyboardInterrupt" not in done.stderr
+
+
+def test_errors_of_the_system_stay_what_they_are_and_odd_results_are_reported():
+    code = """
+from reshard.disk.workers import run_jobs
+def job(name):
+    if name == "disk":
+        raise OSError(5, "Input/output error", "a file")
+    return lambda: None
+for name in ("disk", "odd"):
+    try:
+        run_jobs({name: 1}, job, 1)
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    first, second = done.stdout.splitlines()[:2]
+    assert first == "OSError [Errno 5] Input/output error: 'a file'", done.stderr
+    assert second.startswith("RuntimeError") and "pickle" in second
+
+
+def test_a_terminal_has_a_bar_and_processes(source, tmp_path):
+    """Under a terminal of its own: the bar starts no thread, which would make workers threads."""
+    code = f"""
+import os, sys
+import reshard.disk.workers as workers
+start = workers._Process.__init__
+def started(self, *arguments):
+    start(self, *arguments)
+    os.write(1, b"a process\\n")
+workers._Process.__init__ = started
+sys.argv = ["reshard", "hf-to-mcore", {str(source)!r}, {str(tmp_path / "out")!r}, "--workers", "2"]
+from reshard.cli.main import main
+main()
+"""
+    ours, theirs = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=60,
+        env=os.environ | {"TERM": "xterm"},
+    )  # fmt: skip
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16)
+    os.close(ours)
+    assert done.returncode == 0 and done.stdout.count("a process") == 4, shown
+    assert b"%" in shown or b"/" in shown
+
+
+def test_a_containers_share_of_the_cores_counts(tmp_path, monkeypatch):
+    bound = len(os.sched_getaffinity(0))
+    monkeypatch.setattr(workers, "CGROUP", tmp_path)
+    assert workers.cores() == bound
+    for text, expected in (
+        ("max 100000", bound),
+        ("100000 100000", 1),
+        ("150000 100000", min(2, bound)),
+        ("1000 100000", 1),
+    ):
+        (tmp_path / "cpu.max").write_text(text)
+        assert workers.cores() == expected
+
+
+def test_thousands_of_files_take_no_longer_each():
+    batches = Batches(
+        {f"{n}": 4 << 20 for n in range(20_000)}, lambda name: [f"file {int(name) // 2}"], 4 << 20
+    )
+    taken = []
+    start = time.process_time()
+    while (batch := batches.take()) is not None:
+        taken += batch.names
+        if len(taken) % 3 == 0:
+            batches.give_back(batch)
+    assert sorted(taken, key=int) == [f"{n}" for n in range(20_000)]
+    assert time.process_time() - start < 20  # a minute and more when every take looked at all of them
 
 
 def test_batches_are_neighbours_and_go_where_the_fewest_write():

@@ -49,8 +49,11 @@ class OpenFiles:
             done += n
 
     def read(self, path: Path, offset: int, length: int) -> bytes:
-        """`length` bytes of a file, fewer at its end."""
-        return os.pread(self.descriptor(path), length, offset)
+        """`length` bytes of a file, fewer at its end. Raises ReshardError where it cannot be read."""
+        try:
+            return os.pread(self.descriptor(path), length, offset)
+        except OSError as error:
+            raise ReshardError(f"cannot read {path} at byte {offset}: {error.strerror}") from error
 
     def write(self, path: Path, offset: int, data: memoryview | bytes) -> None:
         """Write all of `data` at an offset. Raises ReshardError where the disk is full or the file cannot be
@@ -172,7 +175,13 @@ class EarlySync:
             self.error = error
 
     def __enter__(self) -> "EarlySync":
-        self.thread.start()
+        try:
+            self.thread.start()
+        except RuntimeError as error:
+            raise ReshardError(
+                f"the system has no thread left for this process ({error}); use fewer --workers",
+                resumable=True,
+            ) from error
         return self
 
     def __exit__(self, kind: type | None, *exc: object) -> None:
@@ -181,8 +190,12 @@ class EarlySync:
         if kind is not None:
             return
         if self.error is None:
-            with ThreadPoolExecutor(4) as pool:
-                list(pool.map(lambda path: self._sync(path, self.files.sync), self.paths))
+            try:
+                with ThreadPoolExecutor(4) as pool:
+                    list(pool.map(lambda path: self._sync(path, self.files.sync), self.paths))
+            except RuntimeError:  # the system has no threads left
+                for path in self.paths:
+                    self._sync(path, self.files.sync)
         self.check()
         self._confirm(self._take())
         self.check()

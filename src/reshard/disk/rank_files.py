@@ -149,6 +149,7 @@ class RankFiles:
 
     def metadata(self) -> bytes:
         """The iteration's ``.metadata``."""
+        self.objects = list(self.objects)
         keys: dict[str, torch_dist.Key] = {}
         first: dict[int, str] = {}
         for name, placed in self.files.items():

@@ -161,8 +161,8 @@ class Run:
 
             # Workers are forked before the thread that syncs is there.
             with (
-                Aside(lambda: create(files, mine)) as created,
-                Workers(copy, sizes, self.workers, written_into) as workers,
+                Aside(lambda: create(files, mine), files.close) as created,
+                Workers(copy, sizes, self.workers, written_into, files.close) as workers,
                 (EarlySync if self.sync else NoSync)(
                     files, list(paths.values()), journal.record, lost
                 ) as sync,
@@ -179,9 +179,9 @@ class Run:
                     for aside in (created, *self.meanwhile):
                         aside.check()
 
-                workers.run(ended, check, self.progress, done)
+                unwritten = workers.run(ended, check, self.progress, done)
                 created.result()
-            self._close(files, list(paths.values()), lost)
+            self._close(files, list(paths.values()), [*unwritten, created.left], lost)
         finally:
             journal.close()
         checksums = {part: finished[part].checksum for part in parts if part in hashed}
@@ -253,11 +253,20 @@ class Run:
                 hashed.update(self.fp8.parts(name) if owns else ())
         return names, hashed
 
-    def _close(self, files: OpenFiles, paths: list[Path], lost: Callable[[Path], None]) -> None:
-        """Close the files that were written. Raises ReshardError where one of them is not what is at its
+    def _close(
+        self,
+        files: OpenFiles,
+        paths: list[Path],
+        closed: list[dict[Path, OSError] | None],
+        lost: Callable[[Path], None],
+    ) -> None:
+        """Close the files that were written; `closed` are the errors that this gave in each worker's process,
+        since some systems tell them once. Raises ReshardError where one of them is not what is at its
         path."""
         replaced = [path for path in paths if files.replaced(path)]
         errors = files.close()
+        for found in closed:
+            errors |= found or {}
         for path in errors:
             lost(path)
         for path, error in errors.items():

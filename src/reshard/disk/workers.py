@@ -14,10 +14,14 @@ import signal
 import sys
 import threading
 import traceback
-from collections import Counter
+import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from typing import Any
 
 from reshard.core.errors import ReshardError
@@ -37,11 +41,29 @@ BATCHES, FEWEST_BATCHES = 64, 4
 # How often it is looked whether a run has failed elsewhere.
 CHECK_SECONDS = 0.1
 PR_SET_PDEATHSIG = 1
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def can_fork() -> bool:
-    """Whether workers are processes here."""
-    return sys.platform == "linux" and "torch" not in sys.modules and threading.active_count() == 1
+    """Whether workers are processes here: on Linux, without torch, and without other threads (but for tqdm's
+    monitor, which a download leaves behind, and which only sleeps)."""
+    others = [
+        thread
+        for thread in threading.enumerate()
+        if thread is not threading.current_thread() and thread.name != "tqdm_monitor"
+    ]
+    return sys.platform == "linux" and "torch" not in sys.modules and not others
+
+
+def cores() -> int:
+    """How many cores this process may use: those it is bound to, or its container's share where that is less
+    (``cpu.max`` of cgroups, version 2, or its counterpart in version 1)."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = " ".join((CGROUP / name).read_text(encoding="utf-8") for name in names).split()
+            return max(1, min(bound, -(-int(quota) // int(period)))) if int(quota) > 0 else bound
+    return bound
 
 
 def worker_count(workers: int | None) -> int:
@@ -50,8 +72,7 @@ def worker_count(workers: int | None) -> int:
     Raises ReshardError for fewer than one or more than a machine has use for.
     """
     if workers is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return min(cores, MAX_WORKERS if can_fork() else MOST_THREADS)
+        return min(cores(), MAX_WORKERS if can_fork() else MOST_THREADS)
     check_number(workers, "--workers", MAX_WORKERS)
     return workers
 
@@ -103,40 +124,64 @@ class Batches:
             batches[-1].names.append(name)
             batches[-1].size_bytes += cost
             self.left_bytes[files] += cost
-        for batches in self.left.values():
+        self.sharing: dict[str, list[tuple[str, ...]]] = defaultdict(list)
+        for files, batches in self.left.items():
             # The largest is taken first, from the end, so that no worker is left alone with it.
             batches.sort(key=lambda batch: -batch.size_bytes)
             batches.reverse()
+            for file in files:
+                self.sharing[file].append(files)
+        # Groups of files by what they promise; one whose promise has changed is looked at again when it comes
+        # up, or at once where it has become better.
+        self.number = count()
+        self.order: list[tuple[int, int, int, tuple[str, ...]]] = []
+        for files in self.left:
+            self._offer(files)
 
     def __len__(self) -> int:
         return sum(map(len, self.left.values()))
 
+    def _promise(self, files: tuple[str, ...]) -> tuple[int, int]:
+        return max((self.writers[f] for f in files), default=0), -self.left_bytes[files]
+
+    def _offer(self, files: tuple[str, ...]) -> None:
+        if files in self.left:
+            heappush(self.order, (*self._promise(files), next(self.number), files))
+
     def take(self) -> Batch | None:
         """The next batch: into the files into which the fewest workers write, since a kernel lets one at a
         time write into a file; of those with the most to do."""
-        if not self.left:
-            return None
-        files = min(
-            self.left,
-            key=lambda files: (max((self.writers[f] for f in files), default=0), -self.left_bytes[files]),
-        )
-        batch = self.left[files].pop()
-        self.left_bytes[files] -= batch.size_bytes
-        if not self.left[files]:
-            del self.left[files]
-        self.writers.update(batch.files)
-        return batch
+        while self.order:
+            *promise, _, files = heappop(self.order)
+            if files not in self.left:
+                continue
+            if tuple(promise) != self._promise(files):
+                if tuple(promise) < self._promise(files):
+                    self._offer(files)
+                continue
+            batch = self.left[files].pop()
+            self.left_bytes[files] -= batch.size_bytes
+            if not self.left[files]:
+                del self.left[files]
+            self.writers.update(files)
+            self._offer(files)
+            return batch
+        return None
 
     def give_back(self, batch: Batch) -> None:
         """A worker is done with a batch."""
         self.writers.subtract(batch.files)
+        for file in batch.files:
+            for files in self.sharing[file]:
+                self._offer(files)
 
 
 class Workers:
     """Workers for `job(name)` of every name in `sizes` (bytes), from the beginning of the `with` block to its
     end; never more than there are batches.
 
-    `files_of` says into which files a job writes. What a job returns is pickled, and so is what it raises.
+    `files_of` says into which files a job writes. What a job returns is pickled, and so is what it raises. A
+    worker that is a process calls `leave` when all is done.
     """
 
     def __init__(
@@ -145,8 +190,9 @@ class Workers:
         sizes: Mapping[str, int],
         workers: int | None = None,
         files_of: Callable[[str], Iterable[str]] = lambda name: (),
+        leave: Callable[[], Any] = lambda: None,
     ) -> None:
-        self.job, self.sizes = job, sizes
+        self.job, self.sizes, self.leave, self.asked_for = job, sizes, leave, workers
         total = sum(max(size, NAME_BYTES) for size in sizes.values())
         count = workers_for(total, workers)
         batch_bytes = max(BATCH_BYTES, total // (BATCHES * count))
@@ -157,7 +203,12 @@ class Workers:
     def __enter__(self) -> "Workers":
         try:
             for _ in range(self.count):
-                self.workers.append(_start(self.job, self.workers))
+                try:
+                    _start(self.job, self.leave, self.workers)
+                except ReshardError:
+                    if self.asked_for is not None or not self.workers:
+                        raise
+                    break  # nobody asked for more than the system has
         except BaseException:
             _end(self.workers, at_once=True)
             raise
@@ -169,9 +220,9 @@ class Workers:
         check: Callable[[], None] = lambda: None,
         progress: Progress | None = None,
         done: int = 0,
-    ) -> None:
-        """Do all jobs. `ended(name, result)` is called here for each, in whatever order they end; `check`
-        often.
+    ) -> list[Any]:
+        """Do all jobs; what `leave` gave in each process. `ended(name, result)` is called here for each, in
+        whatever order they end; `check` often.
 
         `done` are the bytes that `progress` counts as done before. The first error of any of them ends the
         others, and is raised.
@@ -186,7 +237,7 @@ class Workers:
                 busy[worker.connection] = _Busy(worker, batch)
                 worker.tell(batch.names)
             if not busy:
-                return
+                return [worker.left() for worker in self.workers]
             check()
             for connection in wait(list(busy), CHECK_SECONDS):
                 now = busy[connection]  # type: ignore[index]
@@ -206,34 +257,39 @@ class Workers:
 
 class Aside:
     """A call in a worker of its own, from the beginning of the `with` block on; what it returns is
-    pickled."""
+    pickled. `left` is what `leave` gives, which the worker calls after it if it is a process."""
 
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self.call = call
-        self.worker: _Process | _Thread | None = None
+    def __init__(self, call: Callable[[], Any], leave: Callable[[], Any] = lambda: None) -> None:
+        self.call, self.leave = call, leave
+        self.workers: list[_Process | _Thread] = []
         self.found: Any = None
+        self.left: Any = None
 
     def __enter__(self) -> "Aside":
-        self.worker = _start(lambda name: self.call(), [])
-        self.worker.tell([""])
+        try:
+            _start(lambda name: self.call(), self.leave, self.workers)
+            self.workers[0].tell([""])
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def check(self) -> None:
         """Take the result if it is there, so that the worker ends. Raises what the call has raised."""
-        if self.worker is not None and self.worker.connection.poll():
+        if self.workers and self.workers[0].connection.poll():
             self.result()
 
     def result(self) -> Any:
         """What the call returns. Raises what it raises."""
-        if self.worker is not None:
-            self.found = self.worker.hear()[1]
+        if self.workers:
+            self.found = self.workers[0].hear()[1]
+            self.left = self.workers[0].left()
             self.__exit__()
         return self.found
 
     def __exit__(self, *exc: object) -> None:
-        if self.worker is not None:
-            _end([self.worker], at_once=True)  # its result was taken, or nobody needs it
-            self.worker = None
+        _end(self.workers, at_once=True)  # its result was taken, or nobody needs it
+        self.workers = []
 
 
 @dataclass
@@ -251,8 +307,8 @@ class _Worker:
     def __init__(self) -> None:
         self.connection, self.theirs = Pipe()
 
-    def tell(self, names: list[str]) -> None:
-        """Give it a batch; that it has ended shows when its answer is waited for."""
+    def tell(self, names: list[str] | None) -> None:
+        """Give it a batch, or None to leave; that it has ended shows when its answer is waited for."""
         with contextlib.suppress(OSError):
             self.connection.send(names)
 
@@ -262,14 +318,24 @@ class _Worker:
         try:
             name, result, error = self.connection.recv()
         except (EOFError, OSError) as problem:
+            how = self.wait()
+            hint = ", as the system does where memory runs out" if how == "SIGKILL" else ""
             raise ReshardError(
-                f"a worker of this command was ended ({self.wait()}), as the system does where memory runs "
-                f"out; a conversion goes on with --resume, and needs less with fewer --workers",
+                f"a worker of this command was ended ({how}){hint}; a conversion goes on with --resume, and "
+                f"needs less with fewer --workers",
                 resumable=True,
             ) from problem
         if error is not None:
             raise error
         return name, result
+
+    def left(self) -> Any:
+        """Let it leave, when it has done its jobs; what it gives. None of a thread, whose files are ours."""
+        return None
+
+    def dismiss(self, at_once: bool) -> None:
+        """Let it end, when it has done its job; a process `at_once`, where that is asked for."""
+        self.connection.close()
 
     def wait(self) -> str:
         """Wait until it has ended; how it has."""
@@ -279,34 +345,46 @@ class _Worker:
 class _Process(_Worker):
     """A worker in a forked process. `others` are this process's ends of the pipes of those before it."""
 
-    def __init__(self, job: Job, others: list[Connection]) -> None:
+    def __init__(self, job: Job, leave: Callable[[], Any], others: list[Connection]) -> None:
         super().__init__()
         parent = os.getpid()
-        self.pid: int | None = os.fork()
         self.how = ""
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # of native threads, which hold no lock of ours
+            self.pid: int | None = os.fork()
         if self.pid == 0:
             status = 1
             try:
                 for connection in (*others, self.connection):
                     connection.close()
                 _follow(parent)
-                _serve(self.theirs, job)
+                _serve(self.theirs, job, leave)
                 status = 0
             finally:
                 os._exit(status)
         self.theirs.close()
 
+    def left(self) -> Any:
+        self.tell(None)
+        return self.hear()[1]
+
     def dismiss(self, at_once: bool) -> None:
-        """Let it end, when it has done its batch or at once."""
-        self.connection.close()
+        super().dismiss(at_once)
         if at_once and self.pid is not None:
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> str:
         if self.pid is not None:
-            _, status = os.waitpid(self.pid, 0)
-            self.pid, code = None, os.waitstatus_to_exitcode(status)
-            self.how = signal.Signals(-code).name if code < 0 else f"status {code}"
+            try:
+                _, status = os.waitpid(self.pid, 0)
+                code = os.waitstatus_to_exitcode(status)
+                self.how = signal.Signals(-code).name if code < 0 else f"status {code}"
+            except ChildProcessError:  # SIGCHLD is ignored here, or somebody else has waited for it
+                self.how = "nobody knows how"
+            self.pid = None
         return self.how
 
 
@@ -320,14 +398,10 @@ class _Thread(_Worker):
 
     def _work(self, job: Job) -> None:
         try:
-            _serve(self.theirs, job)
+            _serve(self.theirs, job, lambda: None)
         finally:
             self.theirs.close()
             self.ended.set()
-
-    def dismiss(self, at_once: bool) -> None:
-        """Let it end, when it has done the job that it is at."""
-        self.connection.close()
 
     def wait(self) -> str:
         # Not by joining: a thread whose join was interrupted counts as ended in Python up to 3.12.
@@ -335,16 +409,26 @@ class _Thread(_Worker):
         return "as a thread"
 
 
-def _start(job: Job, others: "list[_Process | _Thread]") -> "_Process | _Thread":
-    """A worker beside others. Raises ReshardError where the system has none."""
+def _start(job: Job, leave: Callable[[], Any], workers: "list[_Process | _Thread]") -> None:
+    """Add a worker to `workers`. Raises ReshardError where the system has none.
+
+    No signal comes between the fork and either side's knowing what it is: in the child it would run through
+    the parent's frames, in the parent it would lose the child.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
-        return _Process(job, [other.connection for other in others]) if can_fork() else _Thread(job)
+        if can_fork():
+            workers.append(_Process(job, leave, [worker.connection for worker in workers]))
+        else:
+            workers.append(_Thread(job))
     except (OSError, RuntimeError) as error:
         raise ReshardError(
-            f"the system has no more than {len(others)} workers for this process ({error}); use fewer "
+            f"the system has no more than {len(workers)} workers for this process ({error}); use fewer "
             f"--workers",
             resumable=True,
         ) from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end(workers: "list[_Process | _Thread]", at_once: bool) -> None:
@@ -367,8 +451,14 @@ def _end(workers: "list[_Process | _Thread]", at_once: bool) -> None:
 
 
 def _follow(parent: int) -> None:
-    """What a forked worker needs besides a fork: it ends with its parent, and leaves Ctrl-C to it."""
+    """What a forked worker needs besides a fork: it ends with its parent, leaves Ctrl-C to it, and runs none
+    of its signal handlers."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -376,20 +466,34 @@ def _follow(parent: int) -> None:
     gc.freeze()
 
 
-def _serve(connection: Connection, job: Job) -> None:
-    """The worker's end: batches of names in, results out, until the other end is closed."""
+def _serve(connection: Connection, job: Job, leave: Callable[[], Any]) -> None:
+    """The worker's end: batches of names in, results out, until it is to leave or the other end is closed."""
     with contextlib.suppress(EOFError, OSError):
-        while True:
-            for name in connection.recv():
-                answer = _answer(name, job)
-                connection.send(answer)
+        while (names := connection.recv()) is not None:
+            for name in names:
+                _send(connection, _answer(name, job))
+        _send(connection, _answer("", lambda name: leave()))
+
+
+def _send(connection: Connection, answer: tuple[str, Any, BaseException | None]) -> None:
+    try:
+        connection.send(answer)
+    except (EOFError, OSError):
+        raise
+    except Exception as error:  # it cannot be pickled
+        connection.send((answer[0], None, _report(error)))
 
 
 def _answer(name: str, job: Job) -> tuple[str, Any, BaseException | None]:
     try:
         return name, job(name), None
-    except (ReshardError, MemoryError) as error:
+    except (ReshardError, MemoryError, OSError) as error:
         return name, None, error
     except BaseException as error:
-        # Whatever it is, it may not be picklable, and where it was raised is what a report needs.
-        return name, None, RuntimeError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        return name, None, _report(error)
+
+
+def _report(error: BaseException) -> RuntimeError:
+    """An error that nobody expected: it may not be picklable, and where it was raised is what a report
+    needs."""
+    return RuntimeError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
