@@ -11,8 +11,8 @@ Llama-3.1-8B; as many layers as the size allows) with random bytes. Then, altern
   all bytes on the disk at the end (`sync` after `cp`), once without waiting for it;
 - at the end, Megatron-Core's own `dist_checkpointing.save` of the same model, built and filled on the CPU.
 
-Reported: medians, ratios to `cp` of the same run, peak anonymous memory (sampled from /proc/PID/status,
-RssAnon), start-up of `reshard --help`, and where the time of a conversion goes.
+Reported: medians, ratios to `cp` of the same run, peak anonymous memory of all processes together (Pss_Anon
+of /proc/PID/smaps_rollup, sampled), start-up of `reshard --help`, and where the time of a conversion goes.
 """
 
 import argparse
@@ -35,6 +35,13 @@ FAMILIES = {
         "moe_intermediate_size": 768, "norm_topk_prob": True, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "max_position_embeddings": 40960,
         "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
     },
+    # 1.5 MB a tensor
+    "small-experts": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 8192,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 384, "norm_topk_prob": True, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "max_position_embeddings": 40960,
+        "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
+    },
     "llama": {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256,
         "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 131072,
@@ -43,6 +50,7 @@ FAMILIES = {
 }  # fmt: skip
 LAYOUTS = {
     "qwen3-moe": ["--tp", "2", "--pp", "2", "--ep", "4", "--etp", "1"],
+    "small-experts": ["--tp", "2", "--ep", "4", "--etp", "1"],
     "llama": ["--tp", "4", "--pp", "2"],
 }
 
@@ -88,6 +96,27 @@ def make(folder: Path, family: str, size_bytes: int) -> int:
     return sum(f.size_bytes for f in files)
 
 
+def anonymous_bytes(root: int) -> int:
+    """Proportional anonymous memory of a process and all that it started."""
+    parents: dict[int, list[int]] = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            pid, parent = int(status.parent.name), int(status.read_text().rpartition(")")[2].split()[1])
+            parents.setdefault(parent, []).append(pid)
+        except (OSError, ValueError):
+            continue
+    total, todo = 0, [root]
+    while todo:
+        pid = todo.pop()
+        todo += parents.get(pid, [])
+        try:
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
+            total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Anon:"))
+        except OSError:
+            continue
+    return total
+
+
 def timed(command: list[str]) -> tuple[float, int]:
     """Seconds and peak anonymous bytes of a command and its children's; it must succeed."""
     start = time.perf_counter()
@@ -95,12 +124,8 @@ def timed(command: list[str]) -> tuple[float, int]:
     peak, ended = [0], threading.Event()
 
     def watch() -> None:
-        while not ended.wait(0.01):
-            try:
-                text = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
-                peak[0] = max(peak[0], int(text.split("RssAnon:")[1].split()[0]) * 1024)
-            except (OSError, IndexError):
-                return
+        while not ended.wait(0.05):
+            peak[0] = max(peak[0], anonymous_bytes(process.pid))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -177,11 +202,12 @@ if __name__ == "__main__":
 
 
 def profile(source: Path, target: Path) -> dict[str, float]:
-    """Where the time of hf-to-mcore goes: seconds summed over the worker threads, by what they do."""
+    """Where the time of hf-to-mcore goes: seconds summed over workers (as threads), by what they do."""
     code = f"""
 import sys, time, json, threading
 start = time.perf_counter()
-import reshard.disk.convert as c, reshard.disk.files as files, reshard.disk.run as run, reshard.disk.rank_files as rank_files
+import reshard.disk.convert as c, reshard.disk.files as files, reshard.disk.run as run, reshard.disk.rank_files as rank_files, reshard.disk.workers as workers
+workers.can_fork = lambda: False
 spent, lock = dict(imports=time.perf_counter() - start), threading.Lock()
 def clock(owner, name, label):
     plain = getattr(owner, name)

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.convert import FAMILIES
+from benchmarks.convert import FAMILIES, anonymous_bytes
 from benchmarks.models import MODELS
 from reshard.core.dtypes import DTYPES
 from reshard.disk.fp8 import Fp8Blocks, quantizable
@@ -111,27 +111,6 @@ def qwen(size_bytes: int) -> dict:
         if sum(2 * int(np.prod(s)) for s in expand(Model.from_hf(config)).shapes.values()) > size_bytes:
             return FAMILIES["qwen3-moe"] | {"num_hidden_layers": layers}
         layers += 2
-
-
-def anonymous_bytes(root: int) -> int:
-    """Proportional anonymous memory of a process and all that it started."""
-    parents: dict[int, list[int]] = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            pid, parent = int(status.parent.name), int(status.read_text().rpartition(")")[2].split()[1])
-            parents.setdefault(parent, []).append(pid)
-        except (OSError, ValueError):
-            continue
-    total, todo = 0, [root]
-    while todo:
-        pid = todo.pop()
-        todo += parents.get(pid, [])
-        try:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
-            total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Anon:"))
-        except OSError:
-            continue
-    return total
 
 
 def timed(command: list[str], cores: int, memory: bool = False) -> tuple[float, int]:

@@ -1,5 +1,6 @@
 """Workers: who does what when, and what is left where one of them dies."""
 
+import contextlib
 import os
 import pty
 import signal
@@ -14,7 +15,7 @@ import torch
 import reshard.disk.rank_files
 from reshard import Layout, check, hf_to_mcore, mcore_to_hf
 from reshard.disk import workers
-from reshard.disk.workers import Batches
+from reshard.disk.batches import Batches
 from tests.disk import cli, held_run, tree, until
 from tests.oracle import hf_tensors, megatron_tensors, same, stored_tensors
 
@@ -34,6 +35,21 @@ def expected(source, tmp_path_factory):
     return tree(out)
 
 
+def send(number, *processes):
+    """Send a signal to these processes, those of them that are still there."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def alive(process):
+    """Whether a process still runs."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_any_number_of_workers_writes_the_same_bytes(source, expected, tmp_path):
     for count in (1, 2, 7):
         out = tmp_path / f"{count}"
@@ -45,8 +61,7 @@ def test_a_killed_worker_is_one_sentence_and_the_run_goes_on_with_resume(source,
     with held_run(source, tmp_path / "out", workers=2) as (process, _):
         children = psutil.Process(process.pid).children()
         assert len(children) >= 2
-        for child in children:
-            child.kill()
+        send(signal.SIGKILL, *children)
         stderr = process.communicate(timeout=60)[1]
     assert process.returncode == 1 and "a worker of this command was ended (SIGKILL)" in stderr
     assert "Traceback" not in stderr and not (tmp_path / "out").exists()
@@ -59,7 +74,7 @@ def test_workers_end_with_the_process_that_started_them(source, expected, tmp_pa
         children = psutil.Process(process.pid).children()
         process.kill()
         process.wait()
-        until(lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children))
+        until(lambda: not any(map(alive, children)))
     # Nobody holds the lock any more.
     done = cli("hf-to-mcore", source, tmp_path / "out", *OPTIONS, "--resume")
     assert done.returncode == 0 and tree(tmp_path / "out") == expected
@@ -67,8 +82,8 @@ def test_workers_end_with_the_process_that_started_them(source, expected, tmp_pa
 
 def test_ctrl_c_in_the_terminal_is_the_parents(source, tmp_path):
     with held_run(source, tmp_path / "out", workers=2) as (process, _):
-        for member in (*psutil.Process(process.pid).children(), psutil.Process(process.pid)):
-            member.send_signal(signal.SIGINT)  # as a terminal does it
+        parent = psutil.Process(process.pid)
+        send(signal.SIGINT, *parent.children(), parent)  # as a terminal does it
         stderr = process.communicate(timeout=60)[1]
     assert process.returncode == 130 and stderr.strip().endswith("Interrupted.")
 
