@@ -39,6 +39,8 @@ def convert(arguments: list[str], environment: dict[str, str], log: str) -> None
     os.dup2(descriptor, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     os.environ.update(environment)
+    if not environment:
+        sys.modules.pop("torch", None)  # one process does not load it, and forks its workers
     sys.argv = ["reshard", *arguments]
     from reshard.cli.main import main
 
@@ -68,7 +70,8 @@ class Forked:
         """Send a signal to one of them."""
         process = choice.choice(self.processes)
         if process.is_alive():
-            os.kill(process.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(process.pid, number)
 
     def running(self) -> bool:
         """Whether any of them is."""
