@@ -140,6 +140,20 @@ hf_to_mcore({str(source)!r}, {str(tmp_path / "out")!r}, Layout(tp=2, ep=2), work
     assert done.returncode == 0 and tree(tmp_path / "out") == expected, done.stderr
 
 
+def test_a_signal_to_a_worker_runs_no_handler_of_the_program():
+    code = """
+import os, signal, sys, time
+from reshard.disk.workers import run_jobs
+signal.signal(signal.SIGTERM, lambda *a: sys.exit(143))
+try:
+    run_jobs({"a": 1}, lambda name: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(30), 1)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("ReshardError a worker of this command was ended (SIGTERM);"), done.stdout
+
+
 @pytest.mark.parametrize("handled", [True, False])
 def test_a_signal_as_a_worker_starts_runs_nothing_of_the_parents(handled, source, expected, tmp_path):
     """Ctrl-C goes to all processes of a terminal, also to one that has just been forked."""
