@@ -117,14 +117,14 @@ def anonymous_bytes(root: int) -> int:
     return total
 
 
-def timed(command: list[str]) -> tuple[float, int]:
-    """Seconds and peak anonymous bytes of a command and its children's; it must succeed."""
+def timed(command: list[str], memory: bool = True) -> tuple[float, int]:
+    """Seconds and, with `memory`, peak anonymous bytes of a command and its children's; it must succeed."""
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     peak, ended = [0], threading.Event()
 
     def watch() -> None:
-        while not ended.wait(0.05):
+        while memory and not ended.wait(0.05):
             peak[0] = max(peak[0], anonymous_bytes(process.pid))
 
     watcher = threading.Thread(target=watch)

@@ -24,14 +24,13 @@ import shutil
 import statistics
 import subprocess
 import sys
-import threading
-import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.convert import FAMILIES, anonymous_bytes
+from benchmarks import convert
+from benchmarks.convert import FAMILIES
 from benchmarks.models import MODELS
 from reshard.core.dtypes import DTYPES
 from reshard.disk.fp8 import Fp8Blocks, quantizable
@@ -115,22 +114,7 @@ def qwen(size_bytes: int) -> dict:
 
 def timed(command: list[str], cores: int, memory: bool = False) -> tuple[float, int]:
     """Seconds and peak anonymous memory of a command on so many cores. It must succeed."""
-    start = time.perf_counter()
-    process = subprocess.Popen(["taskset", "-c", f"0-{cores - 1}", *command], stdout=subprocess.DEVNULL)
-    peak, ended = [0], threading.Event()
-
-    def watch() -> None:
-        while memory and not ended.wait(0.05):
-            peak[0] = max(peak[0], anonymous_bytes(process.pid))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    status = process.wait()
-    seconds = time.perf_counter() - start
-    ended.set()
-    watcher.join()
-    assert status == 0, command
-    return seconds, peak[0]
+    return convert.timed(["taskset", "-c", f"0-{cores - 1}", *command], memory)
 
 
 def touch(size_bytes: int) -> None:

@@ -31,10 +31,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.models import finish
+
 
 def say(*what) -> None:
     if dist.get_rank() == 0:
         print(*what, flush=True)
+
+
+def conclude(result: dict, path: Path | None) -> None:
+    """Print a result, write it to `path` where one is given, and end this process."""
+    say(json.dumps(result, indent=1))
+    if path and dist.get_rank() == 0:
+        path.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    finish()
 
 
 def everyone(value: Any) -> list[Any]:
@@ -220,7 +230,7 @@ def rival(models, folder: Path, module, rounds: int, found: dict) -> None:
 
 
 def main() -> None:
-    from benchmarks.models import config_of, finish, megatron_models, start_processes, vllm_engine
+    from benchmarks.models import config_of, megatron_models, start_processes, vllm_engine
     from reshard import Layout
 
     parser = argparse.ArgumentParser(
@@ -358,10 +368,7 @@ def main() -> None:
     except Exception:
         result["mbridge_error"] = traceback.format_exc()[-1200:]
     result["today_over_peer"] = result["today_seconds"] / result["peer_total_seconds"]
-    say(json.dumps(result, indent=1))
-    if options.json and dist.get_rank() == 0:
-        options.json.write_text(json.dumps(result) + "\n", encoding="utf-8")
-    finish()
+    conclude(result, options.json)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ Before the timing, all ways must leave the same bits in vLLM, from different gar
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -29,8 +28,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from benchmarks.models import config_of, device, finish, start_processes, vllm_engine
-from benchmarks.refit import everyone, fingerprints, link_rate, measured, memory_rate, say, scribble
+from benchmarks.models import config_of, device, start_processes, vllm_engine
+from benchmarks.refit import conclude, everyone, fingerprints, link_rate, measured, memory_rate, say, scribble
 
 COLWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWWISE = ("o_proj", "down_proj")
@@ -165,10 +164,7 @@ def main() -> None:
             result[f"{name}_seconds"], result[f"{name}_extra_bytes"] = measured(
                 ways[name], options.today_rounds
             )
-    say(json.dumps(result, indent=1))
-    if options.json and dist.get_rank() == 0:
-        options.json.write_text(json.dumps(result) + "\n", encoding="utf-8")
-    finish()
+    conclude(result, options.json)
 
 
 if __name__ == "__main__":

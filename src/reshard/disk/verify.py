@@ -72,9 +72,10 @@ def changed_files(
 
         def differs(name: str) -> bool:
             entry = entries[name]
-            spans = [] if name in small else _tensor_spans(source, name)
+            around_tensors = bool(entry.get("around_tensors"))
+            spans = _tensor_spans(source, name) if around_tensors else []
             around = _around(files, root / name, entry["bytes"], spans)
-            return file_entry(entry["bytes"], around, name not in small) != entry
+            return file_entry(entry["bytes"], around, around_tensors) != entry
 
         changed += [name for name in small if differs(name)]
         found = run_jobs(dict.fromkeys(large, BATCH_BYTES), differs, workers)

@@ -268,9 +268,8 @@ class _Process(_Worker):
         parent = os.getpid()
         self.how = ""
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # of native threads, which hold no lock of ours
+            # Of native threads, which hold no lock of ours.
+            warnings.simplefilter("ignore", DeprecationWarning)
             self.pid: int | None = os.fork()
         if self.pid == 0:
             status = 1
