@@ -64,42 +64,67 @@ def make_plan(
     >>> [(t.src, t.dst_at, t.box.lengths) for t in plan.transfers]
     [(0, (0,), (4,)), (1, (4,), (4,))]
     """
-    sources: dict[str, list[tuple[Box, tuple[int, ...], Hashable, Hashable]]] = defaultdict(list)
+    sources: dict[str, list[tuple[Place, Hashable, Hashable]]] = defaultdict(list)
     for tensor in src.tensors.values():
         for part in tensor.parts:
-            sources[part.name].append((part.box, part.at, tensor.id, tensor.holder))
+            sources[part.name].append((Place(part.box, part.at), tensor.id, tensor.holder))
     transfers: list[Transfer] = []
     for tensor in dst.tensors.values():
-        for part in tensor.parts:
-            candidates = sources.get(part.name, ())
+        for name, box, at in tensor.parts:
+            candidates = sources.get(name, [])
             if distance is not None:
-                candidates = sorted(candidates, key=lambda c: distance(c[3], tensor.holder))
-            wanted, found = [part.box], []
-            for box, at, tensor_id, _ in candidates:
-                rest = []
-                for piece in wanted:
-                    if piece == box == part.box:  # most are one whole part, and need no arithmetic
-                        found.append(Transfer(part.name, box, tensor_id, at, tensor.id, part.at))
-                        continue
-                    common = piece.intersect(box)
-                    if common is None:
-                        rest.append(piece)
-                        continue
-                    src_at = tuple(map(add, at, common.relative_to(box.offsets)))
-                    dst_at = tuple(map(add, part.at, common.relative_to(part.box.offsets)))
-                    found.append(Transfer(part.name, common, tensor_id, src_at, tensor.id, dst_at))
-                    rest += piece.minus(common)
-                wanted = rest
-                if not wanted:
-                    break
-            if wanted:
+                candidates = sorted(candidates, key=lambda c: distance(c[2], tensor.holder))
+            cuts, lacking = _cut(Place(box, at), tuple([place for place, _, _ in candidates]))
+            if lacking is not None:
                 raise PlanError(
-                    f"no source holds {part.name} at offsets {wanted[0].offsets}, lengths {wanted[0].lengths}"
+                    f"no source holds {name} at offsets {lacking.offsets}, lengths {lacking.lengths}"
                 )
+            found = [
+                Transfer(name, common, candidates[index][1], src_at, tensor.id, dst_at)
+                for index, common, src_at, dst_at in cuts
+            ]
             transfers += _merged(found)
     plan = Plan(src, dst, tuple(transfers))
     prove(plan)
     return plan
+
+
+class Place(NamedTuple):
+    """A box of a canonical tensor, and where its first element lies in a local tensor."""
+
+    box: Box
+    at: tuple[int, ...]
+
+
+class Cut(NamedTuple):
+    """What one of several candidates gives of a part: its index, the box, and where that lies on both
+    sides."""
+
+    candidate: int
+    box: Box
+    src_at: tuple[int, ...]
+    dst_at: tuple[int, ...]
+
+
+@lru_cache(1 << 12)  # the layers of a model, and their experts, are all alike
+def _cut(part: Place, candidates: tuple[Place, ...]) -> tuple[tuple[Cut, ...], Box | None]:
+    """What each candidate gives of a part, the first one as much as it has; and a box that none has."""
+    wanted, found = [part.box], []
+    for index, (box, at) in enumerate(candidates):
+        rest = []
+        for piece in wanted:
+            common = piece.intersect(box)
+            if common is None:
+                rest.append(piece)
+                continue
+            src_at = tuple(map(add, at, common.relative_to(box.offsets)))
+            dst_at = tuple(map(add, part.at, common.relative_to(part.box.offsets)))
+            found.append(Cut(index, common, src_at, dst_at))
+            rest += piece.minus(common)
+        wanted = rest
+        if not wanted:
+            break
+    return tuple(found), wanted[0] if wanted else None
 
 
 def _merged(transfers: list[Transfer]) -> list[Transfer]:
@@ -164,29 +189,33 @@ def prove(plan: Plan) -> None:
                 )
         written[t.dst].append(Box(t.dst_at, t.box.lengths))
     for tensor in plan.dst.tensors.values():
-        regions = [part.local_box for part in tensor.parts] + list(tensor.fills)
         for what, boxes in (
-            ("the placement of", regions),
-            ("the transfers into", written[tensor.id] + list(tensor.fills)),
+            ("the placement of", [part.local_box for part in tensor.parts]),
+            ("the transfers into", written[tensor.id]),
         ):
-            if len(boxes) == 1 and boxes[0].lengths == tensor.shape and not any(boxes[0].offsets):
-                continue
-            outside = [b for b in boxes if not whole(tensor.shape).contains(b)]
-            if outside:
-                raise PlanError(f"{what} {tensor.id} leave its shape {tensor.shape}: {outside[0]}")
-            overlap = first_overlap(boxes)
-            if overlap:
-                raise PlanError(f"{what} {tensor.id} write elements twice: {overlap[0]} and {overlap[1]}")
-            covered, size = sum(b.volume for b in boxes), whole(tensor.shape).volume
-            if covered != size:
-                raise PlanError(f"{what} {tensor.id} cover {covered} of its {size} elements")
+            wrong = _uncovered(tensor.shape, (*boxes, *tensor.fills))
+            if wrong:
+                raise PlanError(f"{what} {tensor.id} {wrong}")
         for part in tensor.parts:
             shape = plan.dst.shapes.get(part.name)
             if shape is None or not _lies_in(shape, *part.box):
                 raise PlanError(f"{tensor.id} holds a box outside {part.name} of shape {shape}: {part.box}")
 
 
-@lru_cache(1 << 12)  # the experts of a model are all alike
+@lru_cache(1 << 12)
+def _uncovered(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> str:
+    """How boxes fail to cover a tensor of this shape exactly once; empty where they do not."""
+    outside = [box for box in boxes if not whole(shape).contains(box)]
+    if outside:
+        return f"leave its shape {shape}: {outside[0]}"
+    overlap = first_overlap(boxes)
+    if overlap:
+        return f"write elements twice: {overlap[0]} and {overlap[1]}"
+    covered, size = sum(box.volume for box in boxes), whole(shape).volume
+    return f"cover {covered} of its {size} elements" if covered != size else ""
+
+
+@lru_cache(1 << 12)
 def _lies_in(shape: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[int, ...]) -> bool:
     return len(offsets) == len(shape) and whole(shape).contains(Box(offsets, lengths))
 
@@ -194,14 +223,16 @@ def _lies_in(shape: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[in
 def _holds(tensor: LocalTensor, name: str, box: Box, at: tuple[int, ...]) -> bool:
     """Whether a local tensor holds every element of `box` where a copy with its first element at `at` looks
     for it."""
-    if any(part.name == name and part.box == box and part.at == at for part in tensor.parts):
-        return True
+    return _found(tuple([Place(part.box, part.at) for part in tensor.parts if part.name == name]), box, at)
+
+
+@lru_cache(1 << 12)
+def _found(parts: tuple[Place, ...], box: Box, at: tuple[int, ...]) -> bool:
+    """Whether every element of `box` lies in one of the parts, at the place that follows from `at`."""
     shift = tuple(map(sub, at, box.offsets))
     rest = [box]
-    for part in tensor.parts:
-        if part.name == name and shift == tuple(map(sub, part.at, part.box.offsets)):
+    for part in parts:
+        if shift == tuple(map(sub, part.at, part.box.offsets)):
             # parts may overlap: what one holds counts once
             rest = [left for piece in rest for left in piece.minus(part.box)]
-            if not rest:
-                return True
-    return False
+    return not rest

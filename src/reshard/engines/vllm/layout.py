@@ -167,32 +167,42 @@ class _Expansion:
 
     def group(self, prefix: str, name: str, rows: Sequence[Row]) -> None:
         """The rows of one vLLM parameter; of routed experts it is one for all, in which each expert has a
-        matrix."""
+        matrix, all arranged alike."""
+        shape, places, fills = self.arranged(prefix, rows)
         for local, named in enumerate(
             zip(*(row.names(prefix, self.rank.experts) for row in rows), strict=True)
         ):
             matrix = None if named[0][0] is None else local
-            self.tensor(
-                (prefix + name, matrix), [(hf, row) for (_, hf), row in zip(named, rows, strict=True)]
+            parts = tuple(
+                [
+                    Part(hf, box, at)
+                    for (_, hf), (box, at) in zip(named, places, strict=True)
+                    if prod(box.lengths)
+                ]
             )
+            self.shapes.update(
+                (hf, self.model.shape(row.shape)) for (_, hf), row in zip(named, rows, strict=True)
+            )
+            self.tensors.append(LocalTensor((prefix + name, matrix), shape, parts, fills))
 
-    def tensor(self, identity: tuple[str, int | None], named: list[tuple[str, Row]]) -> None:
-        """One matrix, or vector, that the rows fill one below the other."""
-        parts: list[Part] = []
+    def arranged(
+        self, prefix: str, rows: Sequence[Row]
+    ) -> tuple[tuple[int, ...], list[tuple[Box, tuple[int, ...]]], tuple[Box, ...]]:
+        """One matrix, or vector, that the rows fill one below the other: its shape, the box of each row's
+        tensor and where it goes, and the padding."""
+        places: list[tuple[Box, tuple[int, ...]]] = []
         fills: tuple[Box, ...] = ()
         columns: tuple[int, ...] = ()
         at = 0
-        for hf, row in named:
+        for row in rows:
             shape = self.model.shape(row.shape)
-            self.shapes[hf] = shape
-            box, padding = self.box(row, hf, shape)
-            if prod(box.lengths):
-                parts.append(Part(hf, box, (at, *(0,) * (len(shape) - 1))))
+            box, padding = self.box(row, prefix + row.hf, shape)
+            places.append((box, (at, *(0,) * (len(shape) - 1))))
             at, columns = at + box.lengths[0], box.lengths[1:]
             if padding:
                 fills = (Box((at, *(0,) * (len(shape) - 1)), (padding, *shape[1:])),)
                 at += padding
-        self.tensors.append(LocalTensor(identity, (at, *columns), tuple(parts), fills))
+        return (at, *columns), places, fills
 
     def box(self, row: Row, hf: str, shape: tuple[int, ...]) -> tuple[Box, int]:
         """The part of a canonical tensor that this rank has, and the rows of padding after it."""

@@ -16,6 +16,7 @@ from reshard.core.boxes import whole
 from reshard.core.collector import collector_paused
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Part, Placement
+from reshard.engines.vllm.alike import ExpertLayer, trace_alike
 from reshard.engines.vllm.compat import (
     absorbed_of,
     driver_worker,
@@ -26,7 +27,7 @@ from reshard.engines.vllm.compat import (
 )
 from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.layout import WITHOUT_PARAMETER, VllmRank, outer_rows, vllm_placement
-from reshard.engines.vllm.trace import Trace, trace_load
+from reshard.engines.vllm.trace import Trace
 from reshard.live.cuda import is_mapped
 from reshard.live.engine import Engine
 from reshard.live.memory import Region
@@ -112,7 +113,7 @@ class VllmModel(Engine):
         vLLM names, and where vLLM builds other modules than the rules know (DeepSeek's attention with
         ``VLLM_MLA_DISABLE=1``)."""
         canonical = self._canonical()
-        trace = trace_load(self.module, canonical)
+        trace = trace_alike(self.module, canonical, self._expert_layers(), self.rank.experts)
         stray = sorted({copy.parameter for copy in trace.copies if copy.parameter not in self.tensors})
         if stray:
             raise ReshardError(
@@ -168,6 +169,20 @@ class VllmModel(Engine):
             for row in block.rows if row.arrangement not in WITHOUT_PARAMETER
             for _, name in row.names(block.published, range(self.model.num_experts))
         }  # fmt: skip
+
+    def _expert_layers(self) -> list[ExpertLayer]:
+        """The published names of every layer's routed experts."""
+        layers: list[ExpertLayer] = []
+        for block in self.model.blocks():
+            rows = [row for row in block.rows if row.of_experts and row.arrangement not in WITHOUT_PARAMETER]
+            if rows and not block.mtp:
+                named = zip(
+                    *(row.names(block.published, range(self.model.num_experts)) for row in rows), strict=True
+                )
+                layers.append(
+                    ExpertLayer(block.published, {some[0][0]: [name for _, name in some] for some in named})
+                )
+        return layers
 
     def _landing(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Where the bytes of a parameter go that is published in this dtype: to its own memory, or, where

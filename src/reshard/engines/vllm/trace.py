@@ -47,7 +47,11 @@ class Trace(NamedTuple):
     fills: list[TracedFill]
 
 
-def trace_load(model: torch.nn.Module, canonical: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Trace:
+# Shape and dtype of published tensors, by name.
+Canonical = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def trace_load(model: torch.nn.Module, canonical: Canonical) -> Trace:
     """Run ``model.load_weights`` over canonical tensors (shape, dtype) without bytes.
 
     Raises ReshardError, naming the parameter, where the loader computes something instead of copying, and
