@@ -1,37 +1,41 @@
 """Pieces and shards as addresses: the tables of copies that a plan becomes on one member."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from reshard.core.planner import Transfer
 from reshard.live.cuda import Allocation, allocation_of, exported
 from reshard.live.engine import Engine
+from reshard.live.memory import Region
 from reshard.live.trainer import Trainer
 from reshard.refit.tables import DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, table_of
 from reshard.refit.transports.mappings import Mappings
 
-# Columns of the pieces that an inference rank asks a trainer's rank for; offsets and lengths in elements.
+# Columns of what an inference rank asks a trainer's rank for; offsets and lengths in elements.
 SHARD, ROW, COLUMN, COUNT, ELEMENTS = range(5)
 
 
-class Piece(NamedTuple):
-    """One copy of a plan into this rank: `lengths` elements from `at` in a trainer's shard to `dst_at` in
-    local tensor `dst`."""
+class Pieces(NamedTuple):
+    """The copies of a plan from one trainer's rank into this one, `names` being the canonical tensors'.
 
-    name: str
-    rank: int
-    shard: int
-    at: tuple[int, ...]
-    lengths: tuple[int, ...]
-    dst: Any
-    dst_at: tuple[int, ...]
+    `asked` is what that rank is asked for: shard, first row, first column, rows and columns of each; `into`
+    the index of the local tensor among the engine's regions, and the first row and column there.
+    """
 
+    names: list[str]
+    asked: np.ndarray
+    into: np.ndarray
 
-def asked_for(pieces: Sequence[Piece]) -> np.ndarray:
-    """Pieces as a matrix for the rank that has them: shard, first row, first column, rows, columns."""
-    return np.array([(p.shard, *two(p.at, 0), *two(p.lengths, 1)) for p in pieces], np.int64).reshape(-1, 5)
+    @staticmethod
+    def of(copies: Sequence[tuple[int, Transfer]], index: Mapping[Any, int]) -> "Pieces":
+        """From (shard, transfer) of each copy, and the index of each local tensor."""
+        asked = [(shard, *two(t.src_at, 0), *two(t.box.lengths, 1)) for shard, t in copies]
+        into = [(index[t.dst], *two(t.dst_at, 0)) for _, t in copies]
+        matrix = np.array(asked, np.int64).reshape(-1, 5), np.array(into, np.int64).reshape(-1, 3)
+        return Pieces([t.name for _, t in copies], *matrix)
 
 
 def two(values: tuple[int, ...], fill: int) -> tuple[int, int]:
@@ -41,24 +45,26 @@ def two(values: tuple[int, ...], fill: int) -> tuple[int, int]:
     return fill, values[0] if values else 1
 
 
-def destination_table(destination: Engine, pieces: Sequence[Piece]) -> np.ndarray:
+def destination_table(destination: Engine, pieces: Pieces) -> np.ndarray:
     """A table of pieces with the destination's end filled in."""
-    rows = []
-    for p in pieces:
-        region = destination.regions[p.dst]
-        size = region.tensor.element_size()
-        (row, column), (n, width) = two(p.dst_at, 0), two(p.lengths, 1)
-        rows.append(
-            (
-                0,
-                region.address + (row * region.pitch + column) * size,
-                n,
-                width * size,
-                0,
-                region.pitch * size,
-            )
-        )
-    return table_of(rows)
+    address, pitch, size = _memory(destination.regions.values())[pieces.into[:, 0]].T
+    table = np.zeros((len(pieces.into), 6), np.int64)
+    table[:, DST_PITCH] = pitch * size
+    table[:, DST] = address + pieces.into[:, 1] * table[:, DST_PITCH] + pieces.into[:, 2] * size
+    table[:, ROWS], table[:, WIDTH] = pieces.asked[:, COUNT], pieces.asked[:, ELEMENTS] * size
+    return table
+
+
+def _memory(regions: Collection[Region]) -> np.ndarray:
+    """Address, pitch in elements and bytes of an element of each region."""
+    tensors = {
+        id(region.tensor): (region.tensor.data_ptr(), region.tensor.element_size()) for region in regions
+    }
+    found = []
+    for tensor, offset, pitch in regions:
+        start, size = tensors[id(tensor)]
+        found.append((start + offset * size, pitch, size))
+    return np.array(found, np.int64).reshape(-1, 3)
 
 
 def fill_table(destination: Engine, device: torch.device) -> tuple[np.ndarray, torch.Tensor]:
@@ -88,13 +94,10 @@ def fill_table(destination: Engine, device: torch.device) -> tuple[np.ndarray, t
 
 def source_table(source: Trainer, asked: np.ndarray) -> np.ndarray:
     """A table of pieces that another rank asked for, with the source's end filled in."""
-    shards = asked[:, SHARD]
-    regions = source.regions
-    size = np.array([region.tensor.element_size() for region in regions], np.int64)[shards]
-    memory = np.array([(region.address, region.pitch) for region in regions], np.int64).reshape(-1, 2)[shards]
+    address, pitch, size = _memory(source.regions)[asked[:, SHARD]].T
     table = np.zeros((len(asked), 6), np.int64)
-    table[:, SRC_PITCH] = memory[:, 1] * size
-    table[:, SRC] = memory[:, 0] + asked[:, ROW] * table[:, SRC_PITCH] + asked[:, COLUMN] * size
+    table[:, SRC_PITCH] = pitch * size
+    table[:, SRC] = address + asked[:, ROW] * table[:, SRC_PITCH] + asked[:, COLUMN] * size
     table[:, ROWS], table[:, WIDTH] = asked[:, COUNT], asked[:, ELEMENTS] * size
     return table
 
@@ -131,9 +134,9 @@ def allocations_of(source: Trainer, shards: Sequence[int]) -> list[Allocation]:
 def memory_of(source: Trainer, allocations: Sequence[Allocation]) -> dict[str, Any]:
     """Where the shards of a trainer's rank lie: (address, pitch in bytes) of each, and the allocations that
     other processes may map, as (first address, bytes, handle)."""
-    regions = [(region.address, region.pitch * region.tensor.element_size()) for region in source.regions]
+    address, pitch, size = _memory(source.regions).T
     return {
-        "regions": np.array(regions, np.int64).reshape(-1, 2),
+        "regions": np.stack([address, pitch * size], 1),
         "allocations": [(a.base, a.size, exported(a.base)) for a in allocations],
     }
 

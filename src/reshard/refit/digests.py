@@ -1,7 +1,8 @@
-"""Digests of pieces where they lie: a sum over elements of a mix of value and position, so that any two
-layouts give the same.
+"""Digests of pieces where they lie: a sum over words of a mix of value and position, so that any two layouts
+give the same.
 
-The sum is taken modulo 2**64; bits are compared, so NaNs count like any other value.
+A word is 8 bytes where the rows of a piece are made of such, else an element; both sides know which. The sum
+is taken modulo 2**64; bits are compared, so NaNs count like any other value.
 """
 
 import numpy as np
@@ -11,49 +12,60 @@ from reshard.refit import mix
 from reshard.refit.copies import host_bytes
 from reshard.refit.tables import DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, tiles_of
 
+WORD = 8
+# Larger than those of copies: the table is made anew at each check, and nothing waits for a link.
+TILE_BYTES = 1 << 20
 
-def digests(table: np.ndarray, columns: np.ndarray, device: torch.device) -> np.ndarray:
+
+class Digests:
     """An int64 for each row of a table of copies, of what lies at its source end; `columns` are elements in a
-    row."""
-    if not len(table):
-        return np.zeros(0, np.int64)
+    row. On a GPU they are enqueued, and waited for by `result`."""
+
+    def __init__(self, table: np.ndarray, columns: np.ndarray, device: torch.device) -> None:
+        self.sums = torch.zeros(len(table), dtype=torch.int64, device=device)
+        for (word, unit), tiles in word_tiles(table, columns).items():
+            if device.type == "cpu":
+                _add_on_host(tiles, self.sums.numpy().view(np.uint64), word, unit)
+                continue
+            from reshard.refit.kernels import digest_tiles
+
+            digest_tiles(torch.from_numpy(tiles).to(device), self.sums, word, unit)
+
+    def result(self) -> np.ndarray:
+        """The digests ``[rows of the table]``."""
+        found: np.ndarray = self.sums.cpu().numpy()
+        return found
+
+
+def word_tiles(
+    table: np.ndarray, columns: np.ndarray, tile_bytes: int = TILE_BYTES
+) -> dict[tuple[int, int], np.ndarray]:
+    """What lies at a table's source end, cut into tiles: by the bytes of a word and those that it is loaded
+    in at once, which the addresses decide.
+
+    A tile is (address, row of the table, rows, words in a row, pitch in loads, index of its first word).
+    """
     packed = table.copy()
     packed[:, DST_PITCH] = packed[:, WIDTH]
     packed[:, DST] = 0
-    tiles, origin = tiles_of(packed)
-    size = (table[:, WIDTH] // columns)[origin]
-    rows = np.stack(
-        [
-            tiles[:, SRC],
-            origin,
-            tiles[:, ROWS],
-            tiles[:, WIDTH] // size,
-            tiles[:, SRC_PITCH] // size,
-            tiles[:, DST] // size,
-        ],
-        1,
-    )
-    if device.type == "cpu":
-        return _on_host(rows, size, len(table))
-    from reshard.refit.kernels import digest_tiles
-
-    out = torch.zeros(len(table), dtype=torch.int64, device=device)
-    for unit in np.unique(size).tolist():
-        digest_tiles(torch.from_numpy(rows[size == unit]).to(device), out, unit)
-    return out.cpu().numpy()
+    tiles, origin = tiles_of(packed, tile_bytes)
+    itemsize = (table[:, WIDTH] // np.maximum(1, columns))[origin]
+    word = np.where(table[origin, WIDTH] % WORD == 0, WORD, itemsize)
+    unit = np.where((tiles[:, SRC] | tiles[:, SRC_PITCH]) % WORD == 0, word, itemsize)
+    rows = [tiles[:, SRC], origin, tiles[:, ROWS], tiles[:, WIDTH] // word, tiles[:, SRC_PITCH] // unit,
+            tiles[:, DST] // word]  # fmt: skip
+    found = np.stack(rows, 1)
+    kinds = np.unique(np.stack([word, unit], 1), axis=0).tolist()
+    return {(of, by): found[(word == of) & (unit == by)] for of, by in kinds}
 
 
-def _on_host(tiles: np.ndarray, sizes: np.ndarray, pieces: int) -> np.ndarray:
-    out = np.zeros(pieces, np.uint64)
-    for (address, piece, n_rows, width, pitch, first), size in zip(
-        tiles.tolist(), sizes.tolist(), strict=True
-    ):
-        held = np.ascontiguousarray(host_bytes(address, n_rows, width * size, pitch * size))
-        values = held.view(f"u{size}").astype(np.uint64).reshape(-1)
+def _add_on_host(tiles: np.ndarray, sums: np.ndarray, word: int, unit: int) -> None:
+    for address, piece, n_rows, width, pitch, first in tiles.tolist():
+        held = np.ascontiguousarray(host_bytes(address, n_rows, width * word, pitch * unit))
+        values = held.view(f"u{word}").astype(np.uint64).reshape(-1)
         positions = np.uint64(first) + np.arange(len(values), dtype=np.uint64)
         with np.errstate(over="ignore"):
-            out[piece] += _mixed(values, positions).sum(dtype=np.uint64)
-    return out.view(np.int64)
+            sums[piece] += _mixed(values, positions).sum(dtype=np.uint64)
 
 
 def _mixed(values: np.ndarray, positions: np.ndarray) -> np.ndarray:

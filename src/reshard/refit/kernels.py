@@ -55,42 +55,53 @@ def copy_tiles(tiles: torch.Tensor, unit: int) -> None:
 def _digest(
     table,
     out,
-    WORD: tl.constexpr,
+    UNIT: tl.constexpr,
+    PARTS: tl.constexpr,
     MASK: tl.constexpr,
     BLOCK: tl.constexpr,
     VALUE: tl.constexpr,
     POSITION: tl.constexpr,
+    STEP: tl.constexpr,
     FINAL: tl.constexpr,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
 ):
     row = table + tl.program_id(0).to(tl.int64) * 6
-    src = tl.load(row).to(tl.pointer_type(WORD))
+    src = tl.load(row).to(tl.pointer_type(UNIT))
     piece = tl.load(row + 1)
     n_rows, width, pitch = tl.load(row + 2).to(tl.int32), tl.load(row + 3).to(tl.int32), tl.load(row + 4)
-    first = tl.load(row + 5)
+    place = (tl.load(row + 5) + tl.arange(0, BLOCK)) * POSITION
     total = n_rows * width
     found = tl.zeros([BLOCK], tl.int64)
     for start in range(0, total, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < total
-        word = tl.load(src + (at // width) * pitch + at % width, mask=inside, other=0).to(tl.int64) & MASK
-        mixed = (word + 1) * VALUE + (first + at) * POSITION
+        where = at.to(tl.int64) * PARTS
+        if n_rows > 1:
+            where = (at // width) * pitch + (at % width) * PARTS
+        word = tl.load(src + where, mask=inside, other=0).to(tl.int64) & MASK
+        for part in tl.static_range(1, PARTS):
+            more = tl.load(src + where + part, mask=inside, other=0).to(tl.int64) & MASK
+            word |= more << (64 // PARTS * part)
+        mixed = (word + 1) * VALUE + place
         # A signed number's shift brings in its sign, which the masks take away.
         mixed = (mixed ^ ((mixed >> FIRST) & ((1 << (64 - FIRST)) - 1))) * FINAL
         mixed = mixed ^ ((mixed >> SECOND) & ((1 << (64 - SECOND)) - 1))
         found += tl.where(inside, mixed, 0)
+        place += STEP
     tl.atomic_add(out + piece, tl.sum(found))
 
 
-def digest_tiles(tiles: torch.Tensor, out: torch.Tensor, unit: int) -> None:
-    """Add the digests of tiles to `out`, by piece. A tile is (address, piece, rows, words in a row, pitch,
-    index of its first word)."""
+def digest_tiles(tiles: torch.Tensor, out: torch.Tensor, word: int, unit: int) -> None:
+    """Add the digests of tiles to `out`, by piece. A tile is (address, piece, rows, words in a row, pitch in
+    units, index of its first word); a word is loaded in units of so many bytes."""
     if not len(tiles):
         return
+    block = 1024
     every_bit = (1 << (8 * unit)) - 1 if unit < 8 else -1
-    factors = [mix.signed(word) for word in (mix.VALUE, mix.POSITION, mix.FINAL)]
-    how = WORDS[unit], every_bit, 1024, *factors, mix.FIRST, mix.SECOND
+    step = mix.signed(block * mix.POSITION % (1 << 64))
+    factors = [mix.signed(mix.VALUE), mix.signed(mix.POSITION), step, mix.signed(mix.FINAL)]
+    how = WORDS[unit], word // unit, every_bit, block, *factors, mix.FIRST, mix.SECOND
     _digest[(len(tiles),)](tiles, out, *how, num_warps=4)
 
 
@@ -116,13 +127,13 @@ def compile_copy(unit: int, device: torch.device) -> None:
 
 
 @cache
-def compile_digest(unit: int, device: torch.device) -> None:
-    """Compile the digests of elements of this size now, on nothing."""
+def compile_digest(word: int, unit: int, device: torch.device) -> None:
+    """Compile the digests of words of this size, loaded in such units, now, on nothing."""
     with torch.cuda.device(device), expected_compilation():
         nothing, out = (
             torch.zeros((1, 6), dtype=torch.int64, device=device),
             torch.zeros(1, dtype=torch.int64, device=device),
         )
         nothing[0, 0] = nothing.data_ptr()
-        digest_tiles(nothing, out, unit)
+        digest_tiles(nothing, out, word, unit)
         torch.cuda.synchronize(device)

@@ -14,6 +14,7 @@ from reshard.core.errors import ReshardError, first_line
 from reshard.refit.addresses import destination_table
 from reshard.refit.agreement import Agreement, names_of
 from reshard.refit.copies import wait_for_device
+from reshard.refit.digests import WORD
 from reshard.refit.members import Members
 from reshard.refit.routes import BUCKETS, HERE, PEER, SENT, STAGED
 from reshard.refit.sides import EngineSide, TrainerSide
@@ -92,7 +93,8 @@ class Link:
             sources = self.trainer.source.regions if self.trainer is not None else ()
             destinations = self.engine.engine.regions.values() if self.engine is not None else ()
             for size in {region.tensor.element_size() for region in (*sources, *destinations)}:
-                compile_digest(size, self.device)
+                for word in {size, WORD}:
+                    compile_digest(word, word, self.device)
         self._unmap()
 
     def _prepare(self) -> tuple[dict[str, dict[int, np.ndarray]], dict[str, dict[int, Incoming]]]:
@@ -240,6 +242,9 @@ class Link:
     def _verify(self) -> None:
         """Compare digests of every piece, which both sides take from their own memory by their own addresses,
         made anew."""
+        for side in (self.trainer, self.engine):
+            if side is not None:
+                side.digest()
         if self.trainer is not None:
             self.trainer.post_digests()
         if self.engine is not None:

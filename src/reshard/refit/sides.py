@@ -1,7 +1,6 @@
 """What a member does as a rank of the trainer, and as a rank of the engine: what it tells the others, and the
 copies that follow."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,16 +19,15 @@ from reshard.models.model import Model
 from reshard.refit.addresses import (
     ELEMENTS,
     SHARD,
-    Piece,
+    Pieces,
     allocations_of,
     as_read,
-    asked_for,
     destination_table,
     memory_of,
     source_table,
 )
 from reshard.refit.agreement import Agreement
-from reshard.refit.digests import digests
+from reshard.refit.digests import Digests
 from reshard.refit.members import Members
 from reshard.refit.routes import BUCKETS, HERE, PEER, SENT, STAGED, nearest
 from reshard.refit.transports.base import Incoming
@@ -47,6 +45,7 @@ class TrainerSide:
         self.told: tuple[list[int], list[Allocation]] = [], []
         self.frees: int | None = None
         self.exported = False
+        self.digests: dict[int, Digests] = {}
 
     def publish(self, model: Model) -> None:
         """Tell what this rank holds of the model."""
@@ -134,11 +133,18 @@ class TrainerSide:
                 found[way][rank] = source_table(self.source, self.asked[rank])
         return found
 
+    def digest(self) -> None:
+        """Begin the digests of every piece, of this rank's memory by its own addresses, made anew."""
+        self.digests = {
+            rank: Digests(source_table(self.source, asked), asked[:, ELEMENTS], self.device)
+            for rank, asked in self.asked.items()
+        }
+
     def post_digests(self) -> None:
-        """Publish digests of every piece, taken from this rank's memory by its own addresses, made anew."""
-        for rank, asked in self.asked.items():
-            sums = digests(source_table(self.source, asked), asked[:, ELEMENTS], self.device)
-            self.members.post(f"digests/{rank}", pack_array(sums.reshape(-1, 1)))
+        """Publish the digests when they are done."""
+        for rank, some in self.digests.items():
+            self.members.post(f"digests/{rank}", some.result().tobytes())
+        self.digests = {}
 
 
 class EngineSide:
@@ -147,8 +153,9 @@ class EngineSide:
 
     def __init__(self, engine: Engine, members: Members, agreed: Agreement, device: torch.device) -> None:
         self.engine, self.members, self.agreed, self.device = engine, members, agreed, device
-        self.pieces: dict[int, list[Piece]] = {}
+        self.pieces: dict[int, Pieces] = {}
         self.memory: dict[int, dict[str, Any]] = {}
+        self.digests: dict[int, Digests] = {}
 
     def plan(self, where: str) -> None:
         """Which boxes this rank needs, and from which trainer's ranks; `where` names the served model. Each
@@ -168,15 +175,20 @@ class EngineSide:
             plan = make_plan(Placement.of(wanted.shapes, sources.tensors), wanted)
         except PlanError as error:
             raise ReshardError(f"the trainer's shards do not make up the served model: {error}") from error
-        pieces: dict[int, list[Piece]] = defaultdict(list)
+        copies: dict[int, list[tuple[int, Transfer]]] = {rank: [] for rank in self.agreed.trainers}
         position = self.agreed.engines.index(self.members.rank)
         distances = {rank: self.agreed.distance(rank) for rank in self.agreed.trainers}
         for transfer in plan.transfers:
-            piece = self._piece(transfer, sources.holders[transfer.src], distances, position)
-            pieces[piece.rank].append(piece)
-        self.pieces = dict(pieces)
-        for rank in self.agreed.trainers:
-            self.members.post(f"pieces/{rank}", pack_array(asked_for(self.pieces.get(rank, ()))))
+            holders = sources.holders[transfer.src]
+            ranks = [rank for rank, _ in holders]
+            rank, shard = holders[nearest(ranks, distances.__getitem__, position, self.engine.tp)]
+            copies[rank].append((shard, transfer))
+        index = {identity: index for index, identity in enumerate(self.engine.regions)}
+        for rank, some in copies.items():
+            pieces = Pieces.of(some, index)
+            self.members.post(f"pieces/{rank}", pack_array(pieces.asked))
+            if some:
+                self.pieces[rank] = pieces
 
     def _check(self, sources: "Sources", where: str) -> None:
         """Raise ReshardError where the trainer lacks what is wanted, or has it in another dtype."""
@@ -200,17 +212,6 @@ class EngineSide:
         if other:
             raise ReshardError(other[0])
 
-    def _piece(
-        self, transfer: Transfer, holders: list[tuple[int, int]], distances: Mapping[int, int], position: int
-    ) -> Piece:
-        """A transfer, from the nearest of those that hold what it reads."""
-        rank, index = holders[
-            nearest([rank for rank, _ in holders], distances.__getitem__, position, self.engine.tp)
-        ]
-        return Piece(
-            transfer.name, rank, index, transfer.src_at, transfer.box.lengths, transfer.dst, transfer.dst_at
-        )
-
     def read_memory(self, ranks: Iterable[int]) -> None:
         """What these trainers' ranks have published of their memory."""
         for rank in ranks:
@@ -229,20 +230,26 @@ class EngineSide:
         found: dict[str, dict[int, Incoming]] = {way: {} for way in (HERE, PEER, STAGED, BUCKETS)}
         for rank, way in self.ways().items():
             pieces = self.pieces[rank]
-            found[way][rank] = Incoming(
-                destination_table(self.engine, pieces), asked_for(pieces), self.memory[rank]
-            )
+            table = destination_table(self.engine, pieces)
+            found[way][rank] = Incoming(table, pieces.asked, self.memory[rank])
         return found
 
+    def digest(self) -> None:
+        """Begin the digests of every piece, of this rank's memory by its own addresses, made anew."""
+        self.digests = {
+            rank: Digests(
+                as_read(destination_table(self.engine, pieces)), pieces.asked[:, ELEMENTS], self.device
+            )
+            for rank, pieces in self.pieces.items()
+        }
+
     def compare_digests(self) -> None:
-        """Take digests of every piece from this rank's memory, by its own addresses, made anew. Raises
-        ReshardError where one differs from the trainer's."""
+        """Wait for the digests. Raises ReshardError where one differs from the trainer's."""
         bad: set[str] = set()
-        for rank, pieces in self.pieces.items():
-            table = as_read(destination_table(self.engine, pieces))
-            here = digests(table, asked_for(pieces)[:, ELEMENTS], self.device)
-            there = unpack_array(self.members.read(f"digests/{self.members.rank}", rank))[:, 0]
-            bad.update(pieces[i].name for i in np.flatnonzero(here != there))
+        for rank, some in self.digests.items():
+            there = np.frombuffer(self.members.read(f"digests/{self.members.rank}", rank), np.int64)
+            bad.update(self.pieces[rank].names[i] for i in np.flatnonzero(some.result() != there))
+        self.digests = {}
         if bad:
             raise ReshardError(
                 f"{len(bad)} tensors did not arrive as they are in the trainer: {listed(sorted(bad))}"
