@@ -19,7 +19,6 @@ Before the timing, the three ways must leave the same bits in vLLM, from differe
 
 import argparse
 import json
-import math
 import statistics
 import tempfile
 import time
@@ -271,6 +270,7 @@ def main() -> None:
     from benchmarks.models import change
     from reshard.engines.vllm.live import VllmModel
     from reshard.refit import Members, connect
+    from reshard.refit.addresses import COUNT, ELEMENTS
     from reshard.trainers.megatron import MegatronModel
 
     change(MegatronModel(models), 0)
@@ -310,6 +310,10 @@ def main() -> None:
                 - max(held, torch.cuda.memory_reserved())
             )
         )
+    start = time.perf_counter()
+    again = connect(Members.of_process_group("again"), source, destination, executor="peer", release=False)
+    seconds["again, the same two"] = {"connect": round(time.perf_counter() - start, 3)}
+    again.close()
     result["connect_seconds"] = seconds
     say(json.dumps(seconds))
     module, model = destination.module, destination.model
@@ -345,7 +349,7 @@ def main() -> None:
     sent = [0] * dist.get_world_size()
     for rank, pieces in link.engine.pieces.items():
         if rank != dist.get_rank():
-            sent[rank] += 2 * sum(math.prod(piece.lengths) for piece in pieces)
+            sent[rank] += 2 * int((pieces.asked[:, COUNT] * pieces.asked[:, ELEMENTS]).sum())
     out = [sum(column) for column in zip(*everyone(sent), strict=True)]
     result |= {"link_bytes_per_second": wire, "memory_bytes_per_second": memory, "sent_bytes": out}
     result["wire_floor_seconds"] = max(max(result["peer_bytes"]), max(out)) / wire
@@ -356,7 +360,7 @@ def main() -> None:
     floor = max(result["wire_floor_seconds"], result["memory_floor_seconds"])
     for executor, link in links.items():
         reports = [link.refit() for _ in range(options.rounds)]
-        for what in ("transfer_seconds", "total_seconds"):
+        for what in ("wait_seconds", "transfer_seconds", "total_seconds"):
             slowest = [
                 max(column) for column in zip(*everyone([getattr(r, what) for r in reports]), strict=True)
             ]

@@ -58,7 +58,7 @@ def generation_of(base: int) -> int:
 def frees_of(device: torch.device) -> int | None:
     """How often torch has given memory of this device back to the driver; None where it does not manage this
     process's memory."""
-    stats = torch.cuda.memory_stats(device)
+    stats = torch.cuda.memory_stats_as_nested_dict(device)  # not the flat one, which is sorted
     return stats["num_device_free"] if stats.get("num_device_alloc") else None
 
 

@@ -12,8 +12,8 @@ class Engine(ABC):
     """One rank of a running inference engine.
 
     `hf_config` is the published config of the model that it serves, `placement` what its local tensors hold
-    of the canonical ones, and `regions` where each of these lies, by its id. A refit writes into the regions
-    and nowhere else. As long as it is not `fit`, from when it is made on, an engine refuses to serve.
+    of the canonical ones, and `regions` where each of these lies, by its id, in an order that stays. A refit
+    writes into the regions and nowhere else. As long as it is not `fit`, from when it is made on, an engine refuses to serve.
     """
 
     hf_config: dict[str, Any]

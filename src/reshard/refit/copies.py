@@ -16,11 +16,18 @@ class CopyTable:
     """Tiles ready to run, grouped by the widest word that all their addresses and lengths allow; kept on the
     GPU.
 
-    `owners` numbers what each tile's source belongs to, for `shift`.
+    `owners` numbers what each tile's source belongs to, for `shift`; `programs` bounds how much of the GPU is
+    used (`kernels.copy_tiles`).
     """
 
-    def __init__(self, tiles: np.ndarray, device: torch.device, owners: np.ndarray | None = None) -> None:
-        self.device, self.bytes = device, bytes_of(tiles)
+    def __init__(
+        self,
+        tiles: np.ndarray,
+        device: torch.device,
+        owners: np.ndarray | None = None,
+        programs: int | None = None,
+    ) -> None:
+        self.device, self.bytes, self.programs = device, bytes_of(tiles), programs
         self.groups: list[tuple[int, torch.Tensor | np.ndarray]] = []
         self.owners: list[torch.Tensor | np.ndarray] = []
         if owners is None:
@@ -65,7 +72,7 @@ class CopyTable:
             if isinstance(tiles, torch.Tensor):
                 from reshard.refit.kernels import copy_tiles
 
-                copy_tiles(tiles, unit)
+                copy_tiles(tiles, unit, self.programs)
             else:
                 copy_on_host(tiles)
 

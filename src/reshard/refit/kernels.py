@@ -20,8 +20,7 @@ BLOCK = 2048
 
 
 @triton.jit
-def _copy(table, WORD: tl.constexpr, PAIR: tl.constexpr, BLOCK: tl.constexpr):
-    row = table + tl.program_id(0).to(tl.int64) * 6
+def _copy_tile(row, WORD: tl.constexpr, PAIR: tl.constexpr, BLOCK: tl.constexpr):
     src = tl.load(row).to(tl.pointer_type(WORD))
     dst = tl.load(row + 1).to(tl.pointer_type(WORD))
     n_rows, width = tl.load(row + 2).to(tl.int32), tl.load(row + 3).to(tl.int32)
@@ -43,12 +42,27 @@ def _copy(table, WORD: tl.constexpr, PAIR: tl.constexpr, BLOCK: tl.constexpr):
             tl.store(dst + ((r * dst_pitch + c) * PAIR + half), value, mask=inside)
 
 
-def copy_tiles(tiles: torch.Tensor, unit: int) -> None:
+@triton.jit
+def _copy(table, WORD: tl.constexpr, PAIR: tl.constexpr, BLOCK: tl.constexpr):
+    _copy_tile(table + tl.program_id(0).to(tl.int64) * 6, WORD, PAIR, BLOCK)
+
+
+@triton.jit
+def _copy_aside(table, tiles, WORD: tl.constexpr, PAIR: tl.constexpr, BLOCK: tl.constexpr):
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        _copy_tile(table + tile * 6, WORD, PAIR, BLOCK)
+
+
+def copy_tiles(tiles: torch.Tensor, unit: int, programs: int | None = None) -> None:
     """Carry out a table of tiles, lengths and pitches counted in words of `unit` bytes (16: two words of 8
-    bytes at once)."""
-    _copy[(len(tiles),)](
-        tiles, WORDS[unit], 2 if unit == 16 else 1, BLOCK // (2 if unit == 16 else 1), num_warps=8
-    )
+    bytes at once). With `programs` no more of the GPU is used than those take, for copies beside something
+    else that must go on."""
+    pair = 2 if unit == 16 else 1
+    how = WORDS[unit], pair, BLOCK // pair
+    if programs is None or programs >= len(tiles):
+        _copy[(len(tiles),)](tiles, *how, num_warps=8)
+    else:
+        _copy_aside[(programs,)](tiles, len(tiles), *how, num_warps=8)
 
 
 @triton.jit
@@ -123,6 +137,7 @@ def compile_copy(unit: int, device: torch.device) -> None:
         nothing = torch.zeros((1, 6), dtype=torch.int64, device=device)
         nothing[0, :2] = nothing.data_ptr()
         copy_tiles(nothing, unit)
+        copy_tiles(nothing.repeat(2, 1), unit, programs=1)
         torch.cuda.synchronize(device)
 
 

@@ -187,9 +187,11 @@ class Link:
     def _follow(self, trainer_moved: bool, engine_moved: bool) -> None:
         """After all are here: find again what has moved, on either side, and map what was unmapped."""
         stays = not engine_moved and not (trainer_moved and self._sends())
+        moved: list[int] = []
         if self.engine is not None and self.pull is not None:
             notes = self.members.note_of(self.engine.pieces)
-            self.engine.read_memory([rank for rank, note in notes.items() if note])
+            moved = [rank for rank, note in notes.items() if note]
+            self.engine.read_memory(moved)
             pulled = {
                 rank: self.engine.memory[rank]
                 for rank, way in self.engine.ways().items()
@@ -201,7 +203,7 @@ class Link:
         if self.broken:
             self.buckets.renew()
         self.broken = False
-        if self.engine is not None and self.pull is not None:
+        if moved and self.engine is not None and self.pull is not None:
             self.pull.keep_only(self.engine.memory)
 
     def _sends(self) -> bool:

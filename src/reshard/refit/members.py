@@ -53,6 +53,7 @@ class Members:
         self.version: int | None = None
         self._posted: list[str] = []
         self._note = self._seen = self._lost = ""
+        self._gone = NOTHING  # the verdict of this turn, as this member has last seen it
 
     @staticmethod
     def of_process_group(name: str = "reshard", timeout: float = 60.0) -> "Members":
@@ -129,14 +130,10 @@ class Members:
 
     @contextmanager
     def turn(self, what: str) -> Iterator[None]:
-        """A connect or a refit. An error inside, whatever it is, is told to the others.
-
-        Raises ReshardError at once where another member has given this turn up before.
-        """
+        """A connect or a refit. An error inside, whatever it is, is told to the others."""
         self.turns += 1
-        self.what, self._note = what, ""
+        self.what, self._note, self._gone = what, "", NOTHING
         try:
-            self.check()
             yield
         except BaseException as error:
             self.fail(error)
@@ -159,8 +156,8 @@ class Members:
                     f"{version}: give all the same"
                 )
         self._note = note
-        agreed = self._arrive("here", f"did not come to {self.what}", NOTHING, GO)
-        return int(agreed.removeprefix(GO))
+        self._gone = self._arrive("here", f"did not come to {self.what}", NOTHING, GO)
+        return int(self._gone.removeprefix(GO))
 
     def note_of(self, ranks: Iterable[int]) -> dict[int, str]:
         """After `go`: what these members noted."""
@@ -171,10 +168,9 @@ class Members:
     def done(self) -> None:
         """Wait until everyone has what it needs. Raises ReshardError, for all, where one has failed, or is
         late."""
-        before = self._verdict()
-        self._arrive("done", f"did not end {self.what}", before, DONE)
-        if before.startswith(GO):
-            self.version = int(before.removeprefix(GO))
+        self._arrive("done", f"did not end {self.what}", self._gone, DONE)
+        if self._gone.startswith(GO):
+            self.version = int(self._gone.removeprefix(GO))
         self._seen = self._key("seen")
         if self.rank:
             with suppress(RuntimeError, dist.DistError):
@@ -183,7 +179,6 @@ class Members:
 
     def _arrive(self, step: str, late: str, before: str, after: str) -> str:
         """Count this member in. The last one moves the verdict on, for which all wait."""
-        self._raise_failed(before)
         self._call(self.store.set, f"at/{self.rank}", f"{self.turns} {step} {self._note}")
         if self._call(self.store.add, self._key(step), 1) == self.size:
             if after == GO:

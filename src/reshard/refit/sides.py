@@ -1,9 +1,12 @@
 """What a member does as a rank of the trainer, and as a rank of the engine: what it tells the others, and the
 copies that follow."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -33,6 +36,13 @@ from reshard.refit.routes import BUCKETS, HERE, PEER, SENT, STAGED, nearest
 from reshard.refit.transports.base import Incoming
 from reshard.refit.wire import Held, pack_array, pack_held, pack_json, unpack_array, unpack_held, unpack_json
 
+# What a trainer has published of a model, and what an engine has planned from what trainers published: for who
+# connects the same two again.
+_published: WeakKeyDictionary[Trainer, tuple[tuple[Model, list[torch.dtype]], bytes, bytes]] = (
+    WeakKeyDictionary()
+)
+_planned: WeakKeyDictionary[Engine, tuple[str, dict[int, Pieces]]] = WeakKeyDictionary()
+
 
 class TrainerSide:
     """A trainer's rank in a connection: what inference ranks ask it for, and where its memory is."""
@@ -51,8 +61,12 @@ class TrainerSide:
         """Tell what this rank holds of the model."""
         self.source.check_memory(self.device)
         self.source.check_model(model)
-        dtypes = [dtype_named(str(region.tensor.dtype)).name for region in self.source.regions]
-        header, parts = pack_held(self.source.publish(model), dtypes)
+        dtypes = [region.tensor.dtype for region in self.source.regions]
+        known, header, parts = _published.get(self.source, (None, b"", b""))
+        if known != (model, dtypes):
+            names = {dtype: dtype_named(str(dtype)).name for dtype in set(dtypes)}
+            header, parts = pack_held(self.source.publish(model), [names[dtype] for dtype in dtypes])
+            _published[self.source] = (model, dtypes), header, parts
         self.members.post("held", header)
         self.members.post("parts", parts)
 
@@ -160,10 +174,26 @@ class EngineSide:
     def plan(self, where: str) -> None:
         """Which boxes this rank needs, and from which trainer's ranks; `where` names the served model. Each
         is told what is asked of it."""
-        published = {
-            rank: unpack_held(self.members.read("held", rank), self.members.read("parts", rank))
+        said = {
+            rank: (self.members.read("held", rank), self.members.read("parts", rank))
             for rank in self.agreed.trainers
         }
+        position = self.agreed.engines.index(self.members.rank)
+        distances = {rank: self.agreed.distance(rank) for rank in self.agreed.trainers}
+        key = _digest([position, distances], *(text for both in said.values() for text in both))
+        known, self.pieces = _planned.get(self.engine, ("", {}))
+        if known != key:
+            published = {rank: unpack_held(*both) for rank, both in said.items()}
+            self.pieces = self._plan(published, distances, position, where)
+            _planned[self.engine] = key, self.pieces
+        for rank in self.agreed.trainers:
+            asked = self.pieces[rank].asked if rank in self.pieces else np.zeros((0, 5), np.int64)
+            self.members.post(f"pieces/{rank}", pack_array(asked))
+
+    def _plan(
+        self, published: Mapping[int, Held], distances: Mapping[int, int], position: int, where: str
+    ) -> dict[int, Pieces]:
+        """The pieces that this rank needs, by trainer's rank, each from the nearest that holds it."""
         wanted = self.engine.placement
         sources = Sources.of(
             published,
@@ -175,26 +205,25 @@ class EngineSide:
             plan = make_plan(Placement.of(wanted.shapes, sources.tensors), wanted)
         except PlanError as error:
             raise ReshardError(f"the trainer's shards do not make up the served model: {error}") from error
-        copies: dict[int, list[tuple[int, Transfer]]] = {rank: [] for rank in self.agreed.trainers}
-        position = self.agreed.engines.index(self.members.rank)
-        distances = {rank: self.agreed.distance(rank) for rank in self.agreed.trainers}
+        copies: dict[int, list[tuple[int, Transfer]]] = defaultdict(list)
+        choices: dict[tuple[int, ...], int] = {}  # among holders of the same ranks, of which there are few
         for transfer in plan.transfers:
             holders = sources.holders[transfer.src]
-            ranks = [rank for rank, _ in holders]
-            rank, shard = holders[nearest(ranks, distances.__getitem__, position, self.engine.tp)]
+            ranks = tuple([rank for rank, _ in holders])
+            if ranks not in choices:
+                choices[ranks] = nearest(ranks, distances.__getitem__, position, self.engine.tp)
+            rank, shard = holders[choices[ranks]]
             copies[rank].append((shard, transfer))
         index = {identity: index for index, identity in enumerate(self.engine.regions)}
-        for rank, some in copies.items():
-            pieces = Pieces.of(some, index)
-            self.members.post(f"pieces/{rank}", pack_array(pieces.asked))
-            if some:
-                self.pieces[rank] = pieces
+        return {rank: Pieces.of(some, index) for rank, some in copies.items()}
 
     def _check(self, sources: "Sources", where: str) -> None:
         """Raise ReshardError where the trainer lacks what is wanted, or has it in another dtype."""
         lacking, other = [], []
+        dtypes = {region.tensor.dtype for region in self.engine.regions.values()}
+        names = {dtype: dtype_named(str(dtype)).name for dtype in dtypes}
         for tensor in self.engine.placement.tensors.values():
-            mine = dtype_named(str(self.engine.regions[tensor.id].tensor.dtype)).name
+            mine = names[self.engine.regions[tensor.id].tensor.dtype]
             for part in tensor.parts:
                 theirs = sources.dtypes.get(part.name)
                 if theirs is None:
@@ -205,9 +234,9 @@ class EngineSide:
                         f"one dtype for both"
                     )
         if lacking:
-            names = sorted(set(lacking))
+            absent = sorted(set(lacking))
             raise ReshardError(
-                f"the trainer's model lacks {len(names)} parameters that {where} calls for: {listed(names)}"
+                f"the trainer's model lacks {len(absent)} parameters that {where} calls for: {listed(absent)}"
             )
         if other:
             raise ReshardError(other[0])
@@ -254,6 +283,13 @@ class EngineSide:
             raise ReshardError(
                 f"{len(bad)} tensors did not arrive as they are in the trainer: {listed(sorted(bad))}"
             )
+
+
+def _digest(facts: Any, *texts: bytes) -> str:
+    found = sha256(repr(facts).encode())
+    for text in texts:
+        found.update(sha256(text).digest())
+    return found.hexdigest()
 
 
 class Replicas(NamedTuple):

@@ -113,7 +113,7 @@ class MegatronModel(Trainer):
 
     def addresses(self) -> list[int]:
         """Where the parameters are now; asked before every refit, so that the tensors are kept at hand."""
-        return [tensor.data_ptr() for tensor in self._tensors]
+        return list(map(torch.Tensor.data_ptr, self._tensors))
 
     def name_of(self, index: int) -> str:
         """The checkpoint key of a region."""

@@ -231,7 +231,7 @@ class VllmModel(Engine):
 
     def addresses(self) -> list[int]:
         """Where the parameters and buffers are now."""
-        return [tensor.data_ptr() for tensor in self.tensors.values()]
+        return list(map(torch.Tensor.data_ptr, self.tensors.values()))
 
     def follow(self) -> bool:
         """Find the parameters again that vLLM has replaced or moved; whether there were any.

@@ -9,6 +9,7 @@ The trainer's ranks call `reshard.refit.connect` and `Link.refit` at the same ti
 both sides are done.
 """
 
+from contextlib import suppress
 from typing import Any
 
 from reshard.core.errors import ReshardError
@@ -59,10 +60,21 @@ class RefitExtension:
         members = Members.join(address, first_rank + mine, size, timeout)
         self._reshard_link = connect(
             members,
-            destination=lambda: VllmModel.from_worker(self),
+            destination=self._reshard_side,
             executor=executor,
             bucket_bytes=bucket_bytes,
         )
+
+    def _reshard_side(self) -> VllmModel:
+        """This worker's side: that of the last connect, where vLLM has the same model and order of weights
+        still."""
+        kept: VllmModel | None = getattr(self, "_reshard_engine", None)
+        if kept is not None and kept.module is self.get_model():  # type: ignore[attr-defined]
+            with suppress(ReshardError):
+                kept.follow()
+                return kept
+        self._reshard_engine = VllmModel.from_worker(self)
+        return self._reshard_engine
 
     def reshard_refit(self, version: int | None = None, verify: bool = False) -> dict[str, Any]:
         """Take the trainer's weights; the report as a dict."""

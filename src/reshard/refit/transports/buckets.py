@@ -6,7 +6,7 @@ unpacked.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,9 @@ from reshard.refit.transports.base import Incoming, Transport
 from reshard.refit.wire import pack_json, unpack_json
 
 ALIGNMENT = 16
+SLOTS = 2  # buckets of a pair that are under way at once
+# Of copies into and out of buckets on a GPU: NCCL's own kernel must find room beside them.
+PROGRAMS = 64
 
 
 def group_of(members: Members, ranks: Sequence[int], device: torch.device, fresh: bool) -> Any:
@@ -92,6 +95,7 @@ class Buckets(Transport):
         self.receives: dict[int, Side] = {}
         self.addresses: list[tuple[int, int]] = []
         self.steps: list[tuple[list[int], list[int], CopyTable, CopyTable]] = []
+        self.lanes = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
 
     def agree(self, outgoing: Mapping[int, np.ndarray], incoming: Mapping[int, Incoming]) -> None:
         """Agree with all members on the size of the buckets and the number of rounds, and meet those that
@@ -102,11 +106,11 @@ class Buckets(Transport):
         most = max(self._everyone("partners", max(len(incoming), len(outgoing))))
         if not most:
             return
-        self.limit = self.bucket_bytes // (4 * most) // ALIGNMENT * ALIGNMENT
+        self.limit = self.bucket_bytes // (2 * SLOTS * most) // ALIGNMENT * ALIGNMENT
         if self.limit < TILE_BYTES:
             raise ReshardError(
                 f"bucket_bytes {self.bucket_bytes} is too little for {most} partners: "
-                f"{4 * most * TILE_BYTES} is the least"
+                f"{2 * SLOTS * most * TILE_BYTES} is the least"
             )
         self._meet(fresh=False)
         self.prepare(outgoing, incoming)
@@ -142,38 +146,61 @@ class Buckets(Transport):
         """Exchange everything, in as many rounds as all members have agreed on."""
         if self.group is None:
             return
-        slots = [(self._buffer(self.sends), self._buffer(self.receives)) for _ in range(min(2, self.rounds))]
+        slots = [
+            (self._buffer(self.sends), self._buffer(self.receives)) for _ in range(min(SLOTS, self.rounds))
+        ]
         addresses = [(send.data_ptr(), receive.data_ptr()) for send, receive in slots]
         if addresses != self.addresses:
             # The caching allocator usually gives the same memory again, so that this happens once.
-            self.steps = [self._step(index, *addresses[index % 2]) for index in range(self.rounds)]
+            self.steps = [self._step(index, *addresses[index % SLOTS]) for index in range(self.rounds)]
             self.addresses = addresses
-        pending: tuple[Any, CopyTable] | None = None
-        for index, (splits_in, splits_out, pack, unpack) in enumerate(self.steps):
-            send, receive = slots[index % 2]
-            pack.run()
-            work = self.group.alltoall_base(
-                receive[: sum(splits_in)], send[: sum(splits_out)], splits_in, splits_out
-            )
-            if pending is not None:
-                self._unpack(*pending)
-            pending = (work, unpack)
-        if pending is not None:
-            self._unpack(*pending)
+        if self.lanes is None:
+            self._exchange(slots, None, None)
+            return
+        packing, unpacking = self.lanes
+        here = torch.cuda.current_stream(self.device)
+        packing.wait_stream(here)
+        unpacking.wait_stream(here)
+        try:
+            self._exchange(slots, packing, unpacking)
+        finally:
+            here.wait_stream(packing)
+            here.wait_stream(unpacking)
+
+    def _exchange(self, slots: list[tuple[torch.Tensor, torch.Tensor]], packing: Any, unpacking: Any) -> None:
+        """Pack a round, send it off, unpack the one before: each kind in a stream of its own on a GPU, where
+        only what waits for a slot waits."""
+        works: list[Any] = []
+        unpacked: list[Any] = []
+        for index in range(len(self.steps) + 1):
+            if index < len(self.steps):
+                splits_in, splits_out, pack, _ = self.steps[index]
+                send, receive = slots[index % SLOTS]
+                with within(packing):
+                    if index >= SLOTS:
+                        works[index - SLOTS].wait()
+                    pack.run()
+                    if index >= SLOTS and packing is not None:
+                        packing.wait_event(unpacked[index - SLOTS])
+                    arriving, leaving = receive[: sum(splits_in)], send[: sum(splits_out)]
+                    works.append(self.group.alltoall_base(arriving, leaving, splits_in, splits_out))
+            if index:
+                with within(unpacking):
+                    works[index - 1].wait()
+                    self.steps[index - 1][3].run()
+                    if unpacking is not None:
+                        unpacked.append(unpacking.record_event())
 
     def _buffer(self, sides: Mapping[int, "Side"]) -> torch.Tensor:
         return torch.empty(self.limit * len(sides), dtype=torch.uint8, device=self.device)
-
-    def _unpack(self, work: Any, table: CopyTable) -> None:
-        work.wait()
-        table.run()
 
     def _step(self, index: int, send: int, receive: int) -> tuple[list[int], list[int], CopyTable, CopyTable]:
         """A round with its buffers at these addresses: bytes from and to each member, and the copies before
         and after."""
         splits_out, packed = self._layout(self.sends, index, send)
         splits_in, unpacked = self._layout(self.receives, index, receive)
-        return splits_in, splits_out, CopyTable(packed, self.device), CopyTable(unpacked, self.device)
+        pack, unpack = (CopyTable(table, self.device, programs=PROGRAMS) for table in (packed, unpacked))
+        return splits_in, splits_out, pack, unpack
 
     def _layout(self, sides: Mapping[int, "Side"], index: int, start: int) -> tuple[list[int], np.ndarray]:
         """Bytes by member, and the copies with their ends in the buffer filled in."""
@@ -184,6 +211,11 @@ class Buckets(Transport):
             splits[self.ranks.index(peer)] = size
             start += size
         return splits, np.concatenate(tables)
+
+
+def within(stream: Any) -> AbstractContextManager:
+    """Enqueue on this stream; where there is none, as ever."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class Side:
