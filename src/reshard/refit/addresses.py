@@ -1,6 +1,6 @@
 """Pieces and shards as addresses: the tables of copies that a plan becomes on one member."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,9 +45,9 @@ def two(values: tuple[int, ...], fill: int) -> tuple[int, int]:
     return fill, values[0] if values else 1
 
 
-def destination_table(destination: Engine, pieces: Pieces) -> np.ndarray:
-    """A table of pieces with the destination's end filled in."""
-    address, pitch, size = _memory(destination.regions.values())[pieces.into[:, 0]].T
+def destination_table(memory: np.ndarray, pieces: Pieces) -> np.ndarray:
+    """A table of pieces with the destination's end filled in; `memory` is `located` of the engine's regions."""
+    address, pitch, size = memory[pieces.into[:, 0]].T
     table = np.zeros((len(pieces.into), 6), np.int64)
     table[:, DST_PITCH] = pitch * size
     table[:, DST] = address + pieces.into[:, 1] * table[:, DST_PITCH] + pieces.into[:, 2] * size
@@ -55,14 +55,15 @@ def destination_table(destination: Engine, pieces: Pieces) -> np.ndarray:
     return table
 
 
-def _memory(regions: Collection[Region]) -> np.ndarray:
-    """Address, pitch in elements and bytes of an element of each region."""
-    tensors = {
-        id(region.tensor): (region.tensor.data_ptr(), region.tensor.element_size()) for region in regions
-    }
+def located(regions: Iterable[Region]) -> np.ndarray:
+    """Where regions lie now: the address, the pitch in elements and the bytes of an element of each."""
+    tensors: dict[int, tuple[int, int]] = {}
     found = []
     for tensor, offset, pitch in regions:
-        start, size = tensors[id(tensor)]
+        known = tensors.get(id(tensor))
+        if known is None:
+            known = tensors[id(tensor)] = tensor.data_ptr(), tensor.element_size()
+        start, size = known
         found.append((start + offset * size, pitch, size))
     return np.array(found, np.int64).reshape(-1, 3)
 
@@ -92,9 +93,10 @@ def fill_table(destination: Engine, device: torch.device) -> tuple[np.ndarray, t
     return table, zeros
 
 
-def source_table(source: Trainer, asked: np.ndarray) -> np.ndarray:
-    """A table of pieces that another rank asked for, with the source's end filled in."""
-    address, pitch, size = _memory(source.regions)[asked[:, SHARD]].T
+def source_table(memory: np.ndarray, asked: np.ndarray) -> np.ndarray:
+    """A table of pieces that another rank asked for, with the source's end filled in; `memory` is `located` of
+    the trainer's regions."""
+    address, pitch, size = memory[asked[:, SHARD]].T
     table = np.zeros((len(asked), 6), np.int64)
     table[:, SRC_PITCH] = pitch * size
     table[:, SRC] = address + asked[:, ROW] * table[:, SRC_PITCH] + asked[:, COLUMN] * size
@@ -134,7 +136,7 @@ def allocations_of(source: Trainer, shards: Sequence[int]) -> list[Allocation]:
 def memory_of(source: Trainer, allocations: Sequence[Allocation]) -> dict[str, Any]:
     """Where the shards of a trainer's rank lie: (address, pitch in bytes) of each, and the allocations that
     other processes may map, as (first address, bytes, handle)."""
-    address, pitch, size = _memory(source.regions).T
+    address, pitch, size = located(source.regions).T
     return {
         "regions": np.stack([address, pitch * size], 1),
         "allocations": [(a.base, a.size, exported(a.base)) for a in allocations],

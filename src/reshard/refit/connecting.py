@@ -58,6 +58,10 @@ def connect(members: Members, source: "Trainer | Callable[[], Trainer] | None" =
                 "reshard.engines.VllmModel.from_llm(llm), or .from_worker(worker)",
             )
             device = _device(trains, serves)
+            if device.type == "cuda":
+                from reshard.refit.kernels import compile_ahead
+
+                compile_ahead(device, _sizes(trains, serves))
             roles = [name for name, side in (("trainer", trains), ("inference", serves)) if side is not None]
             mine = hello(f"{' and '.join(roles) or 'idle'} rank {members.rank}", roles, device)
             mine |= {
@@ -99,6 +103,15 @@ def _made(side: Any, kind: type, name: str, give: str) -> Any:
     if side is not None and not isinstance(side, kind):
         raise ReshardError(f"{name} is a {type(side).__name__}: give {give}")
     return side
+
+
+def _sizes(source: Trainer | None, destination: Engine | None) -> set[int]:
+    """Bytes of an element of what is here."""
+    regions = [
+        *(source.regions if source is not None else ()),
+        *(destination.regions.values() if destination is not None else ()),
+    ]
+    return {dtype.itemsize for dtype in {region.tensor.dtype for region in regions}}
 
 
 def _device(source: Trainer | None, destination: Engine | None) -> torch.device:

@@ -16,18 +16,11 @@ class CopyTable:
     """Tiles ready to run, grouped by the widest word that all their addresses and lengths allow; kept on the
     GPU.
 
-    `owners` numbers what each tile's source belongs to, for `shift`; `programs` bounds how much of the GPU is
-    used (`kernels.copy_tiles`).
+    `owners` numbers what each tile's source belongs to, for `shift`.
     """
 
-    def __init__(
-        self,
-        tiles: np.ndarray,
-        device: torch.device,
-        owners: np.ndarray | None = None,
-        programs: int | None = None,
-    ) -> None:
-        self.device, self.bytes, self.programs = device, bytes_of(tiles), programs
+    def __init__(self, tiles: np.ndarray, device: torch.device, owners: np.ndarray | None = None) -> None:
+        self.device, self.bytes = device, bytes_of(tiles)
         self.groups: list[tuple[int, torch.Tensor | np.ndarray]] = []
         self.owners: list[torch.Tensor | np.ndarray] = []
         if owners is None:
@@ -66,13 +59,14 @@ class CopyTable:
         """Kernels that `run` launches."""
         return len(self.groups)
 
-    def run(self) -> None:
-        """Carry the copies out; on a GPU, enqueue them on the current stream."""
+    def run(self, programs: int | None = None) -> None:
+        """Carry the copies out; on a GPU, enqueue them on the current stream, using no more of the GPU than
+        `programs` take (`kernels.copy_tiles`)."""
         for unit, tiles in self.groups:
             if isinstance(tiles, torch.Tensor):
                 from reshard.refit.kernels import copy_tiles
 
-                copy_tiles(tiles, unit, self.programs)
+                copy_tiles(tiles, unit, programs)
             else:
                 copy_on_host(tiles)
 

@@ -27,8 +27,9 @@ class Digests:
             if device.type == "cpu":
                 _add_on_host(tiles, self.sums.numpy().view(np.uint64), word, unit)
                 continue
-            from reshard.refit.kernels import digest_tiles
+            from reshard.refit.kernels import compile_digest, digest_tiles
 
+            compile_digest(word, unit, device)
             digest_tiles(torch.from_numpy(tiles).to(device), self.sums, word, unit)
 
     def result(self) -> np.ndarray:
@@ -55,8 +56,8 @@ def word_tiles(
     rows = [tiles[:, SRC], origin, tiles[:, ROWS], tiles[:, WIDTH] // word, tiles[:, SRC_PITCH] // unit,
             tiles[:, DST] // word]  # fmt: skip
     found = np.stack(rows, 1)
-    kinds = np.unique(np.stack([word, unit], 1), axis=0).tolist()
-    return {(of, by): found[(word == of) & (unit == by)] for of, by in kinds}
+    kinds = np.unique(word << 8 | unit).tolist()
+    return {(kind >> 8, kind & 0xFF): found[(word << 8 | unit) == kind] for kind in kinds}
 
 
 def _add_on_host(tiles: np.ndarray, sums: np.ndarray, word: int, unit: int) -> None:

@@ -4,7 +4,8 @@ addresses.
 Both take raw addresses, so that one launch can read many tensors, and other GPUs' memory.
 """
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -17,6 +18,7 @@ from reshard.refit import mix
 
 WORDS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
 BLOCK = 2048
+_compiling = threading.Lock()  # one at a time: the hook that is put away belongs to the process
 
 
 @triton.jit
@@ -47,7 +49,7 @@ def _copy(table, WORD: tl.constexpr, PAIR: tl.constexpr, BLOCK: tl.constexpr):
     _copy_tile(table + tl.program_id(0).to(tl.int64) * 6, WORD, PAIR, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _copy_aside(table, tiles, WORD: tl.constexpr, PAIR: tl.constexpr, BLOCK: tl.constexpr):
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         _copy_tile(table + tile * 6, WORD, PAIR, BLOCK)
@@ -123,21 +125,22 @@ def digest_tiles(tiles: torch.Tensor, out: torch.Tensor, word: int, unit: int) -
 def expected_compilation() -> Iterator[None]:
     """Compiling that was asked for, at connect: who watches for compilation that was not, as vLLM does once it
     serves (``--jit-monitor-mode``), is not told."""
-    watching, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, None
-    try:
-        yield
-    finally:
-        knobs.runtime.jit_post_compile_hook = watching
+    with _compiling:
+        watching, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, None
+        try:
+            yield
+        finally:
+            knobs.runtime.jit_post_compile_hook = watching
 
 
 @cache
-def compile_copy(unit: int, device: torch.device) -> None:
-    """Compile the copies of this word size now, on nothing, so that the first refit does not wait for it."""
+def compile_copy(unit: int, device: torch.device, programs: int | None = None) -> None:
+    """Compile the copies of this word size now, on nothing, so that the first refit does not wait for it:
+    those that may use all of the GPU, or with `programs` the others."""
     with torch.cuda.device(device), expected_compilation():
         nothing = torch.zeros((1, 6), dtype=torch.int64, device=device)
         nothing[0, :2] = nothing.data_ptr()
-        copy_tiles(nothing, unit)
-        copy_tiles(nothing.repeat(2, 1), unit, programs=1)
+        copy_tiles(nothing.repeat(2, 1), unit, programs)
         torch.cuda.synchronize(device)
 
 
@@ -152,3 +155,15 @@ def compile_digest(word: int, unit: int, device: torch.device) -> None:
         nothing[0, 0] = nothing.data_ptr()
         digest_tiles(nothing, out, word, unit)
         torch.cuda.synchronize(device)
+
+
+def compile_ahead(device: torch.device, sizes: Iterable[int]) -> None:
+    """Begin to compile what nearly every refit launches, aside: planning takes as long. `sizes` are bytes of
+    an element; who needs one of these kernels before it is there waits for it."""
+
+    def compile_all() -> None:
+        compile_copy(16, device)
+        for word, unit in ((8, 8), *((size, size) for size in sizes)):
+            compile_digest(word, unit, device)
+
+    threading.Thread(target=compile_all, name="reshard compiles").start()

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from reshard.core.errors import ReshardError, first_line
-from reshard.refit.addresses import destination_table
+from reshard.refit.addresses import destination_table, located
 from reshard.refit.agreement import Agreement, names_of
 from reshard.refit.copies import wait_for_device
-from reshard.refit.digests import WORD
 from reshard.refit.members import Members
 from reshard.refit.routes import BUCKETS, HERE, PEER, SENT, STAGED
 from reshard.refit.sides import EngineSide, TrainerSide
@@ -82,19 +81,11 @@ class Link:
     # Connecting
 
     def _set_up(self) -> None:
-        """Make the first tables, agree on buckets with all members, and compile what a refit launches."""
+        """Make the first tables, and agree on buckets with all members."""
         if self.engine is not None:
             self.engine.read_memory(self.engine.pieces)
         outgoing, incoming = self._prepare()
         self.buckets.agree(outgoing.get(BUCKETS, {}), incoming.get(BUCKETS, {}))
-        if self.device.type == "cuda":
-            from reshard.refit.kernels import compile_digest
-
-            sources = self.trainer.source.regions if self.trainer is not None else ()
-            destinations = self.engine.engine.regions.values() if self.engine is not None else ()
-            for size in {region.tensor.element_size() for region in (*sources, *destinations)}:
-                for word in {size, WORD}:
-                    compile_digest(word, word, self.device)
         self._unmap()
 
     def _prepare(self) -> tuple[dict[str, dict[int, np.ndarray]], dict[str, dict[int, Incoming]]]:
@@ -218,8 +209,12 @@ class Link:
     def _move(self) -> None:
         """Carry out all copies. Raises ReshardError, naming who is silent, where a partner dies or stalls."""
         try:
+            if self.pull is not None:
+                self.pull.aside = self.buckets.group is not None
             for transport in self._transports:
                 transport.run()
+            if self.pull is not None:
+                self.pull.join()
             if self.engine is not None:
                 self.engine.engine.settle()
             done = wait_for_device(self.device, self.members.timeout)
@@ -268,8 +263,9 @@ class Link:
         trainer's rank the way (``same process``, ``peer``, ``staged``, ``buckets``) and the bytes."""
         ways = []
         if self.engine is not None:
+            memory = located(self.engine.engine.regions.values())
             for rank, way in self.engine.ways().items():
-                table = destination_table(self.engine.engine, self.engine.pieces[rank])
+                table = destination_table(memory, self.engine.pieces[rank])
                 ways.append({"from": self.members.names[rank], "way": way, "bytes": bytes_of(table)})
         return {
             "executor": self.agreed.executor,

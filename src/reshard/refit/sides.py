@@ -26,6 +26,7 @@ from reshard.refit.addresses import (
     allocations_of,
     as_read,
     destination_table,
+    located,
     memory_of,
     source_table,
 )
@@ -142,15 +143,17 @@ class TrainerSide:
     def outgoing(self) -> dict[str, dict[int, np.ndarray]]:
         """The copies that this rank sends, by way and inference rank, with the source's end filled in."""
         found: dict[str, dict[int, np.ndarray]] = {way: {} for way in SENT}
+        memory = located(self.source.regions)
         for rank, way in self.ways().items():
             if way in SENT:
-                found[way][rank] = source_table(self.source, self.asked[rank])
+                found[way][rank] = source_table(memory, self.asked[rank])
         return found
 
     def digest(self) -> None:
         """Begin the digests of every piece, of this rank's memory by its own addresses, made anew."""
+        memory = located(self.source.regions)
         self.digests = {
-            rank: Digests(source_table(self.source, asked), asked[:, ELEMENTS], self.device)
+            rank: Digests(source_table(memory, asked), asked[:, ELEMENTS], self.device)
             for rank, asked in self.asked.items()
         }
 
@@ -257,18 +260,18 @@ class EngineSide:
     def incoming(self) -> dict[str, dict[int, Incoming]]:
         """What this rank gets, by way and trainer's rank, from where everything is now."""
         found: dict[str, dict[int, Incoming]] = {way: {} for way in (HERE, PEER, STAGED, BUCKETS)}
+        memory = located(self.engine.regions.values())
         for rank, way in self.ways().items():
             pieces = self.pieces[rank]
-            table = destination_table(self.engine, pieces)
+            table = destination_table(memory, pieces)
             found[way][rank] = Incoming(table, pieces.asked, self.memory[rank])
         return found
 
     def digest(self) -> None:
         """Begin the digests of every piece, of this rank's memory by its own addresses, made anew."""
+        memory = located(self.engine.regions.values())
         self.digests = {
-            rank: Digests(
-                as_read(destination_table(self.engine, pieces)), pieces.asked[:, ELEMENTS], self.device
-            )
+            rank: Digests(as_read(destination_table(memory, pieces)), pieces.asked[:, ELEMENTS], self.device)
             for rank, pieces in self.pieces.items()
         }
 

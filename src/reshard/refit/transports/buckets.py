@@ -120,7 +120,7 @@ class Buckets(Transport):
             from reshard.refit.kernels import compile_copy
 
             # the tables are made at the first exchange, nearly all of this word
-            compile_copy(ALIGNMENT, self.device)
+            compile_copy(ALIGNMENT, self.device, 1)
 
     def _everyone(self, key: str, value: int) -> list[int]:
         return [unpack_json(said) for said in self.members.gather(key, pack_json(value))]
@@ -179,7 +179,7 @@ class Buckets(Transport):
                 with within(packing):
                     if index >= SLOTS:
                         works[index - SLOTS].wait()
-                    pack.run()
+                    pack.run(PROGRAMS)
                     if index >= SLOTS and packing is not None:
                         packing.wait_event(unpacked[index - SLOTS])
                     arriving, leaving = receive[: sum(splits_in)], send[: sum(splits_out)]
@@ -187,7 +187,7 @@ class Buckets(Transport):
             if index:
                 with within(unpacking):
                     works[index - 1].wait()
-                    self.steps[index - 1][3].run()
+                    self.steps[index - 1][3].run(PROGRAMS)
                     if unpacking is not None:
                         unpacked.append(unpacking.record_event())
 
@@ -199,8 +199,7 @@ class Buckets(Transport):
         and after."""
         splits_out, packed = self._layout(self.sends, index, send)
         splits_in, unpacked = self._layout(self.receives, index, receive)
-        pack, unpack = (CopyTable(table, self.device, programs=PROGRAMS) for table in (packed, unpacked))
-        return splits_in, splits_out, pack, unpack
+        return splits_in, splits_out, CopyTable(packed, self.device), CopyTable(unpacked, self.device)
 
     def _layout(self, sides: Mapping[int, "Side"], index: int, start: int) -> tuple[list[int], np.ndarray]:
         """Bytes by member, and the copies with their ends in the buffer filled in."""

@@ -14,6 +14,7 @@ from reshard.refit.tables import bytes_of, interleaved, tiles_of
 from reshard.refit.transports.base import Incoming, Transport
 from reshard.refit.transports.mappings import Mappings
 
+PROGRAMS_ASIDE = 32
 PADDING = -1  # in place of a trainer's rank, for rows that none has
 
 
@@ -28,6 +29,8 @@ class Pull(Transport):
         self.at: dict[int, np.ndarray] = {}
         self.first_owner: dict[int, int] = {}
         self.local_bytes = self.peer_bytes = 0
+        self.aside = False
+        self.lane: torch.cuda.Stream | None = None
         # What was last followed, with everything mapped.
         self.followed: dict[int, Mapping[str, Any]] | None = None
 
@@ -89,8 +92,21 @@ class Pull(Transport):
         )
 
     def run(self) -> None:
-        """Enqueue all copies."""
-        self.table.run()
+        """Enqueue all copies: aside, where buckets are to go on at the same time, until `join`."""
+        if not self.aside or self.device.type == "cpu":
+            self.table.run()
+            return
+        here = torch.cuda.current_stream(self.device)
+        self.lane = torch.cuda.Stream(self.device)
+        self.lane.wait_stream(here)
+        with torch.cuda.stream(self.lane):
+            self.table.run(PROGRAMS_ASIDE)
+
+    def join(self) -> None:
+        """Let the current stream wait for what was enqueued aside."""
+        if self.lane is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.lane)
+            self.lane = None
 
     def keep_only(self, memory: Mapping[int, Mapping[str, Any]]) -> None:
         """Unmap what the trainers' ranks no longer use."""
