@@ -9,11 +9,14 @@ megatron-core and safetensors; nothing of reshard.
 """
 
 import json
+import os
 import queue
 import re
 import sys
 from importlib import metadata
 from pathlib import Path
+
+os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")  # 0.15 asks for it when it is imported, GPU or not
 
 import torch
 import torch.distributed as dist

@@ -35,6 +35,7 @@ from megatron.core.tensor_parallel import random as tp_random
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import MegatronModule, multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe import moe_utils
 from megatron.training import global_vars
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 from megatron.training.checkpointing import load_args_from_checkpoint, load_checkpoint
@@ -115,6 +116,11 @@ def without_cuda() -> None:
             module.get_cuda_rng_tracker = lambda *a, **k: _Tracker()
     results = queue.Queue()
     filesystem_async.get_write_results_queue = lambda *a: results
+    # Names of Transformer Engine that 0.16 uses also where it is not installed.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    if not isinstance(getattr(multi_latent_attention, "TELinear", object), type):
+        multi_latent_attention.TELinear = type("NoLinear", (), {})
     # A pull of YaRN's table: it asks for the current CUDA device where use_cpu_initialization is not passed on.
     plain_yarn = multi_latent_attention.YarnRotaryEmbedding
     multi_latent_attention.YarnRotaryEmbedding = lambda *a, **k: plain_yarn(

@@ -202,18 +202,19 @@ def without_gpu() -> Iterator[None]:
     """On a machine without a GPU: what is inside can build and run Megatron's local layers on the CPU.
 
     They ask for the current CUDA device by name, move tied embeddings there, and want CUDA's random states
-    even where there is no dropout. All three are changed for the whole process and put back.
+    even where there is no dropout, and in 0.16 names of Transformer Engine. All of these are changed for the
+    whole process and put back.
     """
     if torch.cuda.is_available():
         yield
         return
-    from reshard.megatron.compat import without_random_states
+    from reshard.megatron.compat import without_random_states, without_transformer_engine
 
     kept, kept_move = torch.cuda.current_device, torch.Tensor.cuda
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     try:
-        with without_random_states():
+        with without_random_states(), without_transformer_engine():
             yield
     finally:
         torch.cuda.current_device = kept

@@ -12,7 +12,9 @@ from importlib import metadata
 from typing import Any
 
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from reshard.core.errors import ReshardError
@@ -74,6 +76,27 @@ def without_random_states() -> Iterator[None]:
     finally:
         for name, value in zip(names, before):
             setattr(random, name, value)
+
+
+@contextmanager
+def without_transformer_engine() -> Iterator[None]:
+    """While it is open, layers of 0.16 run where Transformer Engine is not installed: they use two of its
+    names without asking whether these are there."""
+    lacks_gemm, linear = not hasattr(moe_utils, "te_general_gemm"), multi_latent_attention.TELinear
+    if lacks_gemm:
+        moe_utils.te_general_gemm = None
+    if not isinstance(linear, type):
+        multi_latent_attention.TELinear = _NoLinear
+    try:
+        yield
+    finally:
+        multi_latent_attention.TELinear = linear
+        if lacks_gemm:
+            del moe_utils.te_general_gemm
+
+
+class _NoLinear:
+    """In place of a layer of Transformer Engine, which no layer is an instance of."""
 
 
 class _NoRandomStates:
