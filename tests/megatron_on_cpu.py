@@ -116,11 +116,14 @@ def without_cuda() -> None:
             module.get_cuda_rng_tracker = lambda *a, **k: _Tracker()
     results = queue.Queue()
     filesystem_async.get_write_results_queue = lambda *a: results
-    # Names of Transformer Engine that 0.16 uses also where it is not installed.
+    # Names of Transformer Engine that 0.16 and 0.20 use also where it is not installed.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    if not isinstance(getattr(multi_latent_attention, "TELinear", object), type):
-        multi_latent_attention.TELinear = type("NoLinear", (), {})
+    inference = sys.modules.get("megatron.core.tensor_parallel.inference_layers")
+    for module in (multi_latent_attention, inference):
+        for name, value in list(vars(module).items()) if module else ():
+            if name.endswith("Linear") and not isinstance(value, type):
+                setattr(module, name, type("NoLinear", (), {}))
     # A pull of YaRN's table: it asks for the current CUDA device where use_cpu_initialization is not passed on.
     plain_yarn = multi_latent_attention.YarnRotaryEmbedding
     multi_latent_attention.YarnRotaryEmbedding = lambda *a, **k: plain_yarn(

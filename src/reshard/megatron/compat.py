@@ -6,13 +6,12 @@ this is imported.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any
 
 from megatron.core.tensor_parallel import random
-from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -24,6 +23,14 @@ try:
 except ImportError:  # before 0.19
     QKNormConfigResolver = None
 
+# Layers that modules compare with by `isinstance`, 0.16 and 0.20 also where they are no classes.
+LINEARS = {
+    "megatron.core.transformer.multi_latent_attention": ("TELinear",),
+    "megatron.core.tensor_parallel.inference_layers": (
+        "InferenceColumnParallelLinear",
+        "InferenceLayerNormColumnParallelLinear",
+    ),
+}
 OLDEST, NEWEST = "0.16", "0.20"  # that models were built and refitted from with
 
 
@@ -80,17 +87,24 @@ def without_random_states() -> Iterator[None]:
 
 @contextmanager
 def without_transformer_engine() -> Iterator[None]:
-    """While it is open, layers of 0.16 run where Transformer Engine is not installed: they use two of its
-    names without asking whether these are there."""
-    lacks_gemm, linear = not hasattr(moe_utils, "te_general_gemm"), multi_latent_attention.TELinear
+    """While it is open, layers run where Transformer Engine is not installed, which some versions use names
+    of without asking whether these are there."""
+    before: list[tuple[Any, str, Any]] = []
+    for path, names in LINEARS.items():
+        with suppress(ImportError):
+            module = import_module(path)
+            before += [(module, name, vars(module)[name]) for name in names if name in vars(module)]
+    before = [(module, name, value) for module, name, value in before if not isinstance(value, type)]
+    lacks_gemm = not hasattr(moe_utils, "te_general_gemm")  # 0.16
     if lacks_gemm:
         moe_utils.te_general_gemm = None
-    if not isinstance(linear, type):
-        multi_latent_attention.TELinear = _NoLinear
+    for module, name, _ in before:
+        setattr(module, name, _NoLinear)
     try:
         yield
     finally:
-        multi_latent_attention.TELinear = linear
+        for module, name, value in before:
+            setattr(module, name, value)
         if lacks_gemm:
             del moe_utils.te_general_gemm
 
