@@ -265,6 +265,27 @@ def test_a_family_without_vllm_names_goes_by_the_traced_layout(variant, converte
     refit(converted(variant), f"{PP} 2", 2, dict(tp=2), 2, False, tmp_path, traced=True)
 
 
+@pytest.mark.parametrize(
+    ("variant", "change"),
+    [
+        ("qwen3-moe", "nothing"),
+        ("deepseek-v3", "nothing"),
+        ("glm4-moe", "nothing"),
+        ("qwen3-moe", "kind"),
+        ("qwen3-moe", "loader"),
+    ],
+)
+def test_layers_that_are_alike_are_traced_by_one_of_them(variant, change, checkpoint):
+    engine = dict(tp=2, enable_expert_parallel=True)
+    for found in run_on_ranks(2, "traces", str(checkpoint(variant)), change, engine, module="traces_on_cpu"):
+        assert found["same"] and found["layers"] > 1
+        if change == "loader":  # which only its copies tell
+            assert len(found["shown"]) == 2 and found["shown"][1] == found["of"] and found["places"] != {0}
+        else:
+            [shown] = found["shown"]
+            assert shown < found["of"]
+
+
 @pytest.fixture
 def hosts():
     """Two hosts: network namespaces with a link between them."""
