@@ -219,3 +219,24 @@ def refused_save(rank: int, flags: list[str], cases: list[tuple[str, str, dict]]
     """What is said of each destination, config and options."""
     _, wrapped, _ = chunks(flags)
     return [caught(partial(reshard.save, wrapped, *case[:2], **case[2])) for case in cases]
+
+
+def bridge(rank: int, hf: str, folder: str, layout: dict, from_config: bool):
+    """A model through the calls of mbridge: what it exports of the weights it loaded, and the sentence where it has none to load."""
+    from transformers import AutoConfig
+
+    from reshard.megatron.build import initialize_parallel, without_gpu
+
+    inside = without_gpu()
+    inside.__enter__()  # until this process ends
+    sizes = reshard.Layout(**layout)
+    initialize_parallel(sizes)
+    made_of = AutoConfig.from_pretrained(hf) if from_config else hf
+    make = reshard.AutoBridge.from_config if from_config else reshard.AutoBridge.from_pretrained
+    bridge = make(made_of, transformer_impl="local")
+    models = bridge.get_model(None if from_config else hf, wrap_with_ddp=not from_config)
+    said = caught(lambda: bridge.load_weights(models)) if from_config else ""
+    if from_config:
+        bridge.load_weights(models, hf)
+    bridge.save_weights(models, f"{folder}/saved")
+    return {name: bits(tensor) for name, tensor in bridge.export_weights(models)}, said

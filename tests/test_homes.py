@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from reshard import Layout, check, hf_to_mcore, mcore_to_hf
+from reshard import Layout, check, hf_to_mcore, mcore_to_hf, read_model
 from reshard.disk import boxes
 from reshard.disk.files import OpenFiles
 from reshard.disk.sources import open_source
@@ -336,6 +336,24 @@ def test_what_a_save_cannot_do_is_said_before_anything_is_written(weights, tmp_p
         for sentence, case in zip(said, cases, strict=True):
             assert case[3] in sentence
     assert sorted(path.name for path in tmp_path.iterdir()) == ["taken"]
+
+
+@pytest.mark.parametrize("from_config", [False, True])
+def test_the_calls_of_mbridge_make_load_export_and_save_a_model(from_config, weights, tmp_path):
+    variant, layout = ("llama", dict(pp=2)) if from_config else ("qwen3-moe", dict(tp=2, ep=2, etp=1))
+    source = weights(variant) / "hf"
+    published = {name: bits(tensor) for name, tensor in hf_tensors(source).items()}
+    for exported, said in on_ranks(2, "bridge", str(source), str(tmp_path), layout, from_config):
+        assert exported == published
+        assert said == (
+            "this bridge was made of a config, which has no weights: give a path" if from_config else ""
+        )
+    assert {name: bits(tensor) for name, tensor in hf_tensors(tmp_path / "saved").items()} == published
+    assert (tmp_path / "saved" / "generation_config.json").exists() != from_config
+    assert (
+        check(tmp_path / "saved").ok
+        and read_model(str(tmp_path / "saved")).family.name == read_model(str(source)).family.name
+    )
 
 
 @pytest.mark.parametrize(("gap", "around"), [(0, 1 << 20), (1 << 20, 1 << 20), (1 << 20, 100)])
