@@ -24,7 +24,7 @@ def chunks(flags: list[str], dtype: torch.dtype = torch.bfloat16, ddp: bool = Fa
     models, args = megatron_on_cpu.build(flags)
     for model in models:
         model.to(dtype)
-    wrapped = [Float16Module(model.config, model) for model in models] if dtype != torch.float32 else models
+    wrapped = [Float16Module(model.config, model) for model in models] if dtype == torch.bfloat16 else models
     if ddp:
         wrapped = [distributed(chunk) for chunk in wrapped]
     spoil(models)
@@ -135,19 +135,25 @@ def main_parameters(optimizer) -> list[torch.Tensor]:
     return [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
 
 
-def failing_reader(rank: int, flags: list[str], source: str):
-    """A load in which the disk of the last rank fails after its first box."""
+def failing_load(rank: int, flags: list[str], source: str, fault: str) -> str:
+    """A load in which the last rank's disk fails, or the rank dies, after its first box; what is said."""
     _, wrapped, _ = chunks(flags)
     plain, calls = loading.BoxReader.read, []
 
     def read(self, *args):
         calls.append(1)
         if rank == torch.distributed.get_world_size() - 1 and len(calls) > 1:
+            if fault == "dies":
+                os._exit(0)
             raise reshard.ReshardError("cannot read the file: Input/output error")
+        time.sleep(0.005)
         return plain(self, *args)
 
     loading.BoxReader.read = read
-    return caught(lambda: reshard.load(wrapped, source))
+    said = caught(lambda: reshard.load(wrapped, source, workers=1))
+    if fault == "dies":
+        torch.distributed.barrier = lambda *_: None  # one is gone
+    return said
 
 
 def save_each(rank: int, flags: list[str], hf: str, mcore: str, folder: str, ddp: bool = False):

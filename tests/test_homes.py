@@ -162,6 +162,26 @@ def test_tensors_that_no_rank_takes_are_named(weights):
         assert touched == 0 and second == "no error" and all_touched > 0
 
 
+def test_numbers_that_a_cast_makes_infinite_are_counted(weights, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    source = make(tmp_path / "hf", "qwen3", torch.float32)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5:7] = 1e6
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    flags, options = flags_at(weights("qwen3") / "mcore", f"{PP} 2"), {"dtype": "fp16"}
+    sources = [(str(source), options), (str(source), options | {"allow_overflow": True})]
+    (refused, allowed), others = on_ranks(2, "refused", flags, sources, dtype="float16")
+    sentence = (
+        "2 numbers of model.layers.1.mlp.down_proj.weight are too large for float16 and became infinite"
+    )
+    assert refused[0].startswith(
+        f"{sentence}; choose another dtype, or pass allow_overflow=True; the model now has some"
+    )
+    assert others[0][0].startswith(f"process 0 of 2 failed: {sentence}")
+    assert allowed[0] == others[1][0] == "no error"
+
+
 def test_a_rounding_cast_is_that_of_the_conversion_and_main_parameters_follow(tmp_path):
     source = make(tmp_path / "hf", "qwen3-moe", torch.float32)
     hf_to_mcore(source, tmp_path / "mcore", dtype="bf16", transformer_impl="local")
@@ -186,19 +206,19 @@ def test_fp8_blocks_and_other_dtypes_are_read_as_the_conversion_reads_them(tmp_p
         assert differ == [] and control
 
 
-def test_a_disk_that_fails_on_one_rank_is_said_on_all(weights):
+def test_a_rank_that_fails_or_dies_while_it_reads_is_said_on_all(weights):
     folder = weights("qwen3")
-    said = on_ranks(2, "failing_reader", flags_at(folder / "mcore", f"{TP} 2"), str(folder / "hf"))
-    assert (
-        "cannot read the file: Input/output error; the model now has some of the new weights: load again"
-        in said[1]
-    )
-    assert "process 1 of 2 failed: cannot read the file" in said[0]
-    assert all("--resume" not in sentence for sentence in said)
+    arguments = flags_at(folder / "mcore", f"{TP} 2"), str(folder / "hf")
+    two_kinds = "the model now has some of the new weights: load again"
+    first, last = on_ranks(2, "failing_load", *arguments, "EIO")
+    assert last == f"cannot read the file: Input/output error; {two_kinds}"
+    assert first == f"process 1 of 2 failed: cannot read the file: Input/output error; {two_kinds}"
+    first, last = run_on_ranks(2, "failing_load", *arguments, "dies", module="homes_on_cpu", may_die=True)
+    assert first == f"process 1 of 2 was ended; {two_kinds}" and last is None
 
 
 SAVED = [
-    ("llama-rope-tied", {}, f"{TP} 2 {PP} 2", 4, Layout(tp=2, pp=2)),
+    ("llama-rope-tied", {}, f"{TP} 2 {PP} 2 --pipeline-model-parallel-layout Et|tttL", 4, Layout(tp=2, pp=2, pipeline="Et|tttL")),
     ("qwen2", {}, f"{PP} 2 {VPP} 2", 4, Layout(pp=2, vpp=2)),
     ("qwen3", {}, f"{PP} 3 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 2", 3,
      Layout(pp=3, first_stage_layers=1, last_stage_layers=2)),

@@ -116,7 +116,12 @@ class _Load:
             held = team.gather(self.rank.told())
             decide(team, lambda: self._check_all_taken(source, held))
             team.together(lambda: self._check_copies(source))
-            read = team.together(lambda: self._read(source))[team.process]
+            try:
+                read = team.together(lambda: self._read(source))[team.process]
+            except ReshardError as error:
+                raise ReshardError(
+                    f"{error}; the model now has some of the new weights: load again"
+                ) from error
             team.together(self._follow)
             return self._report(source, read, time.monotonic() - began)
         finally:
@@ -212,8 +217,6 @@ class _Load:
             counts = run_jobs(
                 sizes, lambda i: filler.fill(pieces[i]), self.workers, self.progress, self.team.check
             )
-        except ReshardError as error:
-            raise _half_done(error) from error
         finally:
             device.close()
         for i, count in counts.items():
@@ -221,12 +224,18 @@ class _Load:
                 name = pieces[i].name
                 self.overflowed[name] = self.overflowed.get(name, 0) + count
         if self.overflowed and not self.allow_overflow:
-            name, count = next(iter(self.overflowed.items()))
-            said = overflow_notice(name, count, self.target or DTYPES["float16"]).replace(
-                "would become", "became"
+            raise ReshardError(
+                f"{self._overflow_notices()[0]}; choose another dtype, or pass allow_overflow=True"
             )
-            raise _half_done(ReshardError(f"{said}; choose another dtype, or pass allow_overflow=True"))
         return sum(sizes.values())
+
+    def _overflow_notices(self) -> list[str]:
+        """What is said of numbers that became infinite in the cast that was asked for."""
+        return [
+            overflow_notice(name, count, self.target).replace("would become", "became")
+            for name, count in self.overflowed.items()
+            if self.target is not None
+        ]
 
     def _follow(self) -> None:
         if self.optimizer is not None:
@@ -236,13 +245,7 @@ class _Load:
         names = {piece.name for piece in self.rank.pieces}
         casts = {piece.name for piece in self.rank.pieces if source.tensors[piece.name].dtype != piece.dtype}
         padding = sum(rows.stop - rows.start for _, rows in self.rank.fills)
-        notices = [*source.notices]
-        for name, count in self.overflowed.items():
-            notices.append(
-                overflow_notice(name, count, self.target or DTYPES["float16"]).replace(
-                    "would become", "became"
-                )
-            )
+        notices = [*source.notices, *self._overflow_notices()]
         return LoadReport(str(self.path), source.model.family.name, self.team.process, self.team.size, len(names), read,
                           len(casts), padding, seconds, notices)  # fmt: skip
 
@@ -281,10 +284,6 @@ class _Filler:
         found = cast(numbers, info.dtype, piece.dtype)
         out[:] = found.view(np.uint8)
         return overflow(numbers, found, info.dtype, piece.dtype)
-
-
-def _half_done(error: ReshardError) -> ReshardError:
-    return ReshardError(f"{error}; the model now has some of the new weights: load again")
 
 
 def of_mtp(name: str, model: Model) -> bool:
