@@ -60,16 +60,30 @@ def unlike(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
     )
 
 
-def load_each(rank: int, flags: list[str], sources: list[str], oracle: str, other: str, ddp: bool = False):
-    """Load each of these sources, which hold the same weights, and those of `other`; the names that differ from what Megatron's loader makes
-    of `oracle`, for each, and the reports."""
+def load_each(
+    rank: int,
+    flags: list[str],
+    sources: list[str],
+    oracle: str,
+    other: str,
+    theirs: str = "",
+    ddp: bool = False,
+):
+    """Load each of these sources, which hold the same weights, then what Megatron saves of them to `theirs`, if that is given, and the
+    weights of `other`; the names that differ from what Megatron's loader makes of `oracle`, for each, and the reports."""
     models, wrapped, args = chunks(flags, ddp=ddp)
     expected = by_megatron(models, args, oracle)
     addresses = [p.data_ptr() for model in models for p in model.parameters()]
     differ, reports = [], []
+    if theirs:
+        megatron_on_cpu.save(models, theirs)
+        sources = [*sources, theirs]
     for source in [*sources, other]:
         spoil(models)
-        reports.append(reshard.load(wrapped, source).to_dict())
+        options = (
+            {"hf_config": sources[0]} if source == theirs else {}
+        )  # which Megatron's checkpoint has not beside it
+        reports.append(reshard.load(wrapped, source, **options).to_dict())
         differ.append(unlike(megatron_on_cpu.weights(models), expected))
     assert addresses == [p.data_ptr() for model in models for p in model.parameters()]
     return differ, reports, len(expected)

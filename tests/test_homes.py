@@ -59,11 +59,12 @@ def test_a_load_leaves_what_megatron_loads_of_the_conversion(
 ):
     folder, other = weights(variant, **options), weights(variant, seed=1, **options)
     hf_to_mcore(folder / "hf", tmp_path / "laid-out", layout)
-    sources = [str(folder / "hf"), str(tmp_path / "laid-out")]
+    sources, theirs = [str(folder / "hf"), str(tmp_path / "laid-out")], tmp_path / "theirs"
+    theirs.mkdir()
     results = on_ranks(ranks, "load_each", flags_at(folder / "mcore", parallel), sources, str(folder / "mcore"), str(other / "hf"),
-                       ddp="tied" not in variant)  # fmt: skip
-    for (from_hf, from_megatron, from_other), reports, tensors in results:
-        assert from_hf == from_megatron == []
+                       str(theirs), ddp="tied" not in variant)  # fmt: skip
+    for (from_hf, from_ours, from_theirs, from_other), reports, tensors in results:
+        assert from_hf == from_ours == from_theirs == []
         assert len(from_other) > 0.8 * tensors  # the control: other weights are seen
         # Megatron keeps the router's bias in fp32, whatever the checkpoint has.
         assert all(
