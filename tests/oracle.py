@@ -1,6 +1,7 @@
 """Megatron's tensors, assembled by hand from Hugging Face ones: shares no code with the mapping tables."""
 
 import json
+import zlib
 from pathlib import Path
 
 import torch
@@ -14,6 +15,12 @@ def hf_tensors(directory: Path) -> dict[str, torch.Tensor]:
         for path in sorted(directory.glob("*.safetensors"))
         for name, tensor in load_file(path).items()
     }
+
+
+def bits(tensor: torch.Tensor) -> tuple:
+    """Shape, dtype and a checksum of a tensor's bytes."""
+    data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return tuple(tensor.shape), str(tensor.dtype), zlib.crc32(data)
 
 
 def dequantized(directory: Path) -> dict[str, torch.Tensor]:

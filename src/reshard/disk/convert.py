@@ -1,44 +1,35 @@
 """Conversion on disk: Hugging Face to Megatron ``torch_dist`` and back, a slab at a time, without a model, a
 GPU or torch."""
 
-import json
 import os
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE, check_number
-from reshard.core.placement import Placement
-from reshard.core.planner import make_plan
+from reshard.disk.casts import overflow_notice
+from reshard.disk.destinations import HuggingFaceFiles, MegatronFiles, parse_size
 from reshard.disk.files import OpenFiles, allow_many_files
-from reshard.disk.fp8 import BLOCK, Fp8Blocks, quantizable
+from reshard.disk.fp8 import Fp8Blocks, quantizable
 from reshard.disk.hub import local_directory
-from reshard.disk.manifest import NAME as MANIFEST
-from reshard.disk.manifest import file_entry, manifest_json, printable
-from reshard.disk.rank_files import RankFiles, file_bytes
-from reshard.disk.run import Run, overflow_notice
-from reshard.disk.sources import HF_FILES, HuggingFaceSource, MegatronSource, Source
-from reshard.disk.streams import SLAB_BYTES, TensorInfo, grouped_strips, strip_of
+from reshard.disk.run import Run
+from reshard.disk.sources import HuggingFaceSource, MegatronSource, Source
+from reshard.disk.streams import SLAB_BYTES, TensorInfo
 from reshard.disk.team import Team
 from reshard.disk.verify import SourceChecks
 from reshard.disk.workdir import Workdir, fingerprint
 from reshard.disk.workers import Aside, Progress, worker_count, workers_for
-from reshard.formats import safetensors, torch_dist
-from reshard.megatron.args import FLAGS_FILE, arguments, checkpoint_args, command_line, version_of
-from reshard.megatron.checkpoint import chunks_to_write, extra_states_to_write
+from reshard.megatron.args import version_of
 from reshard.megatron.layout import Layout
-from reshard.megatron.parameters import TRANSFORMER_IMPLS, expand, padded_vocab_size
+from reshard.megatron.parameters import TRANSFORMER_IMPLS
 from reshard.models.config_fields import check_ignored
 
 # About what the interpreter and numpy take before the first slab, a forked worker of its own, and what is
 # planned for a tensor (with .metadata, and with what workers copy of it).
 BASE_MEMORY_BYTES, WORKER_MEMORY_BYTES, TENSOR_MEMORY_BYTES = 48 << 20, 8 << 20, 9 << 10
-# The largest file that transformers wrote for years, unless told otherwise.
-MAX_SHARD_BYTES = 5 * 10**9
 
 
 @dataclass
@@ -98,7 +89,7 @@ def hf_to_mcore(
     allow_many_files()
     if not isinstance(layout, (Layout, type(None))):
         raise ReshardError(f"layout is {layout!r:.80}, not a reshard.Layout such as Layout(tp=2)")
-    layout, target = layout or Layout(), _float_dtype(dtype)
+    layout, target = layout or Layout(), float_dtype(dtype)
     if transformer_impl not in TRANSFORMER_IMPLS:
         raise ReshardError(f"--transformer-impl {transformer_impl} is not one of {listed(TRANSFORMER_IMPLS)}")
     check_number(make_vocab_size_divisible_by, "--make-vocab-size-divisible-by", MAX_VOCAB_MULTIPLE)
@@ -117,39 +108,36 @@ def hf_to_mcore(
         work = Workdir(src.path, src.read_files(), Path(destination), overwrite, resume, team.process)
         if not dry_run:
             team.together(lambda: work.check_destination() if team.process == 0 else None)
-        layout.check(src.model)
-        vocab = padded_vocab_size(src.model.symbols["V"], make_vocab_size_divisible_by, layout.tp)
-        mapping = expand(src.model, transformer_impl, vocab)
         tensors = {
-            n: TensorInfo(t.shape, _stored_dtype(t.dtype, target, n in mapping.fp32))
+            n: TensorInfo(t.shape, _stored_dtype(t.dtype, target, n in src.mapping.fp32))
             for n, t in src.tensors.items()
         }
-        chunks = list(chunks_to_write(src.model, mapping, layout, transformer_impl))
-        shapes = {n: t.shape for n, t in tensors.items() if n not in src.copies}
-        plan = make_plan(Placement.canonical(shapes), Placement.of(shapes, (c.tensor for c in chunks)))
-        directory = "release" if iteration is None else f"iter_{iteration:07d}"
-        rank_files = RankFiles(
-            directory, chunks, extra_states_to_write(src.model, mapping, layout, transformer_impl), tensors
+        new = MegatronFiles(
+            src.model,
+            layout,
+            tensors,
+            src.copies,
+            src.hf_files(),
+            transformer_impl=transformer_impl,
+            divisible_by=make_vocab_size_divisible_by,
+            iteration=iteration,
+            megatron_lm=megatron_lm,
         )
-        sizes = rank_files.sizes()
-        report = _report("hf-to-mcore", src, source, destination, str(layout), sizes, workers, dry_run, team)
+        report = _report(
+            "hf-to-mcore", src, source, destination, str(layout), new.sizes, workers, dry_run, team
+        )
         report.notices += src.model.caveats(transformer_impl)
-        model_dtype = tensors[next(iter(tensors))].dtype
-        args = arguments(
-            src.model, layout, vocab, make_vocab_size_divisible_by, model_dtype, transformer_impl
-        )
-        flags = command_line(args, megatron_lm)
-        report.bytes_per_rank = rank_files.tensor_bytes()
+        report.bytes_per_rank = new.rank_files.tensor_bytes()
         if dry_run:
             return report
 
         options = {"dtype": target and target.name, "impl": transformer_impl, "divisible": make_vocab_size_divisible_by,
-                   "directory": directory, "megatron": megatron_lm, "overflow": allow_overflow}  # fmt: skip
+                   "directory": new.directory, "megatron": megatron_lm, "overflow": allow_overflow}  # fmt: skip
         run = Run(
             src,
             tensors,
-            rank_files.strips(plan),
-            sizes,
+            new.strips,
+            new.sizes,
             work,
             team,
             workers,
@@ -160,25 +148,14 @@ def hf_to_mcore(
         )
 
         def create(files: OpenFiles, mine: set[str]) -> None:
-            rank_files.write_containers(work.tree, mine, files)
+            new.write_frames(work.tree, mine, files)
 
         def finish(checksums: dict[str, str]) -> None:
-            saved = checkpoint_args(args, layout.world_size(src.model), model_dtype, iteration or 0)
-            content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-            small: dict[str, bytes | str] = {
-                f"{directory}/.metadata": metadata.result(),
-                f"{directory}/common.pt": torch_dist.common_bytes(saved, iteration or 0, content),
-                f"{directory}/metadata.json": json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}),
-                torch_dist.TRACKER: "release" if iteration is None else str(iteration),
-                FLAGS_FILE: "\n".join(flags) + "\n",
-            }  # fmt: skip
-            small |= {f"{HF_FILES}/{name}": path.read_bytes() for name, path in src.hf_files().items()}
-            fields = {"format": "megatron torch_dist", "family": src.model.family.name, "source": printable(source),
-                      "layout": asdict(layout), "world_size": layout.world_size(src.model), "transformer_impl": transformer_impl,
-                      "iteration": directory, "quantized": sorted(src.scales), **_ignored_field(src)}  # fmt: skip
-            _write_small(work, small, fields, tensors, checksums, rank_files.entries(), sync)
+            fields = new.fields(src.model.family.name, source, sorted(src.scales)) | _ignored_field(src)
+            new.finish(work, fields, checksums, sync)
 
-        with Aside(rank_files.metadata) as metadata:  # thousands of objects to pickle
+        with Aside(new.rank_files.metadata) as metadata:  # while tensors are written
+            new.metadata = metadata.result
             run.meanwhile = (metadata,)
             identity, places = _identity(src)
             shared = fingerprint(identity, asdict(layout), options, team.size)
@@ -214,7 +191,7 @@ def mcore_to_hf(
     those of `hf_to_mcore`, and so is what it raises.
     """
     allow_many_files()
-    target = _float_dtype(dtype)
+    target = float_dtype(dtype)
     shard_bytes = None if max_shard_size is None else parse_size(max_shard_size)
     config = Path(hf_config) if hf_config is not None else None
     worker_count(workers)
@@ -234,69 +211,39 @@ def mcore_to_hf(
                 "--quantize fp8 goes with bf16 or fp16 for what stays as it is, and that is "
                 "fp32 here: add --dtype bf16"
             )
-        laid_out: dict[str, tuple[Dtype, tuple[int, ...]]] = {}
-        for name, info in tensors.items():
-            laid_out |= fp8.stored(name, info)
-        if shard_bytes is None:
-            total = sum(prod(shape) * dtype.size for dtype, shape in laid_out.values())
-            shard_bytes = min(MAX_SHARD_BYTES, file_bytes(total))
-        new_files = safetensors.plan_files(laid_out, shard_bytes)
-        placed = {name: tensor for file in new_files for name, tensor in file.tensors.items()}
-        sizes = {file.name: file.size_bytes for file in new_files}
-        paths = {name: Path(name) for name in sizes}
+        new = HuggingFaceFiles(src.model, src.mapping.fp32, tensors, fp8, shard_bytes, src.hf_files())
         report = _report(
-            "mcore-to-hf", src, source, destination, "whole tensors", sizes, workers, dry_run, team
+            "mcore-to-hf", src, source, destination, "whole tensors", new.sizes, workers, dry_run, team
         )
         if dry_run:
             return report
 
-        strips = grouped_strips(
-            (
-                name,
-                strip_of(
-                    (0,) * len(t.shape),
-                    t.shape,
-                    (0,) * len(t.shape),
-                    t.shape,
-                    paths[t.file],
-                    t.offset,
-                    t.dtype.size,
-                ),
-            )
-            for name, t in placed.items()
-        )
         run = Run(
-            src, tensors, strips, sizes, work, team, workers, sync, progress, checks, allow_overflow, fp8
+            src,
+            tensors,
+            new.strips,
+            new.sizes,
+            work,
+            team,
+            workers,
+            sync,
+            progress,
+            checks,
+            allow_overflow,
+            fp8,
         )
 
         def create(files: OpenFiles, mine: set[str]) -> None:
-            for file in new_files:
-                if file.name in mine:
-                    files.write(work.tree / file.name, 0, file.head)
+            new.write_frames(work.tree, mine, files)
 
         def finish(checksums: dict[str, str]) -> None:
-            stored = {name: TensorInfo(t.shape, t.dtype) for name, t in placed.items()}
-            small: dict[str, bytes | str] = {name: path.read_bytes() for name, path in src.hf_files().items()}
-            small["config.json"] = _config_json(src, tensors, fp8, small.get("config.json"))
-            index = safetensors.index_json(new_files)
-            if index is not None:
-                small[safetensors.INDEX] = index
-            fields = {
-                "format": "huggingface",
-                "family": src.model.family.name,
-                "source": printable(source),
-                "quantized": sorted(fp8.names),
-            }
-            fields |= _ignored_field(src)
-            entries = {
-                file.name: file_entry(file.size_bytes, [file.head], around_tensors=True) for file in new_files
-            }
-            _write_small(work, small, fields, stored, checksums, entries, sync)
+            fields = new.fields(src.model.family.name, source, sorted(fp8.names)) | _ignored_field(src)
+            new.finish(work, fields, checksums, sync)
 
         options = {
             "dtype": target and target.name,
             "quantize": quantize,
-            "shard": shard_bytes,
+            "shard": new.shard_bytes,
             "overflow": allow_overflow,
         }
         identity, places = _identity(src)
@@ -304,24 +251,6 @@ def mcore_to_hf(
         report.resumed_tensors = run.run(shared, fingerprint(shared, places), resume, create, finish)
         report.notices += _run_notices(run)
         return report
-
-
-def _write_small(
-    work: Workdir,
-    small: dict[str, bytes | str],
-    fields: dict[str, Any],
-    tensors: dict[str, TensorInfo],
-    checksums: dict[str, str],
-    entries: dict[str, dict[str, Any]],
-    sync: bool,
-) -> None:
-    """Write the files without weights, and the manifest of all; `entries` are those of the files with
-    weights."""
-    data = {name: text.encode() if isinstance(text, str) else text for name, text in small.items()}
-    entries = entries | {name: file_entry(len(found), [found]) for name, found in data.items()}
-    data[MANIFEST] = manifest_json(fields, tensors, checksums, entries).encode()
-    for name, found in data.items():
-        work.write_file(name, found, sync)
 
 
 def _ignored_field(src: Source) -> dict[str, list[str]]:
@@ -340,7 +269,7 @@ def _run_notices(run: Run) -> list[str]:
     ]
 
 
-def _float_dtype(name: str | None) -> Dtype | None:
+def float_dtype(name: str | None) -> Dtype | None:
     if name is None:
         return None
     try:
@@ -414,55 +343,3 @@ def _quantized(src: MegatronSource, tensors: dict[str, TensorInfo]) -> list[str]
         if recorded
         else [n for n, t in tensors.items() if quantizable(n, t)]
     )
-
-
-def _config_json(
-    src: Source, tensors: dict[str, TensorInfo], fp8: Fp8Blocks, original: bytes | str | None
-) -> bytes | str:
-    """config.json: as it was, but for dtype and quantisation where those changed."""
-    config = dict(src.model.config) if original is None else json.loads(original)
-    before = json.dumps(config)
-    key = "dtype" if "dtype" in config else "torch_dtype"
-    dtype = next(t.dtype.name for n, t in tensors.items() if n not in src.mapping.fp32)
-    if fp8.names:
-        config.setdefault(
-            "quantization_config",
-            {
-                "activation_scheme": "dynamic",
-                "fmt": "e4m3",
-                "quant_method": "fp8",
-                "weight_block_size": [BLOCK, BLOCK],
-            },
-        )
-    else:
-        config.pop("quantization_config", None)
-    if config.get(key) != dtype:
-        config[key] = dtype
-    if original is not None and json.dumps(config) == before:
-        return original
-    return json.dumps(config, indent=2) + "\n"
-
-
-def parse_size(size: str | int) -> int:
-    """Bytes of ``5GB``, ``500MB``, ``1.5GiB`` or a number. Raises ReshardError for anything else."""
-    units = {
-        "": 1,
-        "b": 1,
-        "kb": 10**3,
-        "mb": 10**6,
-        "gb": 10**9,
-        "tb": 10**12,
-        "kib": 1 << 10,
-        "mib": 1 << 20,
-        "gib": 1 << 30,
-        "tib": 1 << 40,
-    }
-    text = str(size).strip().lower()
-    number = text.rstrip("bkmgti ")
-    try:
-        value = int(float(number) * units[text[len(number) :].strip()])
-    except (ValueError, KeyError, OverflowError) as error:
-        raise ReshardError(f"--max-shard-size {size} is not a size such as 5GB or 500MB") from error
-    if value < 1:
-        raise ReshardError(f"--max-shard-size {size} is less than a byte")
-    return value

@@ -7,7 +7,8 @@ from pathlib import Path
 from reshard.core.errors import ReshardError, first_line
 
 # What a conversion needs of a repository.
-PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
+BESIDE_WEIGHTS = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
+PATTERNS = ["*.safetensors", *BESIDE_WEIGHTS]
 
 
 def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:

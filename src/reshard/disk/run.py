@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError, is_resumable
+from reshard.disk.casts import cast, overflow, overflow_notice
 from reshard.disk.files import EarlySync, NoSync, OpenFiles, write_error
 from reshard.disk.fp8 import Fp8Blocks
 from reshard.disk.journal import Done, Journal
@@ -21,14 +21,6 @@ from reshard.disk.team import Team
 from reshard.disk.verify import SourceChecks, checksum_of
 from reshard.disk.workdir import Workdir
 from reshard.disk.workers import Aside, Progress, Workers, run_jobs
-
-# Infinity as an integer: as the signed one that is larger than all finite numbers' above zero.
-INFINITY = {
-    "float16": (np.int16, np.uint16, 0x7C00),
-    "bfloat16": (np.int16, np.uint16, 0x7F80),
-    "float32": (np.int32, np.uint32, 0x7F800000),
-}
-WIDENING = {("float16", "bfloat16"), ("float16", "float32"), ("bfloat16", "float32")}
 
 
 @dataclass
@@ -290,8 +282,8 @@ class Run:
             rows = self.source.read_rows(name, start, stop)
             if watch is not None:
                 watch.rows(rows, start, stop)
-            slab = _cast(rows, source_dtype, info.dtype)
-            overflowed += _overflow(rows, slab, source_dtype, info.dtype)
+            slab = cast(rows, source_dtype, info.dtype)
+            overflowed += overflow(rows, slab, source_dtype, info.dtype)
             return slab
 
         if name in self.fp8.names:
@@ -337,28 +329,3 @@ class Run:
                 f"{self.work.destination} needs {needed:,} more bytes, but the disk has {free:,} free",
                 resumable=True,
             )
-
-
-def overflow_notice(name: str, count: int, dtype: Dtype) -> str:
-    """What is said of finite numbers that a cast makes infinite."""
-    numbers, are = ("number", "is") if count == 1 else ("numbers", "are")
-    return f"{count:,} {numbers} of {name} {are} too large for {dtype.name} and would become infinite"
-
-
-def _cast(slab: np.ndarray, source: Dtype, target: Dtype) -> np.ndarray:
-    if source == target:
-        return slab
-    with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN are weights like any other
-        return slab.astype(target.numpy())
-
-
-def _overflow(before: np.ndarray, after: np.ndarray, source: Dtype, target: Dtype) -> int:
-    """How many finite numbers a cast has made infinite."""
-    if source == target or target.name not in INFINITY or (source.name, target.name) in WIDENING:
-        return 0
-    signed, unsigned, infinity = INFINITY[target.name]
-    minus = infinity | 1 << 8 * target.size - 1
-    if after.view(signed).max(initial=0) < infinity and after.view(unsigned).max(initial=0) < minus:
-        return 0  # two passes that make no arrays: the rule, and a tenth of the cast's time
-    infinite = (after.view(unsigned) == infinity) | (after.view(unsigned) == minus)
-    return int(np.isfinite(before[infinite].astype(np.float64)).sum())

@@ -60,11 +60,16 @@ class Source(ABC):
     tensors: dict[str, TensorInfo]
     copies: dict[str, str]
     notices: list[str]
+    files: OpenFiles
 
     @abstractmethod
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows `start` .. `stop` of a canonical tensor, ``[rows, columns]``; valid until the thread's next
         call."""
+
+    @abstractmethod
+    def strips(self, name: str) -> list[Strip] | None:
+        """Where the rows of a canonical tensor lie; None where they are made of what is stored (fp8 blocks)."""
 
     def row_multiple(self, name: str) -> int:
         """How many rows are best read together."""
@@ -86,12 +91,7 @@ class Source(ABC):
 
     def _beside(self) -> list[Path]:
         directory = self.hf_directory()
-        files = (
-            []
-            if directory is None
-            else [p for p in sorted(directory.iterdir()) if p.is_file() and p.name != MANIFEST]
-        )
-        return [p for p in files if not p.name.startswith(".") and not p.name.endswith(WEIGHT_SUFFIXES)]
+        return [] if directory is None else files_beside(directory)
 
     def _note_large_files(self) -> None:
         """Say which files beside the weights are too large for a config or a tokenizer, and are left
@@ -115,6 +115,12 @@ class Source(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close the files."""
+
+
+def files_beside(directory: Path) -> list[Path]:
+    """The files of a Hugging Face directory that are no weights: config, tokenizer, whatever else."""
+    files = [p for p in sorted(directory.iterdir()) if p.is_file() and p.name != MANIFEST]
+    return [p for p in files if not p.name.startswith(".") and not p.name.endswith(WEIGHT_SUFFIXES)]
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -256,6 +262,12 @@ class HuggingFaceSource(Source):
         # Some of a block's rows: its numbers are looked up, and all of them would not stay in the cache.
         return -(-self.block[0] // 4) if name in self.scales else 1
 
+    def strips(self, name: str) -> list[Strip] | None:
+        info, stored = self.tensors[name], self.stored[name]
+        if name in self.scales:
+            return None
+        return [Strip(0, info.rows, 0, info.columns, self.paths[stored.file], stored.offset, info.columns)]
+
     def _rows(self, stored: safetensors.Tensor, start: int, stop: int, columns: int) -> np.ndarray:
         width = columns * stored.dtype.size
         rows = self.scratch.array(stored.dtype.name, stop - start, width)
@@ -385,8 +397,7 @@ class MegatronSource(Source):
         return model, str(config)
 
     def strips(self, name: str) -> list[Strip]:
-        """Where the rows of a canonical tensor lie."""
-        return [self._strip(transfer) for transfer in self.transfers[name]]
+        return [self._strip(transfer) for transfer in self.transfers[self.copies.get(name, name)]]
 
     def _strip(self, transfer: Transfer) -> Strip:
         key, offsets, sizes, before = transfer.src

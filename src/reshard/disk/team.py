@@ -67,6 +67,25 @@ class Team:
                 f"process {process} of {size} cannot reach the others: {first_line(error)}"
             ) from error
 
+    @staticmethod
+    def of_process_group() -> "Team":
+        """The ranks of torch's default process group; one process where there is none.
+
+        The group carries one small message, which says where the first rank is; all else goes through
+        connections of the team's own, so that a team may work in a thread while training goes on.
+        """
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return Team()
+        process, size = dist.get_rank(), dist.get_world_size()
+        try:
+            return Team(process, size, _links(process, size))
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ReshardError(
+                f"rank {process} of {size} cannot reach the others: {first_line(error)}"
+            ) from error
+
     def check(self) -> None:
         """Raise ReshardError where another process has failed or is gone."""
         if self.failure is not None:
@@ -83,6 +102,21 @@ class Team:
         for link in self.links.values():
             link.send({"values": values})
         return values
+
+    def gather(self, value: Any) -> list[Any]:
+        """In the first process everybody's value (what JSON holds), by process; nothing in the others."""
+        if self.process:
+            self.links[0].send({"value": value})
+            return []
+        return [value, *(self._receive(other)["value"] for other in range(1, self.size))]
+
+    def scatter(self, values: list[Any]) -> Any:
+        """What the first process has for this one: its item of `values`, which the others leave empty."""
+        if self.process:
+            return self._receive(0)["value"]
+        for other, link in self.links.items():
+            link.send({"value": values[other]})
+        return values[0]
 
     def together(self, step: Callable[[], Any]) -> list[Any]:
         """Run `step` here, and meet: everybody's result, or everywhere an error as soon as it has failed in

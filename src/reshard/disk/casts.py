@@ -1,0 +1,46 @@
+"""Casts between dtypes of weights, and the finite numbers that they make infinite."""
+
+import numpy as np
+
+from reshard.core.dtypes import Dtype
+
+# Infinity as an integer: as the signed one that is larger than all finite numbers' above zero.
+INFINITY = {
+    "float16": (np.int16, np.uint16, 0x7C00),
+    "bfloat16": (np.int16, np.uint16, 0x7F80),
+    "float32": (np.int32, np.uint32, 0x7F800000),
+}
+WIDENING = {("float16", "bfloat16"), ("float16", "float32"), ("bfloat16", "float32")}
+# Casts that keep every number as it is.
+EXACT = {("float16", "float32"), ("bfloat16", "float32")}
+
+
+def overflow_notice(name: str, count: int, dtype: Dtype) -> str:
+    """What is said of finite numbers that a cast makes infinite."""
+    numbers, are = ("number", "is") if count == 1 else ("numbers", "are")
+    return f"{count:,} {numbers} of {name} {are} too large for {dtype.name} and would become infinite"
+
+
+def is_exact(source: Dtype, target: Dtype) -> bool:
+    """Whether every number of one dtype is one of the other."""
+    return source == target or (source.name, target.name) in EXACT
+
+
+def cast(slab: np.ndarray, source: Dtype, target: Dtype) -> np.ndarray:
+    """The numbers in another dtype, rounded to the nearest."""
+    if source == target:
+        return slab
+    with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN are weights like any other
+        return slab.astype(target.numpy())
+
+
+def overflow(before: np.ndarray, after: np.ndarray, source: Dtype, target: Dtype) -> int:
+    """How many finite numbers a cast has made infinite."""
+    if source == target or target.name not in INFINITY or (source.name, target.name) in WIDENING:
+        return 0
+    signed, unsigned, infinity = INFINITY[target.name]
+    minus = infinity | 1 << 8 * target.size - 1
+    if after.view(signed).max(initial=0) < infinity and after.view(unsigned).max(initial=0) < minus:
+        return 0  # two passes that make no arrays: the rule, and a tenth of the cast's time
+    infinite = (after.view(unsigned) == infinity) | (after.view(unsigned) == minus)
+    return int(np.isfinite(before[infinite].astype(np.float64)).sum())

@@ -1,0 +1,1 @@
+"""The live homes of weights, loaded from disk and saved to it by all ranks at once."""

@@ -1,0 +1,157 @@
+"""A live Megatron as a stream of whole tensors under their published names, for consumers that take such a
+stream."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reshard.core.limits import check_number
+from reshard.disk.boxes import Rows
+from reshard.disk.team import Team
+from reshard.homes.agreement import Agreed, Given, agree
+from reshard.homes.config import Published
+from reshard.homes.memory import bytes_of
+from reshard.homes.ranks import Rank, box_of, decide, without_resume
+
+MAX_BUFFER_BYTES = 1 << 40
+
+
+def export(
+    models: Sequence[torch.nn.Module] | torch.nn.Module,
+    hf_config: str | Path | Published,
+    *,
+    buffer_bytes: int = 1 << 30,
+    to: int | None = None,
+    make_vocab_size_divisible_by: int = 128,
+    metadata: Mapping[str, Any] | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Give every published tensor of a live Megatron-Core model, whole, as (name, tensor): those that
+    `save(format="hf")` would write, in the order of the family's table.
+
+    All ranks of torch's default process group call it and iterate to the end, where they use no group of it
+    meanwhile. Every rank is given every tensor, or, with `to`, that rank all of them and the others none. Tensors
+    come in batches of at most `buffer_bytes` (or of one larger tensor), each in one exchange between all ranks;
+    a rank that is given them needs twice that memory besides the model, others what they send. Tensors lie on
+    the model's device, have the parameters' dtypes, and are the caller's to keep; one that repeats
+    another is that one, and follows it.
+
+    Raises ReshardError on every rank, before the first tensor, where the models are not that of `hf_config` or
+    lack a part of it.
+    """
+    with without_resume(), Team.of_process_group() as team:
+        described: list[tuple[Published, Rank]] = []
+
+        def describe() -> None:
+            check_number(buffer_bytes, "buffer_bytes", MAX_BUFFER_BYTES)
+            if to is not None:
+                check_number(to, "to", team.size - 1, 0)
+            published = Published.read(hf_config)
+            rank = Rank(models, metadata)
+            rank.describe(published.model, make_vocab_size_divisible_by)
+            described.append((published, rank))
+
+        team.together(describe)
+        [(published, rank)] = described
+        agreed = agree(team, rank, published)
+        given = decide(team, lambda: _told(agreed.given))
+        takers = list(range(team.size)) if to is None else [to]
+        return _Stream(rank, agreed, given, buffer_bytes, team.process, takers).tensors()
+
+
+def _told(given: dict[str, list[Given]]) -> dict[str, list[list[int]]]:
+    return {
+        name: [[one.rank, one.number, *one.box.offsets, *one.box.lengths] for one in several]
+        for name, several in given.items()
+    }
+
+
+class _Stream:
+    """Batches of tensors, and what each rank gives of each."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        agreed: Agreed,
+        given: dict[str, list[list[int]]],
+        buffer_bytes: int,
+        process: int,
+        takers: list[int],
+    ) -> None:
+        self.agreed, self.process, self.takers, self.device = agreed, process, takers, rank.device
+        self.pieces = rank.by_name()
+        self.given = {
+            name: [Given(number, piece, box_of(box)) for number, piece, *box in several]
+            for name, several in given.items()
+        }
+        self.batches: list[list[str]] = [[]]
+        size = 0
+        for name in self.given:
+            more = agreed.tensors[name].size_bytes
+            if self.batches[-1] and size + more > buffer_bytes:
+                self.batches.append([])
+                size = 0
+            self.batches[-1].append(name)
+            size += more
+        self.repeated: dict[str, list[str]] = {}
+        for copy, primary in agreed.copies.items():
+            self.repeated.setdefault(primary, []).append(copy)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor, on the ranks that take them."""
+        for names in self.batches:
+            received = self._exchange(names)
+            if self.process not in self.takers:
+                continue
+            at = dict.fromkeys(received, 0)
+            for name in names:
+                tensor = self._assembled(name, received, at)
+                yield name, tensor
+                for copy in self.repeated.get(name, ()):
+                    yield copy, tensor
+
+    def _exchange(self, names: list[str]) -> dict[int, torch.Tensor]:
+        """Send what this rank gives of these tensors to all that take them; what came from each rank, as bytes,
+        where this one takes them."""
+        sizes: dict[int, int] = {}
+        mine = []
+        for name in names:
+            for given in self.given[name]:
+                sizes[given.rank] = sizes.get(given.rank, 0) + self._bytes(name, given)
+                if given.rank == self.process:
+                    piece = self.pieces[name][given.number]
+                    mine.append(bytes_of(piece.region, piece.local).reshape(-1))
+        out = torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8, device=self.device)
+        exchanges, received = [], {}
+        for taker in self.takers:
+            if taker != self.process and len(out):
+                exchanges.append(dist.P2POp(dist.isend, out, taker))
+        if self.process in self.takers:
+            for rank, size in sizes.items():
+                if rank == self.process:
+                    received[rank] = out
+                    continue
+                received[rank] = torch.empty(size, dtype=torch.uint8, device=self.device)
+                exchanges.append(dist.P2POp(dist.irecv, received[rank], rank))
+        for work in dist.batch_isend_irecv(exchanges) if exchanges else ():
+            work.wait()
+        return received
+
+    def _bytes(self, name: str, given: Given) -> int:
+        return given.box.volume * self.agreed.tensors[name].dtype.size
+
+    def _assembled(self, name: str, received: dict[int, torch.Tensor], at: dict[int, int]) -> torch.Tensor:
+        """A tensor of the boxes that came, each of which lies in its rank's bytes where that of the one before
+        ended."""
+        info = self.agreed.tensors[name]
+        tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype.name), device=self.device)
+        matrix, size = tensor.view(info.rows, info.columns).view(torch.uint8), info.dtype.size
+        for given in self.given[name]:
+            rows, start = Rows.of(given.box), at[given.rank]
+            at[given.rank] = start + self._bytes(name, given)
+            found = received[given.rank][start : at[given.rank]].view(rows.stop - rows.start, -1)
+            columns = slice(rows.column * size, (rows.column + rows.columns) * size)
+            matrix[rows.start : rows.stop, columns] = found
+        return tensor

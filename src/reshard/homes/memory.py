@@ -1,0 +1,154 @@
+"""The bytes of a live model's tensors: as they are on a CPU, through pinned buffers on a GPU."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from reshard.core.errors import ReshardError
+from reshard.disk.boxes import Rows
+from reshard.disk.streams import SLAB_BYTES
+from reshard.live.memory import Region
+
+# Of a GPU's copies: smaller ones do not fill the link.
+PINNED_BYTES = 8 << 20
+
+
+def slab_bytes(device: torch.device) -> int:
+    """How much is copied at a time."""
+    return PINNED_BYTES if device.type == "cuda" else SLAB_BYTES
+
+
+def bytes_of(region: Region, local: Rows) -> torch.Tensor:
+    """Rows and columns of a region's local tensor as bytes ``[rows, bytes of a row]``, where they lie now."""
+    tensor, pitch = region.tensor.detach(), region.pitch
+    start = tensor.storage_offset() + region.offset + local.start * pitch + local.column
+    shape = (local.stop - local.start, local.columns)
+    return torch.as_strided(tensor, shape, (pitch, 1), start).view(torch.uint8)
+
+
+def check_memory(models: Iterable[torch.nn.Module]) -> None:
+    """Raise ReshardError where a parameter has no memory, since it is on the meta device or was offloaded, or
+    lies on another device than the first."""
+    device: torch.device | None = None
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if not parameter.numel():
+                continue
+            if parameter.device.type == "meta" or not parameter.untyped_storage().size():
+                raise ReshardError(
+                    f"the trainer's {name} has no memory: move the whole model to its device first"
+                )
+            device = device or parameter.device
+            if parameter.device != device:
+                raise ReshardError(
+                    f"the trainer's {name} is on {parameter.device} and others are on {device}: move the whole "
+                    f"model to one device"
+                )
+
+
+class ToDevice:
+    """Fills live tensors from a function that writes bytes: in place on a CPU; on a GPU through two pinned
+    buffers for each thread, while the one before is still being copied."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.local = device, threading.local()
+        self.streams: list[torch.cuda.Stream] = []
+        # What training has yet to compute with the old weights comes first.
+        self.before = _recorded(torch.cuda.current_stream(device)) if device.type == "cuda" else None
+
+    def fill(self, target: torch.Tensor, write: Callable[[np.ndarray], None]) -> None:
+        """Let `write` fill an array of the shape of `target`, bytes ``[rows, bytes of a row]``, and have it
+        there by the time of `close`."""
+        if self.device.type != "cuda":
+            write(target.numpy())
+            return
+        if not hasattr(self.local, "stream"):
+            self._start()
+        ready, pinned = self.local.buffers[self.local.turn]
+        if ready is not None:
+            ready.synchronize()
+        if pinned is None or pinned.numel() < target.numel():
+            pinned = torch.empty(max(PINNED_BYTES, target.numel()), dtype=torch.uint8, pin_memory=True)
+        found = pinned[: target.numel()].view(target.shape)
+        write(found.numpy())
+        with torch.cuda.stream(self.local.stream):
+            target.copy_(found, non_blocking=True)
+            ready = _recorded(self.local.stream)
+        self.local.buffers[self.local.turn] = (ready, pinned)
+        self.local.turn = 1 - self.local.turn
+
+    def _start(self) -> None:
+        torch.cuda.set_device(self.device)  # which is each thread's own
+        self.local.stream, self.local.turn = torch.cuda.Stream(self.device), 0
+        self.local.buffers = [(None, None), (None, None)]
+        self.local.stream.wait_event(self.before)
+        self.streams.append(self.local.stream)
+
+    def close(self) -> None:
+        """Wait until everything has arrived."""
+        for stream in self.streams:
+            stream.synchronize()
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
+class FromDevice:
+    """Gives the bytes of live tensors: where they are on a CPU; of a GPU through two pinned buffers for each
+    thread, one of which is filled while the other is used."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.local = device, threading.local()
+        self.before = _recorded(torch.cuda.current_stream(device)) if device.type == "cuda" else None
+
+    def read(self, targets: Sequence[torch.Tensor]) -> Iterator[np.ndarray]:
+        """The bytes of each, ``[rows, bytes of a row]``, valid until the next one is asked for."""
+        if self.device.type != "cuda":
+            for target in targets:
+                yield target.numpy()
+            return
+        if not hasattr(self.local, "stream"):
+            torch.cuda.set_device(self.device)
+            self.local.stream, self.local.pinned = torch.cuda.Stream(self.device), [None, None]
+            self.local.stream.wait_event(self.before)
+        coming = self._start(targets[0], 0) if targets else None
+        for number, _ in enumerate(targets):
+            assert coming is not None
+            ready, found = coming
+            if number + 1 < len(targets):
+                coming = self._start(targets[number + 1], (number + 1) % 2)
+            ready.synchronize()
+            yield found.numpy()
+
+    def _start(self, target: torch.Tensor, turn: int) -> tuple[torch.cuda.Event, torch.Tensor]:
+        pinned = self.local.pinned[turn]
+        if pinned is None or pinned.numel() < target.numel():
+            size = max(PINNED_BYTES, target.numel())
+            pinned = self.local.pinned[turn] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        found = pinned[: target.numel()].view(target.shape)
+        with torch.cuda.stream(self.local.stream):
+            found.copy_(target, non_blocking=True)
+            return _recorded(self.local.stream), found
+
+
+def on_host(targets: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copies of live bytes in host memory, pinned where they come from a GPU; they are all there when this
+    returns. Raises ReshardError where there is not enough memory."""
+    try:
+        pinned = device.type == "cuda"
+        copies = [torch.empty(t.shape, dtype=torch.uint8, pin_memory=pinned) for t in targets]
+    except (RuntimeError, MemoryError) as error:
+        size = sum(t.numel() for t in targets)
+        raise ReshardError(
+            f"no {size:,} bytes of host memory for a copy of this rank's share: save without background"
+        ) from error
+    for copy, target in zip(copies, targets, strict=True):
+        copy.copy_(target, non_blocking=True)
+    if pinned:
+        torch.cuda.current_stream(device).synchronize()
+    return copies

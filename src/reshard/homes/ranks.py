@@ -1,0 +1,156 @@
+"""What a rank of a live Megatron holds, and what all ranks hold together."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from reshard.core.boxes import Box, whole
+from reshard.core.dtypes import Dtype, dtype_named
+from reshard.core.errors import ReshardError, listed
+from reshard.core.extras import require
+from reshard.core.placement import LocalTensor
+from reshard.disk.boxes import Rows
+from reshard.disk.team import Team
+from reshard.homes.memory import check_memory
+from reshard.live.memory import Region
+from reshard.megatron.checkpoint import EMBEDDING, OUTPUT
+from reshard.megatron.parameters import padded_vocab_size
+from reshard.models.model import Model
+from reshard.trainers.megatron import MegatronModel
+
+require("megatron", "torch", "megatron.core")
+
+# Of a message: a box as the others are told it.
+Told = list[Any]
+
+
+class Piece(NamedTuple):
+    """A box of canonical tensor `name`, which lies in a region of this rank's memory at `local`."""
+
+    name: str
+    box: Box
+    region: Region
+    local: Rows
+    dtype: Dtype
+
+
+class Rank:
+    """This rank's part of a live model, by the published names of `model`."""
+
+    def __init__(
+        self, models: Sequence[torch.nn.Module] | torch.nn.Module, metadata: Mapping[str, Any] | None
+    ) -> None:
+        check_memory([models] if isinstance(models, torch.nn.Module) else models)
+        self.trainer = MegatronModel(models, metadata)
+        self.device = self.trainer.device or torch.device("cpu")
+        self.pieces: list[Piece] = []
+        self.fills: list[tuple[Region, Rows]] = []
+
+    def describe(self, model: Model, divisible_by: int) -> None:
+        """Find what this rank holds of a model's tensors. Raises ReshardError where the live model computes
+        something else, or has parameters that are none of that model's."""
+        self.trainer.check_model(model)
+        held = self.trainer.publish(model)
+        self._check_covered(held)
+        self._check_padding(model, divisible_by)
+        for tensor, region in zip(held, self.trainer.regions, strict=True):
+            dtype = dtype_named(str(region.tensor.dtype))
+            if len(tensor.shape) == 1:
+                region = region._replace(pitch=1)  # a column
+            for part in tensor.parts:
+                self.pieces.append(Piece(part.name, part.box, region, Rows.of(part.local_box), dtype))
+            self.fills += [(region, Rows.of(box)) for box in tensor.fills]
+
+    def _check_covered(self, held: list[LocalTensor]) -> None:
+        """Raise ReshardError for a parameter of which no region has every element."""
+        covered: dict[int, int] = {}
+        for tensor, region in zip(held, self.trainer.regions, strict=True):
+            covered[id(region.tensor)] = covered.get(id(region.tensor), 0) + whole(tensor.shape).volume
+        left = [
+            name
+            for model in self.trainer.models
+            for name, parameter in model.named_parameters()
+            if covered.get(id(parameter), 0) != parameter.numel()
+        ]
+        if left:
+            raise ReshardError(
+                f"the trainer's model has {len(left)} parameters that no published tensor fills: {listed(left)}"
+            )
+
+    def _check_padding(self, model: Model, divisible_by: int) -> None:
+        """Raise ReshardError where the vocabulary is padded by more than the rule gives: it is another one."""
+        rows = max(
+            (shard.shape[0] for shard in self.trainer.shards if shard.key in (EMBEDDING, OUTPUT)), default=0
+        )
+        config: Any = self.trainer.config
+        tp = config.tensor_model_parallel_size
+        most = padded_vocab_size(model.symbols["V"], divisible_by, tp)
+        if rows > most:
+            raise ReshardError(
+                f"the trainer's model has {rows} vocabulary rows, but vocab_size {model.symbols['V']} of "
+                f"{model.where} is padded to at most {most} at TP {tp}: it is another vocabulary, or give "
+                f"the make_vocab_size_divisible_by that the trainer has"
+            )
+
+    def dtypes(self) -> dict[str, list[str]]:
+        """The names of this rank's tensors by dtype."""
+        found: dict[str, set[str]] = {}
+        for piece in self.pieces:
+            found.setdefault(piece.dtype.name, set()).add(piece.name)
+        return {dtype: sorted(names) for dtype, names in found.items()}
+
+    def by_name(self) -> dict[str, list[Piece]]:
+        """The pieces of each tensor, in the order in which they are told."""
+        found: dict[str, list[Piece]] = {}
+        for piece in self.pieces:
+            found.setdefault(piece.name, []).append(piece)
+        return found
+
+    def told(self) -> dict[str, list[Told]]:
+        """What the others are told of the pieces: boxes by name, in the order of `pieces`."""
+        found: dict[str, list[Told]] = {}
+        for piece in self.pieces:
+            found.setdefault(piece.name, []).append([*piece.box.offsets, *piece.box.lengths])
+        return found
+
+
+def box_of(told: Sequence[int]) -> Box:
+    """The box that was told."""
+    dims = len(told) // 2
+    return Box(tuple(told[:dims]), tuple(told[dims:]))
+
+
+def not_covered(held: list[dict[str, list[Told]]], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """The canonical tensors of which no rank holds some element."""
+    boxes: dict[str, set[tuple[int, ...]]] = {}
+    for one in held:
+        for name, told in one.items():
+            boxes.setdefault(name, set()).update(map(tuple, told))
+    left = []
+    for name, shape in shapes.items():
+        rest = [whole(shape)]
+        for box in sorted(boxes.get(name, ())):
+            rest = [piece for old in rest for piece in old.minus(box_of(box))]
+        if rest:
+            left.append(name)
+    return left
+
+
+@contextmanager
+def without_resume() -> Iterator[None]:
+    """Inside, no sentence speaks of ``--resume``, which conversions have: a load or a save is made anew."""
+    try:
+        yield
+    except ReshardError as error:
+        said = re.sub(r"(;| and|,) run again with --resume", "", str(error))
+        if said == str(error):
+            raise
+        raise ReshardError(said) from error
+
+
+def decide(team: Team, verdict: Callable[[], Any]) -> Any:
+    """Run `verdict` in the first process, which alone knows what all ranks have told; its answer."""
+    return team.together(lambda: verdict() if team.process == 0 else None)[0]

@@ -1,0 +1,486 @@
+"""Live Megatron models loaded from disk by all ranks, bit for bit what Megatron's own loader makes of the conversion."""
+
+import contextlib
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from reshard import Layout, check, hf_to_mcore, mcore_to_hf, read_model
+from reshard.disk import boxes
+from reshard.disk.files import OpenFiles
+from reshard.disk.sources import open_source
+from reshard.disk.streams import Strip
+from tests.checkpoints import make
+from tests.disk import tree
+from tests.oracle import bits, hf_tensors
+from tests.ranks import run_on_ranks
+from tests.test_logits import EP, ETP, PP, TP, VPP, flags_at
+
+# variant, options of its checkpoint, Megatron's layout, ranks, the layout of another checkpoint of the same weights
+LAYOUTS = [
+    ("llama-rope-tied", {}, f"{TP} 2 {PP} 2", 4, Layout(tp=4)),
+    ("llama-bias", {}, f"{PP} 2 {VPP} 2", 4, Layout(tp=2, pp=4)),
+    ("qwen2-tied", {}, f"{TP} 8", 8, Layout(pp=2)),  # four times the query groups
+    ("qwen3", {}, f"{PP} 3 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 2", 3, Layout(tp=8)),
+    ("qwen3-moe", {}, f"{TP} 2 {EP} 2 {ETP} 1", 4, Layout(tp=4, ep=2, etp=2)),
+    ("qwen3-moe-mixed", {}, f"{TP} 2 {PP} 2 {VPP} 2 {EP} 2 {ETP} 2", 8, Layout(ep=8, etp=1)),
+    ("deepseek-v3", {"mtp": True}, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, Layout(tp=4, ep=4, etp=1)),
+    ("glm4-moe", {"mtp": True}, f"{TP} 4 {EP} 2 {ETP} 2", 4, Layout(pp=2, first_stage_layers=1)),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """A function that gives directories of a variant's weights in bf16: Hugging Face, Megatron at one rank and, if asked for, at a layout."""
+    made = {}
+
+    def get(variant, seed=0, **options):
+        key = (variant, seed, *sorted(options.items()))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(variant)
+            make(made[key] / "hf", variant, torch.bfloat16, seed=seed, **options)
+            hf_to_mcore(made[key] / "hf", made[key] / "mcore", transformer_impl="local")
+        return made[key]
+
+    return get
+
+
+def on_ranks(ranks, function, *arguments, **options):
+    return run_on_ranks(ranks, function, *arguments, module="homes_on_cpu", options=options)
+
+
+@pytest.mark.parametrize(("variant", "options", "parallel", "ranks", "layout"), LAYOUTS, ids=lambda v: str(v).replace("-model-parallel-size", ""))  # fmt: skip
+def test_a_load_leaves_what_megatron_loads_of_the_conversion(
+    variant, options, parallel, ranks, layout, weights, tmp_path
+):
+    folder, other = weights(variant, **options), weights(variant, seed=1, **options)
+    hf_to_mcore(folder / "hf", tmp_path / "laid-out", layout)
+    sources, theirs = [str(folder / "hf"), str(tmp_path / "laid-out")], tmp_path / "theirs"
+    theirs.mkdir()
+    results = on_ranks(ranks, "load_each", flags_at(folder / "mcore", parallel), sources, str(folder / "mcore"), str(other / "hf"),
+                       str(theirs), ddp="tied" not in variant)  # fmt: skip
+    for (from_hf, from_ours, from_theirs, from_other), reports, tensors in results:
+        assert from_hf == from_ours == from_theirs == []
+        assert len(from_other) > 0.8 * tensors  # the control: other weights are seen
+        # Megatron keeps the router's bias in fp32, whatever the checkpoint has.
+        assert all(
+            report["tensors"] and (report["cast_tensors"] == 0 or "-v3" in variant or "glm4" in variant)
+            for report in reports
+        )
+    size = sum(path.stat().st_size for path in (folder / "hf").glob("*.safetensors"))
+    if not options and "tied" not in variant:  # what a rank reads is its share, not the model
+        assert max(reports[0]["read_bytes"] for _, reports, _ in results) < 0.85 * size
+
+
+def without(source, destination, name):
+    """A copy of a Hugging Face directory whose one file lacks a tensor, or a Megatron checkpoint whose metadata does not name it."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, destination)
+    path = destination / "model.safetensors"
+    tensors = load_file(path)
+    del tensors[name]
+    save_file(tensors, path, metadata={"format": "pt"})
+    return destination
+
+
+def with_config(source, destination, **fields):
+    """A copy of a Hugging Face directory with other fields in its config."""
+    shutil.copytree(source, destination)
+    config = json.loads((destination / "config.json").read_text())
+    (destination / "config.json").write_text(json.dumps(config | fields))
+    return destination
+
+
+def test_what_does_not_fit_is_said_on_every_rank_before_the_first_byte(weights, tmp_path):
+    folder = weights("qwen3")
+    lacking = without(folder / "hf", tmp_path / "lacking", "model.layers.2.mlp.up_proj.weight")
+    base = with_config(
+        folder / "hf",
+        tmp_path / "base",
+        rope_theta=777.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 777.0},
+    )
+    smaller, larger = (make(tmp_path / name, "qwen3", torch.bfloat16) for name in ("smaller", "larger"))
+    with_vocabulary(smaller, 600)
+    with_vocabulary(larger, 1100)
+    wide = make(tmp_path / "wide", "qwen3", torch.float32)
+    torn = tmp_path / "torn"
+    shutil.copytree(folder / "mcore", torn)
+    next(torn.rglob("*.distcp")).unlink()
+    sources = [
+        (str(lacking), {}, "lacks 1 of qwen3's tensors: model.layers.2.mlp.up_proj.weight"),
+        (str(base), {}, "rotary_base is"),
+        (str(weights("llama") / "hf"), {}, "the served model's"),
+        (str(smaller), {}, "it is another vocabulary"),
+        (str(larger), {}, "has 1008 vocabulary rows, fewer than vocab_size 1100"),
+        (str(wide), {}, 'does not hold all of its numbers: pass dtype="bf16"'),
+        (str(torn), {}, "lacks the files"),
+        (str(tmp_path / "nothing"), {}, "is neither a directory nor a hub id"),
+        (str(folder / "hf"), {"dtype": "int3"}, "is not one of bf16, fp16, fp32"),
+        (str(folder / "hf"), {"workers": 0}, "--workers is 0"),
+    ]
+    flags = flags_at(folder / "mcore", f"{TP} 2 {PP} 2")
+    results = on_ranks(
+        4, "refused", flags, [(path, options) for path, options, _ in sources], good=str(folder / "hf")
+    )
+    for rank, said in enumerate(results):
+        for (sentence, touched), (_, _, expected) in zip(said, sources):
+            assert expected in sentence and touched == 0, (rank, sentence)
+        head, adapter = said[-2][0], said[-1][0]
+        assert "holds 2 parameters that qwen3 does not have: value_head.bias, value_head.weight" in head
+        assert "has 1 parameters that no published tensor fills: embedding.word_embeddings.adapter" in adapter
+
+
+def with_vocabulary(directory, rows):
+    """Give a model another vocabulary."""
+    from safetensors.torch import load_file, save_file
+
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name].repeat(2, 1)[:rows].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"vocab_size": rows}))
+
+
+def test_tensors_that_no_rank_takes_are_named(weights):
+    folder = weights("deepseek-v3", mtp=True)
+    plain = weights("deepseek-v3")
+    flags = flags_at(plain / "mcore", f"{PP} 2")  # a model without MTP
+    sources = [(str(folder / "hf"), {}), (str(folder / "hf"), {"skip_mtp": True})]
+    for said in on_ranks(2, "refused", flags, sources):
+        (first, touched), (second, all_touched) = said
+        assert (
+            "of which no rank's model takes every element: model.layers.4." in first
+            and "skip_mtp=True" in first
+        )
+        assert touched == 0 and second == "no error" and all_touched > 0
+
+
+def test_numbers_that_a_cast_makes_infinite_are_counted(weights, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    source = make(tmp_path / "hf", "qwen3", torch.float32)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5:7] = 1e6
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    flags, options = flags_at(weights("qwen3") / "mcore", f"{PP} 2"), {"dtype": "fp16"}
+    sources = [(str(source), options), (str(source), options | {"allow_overflow": True})]
+    (refused, allowed), others = on_ranks(2, "refused", flags, sources, dtype="float16")
+    sentence = (
+        "2 numbers of model.layers.1.mlp.down_proj.weight are too large for float16 and became infinite"
+    )
+    assert refused[0].startswith(
+        f"{sentence}; choose another dtype, or pass allow_overflow=True; the model now has some"
+    )
+    assert others[0][0].startswith(f"process 0 of 2 failed: {sentence}")
+    assert allowed[0] == others[1][0] == "no error"
+
+
+def test_a_rounding_cast_is_that_of_the_conversion_and_main_parameters_follow(tmp_path):
+    source = make(tmp_path / "hf", "qwen3-moe", torch.float32)
+    hf_to_mcore(source, tmp_path / "mcore", dtype="bf16", transformer_impl="local")
+    flags = flags_at(tmp_path / "mcore", f"{TP} 2 {EP} 2 {ETP} 1")
+    for differ, mains, expected, report in on_ranks(
+        4, "cast_and_follow", flags, str(source), str(tmp_path / "mcore"), {"dtype": "bf16"}
+    ):
+        assert differ == [] and report["cast_tensors"] == report["tensors"]
+        assert mains and all(
+            torch.equal(a, b) and not (a == -77.0).any() for a, b in zip(mains, expected, strict=True)
+        )
+
+
+def test_fp8_blocks_and_other_dtypes_are_read_as_the_conversion_reads_them(tmp_path, weights):
+    folder = weights("qwen3-moe")
+    mcore_to_hf(folder / "mcore", tmp_path / "fp8", quantize=True)
+    hf_to_mcore(tmp_path / "fp8", tmp_path / "mcore", transformer_impl="local")
+    flags = flags_at(tmp_path / "mcore", f"{TP} 2 {EP} 2 {ETP} 2")
+    for (differ, control), _, _ in on_ranks(
+        4, "load_each", flags, [str(tmp_path / "fp8")], str(tmp_path / "mcore"), str(folder / "hf")
+    ):
+        assert differ == [] and control
+
+
+def test_a_rank_that_fails_or_dies_while_it_reads_is_said_on_all(weights):
+    folder = weights("qwen3")
+    arguments = flags_at(folder / "mcore", f"{TP} 2"), str(folder / "hf")
+    two_kinds = "the model now has some of the new weights: load again"
+    first, last = on_ranks(2, "failing_load", *arguments, "EIO")
+    assert last == f"cannot read the file: Input/output error; {two_kinds}"
+    assert first == f"process 1 of 2 failed: cannot read the file: Input/output error; {two_kinds}"
+    first, last = run_on_ranks(2, "failing_load", *arguments, "dies", module="homes_on_cpu", may_die=True)
+    assert first == f"process 1 of 2 was ended; {two_kinds}" and last is None
+
+
+SAVED = [
+    ("llama-rope-tied", {}, f"{TP} 2 {PP} 2 --pipeline-model-parallel-layout Et|tttL", 4, Layout(tp=2, pp=2, pipeline="Et|tttL")),
+    ("qwen2", {}, f"{PP} 2 {VPP} 2", 4, Layout(pp=2, vpp=2)),
+    ("qwen3", {}, f"{PP} 3 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 2", 3,
+     Layout(pp=3, first_stage_layers=1, last_stage_layers=2)),
+    ("qwen3-moe-mixed", {}, f"{TP} 2 {EP} 4 {ETP} 1", 8, Layout(tp=2, ep=4, etp=1)),
+    ("deepseek-v3", {"mtp": True}, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 2", 8, Layout(tp=2, pp=2, ep=2, etp=2)),
+    ("glm4-moe-air", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, Layout(tp=2, ep=2, etp=1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("variant", "options", "parallel", "ranks", "layout"), SAVED, ids=lambda v: str(v).replace("-model-parallel-size", ""))  # fmt: skip
+def test_a_save_is_what_the_conversions_make_of_the_same_weights(
+    variant, options, parallel, ranks, layout, weights, tmp_path
+):
+    folder, arguments = (
+        weights(variant, **options),
+        {"transformer_impl": "local", "make_vocab_size_divisible_by": 8},
+    )
+    source, mcore = folder / "hf", folder / "mcore"
+    with_fp32_bias(source, tmp_path / "source")
+    hf_to_mcore(tmp_path / "source", tmp_path / "expected", layout, **arguments)
+    hf_to_mcore(tmp_path / "source", tmp_path / "expected-later", layout, iteration=7, **arguments)
+    mcore_to_hf(tmp_path / "expected", tmp_path / "expected-hf")
+    results = on_ranks(
+        ranks,
+        "save_each",
+        flags_at(mcore, parallel),
+        str(source),
+        str(mcore),
+        str(tmp_path),
+        ddp="tied" not in variant,
+    )
+    for saved, expected in (("hf", "expected-hf"), ("mcore", "expected"), ("later", "expected-later")):
+        assert unlike_trees(tmp_path / saved, tmp_path / expected) == []
+        assert check(tmp_path / saved).ok
+    assert unlike_trees(
+        tmp_path / "spoilt", tmp_path / "expected-hf"
+    )  # the control: other weights make other files
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    # Every rank was given every tensor, in small batches, or one rank all of them.
+    published = {name: bits(tensor) for name, tensor in hf_tensors(tmp_path / "source").items()}
+    for rank, (_, (to_all, to_last)) in enumerate(results):
+        assert dict(to_all) == published and len(to_all) == len(published)
+        assert to_last == (to_all if rank == ranks - 1 else [])
+    results = [reports for reports, _ in results]
+    # One of several holders writes each box, and all share in that.
+    for kind in range(3):
+        written = [reports[kind]["written_bytes"] for reports in results]
+        stored = sum(info.size_bytes for info in unique_tensors(tmp_path / "expected"))
+        assert sum(written) == stored and max(written) < 0.7 * stored
+        assert [reports[kind]["host_bytes"] for reports in results] == ([0] * ranks if kind < 2 else written)
+
+
+def unique_tensors(directory):
+    """Shapes and dtypes of a checkpoint's tensors that repeat no other."""
+    source = open_source(directory)
+    source.close()
+    return [info for name, info in source.tensors.items() if name not in source.copies]
+
+
+def with_fp32_bias(source, destination):
+    """A copy of a Hugging Face directory with the router's bias in fp32, as it is published, and as Megatron holds it."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, destination)
+    tensors = load_file(destination / "model.safetensors")
+    tensors = {n: t.float() if n.endswith("e_score_correction_bias") else t for n, t in tensors.items()}
+    save_file(tensors, destination / "model.safetensors", metadata={"format": "pt"})
+
+
+def unlike_trees(a, b):
+    """The files that differ or that only one has; of the manifest all but where the weights came from."""
+    a, b = tree(a), tree(b)
+    for files in (a, b):
+        files["reshard.json"] = json.dumps(json.loads(files["reshard.json"]) | {"source": ""}).encode()
+    return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
+
+
+def test_a_rank_that_fails_or_dies_leaves_the_old_destination_and_nothing_else(weights, tmp_path):
+    folder = weights("qwen3")
+    flags = flags_at(folder / "mcore", f"{TP} 2 {PP} 2")
+    for fault, at, background in (("ENOSPC", 1, False), ("EIO", 0, True), ("dies", 2, False)):
+        place = tmp_path / f"{fault}-{at}"
+        shutil.copytree(folder / "hf", place / "out")
+        before = tree(place / "out")
+        said = run_on_ranks(4, "failing_save", flags, str(folder / "hf"), str(folder / "mcore"), str(place), fault, at,
+                            module="homes_on_cpu", options={"background": background}, may_die=True)  # fmt: skip
+        for rank, sentences in enumerate(said):
+            if fault == "dies":
+                expected = "process 2 of 4 was ended"
+            else:
+                expected = ("the disk is full: a file could not be written; free some space" if fault == "ENOSPC"
+                            else "cannot write a file: no more")  # fmt: skip
+                expected = expected if rank == at else f"process {at} of 4 failed: {expected}"
+            if sentences is None:
+                assert fault == "dies" and rank == at
+                continue
+            assert sentences[0] == expected
+            assert not background or sentences[1] == expected  # the next save raises it too
+            assert fault == "dies" or sentences[-1] == "no error"  # and the one after that succeeds
+        assert tree(place / "out") == before
+        assert sorted(path.name for path in place.iterdir()) == (
+            ["out"] if fault == "dies" else ["after", "out"]
+        )
+
+
+def test_a_save_after_the_first_rank_died_starts_anew(weights, tmp_path):
+    folder = weights("qwen3")
+    flags = flags_at(folder / "mcore", f"{TP} 2")
+    arguments = (flags, str(folder / "hf"), str(folder / "mcore"), str(tmp_path))
+    said = run_on_ranks(2, "failing_save", *arguments, "dies", 0, module="homes_on_cpu", may_die=True)
+    assert said[0] is None and "process 0 of 2 was ended" in said[1][0] and not (tmp_path / "out").exists()
+    said = on_ranks(2, "failing_save", *arguments, "EIO", -1)
+    assert said == [["no error", "no error"]] * 2 and check(tmp_path / "out").ok
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["after", "out"]
+
+
+def test_what_a_save_cannot_do_is_said_before_anything_is_written(weights, tmp_path):
+    folder = weights("qwen3")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes.txt").write_text("mine")
+    good, out = str(folder / "hf"), str(tmp_path / "out")
+    cases = [
+        (str(tmp_path / "taken"), good, {}, "exists; pass --overwrite"),
+        (out, good, {"format": "gguf"}, "format is 'gguf', which is not one of torch_dist, hf"),
+        (out, str(tmp_path / "none"), {}, "is neither a directory nor a hub id"),
+        (out, str(weights("llama") / "hf"), {}, "the served model's"),
+        (out, good, {"layout": Layout(tp=3)}, "--tp 3 does not divide"),
+        (out, good, {"layout": 2}, "not a reshard.Layout"),
+        (out, good, {"max_shard_size": "much", "format": "hf"}, "is not a size"),
+        (str(folder / "hf" / "inside"), good, {}, "overlap"),
+        (str(tmp_path / "no" / "parent"), good, {}, "is not a directory; create it first"),
+    ]
+    results = on_ranks(2, "refused_save", flags_at(folder / "mcore", f"{TP} 2"), [case[:3] for case in cases])
+    for said in results:
+        for sentence, case in zip(said, cases, strict=True):
+            assert case[3] in sentence
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["taken"]
+
+
+@pytest.mark.parametrize("from_config", [False, True])
+def test_the_calls_of_mbridge_make_load_export_and_save_a_model(from_config, weights, tmp_path):
+    variant, layout = ("llama", dict(pp=2)) if from_config else ("qwen3-moe", dict(tp=2, ep=2, etp=1))
+    source = weights(variant) / "hf"
+    published = {name: bits(tensor) for name, tensor in hf_tensors(source).items()}
+    for exported, said in on_ranks(2, "bridge", str(source), str(tmp_path), layout, from_config):
+        assert exported == published
+        assert said == (
+            "this bridge was made of a config, which has no weights: give a path" if from_config else ""
+        )
+    assert {name: bits(tensor) for name, tensor in hf_tensors(tmp_path / "saved").items()} == published
+    assert (tmp_path / "saved" / "generation_config.json").exists() != from_config
+    assert (
+        check(tmp_path / "saved").ok
+        and read_model(str(tmp_path / "saved")).family.name == read_model(str(source)).family.name
+    )
+
+
+@pytest.mark.parametrize(("gap", "around"), [(0, 1 << 20), (1 << 20, 1 << 20), (1 << 20, 100)])
+def test_any_box_is_read_and_written_as_it_lies(gap, around, weights, tmp_path, monkeypatch):
+    """By single rows, and with what lies between them in one read or in several."""
+    monkeypatch.setattr(boxes, "GAP_BYTES", gap)
+    monkeypatch.setattr(boxes, "AROUND_BYTES", around)
+    folder, random = weights("qwen3-moe"), np.random.default_rng(0)
+    hf_to_mcore(folder / "hf", tmp_path / "mcore", Layout(tp=2, ep=2, etp=2))
+    with OpenFiles(os.O_RDWR | os.O_CREAT) as files:
+        for path in (folder / "hf", tmp_path / "mcore"):
+            source = open_source(path)
+            reader, tensors = boxes.BoxReader(source), hf_tensors(folder / "hf")
+            for name in random.choice(sorted(tensors), 40, replace=False):
+                whole = tensors[name].view(len(tensors[name]), -1).view(torch.uint8).numpy()
+                info = source.tensors[name]
+                start, column = int(random.integers(info.rows)), int(random.integers(info.columns))
+                stop = int(random.integers(start + 1, info.rows + 1))
+                rows = boxes.Rows(start, stop, column, int(random.integers(1, info.columns - column + 1)))
+                expected = whole[start:stop, column * 2 : (column + rows.columns) * 2]
+                apart = np.zeros(
+                    (stop - start, rows.columns * 2 + 6), np.uint8
+                )  # rows that do not follow each other
+                for out in (np.zeros(expected.shape, np.uint8), apart[:, 4:-2]):
+                    for slab in rows.slabs(2, slab_bytes=64):
+                        reader.read(name, slab, out[slab.start - start : slab.stop - start])
+                    assert np.array_equal(out, expected)
+                assert not apart[:, :4].any() and not apart[:, -2:].any()
+                place = tmp_path / f"{name}-{path.name}"
+                strips = [Strip(0, info.rows, 0, info.columns, place, 8, info.columns)]
+                boxes.write_box(files, strips, rows, expected)
+                files.resize(place, 8 + whole.nbytes)
+                written = np.fromfile(place, np.uint8)[8:].reshape(whole.shape)
+                assert np.array_equal(written[start:stop, column * 2 : (column + rows.columns) * 2], expected)
+                assert int(written.astype(bool).sum()) == int(expected.astype(bool).sum())
+            source.close()
+
+
+class LateGpu:
+    """Streams whose copies are made only when somebody waits for them: what a GPU may do."""
+
+    def __init__(self, monkeypatch):
+        gpu, plain_copy, plain_empty = self, torch.Tensor.copy_, torch.empty
+        self.current, self.pinned = None, []
+
+        class Stream:
+            def __init__(self, device=None):
+                self.pending, self.done = [], 0
+
+            def synchronize(self):
+                self.run(len(self.pending))
+
+            def run(self, until):
+                for destination, source in self.pending[self.done : until]:
+                    plain_copy(destination, source)
+                self.done = max(self.done, until)
+
+            def wait_event(self, event):
+                assert event.stream is gpu.training
+
+        class Event:
+            def record(self, stream):
+                self.stream, self.until = stream, len(stream.pending)
+
+            def synchronize(self):
+                self.stream.run(self.until)
+
+        @contextlib.contextmanager
+        def stream(inner):
+            gpu.current, before = inner, gpu.current
+            yield
+            gpu.current = before
+
+        def copy(destination, source, non_blocking=False):
+            if not non_blocking:
+                return plain_copy(destination, source)
+            (gpu.current or gpu.training).pending.append((destination, source))
+            return destination
+
+        def empty(*shape, pin_memory=False, **options):
+            self.pinned += [shape] if pin_memory else []
+            return plain_empty(*shape, **options)
+
+        self.training = Stream()
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "stream", stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.training)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        monkeypatch.setattr(torch.Tensor, "copy_", copy)
+        monkeypatch.setattr(torch, "empty", empty)
+
+
+def test_a_pinned_buffer_is_used_again_only_when_its_copy_is_made(monkeypatch):
+    from reshard.homes.memory import FromDevice, ToDevice, on_host
+
+    gpu, device = LateGpu(monkeypatch), torch.device("cuda:0")
+    expected = torch.randint(0, 255, (7, 5, 3), dtype=torch.uint8)
+    filled, into = torch.zeros_like(expected), ToDevice(device)
+    for i in range(len(expected)):
+        into.fill(filled[i], lambda out, i=i: np.copyto(out, expected[i].numpy()))
+    assert not torch.equal(filled, expected)  # the last copies are still to come
+    into.close()
+    assert torch.equal(filled, expected) and len(gpu.pinned) == 2
+    out = [found.copy() for found in FromDevice(device).read(list(expected))]
+    assert np.array_equal(np.stack(out), expected.numpy()) and len(gpu.pinned) == 4
+    copies = on_host(list(expected), device)
+    assert torch.equal(torch.stack(copies), expected) and len(gpu.pinned) == 4 + len(expected)
+    assert list(FromDevice(device).read([])) == []
