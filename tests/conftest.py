@@ -14,7 +14,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # `-m "not slow"` leaves what answers in a minute or two.
 SLOW = (
     "refit", "parity", "engine", "serving", "disk_faults", "examples", "fsdp", "published", "megatron_saves", "logits", "members", "meaning",
-    "build", "install", "families", "input_faults", "compat", "surface", "report",
+    "build", "trainers_checkpoints", "install", "families", "input_faults", "compat", "surface", "report",
 )  # fmt: skip
 
 

@@ -44,10 +44,10 @@ def config_directory(config: str, revision: str | None) -> Path:
 
 def megatron_directory(path: Path) -> Path | None:
     """The directory of the iteration that a path means; None where it is no Megatron checkpoint."""
-    from reshard.formats import torch_dist
+    from reshard.disk.locate import locate
 
-    found = torch_dist.find(path)
-    return None if found is None else found[0]
+    found = locate(path)
+    return None if found is None else found.directory
 
 
 def complete_arguments(arguments: Any) -> None:
@@ -59,21 +59,25 @@ def complete_arguments(arguments: Any) -> None:
     if arguments.load_format != LOAD_FORMAT or not Path(arguments.model).is_dir():
         return
     from reshard.core.errors import ReshardError
-    from reshard.disk.sources import HF_FILES, MegatronSource
+    from reshard.disk.locate import HF_FILES, config_beside, locate
+    from reshard.disk.sources import MegatronSource
 
     path = Path(arguments.model)
-    directory = megatron_directory(path)
-    if directory is None:
+    found = locate(path)
+    if found is None:
         return
-    config = arguments.hf_config_path
+    directory, config, said = found.directory, arguments.hf_config_path, list(found.notices)
     if config is None:
-        beside = (path if directory != path else path.parent) / HF_FILES
-        if not (beside / "config.json").is_file():
+        beside = config_beside(found)
+        if beside is None or beside.directory is None:
             raise ReshardError(
                 f"{path} has no {HF_FILES}/config.json: name the model's directory or hub id with "
                 f"--hf-config-path"
             )
-        config = str(beside)
+        config = str(beside.directory)
+        said += [beside.notice] if beside.notice else []
+    for notice in said:
+        logging.getLogger("vllm.reshard").info("%s: %s", path, notice)
     source = MegatronSource(directory, config_directory(config, arguments.revision))
     source.close()
     blocks_wanted(source.model.config, directory)
