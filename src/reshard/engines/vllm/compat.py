@@ -260,4 +260,4 @@ def before_engine_config(complete: Callable[[Any], None]) -> None:
         return plain(arguments, *args, **kwargs)
 
     completed.of_vllm = plain  # type: ignore[attr-defined]
-    EngineArgs.create_engine_config = completed
+    setattr(EngineArgs, "create_engine_config", completed)  # noqa: B010
