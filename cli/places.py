@@ -21,18 +21,18 @@ class Place(click.Path):
 def check_command(source: str, destination: str, megatron: bool) -> None:
     """Raise ReshardError, with the command that is meant, where a source has the other command's format: with
     `megatron` it should be a Megatron checkpoint, else a Hugging Face one."""
-    from reshard.formats import torch_dist
+    from reshard.disk.locate import locate
 
     path = Path(source)
     if megatron and not path.is_dir():
         raise ReshardError(f"{source} {'is a file, not a directory' if path.exists() else 'does not exist'}")
     hugging_face = (path / "config.json").is_file() or any(path.glob("*.safetensors"))
-    if megatron and hugging_face and torch_dist.find(path) is None:
+    if megatron and hugging_face and locate(path) is None:
         raise ReshardError(
             f"{source} is a Hugging Face directory, which hf-to-mcore converts: reshard "
             f"hf-to-mcore {source} {destination}"
         )
-    if not megatron and not hugging_face and path.is_dir() and torch_dist.find(path) is not None:
+    if not megatron and not hugging_face and path.is_dir() and locate(path) is not None:
         raise ReshardError(
             f"{source} is a Megatron checkpoint, which mcore-to-hf converts: reshard "
             f"mcore-to-hf {source} {destination}"

@@ -101,6 +101,8 @@ SERVED = {
     "served-qwen2": Qwen2Config(**WIDE, tie_word_embeddings=True),
     "served-qwen3": Qwen3Config(**WIDE, head_dim=64, tie_word_embeddings=False),
     "served-qwen3-moe": Qwen3MoeConfig(**MOE | WIDE | dict(head_dim=32), tie_word_embeddings=False, mlp_only_layers=[1]),
+    # all of a block of fp8 or more, in every direction
+    "served-blocks": Qwen3Config(**WIDE | dict(hidden_size=256, intermediate_size=256), head_dim=64, tie_word_embeddings=False),
     "served-glm4-moe": Glm4MoeConfig(**GLM | WIDE | dict(head_dim=64), tie_word_embeddings=False),
     "served-deepseek-v3": DeepseekV3Config(
         **MLA | dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=4, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32),

@@ -54,32 +54,45 @@ class BoxReader:
         """Fill `out`, bytes ``[rows, bytes of a row]`` in the source's dtype, whose rows may lie apart."""
         if name not in self.strips:
             self.strips[name] = self.source.strips(name)
-        strips, size = self.strips[name], self.source.tensors[name].dtype.size
+        strips = self.strips[name]
         if strips is None:
             found = self.source.read_rows(name, rows.start, rows.stop)
             out[:] = found[:, rows.column : rows.column + rows.columns].view(np.uint8)
             return
-        for strip in strips:
-            piece = _common(rows, strip)
-            if piece is not None:
-                self._read(strip, piece, size, _inside(out, rows, piece, size))
+        read_box(self.source.files, strips, rows, out, self.scratch)
 
-    def _read(self, strip: Strip, piece: Rows, size: int, out: np.ndarray) -> None:
-        files, offset = self.source.files, _offset(strip, piece, size)
-        pitch, width = strip.width * size, piece.columns * size
-        if out.flags.c_contiguous and (width == pitch or len(out) == 1):
-            files.read_into(strip.path, offset, memoryview(out.reshape(-1)))
-        elif pitch - width < GAP_BYTES:
-            step = max(1, AROUND_BYTES // pitch)
-            for first in range(0, len(out), step):
-                rows = out[first : first + step]
-                around = self.scratch.array("around", len(rows), pitch)
-                span = memoryview(around.reshape(-1)[: (len(rows) - 1) * pitch + width])
-                files.read_into(strip.path, offset + first * pitch, span)
-                rows[:] = around[:, :width]
-        else:
-            for i, row in enumerate(out):
-                files.read_into(strip.path, offset + i * pitch, memoryview(row))
+
+def read_box(files: OpenFiles, strips: list[Strip], rows: Rows, out: np.ndarray, scratch: Scratch) -> int:
+    """Read these rows and columns, bytes ``[rows, bytes of a row]``, from the strips that have some of them; how
+    many bytes were read for that. Raises ReshardError where a file cannot be read."""
+    size, read = out.shape[1] // max(1, rows.columns), 0
+    for strip in strips:
+        piece = _common(rows, strip)
+        if piece is not None:
+            read += _read_piece(files, strip, piece, size, _inside(out, rows, piece, size), scratch)
+    return read
+
+
+def _read_piece(
+    files: OpenFiles, strip: Strip, piece: Rows, size: int, out: np.ndarray, scratch: Scratch
+) -> int:
+    offset, pitch, width, read = _offset(strip, piece, size), strip.width * size, piece.columns * size, 0
+    if out.flags.c_contiguous and (width == pitch or len(out) == 1):
+        files.read_into(strip.path, offset, memoryview(out.reshape(-1)))
+        return out.size
+    if pitch - width >= GAP_BYTES:
+        for i, row in enumerate(out):
+            files.read_into(strip.path, offset + i * pitch, memoryview(row))
+        return out.size
+    step = max(1, AROUND_BYTES // pitch)
+    for first in range(0, len(out), step):
+        rows = out[first : first + step]
+        around = scratch.array("around", len(rows), pitch)
+        span = memoryview(around.reshape(-1)[: (len(rows) - 1) * pitch + width])
+        files.read_into(strip.path, offset + first * pitch, span)
+        rows[:] = around[:, :width]
+        read += len(span)
+    return read
 
 
 def write_box(files: OpenFiles, strips: list[Strip], rows: Rows, data: np.ndarray) -> None:

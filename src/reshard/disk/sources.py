@@ -19,17 +19,17 @@ from reshard.core.planner import PlanError, Transfer, make_plan
 from reshard.disk.files import OpenFiles
 from reshard.disk.fp8 import SCALE_SUFFIX, dequantise
 from reshard.disk.hub import local_directory
+from reshard.disk.locate import HF_FILES, OF_TRAINERS, config_beside, config_of_args, locate, model_named
 from reshard.disk.manifest import NAME as MANIFEST
 from reshard.disk.manifest import read_manifest
 from reshard.disk.streams import Scratch, Strip, StripReader, TensorInfo, strip_of
 from reshard.formats import safetensors, torch_dist, torch_zip
 from reshard.formats.small_files import MAX_COPIED_BYTES, read_json, whole_numbers
-from reshard.megatron.checkpoint import placement_of_keys, vocab_rows
+from reshard.megatron.checkpoint import placement_of_keys, refuse_others, vocab_rows
 from reshard.megatron.parameters import Mapping, expand
 from reshard.models.config_fields import ignored_config_fields
 from reshard.models.model import Model
 
-HF_FILES = "hf"
 WEIGHT_SUFFIXES = (
     ".safetensors",
     ".bin",
@@ -119,7 +119,8 @@ class Source(ABC):
 
 def files_beside(directory: Path) -> list[Path]:
     """The files of a Hugging Face directory that are no weights: config, tokenizer, whatever else."""
-    files = [p for p in sorted(directory.iterdir()) if p.is_file() and p.name != MANIFEST]
+    apart = (MANIFEST, *OF_TRAINERS)
+    files = [p for p in sorted(directory.iterdir()) if p.is_file() and p.name not in apart]
     return [p for p in files if not p.name.startswith(".") and not p.name.endswith(WEIGHT_SUFFIXES)]
 
 
@@ -304,23 +305,26 @@ class HuggingFaceSource(Source):
 
 
 class MegatronSource(Source):
-    """A ``torch_dist`` checkpoint of Megatron-Core, whoever wrote it."""
+    """A ``torch_dist`` checkpoint of Megatron-Core, whoever wrote it, by its own directory or one that a trainer
+    has put it in (`reshard.disk.locate`)."""
 
     kind = "megatron"
 
     def __init__(self, path: Path, hf_config: Path | None = None, family: str | None = None) -> None:
-        found = torch_dist.find(path)
+        found = locate(path)
         if found is None:
             raise ReshardError(
                 f"{path} is no Megatron torch_dist checkpoint: it has neither "
                 f"{torch_dist.TRACKER} nor .metadata"
             )
-        self.path, (directory, iteration) = path, found
-        self.hf_config = hf_config
-        self.root = path if directory != path else path.parent
-        self.checkpoint = torch_dist.read(directory, iteration)
+        self.path, self.located = path, found
+        self.hf_config, self.root, directory = hf_config, found.root, found.directory
+        self.checkpoint = torch_dist.read(directory, found.iteration)
+        refuse_others(self.checkpoint.keys, directory)
+        taken = list(found.notices)
+        self.config_directory: Path | None = None
         with ignored_as_recorded(self.root if hf_config is None else None):
-            self.model, self.config_from = self._model(family)
+            self.model, self.config_from = self._model(family, taken)
         self.files = OpenFiles()
         self.mapping = expand(
             self.model, padded_vocab=vocab_rows(self.checkpoint.keys, directory, self.model)
@@ -331,7 +335,7 @@ class MegatronSource(Source):
         manifest = self.manifest()
         recorded = set((manifest or {}).get("tensors", {}))
         # what this tool wrote holds weights and empty states only
-        self.notices = placed.notices if manifest is None else []
+        self.notices = taken + (placed.notices if manifest is None else [])
         self.notices += self.model.ignored.values()
         canonical = {n: s for n, s in self.mapping.shapes.items() if n not in self.mapping.copies}
         try:
@@ -360,31 +364,24 @@ class MegatronSource(Source):
         self.reader = StripReader(self.tensors, self.files)
         self.strip_cache: dict[str, list[Strip]] = {}
 
-    def _model(self, family: str | None) -> tuple[Model, str]:
-        beside = self.root / HF_FILES / "config.json"
+    def _model(self, family: str | None, taken: list[str]) -> tuple[Model, str]:
+        """The model, and where its config stands; `taken` gets what a user should be told of that."""
         if self.hf_config is not None:
             config = self.hf_config / "config.json" if self.hf_config.is_dir() else self.hf_config
-        elif beside.is_file():
-            config = beside
+            fields, where = read_config(config), str(config)
         else:
-            where = f"{self.checkpoint.directory} (args)"
-            args = self.checkpoint.common().get("args") or {}
-            if not args:
-                raise ReshardError(
-                    f"{self.checkpoint.directory} has no args and no {HF_FILES}/config.json: pass "
-                    f"--hf-config with the model's config.json"
-                )
-            args = dict(args)
-            if args.get("vocab_size") is None:
-                raise ReshardError(
-                    f"{where} do not say the vocabulary size without padding: pass "
-                    f"--hf-config with the model's config.json"
-                )
-            return Model.from_megatron_args(args, where, family), "args"
-        model = Model.from_hf(read_config(config), str(config))
+            beside = config_beside(self.located)
+            args = dict(self.checkpoint.common().get("args") or {}) if beside is None else {}
+            if beside is None:
+                beside = config_of_args(args)
+            if beside is None:
+                return self._model_of_args(args, family)
+            fields, where, self.config_directory = beside.fields, beside.where, beside.directory
+            taken += [beside.notice] if beside.notice else []
+        model = Model.from_hf(fields, where)
         if family not in (None, model.family.name):
             raise ReshardError(
-                f"--family {family} contradicts {config}, which is of a {model.family.name}: leave it out"
+                f"--family {family} contradicts {where}, which is of a {model.family.name}: leave it out"
             )
         args = self.checkpoint.common().get("args") or {}
         model.check_args(
@@ -394,7 +391,22 @@ class MegatronSource(Source):
         )
         if model.mtp_layers and not any(key.startswith("mtp.") for key in self.checkpoint.keys):
             model = replace(model, mtp_layers=0)
-        return model, str(config)
+        return model, where
+
+    def _model_of_args(self, args: dict[str, Any], family: str | None) -> tuple[Model, str]:
+        where, named = f"{self.checkpoint.directory} (args)", model_named(self.located)
+        hint = f", such as {named}, with which its training began" if named else ""
+        if not args:
+            raise ReshardError(
+                f"{self.checkpoint.directory} has no args and no {HF_FILES}/config.json: pass "
+                f"--hf-config with the model's config.json{hint}"
+            )
+        if args.get("vocab_size") is None:
+            raise ReshardError(
+                f"{where} do not say the vocabulary size without padding: pass "
+                f"--hf-config with the model's config.json{hint}"
+            )
+        return Model.from_megatron_args(args, where, family), "args"
 
     def strips(self, name: str) -> list[Strip]:
         return [self._strip(transfer) for transfer in self.transfers[self.copies.get(name, name)]]
@@ -448,7 +460,7 @@ class MegatronSource(Source):
     def hf_directory(self) -> Path | None:
         if self.hf_config is not None and self.hf_config.is_dir():
             return self.hf_config
-        beside = self.root / HF_FILES
+        beside = self.config_directory or self.root / HF_FILES
         return beside if beside.is_dir() else None
 
     def read_files(self) -> list[Path]:
@@ -463,7 +475,7 @@ class MegatronSource(Source):
         small = [
             self.root / torch_dist.TRACKER,
             self.root / MANIFEST,
-            self.root / HF_FILES / "config.json",
+            (self.config_directory or self.root / HF_FILES) / "config.json",
             *config,
         ]
         return [*small, *(found.directory / name for name in sorted(names)), *self._beside()]
@@ -507,7 +519,7 @@ def open_source(
         raise ReshardError(f"{path} does not exist")
     if not path.is_dir():
         raise ReshardError(f"{path} is not a directory")
-    if torch_dist.find(path) is not None:
+    if locate(path) is not None:
         return MegatronSource(path, hf_config, family)
     if (path / "config.json").is_file() or any(path.glob("*.safetensors")):
         return HuggingFaceSource(path, dequantize_to)

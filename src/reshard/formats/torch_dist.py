@@ -114,16 +114,21 @@ def find(path: Path) -> tuple[Path, str] | None:
     tracker = path / TRACKER
     if not tracker.is_file():
         return None
-    text = read_file(tracker, MAX_TRACKER_BYTES).decode(errors="replace").strip()
-    if text != "release" and not re.fullmatch("[0-9]{1,18}", text):
-        raise ReshardError(f"{tracker} holds {text[:40]!r}; it must be a number or 'release'")
-    name = text if text == "release" else f"iter_{int(text):07d}"
+    name = tracked(tracker)
     if not (path / name / ".metadata").is_file():
         raise ReshardError(
             f"{tracker} names {name}, but {path / name} has no .metadata: it is no "
             f"torch_dist checkpoint or is not complete"
         )
     return path / name, name
+
+
+def tracked(tracker: Path) -> str:
+    """The directory that a tracker file names. Raises ReshardError where it holds something else."""
+    text = read_file(tracker, MAX_TRACKER_BYTES).decode(errors="replace").strip()
+    if text != "release" and not re.fullmatch("[0-9]{1,18}", text):
+        raise ReshardError(f"{tracker} holds {text[:40]!r}; it must be a number or 'release'")
+    return text if text == "release" else f"iter_{int(text):07d}"
 
 
 def read(directory: Path, iteration: str = "") -> Checkpoint:

@@ -9,6 +9,7 @@ Megatron has two schemes of keys. Layers of one kind are stacked, ``decoder.laye
 every expert and each half of SwiGLU its own key, and is only read.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ NOT_WEIGHTS = {
     "common state": ("common_state",),
 }
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+# Megatron-Bridge's and PEFT's names of the matrices of an adapter.
+ADAPTER = re.compile(r"\.adapter\.|\.lora_[AB]\.|\.lora_embedding_[AB]\b")
+VALUE_HEAD = re.compile(r"(?:^|\.)(?:v_head|value_head|score)\.")
 # Modules with a weight and another rule than linear layers for ``_extra_state``.
 NORMS = {
     "input_layernorm",
@@ -131,6 +135,29 @@ class Found:
 
     placement: Placement
     notices: list[str]
+
+
+def refuse_others(keys: Keys, where: object) -> None:
+    """Raise ReshardError, with its name, where a checkpoint holds something else than a language model."""
+    adapters = sorted(key for key in keys if ADAPTER.search(key))
+    if adapters:
+        raise ReshardError(
+            f"{where} holds a LoRA adapter ({len(adapters)} tensors: {listed(adapters, 2)}), which is not read: "
+            f"merge it into the model's weights with the trainer that made it"
+        )
+    sharded = [key for key in keys if key.endswith("." + EMBEDDING) and key.startswith(("model.", "module."))]
+    if EMBEDDING not in keys and sharded:
+        raise ReshardError(
+            f"{where} is in the format 'fsdp_dtensor' of Megatron's FSDP ({sharded[0]}), which is not read: save it "
+            f"with --ckpt-format torch_dist"
+        )
+    head = keys.get(OUTPUT)
+    valued = [key for key in keys if VALUE_HEAD.search(key)]
+    if valued or (head is not None and head.shape[:1] == (1,)):
+        raise ReshardError(
+            f"{where} is a value or reward model's: {listed(valued, 1) or OUTPUT} is a value head, of "
+            f"{list(keys[valued[0]].shape if valued else head.shape)}, and no output over a vocabulary"  # type: ignore[union-attr]
+        )
 
 
 def vocab_rows(keys: Keys, where: object, model: Model) -> int:

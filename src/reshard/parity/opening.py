@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from reshard.disk.hub import local_directory
+from reshard.disk.locate import locate
 from reshard.engines.vllm.layout import VllmLayout
-from reshard.formats import torch_dist
 from reshard.megatron.layout import Layout
 from reshard.parity.huggingface import HuggingFace
 from reshard.parity.prompts import SERVED
@@ -21,7 +21,7 @@ def open_system(
     it, a Megatron checkpoint by a refit from Megatron-Core.
     """
     path = local_directory(spec.removeprefix(SERVED))
-    megatron = torch_dist.find(path) is not None
+    megatron = locate(path) is not None
     if spec.startswith(SERVED):
         from reshard.parity.vllm import RefittedVllm, Vllm  # not before: it imports vLLM
 

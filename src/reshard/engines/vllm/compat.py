@@ -233,3 +233,31 @@ def _replaced(owner: Any, name: str, value: Any, what: str) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+def register_loader(load_format: str, loader: type) -> None:
+    """Let vLLM load weights with this class where ``load_format`` says so; nothing where it does already."""
+    with known("registers no loaders, or elsewhere"):
+        from vllm.model_executor import model_loader
+
+        if model_loader._LOAD_FORMAT_TO_MODEL_LOADER.get(load_format) is not loader:
+            model_loader.register_model_loader(load_format)(loader)
+
+
+def before_engine_config(complete: Callable[[Any], None]) -> None:
+    """From now on, in this process, `complete` may complete an engine's arguments before vLLM makes its config
+    of them; vLLM has no such call for plugins. The first one stays."""
+    with known("makes an engine's config elsewhere"):
+        from vllm.engine.arg_utils import EngineArgs
+
+        plain = EngineArgs.create_engine_config
+    if hasattr(plain, "of_vllm"):
+        return
+
+    @wraps(plain)
+    def completed(arguments: Any, *args: Any, **kwargs: Any) -> Any:
+        complete(arguments)
+        return plain(arguments, *args, **kwargs)
+
+    completed.of_vllm = plain  # type: ignore[attr-defined]
+    setattr(EngineArgs, "create_engine_config", completed)  # noqa: B010

@@ -1,0 +1,147 @@
+"""Published tensors of a directory of either format for somebody who takes them one by one: whole, or boxes of
+them, read by threads ahead of the one that is wanted.
+
+A Hugging Face directory is read as it is stored, of whatever architecture; a Megatron checkpoint by its table.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from reshard.disk.boxes import Rows, read_box
+from reshard.disk.files import OpenFiles
+from reshard.disk.sources import MegatronSource
+from reshard.disk.streams import Scratch, Strip, TensorInfo
+from reshard.formats import safetensors
+
+# Of what is read ahead of the tensor that is wanted, in all.
+AHEAD_BYTES = 256 << 20
+# One thread's part of a large box.
+PIECE_BYTES = 8 << 20
+
+
+class Region(NamedTuple):
+    """Rows `start` .. `stop` and columns `column` .. `column + columns` of a published tensor, as `TensorInfo`
+    counts both; `key` is for the one who asks."""
+
+    key: Hashable
+    name: str
+    start: int
+    stop: int
+    column: int
+    columns: int
+
+
+@dataclass
+class Weights:
+    """The published tensors of a directory: shapes and dtypes by name, and where each lies.
+
+    `read_bytes` is what has been read of the files so far.
+    """
+
+    tensors: dict[str, TensorInfo]
+    strips: Callable[[str], list[Strip]]
+    files: OpenFiles
+
+    def __post_init__(self) -> None:
+        self.read_bytes = 0
+        self._scratch, self._lock = Scratch(), threading.Lock()
+
+    def whole(self, name: str) -> Region:
+        """A tensor as one region."""
+        info = self.tensors[name]
+        return Region(name, name, 0, info.rows, 0, info.columns)
+
+    def region_bytes(self, region: Region) -> int:
+        """Size of a region."""
+        return (region.stop - region.start) * region.columns * self.tensors[region.name].dtype.size
+
+    def read_into(self, region: Region, out: np.ndarray) -> None:
+        """Read a region into bytes ``[rows, columns * size]``. Raises ReshardError where a file cannot be
+        read."""
+        rows = Rows(region.start, region.stop, region.column, region.columns)
+        read = read_box(self.files, self.strips(region.name), rows, out, self._scratch)
+        with self._lock:
+            self.read_bytes += read
+
+    def read_ahead(
+        self, regions: Iterable[Region], allocate: Callable[[int], np.ndarray], threads: int
+    ) -> Iterator[tuple[Region, np.ndarray]]:
+        """Each region in turn, with its bytes ``[rows, columns * size]``, in memory that `allocate(bytes)` gives.
+
+        No more than `AHEAD_BYTES`, or one region, is held besides the region that was yielded.
+        """
+        waiting: deque[tuple[Region, np.ndarray, list[Future]]] = deque()
+        held = 0
+        with ThreadPoolExecutor(threads, "reshard-read") as pool:
+
+            def start(region: Region) -> None:
+                nonlocal held
+                held += self.region_bytes(region)
+                rows, width = (
+                    region.stop - region.start,
+                    region.columns * self.tensors[region.name].dtype.size,
+                )
+                out = allocate(rows * width)[: rows * width].reshape(rows, width)
+                step = max(1, PIECE_BYTES // max(1, width))
+                parts = range(region.start, region.stop, step)
+                waiting.append((region, out, [pool.submit(self._part, region, a, step, out) for a in parts]))
+
+            def first() -> tuple[Region, np.ndarray]:
+                nonlocal held
+                region, out, parts = waiting.popleft()
+                for part in parts:
+                    part.result()
+                held -= self.region_bytes(region)
+                return region, out
+
+            try:
+                for region in regions:
+                    while waiting and held + self.region_bytes(region) > AHEAD_BYTES:
+                        yield first()
+                    start(region)
+                while waiting:
+                    yield first()
+            finally:
+                for _, _, parts in waiting:
+                    for part in parts:
+                        part.cancel()
+
+    def _part(self, region: Region, start: int, step: int, out: np.ndarray) -> None:
+        stop = min(start + step, region.stop)
+        rows = out[start - region.start : stop - region.start]
+        self.read_into(region._replace(start=start, stop=stop), rows)
+
+    def close(self) -> None:
+        """Close the files."""
+        self.files.close()
+
+
+def weights_of_megatron(source: MegatronSource) -> Weights:
+    """Those of a Megatron checkpoint, by published name; tied ones too. Closing them closes the source."""
+    return Weights(dict(source.tensors), cache(source.strips), source.files)
+
+
+def weights_of_huggingface(path: Path) -> Weights:
+    """Those of a Hugging Face directory, as its files have them. Raises ReshardError where these are damaged."""
+    stored = safetensors.read_directory(path)
+    tensors = {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in stored.items()}
+
+    def strips(name: str) -> list[Strip]:
+        info, tensor = tensors[name], stored[name]
+        width = info.columns
+        return (
+            [Strip(0, info.rows, 0, width, path / tensor.file, tensor.offset, width)]
+            if prod(info.shape)
+            else []
+        )
+
+    return Weights(tensors, strips, OpenFiles())

@@ -1,0 +1,241 @@
+"""``--load-format reshard``: vLLM takes its weights from a Megatron checkpoint, or a Hugging Face directory.
+
+Where vLLM's own ``load_weights`` does nothing but copy, each rank reads the boxes that it would copy, straight
+to where it would copy them. Else, for a model that is quantised while it loads or an architecture without a
+table, it is handed whole tensors by their published names, as from a Hugging Face directory.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from reshard.core.extras import importing
+
+with importing("vllm"):
+    import torch
+    from vllm.config import ModelConfig
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+import numpy as np
+
+from reshard.core.errors import ReshardError, listed
+from reshard.disk.fp8 import SCALE_SUFFIX, quantizable, quantize
+from reshard.disk.hub import local_directory
+from reshard.disk.reading import Region, Weights, weights_of_huggingface, weights_of_megatron
+from reshard.disk.sources import MegatronSource
+from reshard.engines.vllm.live import PLAIN_METHODS
+from reshard.engines.vllm.plugin import blocks_wanted, config_directory, megatron_directory
+from reshard.engines.vllm.trace import Trace, TracedCopy, trace_load
+from reshard.models.family import families
+
+logger = logging.getLogger("vllm.reshard")  # below vLLM's own, which shows it
+MAX_THREADS = 8
+
+
+class ReshardModelLoader(BaseModelLoader):
+    """vLLM's interface of a loader. ``model_loader_extra_config`` may say ``{"whole_tensors": true}``: every
+    rank reads all tensors then, and vLLM's ``load_weights`` takes of them what it needs."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(load_config)
+        extra: Any = load_config.model_loader_extra_config or {}
+        unknown = sorted(set(extra) - {"whole_tensors"})
+        if unknown:
+            raise ReshardError(
+                f"--model-loader-extra-config has {listed(unknown)}, of which --load-format reshard knows "
+                f"nothing: it takes whole_tensors"
+            )
+        self.whole_tensors = bool(extra.get("whole_tensors", False))
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Fetch what lies on the hub."""
+        _directory(model_config)
+
+    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        """Fill the parameters of a model as vLLM has made it, before it processes them. Raises ReshardError
+        where the weights are of another model, or cannot be read."""
+        began = time.perf_counter()
+        with closing(open_weights(model_config)) as found:
+            why = "model_loader_extra_config asks for it" if self.whole_tensors else None
+            trace = None
+            if why is None:
+                try:
+                    trace = _boxes(model, model_config, found)
+                except ReshardError as error:
+                    why = str(error)
+            if trace is not None:
+                _read_boxes(model, trace, found.weights)
+                how = "each rank its own boxes"
+            else:
+                loaded = model.load_weights(found.stream())  # type: ignore[operator]
+                _check_loaded(model, model_config, loaded)
+                how = f"whole tensors ({why})"
+            read, seconds = f"{found.weights.read_bytes:,} bytes", time.perf_counter() - began
+            logger.info("%s: %s read in %.1f s, %s", found.name, read, seconds, how)
+
+    def get_all_weights(
+        self, model_config: ModelConfig, model: torch.nn.Module
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor by its published name: what vLLM's ``reload_weights`` asks for."""
+        with closing(open_weights(model_config)) as found:
+            yield from found.stream()
+
+
+class _Found:
+    """Opened weights: `name` says which, `quantised` are those that the config wants as fp8 blocks."""
+
+    def __init__(self, name: str, weights: Weights, quantised: frozenset[str] = frozenset()) -> None:
+        self.name, self.weights, self.quantised = name, weights, quantised
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(published name, full tensor) one after the other."""
+        regions = (self.weights.whole(name) for name in self.weights.tensors)
+        for region, raw in self.weights.read_ahead(regions, _memory, threads()):
+            info = self.weights.tensors[region.name]
+            if region.name in self.quantised:
+                codes, scales = _quantised(region.name, raw.view(info.dtype.numpy()))
+                yield region.name, torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e4m3fn)
+                yield region.name + SCALE_SUFFIX, torch.from_numpy(scales)
+            else:
+                yield region.name, tensor_of(raw, info.dtype.name).reshape(info.shape)
+
+    def close(self) -> None:
+        self.weights.close()
+
+
+def open_weights(model_config: ModelConfig) -> _Found:
+    """The weights that a config names. Raises ReshardError where there are none."""
+    path = _directory(model_config)
+    megatron = megatron_directory(path)
+    if megatron is None:
+        return _Found(str(path), weights_of_huggingface(path))
+    config = model_config.hf_config_path
+    source = MegatronSource(
+        megatron, None if config is None else config_directory(config, model_config.revision)
+    )
+    for notice in source.notices:
+        logger.info("%s: %s", megatron, notice)
+    try:
+        return _Found(str(megatron), weights_of_megatron(source), _to_quantise(source, model_config))
+    except BaseException:
+        source.close()
+        raise
+
+
+def _directory(model_config: ModelConfig) -> Path:
+    name, revision = model_config.model, model_config.revision
+    return local_directory(name if revision is None or os.path.isdir(name) else f"{name}@{revision}")
+
+
+def _to_quantise(source: MegatronSource, model_config: ModelConfig) -> frozenset[str]:
+    """The weights that vLLM expects as fp8 blocks with scales, by the config that it has read: Megatron holds
+    them as they were before."""
+    wanted = getattr(model_config.hf_config, "quantization_config", None)
+    if not blocks_wanted({"quantization_config": wanted}, source.path):
+        return frozenset()
+    recorded = (source.manifest() or {}).get("quantized")
+    return frozenset(recorded or (n for n, info in source.tensors.items() if quantizable(n, info)))
+
+
+def _quantised(name: str, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    codes, scales = quantize(weight)
+    if not np.isfinite(scales).all():
+        raise ReshardError(f"{name} holds infinities or NaN, and fp8 would make the whole block of each NaN")
+    return codes, scales
+
+
+def _boxes(model: torch.nn.Module, model_config: ModelConfig, found: _Found) -> Trace:
+    """What vLLM's loader would copy where. Raises ReshardError where it would do anything else."""
+    architectures = set(getattr(model_config.hf_config, "architectures", None) or ())
+    known = {family.architecture for family in families().values()}
+    if not architectures <= known:
+        raise ReshardError(f"{listed(sorted(architectures - known))} has no table")
+    for name, module in model.named_modules():
+        kind = type(getattr(module, "quant_method", None)).__name__
+        if kind not in ("NoneType", *PLAIN_METHODS) and not kind.endswith("KVCacheMethod"):
+            raise ReshardError(f"{name} is loaded by {kind}")
+    if found.quantised:
+        raise ReshardError("the config wants fp8 blocks")
+    canonical = {
+        name: (info.shape, getattr(torch, info.dtype.name)) for name, info in found.weights.tensors.items()
+    }
+    trace = trace_load(model, canonical)
+    live = _tensors(model)
+    filled = dict.fromkeys((name for name, _ in model.named_parameters()), 0)
+    for copy in trace.copies:
+        filled[copy.parameter] = filled.get(copy.parameter, 0) + copy.box.volume
+        if len(canonical[copy.name][0]) > 2 or not live[copy.parameter].is_contiguous():
+            raise ReshardError(f"{copy.parameter} is no plain matrix")
+    for fill in trace.fills:
+        filled[fill.parameter] = filled.get(fill.parameter, 0) + fill.elements
+    partly = [name for name, n in filled.items() if n != live[name].numel()]
+    if partly:
+        raise ReshardError(f"not all of {listed(partly, 3)} is copied")
+    return trace
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict([*model.named_buffers(), *model.named_parameters()])
+
+
+def _read_boxes(model: torch.nn.Module, trace: Trace, weights: Weights) -> None:
+    """Carry out the copies of a trace, in its order."""
+    live = _tensors(model)
+    device = next(iter(live.values())).device
+    allocate = partial(_memory, pinned=device.type == "cuda")
+    with torch.no_grad():
+        for fill in trace.fills:
+            live[fill.parameter].view(-1)[fill.offset : fill.offset + fill.elements].zero_()
+        regions = (_region(copy, weights) for copy in trace.copies)
+        for region, raw in weights.read_ahead(regions, allocate, threads()):
+            copy: TracedCopy = region.key  # type: ignore[assignment]
+            read = tensor_of(raw, weights.tensors[copy.name].dtype.name)
+            into = live[copy.parameter]
+            rows, columns = region.stop - region.start, region.columns
+            at = into.storage_offset() + copy.offset
+            into.data.as_strided((rows, columns), (copy.pitch or columns, 1), at).copy_(read)
+
+
+def _region(copy: TracedCopy, weights: Weights) -> Region:
+    start, column = (*copy.box.offsets, 0)[:2]
+    rows, columns = (*copy.box.lengths, 1)[:2]
+    return Region(copy, copy.name, start, start + rows, column, columns)
+
+
+def _check_loaded(model: torch.nn.Module, model_config: ModelConfig, loaded: set[str] | None) -> None:
+    """Raise ReshardError where parameters of a model that is not quantised got nothing, as vLLM's own loader
+    does."""
+    if loaded is None or model_config.quantization is not None:
+        return
+    processed = {
+        f"{name}.{parameter}" if name else parameter
+        for name, module in model.named_modules()
+        if hasattr(getattr(module, "quant_method", None), "process_weights_after_loading")
+        for parameter, _ in module.named_parameters()
+    }
+    missing = [name for name, _ in model.named_parameters() if name not in loaded | processed]
+    if missing:
+        raise ReshardError(f"{model_config.model} has nothing for vLLM's {listed(missing, 3)}")
+
+
+def tensor_of(raw: np.ndarray, dtype: str) -> torch.Tensor:
+    """Bytes ``[rows, columns * size]`` as a tensor ``[rows, columns]``, in the same memory."""
+    return torch.from_numpy(raw).view(getattr(torch, dtype))
+
+
+def _memory(size: int, pinned: bool = False) -> np.ndarray:
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned).numpy()
+
+
+def threads() -> int:
+    """How many threads a rank reads with: a fair part of the cores of its host."""
+    from vllm.config import get_current_vllm_config
+
+    ranks = get_current_vllm_config().parallel_config.world_size
+    return max(1, min(MAX_THREADS, (os.cpu_count() or 1) // ranks))

@@ -1,0 +1,71 @@
+"""What vLLM's real model classes hold after ``--load-format reshard``, on several ranks, without a GPU."""
+
+import logging
+import re
+from functools import partial
+
+import torch
+
+from tests import vllm_on_cpu
+from tests.ranks import caught
+from tests.refit_on_cpu import fingerprint
+
+
+class Heard(logging.Handler):
+    """What the loader says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def loaded(rank: int, cases: list) -> list:
+    """Of each case (options, {name: (directory, more options)}), by name: the parameters' bits, the bytes that were read, and how."""
+    heard, logger = Heard(), logging.getLogger("vllm.reshard")
+    logger.addHandler(heard)
+    logger.setLevel(logging.INFO)
+    found: list[dict] = []
+    for options, sources in cases:
+        found.append({})
+        for name, (directory, more) in sources.items():
+            heard.said.clear()
+            model, config = vllm_on_cpu.build(str(directory), **options, **more)
+            last = heard.said[-1] if heard.said else ""
+            read = re.search(r"([\d,]+) bytes read", last)
+            how = last.partition(" s, ")[2]
+            found[-1][name] = (
+                fingerprint(model),
+                int(read[1].replace(",", "")) if read else 0,
+                how,
+                config.model_config.model,
+            )
+            del model
+    return found
+
+
+def refused(rank: int, cases: list) -> list[str]:
+    """What each (directory, options) is refused with."""
+    return [caught(partial(vllm_on_cpu.build, str(directory), **options)) for directory, options in cases]
+
+
+def streamed(rank: int, cases: list) -> list[dict]:
+    """What the loader streams of each (directory, options): by name the dtype, the shape and the bytes."""
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+
+    from reshard.engines.vllm.loader import open_weights
+
+    found: list[dict] = []
+    for directory, options in cases:
+        config = EngineArgs(model=str(directory), skip_tokenizer_init=True, **options).create_engine_config()
+        with set_current_vllm_config(config):
+            found.append({name: bits(tensor) for name, tensor in open_weights(config.model_config).stream()})
+    return found
+
+
+def bits(tensor: torch.Tensor) -> tuple:
+    """Dtype, shape and bytes."""
+    return str(tensor.dtype), tuple(tensor.shape), tensor.contiguous().view(torch.uint8).numpy().tobytes()

