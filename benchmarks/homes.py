@@ -161,12 +161,15 @@ def main() -> None:
         )
         say("load", form, result[f"load {form}"])
 
-    def export() -> None:
-        for _ in reshard.export(models, begin):
-            pass
+    for size in (1 << 30, 128 << 20):
 
-    result["export"] = measured(export, lambda: None, options.rounds)
-    say("export", result["export"])
+        def export(size: int = size) -> None:
+            for _ in reshard.export(models, begin, buffer_bytes=size):
+                pass
+
+        name = f"export, batches of {size >> 20} MiB"
+        result[name] = measured(export, lambda: None, options.rounds)
+        say(name, result[name])
     if first:
         result |= floors(places["hf"], options.folder / "aside")
         say({key: value for key, value in result.items() if "per_second" in key})

@@ -86,10 +86,11 @@ def run_jobs(
     workers: int | None,
     progress: Progress | None = None,
     check: Callable[[], None] = lambda: None,
+    files_of: Callable[[str], Iterable[str]] = lambda name: (),
 ) -> dict[str, Any]:
     """Run `job(name)` for every name in `sizes` (bytes); the results by name. For the rest see `Workers`."""
     results: dict[str, Any] = {}
-    with Workers(job, sizes, workers) as pool:
+    with Workers(job, sizes, workers, files_of) as pool:
         pool.run(results.__setitem__, check, progress)
     return results
 

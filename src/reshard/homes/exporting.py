@@ -23,7 +23,7 @@ def export(
     models: Sequence[torch.nn.Module] | torch.nn.Module,
     hf_config: str | Path | Published,
     *,
-    buffer_bytes: int = 1 << 30,
+    buffer_bytes: int = 128 << 20,
     to: int | None = None,
     make_vocab_size_divisible_by: int = 128,
     metadata: Mapping[str, Any] | None = None,

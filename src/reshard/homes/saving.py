@@ -313,7 +313,13 @@ class _Save:
             self.new.write_frames(tree, frames, files)
             jobs = {str(i): box_bytes(piece.box, piece.dtype.size) for i, piece in enumerate(self.share)}
             write = partial(self._write_piece, files=files, strips=strips, device=device)
-            found = run_jobs(jobs, lambda i: write(int(i)), self.workers, check=self.team.check)
+            into = {
+                str(i): {str(strip.path) for strip in strips[piece.name]}
+                for i, piece in enumerate(self.share)
+            }
+            found = run_jobs(
+                jobs, lambda i: write(int(i)), self.workers, check=self.team.check, files_of=into.__getitem__
+            )
             for path in sorted(written) if self.sync else ():
                 try:
                     files.sync(path)
