@@ -1,11 +1,14 @@
 """Fixtures: checkpoints are made once a session."""
 
+import os
 import signal
 
 import pytest
 
 from tests.checkpoints import make
 
+# vLLM's quantised kernels would be built aside by every process that imports them, two processes with torch for each.
+os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
 # Started in the background by a shell, pytest ignores SIGINT, and so would every command that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -164,6 +164,27 @@ def refit_twice(
     return held, expected, moved, reports, link.version
 
 
+def moved_before_a_failure(
+    rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict
+):
+    """vLLM's parameters get new memory, the refit that finds them there fails, and the next one is whole; what the first said, and the
+    names of what then is not what vLLM's own loader makes of the second checkpoint."""
+    _, _, members = start(rank, sides)
+    chunks, load = trainer(flags, checkpoints[0][1])
+    module, config = vllm_on_cpu.build(checkpoints[0][0], load_format="dummy", **engine)
+    link = connect(members, MegatronModel(chunks), VllmModel(module, config))
+    link.refit()
+    load(checkpoints[1][1])
+    for tensor in module.parameters():
+        old = tensor.data
+        tensor.data = old.clone()
+        old.fill_(-77.0)
+    said = caught(lambda: link.refit(version=100 + rank))
+    link.refit()
+    held, expected = fingerprint(module), fingerprint(vllm_on_cpu.build(checkpoints[1][0], **engine)[0])
+    return said, sorted(name for name in expected if held[name] != expected[name])
+
+
 def without_vllm_names() -> None:
     """Families that say nothing of vLLM's names."""
     from reshard.models.family import families

@@ -260,6 +260,16 @@ def test_parameters_in_a_distributed_optimizers_buffer_and_frozen_ones_are_refit
     refit(converted(variant), parallel, 4, dict(tp=2), 2, False, tmp_path, ddp=True)
 
 
+def test_what_had_moved_before_a_refit_that_failed_is_found_by_the_next(converted, tmp_path):
+    checkpoints = converted("qwen3")
+    sides = {"trainer": 2, "engine": 2, "together": True, "folder": str(tmp_path), "port": free_port()}
+    flags = flags_at(Path(checkpoints[0][1]), f"{TP} 2")
+    for said, wrong in run_on_ranks(
+        2, "moved_before_a_failure", sides, flags, checkpoints, dict(tp=2), module="refit_on_cpu"
+    ):
+        assert "give all the same" in said and wrong == []
+
+
 @pytest.mark.parametrize("variant", ["deepseek-v3", "glm4-moe"])
 def test_a_family_without_vllm_names_goes_by_the_traced_layout(variant, converted, tmp_path):
     refit(converted(variant), f"{PP} 2", 2, dict(tp=2), 2, False, tmp_path, traced=True)

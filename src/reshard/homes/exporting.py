@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import check_number
 from reshard.disk.boxes import Rows
 from reshard.disk.team import Team
@@ -54,6 +55,12 @@ def export(
             described.append((published, rank))
 
         team.together(describe)
+        asked = team.together(lambda: [buffer_bytes, to])
+        if any(one != asked[0] for one in asked):
+            raise ReshardError(
+                f"the ranks ask for different exports (buffer_bytes and to: {listed(map(str, asked), 4)}): "
+                f"give all the same"
+            )
         [(published, rank)] = described
         agreed = agree(team, rank, published)
         given = decide(team, lambda: _told(agreed.given))

@@ -3,6 +3,7 @@ whom."""
 
 from collections.abc import Callable
 from contextlib import suppress
+from threading import Thread
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ def connect(members: Members, source: "Trainer | Callable[[], Trainer] | None" =
     where the engine's loader disagrees with our rules, or where a member does not come.
     """
     link: Link | None = None
+    compiling: Thread | None = None
     try:
         with members.turn("connect"), collector_paused():
             if executor not in EXECUTORS:
@@ -61,7 +63,7 @@ def connect(members: Members, source: "Trainer | Callable[[], Trainer] | None" =
             if device.type == "cuda":
                 from reshard.refit.kernels import compile_ahead
 
-                compile_ahead(device, _sizes(trains, serves))
+                compiling = compile_ahead(device, _sizes(trains, serves))
             roles = [name for name, side in (("trainer", trains), ("inference", serves)) if side is not None]
             mine = hello(f"{' and '.join(roles) or 'idle'} rank {members.rank}", roles, device)
             mine |= {
@@ -86,8 +88,12 @@ def connect(members: Members, source: "Trainer | Callable[[], Trainer] | None" =
                 trainer.hear_what_is_asked()
             link = Link(members, agreed, trainer, engine, device)
             link._set_up()
+            if compiling is not None:
+                compiling.join()
             members.done()
     except BaseException:
+        if compiling is not None:
+            compiling.join()
         if link is not None:
             with suppress(ReshardError):
                 link.close()

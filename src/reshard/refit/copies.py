@@ -16,10 +16,17 @@ class CopyTable:
     """Tiles ready to run, grouped by the widest word that all their addresses and lengths allow; kept on the
     GPU.
 
-    `owners` numbers what each tile's source belongs to, for `shift`.
+    `owners` numbers what each tile's source belongs to, for `shift`; `aside` says that it will be run with
+    `programs`.
     """
 
-    def __init__(self, tiles: np.ndarray, device: torch.device, owners: np.ndarray | None = None) -> None:
+    def __init__(
+        self,
+        tiles: np.ndarray,
+        device: torch.device,
+        owners: np.ndarray | None = None,
+        aside: bool = False,
+    ) -> None:
         self.device, self.bytes = device, bytes_of(tiles)
         self.groups: list[tuple[int, torch.Tensor | np.ndarray]] = []
         self.owners: list[torch.Tensor | np.ndarray] = []
@@ -28,8 +35,6 @@ class CopyTable:
         if device.type == "cpu":
             self.groups, self.owners = ([(1, tiles)], [owners]) if len(tiles) else ([], [])
             return
-        from reshard.refit.kernels import compile_copy
-
         bits = np.bitwise_or.reduce(tiles[:, [SRC, DST, WIDTH, SRC_PITCH, DST_PITCH]], axis=1)
         left = np.ones(len(tiles), bool)
         for unit in UNITS:
@@ -40,7 +45,15 @@ class CopyTable:
                 some[:, [WIDTH, SRC_PITCH, DST_PITCH]] //= unit
                 self.groups.append((unit, torch.from_numpy(some).to(device)))
                 self.owners.append(torch.from_numpy(owners[chosen].astype(np.int32)).to(device))
-                compile_copy(unit, device)
+        self.compile(aside)
+
+    def compile(self, aside: bool) -> None:
+        """Compile what `run` launches, now."""
+        if self.device.type == "cuda":
+            from reshard.refit.kernels import compile_copy
+
+            for unit, _ in self.groups:
+                compile_copy(unit, self.device, 1 if aside else None)
 
     def shift(self, deltas: np.ndarray) -> bool:
         """Add `deltas` bytes, by owner, to where the sources are; False, and nothing is changed, where words

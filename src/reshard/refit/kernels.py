@@ -61,10 +61,10 @@ def copy_tiles(tiles: torch.Tensor, unit: int, programs: int | None = None) -> N
     else that must go on."""
     pair = 2 if unit == 16 else 1
     how = WORDS[unit], pair, BLOCK // pair
-    if programs is None or programs >= len(tiles):
+    if programs is None:
         _copy[(len(tiles),)](tiles, *how, num_warps=8)
     else:
-        _copy_aside[(programs,)](tiles, len(tiles), *how, num_warps=8)
+        _copy_aside[(min(programs, len(tiles)),)](tiles, len(tiles), *how, num_warps=8)
 
 
 @triton.jit
@@ -157,13 +157,15 @@ def compile_digest(word: int, unit: int, device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def compile_ahead(device: torch.device, sizes: Iterable[int]) -> None:
-    """Begin to compile what nearly every refit launches, aside: planning takes as long. `sizes` are bytes of
-    an element; who needs one of these kernels before it is there waits for it."""
+def compile_ahead(device: torch.device, sizes: Iterable[int]) -> threading.Thread:
+    """Begin to compile what nearly every refit launches, in a thread: planning takes as long. `sizes` are
+    bytes of an element; who needs one of these kernels before it is there waits for it."""
 
     def compile_all() -> None:
         compile_copy(16, device)
         for word, unit in ((8, 8), *((size, size) for size in sizes)):
             compile_digest(word, unit, device)
 
-    threading.Thread(target=compile_all, name="reshard compiles").start()
+    thread = threading.Thread(target=compile_all, name="reshard compiles")
+    thread.start()
+    return thread

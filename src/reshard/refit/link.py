@@ -86,6 +86,8 @@ class Link:
             self.engine.read_memory(self.engine.pieces)
         outgoing, incoming = self._prepare()
         self.buckets.agree(outgoing.get(BUCKETS, {}), incoming.get(BUCKETS, {}))
+        if self.pull is not None and self.buckets.group is not None:
+            self.pull.go_aside()
         self._unmap()
 
     def _prepare(self) -> tuple[dict[str, dict[int, np.ndarray]], dict[str, dict[int, Incoming]]]:
@@ -177,7 +179,8 @@ class Link:
 
     def _follow(self, trainer_moved: bool, engine_moved: bool) -> None:
         """After all are here: find again what has moved, on either side, and map what was unmapped."""
-        stays = not engine_moved and not (trainer_moved and self._sends())
+        # After a refit that failed nobody knows how far the tables had been made.
+        stays = not self.broken and not engine_moved and not (trainer_moved and self._sends())
         moved: list[int] = []
         if self.engine is not None and self.pull is not None:
             notes = self.members.note_of(self.engine.pieces)
@@ -209,12 +212,12 @@ class Link:
     def _move(self) -> None:
         """Carry out all copies. Raises ReshardError, naming who is silent, where a partner dies or stalls."""
         try:
-            if self.pull is not None:
-                self.pull.aside = self.buckets.group is not None
-            for transport in self._transports:
-                transport.run()
-            if self.pull is not None:
-                self.pull.join()
+            try:
+                for transport in self._transports:
+                    transport.run()
+            finally:
+                if self.pull is not None:
+                    self.pull.join()
             if self.engine is not None:
                 self.engine.engine.settle()
             done = wait_for_device(self.device, self.members.timeout)

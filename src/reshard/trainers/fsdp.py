@@ -89,6 +89,7 @@ class FsdpModel(Trainer):
         Made anew from what FSDP holds now: it makes new local tensors when the model is moved, and one that
         is kept here would keep its memory from being freed.
         """
+        self._reshard()
         found = []
         for held, tensor in zip(self.held, self._tensors(), strict=True):
             elements, pitch = tensor.numel() // held.matrices, tensor.shape[-1] if tensor.ndim else 1

@@ -199,7 +199,8 @@ class Buckets(Transport):
         and after."""
         splits_out, packed = self._layout(self.sends, index, send)
         splits_in, unpacked = self._layout(self.receives, index, receive)
-        return splits_in, splits_out, CopyTable(packed, self.device), CopyTable(unpacked, self.device)
+        pack, unpack = (CopyTable(table, self.device, aside=True) for table in (packed, unpacked))
+        return splits_in, splits_out, pack, unpack
 
     def _layout(self, sides: Mapping[int, "Side"], index: int, start: int) -> tuple[list[int], np.ndarray]:
         """Bytes by member, and the copies with their ends in the buffer filled in."""

@@ -58,7 +58,7 @@ class Pull(Transport):
         tiles, origin = tiles_of(np.concatenate([*tables, fills]))
         order = interleaved(np.concatenate([*ranks, np.full(len(fills), PADDING)])[origin])
         owner = np.concatenate([*owners, np.zeros(len(fills), np.int64)])[origin]
-        self.table = CopyTable(tiles[order], self.device, owner[order])
+        self.table = CopyTable(tiles[order], self.device, owner[order], self.aside)
         self.received_bytes, self.launches = self.local_bytes + self.peer_bytes, self.table.launches
 
     def follow(self, memory: Mapping[int, Mapping[str, Any]]) -> bool:
@@ -90,6 +90,11 @@ class Pull(Transport):
         return (
             memory["regions"] if rank == self.rank else shards_here(memory, self.mappings, self.names[rank])
         )
+
+    def go_aside(self) -> None:
+        """From now on leave room on the GPU for buckets."""
+        self.aside = True
+        self.table.compile(aside=True)
 
     def run(self) -> None:
         """Enqueue all copies: aside, where buckets are to go on at the same time, until `join`."""
