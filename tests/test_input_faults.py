@@ -617,7 +617,7 @@ def test_the_judges_of_the_fuzzer_see_what_goes_wrong_without_our_checks(tmp_pat
         assert found.verdict == "wrong" and "logit_scale" in found.detail
     with monkeypatch.context() as off:  # a conversion that writes other flags than the config means
         off.setattr(
-            "reshard.disk.convert.command_line",
+            "reshard.disk.destinations.command_line",
             lambda args, *more: command_line(args | {"layernorm_epsilon": 1e-3}, *more),
         )
         found = verdict(published, "hf-to-mcore", nothing)
