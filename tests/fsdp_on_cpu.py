@@ -54,23 +54,30 @@ def everything(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def refit_twice(
-    rank: int, sides: dict, mesh: dict[str, int], checkpoints: list[str], engine: dict, moving: bool = False
+    rank: int,
+    sides: dict,
+    mesh: dict[str, int],
+    checkpoints: list[str],
+    engine: dict,
+    moving: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    executor: str = "auto",
 ):
     """Refit from each of two Hugging Face directories in turn; as `refit_on_cpu.refit_twice`. With `moving` the model is moved and run
     before each refit."""
     is_trainer, is_engine, members = start(rank, sides)
     source = model = destination = None
     if is_trainer:
-        model = sharded(checkpoints[0], mesh)
+        model = sharded(checkpoints[0], mesh, dtype)
         source = FsdpModel(model)
     if is_engine:
         module, config = vllm_on_cpu.build(checkpoints[0], load_format="dummy", **engine)
         destination = VllmModel(module, config)
-    link = connect(members, source, destination)
+    link = connect(members, source, destination, executor=executor)
     held, reports = [], []
     for step, checkpoint in enumerate(checkpoints):
         if step and model is not None:
-            copy_shards(sharded(checkpoint, mesh), model)
+            copy_shards(sharded(checkpoint, mesh, dtype), model)
         if moving and model is not None:
             model.to(torch.float64).to(torch.bfloat16) if step else model.to("cpu")
             with torch.no_grad():
@@ -114,7 +121,7 @@ def refused(rank: int, sides: dict, mesh: dict[str, int], checkpoint: str, what:
     is_trainer, is_engine, members = start(rank, sides)
 
     def source() -> FsdpModel:
-        model = sharded(checkpoint, mesh, torch.float32 if what == "dtype" else torch.bfloat16)
+        model = sharded(checkpoint, mesh, torch.float16 if what == "dtype" else torch.bfloat16)
         if what == "config":
             model.config.rms_norm_eps = 0.5
         if what == "one too many":

@@ -211,11 +211,7 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
     is_trainer, is_engine, members = start(rank, sides)
     source = destination = None
     if is_trainer:
-        chunks, _ = (
-            trainer(flags, checkpoint[1])
-            if what != "dtype"
-            else (trainer_in_fp32(flags, checkpoint[1]), None)
-        )
+        chunks, _ = trainer(flags, checkpoint[1])
         source = MegatronModel(chunks)
         if what == "lacks a parameter":
             dropped = next(i for i, shard in enumerate(source.shards) if "linear_proj" in shard.key)
@@ -231,6 +227,7 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
             load_format="dummy",
             tp=2,
             **({"hf_overrides": {"rms_norm_eps": 0.5}} if what == "config" else {}),
+            **({"dtype": "float16"} if what == "dtype" else {}),
         )
         destination = VllmModel(model, config)
     steps.meet("built")
@@ -413,13 +410,6 @@ def lateness(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[s
     now("and has it back", lambda: link.refit())
     said["ways"] = link.describe()["ways"]
     return said
-
-
-def trainer_in_fp32(flags: list[str], directory: str):
-    """The chunks as Megatron builds them without --bf16."""
-    models, args = megatron_on_cpu.build([flag for flag in flags if flag != "--bf16"])
-    megatron_on_cpu.load(models, args, directory)
-    return models
 
 
 def agreement(rank: int, sides: dict, checkpoint: str, engine: dict, change: str):

@@ -14,25 +14,30 @@ CASES = [
     ("qwen2", {"shard": 2, "tp": 2}, {"tp": 2}, 2, False),
     ("qwen3", {"replicate": 2, "shard": 2}, {"tp": 4}, 4, True),
     ("qwen3", {"shard": 2, "tp": 2}, {"pp": 2}, 2, False),
-    ("qwen3-moe", {"shard": 4}, {"tp": 2, "enable_expert_parallel": True}, 2, False),
     ("qwen3-moe-mixed", {"shard": 3}, {"tp": 2}, 2, False),
     ("deepseek-v3", {"shard": 2, "tp": 2}, {"tp": 4}, 4, True),
     ("deepseek-v3-no-q-lora", {"replicate": 2, "shard": 2}, {"tp": 2}, 2, False),
+]
+# Trainers whose parameters are fp32 of which the engine serves what its loader makes of fp32: bf16, but for MoE's bias.
+WIDE = [
+    ("qwen3-moe", {"shard": 4}, {"tp": 2, "enable_expert_parallel": True}, 2, False, "buckets"),
+    ("deepseek-v3", {"shard": 2}, {"tp": 2}, 2, True, "auto"),
+    ("glm4-moe", {"shard": 3}, {"tp": 1}, 1, False, "staged"),
 ]
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Two checkpoints of a variant in bf16."""
-    made: dict[str, list[str]] = {}
+    """Two checkpoints of a variant in bf16, or another dtype."""
+    made: dict[tuple[str, torch.dtype], list[str]] = {}
 
-    def get(variant: str) -> list[str]:
-        if variant not in made:
+    def get(variant: str, dtype: torch.dtype = torch.bfloat16) -> list[str]:
+        if (variant, dtype) not in made:
             folder = tmp_path_factory.mktemp(variant)
-            made[variant] = [
-                str(make(folder / str(seed), variant, torch.bfloat16, seed=seed)) for seed in (0, 1)
+            made[variant, dtype] = [
+                str(make(folder / str(seed), variant, dtype, seed=seed)) for seed in (0, 1)
             ]
-        return made[variant]
+        return made[variant, dtype]
 
     return get
 
@@ -54,9 +59,27 @@ def test_an_fsdp_model_refits_what_vllms_own_loader_makes_of_its_checkpoint(
     variant, mesh, engine, engines, together, checkpoints, tmp_path
 ):
     sides, ranks = sides_of(mesh, engines, together, tmp_path)
-    results = run_on_ranks(
-        ranks, "refit_twice", sides, mesh, checkpoints(variant), engine, module="fsdp_on_cpu"
+    check(
+        run_on_ranks(ranks, "refit_twice", sides, mesh, checkpoints(variant), engine, module="fsdp_on_cpu"),
+        engines,
     )
+
+
+@pytest.mark.parametrize(("variant", "mesh", "engine", "engines", "together", "executor"), WIDE, ids=str)
+def test_fp32_parameters_arrive_as_vllms_own_loader_casts_them(
+    variant, mesh, engine, engines, together, executor, checkpoints, tmp_path
+):
+    sides, ranks = sides_of(mesh, engines, together, tmp_path)
+    wide = checkpoints(variant, torch.float32)
+    options = {"dtype": torch.float32, "executor": executor}
+    results = run_on_ranks(
+        ranks, "refit_twice", sides, mesh, wide, engine, module="fsdp_on_cpu", options=options
+    )
+    check(results, engines)
+
+
+def check(results: list, engines: int) -> None:
+    """Every engine's rank holds, after either refit, what its loader makes of that checkpoint."""
     checked = [(held, expected) for held, expected, _ in results if expected]
     assert len(checked) == engines
     for held, expected in checked:
@@ -84,7 +107,7 @@ def test_a_model_that_is_moved_after_a_refit_gets_its_memory_back(checkpoints, t
 
 
 @pytest.mark.parametrize(("what", "sentence"), [
-    ("dtype", "is float32 in the trainer, but bfloat16 in the engine"),
+    ("dtype", "is float16 in the trainer, but bfloat16 in the engine"),
     ("config", "the trainer's rms_norm_eps is 0.5, but the served model's is 1e-06"),
     ("one too many", "holds 1 parameters that qwen3 does not have: model.layers.0.self_attn.adapter"),
     ("elsewhere", "is on meta, and a refit reads from cpu: move the whole model there first"),

@@ -355,8 +355,8 @@ def fault(converted, folder, what: str, variant: str = "qwen3", timeout: float =
 @pytest.mark.parametrize(("what", "flags", "sentence"), [
     ("config", "", "the trainer's layernorm_epsilon is 1e-06, but the served model's is 0.5"),
     ("another trainer", "--rotary-base 50000", "the trainer's rotary_base is 50000, but the served model's is 10000"),
-    ("dtype", "", "is float32 in the trainer, but bfloat16 in the engine"),
-    ("protocol", "", "has protocol 3, inference rank 2 has 99"),
+    ("dtype", "", "is bfloat16 in the trainer, but float16 in the engine"),
+    ("protocol", "", "has protocol 4, inference rank 2 has 99"),
     ("lacks a parameter", "", "the trainer's model lacks 1 parameters that the config of inference rank 1 calls for: model.layers.0.self_attn.o_proj.weight"),
     ("lies elsewhere", "", "is on meta, and a refit reads from cpu: move the whole model there first"),
     ("has one too many", "", "holds 1 parameters that qwen3 does not have: decoder.layers.adapter.weight"),

@@ -11,18 +11,20 @@ from reshard.live.cuda import Allocation, allocation_of, exported
 from reshard.live.engine import Engine
 from reshard.live.memory import Region
 from reshard.live.trainer import Trainer
-from reshard.refit.tables import DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, table_of
+from reshard.refit.codecs import DESTINATION_SIZES, PLAIN, bytes_in_source
+from reshard.refit.tables import CODEC, DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, empty_table, table_of
 from reshard.refit.transports.mappings import Mappings
 
 # Columns of what an inference rank asks a trainer's rank for; offsets and lengths in elements.
-SHARD, ROW, COLUMN, COUNT, ELEMENTS = range(5)
+ASKED = 6
+SHARD, ROW, COLUMN, COUNT, ELEMENTS, ENCODED = range(ASKED)
 
 
 class Pieces(NamedTuple):
     """The copies of a plan from one trainer's rank into this one, `names` being the canonical tensors'.
 
-    `asked` is what that rank is asked for: shard, first row, first column, rows and columns of each; `into`
-    the index of the local tensor among the engine's regions, and the first row and column there.
+    `asked` is what that rank is asked for: shard, first row, first column, rows, columns and codec of each;
+    `into` the index of the local tensor among the engine's regions, and the first row and column there.
     """
 
     names: list[str]
@@ -30,12 +32,12 @@ class Pieces(NamedTuple):
     into: np.ndarray
 
     @staticmethod
-    def of(copies: Sequence[tuple[int, Transfer]], index: Mapping[Any, int]) -> "Pieces":
-        """From (shard, transfer) of each copy, and the index of each local tensor."""
-        asked = [(shard, *two(t.src_at, 0), *two(t.box.lengths, 1)) for shard, t in copies]
-        into = [(index[t.dst], *two(t.dst_at, 0)) for _, t in copies]
-        matrix = np.array(asked, np.int64).reshape(-1, 5), np.array(into, np.int64).reshape(-1, 3)
-        return Pieces([t.name for _, t in copies], *matrix)
+    def of(copies: Sequence[tuple[int, int, Transfer]], index: Mapping[Any, int]) -> "Pieces":
+        """From (shard, codec, transfer) of each copy, and the index of each local tensor."""
+        asked = [(shard, *two(t.src_at, 0), *two(t.box.lengths, 1), codec) for shard, codec, t in copies]
+        into = [(index[t.dst], *two(t.dst_at, 0)) for *_, t in copies]
+        matrix = np.array(asked, np.int64).reshape(-1, ASKED), np.array(into, np.int64).reshape(-1, 3)
+        return Pieces([t.name for *_, t in copies], *matrix)
 
 
 def two(values: tuple[int, ...], fill: int) -> tuple[int, int]:
@@ -48,10 +50,11 @@ def two(values: tuple[int, ...], fill: int) -> tuple[int, int]:
 def destination_table(memory: np.ndarray, pieces: Pieces) -> np.ndarray:
     """A table of pieces with the destination's end filled in; `memory` is `located` of the engine's regions."""
     address, pitch, size = memory[pieces.into[:, 0]].T
-    table = np.zeros((len(pieces.into), 6), np.int64)
+    table = empty_table(len(pieces.into))
     table[:, DST_PITCH] = pitch * size
     table[:, DST] = address + pieces.into[:, 1] * table[:, DST_PITCH] + pieces.into[:, 2] * size
     table[:, ROWS], table[:, WIDTH] = pieces.asked[:, COUNT], pieces.asked[:, ELEMENTS] * size
+    table[:, CODEC] = pieces.asked[:, ENCODED]
     return table
 
 
@@ -97,10 +100,12 @@ def source_table(memory: np.ndarray, asked: np.ndarray) -> np.ndarray:
     """A table of pieces that another rank asked for, with the source's end filled in; `memory` is `located` of
     the trainer's regions."""
     address, pitch, size = memory[asked[:, SHARD]].T
-    table = np.zeros((len(asked), 6), np.int64)
+    table = empty_table(len(asked))
     table[:, SRC_PITCH] = pitch * size
     table[:, SRC] = address + asked[:, ROW] * table[:, SRC_PITCH] + asked[:, COLUMN] * size
-    table[:, ROWS], table[:, WIDTH] = asked[:, COUNT], asked[:, ELEMENTS] * size
+    codec = table[:, CODEC] = asked[:, ENCODED]
+    encoded = np.where(codec == PLAIN, size, DESTINATION_SIZES[codec])
+    table[:, ROWS], table[:, WIDTH] = asked[:, COUNT], asked[:, ELEMENTS] * encoded
     return table
 
 
@@ -108,7 +113,7 @@ def from_source(table: np.ndarray, asked: np.ndarray, shards: np.ndarray) -> np.
     """Fill in the source's end of a destination's table: `shards` are the (address, pitch in bytes) of a
     rank's shards."""
     table = table.copy()
-    itemsize = table[:, WIDTH] // asked[:, ELEMENTS]
+    itemsize = bytes_in_source(table[:, WIDTH], table[:, CODEC]) // asked[:, ELEMENTS]
     table[:, SRC_PITCH] = shards[asked[:, SHARD], 1]
     table[:, SRC] = (
         shards[asked[:, SHARD], 0] + asked[:, ROW] * table[:, SRC_PITCH] + asked[:, COLUMN] * itemsize
@@ -117,8 +122,9 @@ def from_source(table: np.ndarray, asked: np.ndarray, shards: np.ndarray) -> np.
 
 
 def as_read(table: np.ndarray) -> np.ndarray:
-    """A destination's table, turned so that what lies there is read."""
+    """A destination's table, turned so that what lies there is read as it is."""
     turned = table.copy()
+    turned[:, CODEC] = PLAIN
     turned[:, SRC], turned[:, SRC_PITCH] = table[:, DST], table[:, DST_PITCH]
     return turned
 

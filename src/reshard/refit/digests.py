@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from reshard.refit import mix
+from reshard.refit.codecs import CODECS, PLAIN, SOURCE_SIZES
 from reshard.refit.copies import host_bytes
-from reshard.refit.tables import DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, tiles_of
+from reshard.refit.tables import CODEC, DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, tiles_of
 
 WORD = 8
 # Larger than those of copies: the table is made anew at each check, and nothing waits for a link.
@@ -18,19 +19,19 @@ TILE_BYTES = 1 << 20
 
 
 class Digests:
-    """An int64 for each row of a table of copies, of what lies at its source end; `columns` are elements in a
-    row. On a GPU they are enqueued, and waited for by `result`."""
+    """An int64 for each row of a table of copies, of what its codec makes of what lies at its source end;
+    `columns` are elements in a row. On a GPU they are enqueued, and waited for by `result`."""
 
     def __init__(self, table: np.ndarray, columns: np.ndarray, device: torch.device) -> None:
         self.sums = torch.zeros(len(table), dtype=torch.int64, device=device)
-        for (word, unit), tiles in word_tiles(table, columns).items():
+        for (word, unit, codec), tiles in word_tiles(table, columns).items():
             if device.type == "cpu":
-                _add_on_host(tiles, self.sums.numpy().view(np.uint64), word, unit)
+                _add_on_host(tiles, self.sums.numpy().view(np.uint64), word, unit, codec)
                 continue
             from reshard.refit.kernels import compile_digest, digest_tiles
 
-            compile_digest(word, unit, device)
-            digest_tiles(torch.from_numpy(tiles).to(device), self.sums, word, unit)
+            compile_digest(word, unit, device, codec)
+            digest_tiles(torch.from_numpy(tiles).to(device), self.sums, word, unit, codec)
 
     def result(self) -> np.ndarray:
         """The digests ``[rows of the table]``."""
@@ -40,9 +41,9 @@ class Digests:
 
 def word_tiles(
     table: np.ndarray, columns: np.ndarray, tile_bytes: int = TILE_BYTES
-) -> dict[tuple[int, int], np.ndarray]:
-    """What lies at a table's source end, cut into tiles: by the bytes of a word and those that it is loaded
-    in at once, which the addresses decide.
+) -> dict[tuple[int, int, int], np.ndarray]:
+    """What lies at a table's source end, cut into tiles: by the bytes of a word, those of it that are loaded at
+    once, which the addresses decide, and the codec, which loads an element at once.
 
     A tile is (address, row of the table, rows, words in a row, pitch in loads, index of its first word).
     """
@@ -52,17 +53,26 @@ def word_tiles(
     tiles, origin = tiles_of(packed, tile_bytes)
     itemsize = (table[:, WIDTH] // np.maximum(1, columns))[origin]
     word = np.where(table[origin, WIDTH] % WORD == 0, WORD, itemsize)
-    unit = np.where((tiles[:, SRC] | tiles[:, SRC_PITCH]) % WORD == 0, word, itemsize)
-    rows = [tiles[:, SRC], origin, tiles[:, ROWS], tiles[:, WIDTH] // word, tiles[:, SRC_PITCH] // unit,
+    codec = tiles[:, CODEC]
+    aligned = (codec == PLAIN) & ((tiles[:, SRC] | tiles[:, SRC_PITCH]) % WORD == 0)
+    unit = np.where(aligned, word, itemsize)
+    loaded = np.where(codec == PLAIN, unit, SOURCE_SIZES[codec])
+    rows = [tiles[:, SRC], origin, tiles[:, ROWS], tiles[:, WIDTH] // word, tiles[:, SRC_PITCH] // loaded,
             tiles[:, DST] // word]  # fmt: skip
-    found = np.stack(rows, 1)
-    kinds = np.unique(word << 8 | unit).tolist()
-    return {(kind >> 8, kind & 0xFF): found[(word << 8 | unit) == kind] for kind in kinds}
+    found, kinds = np.stack(rows, 1), np.stack([word, unit, codec], 1)
+    return {
+        (kind[0], kind[1], kind[2]): found[(kinds == kind).all(1)]
+        for kind in np.unique(kinds, axis=0).tolist()
+    }
 
 
-def _add_on_host(tiles: np.ndarray, sums: np.ndarray, word: int, unit: int) -> None:
+def _add_on_host(tiles: np.ndarray, sums: np.ndarray, word: int, unit: int, codec: int) -> None:
+    loaded = unit if codec == PLAIN else int(SOURCE_SIZES[codec])
     for address, piece, n_rows, width, pitch, first in tiles.tolist():
-        held = np.ascontiguousarray(host_bytes(address, n_rows, width * word, pitch * unit))
+        elements = width * (word // unit)
+        held = np.ascontiguousarray(host_bytes(address, n_rows, elements * loaded, pitch * loaded))
+        if codec != PLAIN:
+            held = CODECS[codec].encode(held)
         values = held.view(f"u{word}").astype(np.uint64).reshape(-1)
         positions = np.uint64(first) + np.arange(len(values), dtype=np.uint64)
         with np.errstate(over="ignore"):

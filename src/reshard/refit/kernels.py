@@ -15,16 +15,18 @@ import triton.language as tl
 from triton import knobs
 
 from reshard.refit import mix
+from reshard.refit.codecs import CODECS, PLAIN
 
 WORDS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
+FLOATS = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 BLOCK = 2048
 _compiling = threading.Lock()  # one at a time: the hook that is put away belongs to the process
 
 
 @triton.jit
-def _copy_tile(row, WORD: tl.constexpr, PAIR: tl.constexpr, BLOCK: tl.constexpr):
-    src = tl.load(row).to(tl.pointer_type(WORD))
-    dst = tl.load(row + 1).to(tl.pointer_type(WORD))
+def _copy_tile(row, FROM: tl.constexpr, INTO: tl.constexpr, PAIR: tl.constexpr, BLOCK: tl.constexpr):
+    src = tl.load(row).to(tl.pointer_type(FROM))
+    dst = tl.load(row + 1).to(tl.pointer_type(INTO))
     n_rows, width = tl.load(row + 2).to(tl.int32), tl.load(row + 3).to(tl.int32)
     src_pitch, dst_pitch = tl.load(row + 4), tl.load(row + 5)
     half = tl.arange(0, PAIR)[None, :]
@@ -34,43 +36,57 @@ def _copy_tile(row, WORD: tl.constexpr, PAIR: tl.constexpr, BLOCK: tl.constexpr)
             at = start + tl.arange(0, BLOCK)[:, None]
             inside = (at < total) & (half >= 0)
             where = at * PAIR + half
-            tl.store(dst + where, tl.load(src + where, mask=inside), mask=inside)
+            tl.store(dst + where, tl.load(src + where, mask=inside).to(INTO), mask=inside)
     else:
         for start in range(0, total, BLOCK):
             at = start + tl.arange(0, BLOCK)[:, None]
             inside = (at < total) & (half >= 0)
             r, c = at // width, at % width
             value = tl.load(src + ((r * src_pitch + c) * PAIR + half), mask=inside)
-            tl.store(dst + ((r * dst_pitch + c) * PAIR + half), value, mask=inside)
+            tl.store(dst + ((r * dst_pitch + c) * PAIR + half), value.to(INTO), mask=inside)
 
 
 @triton.jit
-def _copy(table, WORD: tl.constexpr, PAIR: tl.constexpr, BLOCK: tl.constexpr):
-    _copy_tile(table + tl.program_id(0).to(tl.int64) * 6, WORD, PAIR, BLOCK)
+def _copy(table, FROM: tl.constexpr, INTO: tl.constexpr, PAIR: tl.constexpr, BLOCK: tl.constexpr):
+    _copy_tile(table + tl.program_id(0).to(tl.int64) * 6, FROM, INTO, PAIR, BLOCK)
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def _copy_aside(table, tiles, WORD: tl.constexpr, PAIR: tl.constexpr, BLOCK: tl.constexpr):
+def _copy_aside(
+    table, tiles, FROM: tl.constexpr, INTO: tl.constexpr, PAIR: tl.constexpr, BLOCK: tl.constexpr
+):
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        _copy_tile(table + tile * 6, WORD, PAIR, BLOCK)
+        _copy_tile(table + tile * 6, FROM, INTO, PAIR, BLOCK)
 
 
-def copy_tiles(tiles: torch.Tensor, unit: int, programs: int | None = None) -> None:
+def copy_tiles(tiles: torch.Tensor, unit: int, programs: int | None = None, codec: int = PLAIN) -> None:
     """Carry out a table of tiles, lengths and pitches counted in words of `unit` bytes (16: two words of 8
-    bytes at once). With `programs` no more of the GPU is used than those take, for copies beside something
-    else that must go on."""
+    bytes at once), or with a `codec` in elements. With `programs` no more of the GPU is used than those take,
+    for copies beside something else that must go on."""
     pair = 2 if unit == 16 else 1
-    how = WORDS[unit], pair, BLOCK // pair
+    read, written = (WORDS[unit],) * 2 if codec == PLAIN else _floats(codec)
+    how = read, written, pair, BLOCK // pair
     if programs is None:
         _copy[(len(tiles),)](tiles, *how, num_warps=8)
     else:
         _copy_aside[(min(programs, len(tiles)),)](tiles, len(tiles), *how, num_warps=8)
 
 
+def _floats(codec: int) -> tuple[tl.dtype, tl.dtype]:
+    return FLOATS[CODECS[codec].source.name], FLOATS[CODECS[codec].destination.name]
+
+
+@triton.jit
+def _bits(value, INTO: tl.constexpr, UNIT: tl.constexpr):
+    return value.to(INTO).to(UNIT, bitcast=True).to(tl.int64)
+
+
 @triton.jit
 def _digest(
     table,
     out,
+    FROM: tl.constexpr,
+    INTO: tl.constexpr,
     UNIT: tl.constexpr,
     PARTS: tl.constexpr,
     MASK: tl.constexpr,
@@ -83,7 +99,7 @@ def _digest(
     SECOND: tl.constexpr,
 ):
     row = table + tl.program_id(0).to(tl.int64) * 6
-    src = tl.load(row).to(tl.pointer_type(UNIT))
+    src = tl.load(row).to(tl.pointer_type(FROM))
     piece = tl.load(row + 1)
     n_rows, width, pitch = tl.load(row + 2).to(tl.int32), tl.load(row + 3).to(tl.int32), tl.load(row + 4)
     place = (tl.load(row + 5) + tl.arange(0, BLOCK)) * POSITION
@@ -95,9 +111,9 @@ def _digest(
         where = at.to(tl.int64) * PARTS
         if n_rows > 1:
             where = (at // width) * pitch + (at % width) * PARTS
-        word = tl.load(src + where, mask=inside, other=0).to(tl.int64) & MASK
+        word = _bits(tl.load(src + where, mask=inside, other=0), INTO, UNIT) & MASK
         for part in tl.static_range(1, PARTS):
-            more = tl.load(src + where + part, mask=inside, other=0).to(tl.int64) & MASK
+            more = _bits(tl.load(src + where + part, mask=inside, other=0), INTO, UNIT) & MASK
             word |= more << (64 // PARTS * part)
         mixed = (word + 1) * VALUE + place
         # A signed number's shift brings in its sign, which the masks take away.
@@ -108,16 +124,18 @@ def _digest(
     tl.atomic_add(out + piece, tl.sum(found))
 
 
-def digest_tiles(tiles: torch.Tensor, out: torch.Tensor, word: int, unit: int) -> None:
+def digest_tiles(tiles: torch.Tensor, out: torch.Tensor, word: int, unit: int, codec: int = PLAIN) -> None:
     """Add the digests of tiles to `out`, by piece. A tile is (address, piece, rows, words in a row, pitch in
-    units, index of its first word); a word is loaded in units of so many bytes."""
+    units, index of its first word); a word is loaded in units of so many bytes, or put together from elements
+    of so many bytes as the codec makes them."""
     if not len(tiles):
         return
     block = 1024
     every_bit = (1 << (8 * unit)) - 1 if unit < 8 else -1
     step = mix.signed(block * mix.POSITION % (1 << 64))
     factors = [mix.signed(mix.VALUE), mix.signed(mix.POSITION), step, mix.signed(mix.FINAL)]
-    how = WORDS[unit], word // unit, every_bit, block, *factors, mix.FIRST, mix.SECOND
+    read, encoded = (WORDS[unit],) * 2 if codec == PLAIN else _floats(codec)
+    how = read, encoded, WORDS[unit], word // unit, every_bit, block, *factors, mix.FIRST, mix.SECOND
     _digest[(len(tiles),)](tiles, out, *how, num_warps=4)
 
 
@@ -134,18 +152,18 @@ def expected_compilation() -> Iterator[None]:
 
 
 @cache
-def compile_copy(unit: int, device: torch.device, programs: int | None = None) -> None:
+def compile_copy(unit: int, device: torch.device, programs: int | None = None, codec: int = PLAIN) -> None:
     """Compile the copies of this word size now, on nothing, so that the first refit does not wait for it:
     those that may use all of the GPU, or with `programs` the others."""
     with torch.cuda.device(device), expected_compilation():
         nothing = torch.zeros((1, 6), dtype=torch.int64, device=device)
         nothing[0, :2] = nothing.data_ptr()
-        copy_tiles(nothing.repeat(2, 1), unit, programs)
+        copy_tiles(nothing.repeat(2, 1), unit, programs, codec)
         torch.cuda.synchronize(device)
 
 
 @cache
-def compile_digest(word: int, unit: int, device: torch.device) -> None:
+def compile_digest(word: int, unit: int, device: torch.device, codec: int = PLAIN) -> None:
     """Compile the digests of words of this size, loaded in such units, now, on nothing."""
     with torch.cuda.device(device), expected_compilation():
         nothing, out = (
@@ -153,7 +171,7 @@ def compile_digest(word: int, unit: int, device: torch.device) -> None:
             torch.zeros(1, dtype=torch.int64, device=device),
         )
         nothing[0, 0] = nothing.data_ptr()
-        digest_tiles(nothing, out, word, unit)
+        digest_tiles(nothing, out, word, unit, codec)
         torch.cuda.synchronize(device)
 
 

@@ -13,11 +13,12 @@ import torch
 from reshard.core.errors import ReshardError, first_line
 from reshard.refit.addresses import destination_table, located
 from reshard.refit.agreement import Agreement, names_of
+from reshard.refit.codecs import CODECS, PLAIN
 from reshard.refit.copies import wait_for_device
 from reshard.refit.members import Members
 from reshard.refit.routes import BUCKETS, HERE, PEER, SENT, STAGED
 from reshard.refit.sides import EngineSide, TrainerSide
-from reshard.refit.tables import bytes_of
+from reshard.refit.tables import CODEC, bytes_of
 from reshard.refit.transports.base import Incoming, Transport
 from reshard.refit.transports.buckets import Buckets
 from reshard.refit.transports.pull import Pull
@@ -263,13 +264,21 @@ class Link:
 
     def describe(self) -> dict[str, Any]:
         """How this member gets its bytes, for logs: the executor, whether mappings are released, and for each
-        trainer's rank the way (``same process``, ``peer``, ``staged``, ``buckets``) and the bytes."""
+        trainer's rank the way (``same process``, ``peer``, ``staged``, ``buckets``), the bytes that arrive, and of
+        these the bytes that are cast on their way (``float32 to bfloat16``)."""
         ways = []
         if self.engine is not None:
             memory = located(self.engine.engine.regions.values())
             for rank, way in self.engine.ways().items():
                 table = destination_table(memory, self.engine.pieces[rank])
-                ways.append({"from": self.members.names[rank], "way": way, "bytes": bytes_of(table)})
+                cast = {
+                    str(codec): bytes_of(table[table[:, CODEC] == number])
+                    for number, codec in enumerate(CODECS)
+                    if number != PLAIN and (table[:, CODEC] == number).any()
+                }
+                ways.append(
+                    {"from": self.members.names[rank], "way": way, "bytes": bytes_of(table), "cast": cast}
+                )
         return {
             "executor": self.agreed.executor,
             "release": self.releases,

@@ -20,6 +20,7 @@ from reshard.live.engine import Engine
 from reshard.live.trainer import Trainer
 from reshard.models.model import Model
 from reshard.refit.addresses import (
+    ASKED,
     ELEMENTS,
     SHARD,
     Pieces,
@@ -31,6 +32,7 @@ from reshard.refit.addresses import (
     source_table,
 )
 from reshard.refit.agreement import Agreement
+from reshard.refit.codecs import codec_between
 from reshard.refit.digests import Digests
 from reshard.refit.members import Members
 from reshard.refit.routes import BUCKETS, HERE, PEER, SENT, STAGED, nearest
@@ -190,7 +192,7 @@ class EngineSide:
             self.pieces = self._plan(published, distances, position, where)
             _planned[self.engine] = key, self.pieces
         for rank in self.agreed.trainers:
-            asked = self.pieces[rank].asked if rank in self.pieces else np.zeros((0, 5), np.int64)
+            asked = self.pieces[rank].asked if rank in self.pieces else np.zeros((0, ASKED), np.int64)
             self.members.post(f"pieces/{rank}", pack_array(asked))
 
     def _plan(
@@ -203,12 +205,12 @@ class EngineSide:
             {part.name for tensor in wanted.tensors.values() for part in tensor.parts},
             self.members.names,
         )
-        self._check(sources, where)
+        codecs = self._codecs(sources, where)
         try:
             plan = make_plan(Placement.of(wanted.shapes, sources.tensors), wanted)
         except PlanError as error:
             raise ReshardError(f"the trainer's shards do not make up the served model: {error}") from error
-        copies: dict[int, list[tuple[int, Transfer]]] = defaultdict(list)
+        copies: dict[int, list[tuple[int, int, Transfer]]] = defaultdict(list)
         choices: dict[tuple[int, ...], int] = {}  # among holders of the same ranks, of which there are few
         for transfer in plan.transfers:
             holders = sources.holders[transfer.src]
@@ -216,13 +218,15 @@ class EngineSide:
             if ranks not in choices:
                 choices[ranks] = nearest(ranks, distances.__getitem__, position, self.engine.tp)
             rank, shard = holders[choices[ranks]]
-            copies[rank].append((shard, transfer))
+            copies[rank].append((shard, codecs[transfer.name, transfer.dst], transfer))
         index = {identity: index for index, identity in enumerate(self.engine.regions)}
         return {rank: Pieces.of(some, index) for rank, some in copies.items()}
 
-    def _check(self, sources: "Sources", where: str) -> None:
-        """Raise ReshardError where the trainer lacks what is wanted, or has it in another dtype."""
+    def _codecs(self, sources: "Sources", where: str) -> dict[tuple[str, Any], int]:
+        """How each part of each local tensor is encoded, by the part's name and the tensor's id. Raises
+        ReshardError where the trainer lacks what is wanted, or has it in a dtype that none leads from."""
         lacking, other = [], []
+        found: dict[tuple[str, Any], int] = {}
         dtypes = {region.tensor.dtype for region in self.engine.regions.values()}
         names = {dtype: dtype_named(str(dtype)).name for dtype in dtypes}
         for tensor in self.engine.placement.tensors.values():
@@ -231,11 +235,15 @@ class EngineSide:
                 theirs = sources.dtypes.get(part.name)
                 if theirs is None:
                     lacking.append(part.name)
-                elif theirs != mine:
+                    continue
+                codec = codec_between(theirs, mine)
+                if codec is None:
                     other.append(
                         f"{part.name} is {theirs} in the trainer, but {mine} in the engine: use "
                         f"one dtype for both"
                     )
+                    continue
+                found[part.name, tensor.id] = codec
         if lacking:
             absent = sorted(set(lacking))
             raise ReshardError(
@@ -243,6 +251,7 @@ class EngineSide:
             )
         if other:
             raise ReshardError(other[0])
+        return found
 
     def read_memory(self, ranks: Iterable[int]) -> None:
         """What these trainers' ranks have published of their memory."""

@@ -1,26 +1,52 @@
 """Tables of copies between addresses: strided rows of bytes, cut into tiles. Pure; `reshard.refit.copies`
 carries them out.
 
-A table is an int64 matrix ``[copies, 6]``: source address, destination address, rows, bytes in a row, and the
-bytes from one row to the next on either side. A pitch of 0 repeats the row.
+A table is an int64 matrix ``[copies, 7]``: source address, destination address, rows, bytes in a row of the
+destination, the bytes from one row to the next on either side, and the codec (`reshard.refit.codecs`). A pitch
+of 0 repeats the row.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-SRC, DST, ROWS, WIDTH, SRC_PITCH, DST_PITCH = range(6)
+from reshard.refit.codecs import PLAIN, bytes_in_source
+
+COLUMNS = 7
+SRC, DST, ROWS, WIDTH, SRC_PITCH, DST_PITCH, CODEC = range(COLUMNS)
 TILE_BYTES = 64 << 10
 
 
 def table_of(copies: Sequence[Sequence[int]]) -> np.ndarray:
-    """A table from (source, destination, rows, width, source pitch, destination pitch) in bytes."""
-    return np.array(copies, np.int64).reshape(-1, 6)
+    """A table of plain copies from (source, destination, rows, width, source pitch, destination pitch) in
+    bytes."""
+    plain = np.array(copies, np.int64).reshape(-1, CODEC)
+    return np.insert(plain, CODEC, PLAIN, axis=1)
+
+
+def empty_table(copies: int = 0) -> np.ndarray:
+    """A table of so many plain copies, to be filled in."""
+    return np.zeros((copies, COLUMNS), np.int64)
 
 
 def bytes_of(table: np.ndarray) -> int:
-    """Bytes that a table moves."""
+    """Bytes that a table writes."""
     return int((table[:, ROWS] * table[:, WIDTH]).sum())
+
+
+def bytes_read_by(table: np.ndarray) -> int:
+    """Bytes that a table reads."""
+    return int((table[:, ROWS] * bytes_in_source(table[:, WIDTH], table[:, CODEC])).sum())
+
+
+def packed_width(table: np.ndarray) -> np.ndarray:
+    """Bytes of each copy's rows while they travel: as they are narrower."""
+    return np.minimum(table[:, WIDTH], bytes_in_source(table[:, WIDTH], table[:, CODEC]))
+
+
+def bytes_packed(table: np.ndarray) -> int:
+    """Bytes of a table while they travel."""
+    return int((table[:, ROWS] * packed_width(table)).sum())
 
 
 def tiles_of(table: np.ndarray, tile_bytes: int = TILE_BYTES) -> tuple[np.ndarray, np.ndarray]:
@@ -30,9 +56,10 @@ def tiles_of(table: np.ndarray, tile_bytes: int = TILE_BYTES) -> tuple[np.ndarra
     Rows that follow each other on both sides become one; a tile of several rows has whole ones.
     """
     if not len(table):
-        return table.reshape(0, 6), np.zeros(0, np.int64)
+        return empty_table(), np.zeros(0, np.int64)
     t = table.copy()
-    solid = (t[:, ROWS] == 1) | ((t[:, SRC_PITCH] == t[:, WIDTH]) & (t[:, DST_PITCH] == t[:, WIDTH]))
+    read = bytes_in_source(t[:, WIDTH], t[:, CODEC])
+    solid = (t[:, ROWS] == 1) | ((t[:, SRC_PITCH] == read) & (t[:, DST_PITCH] == t[:, WIDTH]))
     t[solid, WIDTH] *= t[solid, ROWS]
     t[solid, ROWS] = 1
     # Rows longer than a tile become copies of one row each.
@@ -61,12 +88,12 @@ def tiles_of(table: np.ndarray, tile_bytes: int = TILE_BYTES) -> tuple[np.ndarra
     tiles, start = t[index], within * per_tile[index]
     size = np.minimum(per_tile[index], length[index] - start)
     single = one[index]
-    tiles[:, SRC] += start * np.where(single, 1, tiles[:, SRC_PITCH])
+    tiles[:, SRC] += np.where(single, bytes_in_source(start, tiles[:, CODEC]), start * tiles[:, SRC_PITCH])
     tiles[:, DST] += start * np.where(single, 1, tiles[:, DST_PITCH])
     tiles[:, WIDTH] = np.where(single, size, tiles[:, WIDTH])
     tiles[:, ROWS] = np.where(single, 1, size)
     # of a single row, they say nothing, and must not decide about the widest word
-    tiles[single, SRC_PITCH:] = 0
+    tiles[single, SRC_PITCH : DST_PITCH + 1] = 0
     return tiles, origin[index]
 
 

@@ -60,9 +60,6 @@ class VllmModel(Engine):
         self.tensors: dict[str, torch.Tensor] = dict(named)
         self.rank = self._rank()
         self.tp = self.rank.tp
-        # For parameters that vLLM keeps wider than they are published: where their bytes arrive, until
-        # `settle`.
-        self.received: dict[str, torch.Tensor] = {}
         with collector_paused():
             self.placement, self.regions = self._placement()
         self.derived = _derived_attention(model)
@@ -141,8 +138,7 @@ class VllmModel(Engine):
                 raise ReshardError(f"{name} should have shape {list(shape)} in vLLM, which has {has}")
             width = tensor.shape[1] if len(tensor.shape) == 2 else 1
             start = (expert or 0) * tensor.shape[0] * width
-            landing = self._landing(name, canonical[tensor.parts[0].name][1]) if tensor.parts else live
-            regions[tensor.id] = Region(landing, start, width)
+            regions[tensor.id] = Region(live, start, width)
             for part in tensor.parts:
                 at = start + part.at[0] * width + (part.at[1] if len(part.at) == 2 else 0)
                 ours.add((name, at, part.name, part.box))
@@ -184,28 +180,17 @@ class VllmModel(Engine):
                 )
         return layers
 
-    def _landing(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Where the bytes of a parameter go that is published in this dtype: to its own memory, or, where
-        vLLM has made it wider (some routers are float32 in a bf16 model), to a buffer."""
-        live = self.tensors[name]
-        if live.dtype != torch.float32 or dtype not in (torch.bfloat16, torch.float16):
-            return live
-        if name not in self.received:
-            self.received[name] = torch.empty_like(live, dtype=dtype, requires_grad=False)
-        return self.received[name]
-
     def _traced(self, trace: Trace) -> tuple[Placement, dict[Any, Region]]:
         """The traced copies themselves as a placement: one local tensor for each."""
-        canonical = self._canonical()
-        shapes = {name: shape for name, (shape, _) in canonical.items()}
+        shapes = {name: shape for name, (shape, _) in self._canonical().items()}
         tensors, regions = [], {}
         covered: dict[str, int] = {}
         for copy in trace.copies:
             identity = (copy.parameter, copy.offset, copy.name)
             zero = (0,) * len(copy.box.lengths)
             tensors.append(LocalTensor(identity, copy.box.lengths, (Part(copy.name, copy.box, zero),)))
-            landing = self._landing(copy.parameter, canonical[copy.name][1])
-            regions[identity] = Region(landing, copy.offset, copy.pitch or copy.box.lengths[-1])
+            live = self.tensors[copy.parameter]
+            regions[identity] = Region(live, copy.offset, copy.pitch or copy.box.lengths[-1])
             covered[copy.parameter] = covered.get(copy.parameter, 0) + copy.box.volume
         for fill in trace.fills:
             identity = (fill.parameter, fill.offset, "")
@@ -278,10 +263,7 @@ class VllmModel(Engine):
         self._guard.spoil("a half-written model, since a refit failed or is under way")
 
     def settle(self) -> None:
-        """After the bytes have come: make again what vLLM keeps derived from them, and widen what it keeps
-        wider, which is exact."""
-        for name, narrow in self.received.items():
-            self.tensors[name].data.copy_(narrow)
+        """After the bytes have come: make again what vLLM keeps derived from them."""
         for module, dtype in self.derived:
             module.process_weights_after_loading(dtype)
 

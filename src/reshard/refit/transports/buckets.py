@@ -15,9 +15,22 @@ import torch
 import torch.distributed as dist
 
 from reshard.core.errors import ReshardError
+from reshard.refit.codecs import PLAIN, WIDENS, bytes_in_destination, bytes_in_source
 from reshard.refit.copies import CopyTable
 from reshard.refit.members import Members
-from reshard.refit.tables import DST, DST_PITCH, ROWS, SRC, SRC_PITCH, TILE_BYTES, WIDTH, bytes_of, tiles_of
+from reshard.refit.tables import (
+    CODEC,
+    DST,
+    DST_PITCH,
+    ROWS,
+    SRC,
+    SRC_PITCH,
+    TILE_BYTES,
+    WIDTH,
+    empty_table,
+    packed_width,
+    tiles_of,
+)
 from reshard.refit.transports.base import Incoming, Transport
 from reshard.refit.wire import pack_json, unpack_json
 
@@ -139,7 +152,7 @@ class Buckets(Transport):
             return
         self.sends = {peer: Side(table, SRC, self.limit) for peer, table in outgoing.items()}
         self.receives = {peer: Side(some.table, DST, self.limit) for peer, some in incoming.items()}
-        self.received_bytes = sum(bytes_of(some.table) for some in incoming.values())
+        self.received_bytes = sum(side.bytes for side in self.receives.values())
         self.addresses, self.steps = [], []
 
     def run(self) -> None:
@@ -204,7 +217,7 @@ class Buckets(Transport):
 
     def _layout(self, sides: Mapping[int, "Side"], index: int, start: int) -> tuple[list[int], np.ndarray]:
         """Bytes by member, and the copies with their ends in the buffer filled in."""
-        splits, tables = [0] * len(self.ranks), [np.zeros((0, 6), np.int64)]
+        splits, tables = [0] * len(self.ranks), [empty_table()]
         for peer in sorted(sides):
             size = sides[peer].bytes_of_round(index)
             tables.append(sides[peer].copies(index, start))
@@ -220,21 +233,33 @@ def within(stream: Any) -> AbstractContextManager:
 
 class Side:
     """One direction of one pair: its tiles, and the round and offset of each. `end`, SRC or DST, is what the
-    table has filled in."""
+    table has filled in. What a codec makes narrower is encoded when it is packed, what it widens when it is
+    unpacked."""
 
     def __init__(self, table: np.ndarray, end: int, limit: int) -> None:
         self.far, self.far_pitch = (DST, DST_PITCH) if end == SRC else (SRC, SRC_PITCH)
         pitch = SRC_PITCH if end == SRC else DST_PITCH
         # Cut at both ends alike: pitches are only known here, so they must not decide.
         plain = table.copy()
-        plain[:, [SRC, DST]] = 0
+        plain[:, [SRC, DST]], plain[:, CODEC] = 0, PLAIN
+        plain[:, WIDTH] = packed_width(table)
         plain[:, SRC_PITCH] = plain[:, DST_PITCH] = plain[:, WIDTH] + 1
         cut, origin = tiles_of(plain)
         row, byte = np.divmod(cut[:, SRC], plain[origin, SRC_PITCH])
+        self.packed_width, codec = cut[:, WIDTH].copy(), table[origin, CODEC]
+        here = WIDENS[codec] if end == DST else ~WIDENS[codec]
+        cut[:, CODEC] = np.where(here, codec, PLAIN)
+        if end == SRC:
+            byte = bytes_in_source(byte, cut[:, CODEC])
+        else:
+            byte = bytes_in_destination(byte, cut[:, CODEC])
+            cut[:, WIDTH] = bytes_in_destination(cut[:, WIDTH], cut[:, CODEC])
         cut[:, end] = table[origin, end] + row * table[origin, pitch] + byte
         cut[:, pitch] = table[origin, pitch]
         self.tiles = cut
-        self.round_of, self.offset = rounds_of(cut[:, ROWS] * cut[:, WIDTH], limit)
+        sizes = cut[:, ROWS] * self.packed_width
+        self.bytes = int(sizes.sum())
+        self.round_of, self.offset = rounds_of(sizes, limit)
         self.rounds = int(self.round_of.max()) + 1 if len(cut) else 0
 
     def copies(self, index: int, start: int) -> np.ndarray:
@@ -242,11 +267,11 @@ class Side:
         chosen = self.round_of == index
         table = self.tiles[chosen].copy()
         table[:, self.far] = start + self.offset[chosen]
-        table[:, self.far_pitch] = table[:, WIDTH]
+        table[:, self.far_pitch] = self.packed_width[chosen]
         return table
 
     def bytes_of_round(self, index: int) -> int:
         """Bytes of a round in the buffer, padding included."""
         chosen = self.round_of == index
-        sizes = self.tiles[chosen, ROWS] * self.tiles[chosen, WIDTH]
+        sizes = self.tiles[chosen, ROWS] * self.packed_width[chosen]
         return int((self.offset[chosen] + sizes + -sizes % ALIGNMENT).max()) if len(sizes) else 0

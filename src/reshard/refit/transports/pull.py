@@ -10,7 +10,7 @@ import torch
 from reshard.live.engine import Engine
 from reshard.refit.addresses import SHARD, fill_table, from_source, shards_here
 from reshard.refit.copies import CopyTable
-from reshard.refit.tables import bytes_of, interleaved, tiles_of
+from reshard.refit.tables import bytes_read_by, interleaved, tiles_of
 from reshard.refit.transports.base import Incoming, Transport
 from reshard.refit.transports.mappings import Mappings
 
@@ -51,9 +51,9 @@ class Pull(Transport):
             owners.append(known + some.asked[:, SHARD])
             known += len(self.at[rank])
             if rank == self.rank:
-                self.local_bytes += bytes_of(some.table)
+                self.local_bytes += bytes_read_by(some.table)
             else:
-                self.peer_bytes += bytes_of(some.table)
+                self.peer_bytes += bytes_read_by(some.table)
         fills, self.zeros = fill_table(self.engine, self.device)
         tiles, origin = tiles_of(np.concatenate([*tables, fills]))
         order = interleaved(np.concatenate([*ranks, np.full(len(fills), PADDING)])[origin])

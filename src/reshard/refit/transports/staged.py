@@ -20,7 +20,7 @@ from reshard.core.errors import ReshardError
 from reshard.live.cuda import cuda_free, cuda_memory, exported
 from reshard.refit.copies import CopyTable, wait_for_device
 from reshard.refit.members import Members
-from reshard.refit.tables import DST, SRC, TILE_BYTES, bytes_of
+from reshard.refit.tables import DST, SRC, TILE_BYTES, bytes_packed
 from reshard.refit.transports.base import Incoming, Transport
 from reshard.refit.transports.buckets import ALIGNMENT, Side
 from reshard.refit.transports.mappings import Mappings
@@ -118,7 +118,7 @@ class Staged(Transport):
         others may have it mapped."""
         self.made.clear()
         self.outgoing, self.incoming = dict(outgoing), {rank: some.table for rank, some in incoming.items()}
-        self.received_bytes = sum(map(bytes_of, self.incoming.values()))
+        self.received_bytes = sum(map(bytes_packed, self.incoming.values()))
         self.limit = self.bucket_bytes // (SLOTS * max(1, len(outgoing))) // ALIGNMENT * ALIGNMENT
         if outgoing and self.limit < TILE_BYTES:
             least = SLOTS * len(outgoing) * TILE_BYTES
