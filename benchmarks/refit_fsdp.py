@@ -1,9 +1,9 @@
 """Refits from an FSDP2 trainer, beside what such trainers do today; all in one run.
 
-    torchrun --nproc-per-node 2 -m benchmarks.refit_fsdp --model qwen3-30b-a3b --vllm-tp 2 [--tp 2] [--json FILE]
+    torchrun --nproc-per-node 2 -m benchmarks.refit_fsdp --model qwen3-30b-a3b --vllm-tp 2 [--tp 2] [--fp32] [--json FILE]
 
-Every process holds a rank of a transformers model under ``fully_shard`` (random weights in bf16; with `--tp`
-on a mesh of shards and tensor parallelism) and a rank of a real vLLM (`external_launcher`). Reported:
+Every process holds a rank of a transformers model under ``fully_shard`` (random weights in bf16, or with `--fp32`
+in fp32, which all ways cast; with `--tp` on a mesh of shards and tensor parallelism) and a rank of a real vLLM (`external_launcher`). Reported:
 connect, then warm medians of the slowest rank for
 
 - peer: pulls from peers' memory; buckets: all bytes through NCCL;
@@ -35,12 +35,12 @@ COLWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWWISE = ("o_proj", "down_proj")
 
 
-def sharded(folder: Path, tp: int) -> torch.nn.Module:
+def sharded(folder: Path, tp: int, dtype: torch.dtype) -> torch.nn.Module:
     """The model of a config, sharded, with random weights that are the same on ranks that hold the same."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
     shape = (dist.get_world_size() // tp, tp)
     mesh = init_device_mesh(device(), shape, mesh_dim_names=("shard", "tp"))
     for layer in model.model.layers:
@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--fp32", action="store_true")
     parser.add_argument("--vllm-tp", type=int, required=True)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--today-rounds", type=int, default=2)
@@ -113,7 +114,8 @@ def main() -> None:
     config = config_of(options.model, options.layers)
     folder = Path(tempfile.gettempdir()) / f"{options.model}-{dist.get_rank()}"
     llm = vllm_engine(folder, config, tensor_parallel_size=options.vllm_tp)
-    model = sharded(folder, options.tp)
+    dtype = torch.float32 if options.fp32 else torch.bfloat16
+    model = sharded(folder, options.tp, dtype)
     say("both are up")
 
     from reshard.engines import VllmModel
@@ -121,7 +123,7 @@ def main() -> None:
     from reshard.trainers import FsdpModel
 
     cuda = device() == "cuda"
-    result: dict = {"model": options.model, "layers": config["num_hidden_layers"], "gpus": dist.get_world_size(), "tp": options.tp,
+    result: dict = {"model": options.model, "layers": config["num_hidden_layers"], "gpus": dist.get_world_size(), "tp": options.tp, "dtype": str(dtype),
                     "vllm_tp": options.vllm_tp, "gpu": torch.cuda.get_device_name() if cuda else "none", "connect_seconds": {}}  # fmt: skip
     links = {}
     for executor in ("peer", "buckets") if cuda else ("buckets",):
@@ -153,12 +155,17 @@ def main() -> None:
         wire, memory = min(everyone(link_rate())), min(everyone(memory_rate()))
         moved = everyone((pull.local_bytes, pull.peer_bytes))
         result |= {"local_and_peer_bytes": moved, "link_bytes_per_second": wire}
-        result["floor_seconds"] = max(max(p / wire, (2 * n + p) / memory) for n, p in moved)
+        written = 2 / dtype.itemsize  # bytes for each that is read
+        floors = (max(p / wire, (n + (n + p) * written) / memory) for n, p in moved)
+        result["floor_seconds"] = max(floors)
     for name, link in links.items():
         reports = [link.refit() for _ in range(options.rounds)]
         for what in ("transfer_seconds", "total_seconds"):
             times = everyone([getattr(report, what) for report in reports])
             result[f"{name}_{what}"] = statistics.median(max(column) for column in zip(*times, strict=True))
+    start = time.perf_counter()
+    links["peer" if cuda else "buckets"].refit(verify=True)
+    result["verified_refit_seconds"] = max(everyone(time.perf_counter() - start))
     if cuda:
         for name in ("full_tensor", "gathered"):
             result[f"{name}_seconds"], result[f"{name}_extra_bytes"] = measured(
