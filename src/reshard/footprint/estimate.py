@@ -183,6 +183,7 @@ def _stage(plan: Plan, rank: int, stages: list[Stage]) -> StageMemory:
     t = plan.training
     static = static_bytes(plan, stages)
     chunks = [chunk_bytes(plan, chunk, t.imbalance or 1.0) for chunk in stages]
+    chunks = [each._replace(backward=each.backward + static.largest) for each in chunks]
     peak = peak_of(plan, rank, chunks)
     busy = static.total + round(peak.activations + peak.transient)
     step = static.total + static.step

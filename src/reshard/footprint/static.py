@@ -48,7 +48,9 @@ class Weight:
 @dataclass(frozen=True)
 class Static:
     """Bytes on one rank; `host` is what of the optimizer lies in the memory of the host instead. `linear` are
-    elements of Transformer Engine's weights. `step` is what a step of the optimizer needs for its time."""
+    elements of Transformer Engine's weights, `largest` bytes of a gradient that is made apart and then added,
+    where products do not add to gradients themselves (a layer's local experts have theirs together). `step`
+    is what a step of the optimizer needs for its time."""
 
     weights: int = 0
     grads: int = 0
@@ -57,6 +59,7 @@ class Static:
     engine_buffers: int = 0
     host: int = 0
     linear: int = 0
+    largest: int = 0
     step: int = 0
 
     @property
@@ -68,7 +71,7 @@ class Static:
 def static_bytes(plan: Plan, chunks: list[Stage]) -> Static:
     """What a rank of the pipeline stage with these chunks (virtual stages) holds, in bytes."""
     t = plan.training
-    weights = elements_main = linear = fixed = 0
+    weights = elements_main = linear = fixed = largest = 0
     grads = main = moments = host = step = 0
     shapes: set[tuple[int, ...]] = set()
     for chunk in chunks:
@@ -84,6 +87,8 @@ def static_bytes(plan: Plan, chunks: list[Stage]) -> Static:
         linear += sum(
             weight.elements * n for weight, n in held if weight.linear and not weight.name.startswith(ENDS)
         )
+        if not t.gradient_accumulation_fusion:
+            largest = max([largest, *(2 * weight.elements for weight, _ in held if len(weight.shape) == 2)])
         shapes |= {weight.shape for weight, _ in held if weight.linear and not weight.name.startswith(ENDS)}
     kept = 1 - t.optimizer_offload
     main = round(elements_main * t.main_width * kept)
@@ -93,7 +98,7 @@ def static_bytes(plan: Plan, chunks: list[Stage]) -> Static:
     if t.grads != "fp32" and not t.precision_aware:
         step = round(4 * elements_main * kept)  # the shard's gradients in fp32
     buffers = 2 * sum(map(prod, shapes)) if t.gradient_accumulation_fusion else 0
-    return Static(weights + fixed, grads, main, moments, buffers, host, linear, step)
+    return Static(weights + fixed, grads, main, moments, buffers, host, linear, largest, step)
 
 
 ENDS = ("embedding.", "output_layer.")
