@@ -20,12 +20,13 @@ COMMANDS = {
     "diff": "Compare two checkpoints bit for bit, whatever their formats.",
     "check": "Compare a checkpoint's bytes with its manifest.",
     "plan": "Say what a refit of vLLM from Megatron would move, without a GPU.",
+    "memory": "Say what training a model at a layout needs of each GPU's memory.",
     "parity": "Say whether two systems give the same logprobs.",
     "demo": "Convert a small model there and back, and prove it with Megatron's own loader.",
 }
 
 # These multiply no matrices: numpy need not start a thread for each core, which is a third of its import.
-WITHOUT_MATRICES = {"hf-to-mcore", "mcore-to-hf", "inspect", "diff", "check"}
+WITHOUT_MATRICES = {"hf-to-mcore", "mcore-to-hf", "inspect", "diff", "check", "memory"}
 
 EPILOG = (
     "Exit codes: 0 done (diff: equal; check: intact; parity: within the limits); 1 a difference, a failed "

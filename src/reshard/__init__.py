@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from reshard.disk.inspection import inspect
     from reshard.disk.sources import read_model
     from reshard.engines.vllm.layout import VllmLayout
+    from reshard.footprint.estimate import memory
     from reshard.forecast import plan_refit
     from reshard.homes.bridge import AutoBridge
     from reshard.homes.exporting import export
@@ -29,9 +30,10 @@ _HOMES = {
     "check": "disk.compare", "read_model": "disk.sources", "Layout": "megatron.layout", "VllmLayout": "engines.vllm.layout",
     "plan_refit": "forecast", "ReshardError": "core.errors", "ignored_config_fields": "models.config_fields",
     "AutoBridge": "homes.bridge", "export": "homes.exporting", "load": "homes.loading", "save": "homes.saving",
+    "memory": "footprint.estimate",
 }  # fmt: skip
 __all__ = ["AutoBridge", "Layout", "ReshardError", "VllmLayout", "check", "diff", "export", "hf_to_mcore", "ignored_config_fields",
-           "inspect", "load", "mcore_to_hf", "plan_refit", "read_model", "save"]  # fmt: skip
+           "inspect", "load", "mcore_to_hf", "memory", "plan_refit", "read_model", "save"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

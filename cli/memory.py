@@ -1,0 +1,351 @@
+"""``reshard memory``."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from reshard.cli.layout import LAYOUT_NAMES, layout_options, vllm_layout
+from reshard.cli.output import ignore_option, json_option, print_json
+from reshard.cli.places import Place
+
+from reshard.core.errors import ReshardError
+from reshard.core.limits import MAX_VOCAB_MULTIPLE
+
+GIB = 1 << 30
+SHOWN = 16
+_SIZE = click.IntRange(min=1)
+_OPTIONS = (
+    click.option("--cp", "--context-parallel-size", "cp", type=_SIZE, default=1, show_default=True, help="Context parallel size."),
+    click.option("--cp-comm-type", type=click.Choice(["p2p", "a2a", "all_gather"]), default="p2p", show_default=True),
+    click.option("--dp", "--data-parallel-size", "dp", type=_SIZE, help="Data parallel size (default: the least that EP needs)."),
+    click.option("--gpus", "--world-size", "gpus", type=_SIZE, help="All GPUs of the trainer, instead of --dp."),
+    click.option("--gpus-per-host", type=_SIZE, default=8, show_default=True),
+    click.option("--seq-length", type=_SIZE, default=4096, show_default=True, help="Tokens of a sequence."),
+    click.option("--micro-batch-size", type=_SIZE, default=1, show_default=True),
+    click.option("--num-microbatches", type=_SIZE, help="Microbatches of a step (default: four for each stage)."),
+    click.option("--global-batch-size", type=_SIZE, help="Sequences of a step, instead of --num-microbatches."),
+    click.option("--microbatch-group-size-per-vp-stage", "microbatch_group_size", type=_SIZE, help="Default: PP."),
+    click.option("--sequence-parallel/--no-sequence-parallel", default=None, help="Default: with TP."),
+    click.option(
+        "--recompute", metavar="WHAT", help="none, full, uniform:N, block:N, or modules such as moe_act,layernorm.",
+    ),
+    click.option("--recompute-granularity", type=click.Choice(["full", "selective"]), help="Megatron's, instead of --recompute."),
+    click.option("--recompute-method", type=click.Choice(["uniform", "block"])),
+    click.option("--recompute-num-layers", type=_SIZE),
+    click.option("--recompute-modules", metavar="A,B", help="Of --recompute-granularity selective."),
+    click.option("--grads", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="In which gradients accumulate."),
+    click.option("--distributed-optimizer/--no-distributed-optimizer", default=True, show_default=True),
+    click.option("--num-distributed-optimizer-instances", "optimizer_instances", type=_SIZE, default=1, show_default=True),
+    click.option(
+        "--main-params", "--main-params-dtype", "main_params", type=click.Choice(["fp32", "fp16", "int16"]), default="fp32",
+        show_default=True, help="int16: the precision-aware optimizer's remainders.",
+    ),
+    click.option(
+        "--exp-avg", "--exp-avg-dtype", "exp_avg", type=click.Choice(["fp32", "bf16", "fp16", "fp8"]), default="fp32", show_default=True,
+    ),
+    click.option(
+        "--exp-avg-sq", "--exp-avg-sq-dtype", "exp_avg_sq", type=click.Choice(["fp32", "bf16", "fp16", "fp8"]), default="fp32",
+        show_default=True,
+    ),
+    click.option(
+        "--optimizer-offload", "--optimizer-offload-fraction", "optimizer_offload", type=float, default=0.0, show_default=True,
+        help="Share of the optimizer in the host's memory, 0 to 1.",
+    ),
+    click.option("--imbalance", type=float, help="Tokens of the fullest expert parallel rank, in times of an even share."),
+    click.option(
+        "--moe-token-dispatcher-type", "dispatcher", type=click.Choice(["alltoall", "flex", "allgather"]), default="alltoall",
+        show_default=True,
+    ),
+    click.option("--overlap-moe-expert-parallel-comm", "overlap_expert_comm", is_flag=True, help="One more warm-up step."),
+    click.option("--fp8", "--fp8-recipe", "fp8", type=click.Choice(["delayed", "tensorwise", "blockwise", "mxfp8"])),
+    click.option("--fp8-param-gather", "fp8_params", is_flag=True, help="Parameters are held in fp8."),
+    click.option("--gradient-accumulation-fusion/--no-gradient-accumulation-fusion", default=True, show_default=True),
+    click.option(
+        "--make-vocab-size-divisible-by", "vocab_divisible_by", type=click.IntRange(1, MAX_VOCAB_MULTIPLE), default=128, show_default=True,
+    ),
+    click.option("--gpu-memory", metavar="SIZE", help="80GB, 79.1GiB, or a card such as H100: exits 0 if it fits, else 1."),
+    click.option("--engine", metavar="SIZES", help="A vLLM: tp=,pp=,dp=, and ep. Adds the phases of an RL step."),
+    click.option("--gpu-memory-utilization", "utilization", type=float, default=0.9, show_default=True, help="The engine's."),
+    click.option("--colocated/--separate", default=None, help="The engine on the trainer's GPUs, or on others."),
+    click.option(
+        "--trainer-offload", default="weights,grads,optimizer", show_default=True, metavar="WHAT",
+        help="What of the trainer is in the host's memory while it does not train; none for nothing.",
+    ),
+    click.option("--fit", is_flag=True, help="Search the layouts that fit; sizes that are given stay."),
+    click.option("--at-most-tp", type=_SIZE, help="Of --fit (default: the GPUs of a host)."),
+    click.option("--at-most-pp", type=_SIZE, help="Of --fit."),
+    click.option("--at-most-ep", type=_SIZE, help="Of --fit."),
+    click.option("--show", "count", type=_SIZE, default=10, show_default=True, help="Layouts that --fit shows."),
+    click.option("--tensors", is_flag=True, help="List the activations of the fullest stage."),
+    click.option("--html", type=click.Path(dir_okay=False), help="Write a page with pictures; needs reshard[parity]."),
+)  # fmt: skip
+
+
+def _all_options(command: Callable) -> Callable:
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.command("memory")
+@click.option(
+    "--model", "path", type=Place(), required=True, help="Directory of either format, config.json, or hub id."
+)
+@layout_options
+@_all_options
+@ignore_option
+@json_option
+@click.pass_context
+def command(
+    context: click.Context, path: str, as_json: bool, tensors: bool, html: str | None, **given: Any
+) -> None:
+    """Say what training a model at a layout needs of each GPU's memory, before there is a GPU.
+
+    Example: reshard memory --model Qwen/Qwen3-30B-A3B --tp 2 --ep 8 --etp 1 --gpus 16 --gpu-memory H100
+    """
+    from reshard.disk.sources import read_model
+    from reshard.footprint.estimate import memory
+    from reshard.footprint.options import Training
+    from reshard.footprint.outside import gpu_memory
+    from reshard.megatron.layout import Layout
+    from reshard.models.config_fields import check_ignored
+
+    given["recompute"] = _recompute(given)
+    sizes = {name: given.pop(name) for name in LAYOUT_NAMES}
+    fitting = {name: given.pop(name) for name in ("fit", "at_most_tp", "at_most_pp", "at_most_ep", "count")}
+    engine = {name: given.pop(name) for name in ("engine", "utilization", "colocated", "trainer_offload")}
+    text = given.pop("gpu_memory")
+    gpu_bytes = None if text is None else gpu_memory(text)
+    training, beside = Training(**given), _engine(engine)
+    layout = None if fitting["fit"] else Layout(**sizes)
+    if html is not None:
+        _check_html(html, bool(fitting["fit"]))
+    model = read_model(path)
+    check_ignored(model)
+    notices = list(model.ignored.values())
+    if fitting["fit"]:
+        _fit(context, model, training, gpu_bytes, sizes, fitting, notices, as_json)
+        return
+    found = memory(model, layout, gpu_memory=gpu_bytes, engine=beside, **given)
+    if html is not None:
+        from reshard.footprint.html import html_report
+
+        from reshard.report import UNENCODABLE
+
+        try:
+            Path(html).write_text(html_report(found), encoding="utf-8", errors=UNENCODABLE)
+        except OSError as error:
+            raise ReshardError(f"--html: cannot write {html}: {error.strerror}") from error
+    if as_json:
+        print_json(found.to_dict() | {"notices": notices})
+    else:
+        _show(found, tensors)
+        for notice in notices:
+            click.echo(f"note: {notice}", err=True)
+    if found.gpu_bytes is not None and not found.fits:
+        context.exit(1)
+
+
+def _recompute(given: dict[str, Any]) -> str:
+    """One text, of ours or of Megatron's four options."""
+    text, granularity, method, layers, modules = (
+        given.pop(name)
+        for name in (
+            "recompute",
+            "recompute_granularity",
+            "recompute_method",
+            "recompute_num_layers",
+            "recompute_modules",
+        )
+    )
+    if granularity is None:
+        if method or layers or modules:
+            raise click.UsageError(
+                "--recompute-method, -num-layers and -modules need --recompute-granularity"
+            )
+        return text or "none"
+    if text is not None:
+        raise click.UsageError("--recompute and --recompute-granularity say the same: give one of the two")
+    if granularity == "selective":
+        if method or layers:
+            raise click.UsageError(
+                "--recompute-method and --recompute-num-layers are for --recompute-granularity full"
+            )
+        return ",".join((modules or "core_attn").replace(",", " ").split())
+    if modules:
+        raise click.UsageError("--recompute-modules is for --recompute-granularity selective")
+    return f"{method or 'uniform'}:{layers or 1}"
+
+
+def _engine(given: dict[str, Any]) -> Any:
+    from reshard.footprint.phases import Engine
+
+    if given["engine"] is None:
+        return None
+    names = [name.strip() for name in given["trainer_offload"].split(",")]
+    return Engine(
+        vllm_layout(given["engine"], "--engine", {"tp", "pp", "dp"}), given["utilization"], given["colocated"],
+        () if names == ["none"] else tuple(names),
+    )  # fmt: skip
+
+
+def _check_html(path: str, fitting: bool) -> None:
+    from reshard.core.extras import require
+
+    if fitting:
+        raise click.UsageError("--html shows one layout, not those of --fit")
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise ReshardError(f"--html: {folder} is no directory")
+    require("parity", "bokeh", "jinja2")
+
+
+def _gib(n: float) -> str:
+    return f"{n / GIB:.2f}"
+
+
+def _band(band: Any) -> str:
+    return f"{band.low / GIB:.1f} to {band.high / GIB:.1f}"
+
+
+def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    widths = [max(len(row[i]) for row in [heads, *rows]) + 2 for i in range(len(heads))]
+    for row in [heads, *rows]:
+        click.echo("".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _show(found: Any, tensors: bool) -> None:
+    click.echo(
+        f"{found.model}: {found.layout}, {found.ranks} GPUs, {found.tokens:,} tokens a microbatch and GPU, "
+        f"{found.microbatches} microbatches, recompute {found.recompute}"
+    )
+    click.echo("GiB of a GPU of each pipeline stage, at its fullest moment:")
+    heads = (
+        "stage",
+        "layers",
+        "weights",
+        "grads",
+        "main",
+        "moments",
+        "TE",
+        "activations",
+        "transient",
+        "allocated",
+        "outside",
+        "in all",
+    )
+    shown = found.stages
+    if len(shown) > SHOWN:
+        shown = sorted(sorted(shown, key=lambda s: -s.total_band.high)[:SHOWN], key=lambda s: s.stage)
+    rows = []
+    for s in shown:
+        layers = s.layers if len(s.layers) <= 28 else s.layers[:25] + "..."
+        parts = (
+            s.weights,
+            s.grads,
+            s.main_params,
+            s.moments,
+            s.engine_buffers,
+            s.activations,
+            s.transient,
+            s.allocated,
+        )
+        rows.append((str(s.stage), layers, *map(_gib, parts), _band(s.outside), _band(s.total_band)))
+    _table(heads, rows)
+    if len(shown) < len(found.stages):
+        click.echo(f"  ... and {len(found.stages) - len(shown)} that need no more (--json has all)")
+    peak = found.peak
+    click.echo(
+        f"peak: stage {peak.stage}, {peak.moment}: {_gib(peak.allocated)} GiB allocated"
+        + (f" ({_band(peak.allocated_band)})" if peak.allocated_band.high > peak.allocated_band.low else "")
+        + f", {_band(peak.total_band)} with fragmentation and what lies outside torch"
+    )
+    if found.host_bytes:
+        click.echo(f"host: {_gib(found.host_bytes)} GiB of optimizer for the GPUs of a host")
+    if tensors:
+        click.echo("activations of that stage, GiB:")
+        _table(
+            ("", "GiB"),
+            [(name, _gib(n)) for name, n in sorted(peak.tensors.items(), key=lambda each: -each[1])],
+        )
+    if found.phases:
+        click.echo("phases of an RL step, GiB of the fullest GPU:")
+        _table(
+            ("phase", "GPUs", "holds", "in all", "tokens of keys and values"),
+            [
+                (p.name, p.gpus, _gib(sum(p.parts.values())), _band(p.total_band),
+                 f"{p.kv_tokens.low:,} to {p.kv_tokens.high:,}" if p.kv_tokens else "")
+                for p in found.phases
+            ],
+        )  # fmt: skip
+    for note in found.notes:
+        click.echo(f"note: {note}", err=True)
+    if found.gpu_bytes is not None:
+        size = f"{_gib(found.gpu_bytes)} GiB"
+        said = {True: f"yes: it fits into {size}", False: f"no: it does not fit into {size}"}
+        click.echo(
+            said.get(
+                found.fits, f"not surely: {size} is between the ends of the band, so it may fit and may not"
+            )
+        )
+
+
+def _fit(
+    context: click.Context, model: Any, training: Any, gpu_bytes: int | None, sizes: dict[str, Any], asked: dict[str, Any],
+    notices: list[str], as_json: bool,
+) -> None:  # fmt: skip
+    from click.core import ParameterSource
+
+    from reshard.footprint.fit import Limits, fit
+
+    def said(name: str) -> bool:
+        return context.get_parameter_source(name) is not ParameterSource.DEFAULT
+
+    if gpu_bytes is None:
+        raise click.UsageError("--fit needs --gpu-memory")
+    if training.gpus is None:
+        raise click.UsageError("--fit needs --gpus")
+    others = [name for name in LAYOUT_NAMES if name not in ("tp", "pp", "vpp", "ep") and said(name)]
+    others += [name for name in ("recompute", "recompute_granularity", "dp", "engine") if said(name)]
+    if others:
+        raise click.UsageError(f"--fit chooses --{others[0].replace('_', '-')} itself")
+    fixed = {name: (sizes[name],) for name in ("tp", "pp", "vpp", "ep") if said(name)}
+    limits = Limits(
+        **fixed, cp=(training.cp,), at_most_tp=asked["at_most_tp"], at_most_pp=asked["at_most_pp"],
+        at_most_ep=asked["at_most_ep"], offload=not said("optimizer_offload"),
+    )  # fmt: skip
+    found, looked = fit(model, training, gpu_bytes, limits, asked["count"])
+    if as_json:
+        print_json(
+            {
+                "looked_at": looked,
+                "gpu_bytes": gpu_bytes,
+                "layouts": [one.to_dict() for one in found],
+                "notices": notices,
+            }
+        )
+    elif found:
+        click.echo(
+            f"{looked} layouts of {training.gpus} GPUs looked at; the best that fit into {_gib(gpu_bytes)} GiB:"
+        )
+        rows = [
+            (f"{one.layout} DP{one.dp}" + f" CP{one.cp}" * (one.cp > 1), one.recompute, f"{one.offload:g}", _gib(one.allocated),
+             f"{one.low / GIB:.1f} to {one.high / GIB:.1f}", f"{one.bubble:.0%}", str(one.microbatches),
+             "yes" if one.surely else "maybe")
+            for one in found
+        ]  # fmt: skip
+        _table(
+            ("layout", "recompute", "offload", "allocated", "in all", "bubble", "microbatches", "fits"), rows
+        )
+        click.echo(
+            "note: memory is predicted, time is not: first those that surely fit, then less recomputed, less offloaded, a smaller "
+            "bubble, less TP, EP within a host",
+            err=True,
+        )
+        for notice in notices:
+            click.echo(f"note: {notice}", err=True)
+    else:
+        click.echo(f"none of {looked} layouts of {training.gpus} GPUs fits into {_gib(gpu_bytes)} GiB")
+    if not any(one.surely for one in found):
+        context.exit(1)
