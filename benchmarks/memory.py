@@ -251,25 +251,25 @@ def train(model, layout, case: Case, toy: bool, fusion: bool) -> dict:
     return result
 
 
+def _without_device(plain):
+    return lambda *a, **k: plain(*a, **(k | {"device": None} if k.get("device") == "cuda" else k))
+
+
 @contextlib.contextmanager
 def on_cpu():
     """Megatron's schedules ask for a GPU by name: what is made inside is made on the CPU. For the rehearsal only."""
-    import torch
+    from unittest.mock import patch
 
-    kept = {name: getattr(torch, name) for name in ("zeros", "ones", "tensor", "empty")}
-    for name, plain in kept.items():
-        setattr(
-            torch,
-            name,
-            lambda *a, _plain=plain, **k: _plain(
-                *a, **(k | {"device": None} if k.get("device") == "cuda" else k)
-            ),
-        )
-    try:
+    import torch
+    from megatron.core.tensor_parallel import random as states
+
+    with contextlib.ExitStack() as patches:
+        for name in ("zeros", "ones", "tensor", "empty"):
+            patches.enter_context(patch.object(torch, name, _without_device(getattr(torch, name))))
+        patches.enter_context(patch.object(torch.cuda, "current_stream", lambda *a: None))
+        patches.enter_context(patch.object(states, "_get_all_rng_states", lambda *a: ()))
+        patches.enter_context(patch.object(states, "_set_all_rng_states", lambda *a: None))
         yield
-    finally:
-        for name, plain in kept.items():
-            setattr(torch, name, plain)
 
 
 def fusion_is_there(toy: bool) -> bool:

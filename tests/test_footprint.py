@@ -148,6 +148,15 @@ MEASURED = {
     "DeepSeek-V3 x14, MTP, 64 GPUs, full": (
         V3_MTP, Layout(pp=4, ep=16, pipeline=MTP_PIPELINE), dict(gpus=64, seq_length=2048, recompute="full"), {3: 60154 / 1024}, 2.5,
     ),
+    # in GB as published; gradients and moments in bf16 are assumed
+    "Moonlight, TP2 EP8": (
+        MOONLIGHT, Layout(tp=2, ep=8, etp=1), dict(gpus=8, grads="bf16", exp_avg="bf16", exp_avg_sq="bf16"), {0: 36.62e9 / GIB}, 1.0,
+    ),
+    "Moonlight, TP2 EP8, moe_act": (
+        MOONLIGHT, Layout(tp=2, ep=8, etp=1), dict(gpus=8, grads="bf16", exp_avg="bf16", exp_avg_sq="bf16", recompute="moe_act"),
+        {0: 35.94e9 / GIB}, 1.5,
+    ),
+    "Qwen3-30B-A3B, EP16": (QWEN, Layout(ep=16), dict(gpus=16, grads="bf16"), {0: 61.35e9 / GIB}, 1.5),
     "Llama-70B x12, TP2 CP4, 131k": (LLAMA, Layout(tp=2), dict(gpus=8, cp=4, seq_length=131072), {0: 112.67}, 3.0),
 }  # fmt: skip
 

@@ -178,16 +178,15 @@ def chunk_bytes(plan: Plan, chunk: Stage, imbalance: float) -> Chunk:
     for layers in whole:
         keep("inputs of recomputed layers", 2 * plan.model.symbols["H"] / z.sequence)
         again = max(again, sum(_layer(plan.model, kind, z)[0] for kind in layers))
-    selective = r if r.method == "selective" else Recompute()
+    modules = r.modules if r.method == "selective" else frozenset()
     rest = kinds[whole_layers:] + mtp
-    for kind in rest:
-        rows = _layer(plan.model, kind, z)[1]
-        dropped = 0.0
-        for row in rows:
-            if selective.modules.intersection(row.dropped_by):
+    for kind in dict.fromkeys(rest):
+        n, dropped = rest.count(kind), 0.0
+        for row in _layer(plan.model, kind, z)[1]:
+            if modules.intersection(row.dropped_by):
                 dropped += row.bytes
             else:
-                keep(row.name, row.bytes)
+                keep(row.name, n * row.bytes)
         again = max(again, dropped)
     for row in extra_rows(plan.model, chunk, z):
         keep(row.name, row.bytes)

@@ -144,7 +144,17 @@ _gpu_bytes = gpu_memory
 
 def report_of(plan: Plan, gpu_bytes: int | None = None) -> MemoryReport:
     """The report of a plan."""
-    stages = [_stage(plan, rank, chunks) for rank, chunks in enumerate(plan.layout.stages(plan.model))]
+    alike: dict[tuple, tuple[Static, list[Chunk], list[Chunk]]] = {}
+    stages = []
+    for rank, chunks in enumerate(plan.layout.stages(plan.model)):
+        kinds = tuple(
+            (tuple(plan.model.kinds[layer] for layer in chunk.layers), chunk.embedding, chunk.output, chunk.mtp,
+             plan.model.num_layers - 1 in chunk.layers)
+            for chunk in chunks
+        )  # fmt: skip
+        if kinds not in alike:
+            alike[kinds] = _parts(plan, chunks)
+        stages.append(_stage(plan, rank, chunks, *alike[kinds]))
     axes = f"{plan.layout} DP{plan.dp}" + (f" CP{plan.training.cp}" if plan.training.cp > 1 else "")
     return MemoryReport(
         f"{plan.model.family.name} ({plan.model.num_layers} layers)", axes, plan.ranks, plan.dp,
@@ -179,19 +189,31 @@ def peak_of(plan: Plan, rank: int, chunks: list[Chunk]) -> Peak:
     return best
 
 
-def _stage(plan: Plan, rank: int, stages: list[Stage]) -> StageMemory:
-    t = plan.training
-    static = static_bytes(plan, stages)
-    chunks = [chunk_bytes(plan, chunk, t.imbalance or 1.0) for chunk in stages]
-    chunks = [each._replace(backward=each.backward + static.largest) for each in chunks]
+def _parts(plan: Plan, stages: list[Stage]) -> tuple[Static, list[Chunk], list[Chunk]]:
+    """What does not depend on the pipeline rank: static bytes, and a microbatch's in each chunk, with the given
+    routing and with that of the band's upper end."""
+    t, static = plan.training, static_bytes(plan, stages)
+
+    def chunks(imbalance: float) -> list[Chunk]:
+        found = [chunk_bytes(plan, chunk, imbalance) for chunk in stages]
+        return [each._replace(backward=each.backward + static.largest) for each in found]
+
+    usual = chunks(t.imbalance or 1.0)
+    uneven = plan.model.num_experts and plan.layout.ep > 1 and t.imbalance is None
+    return static, usual, chunks(IMBALANCE) if uneven else usual
+
+
+def _stage(
+    plan: Plan, rank: int, stages: list[Stage], static: Static, chunks: list[Chunk], fuller: list[Chunk]
+) -> StageMemory:
     peak = peak_of(plan, rank, chunks)
     busy = static.total + round(peak.activations + peak.transient)
     step = static.total + static.step
     allocated = max(busy, step)
     high = allocated
-    if plan.model.num_experts and plan.layout.ep > 1 and t.imbalance is None:
-        fuller = peak_of(plan, rank, [chunk_bytes(plan, chunk, IMBALANCE) for chunk in stages])
-        high = max(high, static.total + round(fuller.activations + fuller.transient))
+    if fuller is not chunks:
+        full = peak_of(plan, rank, fuller)
+        high = max(high, static.total + round(full.activations + full.transient))
     copies = _fp8_copies(plan, static)
     band = Band(allocated + copies.low, high + copies.high)
     beside = outside(plan)

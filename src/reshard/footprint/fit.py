@@ -102,21 +102,28 @@ def _least(
 ) -> Fitting | None:
     """The least recomputation and offload with which a layout fits surely, else with which it may."""
     maybe = None
-    for share in OFFLOADS if offload else (training.optimizer_offload,):
-        share = max(share, training.optimizer_offload)
-        for level, recompute in enumerate(ladder):
-            t = replace(training, recompute=recompute, optimizer_offload=share)
+    shares = sorted({max(share, training.optimizer_offload) for share in (OFFLOADS if offload else (0.0,))})
+    for share in shares:
+        # the last rung first: where that does not fit, hardly anything above it does
+        for level in (len(ladder) - 1, *range(len(ladder))):
+            t = replace(training, recompute=ladder[level], optimizer_offload=share)
             try:
                 plan = Plan.of(model, layout, t)
                 report = report_of(plan, gpu_bytes)
             except ReshardError:
                 return None  # this layout does not divide
-            peak, fits = report.peak, report.fits
-            if fits is not False:
-                this = _fitting(plan, layout, peak, gpu_bytes, level, bool(fits))
-                if fits:
-                    return this
-                maybe = maybe or this
+            if report.fits is False:
+                if level == len(ladder) - 1:
+                    break
+                continue
+            this = _fitting(plan, layout, report.peak, gpu_bytes, level, bool(report.fits))
+            if report.fits and level < len(ladder) - 1:
+                return this
+            if report.fits and maybe is not None and maybe.surely:
+                return maybe  # the last rung, for the second time
+            maybe = this if maybe is None or this.surely > maybe.surely else maybe
+        if maybe is not None and maybe.surely:
+            return maybe
     return maybe
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bokeh.models import ColumnDataSource
+from bokeh.models import ColumnDataSource, DataRange1d
 from bokeh.plotting import figure
 
 from reshard.footprint.estimate import MemoryReport
@@ -73,7 +73,7 @@ def _band(band: Sequence[int]) -> str:
 
 def _stacked(title: str, x: str, bars: Mapping[str, Mapping[str, int]], limit: int | None) -> figure:
     """A bar for each key, of parts one upon another; the GPU's size as a line."""
-    drawn = chart(title, x, "GiB", x_range=list(bars))
+    drawn = chart(title, x, "GiB", x_range=list(bars), y_range=DataRange1d(start=0))
     names = list(dict.fromkeys(name for parts in bars.values() for name in parts))
     bottom = dict.fromkeys(bars, 0.0)
     for index, name in enumerate(names):
@@ -96,5 +96,4 @@ def _stacked(title: str, x: str, bars: Mapping[str, Mapping[str, int]], limit: i
     if limit is not None:
         drawn.hspan(y=[limit / GIB], line_color=GUIDE, line_dash="dashed")
     drawn.add_layout(drawn.legend[0], "right")
-    drawn.y_range.start = 0
     return drawn
