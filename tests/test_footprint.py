@@ -329,7 +329,7 @@ def test_what_fits_is_what_the_estimate_says_fits(configs):
     limits = [
         "--fit",
         "--gpu-memory",
-        "H100",
+        "40GB",
         "--at-most-tp",
         "4",
         "--seq-length",
@@ -338,20 +338,20 @@ def test_what_fits_is_what_the_estimate_says_fits(configs):
         "--show",
         "5",
     ]
-    found = json.loads(run(configs("DeepSeek-V3"), *limits, "--gpus", "512").stdout)
+    found = json.loads(run(configs("Qwen3-30B-A3B"), *limits, "--gpus", "16").stdout)
     assert 0 < len(found["layouts"]) <= 5 and found["looked_at"] > 20
     for one in found["layouts"]:
         assert one["layout"]["tp"] <= 4
         options = {
-            "gpus": 512,
+            "gpus": 16,
             "seq_length": 8192,
             "recompute": one["recompute"],
             "optimizer_offload": one["offload"],
         }
         again = memory(
-            of("DeepSeek-V3"),
+            QWEN,
             Layout(**one["layout"]),
-            gpu_memory="H100",
+            gpu_memory="40GB",
             num_microbatches=one["microbatches"],
             **options,
         )
