@@ -50,6 +50,8 @@ class Trainer:
             "WORLD_SIZE": str(size),
             "LOCAL_RANK": "0",
         }
+        from megatron.core.transformer.module import Float16Module
+
         from reshard import Layout, read_model
         from reshard.megatron.build import build_megatron, initialize_parallel, without_gpu
         from reshard.trainers import MegatronModel
@@ -62,7 +64,7 @@ class Trainer:
             initialize_parallel(layout)
             kind = "transformer_engine" if self.cuda else "local"
             models = build_megatron(read_model(folder), layout, transformer_impl=kind)
-        self.models = [model.cuda() if self.cuda else model for model in models]
+        self.models = [Float16Module(m.config, m.cuda() if self.cuda else m) for m in models]
         self.source = MegatronModel(self.models)
 
     def train(self, step: int) -> None:

@@ -77,15 +77,17 @@ def main() -> None:
     said["control"] = takes(
         type("Other", (), {"prepare": lambda self: 0, "send_weights": lambda self: 0}), CheckpointEngine
     )
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     said["meeting"] = meetings(CheckpointEngineRegistry.get("reshard"))
+    said["live"] = live(sys.argv[1], config)
+    ray.shutdown()
     print("SAID " + json.dumps(said, default=str))
 
 
 def meetings(kind) -> list:
     """Two syncs of two ranks of an actor and two workers, and one after a worker was replaced, as verl's manager calls them."""
-    import ray
-
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     members = [kind(bucket_size=1, is_master=index == 0) for index in range(4)]
     found = []
     for sync in range(3):
@@ -98,7 +100,96 @@ def meetings(kind) -> list:
         found.append([list(one.receive_weights(sync)) for one in members[2:]])
         for one in members[:2]:  # which would have sent, and been connected
             one.new = False
-    ray.shutdown()
+    return found
+
+
+class Server:
+    """What verl's server of vLLM offers its adapter, with a real vLLM."""
+
+    def start(self, folder: str) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, enforce_eager=True,
+                       kv_cache_memory_bytes=1 << 27, worker_extension_cls="reshard.trainers.verl_worker.VerlExtension")  # fmt: skip
+        self.told: list = []
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None) -> None:
+        self.llm.collective_rpc(method, timeout, args, kwargs)
+
+    def clear_kv_cache(self) -> None:
+        self.told.append("cleared")
+        self.llm.reset_prefix_cache()
+
+    def set_global_steps(self, steps: int) -> None:
+        self.told.append(steps)
+
+    def serves(self) -> tuple:
+        """The version that the worker has, what it was told, and tokens."""
+        from vllm import SamplingParams
+
+        greedy = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
+        [output] = self.llm.generate([{"prompt_token_ids": list(range(5, 25))}], greedy, use_tqdm=False)
+        return self.llm.collective_rpc("reshard_version"), self.told, list(output.outputs[0].token_ids)
+
+
+class Actor:
+    """A rank of a trainer, with verl's adapter as its config makes it."""
+
+    def start(self, folder: str, config) -> None:
+        import torch.distributed as dist
+        from megatron.core.transformer.module import Float16Module
+
+        os.environ |= {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "RAY_LOCAL_WORLD_SIZE": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        }
+        import reshard.trainers.verl as verl
+        from reshard import Layout, read_model
+        from reshard.megatron.build import build_megatron, initialize_parallel, without_gpu
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        with without_gpu():
+            initialize_parallel(Layout())
+            models = build_megatron(read_model(folder), Layout(), transformer_impl="local")
+        self.models = [Float16Module(model.config, model) for model in models]
+        self.shards = verl.Shards(verl.MegatronModel(self.models))
+        from verl.workers.rollout.base import get_rollout_class
+
+        self.adapter = get_rollout_class("vllm")(config=config.rollout, model_config=None, device_mesh=None)
+
+    async def sync(self, steps: int, lost: bool = False) -> str:
+        """Other weights, and verl's call; what it raises. With `lost`, the connection is gone."""
+        import torch
+
+        for model in self.models:
+            for index, parameter in enumerate(model.parameters()):
+                torch.manual_seed(1000 * steps + index)
+                parameter.data.normal_(0, 0.02)
+        if lost:
+            self.adapter._link.members.timeout = 0.0
+        try:
+            await self.adapter.update_weights(
+                self.shards, global_steps=steps, peft_config=None, base_sync_done=True
+            )
+        except Exception as error:
+            return type(error).__name__
+        return "no error"
+
+
+def live(folder: str, config) -> list:
+    """Syncs by verl's adapter into a real vLLM, one of which fails."""
+    import ray
+
+    config.actor_rollout_ref.rollout.tensor_model_parallel_size = 1
+    server = ray.remote(Server).options(name="vllm_server_0_0", num_cpus=0).remote()
+    actor = ray.remote(Actor).options(num_cpus=0).remote()
+    ray.get([server.start.remote(folder), actor.start.remote(folder, config.actor_rollout_ref)])
+    found = []
+    for steps, lost in ((3, False), (4, False), (5, True), (6, False)):
+        said = ray.get(actor.sync.remote(steps, lost))
+        found.append([said, *(ray.get(server.serves.remote()) if said == "no error" else ())])
     return found
 
 
