@@ -34,12 +34,12 @@ def engine(path: str, **options):
                disable_log_stats=True, distributed_executor_backend="external_launcher", **options)  # fmt: skip
 
 
-def answers(llm) -> list:
+def answers(llm, prompts=PROMPTS) -> list:
     """Prompt logprobs and four greedy tokens of every prompt."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=0, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
     return [
         [[next(iter(p.values())).logprob for p in o.prompt_logprobs[1:]], list(o.outputs[0].token_ids)]
         for o in outputs
@@ -112,6 +112,84 @@ def refit_and_serve(cases: list) -> dict:
         found[name]["loaded"] = loaded
         dist.barrier()
     return found
+
+
+def transfer(pairs: list, url: str, port: int) -> dict:
+    """A trainer of two ranks that refits, by vLLM's weight transfer, a server that has loaded the first of two checkpoints, and an ``LLM``
+    that has loaded the second: what both answer before, and after each of the two in turn."""
+    import torch.distributed as dist
+
+    from reshard import Layout
+    from reshard.parity.megatron import Megatron
+    from reshard.trainers import HttpClient, LlmClient, MegatronModel, WeightTransfer
+
+    trainer = Megatron(Path(pairs[0][1]), "fp32", Layout(tp=2))
+    first = dist.get_rank() == 0
+    server, said = HttpClient(url), {}
+    if first:
+        launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "VLLM_ENABLE_V1_MULTIPROCESSING")
+        for name in [n for n in os.environ if n.startswith("TORCHELASTIC") or n in launcher]:
+            del os.environ[name]
+        from vllm import LLM
+
+        llm = LLM(pairs[1][0], skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=64, seed=0,
+                  kv_cache_memory_bytes=1 << 27, weight_transfer_config={"backend": "reshard"})  # fmt: skip
+
+    def note(step: str) -> None:
+        dist.barrier()
+        if first:
+            server.reset_prefix_cache()
+            llm.reset_prefix_cache()
+            said[step] = {"server": [asked(url, pairs[0][0], prompt) for prompt in PROMPTS], "llm": [answers(llm, [p])[0] for p in PROMPTS]}  # fmt: skip
+
+    note("loaded")
+    if first:
+        said["too early"] = caught(lambda: server.update_weights({"version": 1}))
+        server.start_weight_update()
+        said["not connected"] = caught(lambda: server.update_weights({"version": 1}))
+        said["tensors"] = caught(
+            lambda: (server.start_weight_update(), server.update_weights({"names": ["a"]}))
+        )
+        said["no such route"] = caught(HttpClient(url + "/elsewhere").world_size)
+        said["nobody"] = caught(HttpClient(f"http://127.0.0.1:{port}").world_size)
+    clients = [server, LlmClient(llm)] if first else []
+    link = WeightTransfer(
+        MegatronModel(trainer.models),
+        clients,
+        f"127.0.0.1:{port}",
+        engine_ranks=None if first else [1, 1],
+        timeout=180,
+    )
+    for version, (_, mcore) in enumerate(pairs):
+        trainer.load(Path(mcore))
+        if first:
+            server.pause()
+        report = link.send(version, verify=True)
+        if first:
+            server.resume()
+        note(f"version {version}")
+    said["two versions"] = caught(lambda: link.send(7 + dist.get_rank()))
+    said["version"] = report.version
+    dist.barrier()
+    if first:
+        llm.llm_engine.engine_core.shutdown()
+    return said
+
+
+def asked(url: str, model: str, prompt: list[int]) -> list:
+    """What `answers` says, of a server."""
+    from tests.vllm_server import post
+
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": 4,
+        "temperature": 0,
+        "prompt_logprobs": 0,
+        "return_token_ids": True,
+    }
+    [choice] = post(url + "/v1/completions", body)["choices"]
+    return [[next(iter(p.values()))["logprob"] for p in choice["prompt_logprobs"][1:]], choice["token_ids"]]
 
 
 def engine_of_its_own(pairs: list, port: int) -> dict:

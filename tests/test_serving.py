@@ -2,23 +2,15 @@
 
 import json
 import shutil
-import subprocess
-import sys
-import time
-import urllib.request
-from contextlib import contextmanager, suppress
-from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
 from reshard import Layout, hf_to_mcore, mcore_to_hf
 from tests.checkpoints import make
-from tests.install_vllm_cpu import environment_of_engine
-from tests.ranks import free_port, run_on_ranks
+from tests.ranks import run_on_ranks
+from tests.vllm_server import post, served, with_tokenizer
 
-ROOT = Path(__file__).parent.parent
 # variant, its options, Megatron's layout, vLLM's sizes on four ranks
 CASES = [
     ("llama-rope-tied", {}, Layout(tp=2, pp=2), dict(tp=2, pp=2)),
@@ -28,13 +20,6 @@ CASES = [
     ("deepseek-v3", dict(dtype=torch.bfloat16, mtp=True), Layout(tp=2, pp=2, ep=2, etp=1), dict(tp=4)),
     ("glm4-moe", {}, Layout(tp=2), dict(tp=2, pp=2)),
 ]  # fmt: skip
-# For a server without a GPU.
-SERVING = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TORCHDYNAMO_DISABLE": "1",
-    "OMP_NUM_THREADS": "1",
-}
 RESHARD = dict(load_format="reshard")
 WHOLE = RESHARD | dict(model_loader_extra_config={"whole_tensors": True})
 
@@ -127,14 +112,11 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(checkpoint, tmp_path):
 
 def test_a_training_run_is_served_over_http_while_it_writes(tmp_path):
     """``vllm serve`` on two ranks, of the last complete iteration; the tokens are those of transformers, by the tokenizer of the config."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM
 
     hf, run = tmp_path / "hf", tmp_path / "run"
     make(hf, "served-qwen3-moe", seed=3)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(1000)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(hf)
+    with_tokenizer(hf)
     hf_to_mcore(hf, run, Layout(pp=2, ep=2, etp=1), iteration=7)
     shutil.rmtree(run / "hf")
     (run / "reshard.json").unlink()
@@ -145,7 +127,9 @@ def test_a_training_run_is_served_over_http_while_it_writes(tmp_path):
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None)[
         0, len(prompt) :
     ].tolist()
-    with served(run, "--hf-config-path", hf, "-tp", "2", log=tmp_path / "log") as url:
+    with served(
+        run, "--load-format", "reshard", "--hf-config-path", hf, "-tp", "2", log=tmp_path / "log"
+    ) as url:
         answer = post(url + "/v1/completions", {"model": str(run), "prompt": " ".join(f"w{t}" for t in prompt), "max_tokens": 6,
                                                 "temperature": 0, "ignore_eos": True})  # fmt: skip
     assert answer["choices"][0]["text"].split() == [f"w{token}" for token in expected]
@@ -153,44 +137,6 @@ def test_a_training_run_is_served_over_http_while_it_writes(tmp_path):
     assert log.count("each rank its own boxes") == 2 and f"{run}/iter_0000007" in log
 
 
-@contextmanager
-def served(directory: Path, *options, log: Path):
-    """The address of a ``vllm serve`` that has started; its processes are ended."""
-    port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", directory, "--load-format", "reshard", "--enforce-eager", "--dtype",
-               "float32", "--max-model-len", "64", "--kv-cache-memory-bytes", str(1 << 27), "--port", str(port), *options]  # fmt: skip
-    environment = environment_of_engine() | SERVING | {"VLLM_LOGGING_LEVEL": "INFO"}
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 600
-    with open(log, "wb") as file, subprocess.Popen(
-        [*map(str, command)], stdout=file, stderr=file, env=environment, cwd=ROOT
-    ) as process:  # fmt: skip
-        try:
-            while True:
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-5000:]
-                with suppress(OSError):
-                    urllib.request.urlopen(url + "/health", timeout=5).close()
-                    break
-                time.sleep(0.5)
-            yield url
-        finally:
-            family = (
-                [process, *psutil.Process(process.pid).children(recursive=True)]
-                if process.poll() is None
-                else []
-            )
-            for one in family:
-                with suppress(psutil.NoSuchProcess):
-                    one.terminate()
-            psutil.wait_procs([one for one in family if one is not process], timeout=30)
-            process.wait(30)
-
-
 def bits(tensor: torch.Tensor) -> tuple:
     """As ``tests.serving_on_cpu`` has them."""
     return str(tensor.dtype), tuple(tensor.shape), tensor.contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def post(url: str, body: dict) -> dict:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as response:
-        return json.loads(response.read())

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from reshard.homes.bridge import AutoBridge
     from reshard.homes.exporting import export
     from reshard.homes.loading import load
+    from reshard.homes.offloading import offload, onload
     from reshard.homes.saving import save
     from reshard.megatron.layout import Layout
     from reshard.models.config_fields import ignored_config_fields
@@ -29,11 +30,11 @@ _HOMES = {
     "hf_to_mcore": "disk.convert", "mcore_to_hf": "disk.convert", "inspect": "disk.inspection", "diff": "disk.compare",
     "check": "disk.compare", "read_model": "disk.sources", "Layout": "megatron.layout", "VllmLayout": "engines.vllm.layout",
     "plan_refit": "forecast", "ReshardError": "core.errors", "ignored_config_fields": "models.config_fields",
-    "AutoBridge": "homes.bridge", "export": "homes.exporting", "load": "homes.loading", "save": "homes.saving",
-    "memory": "footprint.estimate",
+    "AutoBridge": "homes.bridge", "export": "homes.exporting", "load": "homes.loading", "offload": "homes.offloading",
+    "onload": "homes.offloading", "save": "homes.saving", "memory": "footprint.estimate",
 }  # fmt: skip
 __all__ = ["AutoBridge", "Layout", "ReshardError", "VllmLayout", "check", "diff", "export", "hf_to_mcore", "ignored_config_fields",
-           "inspect", "load", "mcore_to_hf", "memory", "plan_refit", "read_model", "save"]  # fmt: skip
+           "inspect", "load", "mcore_to_hf", "memory", "offload", "onload", "plan_refit", "read_model", "save"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -8,11 +8,18 @@ from reshard.core.extras import require
 if TYPE_CHECKING:
     from reshard.trainers.fsdp import FsdpModel
     from reshard.trainers.megatron import MegatronModel
+    from reshard.trainers.weight_transfer import HttpClient, LlmClient, WeightTransfer
 
 require("megatron", "torch")
 
-_HOMES = {"FsdpModel": "fsdp", "MegatronModel": "megatron"}
-__all__ = ["FsdpModel", "MegatronModel"]
+_HOMES = {
+    "FsdpModel": "fsdp",
+    "HttpClient": "weight_transfer",
+    "LlmClient": "weight_transfer",
+    "MegatronModel": "megatron",
+    "WeightTransfer": "weight_transfer",
+}
+__all__ = ["FsdpModel", "HttpClient", "LlmClient", "MegatronModel", "WeightTransfer"]
 
 
 def __getattr__(name: str) -> Any:

@@ -244,6 +244,15 @@ def register_loader(load_format: str, loader: type) -> None:
             model_loader.register_model_loader(load_format)(loader)
 
 
+def register_transfer(backend: str, module: str, name: str) -> None:
+    """Let vLLM make this class where ``weight_transfer_config`` names the backend; nothing where it does already."""
+    with known("registers no weight transfer, or elsewhere"):
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+        if backend not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(backend, module, name)
+
+
 def before_engine_config(complete: Callable[[Any], None]) -> None:
     """From now on, in this process, `complete` may complete an engine's arguments before vLLM makes its config
     of them; vLLM has no such call for plugins. The first one stays."""

@@ -1,12 +1,14 @@
 """What vLLM calls at start-up, in each of its processes, by the entry point in ``vllm.general_plugins``: it adds
-``--load-format reshard``.
+``--load-format reshard``, and the backend ``reshard`` of the weight transfer.
 
     vllm serve DST --load-format reshard
+    vllm serve MODEL --weight-transfer-config '{"backend": "reshard"}'
 
 vLLM looks for config and tokenizer where the weights are. A Megatron checkpoint has them in a directory beside
 its iterations, or, where training wrote it, nowhere; the engine's arguments ``hf_config_path`` and
 ``tokenizer`` say where. Those that the user did not give are filled in here, and the iteration is
-settled, so that all ranks take the same one.
+settled, so that all ranks take the same one. An engine whose weights are to be transferred by us gets the extension of
+its workers that does it.
 
 Nothing heavy is imported with this module: every vLLM process of an environment with reshard in it does.
 """
@@ -16,7 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-LOAD_FORMAT = "reshard"
+LOAD_FORMAT = BACKEND = "reshard"
+EXTENSION = "reshard.engines.vllm.worker.RefitExtension"
 CONFIG_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 
 
@@ -25,10 +28,11 @@ def register() -> None:
     from reshard.core.errors import ReshardError
 
     try:
-        from reshard.engines.vllm.compat import before_engine_config, register_loader
+        from reshard.engines.vllm.compat import before_engine_config, register_loader, register_transfer
         from reshard.engines.vllm.loader import ReshardModelLoader
 
         register_loader(LOAD_FORMAT, ReshardModelLoader)
+        register_transfer(BACKEND, "reshard.engines.vllm.transfer", "ReshardTransfer")
         before_engine_config(complete_arguments)
     except (ImportError, ReshardError) as error:
         logging.getLogger("vllm.reshard").warning("no --load-format %s: %s", LOAD_FORMAT, error)
@@ -52,10 +56,14 @@ def megatron_directory(path: Path) -> Path | None:
 
 def complete_arguments(arguments: Any) -> None:
     """Complete an ``EngineArgs`` that asks for this load format: the iteration's directory as its `model`, where
-    config and tokenizer are. Others are left as they are.
+    config and tokenizer are; and one that asks for our weight transfer: the extension of its workers. Others are
+    left as they are.
 
     Raises ReshardError where the checkpoint cannot be read, or no config is known, before anything is started.
     """
+    transfer = getattr(arguments, "weight_transfer_config", None)
+    if getattr(transfer, "backend", None) == BACKEND and not arguments.worker_extension_cls:
+        arguments.worker_extension_cls = EXTENSION
     if arguments.load_format != LOAD_FORMAT or not Path(arguments.model).is_dir():
         return
     from reshard.core.errors import ReshardError

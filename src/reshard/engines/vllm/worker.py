@@ -16,6 +16,7 @@ from reshard.core.errors import ReshardError
 from reshard.engines.vllm.compat import with_plain_weights
 from reshard.engines.vllm.guard import guard_of, then
 from reshard.engines.vllm.live import VllmModel
+from reshard.engines.vllm.transfer import ReshardTransfer
 from reshard.refit.connecting import BUCKET_BYTES, connect
 from reshard.refit.link import Link
 from reshard.refit.members import Members
@@ -98,6 +99,9 @@ class RefitExtension:
 
 
 def _watch(worker: Any) -> None:
-    """From here on, this worker serves whole weights only."""
+    """From here on, this worker serves whole weights only; and it carries out vLLM's weight transfer."""
     model = worker.get_model()
     guard_of(model, worker.vllm_config, just_loaded=True).watch(model, worker, None)
+    transfer = getattr(worker, "weight_transfer_engine", None)
+    if isinstance(transfer, ReshardTransfer):
+        transfer.worker = worker

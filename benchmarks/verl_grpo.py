@@ -1,0 +1,158 @@
+"""A few steps of GRPO by verl on two GPUs, Megatron TP2 and vLLM TP2 colocated: with verl's own weight sync, and with a refit.
+
+    PYTHONPATH=. python benchmarks/verl_grpo.py OUT [--steps 3] [--layers 4] [--hidden 1024] [--only stock|refit] [--check]
+
+A Qwen3 of random weights with a tokenizer of whole words, and rows of numbers to repeat. Written under OUT: each run's log, and what every
+worker of vLLM serves after every sync, as digests of its parameters, which are compared: the same seeds, so the first sync must be equal
+in both runs; later ones are as far as training itself repeats. ``--check`` only lets verl compose the config, for which no GPU is needed.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+EXTENSION = "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=benchmarks.verl_watch."
+RUNS = {
+    "stock": [EXTENSION + "Stock"],
+    "refit": [EXTENSION + "Refit", "actor_rollout_ref.model.external_lib=reshard.trainers.verl"],
+}
+REWARD = '''"""A reward that differs from answer to answer, so that there is something to learn."""
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    return sum(word in ground_truth.split() for word in solution_str.split()) / 16
+'''
+
+
+def model(folder: Path, layers: int, hidden: int) -> None:
+    """A Qwen3 with random weights, and its tokenizer."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=2048, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, num_attention_heads=hidden // 128,
+        num_key_value_heads=max(2, hidden // 256), head_dim=128, tie_word_embeddings=False, max_position_embeddings=2048, eos_token_id=1,
+        bos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
+    words = {"<pad>": 0, "<eos>": 1, "<bos>": 2} | {f"w{i}": i for i in range(3, 2048)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="w3", eos_token="<eos>", bos_token="<bos>", pad_token="<pad>"
+    )
+    fast.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+    fast.save_pretrained(folder)
+
+
+def rows(path: Path, count: int) -> None:
+    """Prompts as verl reads them."""
+    import pandas
+
+    pandas.DataFrame(
+        [{"data_source": "numbers", "prompt": [{"role": "user", "content": " ".join(f"w{5 + i + j}" for j in range(12))}],
+          "ability": "repeat", "reward_model": {"style": "rule", "ground_truth": " ".join(f"w{k}" for k in range(5 + i, 1000))},
+          "extra_info": {"index": i}} for i in range(count)]
+    ).to_parquet(path)  # fmt: skip
+
+
+def lines(out: Path, steps: int) -> list[str]:
+    """The config that both runs have."""
+    batch = 8
+    rows(out / "rows.parquet", batch)
+    (out / "reward.py").write_text(REWARD, encoding="utf-8")
+    return [
+        "model_engine=megatron", "algorithm.adv_estimator=grpo", f"data.train_files={out}/rows.parquet", f"data.val_files={out}/rows.parquet",
+        f"data.train_batch_size={batch}", "data.max_prompt_length=64", "data.max_response_length=64", "data.shuffle=False",
+        f"actor_rollout_ref.model.path={out}/model", "actor_rollout_ref.model.use_remove_padding=False",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={batch}", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "actor_rollout_ref.actor.megatron.vanilla_mbridge=True",
+        "actor_rollout_ref.actor.megatron.param_offload=True",
+        "actor_rollout_ref.actor.megatron.optimizer_offload=True", "actor_rollout_ref.actor.optim.lr=1e-5",
+        "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2", "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.4", "actor_rollout_ref.rollout.enforce_eager=True",
+        "actor_rollout_ref.rollout.load_format=dummy", "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.rollout.calculate_log_probs=True", f"reward.custom_reward_function.path={out}/reward.py",
+        "reward.custom_reward_function.name=compute_score", "trainer.logger=[console]", "trainer.n_gpus_per_node=2", "trainer.nnodes=1",
+        f"trainer.total_training_steps={steps}", "trainer.total_epochs=100", "trainer.save_freq=-1", "trainer.test_freq=-1",
+        "trainer.val_before_train=False", f"trainer.default_local_dir={out}/checkpoints",
+    ]  # fmt: skip
+
+
+def check(config: list[str]) -> None:
+    """Let verl compose the config, and make its own objects of it."""
+    from hydra import compose, initialize_config_module
+    from verl.utils.config import omega_conf_to_dataclass
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        composed = compose("ppo_trainer", overrides=config)
+    for part in ("rollout", "actor"):
+        omega_conf_to_dataclass(composed.actor_rollout_ref[part])
+
+
+def noted(out: Path, run: str) -> dict[int, list[dict]]:
+    """What the workers have noted, by rank."""
+    found = sorted(out.glob(f"{run}.watch.*"))
+    return {
+        int(path.suffix[1:]): [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        for path in found
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--only", choices=list(RUNS))
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    if not (out / "model").exists():
+        model(out / "model", options.layers, options.hidden)
+    common = lines(out, options.steps)
+    for run in [options.only] if options.only else RUNS:
+        if options.check:
+            check([*common, *RUNS[run]])
+            print(f"{run}: verl takes the config")
+            continue
+        for old in out.glob(f"{run}.watch.*"):
+            old.unlink()
+        paths = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
+        variables = os.environ | {"RESHARD_WATCH": str(out / f"{run}.watch"), "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": paths,
+                                  "RAY_USAGE_STATS_ENABLED": "0"}  # fmt: skip
+        with open(out / f"{run}.log", "w", encoding="utf-8") as log:
+            command = [sys.executable, "-m", "verl.trainer.main_ppo", *common, *RUNS[run]]
+            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=variables).returncode
+        syncs = noted(out, run)
+        print(
+            f"{run}: exit {code}, syncs by rank { {rank: len(some) for rank, some in syncs.items()} }",
+            flush=True,
+        )
+        for rank, some in syncs.items():
+            print(
+                f"  rank {rank}: "
+                + ", ".join(f"{one['seconds'] * 1e3:.0f} ms {one['weights'][:12]}" for one in some),
+                flush=True,
+            )
+    if not options.check and not options.only:
+        stock, refit = (noted(out, run) for run in RUNS)
+        for rank in stock:
+            pairs = zip(stock[rank], refit.get(rank, []))
+            print(
+                f"rank {rank}: equal after sync "
+                + ", ".join(str(a["weights"] == b["weights"]) for a, b in pairs)
+            )
+
+
+if __name__ == "__main__":
+    main()

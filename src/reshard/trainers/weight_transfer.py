@@ -1,0 +1,222 @@
+"""The trainer's side of vLLM's weight transfer with the backend ``reshard``.
+
+    transfer = WeightTransfer(MegatronModel(models), HttpClient("http://127.0.0.1:8000"), "127.0.0.1:29600")
+    for step in range(steps):
+        train(models)
+        transfer.send(version=step)
+
+Every rank of the trainer makes one and calls `WeightTransfer.send`. The first rank talks to the engines, over the
+calls that vLLM has for this; all of them meet the engines' workers at the address, and give their own shards.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+import torch.distributed as dist
+
+from reshard.core.errors import ReshardError, first_line
+from reshard.live.trainer import Trainer
+from reshard.refit.connecting import BUCKET_BYTES, connect
+from reshard.refit.link import Link, Report
+from reshard.refit.members import Members
+
+DEV_MODE = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "reshard"}\''
+
+
+class Client(Protocol):
+    """What is asked of an engine: vLLM's own ``VLLMWeightSyncClient`` (``HTTPVLLMWeightSyncClient``,
+    ``RayVLLMWeightSyncClient``), or one of those here."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Meet, and connect."""
+
+    def start_weight_update(self) -> None:
+        """Before an update."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Take the weights; returns when they are there."""
+
+    def finish_weight_update(self) -> None:
+        """After an update."""
+
+
+class HttpClient:
+    """A ``vllm serve``, by its routes; they are there with ``VLLM_SERVER_DEV_MODE=1``. `timeout` in seconds."""
+
+    def __init__(self, url: str, timeout: float = 600.0) -> None:
+        self.url, self.timeout = url.rstrip("/"), timeout
+
+    def world_size(self) -> int:
+        """How many workers it has, over all of its data parallel ranks."""
+        return int(self._call("GET", "get_world_size")["world_size"])
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """See `Client`."""
+        self._call("POST", "init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        """See `Client`; vLLM 0.24 and 0.25 would take the weights aside unless told otherwise."""
+        self._call("POST", "start_weight_update", {"is_checkpoint_format": False})
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """See `Client`."""
+        self._call("POST", "update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self) -> None:
+        """See `Client`."""
+        self._call("POST", "finish_weight_update", {})
+
+    def pause(self, mode: str = "keep") -> None:
+        """Let no request run until `resume`: those that are running wait (``keep``), are ended first (``wait``) or
+        thrown away (``abort``)."""
+        self._call("POST", f"pause?mode={mode}", {})
+
+    def resume(self) -> None:
+        """Go on."""
+        self._call("POST", "resume", {})
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what was computed from the old weights."""
+        self._call("POST", "reset_prefix_cache", {})
+
+    def _call(self, method: str, route: str, body: dict[str, Any] | None = None) -> Any:
+        """Raises ReshardError, with what the server says, where it refuses or does not answer."""
+        data = None if body is None else json.dumps(body).encode()
+        request = Request(f"{self.url}/{route}", data, {"Content-Type": "application/json"}, method=method)
+        try:
+            with urlopen(request, timeout=self.timeout) as response:
+                answer = response.read()
+        except HTTPError as error:
+            said = error.read().decode(errors="replace").strip()
+            hint = f": {DEV_MODE}" if error.code == 404 else f": {said[:300]}"
+            raise ReshardError(f"{self.url} answers /{route} with {error.code}{hint}") from error
+        except (URLError, OSError) as error:
+            raise ReshardError(f"{self.url} does not answer /{route} ({first_line(error)})") from error
+        try:
+            return json.loads(answer or b"{}")
+        except ValueError as error:
+            raise ReshardError(f"{self.url} answers /{route} with something else than JSON") from error
+
+
+class LlmClient:
+    """An ``LLM`` of this process, whose workers run in others."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    def world_size(self) -> int:
+        """How many workers it has."""
+        return int(self.llm.llm_engine.vllm_config.parallel_config.world_size_across_dp)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """See `Client`."""
+        self.llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        """See `Client`; vLLM 0.24 and 0.25 would take the weights aside unless told otherwise."""
+        try:
+            self.llm.start_weight_update(is_checkpoint_format=False)
+        except TypeError:
+            self.llm.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """See `Client`."""
+        self.llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self) -> None:
+        """See `Client`."""
+        self.llm.finish_weight_update()
+
+
+class WeightTransfer:
+    """A trainer's rank, connected to one or more engines.
+
+    `clients` are the engines, `engine_ranks` how many workers each has: asked of them unless given, on every rank
+    of the trainer, so that ranks without a client of their own give it. `address` is a ``host:port`` that all
+    processes reach; the first rank serves there. `rank` and `ranks` count the trainer, by default torch's
+    process group. Other arguments are those of `reshard.refit.connect`, `timeout` is that of `Members.join`.
+
+    Raises ReshardError on all sides where they do not fit, before a byte moves.
+    """
+
+    def __init__(self, source: Trainer | Callable[[], Trainer], clients: Client | Sequence[Client], address: str, *,
+                 engine_ranks: Sequence[int] | None = None, rank: int | None = None, ranks: int | None = None,
+                 timeout: float = 60.0, executor: str = "auto", bucket_bytes: int = BUCKET_BYTES,
+                 release: bool = True) -> None:  # fmt: skip
+        self.rank = rank if rank is not None else _of_group(dist.get_rank, 0)
+        trainers = ranks if ranks is not None else _of_group(dist.get_world_size, 1)
+        self.clients = list(clients) if isinstance(clients, Sequence) else [clients]
+        sizes = list(engine_ranks) if engine_ranks is not None else [_workers(one) for one in self.clients]
+        size = trainers + sum(sizes)
+        firsts = [trainers + sum(sizes[:index]) for index in range(len(sizes))]
+
+        def ask(client: Client) -> None:
+            first = firsts[self.clients.index(client)]
+            client.init_weight_transfer_engine(
+                {"address": address, "first_rank": first, "size": size, "timeout": timeout}
+            )
+
+        def meet() -> Link:
+            members = Members.join(address, self.rank, size, timeout)
+            return connect(members, source, executor=executor, bucket_bytes=bucket_bytes, release=release)
+
+        self.link = self._both(ask, meet)
+
+    def send(self, version: int | None = None, verify: bool = False) -> Report:
+        """One refit of all engines; see `Link.refit`. Returns when they have the weights.
+
+        What engines remember of the old weights is theirs: pause them before, and reset their prefix cache.
+        """
+        self._each(lambda client: client.start_weight_update())
+        info = {"version": version, "verify": verify}
+        report = self._both(
+            lambda client: client.update_weights(info), lambda: self.link.refit(version, verify)
+        )
+        self._each(lambda client: client.finish_weight_update())
+        return report
+
+    def close(self) -> None:
+        """Unmap the peers' memory, and free what was staged."""
+        self.link.close()
+
+    def _each(self, ask: Callable[[Client], None]) -> None:
+        if self.rank == 0:
+            for client in self.clients:
+                ask(client)
+
+    def _both(self, ask: Callable[[Client], None], mine: Callable[[], Any]) -> Any:
+        """Ask the engines, on the first rank, and do this rank's part meanwhile; its result.
+
+        Where both fail it is this rank's error that is raised: all members agree on that sentence. What an engine
+        says that never came to it stands behind.
+        """
+        if self.rank:
+            return mine()
+        with ThreadPoolExecutor(max(1, len(self.clients))) as pool:
+            asked: list[Future[None]] = [pool.submit(ask, client) for client in self.clients]
+            try:
+                result = mine()
+            except ReshardError as error:
+                said = [first_line(e) for e in (one.exception() for one in asked) if e is not None]
+                told = [sentence for sentence in said if str(error) not in sentence]
+                raise ReshardError(f"{error} (the engine: {told[0]})" if told else str(error)) from error
+            for one in asked:
+                one.result()
+        return result
+
+
+def _workers(client: Any) -> int:
+    """How many workers an engine has. Raises ReshardError where its client cannot say."""
+    if not hasattr(client, "world_size"):
+        raise ReshardError(
+            f"{type(client).__name__} does not say how many workers its engine has: give engine_ranks"
+        )
+    return int(client.world_size())
+
+
+def _of_group(ask: Callable[[], int], alone: int) -> int:
+    return ask() if dist.is_initialized() else alone

@@ -1,0 +1,161 @@
+"""Offload on the CPU: real Megatron models under DDP and the distributed optimizer, which train, refit and train again."""
+
+import hashlib
+
+import torch
+
+import reshard
+from reshard.homes import offloading
+from reshard.refit import Members, connect
+from reshard.trainers.megatron import MegatronModel
+from tests import megatron_on_cpu, vllm_on_cpu
+from tests.homes_on_cpu import chunks
+from tests.ranks import caught
+from tests.refit_on_cpu import fingerprint
+
+
+class Training:
+    """A model under Megatron's DDP with its distributed optimizer, and what each step does to them."""
+
+    def __init__(self, flags: list[str], directory: str) -> None:
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        torch.cuda.current_stream = lambda *_: None  # asked for before gradients are reduced
+        self.models, self.wrapped, args = chunks(flags, ddp=True)
+        megatron_on_cpu.load(self.models, args, directory)
+        config = OptimizerConfig(
+            optimizer="adam", lr=1e-2, bf16=True, use_distributed_optimizer=True, clip_grad=0.0
+        )
+        plain_type = torch.Tensor.type  # it takes parameters on a GPU only
+        torch.Tensor.type = lambda self, *a, **k: plain_type(self, *a, **k) if a else plain_type(self).replace("torch.", "torch.cuda.")  # fmt: skip
+        self.optimizer = get_megatron_optimizer(config, self.wrapped)
+        torch.Tensor.type = plain_type
+
+    def step(self, number: int) -> float:
+        """Forward, backward and an update, on tokens of this rank and step."""
+        torch.manual_seed(100 * number + torch.distributed.get_rank())
+        tokens = torch.randint(0, 100, (2, 17))
+        inputs, labels, n = tokens[:, :-1], tokens[:, 1:].contiguous(), tokens.shape[1] - 1
+        positions, mask = (
+            torch.arange(n)[None].expand_as(inputs),
+            torch.ones(n, n, dtype=torch.bool).triu(1)[None, None],
+        )
+        [model] = self.wrapped
+        model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss = model(inputs, positions, mask, labels=labels).mean()
+        loss.backward()
+        model.finish_grad_sync(force_all_reduce=True)
+        # As its `step` does, but for the norm of the gradients, which is summed up on a GPU.
+        assert not self.optimizer.prepare_grads() and self.optimizer.step_with_ready_grads()
+        return float(loss)
+
+    def bits(self) -> dict[str, list[bytes]]:
+        """All that it holds, by kind; every tensor, not every storage."""
+        found: dict[str, list[bytes]] = {}
+        for kind, tensor in offloading._tensors(self.wrapped, self.optimizer):
+            flat = (
+                tensor.detach().clone().reshape(-1).view(torch.uint8)
+            )  # a storage that numpy has seen stays as large as it is
+            found.setdefault(kind, []).append(flat.numpy().tobytes())
+        return found
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of all distinct storages, by kind."""
+        found, seen = {"params": 0, "grads": 0, "optimizer": 0}, set()
+        for kind, tensor in offloading._tensors(self.wrapped, self.optimizer):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in seen:
+                seen.add(storage._cdata)
+                found[kind] += storage.nbytes()
+        return found
+
+
+def steps(rank: int, flags: list[str], directory: str, move: bool) -> dict:
+    """Three training steps, after each of which the training is moved away and back, in parts too, or not; digests of all that it holds
+    before and after, and what is freed."""
+    training = Training(flags, directory)
+    model, optimizer = training.wrapped, training.optimizer
+    said: dict = {"losses": [], "before": [], "after": [], "sizes": [training.sizes()]}
+    for number in range(3):
+        said["losses"].append(training.step(number))
+        said["before"].append(digest(training.bits()))
+        if move and number == 0:
+            said["freed"], said["again"] = (
+                reshard.offload(model, optimizer),
+                reshard.offload(model, optimizer),
+            )
+            said["sizes"].append(training.sizes())
+            taken = [torch.full((4096,), -77.0) for _ in range(200)]  # somebody else has the memory now
+            said["back"] = reshard.onload(model)
+            del taken
+        elif move:
+            reshard.offload(model, optimizer, params=False)
+            said["sizes"].append(training.sizes())
+            reshard.offload(model, optimizer)
+            reshard.onload(model, grads=False, states=False)
+            said["sizes"].append(training.sizes())
+            reshard.onload(model)
+        said["after"].append(digest(training.bits()))
+    if move:
+        before = training.bits()
+        reshard.offload(model, optimizer, grads="drop")
+        reshard.onload(model)
+        now = training.bits()
+        said["dropped"] = [now[kind] == before[kind] for kind in ("params", "optimizer", "grads")]
+        said["dropped"].append({byte for one in now["grads"] for byte in one})
+        # The control: a byte that is lost in host memory is seen.
+        reshard.offload(model, optimizer)
+        [*_, last] = offloading._offloaded[model[0]].away["optimizer"]
+        last.host[0] ^= 1
+        reshard.onload(model)
+        said["with a lost byte"] = training.bits()["optimizer"] == before["optimizer"]
+        said["refused"] = [
+            caught(lambda: reshard.offload([], None)),
+            caught(lambda: reshard.offload(model, "adam")),
+            caught(lambda: reshard.offload(torch.nn.Linear(2, 2).requires_grad_(False).apply(_from_file))),
+        ]
+    return said
+
+
+def digest(found: dict[str, list[bytes]]) -> dict[str, str]:
+    """One for all tensors of a kind."""
+    return {kind: hashlib.sha256(b"".join(some)).hexdigest() for kind, some in found.items()}
+
+
+def _from_file(module: torch.nn.Linear) -> None:
+    import numpy
+
+    module.weight.data = torch.from_numpy(numpy.zeros((2, 2), numpy.float32))
+
+
+def refits(rank: int, flags: list[str], checkpoint: tuple[str, str]) -> dict:
+    """A trainer that is away, and elsewhere, between two refits of a vLLM in the same process."""
+    training = Training(flags, checkpoint[1])
+    module, config = vllm_on_cpu.build(checkpoint[0], load_format="dummy")
+    from reshard.engines.vllm.live import VllmModel
+
+    link = connect(
+        Members.of_process_group(timeout=180), MegatronModel(training.wrapped), VllmModel(module, config)
+    )
+    said: dict = {"held": []}
+    for number in range(2):
+        training.step(number)
+        before = link.trainer.source.addresses()
+        reshard.offload(training.wrapped, training.optimizer)
+        said["away"] = caught(link.refit)
+        taken = [torch.full((4096,), -77.0) for _ in range(400)]
+        reshard.onload(training.wrapped, grads=False, states=False)
+        said["moved"] = link.trainer.source.addresses() != before
+        link.refit(verify=True)
+        reshard.offload(training.wrapped, training.optimizer)
+        said["held"].append(fingerprint(module))
+        reshard.onload(training.wrapped)
+        del taken
+    # By another way: published tensors, through vLLM's own loader.
+    other, _ = vllm_on_cpu.build(checkpoint[0], load_format="dummy")
+    other.load_weights(
+        (name, tensor.clone()) for name, tensor in reshard.export(training.wrapped, checkpoint[0])
+    )
+    said["expected"] = fingerprint(other)
+    return said

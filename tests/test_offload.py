@@ -1,0 +1,63 @@
+"""Offload: a trainer that was moved to host memory and back is the same to the last bit, trains on alike, and refits from where it is."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from reshard import hf_to_mcore
+from tests.checkpoints import make
+from tests.ranks import run_on_ranks
+from tests.test_logits import flags_at
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A Hugging Face directory and a Megatron one, in bf16."""
+    folder = tmp_path_factory.mktemp("offload")
+    make(folder / "hf", "qwen3-moe", torch.bfloat16)
+    hf_to_mcore(folder / "hf", folder / "mcore", transformer_impl="local")
+    return str(folder / "hf"), str(folder / "mcore")
+
+
+@pytest.fixture(scope="module")
+def trained(pair):
+    """A training on two data parallel ranks, between whom the optimizer is split; and one that is moved away between its steps."""
+    flags = flags_at(Path(pair[1]), "")
+    return [run_on_ranks(2, "steps", flags, pair[1], move, module="offload_on_cpu") for move in (False, True)]
+
+
+def test_training_goes_on_as_if_nothing_had_been_moved(trained):
+    for still, moved in zip(*trained, strict=True):
+        assert moved["losses"] == still["losses"] and len(set(still["losses"])) == 3
+        for step, held in enumerate(still["before"]):
+            assert held.keys() == {"params", "grads", "optimizer"}
+            assert moved["before"][step] == moved["after"][step] == held, "bit for bit"
+        assert still["before"][0] != still["before"][1], "the control: training changes them"
+        assert not moved["with a lost byte"], "the control: a byte counts"
+        assert moved["dropped"] == [True, True, False, {0}]
+
+
+def test_storages_are_really_freed_and_by_kind(trained):
+    for said in trained[1]:
+        _, away, *parts = said["sizes"]
+        freed, nothing = said["freed"], {"params": 0, "grads": 0, "optimizer": 0}
+        assert away == nothing and said["again"] == 0 and freed == said["back"]
+        whole = said["sizes"][0]
+        for without, with_params in (parts[:2], parts[2:]):
+            assert without == with_params == nothing | {"params": whole["params"]}
+        # bf16 parameters, fp32 gradients, and of the optimizer's fp32 main parameters and two moments this rank's half
+        assert freed == pytest.approx((1 + 2 + 3) * whole["params"], rel=0.05) and whole["params"] > 100_000
+
+
+def test_what_cannot_be_moved_is_refused_in_a_sentence(trained):
+    nothing, no_optimizer, foreign = trained[1][0]["refused"]
+    assert nothing == "models is a list: give the list of chunks that the trainer holds"
+    assert no_optimizer == "optimizer is a str: give Megatron's, or one of torch.optim"
+    assert "lie in memory that is not torch's own" in foreign
+
+
+def test_a_refit_follows_a_trainer_that_was_away(pair):
+    [said] = run_on_ranks(1, "refits", flags_at(Path(pair[1]), ""), pair, module="offload_on_cpu")
+    assert said["held"][1] == said["expected"] != said["held"][0]
+    assert said["moved"] and "has no memory, and a refit reads from cpu" in said["away"]

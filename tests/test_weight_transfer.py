@@ -1,0 +1,46 @@
+"""vLLM's own weight transfer with the backend ``reshard``: a real ``vllm serve``, by its routes, and an ``LLM``, in one refit."""
+
+import json
+
+import pytest
+
+from reshard import Layout, hf_to_mcore
+from tests.checkpoints import make
+from tests.ranks import free_port
+from tests.test_engine import run
+from tests.vllm_server import served, with_tokenizer
+
+BACKEND = json.dumps({"backend": "reshard"})
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """What both engines answer, and how a trainer's mistakes are refused."""
+    folder, pairs = tmp_path_factory.mktemp("transfer"), []
+    for seed in (0, 1):
+        hf, mcore = folder / f"hf {seed}", folder / f"mcore {seed}"
+        make(hf, "served-qwen3", seed=seed)
+        hf_to_mcore(hf, mcore, Layout())
+        pairs.append((str(hf), str(mcore)))
+    with_tokenizer(folder / "hf 0")
+    options = ("--weight-transfer-config", BACKEND)
+    with served(folder / "hf 0", *options, log=folder / "log", VLLM_SERVER_DEV_MODE="1") as url:
+        return run(folder, 2, "transfer", pairs, url, free_port())
+
+
+def test_a_server_and_an_llm_answer_as_one_that_has_loaded_the_same_weights(said):
+    before, first, second = (said[step] for step in ("loaded", "version 0", "version 1"))
+    assert first["server"] == first["llm"] == before["server"], "equal to the last bit"
+    assert second["server"] == second["llm"] == before["llm"]
+    assert before["server"] != before["llm"], "the control: they had loaded two different ones"
+    assert said["version"] == 1
+
+
+def test_what_a_trainer_does_wrong_is_refused_in_a_sentence(said):
+    assert "/update_weights with 500: " in said["too early"]
+    assert "start_weight_update must be called" in said["too early"]
+    assert "this engine is not connected" in said["not connected"]
+    assert "Invalid update_info for ReshardTransfer" in said["tensors"]
+    assert "/get_world_size with 404: start it with VLLM_SERVER_DEV_MODE=1" in said["no such route"]
+    assert "does not answer /get_world_size (" in said["nobody"]
+    assert "refits to version" in said["two versions"]

