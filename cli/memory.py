@@ -130,7 +130,6 @@ def command(
     found = memory(model, layout, gpu_memory=gpu_bytes, engine=beside, **given)
     if html is not None:
         from reshard.footprint.html import html_report
-
         from reshard.report import UNENCODABLE
 
         try:
