@@ -222,10 +222,10 @@ def train(model, layout, case: Case, toy: bool, fusion: bool) -> dict:
         found = chunk(tokens, positions, mask, labels=tokens)
         return found, lambda losses: (losses.float().mean(), {})
 
-    if not toy:
-        torch.cuda.reset_peak_memory_stats()
-    seconds = 0.0
+    seconds, in_passes, in_step = 0.0, 0, 0
     for _ in range(1 if toy else 2):
+        if not toy:
+            torch.cuda.reset_peak_memory_stats()
         begin = time.perf_counter()
         for chunk in wrapped:
             chunk.zero_grad_buffer()
@@ -237,7 +237,10 @@ def train(model, layout, case: Case, toy: bool, fusion: bool) -> dict:
             micro_batch_size=1, forward_only=False,
         )  # fmt: skip
         if optimizer is not None:
+            in_passes = torch.cuda.max_memory_allocated() - left
+            torch.cuda.reset_peak_memory_stats()
             optimizer.step()
+            in_step = torch.cuda.max_memory_allocated() - left
             torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
     result = {"rank": torch.distributed.get_rank(), "stage": mpu.get_pipeline_model_parallel_rank(), "seconds": seconds,
@@ -245,10 +248,32 @@ def train(model, layout, case: Case, toy: bool, fusion: bool) -> dict:
     if not toy:
         free, total = torch.cuda.mem_get_info()
         result |= {
-            "peak": torch.cuda.max_memory_allocated() - left, "reserved": torch.cuda.max_memory_reserved(), "left": left,
+            "peak": max(in_passes, in_step), "in_passes": in_passes, "in_step": in_step, "left": left,
+            "held": torch.cuda.memory_allocated() - left, "reserved": torch.cuda.max_memory_reserved(),
             "built": static, "outside": total - free - torch.cuda.memory_reserved(),
         }  # fmt: skip
+        _free(wrapped, optimizer)
     return result
+
+
+def _free(wrapped: list, optimizer) -> None:
+    """Megatron keeps what it has trained alive, by hooks and lists of its own: give the memory back by hand."""
+    import torch
+
+    tensors = [p.data for chunk in wrapped for p in chunk.parameters()]
+    tensors += [
+        buffer.grad_data for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        tensors += [p.data for group in one.optimizer.param_groups for p in group["params"]]
+        tensors += [
+            value
+            for state in one.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ]
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
 
 
 def _without_device(plain):
@@ -360,8 +385,8 @@ def run(case, model, layout, gpus, toy, fusion, total, rank, folder) -> None:
             else:
                 off = stage.allocated - one["peak"]
                 good = "ok" if abs(off) <= max(2 * GIB, 0.03 * one["peak"]) else "OFF"
-                print(f"{case} rank {one['rank']}: peak {one['peak'] / GIB:.2f}, estimate {stage.allocated / GIB:.2f} ({off / GIB:+.2f}) {good}; "
-                      f"built {one['built'] / GIB:.2f}, static {stage.static / GIB:.2f}; reserved {one['reserved'] / GIB:.2f}, outside "
+                print(f"{case} rank {one['rank']}: peak {one['peak'] / GIB:.2f} (passes {one['in_passes'] / GIB:.2f}, step {one['in_step'] / GIB:.2f}, "
+                      f"held {one['held'] / GIB:.2f}), estimate {stage.allocated / GIB:.2f} ({off / GIB:+.2f}) {good}; built {one['built'] / GIB:.2f}, static {stage.static / GIB:.2f}; reserved {one['reserved'] / GIB:.2f}, outside "
                       f"{one['outside'] / GIB:.2f}; {said}", flush=True)  # fmt: skip
         with open(folder / "rows.jsonl", "a", encoding="utf-8") as out:
             out.write(json.dumps(row) + "\n")
