@@ -237,10 +237,10 @@ def train(model, layout, case: Case, toy: bool, fusion: bool) -> dict:
             micro_batch_size=1, forward_only=False,
         )  # fmt: skip
         if optimizer is not None:
-            in_passes = torch.cuda.max_memory_allocated() - left
+            in_passes = max(in_passes, torch.cuda.max_memory_allocated() - left)
             torch.cuda.reset_peak_memory_stats()
             optimizer.step()
-            in_step = torch.cuda.max_memory_allocated() - left
+            in_step = max(in_step, torch.cuda.max_memory_allocated() - left)
             torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
     result = {"rank": torch.distributed.get_rank(), "stage": mpu.get_pipeline_model_parallel_rank(), "seconds": seconds,

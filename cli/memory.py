@@ -15,8 +15,10 @@ from reshard.core.limits import MAX_VOCAB_MULTIPLE
 GIB = 1 << 30
 SHOWN = 16
 _SIZE = click.IntRange(min=1)
+_CROSS_ENTROPY = ["native", "te", "none"]
 _OPTIONS = (
     click.option("--cp", "--context-parallel-size", "cp", type=_SIZE, default=1, show_default=True, help="Context parallel size."),
+    click.option("--cross-entropy-fusion-impl", "cross_entropy", type=click.Choice(_CROSS_ENTROPY), default="native", show_default=True),
     click.option("--cp-comm-type", type=click.Choice(["p2p", "a2a", "all_gather"]), default="p2p", show_default=True),
     click.option("--dp", "--data-parallel-size", "dp", type=_SIZE, help="Data parallel size (default: the least that EP needs)."),
     click.option("--gpus", "--world-size", "gpus", type=_SIZE, help="All GPUs of the trainer, instead of --dp."),

@@ -164,7 +164,8 @@ MEASURED = {
 @pytest.mark.parametrize("case", MEASURED)
 def test_what_was_measured_of_real_runs(case):
     found, layout, options, measured, tolerance = MEASURED[case]
-    report = memory(found, layout, **options)
+    # Nothing was published of the fusion; all fit the one of Transformer Engine.
+    report = memory(found, layout, **{"cross_entropy": "te"} | options)
     for stage, gib in measured.items():
         assert report.stages[stage].allocated / GIB == pytest.approx(gib, abs=tolerance)
 

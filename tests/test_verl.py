@@ -48,13 +48,7 @@ def said(verl, tmp_path_factory):
     """What verl makes of the lines."""
     hf = make(tmp_path_factory.mktemp("model") / "hf", "served-qwen3")
     with_tokenizer(hf)
-    variables = clean() | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(REPOSITORY),
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
-    variables.pop("PYTHONDONTWRITEBYTECODE", None)
-    out = run([verl, "-m", "tests.verl_on_cpu", hf, *LINES], env=variables, cwd=REPOSITORY)
+    out = run([verl, "-m", "tests.verl_on_cpu", hf, *LINES], env=variables(), cwd=REPOSITORY)
     [line] = [line for line in out.splitlines() if line.startswith("SAID ")]
     return json.loads(line.removeprefix("SAID "))
 

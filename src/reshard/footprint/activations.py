@@ -14,6 +14,13 @@ from reshard.models.model import Model
 
 # Elements of a router's saved tensors for each expert: logits, scores and the map of chosen ones.
 ROUTER = 3.5
+# Bytes for a logit at the loss: bf16, fp32, and where torch.compile has made Megatron's own steps no longer write in
+# place, or nothing is fused, their exponentials.
+LOGIT = {"te": 6, "native": 10, "none": 10}
+
+
+# Recomputed when nothing is left of what their layer's MLP or experts have kept, which is more.
+OF_ATTENTION = ("core_attn", "mla_up_proj")
 
 
 class Saved(NamedTuple):
@@ -171,30 +178,40 @@ def chunk_bytes(plan: Plan, chunk: Stage, imbalance: float) -> Chunk:
     def keep(name: str, amount: float) -> None:
         tensors[name] = tensors.get(name, 0.0) + amount * tokens
 
-    again = 0.0  # what the backward of one layer, or group, makes anew
+    # What the backward of one layer, or group, makes: again, and as gradients.
+    backward = 0.0
+    gradients = {kind: _gradients(plan.model, kind, z) for kind in {*kinds, *mtp}}
     whole, whole_layers = _recomputed(r, kinds)
     if r.method == "uniform":  # Megatron recomputes MTP layers one by one, and not at all by block
         whole, mtp = whole + [[kind] for kind in mtp], []
     for layers in whole:
         keep("inputs of recomputed layers", 2 * plan.model.symbols["H"] / z.sequence)
-        again = max(again, sum(_layer(plan.model, kind, z)[0] for kind in layers))
+        again = sum(_layer(plan.model, kind, z)[0] for kind in layers)
+        backward = max(backward, again + max(gradients[kind] for kind in layers))
     modules = r.modules if r.method == "selective" else frozenset()
     rest = kinds[whole_layers:] + mtp
+    of_rest = of_rest_gradients = 0.0
     for kind in dict.fromkeys(rest):
-        n, dropped = rest.count(kind), 0.0
+        n, dropped = rest.count(kind), dict[str, float]()
         for row in _layer(plan.model, kind, z)[1]:
-            if modules.intersection(row.dropped_by):
-                dropped += row.bytes
-            else:
+            module = next((name for name in row.dropped_by if name in modules), None)
+            if module is None:
                 keep(row.name, n * row.bytes)
-        again = max(again, dropped)
+                of_rest += n * row.bytes
+            elif module not in OF_ATTENTION:
+                dropped[module] = dropped.get(module, 0.0) + row.bytes
+        # Each module is recomputed when its own backward comes.
+        of_rest_gradients = max(of_rest_gradients, gradients[kind] + max(dropped.values(), default=0.0))
+    # Layers that are recomputed by block come last, when nothing is left of the others.
+    backward = max(backward - of_rest, of_rest_gradients)
     for row in extra_rows(plan.model, chunk, z):
         keep(row.name, row.bytes)
-    backward = tokens * max((_gradients(plan.model, kind, z) for kind in {*kinds, *mtp}), default=0.0)
     loss = _loss(plan, chunk)
     if chunk.mtp:
         keep("MTP: logits", 4 * plan.model.mtp_layers * _vocab(plan))
-    return Chunk(sum(tensors.values()), loss, max(again * tokens + backward, loss), tensors)
+    # Of the last norm nothing is left when the layers' backward begins.
+    head = 4 * tokens * plan.model.symbols["H"] / z.sequence if chunk.output else 0.0
+    return Chunk(sum(tensors.values()), loss, max(tokens * backward - head, loss), tensors)
 
 
 def _recomputed(r: Recompute, kinds: list[str]) -> tuple[list[list[str]], int]:
@@ -222,10 +239,11 @@ def _layer(model: Model, kind: str, z: Sizes) -> tuple[float, list[Saved]]:
 
 def _gradients(model: Model, kind: str, z: Sizes) -> float:
     """Bytes for a token that a layer's backward has at once besides what was saved: gradients into and out of
-    its widest pair of products."""
+    its widest pair of products; of experts that of their tokens three times, before and after the two
+    permutations."""
     s = model.symbols
     dense = 2 * (2 * s["H"] + 2 * s["F"] / z.tp)
-    return dense if kind == "dense" else 4 * routed_share(model, z) * s["H"]
+    return dense if kind == "dense" else 6 * routed_share(model, z) * s["H"]
 
 
 def _vocab(plan: Plan) -> float:
@@ -234,9 +252,11 @@ def _vocab(plan: Plan) -> float:
 
 
 def _loss(plan: Plan, chunk: Stage) -> float:
-    """Bytes of logits and their gradients, with Megatron's fused cross entropy: bf16 logits and fp32 ones, or
-    bf16 gradients and those of the output layer's weight."""
+    """Bytes of logits and their gradients: all that the cross entropy makes of them, or bf16 gradients and those of
+    the output layer's weight."""
     if not chunk.output:
         return 0.0
     vocab, hidden = _vocab(plan), plan.model.symbols["H"]
-    return max(6 * plan.tokens * vocab, 2 * plan.tokens * vocab + 2 * vocab * hidden)
+    return max(
+        LOGIT[plan.training.cross_entropy] * plan.tokens * vocab, 2 * plan.tokens * vocab + 2 * vocab * hidden
+    )

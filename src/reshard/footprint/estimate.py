@@ -115,8 +115,8 @@ def memory(
     Static bytes are exact, activations those of Transformer Engine's layers, the rest bands. Raises
     ReshardError where a size does not divide, or an option has no such value.
 
-    >>> report = memory("Qwen/Qwen3-32B", Layout(tp=8, pp=2), gpus=16)  # doctest: +SKIP
-    >>> report.peak.allocated, report.peak.moment  # doctest: +SKIP
+        report = memory("Qwen/Qwen3-32B", Layout(tp=8, pp=2), gpus=16, gpu_memory="H100")
+        report.fits, report.peak.allocated, report.peak.moment
     """
     if not isinstance(model, Model):
         from reshard.disk.sources import read_model

@@ -18,6 +18,7 @@ MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "sh
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 # --store-param-remainders of the precision-aware optimizer: the bf16 weight and these bits are the fp32 one.
 REMAINDERS = "int16"
+CROSS_ENTROPY = ("native", "te", "none")
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 
@@ -77,6 +78,7 @@ class Training:
     `exp_avg`, `exp_avg_sq` are the optimizer's, int16 main parameters the precision-aware optimizer's.
     `optimizer_offload` is the share of the optimizer in host memory. `imbalance` is how many times its even
     share of tokens the fullest expert parallel rank gets; None: even, with a band up to what was measured.
+    `cross_entropy` is Megatron's ``--cross-entropy-fusion-impl``, or ``none`` without that fusion.
     `fp8` names Transformer Engine's recipe, None for bf16. With ``local`` as `transformer_impl` the shapes of the
     weights are those of Megatron's local layers; activations are Transformer Engine's all the same.
     """
@@ -101,6 +103,7 @@ class Training:
     fp8: str | None = None
     fp8_params: bool = False
     cp_comm_type: str = "p2p"
+    cross_entropy: str = "native"
     dispatcher: str = "alltoall"
     probs_after_experts: bool = False
     overlap_expert_comm: bool = False
@@ -128,6 +131,7 @@ class Training:
             ("exp_avg_sq", tuple(WIDTHS)),
             ("fp8", (None, *RECIPES)),
             ("cp_comm_type", ("p2p", "a2a", "all_gather")),
+            ("cross_entropy", CROSS_ENTROPY),
             ("dispatcher", ("alltoall", "flex", "allgather")),
             ("transformer_impl", TRANSFORMER_IMPLS),
         ):
