@@ -269,8 +269,8 @@ def _notes(plan: Plan) -> list[str]:
     """What was assumed, and what the figures leave open, for this plan."""
     t = plan.training
     found = [
-        "static bytes are exact; activations are those of Transformer Engine's layers with fused attention and "
-        "fused cross entropy, without dropout"
+        "static bytes are exact; activations are those of Transformer Engine's layers with fused attention, without "
+        f"dropout, and the loss that of --cross-entropy-fusion-impl {t.cross_entropy}"
     ]
     if t.num_microbatches is None and t.global_batch_size is None and plan.layout.pp > 1:
         found.append(
