@@ -216,46 +216,17 @@ def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
         click.echo("".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
+HEADS = (
+    "stage", "layers", "weights", "grads", "main", "moments", "TE", "activations", "transient", "allocated", "outside", "in all",
+)  # fmt: skip
+
+
 def _show(found: Any, tensors: bool) -> None:
     click.echo(
         f"{found.model}: {found.layout}, {found.ranks} GPUs, {found.tokens:,} tokens a microbatch and GPU, "
         f"{found.microbatches} microbatches, recompute {found.recompute}"
     )
-    click.echo("GiB of a GPU of each pipeline stage, at its fullest moment:")
-    heads = (
-        "stage",
-        "layers",
-        "weights",
-        "grads",
-        "main",
-        "moments",
-        "TE",
-        "activations",
-        "transient",
-        "allocated",
-        "outside",
-        "in all",
-    )
-    shown = found.stages
-    if len(shown) > SHOWN:
-        shown = sorted(sorted(shown, key=lambda s: -s.total_band.high)[:SHOWN], key=lambda s: s.stage)
-    rows = []
-    for s in shown:
-        layers = s.layers if len(s.layers) <= 28 else s.layers[:25] + "..."
-        parts = (
-            s.weights,
-            s.grads,
-            s.main_params,
-            s.moments,
-            s.engine_buffers,
-            s.activations,
-            s.transient,
-            s.allocated,
-        )
-        rows.append((str(s.stage), layers, *map(_gib, parts), _band(s.outside), _band(s.total_band)))
-    _table(heads, rows)
-    if len(shown) < len(found.stages):
-        click.echo(f"  ... and {len(found.stages) - len(shown)} that need no more (--json has all)")
+    _show_stages(found.stages)
     peak = found.peak
     click.echo(
         f"peak: stage {peak.stage}, {peak.moment}: {_gib(peak.allocated)} GiB allocated"
@@ -266,30 +237,46 @@ def _show(found: Any, tensors: bool) -> None:
         click.echo(f"host: {_gib(found.host_bytes)} GiB of optimizer for the GPUs of a host")
     if tensors:
         click.echo("activations of that stage, GiB:")
-        _table(
-            ("", "GiB"),
-            [(name, _gib(n)) for name, n in sorted(peak.tensors.items(), key=lambda each: -each[1])],
-        )
+        largest_first = sorted(peak.tensors.items(), key=lambda each: -each[1])
+        _table(("", "GiB"), [(name, _gib(n)) for name, n in largest_first])
     if found.phases:
-        click.echo("phases of an RL step, GiB of the fullest GPU:")
-        _table(
-            ("phase", "GPUs", "holds", "in all", "tokens of keys and values"),
-            [
-                (p.name, p.gpus, _gib(sum(p.parts.values())), _band(p.total_band),
-                 f"{p.kv_tokens.low:,} to {p.kv_tokens.high:,}" if p.kv_tokens else "")
-                for p in found.phases
-            ],
-        )  # fmt: skip
+        _show_phases(found.phases)
     for note in found.notes:
         click.echo(f"note: {note}", err=True)
     if found.gpu_bytes is not None:
         size = f"{_gib(found.gpu_bytes)} GiB"
-        said = {True: f"yes: it fits into {size}", False: f"no: it does not fit into {size}"}
-        click.echo(
-            said.get(
-                found.fits, f"not surely: {size} is between the ends of the band, so it may fit and may not"
-            )
-        )
+        said = {
+            True: f"yes: it fits into {size}",
+            False: f"no: it does not fit into {size}",
+            None: f"not surely: {size} is between the ends of the band, so it may fit and may not",
+        }
+        click.echo(said[found.fits])
+
+
+def _show_stages(stages: list[Any]) -> None:
+    click.echo("GiB of a GPU of each pipeline stage, at its fullest moment:")
+    shown = stages
+    if len(shown) > SHOWN:
+        fullest = sorted(stages, key=lambda s: -s.total_band.high)[:SHOWN]
+        shown = sorted(fullest, key=lambda s: s.stage)
+    rows = []
+    for s in shown:
+        layers = s.layers if len(s.layers) <= 28 else s.layers[:25] + "..."
+        static = (s.weights, s.grads, s.main_params, s.moments, s.engine_buffers)
+        parts = (*static, s.activations, s.transient, s.allocated)
+        rows.append((str(s.stage), layers, *map(_gib, parts), _band(s.outside), _band(s.total_band)))
+    _table(HEADS, rows)
+    if len(shown) < len(stages):
+        click.echo(f"  ... and {len(stages) - len(shown)} that need no more (--json has all)")
+
+
+def _show_phases(phases: list[Any]) -> None:
+    click.echo("phases of an RL step, GiB of the fullest GPU:")
+    rows = []
+    for p in phases:
+        tokens = f"{p.kv_tokens.low:,} to {p.kv_tokens.high:,}" if p.kv_tokens else ""
+        rows.append((p.name, p.gpus, _gib(sum(p.parts.values())), _band(p.total_band), tokens))
+    _table(("phase", "GPUs", "holds", "in all", "tokens of keys and values"), rows)
 
 
 def _fit(
