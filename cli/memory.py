@@ -109,7 +109,7 @@ def command(
     from reshard.disk.sources import read_model
     from reshard.footprint.estimate import memory
     from reshard.footprint.options import Training
-    from reshard.footprint.outside import gpu_memory
+    from reshard.footprint.outside import bytes_of_gpu
     from reshard.megatron.layout import Layout
     from reshard.models.config_fields import check_ignored
 
@@ -118,7 +118,7 @@ def command(
     fitting = {name: given.pop(name) for name in ("fit", "at_most_tp", "at_most_pp", "at_most_ep", "count")}
     engine = {name: given.pop(name) for name in ("engine", "utilization", "colocated", "trainer_offload")}
     text = given.pop("gpu_memory")
-    gpu_bytes = None if text is None else gpu_memory(text)
+    gpu_bytes = None if text is None else bytes_of_gpu(text)
     training, beside = Training(**given), _engine(engine)
     layout = None if fitting["fit"] else Layout(**sizes)
     if html is not None:

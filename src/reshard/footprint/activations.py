@@ -210,7 +210,7 @@ def chunk_bytes(plan: Plan, chunk: Stage, imbalance: float) -> Chunk:
     if chunk.mtp:
         keep("MTP: logits", 4 * plan.model.mtp_layers * _vocab(plan))
     # Of the last norm nothing is left when the layers' backward begins.
-    head = 4 * tokens * plan.model.symbols["H"] / z.sequence if chunk.output else 0.0
+    head = tensors.get("final norm", 0.0)
     return Chunk(sum(tensors.values()), loss, max(tokens * backward - head, loss), tensors)
 
 

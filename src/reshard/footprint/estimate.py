@@ -7,7 +7,7 @@ from typing import Any
 from reshard.core.errors import ReshardError
 from reshard.footprint.activations import Chunk, chunk_bytes
 from reshard.footprint.options import Plan, Training
-from reshard.footprint.outside import IMBALANCE, RESERVED, Band, gpu_memory, outside
+from reshard.footprint.outside import IMBALANCE, RESERVED, Band, bytes_of_gpu, outside
 from reshard.footprint.schedule import Moment, moments
 from reshard.footprint.static import Static, static_bytes
 from reshard.megatron.layout import Layout, Stage
@@ -130,16 +130,13 @@ def memory(
             f"memory has no option {sorted(unknown)[0]}; those of a run are the fields of Training"
         )
     plan = Plan.of(model, layout, Training(**options))
-    size = gpu_memory if isinstance(gpu_memory, (int, type(None))) else _gpu_bytes(gpu_memory)
+    size = gpu_memory if isinstance(gpu_memory, (int, type(None))) else bytes_of_gpu(gpu_memory)
     found = report_of(plan, size)
     if engine is not None:
         from reshard.footprint.phases import phases_of
 
         found = replace(found, phases=phases_of(plan, found, engine))
     return found
-
-
-_gpu_bytes = gpu_memory
 
 
 def report_of(plan: Plan, gpu_bytes: int | None = None) -> MemoryReport:

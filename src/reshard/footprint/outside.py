@@ -46,7 +46,7 @@ def outside(plan: Plan) -> Band:
 GPUS = {"a100-40": 39.4, "a100": 79.1, "h100": 79.1, "h800": 79.1, "h20": 95.1, "h200": 139.8, "b200": 178.4}
 
 
-def gpu_memory(text: str) -> int:
+def bytes_of_gpu(text: str) -> int:
     """Bytes of a GPU: ``80GB`` (of 1e9), ``79.1GiB``, or a card by its name, such as H100. Raises ReshardError
     for anything else."""
     name = text.strip().lower()
