@@ -1,15 +1,19 @@
 """A few steps of GRPO by verl on two GPUs, Megatron TP2 and vLLM TP2 colocated: with verl's own weight sync, and with a refit.
 
-    PYTHONPATH=. python benchmarks/verl_grpo.py OUT [--steps 3] [--layers 4] [--hidden 1024] [--only stock|refit] [--check]
+    PYTHONPATH=. python benchmarks/verl_grpo.py OUT [--steps 3] [--layers 4] [--hidden 1024] [--vocabulary 2048] [--tp 2] [--pp 1]
+        [--only both|refit|stock] [--check]
 
-A Qwen3 of random weights with a tokenizer of whole words, and rows of numbers to repeat. Written under OUT: each run's log, and what every
-worker of vLLM serves after every sync, as digests of its parameters, which are compared: the same seeds, so the first sync must be equal
-in both runs; later ones are as far as training itself repeats. ``--check`` only lets verl compose the config, for which no GPU is needed.
+A Qwen3 of random weights with a tokenizer of whole words, and rows of numbers to repeat; `--layers 36 --hidden 4096 --vocabulary 151936` is
+Qwen3-8B. Written under OUT: each run's log, and what every worker of vLLM serves after every sync, as digests of its parameters. In the run `both` each step refits, overwrites vLLM's weights, and
+lets verl's own sync fill them: both must leave the same bits after every step. Between the runs `refit` and `stock` the first sync must
+be equal; later ones are as far as training itself repeats. Printed: also what verl itself counts of every step. ``--check`` only lets verl
+compose the config, for which no GPU is needed.
 """
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +21,14 @@ from pathlib import Path
 EXTENSION = "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=benchmarks.verl_watch."
 RUNS = {
     "stock": [EXTENSION + "Stock"],
+    "both": [EXTENSION + "Refit", "actor_rollout_ref.model.external_lib=benchmarks.verl_both"],
     "refit": [EXTENSION + "Refit", "actor_rollout_ref.model.external_lib=reshard.trainers.verl"],
 }
+# What verl counts of a step: seconds, gigabytes, and how far the rollout's probabilities lie from the trainer's.
+COUNTED = re.compile(
+    r"(?:timing_s/(?:step|gen|update_weights|update_actor|old_log_prob)|perf/max_memory_\w+_gb|perf/cpu_memory_used_gb"
+    r"|training/rollout_\w+|critic/score/mean):\S+"
+)
 REWARD = '''"""A reward that differs from answer to answer, so that there is something to learn."""
 
 
@@ -27,7 +37,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 '''
 
 
-def model(folder: Path, layers: int, hidden: int) -> None:
+def model(folder: Path, layers: int, hidden: int, vocabulary: int) -> None:
     """A Qwen3 with random weights, and its tokenizer."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -35,16 +45,29 @@ def model(folder: Path, layers: int, hidden: int) -> None:
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=2048, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, num_attention_heads=hidden // 128,
-        num_key_value_heads=max(2, hidden // 256), head_dim=128, tie_word_embeddings=False, max_position_embeddings=2048, eos_token_id=1,
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, num_attention_heads=hidden // 128,
+        num_key_value_heads=max(2, hidden // 512), head_dim=128, tie_word_embeddings=False, max_position_embeddings=2048, eos_token_id=1,
         bos_token_id=2, pad_token_id=0,
     )  # fmt: skip
-    Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
-    words = {"<pad>": 0, "<eos>": 1, "<bos>": 2} | {f"w{i}": i for i in range(3, 2048)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        made = Qwen3ForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    made.save_pretrained(folder)
+    del made
+    torch.cuda.empty_cache()
+    special = {
+        "<pad>": 0,
+        "<eos>": 1,
+        "<bos>": 2,
+        "\n": 3,
+        "<|im_end|>": 4,
+    }  # the last two are what verl looks for in a Qwen
+    words = special | {f"w{i}": i for i in range(5, vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w5"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="w3", eos_token="<eos>", bos_token="<bos>", pad_token="<pad>"
+        tokenizer_object=tokenizer, unk_token="w5", eos_token="<eos>", bos_token="<bos>", pad_token="<pad>"
     )
     fast.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
     fast.save_pretrained(folder)
@@ -61,7 +84,7 @@ def rows(path: Path, count: int) -> None:
     ).to_parquet(path)  # fmt: skip
 
 
-def lines(out: Path, steps: int) -> list[str]:
+def lines(out: Path, steps: int, tp: int, pp: int) -> list[str]:
     """The config that both runs have."""
     batch = 8
     rows(out / "rows.parquet", batch)
@@ -69,9 +92,11 @@ def lines(out: Path, steps: int) -> list[str]:
     return [
         "model_engine=megatron", "algorithm.adv_estimator=grpo", f"data.train_files={out}/rows.parquet", f"data.val_files={out}/rows.parquet",
         f"data.train_batch_size={batch}", "data.max_prompt_length=64", "data.max_response_length=64", "data.shuffle=False",
+        "data.dataloader_num_workers=0", "actor_rollout_ref.rollout.agent.num_workers=2",
         f"actor_rollout_ref.model.path={out}/model", "actor_rollout_ref.model.use_remove_padding=False",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={batch}", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
-        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "actor_rollout_ref.actor.megatron.vanilla_mbridge=True",
+        f"actor_rollout_ref.actor.megatron.tensor_model_parallel_size={tp}",
+        f"actor_rollout_ref.actor.megatron.pipeline_model_parallel_size={pp}", "actor_rollout_ref.actor.megatron.vanilla_mbridge=True",
         "actor_rollout_ref.actor.megatron.param_offload=True",
         "actor_rollout_ref.actor.megatron.optimizer_offload=True", "actor_rollout_ref.actor.optim.lr=1e-5",
         "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2", "actor_rollout_ref.rollout.n=4",
@@ -95,11 +120,11 @@ def check(config: list[str]) -> None:
         omega_conf_to_dataclass(composed.actor_rollout_ref[part])
 
 
-def noted(out: Path, run: str) -> dict[int, list[dict]]:
-    """What the workers have noted, by rank."""
+def noted(out: Path, run: str) -> dict[str, list[dict]]:
+    """What the workers of vLLM have noted, by rank, and those of the trainer."""
     found = sorted(out.glob(f"{run}.watch.*"))
     return {
-        int(path.suffix[1:]): [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        path.suffix[1:]: [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         for path in found
     }
 
@@ -112,14 +137,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--vocabulary", type=int, default=2048)
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--only", choices=list(RUNS))
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "model").exists():
-        model(out / "model", options.layers, options.hidden)
-    common = lines(out, options.steps)
+        model(out / "model", options.layers, options.hidden, options.vocabulary)
+    common = lines(out, options.steps, options.tp, options.pp)
     for run in [options.only] if options.only else RUNS:
         if options.check:
             check([*common, *RUNS[run]])
@@ -133,25 +161,44 @@ def main() -> None:
         with open(out / f"{run}.log", "w", encoding="utf-8") as log:
             command = [sys.executable, "-m", "verl.trainer.main_ppo", *common, *RUNS[run]]
             code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=variables).returncode
+        for line in (out / f"{run}.log").read_text(encoding="utf-8", errors="replace").splitlines():
+            if "step:" in line and (counted := COUNTED.findall(line)):
+                print(f"  {run}: " + ", ".join(counted), flush=True)
         syncs = noted(out, run)
         print(
             f"{run}: exit {code}, syncs by rank { {rank: len(some) for rank, some in syncs.items()} }",
             flush=True,
         )
         for rank, some in syncs.items():
-            print(
-                f"  rank {rank}: "
-                + ", ".join(f"{one['seconds'] * 1e3:.0f} ms {one['weights'][:12]}" for one in some),
-                flush=True,
-            )
+            print(f"  {rank}: " + ", ".join(told(one) for one in some), flush=True)
+        if run == "both":
+            compare(syncs)
     if not options.check and not options.only:
-        stock, refit = (noted(out, run) for run in RUNS)
+        stock, refit = noted(out, "stock"), noted(out, "refit")
         for rank in stock:
             pairs = zip(stock[rank], refit.get(rank, []))
             print(
                 f"rank {rank}: equal after sync "
                 + ", ".join(str(a["weights"] == b["weights"]) for a, b in pairs)
             )
+
+
+def told(one: dict) -> str:
+    """A sync in a few words."""
+    return f"{one['way']} {one['seconds'] * 1e3:.0f} ms {one.get('weights', '')[:12]}".rstrip()
+
+
+def compare(syncs: dict[str, list[dict]]) -> None:
+    """Whether each refit left what verl's own sync left after it; and that steps differ, without which that would say nothing."""
+    for rank, some in syncs.items():
+        if rank.startswith("trainer"):
+            continue
+        refits, stocks = ([one["weights"] for one in some if one["way"] == way] for way in ("refit", "stock"))
+        equal = [a == b for a, b in zip(refits, stocks, strict=True)]
+        print(
+            f"  rank {rank}: equal after each sync {equal}, {len(set(refits))} of {len(refits)} different from one another",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

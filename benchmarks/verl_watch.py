@@ -1,9 +1,10 @@
-"""Extensions of vLLM's workers under verl, stock and ours, that note after each sync what the worker then serves."""
+"""Extensions of vLLM's workers under verl that note after each sync what the worker then serves."""
 
 import hashlib
 import json
 import os
 import time
+from typing import Any
 
 import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
@@ -11,34 +12,56 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from reshard.trainers.verl_worker import VerlExtension
 
 
-def note(worker, began: float) -> None:
-    """A line with a digest of every parameter's bits, and how long the worker took."""
+def digest(model: torch.nn.Module) -> str:
+    """Of every parameter's name and bits."""
+    found = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        bits = parameter.detach().contiguous().view(torch.uint8).cpu().numpy()
+        found.update(name.encode() + bits.tobytes())
+    return found.hexdigest()
+
+
+def write(who: str, way: str, began: float, **more: Any) -> None:
+    """A line: how a sync went, and how long it took since then, in seconds."""
+    line = {"way": way, "seconds": time.perf_counter() - began} | more
+    with open(f"{os.environ['RESHARD_WATCH']}.{who}", "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def note(worker: Any, way: str, began: float) -> None:
+    """What this worker holds now."""
     torch.cuda.synchronize()
-    took, digest = time.perf_counter() - began, hashlib.sha256()
-    for name, parameter in sorted(worker.model_runner.model.named_parameters()):
-        digest.update(
-            name.encode() + parameter.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()
-        )
-    with open(f"{os.environ['RESHARD_WATCH']}.{worker.rank}", "a", encoding="utf-8") as file:
-        file.write(json.dumps({"seconds": took, "weights": digest.hexdigest()}) + "\n")
+    took = time.perf_counter() - began
+    weights = digest(worker.model_runner.model)
+    write(str(worker.rank), way, time.perf_counter() - took, weights=weights)
 
 
 class Stock(vLLMColocateWorkerExtension):
     """verl's own sync."""
 
-    def update_weights_from_ipc(self, *args, **kwargs) -> None:
+    def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:
         """As it is, and a note."""
         began = time.perf_counter()
         super().update_weights_from_ipc(*args, **kwargs)
-        note(self, began)
+        note(self, "stock", began)
 
 
 class Refit(VerlExtension):
-    """A refit."""
+    """A refit, and verl's own sync into weights that were overwritten before, where that is asked for."""
 
-    def reshard_refit(self, *args, **kwargs) -> dict:
+    def reshard_refit(self, *args: Any, **kwargs: Any) -> dict:
         """As it is, and a note."""
         began = time.perf_counter()
         report = super().reshard_refit(*args, **kwargs)
-        note(self, began)
+        note(self, "refit", began)
         return report
+
+    def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:
+        """As it is, into other weights, and a note."""
+        with torch.no_grad():
+            for parameter in self.model_runner.model.parameters():
+                parameter.fill_(0.5)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        super().update_weights_from_ipc(*args, **kwargs)
+        note(self, "stock", began)

@@ -9,6 +9,7 @@ import torch
 
 from reshard import ReshardError
 from reshard.engines.vllm import compat
+from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.worker import RefitExtension
 from reshard.megatron import compat as megatron
 from tests.ranks import caught as said_by
@@ -85,3 +86,39 @@ print("nothing")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert done.stdout.splitlines()[-1:] == ["nothing"], done.stderr[-2000:]
+
+
+def test_warming_up_runs_before_there_are_weights_and_requests_do_not():
+    """vLLM's second model runner, which needs Triton and with it a GPU, profiles and warms up through what also serves."""
+    from inspect import signature
+
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
+
+    assert "dummy_run" in signature(GPUModelRunner.execute_model).parameters
+    assert hasattr(Worker, "compile_or_warm_up_model")
+
+    class Runner:
+        def execute_model(self, tokens, dummy_run=False):
+            return tokens
+
+    class PlainWorker:
+        def __init__(self):
+            self.model_runner = Runner()
+
+        def compile_or_warm_up_model(self, fails=False):
+            if fails:
+                raise RuntimeError("out of memory")
+            return self.model_runner.execute_model(2)
+
+    worker, module = PlainWorker(), torch.nn.Linear(1, 1)
+    config = EngineConfig(load_config=EngineConfig(load_format="dummy"))
+    guard_of(module, config).watch(module, worker, None)
+    assert worker.model_runner.execute_model(1, dummy_run=True) == 1
+    assert worker.compile_or_warm_up_model() == 2
+    with pytest.raises(RuntimeError, match="out of memory"):
+        worker.compile_or_warm_up_model(fails=True)
+    with pytest.raises(ReshardError, match="refit it before it serves"):
+        worker.model_runner.execute_model(3)
+    guard_of(module, config).fit = True
+    assert worker.model_runner.execute_model(3) == 3

@@ -20,6 +20,7 @@ class Guard:
     why: str = ""
     version: int | None = None
     asleep: bool = False
+    warming_up: bool = False
     watched: bool = False
     front_watched: bool = False
 
@@ -47,6 +48,8 @@ class Guard:
             module.register_forward_pre_hook(lambda *_: self.refuse_unfit())
             return
         runner.execute_model = self._asking_first(runner.execute_model)
+        if hasattr(worker, "compile_or_warm_up_model"):
+            worker.compile_or_warm_up_model = self._warming_up(worker.compile_or_warm_up_model)
         for name, after in (
             ("sleep", self._slept),
             ("wake_up", self._woken),
@@ -57,10 +60,22 @@ class Guard:
 
     def _asking_first(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            self.refuse_unfit()
+            # vLLM's second model runner profiles and warms up through here; nobody reads what that says.
+            if not (self.warming_up or kwargs.get("dummy_run")):
+                self.refuse_unfit()
             return plain(*args, **kwargs)
 
         return guarded
+
+    def _warming_up(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def warmed(*args: Any, **kwargs: Any) -> Any:
+            self.warming_up = True
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                self.warming_up = False
+
+        return warmed
 
     def _slept(self, level: int = 1, *_: Any, **__: Any) -> None:
         """Level 2 discards the weights."""
