@@ -4,10 +4,10 @@
         [--only both|refit|stock] [--check]
 
 A Qwen3 of random weights with a tokenizer of whole words, and rows of numbers to repeat; `--layers 36 --hidden 4096 --vocabulary 151936` is
-Qwen3-8B. Written under OUT: each run's log, and what every worker of vLLM serves after every sync, as digests of its parameters. In the run `both` each step refits, overwrites vLLM's weights, and
-lets verl's own sync fill them: both must leave the same bits after every step. Between the runs `refit` and `stock` the first sync must
-be equal; later ones are as far as training itself repeats. Printed: also what verl itself counts of every step. ``--check`` only lets verl
-compose the config, for which no GPU is needed.
+Qwen3-8B. Written under OUT: each run's log, and what every worker of vLLM serves after every sync, as digests of its parameters. In the run
+`both` each step refits, overwrites vLLM's weights, and lets verl's own sync fill them: both must leave the same bits after every step.
+Between the runs `refit` and `stock` the first sync must be equal; later ones are as far as training itself repeats. Printed: also what verl
+itself counts of every step. ``--check`` only lets verl compose the config, for which no GPU is needed.
 """
 
 import argparse
@@ -98,6 +98,7 @@ def lines(out: Path, steps: int, tp: int, pp: int) -> list[str]:
         f"actor_rollout_ref.actor.megatron.tensor_model_parallel_size={tp}",
         f"actor_rollout_ref.actor.megatron.pipeline_model_parallel_size={pp}", "actor_rollout_ref.actor.megatron.vanilla_mbridge=True",
         "actor_rollout_ref.actor.megatron.param_offload=True",
+        "actor_rollout_ref.actor.megatron.override_transformer_config.attention_backend=auto",  # its own needs flash-attn
         "actor_rollout_ref.actor.megatron.optimizer_offload=True", "actor_rollout_ref.actor.optim.lr=1e-5",
         "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2", "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.4", "actor_rollout_ref.rollout.enforce_eager=True",
@@ -185,7 +186,7 @@ def main() -> None:
 
 def told(one: dict) -> str:
     """A sync in a few words."""
-    return f"{one['way']} {one['seconds'] * 1e3:.0f} ms {one.get('weights', '')[:12]}".rstrip()
+    return f"{one['way']} {one['seconds'] * 1e3:.0f} ms {one['used'] / 2**30:.1f} GiB {one.get('weights', '')[:12]}".rstrip()
 
 
 def compare(syncs: dict[str, list[dict]]) -> None:

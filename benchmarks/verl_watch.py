@@ -13,17 +13,27 @@ from reshard.trainers.verl_worker import VerlExtension
 
 
 def digest(model: torch.nn.Module) -> str:
-    """Of every parameter's name and bits."""
+    """Of every parameter's name and bits: 16-bit words times their place, summed where they lie, so that a sync's time stays a sync's."""
     found = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
-        bits = parameter.detach().contiguous().view(torch.uint8).cpu().numpy()
-        found.update(name.encode() + bits.tobytes())
+        words = parameter.detach().contiguous().view(torch.int16).flatten()
+        total = torch.zeros((), dtype=torch.int64, device=words.device)
+        for start in range(0, len(words), 1 << 26):
+            part = words[start : start + (1 << 26)].long()
+            total += (part * (torch.arange(len(part), device=part.device) * 2 + 2 * start + 1)).sum()
+        found.update(f"{name} {total.item()}".encode())
     return found.hexdigest()
 
 
 def write(who: str, way: str, began: float, **more: Any) -> None:
-    """A line: how a sync went, and how long it took since then, in seconds."""
-    line = {"way": way, "seconds": time.perf_counter() - began} | more
+    """A line: how a sync went, how long it took since then in seconds, and what its GPU holds then, all processes together, in bytes."""
+    free, total = torch.cuda.mem_get_info()
+    line = {
+        "way": way,
+        "at": time.time(),
+        "seconds": time.perf_counter() - began,
+        "used": total - free,
+    } | more
     with open(f"{os.environ['RESHARD_WATCH']}.{who}", "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
