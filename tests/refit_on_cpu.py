@@ -136,9 +136,9 @@ def refit_twice(
     if is_engine:
         model, config = vllm_on_cpu.build(checkpoints[0][0], load_format="dummy", **engine)
         destination = VllmModel(model, config)
-        assert traced or destination.placement == vllm_placement(destination.model, destination.rank), (
-            "not by the table, but by the trace"
-        )
+        assert traced or held_by(destination.placement) == held_by(
+            vllm_placement(destination.model, destination.rank)
+        ), "not by the table, but by the trace"
     link = connect(members, source, destination, **options)
     addresses = {name: t.data_ptr() for name, t in destination.tensors.items()} if destination else {}
     held, reports = [], []
@@ -162,6 +162,11 @@ def refit_twice(
         [fingerprint(vllm_on_cpu.build(hf, **engine)[0]) for hf, _ in checkpoints] if destination else []
     )
     return held, expected, moved, reports, link.version
+
+
+def held_by(placement) -> dict:
+    """The boxes of each local tensor, wherever they lie in it."""
+    return {identity: [(part.name, part.box) for part in tensor.parts] for identity, tensor in placement.tensors.items()}
 
 
 def moved_before_a_failure(

@@ -10,6 +10,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import torch
+import torch._dynamo
 import vllm.platforms
 from vllm.platforms.interface import Platform, PlatformEnum
 
@@ -45,6 +46,10 @@ class Host(Platform):
         vllm_config.parallel_config.worker_cls = "vllm.v1.worker.gpu_worker.Worker"
 
     @classmethod
+    def supports_fp8(cls):
+        return True
+
+    @classmethod
     def import_kernels(cls):
         pass
 
@@ -57,9 +62,28 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.model_loader import get_model_loader
 
+from vllm.model_executor.kernels import linear as linear_kernels
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+
 from tests import vllm_models
 
 vllm_models.register()
+
+# Kernels that read fp8 blocks as they are loaded, as on a GPU without DeepGEMM; they too are not run.
+torch._dynamo.config.disable = True  # what quantises them is compiled on a GPU
+
+
+def multiplied(kernel, A, B, As, Bs):
+    """A bf16 matrix times blocks, for what MLA derives from them."""
+    spread = Bs.repeat_interleave(128, 0).repeat_interleave(128, 1)[: B.shape[0], : B.shape[1]]
+    return (A.float() @ (B.float() * spread).T).to(torch.bfloat16)
+
+
+linear_kernels.TritonFp8BlockScaledMMKernel.apply_input_quant = False
+linear_kernels.TritonFp8BlockScaledMMKernel.apply_block_scaled_mm = multiplied
+linear_kernels.TritonFp8BlockScaledMMKernel.is_supported = classmethod(lambda cls, capability=None: (True, None))
+linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.OOT] = [linear_kernels.TritonFp8BlockScaledMMKernel]
+TritonExperts._supports_current_device = staticmethod(lambda: True)
 
 # The prefill kernels need a GPU to be imported; no attention is run here.
 mla_attention.get_mla_prefill_backend = lambda config: type(

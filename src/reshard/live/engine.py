@@ -2,10 +2,18 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.core.placement import Placement
 from reshard.live.memory import Region
+
+
+class Scales(NamedTuple):
+    """Of a local tensor ``[rows, columns]`` whose region holds fp8: where the fp32 scales of its 128x128 blocks
+    lie, ``[rows / 128, columns / 128]`` rounded up, and how they are rounded (`reshard.refit.codecs.ROUNDINGS`)."""
+
+    region: Region
+    rounding: str
 
 
 class Engine(ABC):
@@ -13,12 +21,14 @@ class Engine(ABC):
 
     `hf_config` is the published config of the model that it serves, `placement` what its local tensors hold
     of the canonical ones, and `regions` where each of these lies, by its id, in an order that stays. A refit
-    writes into the regions and nowhere else. As long as it is not `fit`, from when it is made on, an engine refuses to serve.
+    writes into the regions, and into the `scales` of those that are quantised, and nowhere else. As long as it is
+    not `fit`, from when it is made on, an engine refuses to serve.
     """
 
     hf_config: dict[str, Any]
     placement: Placement
     regions: Mapping[Any, Region]
+    scales: Mapping[Any, Scales]  # by the ids of those that are quantised
     tp: int  # its tensor parallel size, by which replicas among engines' ranks are told apart
 
     @property

@@ -11,8 +11,8 @@ from reshard.live.cuda import Allocation, allocation_of, exported
 from reshard.live.engine import Engine
 from reshard.live.memory import Region
 from reshard.live.trainer import Trainer
-from reshard.refit.codecs import DESTINATION_SIZES, PLAIN, bytes_in_source
-from reshard.refit.tables import CODEC, DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, empty_table, table_of
+from reshard.refit.codecs import BLOCKWISE, DESTINATION_SIZES, PLAIN, bytes_in_source, codec_between
+from reshard.refit.tables import CODEC, COLUMNS, DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
 from reshard.refit.transports.mappings import Mappings
 
 # Columns of what an inference rank asks a trainer's rank for; offsets and lengths in elements.
@@ -71,29 +71,31 @@ def located(regions: Iterable[Region]) -> np.ndarray:
     return np.array(found, np.int64).reshape(-1, 3)
 
 
-def fill_table(destination: Engine, device: torch.device) -> tuple[np.ndarray, torch.Tensor]:
-    """A table that copies a row of zeros into every row of padding; and that row, which must live as long."""
-    rows, longest = [], 0
-    for tensor in destination.placement.tensors.values():
-        region = destination.regions[tensor.id]
-        size = region.tensor.element_size()
-        for fill in tensor.fills:
+class Fills(NamedTuple):
+    """Copies of a row of zeros into every row of padding, where each goes (`Pieces.into`), and that row, which must
+    live as long."""
+
+    table: np.ndarray
+    into: np.ndarray
+    zeros: torch.Tensor
+
+
+def fills_of(destination: Engine, device: torch.device) -> Fills:
+    """The padding of an engine's local tensors; of those in blocks it is quantised like anything else."""
+    rows, into, longest = [], [], 0
+    for index, (identity, region) in enumerate(destination.regions.items()):
+        size, scales = region.tensor.element_size(), destination.scales.get(identity)
+        codec = PLAIN if scales is None else codec_between("bfloat16", "float8_e4m3fn", scales.rounding)
+        for fill in destination.placement.tensors[identity].fills:
             (row, column), (n, width) = two(fill.offsets, 0), two(fill.lengths, 1)
-            rows.append(
-                (
-                    0,
-                    region.address + (row * region.pitch + column) * size,
-                    n,
-                    width * size,
-                    0,
-                    region.pitch * size,
-                )
-            )
-            longest = max(longest, width * size)
+            address = region.address + (row * region.pitch + column) * size
+            rows.append((0, address, n, width * size, 0, region.pitch * size, codec))
+            into.append((index, row, column))
+            longest = max(longest, bytes_in_source(width * size, codec))
     zeros = torch.zeros(longest, dtype=torch.uint8, device=device)
-    table = table_of(rows)
+    table = np.array(rows, np.int64).reshape(-1, COLUMNS)
     table[:, SRC] = zeros.data_ptr()
-    return table, zeros
+    return Fills(table, np.array(into, np.int64).reshape(-1, 3), zeros)
 
 
 def source_table(memory: np.ndarray, asked: np.ndarray) -> np.ndarray:
@@ -107,6 +109,14 @@ def source_table(memory: np.ndarray, asked: np.ndarray) -> np.ndarray:
     encoded = np.where(codec == PLAIN, size, DESTINATION_SIZES[codec])
     table[:, ROWS], table[:, WIDTH] = asked[:, COUNT], asked[:, ELEMENTS] * encoded
     return table
+
+
+def as_held(asked: np.ndarray) -> np.ndarray:
+    """Pieces as the source has them, where blocks would be made of them: a fragment of a block says nothing of its
+    codes."""
+    held = asked.copy()
+    held[BLOCKWISE[asked[:, ENCODED]], ENCODED] = PLAIN
+    return held
 
 
 def from_source(table: np.ndarray, asked: np.ndarray, shards: np.ndarray) -> np.ndarray:

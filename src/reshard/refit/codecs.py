@@ -3,7 +3,7 @@
 A copy names its codec by its number in `CODECS`. Its widths are counted in bytes of the destination, from
 which the codec tells those of the source. What is packed for another member is encoded on the side where it
 is wider, so that the narrower form travels. Both ends digest what is in the engine's dtype, so that a check
-compares the encoded elements bit for bit.
+compares the encoded elements bit for bit; of blocks, which one side alone may not have whole, both digest the source.
 """
 
 from dataclasses import dataclass
@@ -33,6 +33,37 @@ class Codec:
         return f"{self.source.name} to {self.destination.name}"
 
 
+@dataclass(frozen=True)
+class BlockCodec(Codec):
+    """fp8 with an fp32 scale for each block of 128x128 elements of a rank's local tensor, cut off at its end:
+    what vLLM's ``per_block_cast_to_fp8`` makes (``vllm/utils/deep_gemm.py``). `reshard.refit.blocks` carries it
+    out, since a block may come in pieces.
+
+    `rounding` says how a block's largest magnitude / 448 becomes its scale: one of `ROUNDINGS`.
+    """
+
+    rounding: str
+
+    def encode(self, rows: np.ndarray) -> np.ndarray:
+        """Not by the element."""
+        raise NotImplementedError(f"{self} is made of whole blocks")
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} blocks, {ROUNDINGS[self.rounding]}"
+
+
+BLOCK = 128
+E4M3_MAX = 448.0
+SMALLEST = 1e-4  # magnitude that a block is taken to have at least
+# As they are; as powers of two (UE8M0), rounded up; and as vLLM leaves them that loads one after the other: fp32,
+# whose numbers are then quantised again.
+ROUNDINGS = {
+    "fp32": "fp32 scales",
+    "ue8m0": "power-of-two scales",
+    "twice": "fp32 scales, then power-of-two scales",
+}
+
+
 PLAIN = 0
 BYTES = Codec(DTYPES["uint8"], DTYPES["uint8"])
 # Those that lose nothing, and the one that trainers with parameters in fp32 make for their own forward. Casts to
@@ -42,18 +73,24 @@ CODECS = (
     Codec(DTYPES["float32"], DTYPES["bfloat16"]),
     Codec(DTYPES["bfloat16"], DTYPES["float32"]),
     Codec(DTYPES["float16"], DTYPES["float32"]),
+    *(BlockCodec(DTYPES["bfloat16"], DTYPES["float8_e4m3fn"], rounding) for rounding in ROUNDINGS),
 )
+BLOCKWISE = np.array([isinstance(codec, BlockCodec) for codec in CODECS])
 SOURCE_SIZES = np.array([codec.source.size for codec in CODECS])
 DESTINATION_SIZES = np.array([codec.destination.size for codec in CODECS])
 WIDENS = DESTINATION_SIZES > SOURCE_SIZES
 
 
-def codec_between(source: str, destination: str) -> int | None:
-    """The number of the codec from one dtype to another; None where there is none."""
+def codec_between(source: str, destination: str, rounding: str | None = None) -> int | None:
+    """The number of the codec from one dtype to another, with a `rounding` into blocks with scales; None where
+    there is none."""
     if source == destination:
         return PLAIN
-    pairs = [(codec.source.name, codec.destination.name) for codec in CODECS]
-    return pairs.index((source, destination)) if (source, destination) in pairs else None
+    for number, codec in enumerate(CODECS):
+        between = codec.source.name, codec.destination.name
+        if between == (source, destination) and getattr(codec, "rounding", None) == rounding:
+            return number
+    return None
 
 
 def bytes_in_source(count: Any, codec: Any) -> Any:

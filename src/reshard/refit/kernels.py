@@ -15,6 +15,7 @@ import triton.language as tl
 from triton import knobs
 
 from reshard.refit import mix
+from reshard.refit.blocks import FRAGMENT, ITEM, STRIP
 from reshard.refit.codecs import CODECS, PLAIN
 
 WORDS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
@@ -74,6 +75,78 @@ def copy_tiles(tiles: torch.Tensor, unit: int, programs: int | None = None, code
 
 def _floats(codec: int) -> tuple[tl.dtype, tl.dtype]:
     return FLOATS[CODECS[codec].source.name], FLOATS[CODECS[codec].destination.name]
+
+
+@triton.jit
+def _fragment(row, r, c):
+    """Where the elements at rows `r` and columns `c` of an item are in a fragment, and which it has."""
+    src = tl.load(row).to(tl.pointer_type(tl.bfloat16))
+    top, left = tl.load(row + 2).to(tl.int32), tl.load(row + 3).to(tl.int32)
+    below, right = top + tl.load(row + 4).to(tl.int32), left + tl.load(row + 5).to(tl.int32)
+    inside = (r >= top) & (r < below) & (c >= left) & (c < right)
+    return src + ((r - top) * tl.load(row + 1) + (c - left)), inside
+
+
+@triton.jit
+def _gathered(fragments, count, block, ALIGNED: tl.constexpr):
+    """The elements ``[128, 128]`` of an item's block that starts at a column, zeros where it has none."""
+    r, c = tl.arange(0, 128)[:, None], block + tl.arange(0, 128)[None, :]
+    where, inside = _fragment(fragments, r, c)
+    if ALIGNED:
+        where = tl.multiple_of(tl.max_contiguous(where, [1, 8]), [1, 16])
+    top, left = tl.load(fragments + 2), tl.load(fragments + 3)
+    rows, right = tl.load(fragments + 4), left + tl.load(fragments + 5)
+    if (top == 0) & (rows == 128) & (left <= block) & (right >= block + 128):
+        value = tl.load(where)  # without a mask, which would make many small loads of it
+    else:
+        value = tl.load(where, mask=inside, other=0.0)
+        for more in range(1, count):
+            where, inside = _fragment(fragments + more * 6, r, c)
+            value = tl.where(inside, tl.load(where, mask=inside, other=0.0), value)
+    return value
+
+
+@triton.jit
+def _scaled(value, POWER: tl.constexpr):
+    """e4m3 of a block, and its scale: the expressions of ``per_block_cast_to_fp8`` as Inductor compiles them."""
+    largest = tl.maximum(tl.max(tl.max(tl.abs(value), 1), 0), 1e-4)
+    scale = largest * 0.002232142857142857
+    if POWER:
+        bits = scale.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFFF) & 0x7F800000  # the next power of two
+        scale = bits.to(tl.float32, bitcast=True)
+    return (value * (1.0 / scale)).to(tl.float8e4nv), scale
+
+
+@triton.jit
+def _quantise(
+    items, fragments, POWER: tl.constexpr, TWICE: tl.constexpr, ALIGNED: tl.constexpr, STRIP: tl.constexpr
+):
+    item = items + (tl.program_id(0) // STRIP).to(tl.int64) * 7
+    block = (tl.program_id(0) % STRIP) * 128
+    n_rows, n_columns = tl.load(item + 3).to(tl.int32), tl.load(item + 4).to(tl.int32)
+    if block < n_columns:
+        count = tl.load(item + 6).to(tl.int32)
+        value = _gathered(fragments + tl.load(item + 5) * 6, count, block, ALIGNED).to(tl.float32)
+        codes, scale = _scaled(value, POWER and not TWICE)
+        if TWICE:
+            codes, scale = _scaled(codes.to(tl.float32) * scale, True)
+        r, c = tl.arange(0, 128)[:, None], block + tl.arange(0, 128)[None, :]
+        where = tl.load(item).to(tl.pointer_type(tl.float8e4nv)) + (r * tl.load(item + 1) + c)
+        if ALIGNED:
+            where = tl.multiple_of(tl.max_contiguous(where, [1, 16]), [1, 16])
+        if (n_rows == 128) & (n_columns >= block + 128):
+            tl.store(where, codes)
+        else:
+            tl.store(where, codes, mask=(r < n_rows) & (c < n_columns))
+        tl.store(tl.load(item + 2).to(tl.pointer_type(tl.float32)) + block // 128, scale)
+
+
+def quantise_strips(items: torch.Tensor, fragments: torch.Tensor, rounding: str, aligned: bool) -> None:
+    """Gather the blocks of a table of items (`reshard.refit.blocks`), and write their codes and scales. `aligned`
+    says that all addresses, pitches and columns are multiples of 16 bytes."""
+    how = rounding != "fp32", rounding == "twice", aligned, STRIP
+    _quantise[(len(items) * STRIP,)](items, fragments, *how, num_warps=8)
 
 
 @triton.jit
@@ -159,6 +232,16 @@ def compile_copy(unit: int, device: torch.device, programs: int | None = None, c
         nothing = torch.zeros((1, 6), dtype=torch.int64, device=device)
         nothing[0, :2] = nothing.data_ptr()
         copy_tiles(nothing.repeat(2, 1), unit, programs, codec)
+        torch.cuda.synchronize(device)
+
+
+@cache
+def compile_quantise(rounding: str, aligned: bool, device: torch.device) -> None:
+    """Compile the quantising of blocks now, on one of nothing."""
+    with torch.cuda.device(device), expected_compilation():
+        items = torch.zeros((1, ITEM), dtype=torch.int64, device=device)
+        fragments = torch.zeros((1, FRAGMENT), dtype=torch.int64, device=device)
+        quantise_strips(items, fragments, rounding, aligned)
         torch.cuda.synchronize(device)
 
 

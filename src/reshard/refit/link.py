@@ -249,7 +249,7 @@ class Link:
         if self.trainer is not None:
             self.trainer.post_digests()
         if self.engine is not None:
-            self.engine.compare_digests()
+            self.engine.compare_digests(self.pull.at if self.pull is not None else {})
 
     def release(self) -> None:
         """Unmap the trainers' memory, where mappings were to stay (`connect(release=False)`). Every member

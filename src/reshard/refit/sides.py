@@ -22,9 +22,11 @@ from reshard.models.model import Model
 from reshard.refit.addresses import (
     ASKED,
     ELEMENTS,
+    ENCODED,
     SHARD,
     Pieces,
     allocations_of,
+    as_held,
     as_read,
     destination_table,
     located,
@@ -32,9 +34,10 @@ from reshard.refit.addresses import (
     source_table,
 )
 from reshard.refit.agreement import Agreement
-from reshard.refit.codecs import codec_between
+from reshard.refit.codecs import BLOCKWISE, codec_between
 from reshard.refit.digests import Digests
 from reshard.refit.members import Members
+from reshard.refit.remake import remade
 from reshard.refit.routes import BUCKETS, HERE, PEER, SENT, STAGED, nearest
 from reshard.refit.transports.base import Incoming
 from reshard.refit.wire import Held, pack_array, pack_held, pack_json, unpack_array, unpack_held, unpack_json
@@ -155,7 +158,7 @@ class TrainerSide:
         """Begin the digests of every piece, of this rank's memory by its own addresses, made anew."""
         memory = located(self.source.regions)
         self.digests = {
-            rank: Digests(source_table(memory, asked), asked[:, ELEMENTS], self.device)
+            rank: Digests(source_table(memory, as_held(asked)), asked[:, ELEMENTS], self.device)
             for rank, asked in self.asked.items()
         }
 
@@ -185,7 +188,8 @@ class EngineSide:
         }
         position = self.agreed.engines.index(self.members.rank)
         distances = {rank: self.agreed.distance(rank) for rank in self.agreed.trainers}
-        key = _digest([position, distances], *(text for both in said.values() for text in both))
+        roundings = sorted({some.rounding for some in self.engine.scales.values()})
+        key = _digest([position, distances, roundings], *(text for both in said.values() for text in both))
         known, self.pieces = _planned.get(self.engine, ("", {}))
         if known != key:
             published = {rank: unpack_held(*both) for rank, both in said.items()}
@@ -236,11 +240,12 @@ class EngineSide:
                 if theirs is None:
                     lacking.append(part.name)
                     continue
-                codec = codec_between(theirs, mine)
+                scales = self.engine.scales.get(tensor.id)
+                codec = codec_between(theirs, mine, scales.rounding if scales is not None else None)
                 if codec is None:
                     other.append(
                         f"{part.name} is {theirs} in the trainer, but {mine} in the engine: use "
-                        f"one dtype for both"
+                        f"{'one dtype for both' if scales is None else 'a trainer with parameters in bf16'}"
                     )
                     continue
                 found[part.name, tensor.id] = codec
@@ -273,23 +278,38 @@ class EngineSide:
         for rank, way in self.ways().items():
             pieces = self.pieces[rank]
             table = destination_table(memory, pieces)
-            found[way][rank] = Incoming(table, pieces.asked, self.memory[rank])
+            if way in SENT and BLOCKWISE[pieces.asked[:, ENCODED]].any():
+                raise ReshardError(
+                    f"this engine serves from fp8 blocks, which are made where the trainer's memory can be read, but "
+                    f"what {self.members.names[rank]} holds comes by {way}: put both on one host, with "
+                    f"executor='auto' and without expandable segments, or serve in bf16"
+                )
+            found[way][rank] = Incoming(table, pieces.asked, pieces.into, self.memory[rank])
         return found
 
     def digest(self) -> None:
-        """Begin the digests of every piece, of this rank's memory by its own addresses, made anew."""
+        """Begin the digests of every piece that is here as the trainer has it or has encoded it, of this rank's
+        memory by its own addresses, made anew."""
         memory = located(self.engine.regions.values())
-        self.digests = {
-            rank: Digests(as_read(destination_table(memory, pieces)), pieces.asked[:, ELEMENTS], self.device)
-            for rank, pieces in self.pieces.items()
-        }
+        self.digests = {}
+        for rank, pieces in self.pieces.items():
+            whole = ~BLOCKWISE[pieces.asked[:, ENCODED]]
+            table = as_read(destination_table(memory, pieces))[whole]
+            self.digests[rank] = Digests(table, pieces.asked[whole, ELEMENTS], self.device)
 
-    def compare_digests(self) -> None:
-        """Wait for the digests. Raises ReshardError where one differs from the trainer's."""
+    def compare_digests(self, shards: Mapping[int, np.ndarray]) -> None:
+        """Wait for the digests, and make what was quantised once more from `shards`, by trainer's rank. Raises
+        ReshardError where one differs from the trainer's, or another comes of it."""
         bad: set[str] = set()
+        again = remade(self.engine, self.pieces, shards, self.device)
         for rank, some in self.digests.items():
+            pieces = self.pieces[rank]
             there = np.frombuffer(self.members.read(f"digests/{self.members.rank}", rank), np.int64)
-            bad.update(self.pieces[rank].names[i] for i in np.flatnonzero(some.result() != there))
+            blocks = BLOCKWISE[pieces.asked[:, ENCODED]]
+            here = np.empty_like(there)
+            here[~blocks], here[blocks] = some.result(), again.digests[rank]
+            wrong = (here != there) | np.isin(pieces.into[:, 0], again.unlike)
+            bad.update(pieces.names[i] for i in np.flatnonzero(wrong))
         self.digests = {}
         if bad:
             raise ReshardError(

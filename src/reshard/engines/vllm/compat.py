@@ -104,6 +104,71 @@ def is_packed(module: Any, method: Any) -> bool:
     return experts or (hasattr(module, "cpu_linear") and not module.weight.numel())
 
 
+# Kernels that read 128x128 blocks of e4m3 ``[rows, columns]`` with fp32 scales, both as they were loaded; and those
+# before which vLLM quantises once more, to scales that are powers of two, where it says so.
+BLOCK_KERNELS = ("CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel")
+DEEP_GEMM_KERNELS = ("DeepGemmFp8BlockScaledMMKernel", "FlashInferFp8DeepGEMMDynamicBlockScaledKernel")
+BLOCK_BACKENDS = ("TRITON", "BATCHED_TRITON")
+DEEP_GEMM_BACKENDS = ("DEEPGEMM", "BATCHED_DEEPGEMM")
+BLOCK_METHODS = (
+    "Fp8LinearMethod",
+    "Fp8PerBlockOnlineLinearMethod",
+    "Fp8MoEMethod",
+    "Fp8PerBlockOnlineMoEMethod",
+)
+
+
+class Blocks(NamedTuple):
+    """A layer that serves from fp8 blocks: by the name of each such parameter that of its scales, what multiplies
+    with them, and whether vLLM makes the scales powers of two after loading."""
+
+    scales: dict[str, str]
+    kernel: str
+    powers_of_two: bool
+
+
+def blocks_of(module: torch.nn.Module, method: Any) -> Blocks | None:
+    """How a layer serves from fp8 blocks in the order in which they are loaded; None where it does not."""
+    block = list(
+        getattr(method, "weight_block_size", None) or getattr(module, "weight_block_size", None) or []
+    )
+    if type(method).__name__ not in BLOCK_METHODS or block != [128, 128]:
+        return None
+    names = [name for name in ("weight", "w13_weight", "w2_weight") if hasattr(module, name)]
+    scales = {name: f"{name}_scale_inv" for name in names if hasattr(module, f"{name}_scale_inv")}
+    if not scales or len(scales) != len(names):
+        return None
+    backend = getattr(getattr(method, "fp8_backend", None), "name", None)
+    if backend is not None:
+        plain, deep = backend in BLOCK_BACKENDS, backend in DEEP_GEMM_BACKENDS
+        kernel, used = backend, None
+    else:
+        kernel, used = type(method.fp8_linear).__name__, method.fp8_linear
+        plain, deep = kernel in BLOCK_KERNELS, kernel in DEEP_GEMM_KERNELS
+    if plain:
+        return Blocks(scales, kernel, False)
+    if not deep:
+        return None
+    with known("does not say whether DeepGEMM's scales are powers of two"):
+        if used is None:
+            from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+            return Blocks(scales, kernel, bool(is_deep_gemm_e8m0_used()))
+        return Blocks(scales, kernel, bool(getattr(used, "fallback", used).use_deep_gemm_e8m0))
+
+
+def own_blocks(values: torch.Tensor, rounding: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What vLLM's own functions make of a bf16 matrix: e4m3, and the scales of its blocks."""
+    with known("quantises blocks elsewhere"):
+        from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
+        from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+        codes, scales = per_block_cast_to_fp8(values, [128, 128], use_ue8m0=rounding == "ue8m0")
+        if rounding == "twice":
+            requant_weight_ue8m0_inplace(codes, scales)
+        return codes, scales
+
+
 def absorbed_of(module: torch.nn.Module) -> torch.Tensor | None:
     """One of the two matrices that MLA makes of ``kv_b_proj``; None where the module is no such attention, or
     has not made it."""
@@ -140,7 +205,13 @@ def bound_to(tensor: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
     with known("binds a parameter's loader in another way"):
         from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
-        return restore_layer_refs(tensor, module)
+        bound = restore_layer_refs(tensor, module)
+        loader: Any = getattr(bound, "weight_loader", None)
+        while getattr(loader, "__name__", "") == "online_process_loader":
+            # Of a layer that is quantised while it is loaded: this one waits for all of the layer's weights.
+            loader = loader.__wrapped__
+            setattr(bound, "weight_loader", loader)  # noqa: B010
+        return bound
 
 
 def on_cpu() -> bool:

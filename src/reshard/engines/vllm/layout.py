@@ -159,6 +159,30 @@ def vllm_placement(model: Model, rank: VllmRank) -> Placement:
     return Placement.of(found.shapes, found.tensors)
 
 
+def padded(tensor: LocalTensor, shape: tuple[int, ...], bands: int) -> LocalTensor:
+    """A matrix of so many bands of rows, one below the other, in one of a larger shape: each band begins a band of
+    that, and what is left of it is filled with zeros. Raises ReshardError where it does not fit in."""
+    (rows, columns), (more_rows, more_columns) = tensor.shape, shape
+    band, wide = rows // bands, more_rows // bands
+    if rows % bands or more_rows % bands or wide < band or more_columns < columns or tensor.fills:
+        raise ReshardError(
+            f"{tensor.id[0]} has {list(shape)} for an expert, into which {list(tensor.shape)} do not go"
+        )
+    parts = []
+    for part in tensor.parts:
+        at, last = part.at[0] // band, (part.at[0] + part.box.lengths[0] - 1) // band
+        if at != last:
+            raise ReshardError(f"{tensor.id[0]} has a part of {part.name} in two of its bands")
+        parts.append(part._replace(at=(part.at[0] + at * (wide - band), part.at[1])))
+    fills = [Box((at * wide + band, 0), (wide - band, more_columns)) for at in range(bands) if wide > band]
+    fills += [
+        Box((at * wide, columns), (band, more_columns - columns))
+        for at in range(bands)
+        if more_columns > columns
+    ]
+    return tensor._replace(shape=shape, parts=tuple(parts), fills=tuple(fills))
+
+
 class _Expansion:
     def __init__(self, model: Model, rank: VllmRank) -> None:
         self.model, self.rank, self.layers = model, rank, set(rank.layers)

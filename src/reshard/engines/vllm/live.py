@@ -18,21 +18,25 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.engines.vllm.alike import ExpertLayer, trace_alike
 from reshard.engines.vllm.compat import (
+    Blocks,
     absorbed_of,
+    blocks_of,
     driver_worker,
     expert_backend,
     experts_of,
     is_packed,
     tensor_parallel,
 )
+from reshard.engines.vllm.fp8 import check_blocks
 from reshard.engines.vllm.guard import guard_of
-from reshard.engines.vllm.layout import WITHOUT_PARAMETER, VllmRank, outer_rows, vllm_placement
+from reshard.engines.vllm.layout import WITHOUT_PARAMETER, VllmRank, outer_rows, padded, vllm_placement
 from reshard.engines.vllm.trace import Trace
 from reshard.live.cuda import is_mapped
-from reshard.live.engine import Engine
+from reshard.live.engine import Engine, Scales
 from reshard.live.memory import Region
 from reshard.models.model import Model
 from reshard.models.published import published
+from reshard.refit.codecs import BLOCK
 
 # Methods that serve from weights as they were loaded.
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
@@ -43,11 +47,16 @@ class VllmModel(Engine):
     """One rank of a running vLLM: a model, its ``VllmConfig``, and, where there are, the worker that runs it
     and the engine of this process that takes the requests.
 
+    Layers that vLLM serves from fp8 blocks are quantised by the refit: with the least error, or, `exact`, bit for bit
+    as vLLM's own loading of the same weights would have left them.
+
     Raises ReshardError, before anything is changed, where the model serves from another arrangement of its
     weights than the loaded one, and where vLLM's loader disagrees with our rules.
     """
 
-    def __init__(self, model: torch.nn.Module, config: Any, worker: Any = None, front: Any = None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, config: Any, worker: Any = None, front: Any = None, exact: bool = False
+    ) -> None:
         self.module, self.vllm_config, self.worker, self.front = model, config, worker, front
         # Before anything can fail: an engine that cannot be connected must not serve weights of no meaning
         # either.
@@ -55,6 +64,7 @@ class VllmModel(Engine):
         self._guard.watch(model, worker, front)
         self.hf_config = published(config.model_config.hf_config.to_dict(), "vLLM's config")
         self.model = Model.from_hf(self.hf_config, f"vLLM's config of {config.model_config.model}")
+        self.blocks = _blocks_of(model)
         _refuse_processed(model)
         named = [*model.named_parameters(remove_duplicate=True), *model.named_buffers()]
         self.tensors: dict[str, torch.Tensor] = dict(named)
@@ -62,21 +72,22 @@ class VllmModel(Engine):
         self.tp = self.rank.tp
         with collector_paused():
             self.placement, self.regions = self._placement()
+        self.scales = self._scales(exact)
         self.derived = _derived_attention(model)
         self._homes = {name: _home(model, name) for name in self.tensors}
         self._addresses = self.addresses()
 
     @staticmethod
-    def from_worker(worker: Any, front: Any = None) -> "VllmModel":
+    def from_worker(worker: Any, front: Any = None, exact: bool = False) -> "VllmModel":
         """The model of a vLLM worker (``vllm.v1.worker.gpu_worker.Worker``); `front` is the engine of this
         process, if it is here."""
-        return VllmModel(worker.get_model(), worker.vllm_config, worker, front)
+        return VllmModel(worker.get_model(), worker.vllm_config, worker, front, exact)
 
     @staticmethod
-    def from_llm(llm: Any) -> "VllmModel":
+    def from_llm(llm: Any, exact: bool = False) -> "VllmModel":
         """The model of an ``LLM`` whose worker runs in this process (``external_launcher``, or without
         multiprocessing)."""
-        return VllmModel.from_worker(driver_worker(llm), llm.llm_engine)
+        return VllmModel.from_worker(driver_worker(llm), llm.llm_engine, exact)
 
     def _rank(self) -> VllmRank:
         tp, tp_rank = tensor_parallel()
@@ -125,6 +136,7 @@ class VllmModel(Engine):
         # Both as (parameter, offset of the first element, published name, box).
         ours: set[tuple] = set()
         theirs = {(copy.parameter, copy.offset, copy.name, copy.box) for copy in trace.copies}
+        placement = self._with_padding(placement)
         for tensor in placement.tensors.values():
             name, expert = tensor.id
             live = self.tensors.get(name)
@@ -154,6 +166,17 @@ class VllmModel(Engine):
                 f"vLLM puts {only_theirs or 'nothing'}, the table {only_ours or 'nothing'}"
             )
         return placement, regions
+
+    def _with_padding(self, placement: Placement) -> Placement:
+        """The placement, with the zeros by which vLLM rounds experts in blocks up to whole ones."""
+        tensors = []
+        for tensor in placement.tensors.values():
+            name, expert = tensor.id
+            live, layer = self.tensors[name], name.rpartition(".")[0]
+            if expert is not None and layer in self.blocks and tuple(live.shape[1:]) != tensor.shape:
+                tensor = padded(tensor, tuple(live.shape[1:]), 2 if name.endswith("w13_weight") else 1)
+            tensors.append(tensor)
+        return Placement.of(placement.shapes, tensors)
 
     def _canonical(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every published tensor, without MTP layers, which vLLM's main model does not
@@ -203,6 +226,39 @@ class VllmModel(Engine):
             raise ReshardError(f"vLLM's loader does not fill {listed(wrong, 3)} exactly once")
         return Placement.of(shapes, tensors), regions
 
+    def _scales(self, exact: bool) -> dict[Any, Scales]:
+        """Where the scales of local tensors in fp8 lie. Raises ReshardError where they have another shape than
+        their blocks, and where what we make of blocks differs from what vLLM makes of them."""
+        if not self.blocks:
+            return {}
+        found = {}
+        for identity, region in self.regions.items():
+            name = identity[0]
+            layer = self.blocks.get(name.rpartition(".")[0])
+            if region.tensor.dtype != torch.float8_e4m3fn:
+                continue
+            tensor = self.placement.tensors[identity]
+            if layer is None or len(identity) != 2 or len(tensor.shape) != 2:
+                raise ReshardError(f"{name} is in fp8 in an order that a refit does not know: serve in bf16")
+            where = f"{name.rpartition('.')[0]}.{layer.scales[name.rpartition('.')[2]]}"
+            scales, (rows, columns) = self.tensors[where], (-(-n // BLOCK) for n in tensor.shape)
+            experts = [] if identity[1] is None else [region.tensor.shape[0]]
+            if (
+                scales.dtype != torch.float32
+                or [*scales.shape] != [*experts, rows, columns]
+                or not scales.is_contiguous()
+            ):
+                raise ReshardError(
+                    f"{where} is {scales.dtype} {list(scales.shape)} with strides {list(scales.stride())}, where "
+                    f"{[*experts, rows, columns]} in float32 are known to a refit: serve in bf16"
+                )
+            twice = "twice" if exact else "ue8m0"
+            rounding = twice if layer.powers_of_two else "fp32"
+            found[identity] = Scales(Region(scales, (identity[1] or 0) * rows * columns, columns), rounding)
+        for rounding in {some.rounding for some in found.values()}:
+            check_blocks(rounding, next(iter(self.tensors.values())).device)
+        return found
+
     @property
     def version(self) -> int | None:
         """The version of the weights that the last whole refit brought; None before."""
@@ -248,6 +304,12 @@ class VllmModel(Engine):
             key: region._replace(tensor=now) if region.tensor is before else region
             for key, region in self.regions.items()
         }
+        self.scales = {
+            key: some._replace(region=some.region._replace(tensor=now))
+            if some.region.tensor is before
+            else some
+            for key, some in self.scales.items()
+        }
 
     def _refuse_asleep(self) -> None:
         first = next(iter(self.regions.values())).tensor
@@ -289,10 +351,12 @@ def _refuse_processed(model: torch.nn.Module) -> None:
         backend = expert_backend(method)
         if kind.endswith("KVCacheMethod"):
             continue
+        if blocks_of(module, method) is not None:
+            continue
         if kind not in PLAIN_METHODS:
             raise ReshardError(
                 f"{name} serves from weights that {kind} has changed, which a refit cannot "
-                f"write in place: serve in bf16"
+                f"write in place: serve in bf16, or in fp8 with blocks of 128x128"
             )
         if is_packed(module, method):
             raise ReshardError(
@@ -306,6 +370,16 @@ def _refuse_processed(model: torch.nn.Module) -> None:
                 f"{name} keeps its experts in the order of {backend}, which a refit cannot "
                 f"write: pass moe_backend='triton'"
             )
+
+
+def _blocks_of(model: torch.nn.Module) -> dict[str, Blocks]:
+    """The layers that serve from fp8 blocks, by name."""
+    found = {}
+    for name, module in model.named_modules():
+        some = blocks_of(module, getattr(module, "quant_method", None))
+        if some is not None:
+            found[name] = some
+    return found
 
 
 def _derived_attention(model: torch.nn.Module) -> list[tuple[Any, torch.dtype]]:

@@ -9,11 +9,12 @@ import numpy as np
 
 class Incoming(NamedTuple):
     """What an inference rank gets from one trainer's rank: the copies with the destination's end filled in,
-    the pieces as that rank was asked for them, and what it has said of its memory
-    (`sides.TrainerSide.tell`)."""
+    the pieces as that rank was asked for them and where they go (`addresses.Pieces`), and what it has said of its
+    memory (`sides.TrainerSide.tell`)."""
 
     table: np.ndarray
     asked: np.ndarray
+    into: np.ndarray
     memory: Mapping[str, Any]
 
 

@@ -1,16 +1,18 @@
 """Pulls: an inference rank reads the trainer's memory where it lies, in its own process or mapped from
-another one's, in one launch."""
+another one's, in one launch; what the engine serves in blocks of fp8 is made of it on the way, in another."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from reshard.live.engine import Engine
-from reshard.refit.addresses import SHARD, fill_table, from_source, shards_here
+from reshard.refit.addresses import SHARD, fills_of, from_source, shards_here
+from reshard.refit.blocks import FIRST, BlockTable, Quantised, strips_of
+from reshard.refit.codecs import BLOCKWISE
 from reshard.refit.copies import CopyTable
-from reshard.refit.tables import bytes_read_by, interleaved, tiles_of
+from reshard.refit.tables import CODEC, bytes_read_by, interleaved, tiles_of
 from reshard.refit.transports.base import Incoming, Transport
 from reshard.refit.transports.mappings import Mappings
 
@@ -38,6 +40,7 @@ class Pull(Transport):
         """Make the table of copies; trainers' ranks do nothing in a pull."""
         self.followed = None
         tables, ranks, owners = [], [], []
+        blocks: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
         self.local_bytes = self.peer_bytes = 0
         self.at, self.first_owner = (
             {rank: self._shards(rank, some.memory) for rank, some in incoming.items()},
@@ -46,20 +49,44 @@ class Pull(Transport):
         known = 1  # owner 0: rows of padding
         for rank, some in incoming.items():
             self.first_owner[rank] = known
-            tables.append(from_source(some.table, some.asked, self.at[rank]))
-            ranks.append(np.full(len(some.table), rank))
-            owners.append(known + some.asked[:, SHARD])
+            table, owner = from_source(some.table, some.asked, self.at[rank]), known + some.asked[:, SHARD]
+            split = BLOCKWISE[table[:, CODEC]]
+            tables.append(table[~split])
+            ranks.append(np.full(len(tables[-1]), rank))
+            owners.append(owner[~split])
+            blocks.append((table[split], some.into[split], owner[split], np.full(split.sum(), rank)))
             known += len(self.at[rank])
             if rank == self.rank:
                 self.local_bytes += bytes_read_by(some.table)
             else:
                 self.peer_bytes += bytes_read_by(some.table)
-        fills, self.zeros = fill_table(self.engine, self.device)
-        tiles, origin = tiles_of(np.concatenate([*tables, fills]))
-        order = interleaved(np.concatenate([*ranks, np.full(len(fills), PADDING)])[origin])
-        owner = np.concatenate([*owners, np.zeros(len(fills), np.int64)])[origin]
+        self.fills = fills_of(self.engine, self.device)
+        nobody, padding = np.zeros(len(self.fills.table), np.int64), np.full(len(self.fills.table), PADDING)
+        split = BLOCKWISE[self.fills.table[:, CODEC]]
+        blocks.append((self.fills.table[split], self.fills.into[split], nobody[split], padding[split]))
+        tiles, origin = tiles_of(np.concatenate([*tables, self.fills.table[~split]]))
+        order = interleaved(np.concatenate([*ranks, padding[~split]])[origin])
+        owner = np.concatenate([*owners, nobody[~split]])[origin]
         self.table = CopyTable(tiles[order], self.device, owner[order], self.aside)
-        self.received_bytes, self.launches = self.local_bytes + self.peer_bytes, self.table.launches
+        self.blocks = self._blocks(blocks)
+        self.received_bytes = self.local_bytes + self.peer_bytes
+        self.launches = self.table.launches + len(self.blocks)
+
+    def _blocks(
+        self, pieces: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]
+    ) -> list[BlockTable]:
+        """What is quantised, by codec, from (table, where it goes, owner, trainer's rank) of pieces."""
+        if not any(len(table) for table, *_ in pieces):
+            return []
+        table, into, owners, ranks = (np.concatenate(some) for some in zip(*pieces, strict=True))
+        quantised = Quantised.of(self.engine)
+        found = []
+        for codec in np.unique(table[:, CODEC]).tolist():
+            chosen = table[:, CODEC] == codec
+            strips = strips_of(table[chosen], into[chosen], np.stack([owners, ranks], 1)[chosen], quantised)
+            order = interleaved(strips.owners[strips.items[:, FIRST], 1])
+            found.append(BlockTable(strips._replace(owners=strips.owners[:, 0]), codec, self.device, order))
+        return found
 
     def follow(self, memory: Mapping[int, Mapping[str, Any]]) -> bool:
         """Read the shards where these trainers' ranks now say that they are; False where the table has to be
@@ -81,6 +108,8 @@ class Pull(Transport):
             deltas[first : first + len(shards)] = shards[:, 0] - self.at[rank][:, 0]
         if not self.table.shift(deltas):
             return False
+        for blocks in self.blocks:
+            blocks.shift(deltas)
         self.at, self.followed = now, dict(memory)
         return True
 
@@ -100,12 +129,16 @@ class Pull(Transport):
         """Enqueue all copies: aside, where buckets are to go on at the same time, until `join`."""
         if not self.aside or self.device.type == "cpu":
             self.table.run()
+            for blocks in self.blocks:
+                blocks.run()
             return
         here = torch.cuda.current_stream(self.device)
         self.lane = torch.cuda.Stream(self.device)
         self.lane.wait_stream(here)
         with torch.cuda.stream(self.lane):
             self.table.run(PROGRAMS_ASIDE)
+            for blocks in self.blocks:
+                blocks.run()
 
     def join(self) -> None:
         """Let the current stream wait for what was enqueued aside."""
