@@ -64,12 +64,8 @@ def fingerprints(model: torch.nn.Module) -> dict[str, int]:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not tensor.numel() or not tensor.is_floating_point():
             continue
-        flat = (
-            tensor.detach()
-            .contiguous()
-            .view(-1)
-            .view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
-        )
+        word = {1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+        flat = tensor.detach().contiguous().view(-1).view(word)
         total = torch.zeros((), dtype=torch.int64, device=flat.device)
         for start in range(0, len(flat), 1 << 26):
             piece = flat[start : start + (1 << 26)].long()
@@ -78,9 +74,10 @@ def fingerprints(model: torch.nn.Module) -> dict[str, int]:
     return found
 
 
-def scribble(regions, value: float) -> None:
+def scribble(engine, value: float) -> None:
     """Fill everything that a refit writes with one value."""
-    for tensor in {id(region.tensor): region.tensor for region in regions.values()}.values():
+    regions = [*engine.regions.values(), *(some.region for some in engine.scales.values())]
+    for tensor in {id(region.tensor): region.tensor for region in regions}.values():
         tensor.detach().fill_(value)
 
 
@@ -127,15 +124,16 @@ def memory_rate() -> float:
 
 
 class Today:
-    """Gather every full tensor on every rank, layer by layer, then vLLM's own loader."""
+    """Gather every full tensor on every rank, layer by layer, then vLLM's own loader; with a `model_config` by vLLM's
+    own reloading, which quantises each layer when it has all of it."""
 
-    def __init__(self, source, model, vllm_model) -> None:
+    def __init__(self, source, model, vllm_model, model_config=None) -> None:
         from reshard.core.dtypes import dtype_named
         from reshard.megatron.parameters import expand
         from reshard.refit.sides import Sources
         from reshard.refit.wire import Held
 
-        self.source, self.module = source, vllm_model
+        self.source, self.module, self.model_config = source, vllm_model, model_config
         self.shapes = expand(model).shapes
         held = Held(
             source.publish(model), [dtype_named(str(region.tensor.dtype)).name for region in source.regions]
@@ -151,6 +149,16 @@ class Today:
         self.give = lambda full: self.module.load_weights(iter(full.items()))
 
     def run(self) -> None:
+        if self.model_config is None:
+            self._give_all()
+            return
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        layerwise.initialize_layerwise_reload(self.module)
+        self._give_all()
+        layerwise.finalize_layerwise_reload(self.module, self.model_config)
+
+    def _give_all(self) -> None:
         me = dist.get_rank()
         for tensors in self.layers:
             gathered, work = {}, []
@@ -187,6 +195,40 @@ class Today:
                     there = tuple(slice(o, o + n) for o, n in zip(part.at, part.box.lengths, strict=True))
                     full[part.name][at] = gathered[tensor.id][there]
             self.give(full)
+
+
+def relative_error(engine, source) -> float:
+    """Of the first quantised tensors that this rank's trainer has whole: the root mean square of what they differ from
+    their bf16, relative to it."""
+    from reshard.refit.codecs import BLOCK
+
+    published = zip(source.publish(engine.model), source.regions, strict=True)
+    held = {part.name: (region, part) for tensor, region in published for part in tensor.parts}
+    wrong = size = 0.0
+    for identity, scales in list(engine.scales.items())[:400]:
+        tensor, codes = engine.placement.tensors[identity], engine.regions[identity]
+        rows, columns = tensor.shape
+        down, across = -(-rows // BLOCK), -(-columns // BLOCK)
+        numbers = codes.tensor.as_strided(
+            (rows, columns), (codes.pitch, 1), codes.tensor.storage_offset() + codes.offset
+        )
+        where = scales.region
+        factors = where.tensor.as_strided(
+            (down, across), (where.pitch, 1), where.tensor.storage_offset() + where.offset
+        )
+        spread = factors.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :columns]
+        values = numbers.float() * spread
+        for part in tensor.parts:
+            region, mine = held.get(part.name, (None, None))
+            if mine is None or mine.box != part.box:
+                continue
+            (row, column), (n, m) = part.at, part.box.lengths
+            (its_row, its_column) = mine.at
+            offset = region.tensor.storage_offset() + region.offset + its_row * region.pitch + its_column
+            bf16 = region.tensor.detach().as_strided((n, m), (region.pitch, 1), offset).float()
+            wrong += float((values[row : row + n, column : column + m] - bf16).double().square().sum())
+            size += float(bf16.double().square().sum())
+    return (wrong / size) ** 0.5 if size else float("nan")
 
 
 def measured(run: Callable[[], object], rounds: int) -> tuple[float, int]:
@@ -242,6 +284,10 @@ def main() -> None:
     parser.add_argument("--etp", type=int)
     parser.add_argument("--vllm-tp", type=int, required=True)
     parser.add_argument("--vllm-ep", action="store_true")
+    parser.add_argument("--quantization", help="what vLLM serves in: fp8_per_block")
+    parser.add_argument(
+        "--exact", action="store_true", help="quantise as vLLM's own loading does, bit for bit"
+    )
     parser.add_argument(
         "--release",
         action="store_true",
@@ -258,6 +304,8 @@ def main() -> None:
     )
     start = time.perf_counter()
     extra = {"enable_expert_parallel": True} if options.vllm_ep else {}
+    if options.quantization:
+        extra["quantization"] = options.quantization
     folder = Path(tempfile.gettempdir()) / f"{options.model}-{dist.get_rank()}"
     llm = vllm_engine(folder, config, tensor_parallel_size=options.vllm_tp, **extra)
     say(f"vLLM started in {time.perf_counter() - start:.1f} s")
@@ -277,13 +325,13 @@ def main() -> None:
     result: dict = {"model": options.model, "layers": config["num_hidden_layers"], "megatron": str(layout), "gpu": torch.cuda.get_device_name(),
                     "vllm": f"TP{options.vllm_tp}" + (" EP" if options.vllm_ep else ""), "gpus": dist.get_world_size(), "release": options.release}  # fmt: skip
     links, seconds = {}, {}
-    for executor in ("peer", "buckets"):
+    for executor in ("peer",) if options.quantization else ("peer", "buckets"):
         torch.cuda.synchronize()
         dist.barrier()
         before, start = used_bytes(), time.perf_counter()
         source = MegatronModel(models)
         read = time.perf_counter()
-        destination = VllmModel.from_llm(llm)
+        destination = VllmModel.from_llm(llm, options.exact)
         traced = time.perf_counter()
         links[executor] = connect(
             Members.of_process_group(executor),
@@ -317,18 +365,19 @@ def main() -> None:
     result["connect_seconds"] = seconds
     say(json.dumps(seconds))
     module, model = destination.module, destination.model
-    today = Today(source, model, module)
-    found = {}
-    for index, (name, run) in enumerate(
-        {"peer": links["peer"].refit, "buckets": links["buckets"].refit, "today": today.run}.items()
-    ):
-        scribble(destination.regions, float(index + 3))
+    today = Today(source, model, module, llm.llm_engine.model_config if options.quantization else None)
+    found, served = {}, {}
+    ways = {name: link.refit for name, link in links.items()} | {"today": today.run}
+    for index, (name, run) in enumerate(ways.items()):
+        scribble(destination, float(index + 3))
         run()
         torch.cuda.synchronize()
         found[name] = fingerprints(module)
-    different = sorted(
-        n for n in found["today"] if not found["peer"][n] == found["buckets"][n] == found["today"][n]
-    )
+        addresses = served.setdefault("addresses", destination.addresses())
+        result[f"{name}_moved"] = sum(a != b for a, b in zip(addresses, destination.addresses(), strict=True))
+        if options.quantization:
+            result[f"{name}_error"] = relative_error(destination, source)
+    different = sorted(n for n in found["today"] if len({found[way].get(n) for way in ways}) > 1)
     result["parameters"], result["different"] = len(found["today"]), max(everyone(len(different)))
     say("bits:", result["parameters"], "parameters and buffers;", "different:", different[:5])
     try:

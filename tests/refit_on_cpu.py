@@ -121,10 +121,11 @@ def refit_twice(
     """Refit from each of two Megatron checkpoints in turn.
 
     `sides` is {"trainer": n, "engine": m, "together": bool, ...}; the engine starts with random weights. `moving` parameters get new
-    memory before every refit; `ddp` wraps them for a distributed optimizer; `traced` takes the vLLM names out of the tables. Returns, for engine ranks, what vLLM then holds, what
+    memory before every refit; `ddp` wraps them for a distributed optimizer; `traced` takes the vLLM names out of the tables; `published` are
+    the directories that vLLM's own loader is to load, if not those, names with an end that is `ignored` are not looked at. Returns, for engine ranks, what vLLM then holds, what
     its own loader makes of the two Hugging Face checkpoints, the names whose address has changed, and the reports.
     """
-    traced = options.pop("traced", False)
+    traced, published, ignored = (options.pop(name, None) for name in ("traced", "published", "ignored"))
     if traced:
         without_vllm_names()
     moving, ddp, verify = options.pop("moving", False), options.pop("ddp", False), options.pop("verify", True)
@@ -152,21 +153,65 @@ def refit_twice(
                     tensor.data = old.clone()
                     old.fill_(-77.0)
         reports.append(link.refit(version=10 + step, verify=verify).to_dict())
-        held.append(fingerprint(destination.module) if destination else None)
+        held.append(without(ignored, fingerprint(destination.module)) if destination else None)
     moved = [
         name
         for name, t in (destination.tensors.items() if destination else ())
         if t.data_ptr() != addresses[name]
     ]
     expected = (
-        [fingerprint(vllm_on_cpu.build(hf, **engine)[0]) for hf, _ in checkpoints] if destination else []
+        [
+            without(ignored, fingerprint(vllm_on_cpu.build(hf, **engine)[0]))
+            for hf in published or [hf for hf, _ in checkpoints]
+        ]
+        if destination
+        else []
     )
     return held, expected, moved, reports, link.version
 
 
+def blocks_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict):
+    """What a verified refit into fp8 blocks says: as it is, and where a code, or a scale, changes after it has arrived; what is said of scales that vLLM has made up; and what is said at
+    connect where ours are made in another way than vLLM's. Of two processes, what each says at connect."""
+    from reshard.engines.vllm import fp8
+    from reshard.refit import blocks
+
+    is_trainer, is_engine, members = start(rank, sides)
+    source = MegatronModel(trainer(flags, checkpoint[1])[0]) if is_trainer else None
+    by_config = engine.pop("by_config")
+    if not is_engine or not is_trainer:
+        build = lambda: VllmModel(*vllm_on_cpu.build(checkpoint[0], load_format="dummy", **engine))  # noqa: E731
+        return caught(lambda: connect(members, source, build() if is_engine else None))
+    module, config = vllm_on_cpu.build(checkpoint[0], load_format="dummy", **engine)
+    destination = VllmModel(module, config)
+    link = connect(members, source, destination)
+    said = [caught(lambda: link.refit(verify=True))]
+    name, scales = next(iter(destination.scales.items()))
+    codes = destination.regions[name].tensor.view(torch.uint8)
+    settle = destination.settle
+    for change in (lambda: codes[3].bitwise_xor_(1), lambda: scales.region.tensor[0].mul_(1.5)):
+        destination.settle = change
+        said.append(caught(lambda: link.refit(verify=True)))
+    destination.settle = settle
+    said.append(caught(lambda: link.refit(verify=True)))
+    cached = {"kv_cache_dtype": "fp8", "hf_overrides": {"quantization_config": by_config}}
+    said.append(caught(lambda: VllmModel(*vllm_on_cpu.build(checkpoint[0], load_format="dummy", **cached))))
+    fp8.check_blocks.cache_clear()
+    blocks.SMALLEST = 1e-3
+    said.append(caught(lambda: VllmModel(module, config)))
+    return said
+
+
+def without(ends: list[str] | None, found: dict[str, tuple]) -> dict[str, tuple]:
+    return {name: value for name, value in found.items() if not name.endswith(tuple(ends or ()))}
+
+
 def held_by(placement) -> dict:
     """The boxes of each local tensor, wherever they lie in it."""
-    return {identity: [(part.name, part.box) for part in tensor.parts] for identity, tensor in placement.tensors.items()}
+    return {
+        identity: [(part.name, part.box) for part in tensor.parts]
+        for identity, tensor in placement.tensors.items()
+    }
 
 
 def moved_before_a_failure(

@@ -59,11 +59,10 @@ vllm.platforms._current_platform = Host()
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.attention import mla_attention
-from vllm.model_executor.model_loader import get_model_loader
-
 from vllm.model_executor.kernels import linear as linear_kernels
+from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.model_executor.model_loader import get_model_loader
 
 from tests import vllm_models
 
@@ -81,7 +80,9 @@ def multiplied(kernel, A, B, As, Bs):
 
 linear_kernels.TritonFp8BlockScaledMMKernel.apply_input_quant = False
 linear_kernels.TritonFp8BlockScaledMMKernel.apply_block_scaled_mm = multiplied
-linear_kernels.TritonFp8BlockScaledMMKernel.is_supported = classmethod(lambda cls, capability=None: (True, None))
+linear_kernels.TritonFp8BlockScaledMMKernel.is_supported = classmethod(
+    lambda cls, capability=None: (True, None)
+)
 linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.OOT] = [linear_kernels.TritonFp8BlockScaledMMKernel]
 TritonExperts._supports_current_device = staticmethod(lambda: True)
 

@@ -11,7 +11,7 @@ from reshard.live.cuda import Allocation, allocation_of, exported
 from reshard.live.engine import Engine
 from reshard.live.memory import Region
 from reshard.live.trainer import Trainer
-from reshard.refit.codecs import BLOCKWISE, DESTINATION_SIZES, PLAIN, bytes_in_source, codec_between
+from reshard.refit.codecs import BLOCKWISE, DESTINATION_SIZES, PLAIN, block_codec, bytes_in_source
 from reshard.refit.tables import CODEC, COLUMNS, DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
 from reshard.refit.transports.mappings import Mappings
 
@@ -85,7 +85,7 @@ def fills_of(destination: Engine, device: torch.device) -> Fills:
     rows, into, longest = [], [], 0
     for index, (identity, region) in enumerate(destination.regions.items()):
         size, scales = region.tensor.element_size(), destination.scales.get(identity)
-        codec = PLAIN if scales is None else codec_between("bfloat16", "float8_e4m3fn", scales.rounding)
+        codec = PLAIN if scales is None else block_codec(scales.rounding)
         for fill in destination.placement.tensors[identity].fills:
             (row, column), (n, width) = two(fill.offsets, 0), two(fill.lengths, 1)
             address = region.address + (row * region.pitch + column) * size

@@ -13,7 +13,7 @@ import torch
 
 from reshard.core.dtypes import DTYPES
 from reshard.live.engine import Engine
-from reshard.refit.codecs import BLOCK, CODECS, E4M3_MAX, SMALLEST, BlockCodec
+from reshard.refit.codecs import BLOCK, CODECS, E4M3_MAX, SMALLEST, BlockCodec, block_codec
 from reshard.refit.copies import host_bytes
 from reshard.refit.tables import ROWS, SRC, SRC_PITCH, WIDTH
 
@@ -25,25 +25,24 @@ CODES, CODES_PITCH, SCALES, HEIGHT, LENGTH, FIRST, COUNT = range(ITEM)
 # Columns of a fragment: address and pitch in elements of the source, first row and column within the item, rows, columns.
 FRAGMENT = 6
 FROM, FROM_PITCH, TOP, LEFT, HIGH, WIDE = range(FRAGMENT)
+# Columns of where quantised tensors lie (`places_of`): of codes and of scales the addresses, then the pitches in
+# elements; rows and columns; the codec.
+PLACES = 7
+PLACE, PITCH, SHAPE, ENCODING = slice(0, 2), slice(2, 4), slice(4, 6), 6
 E4M3, BF16 = DTYPES["float8_e4m3fn"], DTYPES["bfloat16"]
 
 
-class Quantised(NamedTuple):
-    """Where the local tensors with scales lie: by their index among the engine's regions, address and pitch of
-    codes and of scales, rows and columns."""
-
-    matrix: np.ndarray
-
-    @staticmethod
-    def of(engine: Engine) -> "Quantised":
-        """Of an engine's tensors, as they lie now."""
-        matrix = np.zeros((len(engine.regions), 6), np.int64)
-        for index, (identity, codes) in enumerate(engine.regions.items()):
-            some = engine.scales.get(identity)
-            if some is not None:
-                shape = engine.placement.tensors[identity].shape
-                matrix[index] = (codes.address, codes.pitch, some.region.address, some.region.pitch, *shape)
-        return Quantised(matrix)
+def places_of(engine: Engine) -> np.ndarray:
+    """Where the engine's quantised local tensors lie now, by their index among its regions: addresses and pitches of
+    codes and of scales, rows, columns, and codec; zeros for all others."""
+    matrix = np.zeros((len(engine.regions), PLACES), np.int64)
+    for index, (identity, codes) in enumerate(engine.regions.items()):
+        scales = engine.scales.get(identity)
+        if scales is not None:
+            shape = engine.placement.tensors[identity].shape
+            where = codes.address, scales.region.address, codes.pitch, scales.region.pitch
+            matrix[index] = (*where, *shape, block_codec(scales.rounding))
+    return matrix
 
 
 class Strips(NamedTuple):
@@ -54,10 +53,11 @@ class Strips(NamedTuple):
     owners: np.ndarray
 
 
-def strips_of(table: np.ndarray, into: np.ndarray, owners: np.ndarray, quantised: Quantised) -> Strips:
+def strips_of(table: np.ndarray, into: np.ndarray, owners: np.ndarray, places: np.ndarray) -> Strips:
     """Cut pieces at the borders of blocks, and put together what belongs to an item.
 
-    `table` has the source's end filled in; `into` are the local tensor's index, row and column of each piece.
+    `table` has the source's end filled in; `into` are the local tensor's index, row and column of each piece, `places` where
+    the local tensors lie (`places_of`).
     """
     index, row, column = into.T
     rows, columns = table[:, ROWS], table[:, WIDTH]  # a code has one byte
@@ -85,7 +85,7 @@ def strips_of(table: np.ndarray, into: np.ndarray, owners: np.ndarray, quantised
     keys = keys[order]
     starts = np.flatnonzero(np.concatenate([[True], (keys[1:] != keys[:-1]).any(1)]) if len(keys) else [])
     tensor, at_row, at_strip = keys[starts].T if len(starts) else np.zeros((3, 0), np.int64)
-    codes, codes_pitch, scales, scales_pitch, height, width = quantised.matrix[tensor].T
+    codes, scales, codes_pitch, scales_pitch, height, width, _ = places[tensor].T
     items = np.empty((len(starts), ITEM), np.int64)
     items[:, CODES] = codes + at_row * BLOCK * codes_pitch + at_strip * wide
     items[:, CODES_PITCH] = codes_pitch

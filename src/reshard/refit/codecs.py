@@ -93,6 +93,14 @@ def codec_between(source: str, destination: str, rounding: str | None = None) ->
     return None
 
 
+def block_codec(rounding: str) -> int:
+    """The number of the codec from bf16 to blocks of fp8 with this rounding."""
+    number = codec_between("bfloat16", "float8_e4m3fn", rounding)
+    if number is None:
+        raise ValueError(f"{rounding} is none of {sorted(ROUNDINGS)}")
+    return number
+
+
 def bytes_in_source(count: Any, codec: Any) -> Any:
     """How many bytes of the source become so many of the destination.
 

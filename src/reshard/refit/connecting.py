@@ -63,7 +63,7 @@ def connect(members: Members, source: "Trainer | Callable[[], Trainer] | None" =
             if device.type == "cuda":
                 from reshard.refit.kernels import compile_ahead
 
-                compiling = compile_ahead(device, _sizes(trains, serves))
+                compiling = compile_ahead(device, _sizes(trains, serves), _roundings(serves))
             roles = [name for name, side in (("trainer", trains), ("inference", serves)) if side is not None]
             mine = hello(f"{' and '.join(roles) or 'idle'} rank {members.rank}", roles, device)
             mine |= {
@@ -118,6 +118,11 @@ def _sizes(source: Trainer | None, destination: Engine | None) -> set[int]:
         *(destination.regions.values() if destination is not None else ()),
     ]
     return {dtype.itemsize for dtype in {region.tensor.dtype for region in regions}}
+
+
+def _roundings(destination: Engine | None) -> set[str]:
+    """Of the blocks that are here."""
+    return {some.rounding for some in destination.scales.values()} if destination is not None else set()
 
 
 def _device(source: Trainer | None, destination: Engine | None) -> torch.device:

@@ -258,12 +258,14 @@ def compile_digest(word: int, unit: int, device: torch.device, codec: int = PLAI
         torch.cuda.synchronize(device)
 
 
-def compile_ahead(device: torch.device, sizes: Iterable[int]) -> threading.Thread:
+def compile_ahead(device: torch.device, sizes: Iterable[int], roundings: Iterable[str]) -> threading.Thread:
     """Begin to compile what nearly every refit launches, in a thread: planning takes as long. `sizes` are
-    bytes of an element; who needs one of these kernels before it is there waits for it."""
+    bytes of an element, `roundings` of blocks; who needs one of these kernels before it is there waits for it."""
 
     def compile_all() -> None:
         compile_copy(16, device)
+        for rounding in roundings:
+            compile_quantise(rounding, True, device)
         for word, unit in ((8, 8), *((size, size) for size in sizes)):
             compile_digest(word, unit, device)
 

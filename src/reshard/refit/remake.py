@@ -2,7 +2,7 @@
 quantised from there, and compared with what the engine serves.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -10,8 +10,18 @@ import torch
 
 from reshard.live.engine import Engine
 from reshard.refit.addresses import COUNT, ELEMENTS, ENCODED, Pieces, from_source
-from reshard.refit.blocks import BF16, BLOCK, BlockTable, Quantised, strips_of
-from reshard.refit.codecs import BLOCKWISE, PLAIN, codec_between
+from reshard.refit.blocks import (
+    BF16,
+    BLOCK,
+    ENCODING,
+    PITCH,
+    PLACE,
+    SHAPE,
+    BlockTable,
+    places_of,
+    strips_of,
+)
+from reshard.refit.codecs import BLOCKWISE, PLAIN
 from reshard.refit.copies import CopyTable
 from reshard.refit.digests import Digests
 from reshard.refit.tables import CODEC, DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, empty_table, tiles_of
@@ -31,83 +41,74 @@ def remade(
     engine: Engine, pieces: Mapping[int, Pieces], shards: Mapping[int, np.ndarray], device: torch.device
 ) -> Remade:
     """Make it of `shards`, the (address, pitch in bytes) of each trainer's rank, which must be mapped."""
-    split = {rank: BLOCKWISE[some.asked[:, ENCODED]] for rank, some in pieces.items()}
-    found = Remade({rank: np.zeros(chosen.sum(), np.int64) for rank, chosen in split.items()}, [])
-    identities = list(engine.regions)
-    shapes = [engine.placement.tensors[identity].shape for identity in identities]
-    wanted = [index for index, identity in enumerate(identities) if identity in engine.scales]
-    for batch in _batches(wanted, [rows * columns for rows, columns in (shapes[index] for index in wanted)]):
-        elements = [shapes[index][0] * shapes[index][1] for index in batch]
-        starts = dict(zip(batch, np.cumsum([0, *elements]).tolist(), strict=False))
-        held = torch.zeros(sum(elements), dtype=torch.bfloat16, device=device)
+    served = places_of(engine)
+    chosen = {rank: np.flatnonzero(BLOCKWISE[some.asked[:, ENCODED]]) for rank, some in pieces.items()}
+    found = Remade({rank: np.zeros(len(these), np.int64) for rank, these in chosen.items()}, [])
+    wanted = np.flatnonzero(served[:, ENCODING] != PLAIN)
+    elements = served[:, SHAPE].prod(1)
+    number = np.cumsum(elements[wanted]) // BATCH
+    for batch in (wanted[number == n] for n in np.unique(number)):
+        first = np.full(len(served), -1, np.int64)  # of each local tensor, among what is held
+        first[batch] = np.cumsum(elements[batch]) - elements[batch]
+        held = torch.zeros(int(elements[batch].sum()), dtype=torch.bfloat16, device=device)
         for rank, some in pieces.items():
-            here = np.flatnonzero(split[rank] & np.isin(some.into[:, 0], batch))
-            if not len(here):
-                continue
-            asked, (index, row, column) = some.asked[here].copy(), some.into[here].T
-            columns = np.array([shapes[i][1] for i in index])
-            table = empty_table(len(here))
-            asked[:, ENCODED] = PLAIN
-            at = np.array([starts[i] for i in index]) + row * columns + column
-            table[:, DST], table[:, DST_PITCH] = held.data_ptr() + at * BF16.size, columns * BF16.size
-            table[:, ROWS], table[:, WIDTH] = asked[:, COUNT], asked[:, ELEMENTS] * BF16.size
-            table = from_source(table, asked, shards[rank])
-            CopyTable(tiles_of(table)[0], device).run()
-            table[:, SRC], table[:, SRC_PITCH] = table[:, DST], table[:, DST_PITCH]
-            digests = Digests(table, asked[:, ELEMENTS], device).result()
-            found.digests[rank][np.searchsorted(np.flatnonzero(split[rank]), here)] = digests
-        found.unlike.extend(_unlike(engine, [identities[index] for index in batch], batch, held, device))
+            here = np.flatnonzero(first[some.into[chosen[rank], 0]] >= 0)
+            if len(here):
+                part = Pieces([], some.asked[chosen[rank][here]], some.into[chosen[rank][here]])
+                found.digests[rank][here] = _gathered(part, shards[rank], served, first, held, device)
+        found.unlike.extend(_unlike(served[batch], batch, held, device))
     return found
 
 
-def _batches(indices: list[int], sizes: list[int]) -> Iterator[list[int]]:
-    batch: list[int] = []
-    total = 0
-    for index, size in zip(indices, sizes, strict=True):
-        if batch and total + size > BATCH:
-            yield batch
-            batch, total = [], 0
-        batch.append(index)
-        total += size
-    if batch:
-        yield batch
+def _gathered(
+    pieces: Pieces,
+    shards: np.ndarray,
+    served: np.ndarray,
+    first: np.ndarray,
+    held: torch.Tensor,
+    device: torch.device,
+) -> np.ndarray:
+    """Copy pieces to where they belong in local tensors that begin at `first` elements of `held`; their digests."""
+    asked, (index, row, column) = pieces.asked.copy(), pieces.into.T
+    asked[:, ENCODED] = PLAIN
+    pitch = served[index, SHAPE][:, 1] * BF16.size
+    table = empty_table(len(asked))
+    table[:, DST_PITCH] = pitch
+    table[:, DST] = held.data_ptr() + (first[index] + column) * BF16.size + row * pitch
+    table[:, ROWS], table[:, WIDTH] = asked[:, COUNT], asked[:, ELEMENTS] * BF16.size
+    table = from_source(table, asked, shards)
+    CopyTable(tiles_of(table)[0], device).run()
+    table[:, SRC], table[:, SRC_PITCH] = table[:, DST], table[:, DST_PITCH]
+    return Digests(table, asked[:, ELEMENTS], device).result()
 
 
-def _unlike(
-    engine: Engine, identities: list, indices: list[int], held: torch.Tensor, device: torch.device
-) -> list[int]:
+def _unlike(served: np.ndarray, indices: np.ndarray, held: torch.Tensor, device: torch.device) -> list[int]:
     """Quantise what is held of these local tensors, one after the other; the indices of those that differ from the
     engine's."""
-    shapes = np.array([engine.placement.tensors[identity].shape for identity in identities], np.int64)
+    shapes = served[:, SHAPE]
     blocks = -(-shapes // BLOCK)
     elements, scales = shapes.prod(1), blocks.prod(1)
+    first, first_scale = np.cumsum(elements) - elements, np.cumsum(scales) - scales
     codes = torch.zeros(int(elements.sum()), dtype=torch.uint8, device=device)
     factors = torch.zeros(int(scales.sum()), dtype=torch.float32, device=device)
-    first, first_scale = np.cumsum(elements) - elements, np.cumsum(scales) - scales
-    here = np.stack(
-        [codes.data_ptr() + first, shapes[:, 1], factors.data_ptr() + first_scale * 4, blocks[:, 1]], 1
-    )
-    numbers = [
-        codec_between("bfloat16", "float8_e4m3fn", engine.scales[identity].rounding)
-        for identity in identities
-    ]
-    table, into = empty_table(len(indices)), np.zeros((len(indices), 3), np.int64)
+    here = served.copy()
+    here[:, PLACE] = np.stack([codes.data_ptr() + first, factors.data_ptr() + first_scale * 4], 1)
+    here[:, PITCH] = np.stack([shapes[:, 1], blocks[:, 1]], 1)
+    table, into = empty_table(len(here)), np.zeros((len(here), 3), np.int64)
     table[:, SRC], table[:, SRC_PITCH] = held.data_ptr() + first * BF16.size, shapes[:, 1] * BF16.size
     table[:, ROWS], table[:, WIDTH] = shapes.T
-    table[:, CODEC], into[:, 0] = numbers, np.arange(len(indices))
-    for codec in set(numbers):
-        chosen = table[:, CODEC] == codec
-        nobody = np.zeros(chosen.sum(), np.int64)
-        strips = strips_of(table[chosen], into[chosen], nobody, Quantised(np.concatenate([here, shapes], 1)))
-        BlockTable(strips, int(codec or 0), device, np.arange(len(strips.items))).run()
-    there = Quantised.of(engine).matrix[indices]
-    wrong = np.zeros(len(indices), bool)
-    for place, pitch, extent, size in ((0, 1, shapes, 1), (2, 3, blocks, 4)):
+    table[:, CODEC], into[:, 0] = served[:, ENCODING], np.arange(len(here))
+    for codec in np.unique(served[:, ENCODING]).tolist():
+        these = table[:, CODEC] == codec
+        strips = strips_of(table[these], into[these], np.zeros(these.sum(), np.int64), here)
+        BlockTable(strips, codec, device, np.arange(len(strips.items))).run()
+    wrong = np.zeros(len(here), bool)
+    for which, (extent, size) in enumerate(((shapes, 1), (blocks, 4))):
         both = []
-        for matrix in (here, there):
-            held_there = empty_table(len(indices))
-            held_there[:, SRC], held_there[:, SRC_PITCH] = matrix[:, place], matrix[:, pitch] * size
-            held_there[:, ROWS], held_there[:, WIDTH] = extent[:, 0], extent[:, 1] * size
-            both.append(Digests(held_there, extent[:, 1], device).result())
+        for matrix in (here, served):
+            table = empty_table(len(here))
+            table[:, SRC], table[:, SRC_PITCH] = matrix[:, PLACE][:, which], matrix[:, PITCH][:, which] * size
+            table[:, ROWS], table[:, WIDTH] = extent[:, 0], extent[:, 1] * size
+            both.append(Digests(table, extent[:, 1], device).result())
         wrong |= both[0] != both[1]
-    return [index for index, differs in zip(indices, wrong, strict=True) if differs]
+    return [int(index) for index in indices[wrong]]

@@ -1,12 +1,14 @@
 """What a refit makes of fp8 blocks, compared with what vLLM itself makes of the same."""
 
+from functools import cache
+
 import numpy as np
 import torch
 
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm.compat import own_blocks
-from reshard.refit.blocks import BLOCK, BlockTable, Quantised, strips_of
-from reshard.refit.codecs import ROUNDINGS, codec_between
+from reshard.refit.blocks import BLOCK, PLACES, BlockTable, strips_of
+from reshard.refit.codecs import ROUNDINGS, block_codec
 from reshard.refit.tables import CODEC, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
 
 
@@ -34,8 +36,7 @@ def our_blocks(values: torch.Tensor, rounding: str) -> tuple[torch.Tensor, torch
     down, across = -(-rows // BLOCK), -(-columns // BLOCK)
     codes = torch.zeros((rows, columns), dtype=torch.uint8, device=values.device)
     scales = torch.zeros((down, across), dtype=torch.float32, device=values.device)
-    codec = codec_between("bfloat16", "float8_e4m3fn", rounding)
-    assert codec is not None
+    codec = block_codec(rounding)
     at = [(row, column) for row in (0, rows // 2 + 3) for column in (0, columns // 2 + 4)]
     table, into = empty_table(4), np.array([(0, *place) for place in at])
     for number, (row, column) in enumerate(at):
@@ -43,12 +44,14 @@ def our_blocks(values: torch.Tensor, rounding: str) -> tuple[torch.Tensor, torch
         table[number, ROWS] = rows - row if row else rows // 2 + 3
         table[number, WIDTH] = columns - column if column else columns // 2 + 4
     table[:, SRC_PITCH], table[:, CODEC] = columns * 2, codec
-    where = Quantised(np.array([[codes.data_ptr(), columns, scales.data_ptr(), across, rows, columns]]))
-    strips = strips_of(table, into, np.zeros(4, np.int64), where)
+    places = np.zeros((1, PLACES), np.int64)
+    places[0] = codes.data_ptr(), scales.data_ptr(), columns, across, rows, columns, codec
+    strips = strips_of(table, into, np.zeros(4, np.int64), places)
     BlockTable(strips, codec, values.device, np.arange(len(strips.items))).run()
     return codes.view(torch.float8_e4m3fn), scales
 
 
+@cache
 def check_blocks(rounding: str, device: torch.device) -> None:
     """Raise ReshardError where a refit does not make of `hard_blocks`, bit for bit, what vLLM makes of them."""
     values = hard_blocks(device)

@@ -58,6 +58,7 @@ class VllmModel(Engine):
         self, model: torch.nn.Module, config: Any, worker: Any = None, front: Any = None, exact: bool = False
     ) -> None:
         self.module, self.vllm_config, self.worker, self.front = model, config, worker, front
+        self.exact = exact
         # Before anything can fail: an engine that cannot be connected must not serve weights of no meaning
         # either.
         self._guard = guard_of(model, config)
@@ -65,7 +66,7 @@ class VllmModel(Engine):
         self.hf_config = published(config.model_config.hf_config.to_dict(), "vLLM's config")
         self.model = Model.from_hf(self.hf_config, f"vLLM's config of {config.model_config.model}")
         self.blocks = _blocks_of(model)
-        _refuse_processed(model)
+        _refuse_processed(model, config)
         named = [*model.named_parameters(remove_duplicate=True), *model.named_buffers()]
         self.tensors: dict[str, torch.Tensor] = dict(named)
         self.rank = self._rank()
@@ -340,7 +341,7 @@ def _home(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
     return model.get_submodule(path), key
 
 
-def _refuse_processed(model: torch.nn.Module) -> None:
+def _refuse_processed(model: torch.nn.Module, config: Any) -> None:
     """Raise ReshardError where a layer keeps its weights in another order or precision than they are loaded
     in."""
     for name, module in model.named_modules():
@@ -350,6 +351,14 @@ def _refuse_processed(model: torch.nn.Module) -> None:
         kind = type(method).__name__
         backend = expert_backend(method)
         if kind.endswith("KVCacheMethod"):
+            # They come with a checkpoint, or are 1 without; dummy weights make them up.
+            if config.load_config.load_format == "dummy" and str(config.cache_config.cache_dtype).startswith(
+                "fp8"
+            ):
+                raise ReshardError(
+                    f"{name} scales its fp8 keys and values by numbers that load_format='dummy' has made up, and that no "
+                    f"trainer has: load the checkpoint once, or pass kv_cache_dtype='auto'"
+                )
             continue
         if blocks_of(module, method) is not None:
             continue

@@ -10,6 +10,7 @@ both sides are done.
 """
 
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from reshard.core.errors import ReshardError
@@ -49,9 +50,10 @@ class RefitExtension:
         executor: str = "auto",
         bucket_bytes: int = BUCKET_BYTES,
         timeout: float = 60.0,
+        exact: bool = False,
     ) -> None:
         """Join the members at ``host:port`` as rank `first_rank` plus this worker's rank, of `size` in all,
-        and connect."""
+        and connect. `exact` is `VllmModel`'s, for layers in fp8."""
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
         mine = self.rank + parallel.data_parallel_rank * parallel.world_size  # type: ignore[attr-defined]
         before: Link | None = getattr(self, "_reshard_link", None)
@@ -61,20 +63,20 @@ class RefitExtension:
         members = Members.join(address, first_rank + mine, size, timeout)
         self._reshard_link = connect(
             members,
-            destination=self._reshard_side,
+            destination=partial(self._reshard_side, exact),
             executor=executor,
             bucket_bytes=bucket_bytes,
         )
 
-    def _reshard_side(self) -> VllmModel:
+    def _reshard_side(self, exact: bool) -> VllmModel:
         """This worker's side: that of the last connect, where vLLM has the same model and order of weights
         still."""
         kept: VllmModel | None = getattr(self, "_reshard_engine", None)
-        if kept is not None and kept.module is self.get_model():  # type: ignore[attr-defined]
+        if kept is not None and kept.module is self.get_model() and kept.exact == exact:  # type: ignore[attr-defined]
             with suppress(ReshardError):
                 kept.follow()
                 return kept
-        self._reshard_engine = VllmModel.from_worker(self)
+        self._reshard_engine = VllmModel.from_worker(self, exact=exact)
         return self._reshard_engine
 
     def reshard_refit(self, version: int | None = None, verify: bool = False) -> dict[str, Any]:

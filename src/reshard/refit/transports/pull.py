@@ -9,7 +9,7 @@ import torch
 
 from reshard.live.engine import Engine
 from reshard.refit.addresses import SHARD, fills_of, from_source, shards_here
-from reshard.refit.blocks import FIRST, BlockTable, Quantised, strips_of
+from reshard.refit.blocks import FIRST, BlockTable, places_of, strips_of
 from reshard.refit.codecs import BLOCKWISE
 from reshard.refit.copies import CopyTable
 from reshard.refit.tables import CODEC, bytes_read_by, interleaved, tiles_of
@@ -79,11 +79,11 @@ class Pull(Transport):
         if not any(len(table) for table, *_ in pieces):
             return []
         table, into, owners, ranks = (np.concatenate(some) for some in zip(*pieces, strict=True))
-        quantised = Quantised.of(self.engine)
+        places = places_of(self.engine)
         found = []
         for codec in np.unique(table[:, CODEC]).tolist():
             chosen = table[:, CODEC] == codec
-            strips = strips_of(table[chosen], into[chosen], np.stack([owners, ranks], 1)[chosen], quantised)
+            strips = strips_of(table[chosen], into[chosen], np.stack([owners, ranks], 1)[chosen], places)
             order = interleaved(strips.owners[strips.items[:, FIRST], 1])
             found.append(BlockTable(strips._replace(owners=strips.owners[:, 0]), codec, self.device, order))
         return found

@@ -1,0 +1,221 @@
+"""Refits into an engine that serves from fp8 blocks: arithmetic, geometry, the kernel, and real models against vLLM's own loading."""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from reshard.disk.fp8 import HIGH_PRECISION
+from reshard.refit.blocks import BF16, BLOCK, E4M3, PLACES, quantise, quantise_on_host, strips_of
+from reshard.refit.codecs import CODECS, ROUNDINGS, block_codec, codec_between
+from reshard.refit.tables import CODEC, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
+from tests.ranks import free_port, run_on_ranks
+from tests.test_logits import flags_at
+from tests.test_refit import converted, refit
+
+__all__ = ["converted"]
+ONLINE = {"quantization": "fp8_per_block"}
+BY_CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
+
+def pieces_of(values: np.ndarray, cuts: list[tuple[int, int, int, int]], shift: int = 0):
+    """A table of pieces (row, column, rows, columns) of a bf16 matrix, each copied to memory of its own with a pitch of its own; into; what
+    must live as long."""
+    table, into, held = empty_table(len(cuts)), np.zeros((len(cuts), 3), np.int64), []
+    table[:, CODEC] = block_codec("fp32")
+    for number, (row, column, rows, columns) in enumerate(cuts):
+        memory = np.full((rows, columns + 8 * (number % 3) + shift), 1e30, BF16.numpy())
+        memory[:, :columns] = values[row : row + rows, column : column + columns]
+        held.append(memory)
+        table[number, [SRC, SRC_PITCH, ROWS, WIDTH]] = memory.ctypes.data, memory.strides[0], rows, columns
+        into[number] = 0, row, column
+    return table, into, held
+
+
+def places_for(shape: tuple[int, int]):
+    """An engine's tensor in blocks, full of other things, with a pitch of its own; codes and scales within it."""
+    rows, columns = shape
+    codes = np.full((rows, columns + 48), 0xEE, np.uint8)
+    scales = np.full((-(-rows // BLOCK), -(-columns // BLOCK)), -1, np.float32)
+    places = np.zeros((1, PLACES), np.int64)
+    places[0] = codes.ctypes.data, scales.ctypes.data, codes.strides[0], scales.shape[1], rows, columns, 1
+    return places, codes, scales
+
+
+def weights(rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal((rows, columns)) * 0.02).astype(BF16.numpy())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 400),
+    st.integers(1, 1500),
+    st.lists(st.integers(1, 399), max_size=4),
+    st.lists(st.integers(1, 1499), max_size=3),
+)
+def test_whatever_the_pieces_each_block_is_made_of_all_of_its_own(rows, columns, row_cuts, column_cuts):
+    values, places = weights(rows, columns), places_for((rows, columns))
+    edges = sorted({0, rows, *(cut for cut in row_cuts if cut < rows)})
+    sides = sorted({0, columns, *(cut for cut in column_cuts if cut < columns)})
+    cuts = [(top, left, bottom - top, right - left) for top, bottom in pairwise(edges)
+            for left, right in pairwise(sides)]  # fmt: skip
+    table, into, held = pieces_of(values, cuts)
+    strips = strips_of(table, into, np.arange(len(cuts)), places[0])
+    quantise_on_host(strips.items, strips.fragments, "fp32")
+    codes, scales = quantise(values, "fp32")
+    assert np.array_equal(places[1][:, :columns], codes.view(np.uint8)) and np.array_equal(places[2], scales)
+    assert (places[1][:, columns:] == 0xEE).all() and len(held) == len(cuts)
+
+
+def test_a_codec_of_blocks_is_none_of_single_elements():
+    assert (
+        codec_between("bfloat16", "float8_e4m3fn") is None
+        and codec_between("float32", "float8_e4m3fn", "fp32") is None
+    )
+    numbers = [block_codec(rounding) for rounding in ROUNDINGS]
+    assert len(set(numbers)) == 3
+    with pytest.raises(NotImplementedError):
+        CODECS[numbers[0]].encode(np.zeros((1, 2), np.uint8))
+
+
+def test_power_of_two_scales_round_up_and_rounding_twice_loses_more():
+    values = weights(512, 512)
+    error = {}
+    for rounding in ROUNDINGS:
+        codes, scales = quantise(values, rounding)
+        back = codes.astype(np.float32) * scales.repeat(BLOCK, 0).repeat(BLOCK, 1)
+        error[rounding] = float(
+            np.sqrt(
+                np.square(back - values.astype(np.float32)).sum() / np.square(values.astype(np.float32)).sum()
+            )
+        )
+        assert np.isfinite(codes.astype(np.float32)).all()
+        if rounding != "fp32":
+            assert (np.frexp(scales)[0] == 0.5).all()
+    assert 0.02 < error["fp32"] < error["ue8m0"] * 1.02 < error["twice"] < 0.045
+
+
+def test_the_kernel_makes_what_the_host_makes():
+    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+    done = subprocess.run([sys.executable, "-m", "tests.test_blocks"], capture_output=True, text=True, timeout=300,
+                          env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).resolve().parent.parent)  # fmt: skip
+    assert done.returncode == 0 and done.stdout.count("equal") == 4, done.stdout + done.stderr[-2000:]
+
+
+def interpret() -> None:
+    from reshard.refit.kernels import quantise_strips
+
+    # The interpreter does not round fp8 as GPUs do: these are numbers that become codes without.
+    rng = np.random.default_rng(0)
+    numbers = np.arange(256, dtype=np.uint8).view(E4M3.numpy()).astype(np.float32)
+    rows, columns = 170, 1160
+    numbers = rng.choice(numbers[np.isfinite(numbers)], (rows, columns))
+    numbers[::BLOCK, ::BLOCK] = 448
+    power = rng.integers(-12, 4, (2, 10)).repeat(BLOCK, 0).repeat(BLOCK, 1)[:rows, :columns]
+    values = np.ldexp(numbers, power).astype(BF16.numpy())
+    for rounding, shift in [*((rounding, 0) for rounding in ROUNDINGS), ("fp32", 3)]:
+        cuts = [(0, 0, 128, 1024), (0, 1024, 128, 136), (128, 0, 20, columns), (148, 0, 22, 104 + shift),
+                (148, 104 + shift, 22, columns - 104 - shift)]  # fmt: skip
+        table, into, held = pieces_of(values, cuts, shift)
+        places, codes, scales = places_for((rows, columns))
+        strips = strips_of(table, into, np.zeros(len(cuts), np.int64), places)
+        quantise_strips(
+            *(torch.from_numpy(some) for some in (strips.items, strips.fragments)), rounding, not shift
+        )
+        wanted, factors = quantise(values, rounding, divide=False)
+        found = codes[:, :columns].view(E4M3.numpy()).astype(np.float32)
+        assert np.array_equal(scales, factors) and np.array_equal(found, wanted.astype(np.float32))
+        assert np.array_equal(np.signbit(found), np.signbit(wanted.astype(np.float32)))
+        assert (codes[:, columns:] == 0xEE).all() and len(held) == len(cuts)
+        print(rounding, "equal")
+
+
+def served_in_blocks(hf: str, folder: Path) -> str:
+    """The checkpoint as published in fp8, quantised as vLLM does, which `blocks_that_differ` compares with vLLM's own function."""
+    folder.mkdir(parents=True)
+    for file in Path(hf).iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    tensors = {}
+    for name, tensor in load_file(Path(hf) / "model.safetensors").items():
+        tensors[name] = tensor
+        if tensor.ndim == 2 and not name.endswith(HIGH_PRECISION):
+            codes, scales = quantise(tensor.view(torch.int16).numpy().view(BF16.numpy()), "fp32")
+            tensors[name] = torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = torch.from_numpy(scales)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": BY_CONFIG}))
+    return str(folder)
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "qwen3-moe", "deepseek-v3"])
+def test_a_refit_leaves_what_vllm_makes_of_the_same_weights_while_it_loads_them(variant, converted, tmp_path):
+    # blocks across queries, keys and values; experts that vLLM rounds up to whole blocks; kv_b_proj, of which MLA derives matrices
+    refit(converted(variant), "", 1, ONLINE, 1, True, tmp_path, moving=variant == "qwen3-moe")
+
+
+def test_a_refit_leaves_what_vllm_loads_from_a_checkpoint_in_fp8(converted, tmp_path):
+    checkpoints = converted("served-blocks")
+    published = [
+        served_in_blocks(hf, tmp_path / f"fp8-{number}") for number, (hf, _) in enumerate(checkpoints)
+    ]
+    engine = {"hf_overrides": {"quantization_config": BY_CONFIG}}
+    # Dummy weights make up scales of the key-value cache too, which nobody reads unless it is in fp8.
+    refit(
+        checkpoints,
+        "",
+        1,
+        engine,
+        1,
+        True,
+        tmp_path / "run",
+        published=published,
+        ignored=["_k_scale", "_v_scale"],
+    )
+
+
+def differ(converted, folder, trainers: int, engines: int, together: bool):
+    folder.mkdir(exist_ok=True)
+    sides = {
+        "trainer": trainers,
+        "engine": engines,
+        "together": together,
+        "folder": str(folder),
+        "port": free_port(),
+    }
+    ranks = trainers if together else trainers + engines
+    checkpoint = converted("served-blocks")[0]
+    flags, engine = flags_at(Path(checkpoint[1]), ""), ONLINE | {"by_config": BY_CONFIG}
+    return run_on_ranks(ranks, "blocks_that_differ", sides, flags, checkpoint, engine, module="refit_on_cpu")
+
+
+def test_a_check_sees_a_code_or_a_scale_that_changed_and_connect_sees_other_arithmetic(converted, tmp_path):
+    [[plain, code, scale, mended, cache, arithmetic]] = differ(converted, tmp_path, 1, 1, True)
+    assert plain == mended == "no error"
+    assert (
+        "3 tensors did not arrive as they are in the trainer" in code
+        and "q_proj" in code
+        and "v_proj" in code
+    )
+    assert "q_proj" in scale and "o_proj" not in scale
+    assert "scales its fp8 keys and values by numbers that load_format='dummy' has made up" in cache
+    assert "this vLLM quantises blocks with fp32 scales in another way than reshard" in arithmetic
+
+
+def test_blocks_that_would_come_in_buckets_are_refused_by_name_on_every_member(converted, tmp_path):
+    for said in differ(converted, tmp_path, 1, 1, False):
+        assert "serves from fp8 blocks" in said and "comes by buckets" in said, said
+
+
+if __name__ == "__main__":
+    interpret()
