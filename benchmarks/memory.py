@@ -159,92 +159,39 @@ def theoretical(model, layout, case: Case, gpus: int) -> float | None:
         return None
 
 
-def train(model, layout, case: Case, toy: bool, fusion: bool) -> dict:
+def train(model, layout, case: Case, toy: bool) -> dict:
     """Two training steps; what torch had allocated at most, in bytes, on this rank."""
     import torch
     from megatron.core import parallel_state as mpu
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.transformer.module import Float16Module
 
-    from reshard.megatron.build import build_megatron
+    from benchmarks.training import Training, fused
 
-    device = "cpu" if toy else "cuda"
     options = {
         "sequence_parallel": layout.tp > 1 and not toy,
         "context_parallel_size": case.cp,
         **recompute_fields(case.recompute),
+        **fused(model),
     }
     if model.num_experts:
-        options |= {
-            "moe_router_force_load_balancing": True,
-            "moe_token_dispatcher_type": "allgather" if toy else "alltoall",
-        }
-    if not toy:
-        options |= {
-            "cross_entropy_loss_fusion": True,
-            "gradient_accumulation_fusion": fusion,
-            "bias_activation_fusion": True,
-        }
-        if model.num_experts:
-            options["moe_permute_fusion"] = True
+        options |= {"moe_router_force_load_balancing": True}
     left = 0 if toy else torch.cuda.memory_allocated()
-    chunks = build_megatron(
-        model, layout, transformer_impl="local" if toy else "transformer_engine", **options
-    )
-    config = chunks[0].config
-    ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=not toy, overlap_grad_reduce=False, grad_reduce_in_fp32=True
-    )
-    wrapped = [
-        DistributedDataParallel(config, ddp, Float16Module(config, chunk if toy else chunk.cuda()))
-        for chunk in chunks
-    ]
-    config.finalize_model_grads_func = finalize_model_grads
-    optimizer = None
-    if not toy:  # it takes parameters on a GPU only
-        optimizer = get_megatron_optimizer(
-            OptimizerConfig(optimizer="adam", lr=1e-4, bf16=True, use_distributed_optimizer=True), wrapped
-        )
+    training = Training(model, layout, **options)
     static = 0 if toy else torch.cuda.memory_allocated() - left
-    length = case.seq_length // case.cp
-    torch.manual_seed(1)
-    tokens = torch.randint(0, model.symbols["V"], (1, length), device=device)
-    positions = torch.arange(length, device=device)[None]
-    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1) if toy else None
-
-    def forward(_, chunk):
-        found = chunk(tokens, positions, mask, labels=tokens)
-        return found, lambda losses: (losses.float().mean(), {})
-
     seconds, in_passes, in_step = 0.0, 0, 0
     for _ in range(1 if toy else 2):
         if not toy:
             torch.cuda.reset_peak_memory_stats()
         begin = time.perf_counter()
-        for chunk in wrapped:
-            chunk.zero_grad_buffer()
-        if optimizer is not None:
-            optimizer.zero_grad()
-        get_forward_backward_func()(
-            forward_step_func=forward, data_iterator=[None] * len(wrapped) if len(wrapped) > 1 else None,
-            model=wrapped if len(wrapped) > 1 else wrapped[0], num_microbatches=case.microbatches, seq_length=case.seq_length,
-            micro_batch_size=1, forward_only=False,
-        )  # fmt: skip
-        if optimizer is not None:
+        training.passes(case.seq_length, case.microbatches, case.cp)
+        if training.optimizer is not None:
             in_passes = max(in_passes, torch.cuda.max_memory_allocated() - left)
             torch.cuda.reset_peak_memory_stats()
-            optimizer.step()
+            training.optimizer.step()
             in_step = max(in_step, torch.cuda.max_memory_allocated() - left)
             torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
     result = {"rank": torch.distributed.get_rank(), "stage": mpu.get_pipeline_model_parallel_rank(), "seconds": seconds,
-              "grads": bool(all(buffer.grad_data.abs().sum() > 0 for chunk in wrapped for buffer in chunk.buffers))}  # fmt: skip
+              "grads": training.has_gradients()}  # fmt: skip
     if not toy:
         free, total = torch.cuda.mem_get_info()
         result |= {
@@ -252,65 +199,15 @@ def train(model, layout, case: Case, toy: bool, fusion: bool) -> dict:
             "held": torch.cuda.memory_allocated() - left, "reserved": torch.cuda.max_memory_reserved(),
             "built": static, "outside": total - free - torch.cuda.memory_reserved(),
         }  # fmt: skip
-        _free(wrapped, optimizer)
+        training.free()
     return result
-
-
-def _free(wrapped: list, optimizer) -> None:
-    """Megatron keeps what it has trained alive, by hooks and lists of its own: give the memory back by hand."""
-    import torch
-
-    tensors = [p.data for chunk in wrapped for p in chunk.parameters()]
-    tensors += [
-        buffer.grad_data for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-    ]
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-        tensors += [p.data for group in one.optimizer.param_groups for p in group["params"]]
-        tensors += [
-            value
-            for state in one.optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
-        ]
-    for tensor in tensors:
-        tensor.untyped_storage().resize_(0)
-
-
-def _without_device(plain):
-    return lambda *a, **k: plain(*a, **(k | {"device": None} if k.get("device") == "cuda" else k))
-
-
-@contextlib.contextmanager
-def on_cpu():
-    """Megatron's schedules ask for a GPU by name: what is made inside is made on the CPU. For the rehearsal only."""
-    from unittest.mock import patch
-
-    import torch
-    from megatron.core.tensor_parallel import random as states
-
-    with contextlib.ExitStack() as patches:
-        for name in ("zeros", "ones", "tensor", "empty"):
-            patches.enter_context(patch.object(torch, name, _without_device(getattr(torch, name))))
-        patches.enter_context(patch.object(torch.cuda, "current_stream", lambda *a: None))
-        patches.enter_context(patch.object(states, "_get_all_rng_states", lambda *a: ()))
-        patches.enter_context(patch.object(states, "_set_all_rng_states", lambda *a: None))
-        yield
-
-
-def fusion_is_there(toy: bool) -> bool:
-    """Whether Megatron can add to gradients while it multiplies, which its output layer needs Apex for."""
-    if toy:
-        return False
-    try:
-        import fused_weight_gradient_mlp_cuda  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def worker(path: str) -> None:
     """One rank of a group of cases."""
     import torch
+
+    from benchmarks.training import fusion_is_there, on_cpu
 
     asked = json.loads(Path(path).read_text(encoding="utf-8"))
     toy, gpus, group = asked["toy"], asked["gpus"], [Case(**each) for each in asked["cases"]]
@@ -321,7 +218,7 @@ def worker(path: str) -> None:
     from reshard.megatron.build import initialize_parallel, without_gpu
 
     total = None if toy else torch.cuda.get_device_properties(0).total_memory
-    fusion = fusion_is_there(toy)
+    fusion = fusion_is_there()
     if rank == 0 and not asked["quiet"]:
         import megatron.core
 
@@ -329,7 +226,7 @@ def worker(path: str) -> None:
         card = "CPU" if toy else f"{torch.cuda.get_device_name()}, {total / GIB:.1f} GiB"
         print(f"{card}; torch {torch.__version__}, megatron-core {megatron.core.__version__}, Transformer Engine {engine}; "
               f"gradient accumulation fusion {fusion}", flush=True)  # fmt: skip
-    with without_gpu(), on_cpu() if toy else contextlib.nullcontext():
+    with without_gpu(), on_cpu():
         model, layout, _ = estimate(group[0], gpus, fusion, None, "local" if toy else "transformer_engine")
         initialize_parallel(layout, context_parallel_size=group[0].cp)
         for case in group:
@@ -355,7 +252,7 @@ def run(case, model, layout, gpus, toy, fusion, total, rank, folder) -> None:
             print(f"{case}: left out, the estimate is {most / GIB:.1f} GiB", flush=True)
         return
     try:
-        mine = train(model, layout, case, toy, fusion)
+        mine = train(model, layout, case, toy)
     except Exception as error:
         traceback.print_exc(limit=-4)
         mine = {"rank": rank, "error": f"{type(error).__name__}: {str(error)[:300]}"}

@@ -45,17 +45,9 @@ def engine(pipe, gpus: str, folder: str, options: dict) -> None:
     os.environ |= {"CUDA_VISIBLE_DEVICES": gpus, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     from vllm import LLM
 
-    llm = LLM(
-        model=folder,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_model_len=512,
-        enforce_eager=True,
-        enable_sleep_mode=True,
-        worker_extension_cls="benchmarks.refit_offload.Extension",
-        **options,
-    )
+    defaults = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 512, "enforce_eager": True,
+                "enable_sleep_mode": True, "worker_extension_cls": "benchmarks.refit_offload.Extension"}  # fmt: skip
+    llm = LLM(model=folder, **(defaults | options))
     pipe.send("ready")
     while (call := pipe.recv()) is not None:
         method, args, keywords = call
@@ -63,6 +55,21 @@ def engine(pipe, gpus: str, folder: str, options: dict) -> None:
             pipe.send(getattr(llm, method)(*args, **keywords))
         except Exception as error:
             pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def start_engine(config: dict, gpus: str, options: dict) -> tuple:
+    """A process with a vLLM on these GPUs, and the pipe to it, which says "ready" first."""
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(config))
+    pipe, theirs = multiprocessing.Pipe()
+    allocator = os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)  # sleep mode refuses expandable segments
+    process = multiprocessing.get_context("spawn").Process(
+        target=engine, args=(theirs, gpus, str(folder), options)
+    )
+    process.start()
+    if allocator:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = allocator
+    return process, pipe
 
 
 def __getattr__(name: str):
@@ -170,18 +177,8 @@ def main() -> None:
         return result
 
     if rank == 0:
-        folder = Path(tempfile.mkdtemp())
-        (folder / "config.json").write_text(json.dumps(config))
-        pipe, theirs = multiprocessing.Pipe()
         settings = {"tensor_parallel_size": tp, "gpu_memory_utilization": options.gpu_memory_utilization}
-        # vLLM's sleep mode does not go with expandable segments
-        allocator = os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
-        process = multiprocessing.get_context("spawn").Process(
-            target=engine, args=(theirs, gpus, str(folder), settings)
-        )
-        process.start()
-        if allocator:
-            os.environ["PYTORCH_CUDA_ALLOC_CONF"] = allocator
+        process, pipe = start_engine(config, gpus, settings)
         print("engine", answer(), flush=True)
     start_processes()
     dist.barrier()

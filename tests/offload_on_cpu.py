@@ -5,7 +5,7 @@ import hashlib
 import torch
 
 import reshard
-from reshard.homes import offloading
+from reshard.homes import memory, offloading
 from reshard.refit import Members, connect
 from reshard.trainers.megatron import MegatronModel
 from tests import megatron_on_cpu, vllm_on_cpu
@@ -72,8 +72,9 @@ class Training:
 
 
 def steps(rank: int, flags: list[str], directory: str, move: bool) -> dict:
-    """Three training steps, after each of which the training is moved away and back, in parts too, or not; digests of all that it holds
+    """With little pieces of host memory, three training steps, after each of which the training is moved away and back, in parts too, or not; digests of all that it holds
     before and after, and what is freed."""
+    memory.PIECE_BYTES = 1 << 12
     training = Training(flags, directory)
     model, optimizer = training.wrapped, training.optimizer
     said: dict = {"losses": [], "before": [], "after": [], "sizes": [training.sizes()]}
@@ -107,7 +108,9 @@ def steps(rank: int, flags: list[str], directory: str, move: bool) -> dict:
         # The control: a byte that is lost in host memory is seen.
         reshard.offload(model, optimizer)
         [*_, last] = offloading._offloaded[model[0]].away["optimizer"]
-        last.host[0] ^= 1
+        last.host[0][0] ^= 1
+        pieces = [piece for kept in offloading._offloaded[model[0]].memory.values() for piece in kept.pieces]
+        said["host"] = sum(piece.numel() for piece in pieces)
         reshard.onload(model)
         said["with a lost byte"] = training.bits()["optimizer"] == before["optimizer"]
         said["refused"] = [

@@ -1,11 +1,13 @@
 """Offload: a trainer that was moved to host memory and back is the same to the last bit, trains on alike, and refits from where it is."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 from reshard import hf_to_mcore
+from reshard.homes.memory import PIECE_BYTES, HostMemory
 from tests.checkpoints import make
 from tests.ranks import run_on_ranks
 from tests.test_logits import flags_at
@@ -48,6 +50,27 @@ def test_storages_are_really_freed_and_by_kind(trained):
             assert without == with_params == nothing | {"params": whole["params"]}
         # bf16 parameters, fp32 gradients, and of the optimizer's fp32 main parameters and two moments this rank's half
         assert freed == pytest.approx((1 + 2 + 3) * whole["params"], rel=0.05) and whole["params"] > 100_000
+
+
+def test_host_memory_is_in_pieces_of_a_power_of_two_and_no_more_than_one_of_each_kind_is_in_part_used(
+    trained,
+):
+    for said in trained[1]:
+        assert said["freed"] <= said["host"] <= said["freed"] + 3 * (1 << 12), "torch pins powers of two"
+
+
+def test_host_memory_of_what_is_needed_whole_fills_the_rest_of_a_piece():
+    memory = HostMemory(pinned=False, spare=[])
+    sizes = [PIECE_BYTES // 2, PIECE_BYTES // 4, 5 * PIECE_BYTES // 2, PIECE_BYTES, 1, 0]
+    found = [memory.whole(size) for size in sizes]
+    assert [one.numel() for one in found] == sizes
+    assert [piece.numel() for piece in memory.pieces] == [PIECE_BYTES, 4 * PIECE_BYTES]
+    spans = sorted((one.data_ptr(), one.data_ptr() + one.numel()) for one in found if one.numel())
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans)), "none has another's bytes"
+    kept = memory.pieces
+    memory.give_back()
+    [again] = memory.parts(1)
+    assert any(again.data_ptr() == piece.data_ptr() for piece in kept), "used again"
 
 
 def test_what_cannot_be_moved_is_refused_in_a_sentence(trained):

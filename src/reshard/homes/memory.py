@@ -13,6 +13,8 @@ from reshard.live.memory import Region
 
 # Of a GPU's copies: smaller ones do not fill the link.
 PINNED_BYTES = 8 << 20
+# Of host memory that is kept: a power of two, so that torch pins no more.
+PIECE_BYTES = 256 << 20
 
 
 def slab_bytes(device: torch.device) -> int:
@@ -136,12 +138,52 @@ class FromDevice:
             return _recorded(self.local.stream), found
 
 
+class HostMemory:
+    """Host memory for copies, in pieces of `PIECE_BYTES`, pinned where a GPU copies to it; `spare` are pieces of an
+    earlier time, which are used first.
+
+    torch rounds what it pins up to a power of two, each tensor by itself: 70 GB in one would lock 128.
+    """
+
+    def __init__(self, pinned: bool, spare: list[torch.Tensor]) -> None:
+        self.pinned, self.spare = pinned, spare
+        self.pieces: list[torch.Tensor] = []
+        self.rest = torch.empty(0, dtype=torch.uint8)  # of the last piece
+
+    def whole(self, size: int) -> torch.Tensor:
+        """Memory of this many bytes, in one. Raises RuntimeError or MemoryError where there is none."""
+        if size > self.rest.numel():
+            self.rest = self._piece(size)
+            self.pieces.append(self.rest)
+        found, self.rest = self.rest[:size], self.rest[size:]
+        return found
+
+    def _piece(self, size: int) -> torch.Tensor:
+        if self.spare and size <= PIECE_BYTES:
+            return self.spare.pop()
+        rounded = max(PIECE_BYTES, 1 << (size - 1).bit_length())
+        return torch.empty(rounded, dtype=torch.uint8, pin_memory=self.pinned)
+
+    def parts(self, size: int) -> list[torch.Tensor]:
+        """Memory of this many bytes, one part after the other. Raises as `whole`."""
+        found = []
+        while size:
+            found.append(self.whole(min(size, self.rest.numel() or PIECE_BYTES)))
+            size -= found[-1].numel()
+        return found
+
+    def give_back(self) -> None:
+        """Nobody needs what is in it any more."""
+        self.spare += self.pieces
+        self.pieces, self.rest = [], self.rest[:0]
+
+
 def on_host(targets: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Copies of live bytes in host memory, pinned where they come from a GPU; they are all there when this
     returns. Raises ReshardError where there is not enough memory."""
     try:
-        pinned = device.type == "cuda"
-        copies = [torch.empty(t.shape, dtype=torch.uint8, pin_memory=pinned) for t in targets]
+        memory = HostMemory(device.type == "cuda", [])
+        copies = [memory.whole(t.numel()).view(t.shape) for t in targets]
     except (RuntimeError, MemoryError) as error:
         size = sum(t.numel() for t in targets)
         raise ReshardError(
@@ -149,6 +191,6 @@ def on_host(targets: Sequence[torch.Tensor], device: torch.device) -> list[torch
         ) from error
     for copy, target in zip(copies, targets, strict=True):
         copy.copy_(target, non_blocking=True)
-    if pinned:
+    if memory.pinned:
         torch.cuda.current_stream(device).synchronize()
     return copies

@@ -11,42 +11,35 @@ parameter in DDP's buffer, the optimizer's shard of that buffer, ``main_grad``) 
 nothing in Megatron has to be told. A refit looks for addresses each time, and follows.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
 from reshard.core.errors import ReshardError, first_line
+from reshard.homes.memory import HostMemory
 from reshard.live.trainer import Trainer
 
 PARAMS, GRADS, STATES = "params", "grads", "optimizer"
 
 
 class Away(NamedTuple):
-    """A storage that has no memory, how much it had, and its bytes; None where they are zeros when it is back."""
+    """A storage that has no memory, how much it had, and its bytes, in parts; None where they are zeros when it is
+    back."""
 
     storage: torch.UntypedStorage
     size: int
-    host: torch.Tensor | None
+    host: list[torch.Tensor] | None
 
 
 class Offloaded:
-    """What of a trainer is away, and the pinned memory that it leaves for the next time."""
+    """What of a trainer is away, by its kind, in which host memory, and what that leaves for the next time."""
 
-    def __init__(self) -> None:
+    def __init__(self, pinned: bool) -> None:
         self.away: dict[str, list[Away]] = {PARAMS: [], GRADS: [], STATES: []}
-        self.spare: dict[int, list[torch.Tensor]] = {}
-
-    def host(self, size: int, pinned: bool) -> torch.Tensor:
-        """Host memory of this size, of an earlier time where there is some."""
-        spare = self.spare.get(size)
-        return spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-
-    def give_back(self, hosts: Iterable[torch.Tensor]) -> None:
-        """Keep host memory for the next time."""
-        for host in hosts:
-            self.spare.setdefault(host.numel(), []).append(host)
+        spare: list[torch.Tensor] = []
+        self.memory = {kind: HostMemory(pinned, spare) for kind in self.away}
 
 
 _offloaded: WeakKeyDictionary[torch.nn.Module, Offloaded] = WeakKeyDictionary()
@@ -69,7 +62,10 @@ def offload(models: Sequence[torch.nn.Module] | torch.nn.Module, optimizer: Any 
     chunks = _chunks(models)
     device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
     _refuse_registered(chunks)
-    kept = _offloaded.setdefault(chunks[0], Offloaded())
+    if device.type == "cuda":
+        # What other streams still do with it, and with the host memory that `onload` has left.
+        torch.cuda.synchronize(device)
+    kept = _offloaded.setdefault(chunks[0], Offloaded(pinned=device.type == "cuda"))
     wanted = {PARAMS: params, GRADS: bool(grads), STATES: states}
     taken: list[tuple[str, Away]] = []
     try:
@@ -77,15 +73,17 @@ def offload(models: Sequence[torch.nn.Module] | torch.nn.Module, optimizer: Any 
             if wanted[kind]:
                 dropped = kind == GRADS and grads == "drop"
                 size = storage.nbytes()
-                host = None if dropped else kept.host(size, pinned=device.type == "cuda")
+                host = None if dropped else kept.memory[kind].parts(size)
                 taken.append((kind, Away(storage, size, host)))
     except (RuntimeError, MemoryError) as error:
-        kept.give_back(away.host for _, away in taken if away.host is not None)
+        for kind, memory in kept.memory.items():
+            if not kept.away[kind]:
+                memory.give_back()
         raise ReshardError(
             f"no host memory to offload this rank's share to ({first_line(error)}): offload less, or "
             f"grads='drop'"
         ) from error
-    _copied(device, [(away.host, _bytes(away.storage)) for _, away in taken if away.host is not None])
+    _copied(device, [(part, there) for _, away in taken for part, there in _parts(away)])
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     for kind, away in taken:
@@ -104,7 +102,9 @@ def onload(models: Sequence[torch.nn.Module] | torch.nn.Module, *, params: bool 
     ReshardError, with nothing moved, where the device has not enough memory.
     """
     chunks = _chunks(models)
-    kept = _offloaded.setdefault(chunks[0], Offloaded())
+    kept = _offloaded.get(chunks[0])
+    if kept is None:
+        return 0
     kinds = [kind for kind, wanted in ((PARAMS, params), (GRADS, grads), (STATES, states)) if wanted]
     back = [away for kind in kinds for away in kept.away[kind]]
     if not back:
@@ -126,10 +126,10 @@ def onload(models: Sequence[torch.nn.Module] | torch.nn.Module, *, params: bool 
     for away in back:
         if away.host is None:
             _bytes(away.storage).zero_()
-    _copied(device, [(_bytes(away.storage), away.host) for away in back if away.host is not None])
+    _copied(device, [(there, part) for away in back for part, there in _parts(away)])
     for kind in kinds:
         kept.away[kind] = []
-    kept.give_back(away.host for away in back if away.host is not None)
+        kept.memory[kind].give_back()
     return sum(away.size for away in back)
 
 
@@ -217,6 +217,14 @@ def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+
+
+def _parts(away: Away) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each part of the host's copy, and where it belongs."""
+    start, whole = 0, _bytes(away.storage)
+    for part in away.host or ():
+        yield part, whole[start : start + part.numel()]
+        start += part.numel()
 
 
 def _copied(device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
