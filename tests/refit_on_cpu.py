@@ -11,6 +11,7 @@ import torch
 from megatron.core.transformer.module import Float16Module
 
 from reshard.core.errors import ReshardError
+from reshard.engines.vllm import compat, reload
 from reshard.engines.vllm import live as live_vllm
 from reshard.engines.vllm.layout import vllm_placement
 from reshard.engines.vllm.live import VllmModel
@@ -124,7 +125,11 @@ def refit_twice(
     memory before every refit; `ddp` wraps them for a distributed optimizer; `traced` takes the vLLM names out of the tables; `published` are
     the directories that vLLM's own loader is to load, if not those, names with an end that is `ignored` are not looked at. Returns, for engine ranks, what vLLM then holds, what
     its own loader makes of the two Hugging Face checkpoints, the names whose address has changed, and the reports.
+    With `round_bytes` what vLLM quantises itself comes in rounds of so many; `unknown` forgets the kernels of which we know how they serve from fp8 blocks.
     """
+    reload.ROUND_BYTES = options.pop("round_bytes", reload.ROUND_BYTES)
+    if options.pop("unknown", False):
+        compat.BLOCK_KERNELS = compat.BLOCK_BACKENDS = ()
     traced, published, ignored = (options.pop(name, None) for name in ("traced", "published", "ignored"))
     if traced:
         without_vllm_names()
@@ -168,6 +173,59 @@ def refit_twice(
         else []
     )
     return held, expected, moved, reports, link.version
+
+
+def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict):
+    """What a verified refit into an engine that quantises itself says: as it is; where a scale, or a code, changes after it has arrived;
+    where vLLM's processing fails, and where it leaves another number beside the weights; and at last as it is. And whether the layers and
+    their kernels are the objects that they were, and what is said of them. Of two processes, what each says at connect."""
+    is_trainer, is_engine, members = start(rank, sides)
+    source = MegatronModel(trainer(flags, checkpoint[1])[0]) if is_trainer else None
+    destination = None
+    if is_engine:
+        module, config = vllm_on_cpu.build(checkpoint[0], load_format="dummy", **engine)
+        destination = VllmModel(module, config)
+    if not is_engine or not is_trainer:
+        return caught(lambda: connect(members, source, destination))
+    link = connect(members, source, destination)
+    name = next(iter(destination.reloads.round_of))
+    layer = module.get_submodule(name)
+    layer.factor = 2.0
+
+    def objects() -> list[int]:
+        # in an order that says nothing
+        return sorted(id(one) for some in destination.reloads.round_of
+                      for owner in compat.processing_objects(module.get_submodule(some))
+                      for one in (owner, *vars(owner).values(), *getattr(owner, "_parameters", {}).values()))  # fmt: skip
+
+    def said() -> str:
+        return caught(lambda: link.refit(verify=True))
+
+    before, found = objects(), [said()]
+    settle = destination.settle
+    for change in (
+        lambda: layer.weight_scale.data.mul_(1.5),
+        lambda: layer.weight.data.view(torch.uint8)[3].bitwise_xor_(1),
+    ):
+        destination.settle = change
+        found.append(said())
+    destination.settle = settle
+    process = compat.process
+
+    def fails(module):
+        process(module)
+        raise RuntimeError("out of memory")
+
+    def counts(module):
+        process(module)
+        if module is layer:
+            module.factor *= 2
+
+    for other in (fails, counts):
+        reload.process = other
+        found.append((said(), destination.fit, objects() == before))
+    reload.process = process
+    return [*found, said(), objects() == before, link.describe()["quantised"]]
 
 
 def blocks_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict):

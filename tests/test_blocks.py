@@ -214,7 +214,7 @@ def test_a_check_sees_a_code_or_a_scale_that_changed_and_connect_sees_other_arit
 
 def test_blocks_that_would_come_in_buckets_are_refused_by_name_on_every_member(converted, tmp_path):
     for said in differ(converted, tmp_path, 1, 1, False):
-        assert "serves from fp8 blocks" in said and "comes by buckets" in said, said
+        assert "serves from quantised weights" in said and "comes by buckets" in said, said
 
 
 if __name__ == "__main__":

@@ -86,6 +86,7 @@ linear_kernels.TritonFp8BlockScaledMMKernel.is_supported = classmethod(
 linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.OOT] = [linear_kernels.TritonFp8BlockScaledMMKernel]
 TritonExperts._supports_current_device = staticmethod(lambda: True)
 
+
 # The prefill kernels need a GPU to be imported; no attention is run here.
 mla_attention.get_mla_prefill_backend = lambda config: type(
     "NoPrefill", (), {"__init__": lambda self, **options: None}
@@ -102,6 +103,8 @@ def build(
     **options,
 ):
     """A model as a vLLM worker has it after start-up, and its config. Needs a torch process group of dp * pp * tp ranks or more."""
+    if "quantization" in options:
+        from tests import vllm_kernels  # noqa: F401
     rank = torch.distributed.get_rank() if rank is None else rank
     config = EngineArgs(
         model=directory, load_format=load_format, dtype=options.pop("dtype", "bfloat16"), tensor_parallel_size=tp, pipeline_parallel_size=pp,

@@ -29,6 +29,9 @@ class Engine(ABC):
     placement: Placement
     regions: Mapping[Any, Region]
     scales: Mapping[Any, Scales]  # by the ids of those that are quantised
+    # By the ids of local tensors that only pass through their regions, the round in which they do: the regions of all
+    # rounds may be the same memory. When those of a round have come, `take` is called, before the first of the next.
+    passing: Mapping[Any, int]
     tp: int  # its tensor parallel size, by which replicas among engines' ranks are told apart
 
     @property
@@ -51,6 +54,20 @@ class Engine(ABC):
     @abstractmethod
     def begin(self) -> None:
         """Before the first byte: not fit, until `end`."""
+
+    @abstractmethod
+    def quantised(self) -> list[dict[str, Any]]:
+        """What it does not serve from the trainer's dtype, for logs: ``how``, by which ``kernel``, and how many
+        ``layers``."""
+
+    @abstractmethod
+    def take(self, number: int) -> None:
+        """Make what is served of the local tensors of a round, which lie in their regions now. On a GPU they are there
+        once the current stream is."""
+
+    @abstractmethod
+    def unlike(self, number: int) -> list[Any]:
+        """The ids of the local tensors of a round, which lie in their regions now, of which something else is served."""
 
     @abstractmethod
     def settle(self) -> None:

@@ -18,6 +18,7 @@ from reshard.refit.transports.mappings import Mappings
 # Columns of what an inference rank asks a trainer's rank for; offsets and lengths in elements.
 ASKED = 6
 SHARD, ROW, COLUMN, COUNT, ELEMENTS, ENCODED = range(ASKED)
+AT_ONCE = -1  # in the place of a round's number
 
 
 class Pieces(NamedTuple):
@@ -69,6 +70,12 @@ def located(regions: Iterable[Region]) -> np.ndarray:
         start, size = known
         found.append((start + offset * size, pitch, size))
     return np.array(found, np.int64).reshape(-1, 3)
+
+
+def rounds_of(engine: Engine) -> np.ndarray:
+    """By the index of each local tensor among the engine's regions the round in which it passes through its region;
+    `AT_ONCE` for one that stays there."""
+    return np.array([engine.passing.get(identity, AT_ONCE) for identity in engine.regions], np.int64)
 
 
 class Fills(NamedTuple):

@@ -265,7 +265,8 @@ class Link:
     def describe(self) -> dict[str, Any]:
         """How this member gets its bytes, for logs: the executor, whether mappings are released, and for each
         trainer's rank the way (``same process``, ``peer``, ``staged``, ``buckets``), the bytes that arrive, and of
-        these the bytes that are cast on their way (``float32 to bfloat16``)."""
+        these the bytes that are cast on their way (``float32 to bfloat16``); and what the engine serves quantised,
+        how, and by which kernel."""
         ways = []
         if self.engine is not None:
             memory = located(self.engine.engine.regions.values())
@@ -284,6 +285,7 @@ class Link:
             "release": self.releases,
             "bucket_bytes": self.agreed.bucket_bytes,
             "ways": ways,
+            "quantised": self.engine.engine.quantised() if self.engine is not None else [],
         }
 
     def close(self) -> None:

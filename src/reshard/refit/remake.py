@@ -1,5 +1,5 @@
 """What was quantised, made once more for a check: gathered by plain copies, digested as the trainer has it,
-quantised from there, and compared with what the engine serves.
+quantised from there, by us or by the engine, and compared with what the engine serves.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,19 @@ import numpy as np
 import torch
 
 from reshard.live.engine import Engine
-from reshard.refit.addresses import COUNT, ELEMENTS, ENCODED, Pieces, from_source
+from reshard.refit.addresses import (
+    AT_ONCE,
+    COUNT,
+    ELEMENTS,
+    ENCODED,
+    Pieces,
+    as_read,
+    destination_table,
+    fills_of,
+    from_source,
+    located,
+    rounds_of,
+)
 from reshard.refit.blocks import (
     BF16,
     BLOCK,
@@ -41,6 +53,44 @@ def remade(
     engine: Engine, pieces: Mapping[int, Pieces], shards: Mapping[int, np.ndarray], device: torch.device
 ) -> Remade:
     """Make it of `shards`, the (address, pitch in bytes) of each trainer's rank, which must be mapped."""
+    blocks, passing = _in_blocks(engine, pieces, shards, device), _in_rounds(engine, pieces, shards, device)
+    digests = {}
+    for rank, some in pieces.items():
+        chosen = BLOCKWISE[some.asked[:, ENCODED]]
+        rounds = rounds_of(engine)[some.into[:, 0]] != AT_ONCE
+        both = np.zeros(len(some.into), np.int64)
+        both[chosen], both[rounds] = blocks.digests[rank], passing.digests[rank]
+        digests[rank] = both[chosen | rounds]
+    return Remade(digests, blocks.unlike + passing.unlike)
+
+
+def _in_rounds(
+    engine: Engine, pieces: Mapping[int, Pieces], shards: Mapping[int, np.ndarray], device: torch.device
+) -> Remade:
+    """What the engine makes itself, of local tensors that pass through their regions."""
+    rounds, places = rounds_of(engine), {identity: index for index, identity in enumerate(engine.regions)}
+    memory, fills = located(engine.regions.values()), fills_of(engine, device)
+    chosen = {rank: np.flatnonzero(rounds[some.into[:, 0]] != AT_ONCE) for rank, some in pieces.items()}
+    found = Remade({rank: np.zeros(len(these), np.int64) for rank, these in chosen.items()}, [])
+    for number in np.unique(rounds[rounds != AT_ONCE]).tolist():
+        CopyTable(tiles_of(fills.table[rounds[fills.into[:, 0]] == number])[0], device).run()
+        for rank, some in pieces.items():
+            here = np.flatnonzero(rounds[some.into[chosen[rank], 0]] == number)
+            if not len(here):
+                continue
+            part = Pieces([], some.asked[chosen[rank][here]], some.into[chosen[rank][here]])
+            table = destination_table(memory, part)
+            CopyTable(tiles_of(from_source(table, part.asked, shards[rank]))[0], device).run()
+            digests = Digests(as_read(table), part.asked[:, ELEMENTS], device)
+            found.digests[rank][here] = digests.result()
+        found.unlike.extend(places[identity] for identity in engine.unlike(number))
+    return found
+
+
+def _in_blocks(
+    engine: Engine, pieces: Mapping[int, Pieces], shards: Mapping[int, np.ndarray], device: torch.device
+) -> Remade:
+    """What the refit makes, of blocks."""
     served = places_of(engine)
     chosen = {rank: np.flatnonzero(BLOCKWISE[some.asked[:, ENCODED]]) for rank, some in pieces.items()}
     found = Remade({rank: np.zeros(len(these), np.int64) for rank, these in chosen.items()}, [])

@@ -21,6 +21,7 @@ from reshard.live.trainer import Trainer
 from reshard.models.model import Model
 from reshard.refit.addresses import (
     ASKED,
+    AT_ONCE,
     ELEMENTS,
     ENCODED,
     SHARD,
@@ -31,6 +32,7 @@ from reshard.refit.addresses import (
     destination_table,
     located,
     memory_of,
+    rounds_of,
     source_table,
 )
 from reshard.refit.agreement import Agreement
@@ -278,13 +280,19 @@ class EngineSide:
         for rank, way in self.ways().items():
             pieces = self.pieces[rank]
             table = destination_table(memory, pieces)
-            if way in SENT and BLOCKWISE[pieces.asked[:, ENCODED]].any():
+            if way in SENT and self._is_made_here(pieces).any():
                 raise ReshardError(
-                    f"this engine serves from fp8 blocks, which are made where the trainer's memory can be read, but "
+                    f"this engine serves from quantised weights, which are made where the trainer's memory can be read, but "
                     f"what {self.members.names[rank]} holds comes by {way}: put both on one host, with "
                     f"executor='auto' and without expandable segments, or serve in bf16"
                 )
             found[way][rank] = Incoming(table, pieces.asked, pieces.into, self.memory[rank])
+        return found
+
+    def _is_made_here(self, pieces: Pieces) -> np.ndarray:
+        """Of each piece, whether what this engine serves is made of it with others."""
+        passing = rounds_of(self.engine)[pieces.into[:, 0]] != AT_ONCE
+        found: np.ndarray = BLOCKWISE[pieces.asked[:, ENCODED]] | passing
         return found
 
     def digest(self) -> None:
@@ -293,7 +301,7 @@ class EngineSide:
         memory = located(self.engine.regions.values())
         self.digests = {}
         for rank, pieces in self.pieces.items():
-            whole = ~BLOCKWISE[pieces.asked[:, ENCODED]]
+            whole = ~self._is_made_here(pieces)
             table = as_read(destination_table(memory, pieces))[whole]
             self.digests[rank] = Digests(table, pieces.asked[whole, ELEMENTS], self.device)
 
@@ -305,9 +313,9 @@ class EngineSide:
         for rank, some in self.digests.items():
             pieces = self.pieces[rank]
             there = np.frombuffer(self.members.read(f"digests/{self.members.rank}", rank), np.int64)
-            blocks = BLOCKWISE[pieces.asked[:, ENCODED]]
+            made = self._is_made_here(pieces)
             here = np.empty_like(there)
-            here[~blocks], here[blocks] = some.result(), again.digests[rank]
+            here[~made], here[made] = some.result(), again.digests[rank]
             wrong = (here != there) | np.isin(pieces.into[:, 0], again.unlike)
             bad.update(pieces.names[i] for i in np.flatnonzero(wrong))
         self.digests = {}

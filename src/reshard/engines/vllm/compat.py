@@ -157,6 +157,52 @@ def blocks_of(module: torch.nn.Module, method: Any) -> Blocks | None:
         return Blocks(scales, kernel, bool(getattr(used, "fallback", used).use_deep_gemm_e8m0))
 
 
+ONLINE = "vllm.model_executor.layers.quantization.online."
+PROCESSED = "_already_called_process_weights_after_loading"
+
+
+def made_online(module: torch.nn.Module) -> bool:
+    """Whether vLLM has quantised a layer itself, of plain weights after it had loaded them, in an order that only
+    its own processing knows."""
+    method = getattr(module, "quant_method", None)
+    return type(method).__module__.startswith(ONLINE) and blocks_of(module, method) is None
+
+
+def loaded_aside() -> frozenset[str]:
+    """Names of a layer's tensors that vLLM leaves alone when it loads and processes the layer anew."""
+    with known("does not say what it keeps while it loads a layer anew"):
+        from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+
+        return frozenset(SKIP_TENSORS)
+
+
+def processing_objects(module: torch.nn.Module) -> list[Any]:
+    """A layer and what holds its kernels: all that vLLM's processing of its weights writes to."""
+    method = module.quant_method
+    kernels = [
+        one
+        for one in vars(method).values()
+        if type(one).__module__.startswith("vllm.") and hasattr(one, "__dict__")
+    ]
+    return [module, method, *(one for one in kernels if not isinstance(one, torch.nn.Module | type))]
+
+
+def process(module: torch.nn.Module) -> None:
+    """Let vLLM make of a layer's parameters, as they were loaded, what it serves from. The processing starts anew, as
+    in vLLM's own ``reload/layerwise.py``."""
+    vars(module).pop(PROCESSED, None)
+    with torch.no_grad(), known("processes weights in another way"):
+        module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
+
+
+def kernel_of(module: torch.nn.Module) -> str:
+    """What multiplies with a layer's weights, for logs."""
+    method = module.quant_method
+    backend = getattr(getattr(method, "fp8_backend", None), "name", None)
+    linear = getattr(method, "fp8_linear", None) or getattr(method, "kernel", None)
+    return backend or (type(linear).__name__ if linear is not None else "unknown")
+
+
 def own_blocks(values: torch.Tensor, rounding: str) -> tuple[torch.Tensor, torch.Tensor]:
     """What vLLM's own functions make of a bf16 matrix: e4m3, and the scales of its blocks."""
     with known("quantises blocks elsewhere"):

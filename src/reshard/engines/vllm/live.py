@@ -5,6 +5,7 @@ Our rules (`reshard.engines.vllm.layout`) say what each parameter is made of; vL
 say the same.
 """
 
+from collections import Counter
 from typing import Any
 
 from reshard.core.extras import importing
@@ -25,18 +26,21 @@ from reshard.engines.vllm.compat import (
     expert_backend,
     experts_of,
     is_packed,
+    kernel_of,
+    made_online,
     tensor_parallel,
 )
 from reshard.engines.vllm.fp8 import check_blocks
 from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.layout import WITHOUT_PARAMETER, VllmRank, outer_rows, padded, vllm_placement
+from reshard.engines.vllm.reload import Reloads
 from reshard.engines.vllm.trace import Trace
 from reshard.live.cuda import is_mapped
 from reshard.live.engine import Engine, Scales
 from reshard.live.memory import Region
 from reshard.models.model import Model
 from reshard.models.published import published
-from reshard.refit.codecs import BLOCK
+from reshard.refit.codecs import BLOCK, ROUNDINGS
 
 # Methods that serve from weights as they were loaded.
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
@@ -67,13 +71,19 @@ class VllmModel(Engine):
         self.model = Model.from_hf(self.hf_config, f"vLLM's config of {config.model_config.model}")
         self.blocks = _blocks_of(model)
         _refuse_processed(model, config)
+        self.reloads = Reloads(model)
         named = [*model.named_parameters(remove_duplicate=True), *model.named_buffers()]
         self.tensors: dict[str, torch.Tensor] = dict(named)
+        # As vLLM's loader knows them: of what it quantises after loading, what it loads into.
+        self.loaded = self.tensors | self.reloads.loaded
         self.rank = self._rank()
         self.tp = self.rank.tp
         with collector_paused():
             self.placement, self.regions = self._placement()
         self.scales = self._scales(exact)
+        rounds = self.reloads.round_of
+        layers = {identity: identity[0].rpartition(".")[0] for identity in self.regions}
+        self.passing = {identity: rounds[layer] for identity, layer in layers.items() if layer in rounds}
         self.derived = _derived_attention(model)
         self._homes = {name: _home(model, name) for name in self.tensors}
         self._addresses = self.addresses()
@@ -123,7 +133,7 @@ class VllmModel(Engine):
         ``VLLM_MLA_DISABLE=1``)."""
         canonical = self._canonical()
         trace = trace_alike(self.module, canonical, self._expert_layers(), self.rank.experts)
-        stray = sorted({copy.parameter for copy in trace.copies if copy.parameter not in self.tensors})
+        stray = sorted({copy.parameter for copy in trace.copies if copy.parameter not in self.loaded})
         if stray:
             raise ReshardError(
                 f"vLLM's loader writes to {listed(stray, 3)}, which the running model no longer has"
@@ -131,7 +141,7 @@ class VllmModel(Engine):
         if self.model.family.vllm_names is None:
             return self._traced(trace)
         placement = vllm_placement(self.model, self.rank)
-        if any(name not in self.tensors for name, _ in placement.tensors):
+        if any(name not in self.loaded for name, _ in placement.tensors):
             return self._traced(trace)
         regions: dict[Any, Region] = {}
         # Both as (parameter, offset of the first element, published name, box).
@@ -140,7 +150,7 @@ class VllmModel(Engine):
         placement = self._with_padding(placement)
         for tensor in placement.tensors.values():
             name, expert = tensor.id
-            live = self.tensors.get(name)
+            live = self.loaded.get(name)
             shape = tensor.shape if expert is None else (len(self.rank.experts), *tensor.shape)
             if live is None or tuple(live.shape) != shape or not live.is_contiguous():
                 has = (
@@ -156,7 +166,7 @@ class VllmModel(Engine):
                 at = start + part.at[0] * width + (part.at[1] if len(part.at) == 2 else 0)
                 ours.add((name, at, part.name, part.box))
         disputed = {parameter for parameter, *_ in (ours - theirs) | (theirs - ours)}
-        rows = {name: tensor.shape[-1] for name, tensor in self.tensors.items() if tensor.ndim}
+        rows = {name: tensor.shape[-1] for name, tensor in self.loaded.items() if tensor.ndim}
         spread = {copy.parameter for copy in trace.copies if copy.pitch not in (0, rows.get(copy.parameter))}
         wrong = sorted(disputed | spread)
         if wrong:
@@ -173,8 +183,9 @@ class VllmModel(Engine):
         tensors = []
         for tensor in placement.tensors.values():
             name, expert = tensor.id
-            live, layer = self.tensors[name], name.rpartition(".")[0]
-            if expert is not None and layer in self.blocks and tuple(live.shape[1:]) != tensor.shape:
+            live, layer = self.loaded[name], name.rpartition(".")[0]
+            quantised = layer in self.blocks or layer in self.reloads.round_of
+            if expert is not None and quantised and tuple(live.shape[1:]) != tensor.shape:
                 tensor = padded(tensor, tuple(live.shape[1:]), 2 if name.endswith("w13_weight") else 1)
             tensors.append(tensor)
         return Placement.of(placement.shapes, tensors)
@@ -213,16 +224,16 @@ class VllmModel(Engine):
             identity = (copy.parameter, copy.offset, copy.name)
             zero = (0,) * len(copy.box.lengths)
             tensors.append(LocalTensor(identity, copy.box.lengths, (Part(copy.name, copy.box, zero),)))
-            live = self.tensors[copy.parameter]
+            live = self.loaded[copy.parameter]
             regions[identity] = Region(live, copy.offset, copy.pitch or copy.box.lengths[-1])
             covered[copy.parameter] = covered.get(copy.parameter, 0) + copy.box.volume
         for fill in trace.fills:
             identity = (fill.parameter, fill.offset, "")
-            zeros = Region(self.tensors[fill.parameter], fill.offset, fill.elements)
+            zeros = Region(self.loaded[fill.parameter], fill.offset, fill.elements)
             tensors.append(LocalTensor(identity, (fill.elements,), (), (whole((fill.elements,)),)))
             regions[identity] = zeros
             covered[fill.parameter] = covered.get(fill.parameter, 0) + fill.elements
-        wrong = [name for name, n in covered.items() if n != self.tensors[name].numel()]
+        wrong = [name for name, n in covered.items() if n != self.loaded[name].numel()]
         if wrong:
             raise ReshardError(f"vLLM's loader does not fill {listed(wrong, 3)} exactly once")
         return Placement.of(shapes, tensors), regions
@@ -313,7 +324,7 @@ class VllmModel(Engine):
         }
 
     def _refuse_asleep(self) -> None:
-        first = next(iter(self.regions.values())).tensor
+        first = next(iter(self.tensors.values()))
         gone = first.device.type == "cuda" and not is_mapped(first.data_ptr())
         if gone or self._guard.asleep:
             raise ReshardError(
@@ -324,6 +335,28 @@ class VllmModel(Engine):
     def begin(self) -> None:
         """Mark the model unfit: from now on it refuses to run, until `end`."""
         self._guard.spoil("a half-written model, since a refit failed or is under way")
+
+    def quantised(self) -> list[dict[str, Any]]:
+        """Blocks, by how their scales are rounded, and what vLLM's own processing makes of whole layers."""
+        layers: dict[str, tuple[str, str]] = {}
+        for (name, *_), scales in self.scales.items():
+            layer = name.rpartition(".")[0]
+            how = f"blocks of 128x128 in fp8, {ROUNDINGS[scales.rounding]}, while they are copied"
+            layers[layer] = how, self.blocks[layer].kernel
+        for layer in self.reloads.round_of:
+            module = self.module.get_submodule(layer)
+            layers[layer] = f"{type(module.quant_method).__name__} of vLLM, by a slab", kernel_of(module)
+        counted = Counter(layers.values())
+        return [{"how": how, "kernel": kernel, "layers": n} for (how, kernel), n in sorted(counted.items())]
+
+    def take(self, number: int) -> None:
+        """Let vLLM quantise the layers of a round."""
+        self.reloads.take(number)
+
+    def unlike(self, number: int) -> list[Any]:
+        """The local tensors of a round's layers that serve from something else."""
+        layers = {name.rpartition(".")[0] for name in self.reloads.unlike(number)}
+        return [identity for identity in self.passing if identity[0].rpartition(".")[0] in layers]
 
     def settle(self) -> None:
         """After the bytes have come: make again what vLLM keeps derived from them."""
@@ -360,12 +393,12 @@ def _refuse_processed(model: torch.nn.Module, config: Any) -> None:
                     f"trainer has: load the checkpoint once, or pass kv_cache_dtype='auto'"
                 )
             continue
-        if blocks_of(module, method) is not None:
+        if blocks_of(module, method) is not None or made_online(module):
             continue
         if kind not in PLAIN_METHODS:
             raise ReshardError(
                 f"{name} serves from weights that {kind} has changed, which a refit cannot "
-                f"write in place: serve in bf16, or in fp8 with blocks of 128x128"
+                f"write in place: serve in bf16, or let vLLM quantise it as it loads (quantization='fp8_per_block' and the like)"
             )
         if is_packed(module, method):
             raise ReshardError(

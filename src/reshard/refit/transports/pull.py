@@ -1,14 +1,15 @@
 """Pulls: an inference rank reads the trainer's memory where it lies, in its own process or mapped from
-another one's, in one launch; what the engine serves in blocks of fp8 is made of it on the way, in another."""
+another one's, in one launch; what the engine serves in blocks of fp8 is made of it on the way, in another; and what it
+makes of plain weights itself comes in rounds."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from reshard.live.engine import Engine
-from reshard.refit.addresses import SHARD, fills_of, from_source, shards_here
+from reshard.refit.addresses import AT_ONCE, SHARD, fills_of, from_source, rounds_of, shards_here
 from reshard.refit.blocks import FIRST, BlockTable, places_of, strips_of
 from reshard.refit.codecs import BLOCKWISE
 from reshard.refit.copies import CopyTable
@@ -18,6 +19,20 @@ from reshard.refit.transports.mappings import Mappings
 
 PROGRAMS_ASIDE = 32
 PADDING = -1  # in place of a trainer's rank, for rows that none has
+
+
+class Rows(NamedTuple):
+    """Copies with both ends filled in, where each goes (`Pieces.into`), the owner of its source, and the trainer's
+    rank."""
+
+    table: np.ndarray
+    into: np.ndarray
+    owners: np.ndarray
+    ranks: np.ndarray
+
+    def where(self, chosen: np.ndarray) -> "Rows":
+        """Some of them."""
+        return Rows(*(some[chosen] for some in self))
 
 
 class Pull(Transport):
@@ -37,10 +52,9 @@ class Pull(Transport):
         self.followed: dict[int, Mapping[str, Any]] | None = None
 
     def prepare(self, outgoing: Mapping[int, np.ndarray], incoming: Mapping[int, Incoming]) -> None:
-        """Make the table of copies; trainers' ranks do nothing in a pull."""
+        """Make the tables of copies; trainers' ranks do nothing in a pull."""
         self.followed = None
-        tables, ranks, owners = [], [], []
-        blocks: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+        found: list[Rows] = []
         self.local_bytes = self.peer_bytes = 0
         self.at, self.first_owner = (
             {rank: self._shards(rank, some.memory) for rank, some in incoming.items()},
@@ -50,11 +64,7 @@ class Pull(Transport):
         for rank, some in incoming.items():
             self.first_owner[rank] = known
             table, owner = from_source(some.table, some.asked, self.at[rank]), known + some.asked[:, SHARD]
-            split = BLOCKWISE[table[:, CODEC]]
-            tables.append(table[~split])
-            ranks.append(np.full(len(tables[-1]), rank))
-            owners.append(owner[~split])
-            blocks.append((table[split], some.into[split], owner[split], np.full(split.sum(), rank)))
+            found.append(Rows(table, some.into, owner, np.full(len(table), rank)))
             known += len(self.at[rank])
             if rank == self.rank:
                 self.local_bytes += bytes_read_by(some.table)
@@ -62,28 +72,35 @@ class Pull(Transport):
                 self.peer_bytes += bytes_read_by(some.table)
         self.fills = fills_of(self.engine, self.device)
         nobody, padding = np.zeros(len(self.fills.table), np.int64), np.full(len(self.fills.table), PADDING)
-        split = BLOCKWISE[self.fills.table[:, CODEC]]
-        blocks.append((self.fills.table[split], self.fills.into[split], nobody[split], padding[split]))
-        tiles, origin = tiles_of(np.concatenate([*tables, self.fills.table[~split]]))
-        order = interleaved(np.concatenate([*ranks, padding[~split]])[origin])
-        owner = np.concatenate([*owners, nobody[~split]])[origin]
-        self.table = CopyTable(tiles[order], self.device, owner[order], self.aside)
-        self.blocks = self._blocks(blocks)
+        found.append(Rows(self.fills.table, self.fills.into, nobody, padding))
+        rows = Rows(*(np.concatenate(some) for some in zip(*found, strict=True)))
+        blockwise = BLOCKWISE[rows.table[:, CODEC]]
+        rounds = rounds_of(self.engine)[rows.into[:, 0]]
+        self.table = self._copies(rows.where(~blockwise & (rounds == AT_ONCE)))
+        self.blocks = self._blocks(rows.where(blockwise))
+        self.rounds = {
+            number: self._copies(rows.where(rounds == number))
+            for number in np.unique(rounds[rounds != AT_ONCE]).tolist()
+        }
         self.received_bytes = self.local_bytes + self.peer_bytes
-        self.launches = self.table.launches + len(self.blocks)
+        tables = [self.table, *self.rounds.values()]
+        self.launches = sum(table.launches for table in tables) + len(self.blocks)
 
-    def _blocks(
-        self, pieces: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]
-    ) -> list[BlockTable]:
-        """What is quantised, by codec, from (table, where it goes, owner, trainer's rank) of pieces."""
-        if not any(len(table) for table, *_ in pieces):
+    def _copies(self, rows: "Rows") -> CopyTable:
+        """A table in the order in which all peers' links are busy at once."""
+        tiles, origin = tiles_of(rows.table)
+        order = interleaved(rows.ranks[origin])
+        return CopyTable(tiles[order], self.device, rows.owners[origin][order], self.aside)
+
+    def _blocks(self, rows: "Rows") -> list[BlockTable]:
+        """What is quantised, by codec."""
+        if not len(rows.table):
             return []
-        table, into, owners, ranks = (np.concatenate(some) for some in zip(*pieces, strict=True))
         places = places_of(self.engine)
         found = []
-        for codec in np.unique(table[:, CODEC]).tolist():
-            chosen = table[:, CODEC] == codec
-            strips = strips_of(table[chosen], into[chosen], np.stack([owners, ranks], 1)[chosen], places)
+        for codec in np.unique(rows.table[:, CODEC]).tolist():
+            some = rows.where(rows.table[:, CODEC] == codec)
+            strips = strips_of(some.table, some.into, np.stack([some.owners, some.ranks], 1), places)
             order = interleaved(strips.owners[strips.items[:, FIRST], 1])
             found.append(BlockTable(strips._replace(owners=strips.owners[:, 0]), codec, self.device, order))
         return found
@@ -106,7 +123,7 @@ class Pull(Transport):
                 return False
             first = self.first_owner[rank]
             deltas[first : first + len(shards)] = shards[:, 0] - self.at[rank][:, 0]
-        if not self.table.shift(deltas):
+        if not all(table.shift(deltas) for table in (self.table, *self.rounds.values())):
             return False
         for blocks in self.blocks:
             blocks.shift(deltas)
@@ -123,22 +140,27 @@ class Pull(Transport):
     def go_aside(self) -> None:
         """From now on leave room on the GPU for buckets."""
         self.aside = True
-        self.table.compile(aside=True)
+        for table in (self.table, *self.rounds.values()):
+            table.compile(aside=True)
 
     def run(self) -> None:
         """Enqueue all copies: aside, where buckets are to go on at the same time, until `join`."""
         if not self.aside or self.device.type == "cpu":
-            self.table.run()
-            for blocks in self.blocks:
-                blocks.run()
+            self._enqueue(None)
             return
         here = torch.cuda.current_stream(self.device)
         self.lane = torch.cuda.Stream(self.device)
         self.lane.wait_stream(here)
         with torch.cuda.stream(self.lane):
-            self.table.run(PROGRAMS_ASIDE)
-            for blocks in self.blocks:
-                blocks.run()
+            self._enqueue(PROGRAMS_ASIDE)
+
+    def _enqueue(self, programs: int | None) -> None:
+        self.table.run(programs)
+        for blocks in self.blocks:
+            blocks.run()
+        for number, table in self.rounds.items():
+            table.run(programs)
+            self.engine.take(number)
 
     def join(self) -> None:
         """Let the current stream wait for what was enqueued aside."""

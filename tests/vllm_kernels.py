@@ -1,0 +1,41 @@
+"""What vLLM's online quantisations find on a GPU, for `tests.vllm_on_cpu`: kernels that quantise, by torch; and kernels that multiply, which
+are chosen and never run."""
+
+import os
+
+import torch
+from vllm.model_executor.kernels import linear as linear_kernels
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.platforms.interface import PlatformEnum
+
+
+def quantised(output, values, scale, largest, least: float = 0.0) -> None:
+    """The e4m3 of a matrix and its scale for each row, or for all of it: in the place of vLLM's kernels for GPUs."""
+    scale.copy_((largest.reshape(scale.shape).float() / 448).clamp(least))
+    output.copy_((values.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn))
+
+
+def by_tensor(output, values, scale) -> None:
+    quantised(output, values, scale, values.abs().amax())
+
+
+def by_token(output, values, scale, bound=None) -> None:
+    quantised(output, values, scale, values.abs().amax(1), 1 / (448 * 512))
+
+
+TritonExperts._supports_quant_scheme = staticmethod(lambda weight_key, activation_key: True)
+os.environ["VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD"] = "0"
+linear_kernels._POSSIBLE_MXFP8_KERNELS[PlatformEnum.OOT] = [linear_kernels.EmulationMxfp8LinearKernel]
+KERNELS = torch.library.Library("_C", "FRAGMENT")
+for definition, kernel in (
+    ("dynamic_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale) -> ()", by_tensor),
+    ("dynamic_per_token_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()", by_token),
+):  # fmt: skip
+    KERNELS.define(definition)
+    KERNELS.impl(definition.partition("(")[0], kernel, "CPU")
+for plain in (
+    linear_kernels.PerTensorTorchFP8ScaledMMLinearKernel,
+    linear_kernels.ChannelWiseTorchFP8ScaledMMLinearKernel,
+):
+    plain.is_supported = classmethod(lambda cls, capability=None: (True, None))
+    linear_kernels._POSSIBLE_FP8_KERNELS.setdefault(PlatformEnum.OOT, []).append(plain)
