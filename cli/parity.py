@@ -92,9 +92,7 @@ def command(
     """
     if prompts is not None and count is not None:
         raise click.UsageError("--prompts and --random exclude each other")
-    parts = lengths.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 1 for part in parts):
-        raise click.UsageError(f"--lengths {lengths} is not a list of numbers above 1, such as 16,64")
+    numbers = _lengths(lengths)
     from reshard.core.extras import require
     from reshard.megatron.layout import Layout
     from reshard.parity.gate import LIMITED, Limits, parity
@@ -105,12 +103,7 @@ def command(
             "--locate looks inside transformers and Megatron-Core, not inside vLLM: compare those two"
         )
     if html is not None:
-        folder = Path(html).absolute().parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            problem = "not writable" if folder.is_dir() else "not a directory; create it first"
-            raise ReshardError(f"--html: {folder} is {problem}")
-        if os.environ.get("RANK", "0") == "0":
-            _try_to_write(Path(html))
+        _check_page(Path(html))
     require("parity", "torch", "transformers", *(["bokeh", "jinja2"] if html is not None else []))
     quiet()
     given = {name: value for name in LIMITED if (value := options.pop(name)) is not None}
@@ -119,7 +112,7 @@ def command(
     layout = Layout(**{name: options.pop(name) for name in LAYOUT_NAMES})
     wanted = read_prompts(Path(prompts), lambda: tokenizer_of([a, b])) if prompts is not None else count or 8
     served = vllm_layout(engine, "--vllm", {"tp"}) if engine is not None else None
-    found = parity(a, b, wanted, layout=layout, engine=served, lengths=[int(part) for part in parts],
+    found = parity(a, b, wanted, layout=layout, engine=served, lengths=numbers,
                    limits=lambda dtype: Limits.of_dtype(dtype, **given), **options)  # fmt: skip
     located = None
     if locating and not found.ok:
@@ -134,21 +127,40 @@ def command(
         print_json(found.to_dict() | ({"located": located and located.to_dict()} if locating else {}))
     else:
         _show(found)
-        if locating and not found.ok:
-            click.echo(
-                located.sentence if located is not None else "no module's output departs for the worst prompt"
-            )
+    if locating and not found.ok and not as_json:
+        nothing = "no module's output departs for the worst prompt"
+        click.echo(nothing if located is None else located.sentence)
     unwritten = _written(found, [a, b], Path(html)) if html is not None else None
     if unwritten is not None:
         click.echo(f"Error: --html: cannot write {html}: {unwritten.strerror}", err=True)
     if not found.ok:
-        unknown = all("was not measured" in sentence for sentence in found.exceeded)
-        verdict = (
-            "A and B cannot be held against the limits" if unknown else "A and B do not hold the same model"
-        )
-        click.echo(f"Error: {verdict}: {'; '.join(found.exceeded)}", err=True)
+        click.echo(f"Error: {_verdict(found.exceeded)}: {'; '.join(found.exceeded)}", err=True)
     if not found.ok or unwritten is not None:
         raise click.exceptions.Exit(1)
+
+
+def _lengths(text: str) -> list[int]:
+    """Raises UsageError for anything but numbers above 1."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 1 for part in parts):
+        raise click.UsageError(f"--lengths {text} is not a list of numbers above 1, such as 16,64")
+    return [int(part) for part in parts]
+
+
+def _verdict(exceeded: list[str]) -> str:
+    """What it means that these limits are exceeded."""
+    unknown = all("was not measured" in sentence for sentence in exceeded)
+    return "A and B cannot be held against the limits" if unknown else "A and B do not hold the same model"
+
+
+def _check_page(page: Path) -> None:
+    """Raise ReshardError where the report could not be written."""
+    folder = page.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        problem = "not writable" if folder.is_dir() else "not a directory; create it first"
+        raise ReshardError(f"--html: {folder} is {problem}")
+    if os.environ.get("RANK", "0") == "0":
+        _try_to_write(page)
 
 
 def _try_to_write(path: Path) -> None:

@@ -1,6 +1,7 @@
 """Run a function on several ranks: processes with a gloo group, forked from a server that has Megatron imported already."""
 
 import contextlib
+import gc
 import itertools
 import multiprocessing
 import os
@@ -80,6 +81,7 @@ def run_on_ranks(world_size: int, function: str, *args, module: str = "megatron_
 
 
 def _rank(folder: str, rank: int, world_size: int, module: str, function: str, args, options) -> None:
+    gc.freeze()  # a collection would look at all that the server has imported, and so copy its memory
     try:
         import importlib
 
