@@ -17,14 +17,22 @@ with importing_beside("ms-swift", "mcore_bridge", "megatron", "swift"):
     from swift.megatron import trainers
     from swift.megatron.trainers import MegatronGRPOTrainer
 
+import torch
+
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm.live import VllmModel
+from reshard.models.model import Model
+from reshard.models.rope import attention_factor
 from reshard.refit.connecting import connect
 from reshard.refit.link import Link
 from reshard.refit.members import Members
-from reshard.trainers.megatron import MegatronModel
+from reshard.trainers.megatron import MegatronModel, rope_is_ignored
 
 TIMEOUT = 600.0
+# What Megatron would make rotary embeddings of. For latent attention the factors of YaRN scale the softmax too: they are compared.
+ROTARY = frozenset(
+    {"position_embedding_type", "rope_type", "rotary_percent", "use_rope_scaling", "rope_scaling_factor"}
+)
 log = logging.getLogger("reshard.swift")
 
 
@@ -76,7 +84,28 @@ class ReshardGRPOTrainer(MegatronGRPOTrainer):
 
 
 class SwiftModel(MegatronModel):
-    """Models as mcore-bridge makes them."""
+    """The models of a rank as mcore-bridge makes them, whose rotary embeddings are transformers' own."""
+
+    def check_model(self, model: Model, without: frozenset[str] = frozenset()) -> None:
+        """See `MegatronModel.check_model`. mcore-bridge puts its own frequencies into Megatron's plain embedding, and scales attention
+        by a factor of its own: Megatron's settings of both have no effect then, and these two are compared."""
+        if all(hasattr(chunk.config, "attention_scaling") for chunk in self.models):
+            without |= ROTARY
+            for chunk in self.models:
+                _check_rotary_of_bridge(chunk, model)
+        super().check_model(model, without)
+
+
+def _check_rotary_of_bridge(chunk: Any, model: Model) -> None:
+    if rope_is_ignored():
+        return
+    if not isinstance(getattr(getattr(chunk, "rotary_pos_emb", None), "inv_freq", None), torch.Tensor):
+        raise ReshardError("the trainer's model has no rotary embedding as mcore-bridge 1.6 makes it")
+    found, expected = chunk.config.attention_scaling, attention_factor(model.rope())
+    if not math.isclose(found, expected, rel_tol=1e-6):
+        raise ReshardError(
+            f"the trainer's attention_scaling is {found:.6g}, but the served model's is {expected:.6g} ({model.where})"
+        )
 
 
 def left_to_swift(trainer: Any) -> str:
