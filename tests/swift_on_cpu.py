@@ -80,8 +80,10 @@ def without_gpu() -> None:
     kernels = NoKernels("transformer_engine_torch")
     kernels.get_cudnn_version = NoKernels.get_cudnn_version
     sys.modules["transformer_engine_torch"] = kernels
-    import transformer_engine.pytorch
-    import vllm  # noqa: F401  # which looks for a GPU as it is imported
+    # vLLM last, and before there seems to be a GPU. Imported before ms-swift, it sometimes leaves typing a union whose order
+    # transformers' parser does not take in ms-swift's options.
+    for module in ("transformer_engine.pytorch", "swift.megatron.pipelines.train.rlhf", "vllm"):
+        import_module(module)
 
     torch.cuda.is_available = lambda: True
     torch.cuda.current_device = lambda: torch.device("cpu")

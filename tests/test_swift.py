@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.checkpoints import make
-from tests.environments import REPOSITORY, attempt, clean, environment_before_ours, run
+from tests.environments import REPOSITORY, attempt, clean, environment_before_ours
 from tests.install_vllm_cpu import TARGET
 
 pytestmark = pytest.mark.install
@@ -64,7 +64,11 @@ def said_by(python, folder, processes: int, *arguments) -> list:
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone", "-m"]
     function, *rest = arguments
     command = [python, *launch, "tests.swift_on_cpu", function, result, *rest]
-    run(command, env=variables, cwd=REPOSITORY, timeout=600)
+    done = attempt(command, env=variables, cwd=REPOSITORY, timeout=600)
+    # torchrun's own summary comes last, and is long
+    assert not done.returncode, "\n".join(line for line in done.stderr.splitlines() if "Error" in line)[
+        -3000:
+    ]
     return json.loads(result.read_text())
 
 
