@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,6 +56,15 @@ def environment(
     run([*UV, "venv", "--quiet", "--python", chosen, folder])
     inside = folder / "bin" / "python"
     run([*UV, "pip", "install", "--quiet", "--python", inside, *options, *packages])
+    return inside
+
+
+def environment_before_ours(folder: Path, packages: Sequence[str]) -> Path:
+    """A new virtual environment with these packages and nothing that they ask for, which finds the packages of this
+    process behind its own; its Python."""
+    inside = environment(folder, packages, options=["--no-deps"])
+    there = next(folder.glob("lib/python*/site-packages"))
+    (there / "behind.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
     return inside
 
 

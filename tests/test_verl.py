@@ -2,12 +2,11 @@
 and vLLM."""
 
 import json
-import sysconfig
 
 import pytest
 
 from tests.checkpoints import make
-from tests.environments import REPOSITORY, clean, environment, run
+from tests.environments import REPOSITORY, clean, environment_before_ours, run
 from tests.install_vllm_cpu import TARGET
 from tests.vllm_server import with_tokenizer
 
@@ -30,10 +29,7 @@ LINES = [
 @pytest.fixture(scope="module")
 def verl(tmp_path_factory):
     """The Python of an environment with verl, which finds this one's packages behind its own."""
-    inside = environment(tmp_path_factory.mktemp("verl") / "venv", PACKAGES, options=["--no-deps"])
-    packages = next(inside.parent.parent.glob("lib/python*/site-packages"))
-    (packages / "behind.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
-    return inside
+    return environment_before_ours(tmp_path_factory.mktemp("verl") / "venv", PACKAGES)
 
 
 def variables() -> dict[str, str]:

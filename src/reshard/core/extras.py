@@ -31,6 +31,21 @@ def importing(extra: str) -> Iterator[None]:
         raise found from error
 
 
+@contextmanager
+def importing_beside(trainer: str, *packages: str) -> Iterator[None]:
+    """Around what an adapter imports of `trainer` (``ms-swift``), which is `packages` in Python: raises
+    ReshardError, saying what is not there, where one of them, or a module of it, is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in packages:
+            raise
+        raise ReshardError(
+            f"this adapter is for an environment with {trainer}, and {error.name} is not installed here: install "
+            f"reshard where {trainer} is"
+        ) from error
+
+
 def lacking(error: ModuleNotFoundError, extra: str | None = None) -> ReshardError | None:
     """The sentence for an import that failed because a package is not installed. None where it is, and the
     error says something else, or where no extra is known to bring it."""

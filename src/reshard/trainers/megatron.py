@@ -149,14 +149,14 @@ class MegatronModel(Trainer):
             held[index] = tensor._replace(id=index)
         return [held[index] for index in range(len(self.shards))]
 
-    def check_model(self, model: Model) -> None:
+    def check_model(self, model: Model, without: frozenset[str] = frozenset()) -> None:
         """Raise ReshardError where Megatron's model computes something else than the one that is served, with
-        both values: any setting of its config or of the model itself that decides what it computes, and the
-        frequencies of its rotary embeddings."""
+        both values: any setting of its config or of the model itself that decides what it computes, but for
+        those `without`, and the frequencies of its rotary embeddings."""
         wanted = model.megatron_args()
         for chunk in self.models:
             for name, theirs, ours in disagreements(_settings(chunk), wanted):
-                if name not in ignored():
+                if name not in ignored() | without:
                     raise ReshardError(
                         f"the trainer's {name} is {theirs}, but the served model's is {ours} ({model.where})"
                     )

@@ -16,14 +16,17 @@ import socket
 from contextlib import closing
 from typing import Any, NamedTuple
 
-import ray
-import torch.distributed as dist
-from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
-from verl.utils.megatron_utils import load_megatron_model_to_gpu
-from verl.workers.engine import EngineRegistry
-from verl.workers.engine.megatron import MegatronEngineWithLMHead
-from verl.workers.rollout import base as rollouts
-from verl.workers.rollout.vllm_rollout import ServerAdapter
+from reshard.core.extras import importing_beside
+
+with importing_beside("verl", "ray", "torch", "verl"):
+    import ray
+    import torch.distributed as dist
+    from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
+    from verl.utils.megatron_utils import load_megatron_model_to_gpu
+    from verl.workers.engine import EngineRegistry
+    from verl.workers.engine.megatron import MegatronEngineWithLMHead
+    from verl.workers.rollout import base as rollouts
+    from verl.workers.rollout.vllm_rollout import ServerAdapter
 
 from reshard.core.errors import ReshardError
 from reshard.refit.connecting import connect

@@ -3,7 +3,10 @@
 +actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=reshard.trainers.verl_worker.VerlExtension
 """
 
-from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+from reshard.core.extras import importing_beside
+
+with importing_beside("verl", "verl"):
+    from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from reshard.engines.vllm.worker import RefitExtension
 

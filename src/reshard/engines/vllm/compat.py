@@ -44,9 +44,10 @@ def known(what: str) -> Iterator[None]:
 
 
 def driver_worker(llm: Any) -> Any:
-    """The worker of an ``LLM`` that runs in this process. Raises ReshardError where it runs in others."""
+    """The worker of an ``LLM``, or of its ``LLMEngine``, that runs in this process. Raises ReshardError where it
+    runs in others."""
     try:
-        worker = llm.llm_engine.model_executor.driver_worker
+        worker = getattr(llm, "llm_engine", llm).model_executor.driver_worker
     except AttributeError as error:
         raise ReshardError(
             "this LLM's workers run in other processes: start it with "

@@ -96,9 +96,9 @@ class VllmModel(Engine):
 
     @staticmethod
     def from_llm(llm: Any, exact: bool = False) -> "VllmModel":
-        """The model of an ``LLM`` whose worker runs in this process (``external_launcher``, or without
-        multiprocessing)."""
-        return VllmModel.from_worker(driver_worker(llm), llm.llm_engine, exact)
+        """The model of an ``LLM``, or of an ``LLMEngine``, whose worker runs in this process
+        (``external_launcher``, or without multiprocessing)."""
+        return VllmModel.from_worker(driver_worker(llm), getattr(llm, "llm_engine", llm), exact)
 
     def _rank(self) -> VllmRank:
         tp, tp_rank = tensor_parallel()

@@ -1,0 +1,125 @@
+"""ms-swift's Megatron GRPO, colocated: its weight sync as a refit, by a plugin of two lines. `docs/trainers/swift.md` has them.
+
+ms-swift trains in the ranks that torchrun starts, and vLLM serves in the same processes. `use` puts a subclass of its trainer in the
+trainer's place, whose sync reads the shards of the models where they are and writes them to where vLLM serves them from. All else is
+ms-swift's, also when the engine sleeps and wakes and what is offloaded. What a refit does not cover (LoRA adapters, fp8 and fp4
+parameters, multimodal models, a vLLM server) takes ms-swift's own sync, and the log says so.
+"""
+
+import logging
+import math
+from contextlib import suppress
+from typing import Any
+
+from reshard.core.extras import importing_beside
+
+with importing_beside("ms-swift", "mcore_bridge", "megatron", "swift"):
+    from swift.megatron import trainers
+    from swift.megatron.trainers import MegatronGRPOTrainer
+
+import torch
+
+from reshard.core.errors import ReshardError
+from reshard.engines.vllm.live import VllmModel
+from reshard.models.model import Model
+from reshard.models.rope import attention_factor
+from reshard.refit.connecting import connect
+from reshard.refit.link import Link
+from reshard.refit.members import Members
+from reshard.trainers.megatron import MegatronModel, rope_is_ignored
+
+TIMEOUT = 600.0
+# What Megatron would make rotary embeddings of. For latent attention the factors of YaRN scale the softmax too: they are compared.
+ROTARY = frozenset(
+    {"position_embedding_type", "rope_type", "rotary_percent", "use_rope_scaling", "rope_scaling_factor"}
+)
+log = logging.getLogger("reshard.swift")
+
+
+def use(verify: bool = False, timeout: float = TIMEOUT) -> None:
+    """From now on ms-swift's entry makes the trainer of GRPO that refits; called in a file that ``--external_plugins`` names.
+
+    With `verify` digests of both sides are compared after each sync. `timeout` is how many seconds the ranks wait for one another.
+    Called again, the last call's options count. Raises ReshardError for others.
+    """
+    if not isinstance(verify, bool):
+        raise ReshardError(f"swift.use has verify={verify!r}: give True or False")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+        raise ReshardError(f"swift.use has timeout={timeout!r:.80}: give a number of seconds above 0")
+    ReshardGRPOTrainer.reshard_verify, ReshardGRPOTrainer.reshard_timeout = verify, timeout
+    trainers.MegatronGRPOTrainer = ReshardGRPOTrainer
+
+
+class ReshardGRPOTrainer(MegatronGRPOTrainer):
+    """ms-swift's trainer, whose weights are not exported."""
+
+    reshard_verify: bool = False
+    reshard_timeout: float = TIMEOUT
+    _reshard_link: Link | None = None
+
+    def _export_and_load_weights(self) -> None:
+        """One refit of the engine of this process; or what ms-swift does, where the engine's weights are no plain copy of the models'.
+
+        Raises ReshardError on every rank where one fails; the next sync connects again.
+        """
+        why = left_to_swift(self)
+        if why:
+            log.warning("ms-swift's own weight sync is used: %s", why)
+            super()._export_and_load_weights()
+            return
+        try:
+            if self._reshard_link is None:
+                self._reshard_link = connect(
+                    Members.of_process_group(timeout=self.reshard_timeout),
+                    lambda: SwiftModel(self.unwrapped_models),
+                    lambda: VllmModel.from_llm(self.engine.engine),
+                )
+            self._reshard_link.refit(self._step, self.reshard_verify)
+        except BaseException:
+            link, self._reshard_link = self._reshard_link, None
+            if link is not None:
+                with suppress(ReshardError):
+                    link.close()
+            raise
+
+
+class SwiftModel(MegatronModel):
+    """The models of a rank as mcore-bridge makes them, whose rotary embeddings are transformers' own."""
+
+    def check_model(self, model: Model, without: frozenset[str] = frozenset()) -> None:
+        """See `MegatronModel.check_model`. mcore-bridge puts its own frequencies into Megatron's plain embedding, and scales attention
+        by a factor of its own: Megatron's settings of both have no effect then, and these two are compared."""
+        if all(hasattr(chunk.config, "attention_scaling") for chunk in self.models):
+            without |= ROTARY
+            for chunk in self.models:
+                _check_rotary_of_bridge(chunk, model)
+        super().check_model(model, without)
+
+
+def _check_rotary_of_bridge(chunk: Any, model: Model) -> None:
+    if rope_is_ignored():
+        return
+    if not isinstance(getattr(getattr(chunk, "rotary_pos_emb", None), "inv_freq", None), torch.Tensor):
+        raise ReshardError("the trainer's model has no rotary embedding as mcore-bridge 1.6 makes it")
+    found, expected = chunk.config.attention_scaling, attention_factor(model.rope())
+    if not math.isclose(found, expected, rel_tol=1e-6):
+        raise ReshardError(
+            f"the trainer's attention_scaling is {found:.6g}, but the served model's is {expected:.6g} ({model.where})"
+        )
+
+
+def left_to_swift(trainer: Any) -> str:
+    """Why a trainer's weights do not go by a refit; empty where they do. The same on every rank."""
+    args, config = trainer.args, trainer.config
+    if trainer.vllm_mode != "colocate":
+        return "vLLM runs in a server (vllm_mode)"
+    if args.tuner_type != "full":
+        return f"the model has adapters (tuner_type {args.tuner_type})"
+    if getattr(config, "is_multimodal", False):
+        return "the model is multimodal"
+    if getattr(args, "use_megatron_fsdp", False):
+        return "the parameters are sharded by Megatron's FSDP (use_megatron_fsdp)"
+    for name in ("fp8_param_gather", "fp4_param_gather"):
+        if getattr(args, name, False):
+            return f"the parameters are quantised ({name})"
+    return ""

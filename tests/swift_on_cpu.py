@@ -1,0 +1,294 @@
+"""The real ms-swift, mcore-bridge and vLLM without a GPU: started by torchrun in an environment with ms-swift.
+
+    python -m tests.swift_on_cpu live RESULT.json PLUGIN.py HF OTHER_HF [OPTIONS OF MS-SWIFT]
+    python -m tests.swift_on_cpu check RESULT.json PLUGIN.py HF...
+
+mcore-bridge makes all layers of Transformer Engine, whose Python is the published one and whose compiled part, which needs a GPU, is not
+there: layers hold their parameters and compute nothing, which a sync does not ask of them. What asks for a GPU by name gets the CPU.
+"""
+
+import contextlib
+import copy
+import hashlib
+import inspect
+import json
+import logging
+import os
+import sys
+import types
+from importlib import import_module
+from pathlib import Path
+from unittest.mock import MagicMock
+
+os.environ |= {
+    "NVTE_PROJECT_BUILDING": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tests.ranks import caught
+from tests.verl_on_cpu import name, takes
+
+OPTIONS = ["--rlhf_type", "grpo", "--use_vllm", "true", "--vllm_mode", "colocate", "--sleep_level", "0", "--template", "qwen3",
+           "--dataset", "none", "--train_iters", "2", "--reward_funcs", "format", "--use_hf", "true", "--check_model", "false",
+           "--finetune", "true", "--bf16", "true", "--vllm_max_model_len", "64", "--vllm_enforce_eager", "true",
+           "--vllm_gpu_memory_utilization", "0.1",
+           "--vllm_engine_kwargs", json.dumps({"kv_cache_memory_bytes": 1 << 27, "load_format": "dummy"})]  # fmt: skip
+
+
+class OnCpu(TorchFunctionMode):
+    """What is made on, or moved to, a GPU inside is on the CPU."""
+
+    def __torch_function__(self, function, kinds, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if "device" in kwargs:
+            kwargs["device"] = on_cpu(kwargs["device"])
+        if function is torch.Tensor.to:
+            args = tuple(map(on_cpu, args))
+        return function(*args, **kwargs)
+
+
+def on_cpu(value):
+    """The CPU for a GPU, and anything else as it is."""
+    is_gpu = isinstance(value, str | torch.device) and str(value).startswith("cuda")
+    return torch.device("cpu") if is_gpu else value
+
+
+class NoKernels(types.ModuleType):
+    """In the place of Transformer Engine's compiled part."""
+
+    def __getattr__(self, key: str):
+        if key.startswith("__"):
+            raise AttributeError(key)
+        return vars(self).setdefault(key, MagicMock(name=key))
+
+    @staticmethod
+    def get_cudnn_version() -> int:
+        return 91000
+
+
+def without_gpu() -> None:
+    """For the whole process, which ends with it."""
+    import transformer_engine.common
+
+    transformer_engine.common.load_framework_extension = lambda name: None
+    kernels = NoKernels("transformer_engine_torch")
+    kernels.get_cudnn_version = NoKernels.get_cudnn_version
+    sys.modules["transformer_engine_torch"] = kernels
+    # vLLM last, and before there seems to be a GPU. Imported before ms-swift, it sometimes leaves typing a union whose order
+    # transformers' parser does not take in ms-swift's options.
+    for module in ("transformer_engine.pytorch", "swift.megatron.pipelines.train.rlhf", "vllm"):
+        import_module(module)
+
+    torch.cuda.is_available = lambda: True
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.Stream = torch.cuda.current_stream = MagicMock()
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+
+
+class Ready(Exception):  # noqa: N818
+    """Raised with a trainer, whose models are ready."""
+
+
+def entry(hf: str, plugin: str, options=()):
+    """ms-swift's entry, as ``megatron rlhf`` makes it of its options."""
+    from swift.megatron.pipelines.train.rlhf import MegatronRLHF
+
+    kind = json.loads((Path(hf) / "config.json").read_text())["model_type"]
+    given = ["--model", hf, "--model_type", kind, "--external_plugins", plugin]
+    made = MegatronRLHF([*OPTIONS, *given, "--output_dir", os.environ["SWIFT_OUT"], *options])
+    made.args.callbacks = []  # TensorBoard and the like
+    return made
+
+
+def prepared(hf: str, plugin: str, options=(), engine: bool = True):
+    """The trainer that ms-swift's entry makes, without an optimizer; without an engine too, unless one is asked for."""
+    from swift.megatron.trainers import base
+
+    from reshard.engines.vllm.compat import plain_weights
+
+    def stop(trainer):
+        raise Ready(trainer)
+
+    base.warmup_jit_function = lambda *_: None
+    base.BaseMegatronTrainer.get_optimizer_and_scheduler = (lambda trainer: (None, None)) if engine else stop
+    made = entry(hf, plugin, options)
+    with plain_weights():
+        try:
+            return made.prepare_trainer()
+        except Ready as stopped:
+            return stopped.args[0]
+
+
+def served(trainer) -> dict[str, str]:
+    """A digest of each parameter that vLLM serves from on this rank."""
+    return {
+        key: hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for key, tensor in trainer.engine.inner_model.named_parameters()
+    }
+
+
+def spoil(trainer) -> None:
+    """Other weights in the engine; zeros, as in padding, stay."""
+    with torch.no_grad():
+        for tensor in trainer.engine.inner_model.parameters():
+            tensor.mul_(-3)
+
+
+def theirs(trainer) -> dict[str, str]:
+    """What ms-swift's own sync leaves in a spoilt engine."""
+    from swift.megatron.trainers.grpo_trainer import MegatronGRPOTrainer
+
+    from reshard.engines.vllm.compat import plain_weights
+
+    spoil(trainer)
+    with plain_weights():
+        MegatronGRPOTrainer._export_and_load_weights(trainer)
+    return served(trainer)
+
+
+def loaded(trainer, hf: str) -> dict[str, str]:
+    """What vLLM's loader leaves of the files in a spoilt engine."""
+    from safetensors.torch import load_file
+
+    spoil(trainer)
+    trainer.engine.inner_model.load_weights(load_file(Path(hf) / "model.safetensors").items())
+    return served(trainer)
+
+
+def live(plugin: str, hf: str, other: str, *options: str) -> dict:
+    """Syncs of the trainer that ms-swift makes, as its rollout asks for them, one of which fails."""
+    trainers = import_module("swift.megatron.trainers")
+    said: dict = {"before": name(trainers.MegatronGRPOTrainer), "asks": asks(trainers)}
+    trainer = prepared(hf, plugin, options)
+    said["made"] = name(type(trainer))
+    from reshard.trainers import swift
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    swift.log.addHandler(handler)
+    base = import_module("swift.megatron.trainers.grpo_trainer").MegatronGRPOTrainer
+    said["called otherwise"] = takes(swift.ReshardGRPOTrainer, base)
+    said["control"] = takes(
+        type("Other", (), {"_move_model_to_vllm": lambda self: 0, "to_samples": lambda self: 0}), base
+    )
+    said["options"] = [trainer.reshard_verify, trainer.reshard_timeout]
+    said["wrong options"] = [
+        caught(lambda: swift.use(verify="yes")), caught(lambda: swift.use(timeout=0)), caught(lambda: swift.use(timeout="60")),
+    ]  # fmt: skip
+    said["still"] = [trainer.reshard_verify, trainer.reshard_timeout]
+
+    said["syncs"] = []
+    for step, path in enumerate((hf, other)):
+        trainer.bridge.load_weights(trainer.unwrapped_models, path)
+        trainer._step = step
+        spoil(trainer)
+        trainer._move_model_to_vllm()
+        ours, version = served(trainer), trainer._reshard_link.version
+        said["syncs"].append({"ours": ours, "version": version, "theirs": theirs(trainer), "loaded": loaded(trainer, path)})  # fmt: skip
+    link = trainer._reshard_link
+    link.members.timeout = 0.0
+    trainer._step = 2
+    said["failed"] = caught(trainer._move_model_to_vllm)
+    trainer._step = 3
+    spoil(trainer)
+    trainer._move_model_to_vllm()
+    said["mended"] = {"ours": served(trainer), "version": trainer._reshard_link.version, "new": trainer._reshard_link is not link}  # fmt: skip
+
+    spoil(trainer)
+    before, version = list(lines), trainer._reshard_link.version
+    trainer._step = 4
+    from reshard.engines.vllm.compat import plain_weights
+
+    trainer.args.fp8_param_gather = True
+    with plain_weights():
+        trainer._move_model_to_vllm()
+    trainer.args.fp8_param_gather = False
+    said["left"] = {"served": served(trainer), "lines": lines[len(before) :], "version": [version, trainer._reshard_link.version]}  # fmt: skip
+    said["reasons"] = reasons(trainer, swift.left_to_swift)
+    return said
+
+
+def asks(trainers) -> list[str]:
+    """Where ms-swift asks its trainer for a sync, and which class has it."""
+    mixin = trainers.MegatronRolloutMixin
+    source = inspect.getsource(mixin._move_full_model_to_vllm)
+    return [name(mixin), str("self._export_and_load_weights()" in source)]
+
+
+def reasons(trainer, left) -> dict[str, str]:
+    """Why a trainer with one setting changed is left to ms-swift; each is a setting that there is."""
+    found = {"none": left(trainer)}
+    for where, key, value in (
+        ("args", "tuner_type", "lora"), ("args", "fp8_param_gather", True), ("args", "fp4_param_gather", True),
+        ("args", "use_megatron_fsdp", True), ("config", "is_multimodal", True), ("self", "vllm_mode", "server"),
+    ):  # fmt: skip
+        holder = types.SimpleNamespace(
+            args=copy.copy(trainer.args), config=copy.copy(trainer.config), vllm_mode=trainer.vllm_mode
+        )
+        there = holder if where == "self" else getattr(holder, where)
+        assert hasattr(there, key), key
+        setattr(there, key, value)
+        found[key] = left(holder)
+    return found
+
+
+def check(plugin: str, *paths: str) -> dict:
+    """For models of several families: whether the served model is the trainer's, with its rotary embedding as it is and changed, and
+    which canonical tensors are published."""
+    from safetensors import safe_open
+
+    from reshard import read_model
+
+    found = {}
+    for path in paths:
+        trainer = prepared(path, plugin, engine=False)
+        from reshard.trainers import swift
+
+        model, source = read_model(path), swift.SwiftModel(trainer.unwrapped_models)
+        [chunk] = source.models
+        said = {"as it is": caught(lambda: source.check_model(model))}  # noqa: B023
+        said["by Megatron's settings"] = caught(lambda: swift.MegatronModel.check_model(source, model))  # noqa: B023
+        chunk.rotary_pos_emb.inv_freq[1] *= 1.01
+        said["other frequencies"] = caught(lambda: source.check_model(model))  # noqa: B023
+        chunk.rotary_pos_emb.inv_freq[1] /= 1.01
+        chunk.config.attention_scaling *= 1.01
+        said["another factor"] = caught(lambda: source.check_model(model))  # noqa: B023
+        chunk.config.attention_scaling /= 1.01
+        published = {part.name for tensor in source.publish(model) for part in tensor.parts}
+        with safe_open(Path(path) / "model.safetensors", "pt") as files:
+            said["unlike the files"] = sorted(published ^ set(files.keys()))
+        found[Path(path).name] = said
+    return found
+
+
+def main() -> None:
+    import torch.distributed as dist
+
+    function, result, *arguments = sys.argv[1:]
+    for key, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+        os.environ.setdefault(key, value)
+    dist.init_process_group(
+        "gloo",
+        **({} if "MASTER_ADDR" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}),
+    )
+    without_gpu()
+    with OnCpu():
+        found = globals()[function](*arguments)
+    every: list = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    if dist.get_rank() == 0:
+        Path(result).write_text(json.dumps(every, default=str))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's shut-down would wait for processes that have no more to say
+
+
+if __name__ == "__main__":
+    main()
