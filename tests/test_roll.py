@@ -4,6 +4,7 @@ are in ``tests/standins``, and ``ROLL_CLONE=DIRECTORY`` runs all of this with th
 import ast
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -99,10 +100,18 @@ def test_a_line_that_is_missing_is_said(said):
         assert line in said["no line"]
 
 
+def test_a_call_that_has_changed_is_found(tmp_path):
+    changed = tmp_path / "roll/distributed/executor/model_update_group.py"
+    shutil.copytree(STANDINS / "roll", tmp_path / "roll")
+    changed.write_text(changed.read_text().replace("step=None", "steps=None"))
+    [wrong], compared = differing("roll", tmp_path)
+    assert wrong.startswith("ModelUpdateGroup.model_update: ") and compared == 16
+
+
 @with_a_clone
 def test_the_stand_ins_are_called_as_rolls_own_are():
     wrong, compared = differing("roll", CLONE)
-    assert not wrong and compared == 15
+    assert not wrong and compared == 16
 
 
 @with_a_clone
