@@ -1,0 +1,298 @@
+"""ROLL's weight sync through our classes: two ranks of a Megatron in Ray actors, and two real vLLMs, without a GPU.
+
+    python -m tests.roll_on_cpu FIRST SECOND     # two Hugging Face directories, whose weights the trainer gets in turn
+
+``roll`` is what ``PYTHONPATH`` has: the stand-ins of ``tests/standins``, or a clone of ROLL (`tests.upstream`).
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+import torch
+from roll.third_party.vllm.worker import WorkerBase
+
+from reshard.trainers import roll as ours
+from reshard.trainers.roll_worker import RollExtension
+
+REAL = importlib.util.find_spec("roll").origin is not None  # the stand-ins are a namespace
+TRAINERS, ENGINES = 2, 2
+
+
+class Probe(RollExtension):
+    """Our extension, and what the checks ask of a worker of vLLM."""
+
+    def digests(self) -> dict[str, str]:
+        named = self.get_model().named_parameters()
+        return {
+            n: hashlib.sha256(p.data.contiguous().view(torch.uint8).numpy()).hexdigest() for n, p in named
+        }
+
+    def wipe(self) -> None:
+        for parameter in self.get_model().parameters():
+            parameter.data.zero_()
+
+    def load_as_roll_does(self, folder: str) -> None:
+        """A directory through ROLL's own way into vLLM's loader, in two parts."""
+        from safetensors.torch import load_file
+
+        named = sorted(load_file(Path(folder) / "model.safetensors").items())
+        for part in (named[::2], named[1::2]):
+            self.load_weights(part)
+
+    def fall_asleep(self) -> None:
+        """As ROLL's ``offload_states`` leaves it; on a CPU there is no sleep, so that waking is only noted."""
+        self.weight_loaded, self.woken, self.processed = False, [], 0
+        self.wake_up = lambda tags: self.woken.append((tags, self.fit()))
+        if not hasattr(WorkerBase, "counted"):
+            plain = WorkerBase.process_weights_after_loading
+
+            def counted(worker: Any) -> None:
+                worker.processed += 1
+                plain(worker)
+
+            WorkerBase.process_weights_after_loading = WorkerBase.counted = counted
+
+    def fit(self) -> list:
+        """Whether it would serve, and which version it has."""
+        from reshard.engines.vllm.guard import guard_of
+
+        guard = guard_of(self.get_model(), self.vllm_config)
+        return [guard.fit, guard.version]
+
+    def woke(self) -> list:
+        return [self.woken, self.processed]
+
+
+class Engine(ours.InferWorker):
+    """A worker of the rollout, with a vLLM for the CPU where ROLL would start one for a GPU."""
+
+    async def start(self, folder: str, extension: str) -> None:
+        from roll.distributed.strategy.vllm_strategy import VllmStrategy
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        if REAL:
+            from roll.third_party.vllm.async_llm import CustomAsyncLLM as AsyncLLM
+        self.strategy = VllmStrategy(self)
+        self.strategy.model = AsyncLLM.from_engine_args(AsyncEngineArgs(
+            folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=64,
+            kv_cache_memory_bytes=1 << 27, disable_log_stats=True, worker_extension_cls=extension,
+        ))  # fmt: skip
+        await self.strategy.model.collective_rpc("custom_init_worker")
+
+
+class Trainer(ours.ActorWorker):
+    """A rank of the trainer."""
+
+    def start(self, folder: str, store: str) -> None:
+        import torch.distributed as dist
+        from roll.distributed.strategy.megatron_strategy import MegatronTrainStrategy
+
+        from reshard import Layout
+        from reshard.megatron.build import initialize_parallel, without_gpu
+
+        dist.init_process_group("gloo", init_method=store, rank=self.rank, world_size=TRAINERS)
+        self.pipeline_config = SimpleNamespace(max_grad_norm=1.0, model_update_buffer_size_mb=64)
+        self.strategy = MegatronTrainStrategy.__new__(MegatronTrainStrategy)
+        if REAL:  # its own constructor wants the arguments of the transformers that ROLL pins
+            from roll.distributed.strategy.strategy import InferenceStrategy
+
+            InferenceStrategy.__init__(self.strategy, self)
+            without_gpu_figures()
+        with without_gpu():
+            initialize_parallel(Layout(tp=TRAINERS))
+            self.models = self.made(folder)
+        self.strategy.models_unwrapped, self.strategy.weight_updaters = self.models, {}
+        # Nothing is offloaded without a GPU.
+        nothing = lambda *_, **__: None  # noqa: E731
+        self.strategy.load_states = self.strategy.offload_states = nothing
+
+    def made(self, folder: str) -> list:
+        """ROLL's own model class where that is here, Megatron's otherwise."""
+        from reshard import Layout, read_model
+        from reshard.megatron.build import build_megatron, transformer_config
+
+        if not REAL:
+            return build_megatron(read_model(folder), Layout(tp=TRAINERS), transformer_impl="local")
+        from mcore_adapter.models.model_config import McaModelConfig
+        from mcore_adapter.models.model_factory import McaGPTModel
+
+        model = read_model(folder)
+        plain = vars(
+            transformer_config(model, Layout(tp=TRAINERS), transformer_impl="local", dtype=torch.bfloat16)
+        )
+        args = model.megatron_args()
+        known = {n: v for n, v in plain.items() if n in McaModelConfig.__dataclass_fields__}
+        config = McaModelConfig(**known | dict(
+            transformer_impl="local", hf_model_type="qwen3", padded_vocab_size=1024, tie_embeddings_and_output_weights=False,
+            position_embedding_type="rope", rotary_base=args["rotary_base"], rotary_percent=1.0, max_sequence_length=256,
+        ))  # fmt: skip
+        return [McaGPTModel(config)]
+
+    def train(self, folder: str) -> list[str]:
+        """Other weights; the kinds of what was made, for the record."""
+        import reshard
+
+        reshard.load(self.models, folder, dtype="bf16")
+        return [type(one).__qualname__ for one in (self, self.strategy, self.models[0])]
+
+    def updaters(self) -> list[str]:
+        return [type(one).__name__ for one in self.strategy.weight_updaters.values()]
+
+    def adapters(self, infer_cluster) -> str:
+        """What stands where a sync is asked for, after ROLL's call with a config that has adapters."""
+        plain, self.worker_config = (
+            self.worker_config,
+            config("actor_train", "megatron_train", TRAINERS, {}, lora=["q_proj"]),
+        )
+        self.strategy.worker_config = self.worker_config
+        self.setup_model_update(infer_cluster=infer_cluster, model_update_name="adapters")
+        self.worker_config = self.strategy.worker_config = plain
+        return type(self.strategy.weight_updaters.pop("adapters")).__name__
+
+    def lose(self) -> None:
+        """As if this rank had stalled for longer than all wait."""
+        [updater] = self.strategy.weight_updaters.values()
+        updater.link.members.timeout = 0.0
+
+
+def without_gpu_figures() -> None:
+    """ROLL counts a GPU's memory around a sync; here there is none."""
+    from roll.platforms import current_platform
+
+    for name in (
+        "clear_cublas_workspaces", "device_memory_used", "empty_cache", "max_memory_allocated", "max_memory_reserved", "memory_allocated",
+        "memory_reserved", "reset_max_memory_allocated", "reset_max_memory_cached", "reset_peak_memory_stats",
+    ):  # fmt: skip
+        setattr(current_platform, name, lambda *_, **__: 0)
+
+
+def config(name: str, strategy: str, count: int, options: dict, lora=None):
+    """What ROLL's config says of a cluster."""
+    if not REAL:
+        return SimpleNamespace(
+            name=name, num_gpus_per_worker=1, device_mapping=list(range(count)), model_args=SimpleNamespace(lora_target=lora),
+            strategy_args=SimpleNamespace(strategy_name=strategy, strategy_config=options),
+        )  # fmt: skip
+    from roll.configs import ModelArguments
+    from roll.configs.training_args import TrainingArguments
+    from roll.configs.worker_config import StrategyArguments, WorkerConfig
+
+    return WorkerConfig(
+        name=name, device_mapping=str(list(range(count))), strategy_args=StrategyArguments(strategy, options),
+        model_args=ModelArguments(dtype="bf16", lora_target=lora), training_args=TrainingArguments(output_dir="output"),
+    )  # fmt: skip
+
+
+def cluster(kind, settings, count: int, **variables: str):
+    """Actors as ROLL's cluster makes them, without GPUs to place them on."""
+    workers = []
+    for rank in range(count):
+        environment = {"RANK": str(rank), "WORLD_SIZE": str(count), "CLUSTER_NAME": settings.name, "WORKER_NAME": f"{settings.name}-{rank}",
+                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **variables}  # fmt: skip
+        made = ray.remote(kind).options(runtime_env={"env_vars": environment}, num_cpus=0)
+        workers.append(made.remote(worker_config=settings))
+    return SimpleNamespace(workers=workers, worker_config=settings, cluster_name=settings.name)
+
+
+def caught(function) -> str:
+    """What it raises, in a line; empty where nothing."""
+    try:
+        function()
+    except Exception as error:
+        return str(getattr(error, "cause", None) or error)
+    return ""
+
+
+def main() -> None:
+    folders = sys.argv[1:]
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=bool(os.environ.get("LOUD")))
+    trains = cluster(
+        Trainer,
+        config("actor_train", "megatron_train", TRAINERS, {}),
+        TRAINERS,
+        RESHARD_VERIFY="1",
+        RESHARD_TIMEOUT="120",
+    )
+    serves = cluster(Engine, config("actor_infer", "vllm", ENGINES, {}), ENGINES)
+    store = f"file://{Path.cwd() / 'store'}"
+    said: dict = {"real": REAL}
+    starting = [one.start.remote(folders[0], store) for one in trains.workers]
+    starting += [one.start.remote(folders[0], "tests.roll_on_cpu.Probe") for one in serves.workers]
+    ray.get(starting)
+
+    def ask(method: str, *arguments) -> list:
+        return [
+            found
+            for [found] in ray.get([one.reshard_call.remote(method, *arguments) for one in serves.workers])
+        ]
+
+    said["left"] = left(trains, serves)
+    from roll.distributed.executor.model_update_group import ModelUpdateGroup
+
+    group = ModelUpdateGroup(trains, serves, None)
+    said["updaters"] = ray.get([one.updaters.remote() for one in trains.workers])
+    said["adapters"] = ray.get([one.adapters.remote(serves) for one in trains.workers])
+    said["dummy"], said["before"] = ask("digests"), ask("fit")
+    said["syncs"] = []
+    for folder in (*folders, folders[0]):
+        [said["kinds"], *_] = ray.get([one.train.remote(folder) for one in trains.workers])
+        ask("fall_asleep")
+        wrong = caught(lambda: group.model_update(0))
+        print(f"a sync: {wrong or 'no error'}", flush=True)
+        ray.get([one.process_weights_after_loading.remote() for one in serves.workers])
+        found = {"error": wrong, "refitted": ask("digests"), "fit": ask("fit"), "woke": ask("woke")}
+        # The same weights once more, by ROLL's way into vLLM's own loader.
+        ask("wipe")
+        found["wiped"] = ask("digests")
+        ask("load_as_roll_does", folder)
+        ray.get([one.process_weights_after_loading.remote() for one in serves.workers])
+        said["syncs"].append(found | {"loaded": ask("digests"), "then fit": ask("fit"), "then": ask("woke")})
+    ray.get(trains.workers[1].lose.remote())
+    said["failed"] = [caught(lambda: group.model_update(0)), ask("fit")]
+    ask("wipe")
+    said["mended"] = [caught(lambda: group.model_update(0)), ask("digests"), ask("fit")]
+    said["no line"] = no_line(trains, folders[0])
+    ray.shutdown()
+    print("SAID " + json.dumps(said))
+
+
+def left(trains, serves) -> list:
+    """Why ROLL's own way is taken, for configs that a refit does not cover; and for one that it does."""
+    lora = config("actor_train", "megatron_train", TRAINERS, {}, lora=["q_proj"])
+    of = lambda settings, **more: SimpleNamespace(worker_config=settings, strategy=SimpleNamespace(**more))  # noqa: E731
+    plain, draft = (
+        of(trains.worker_config),
+        config("actor_infer", "vllm", 1, {"speculative_config": {"method": "mtp"}}),
+    )
+    others = [
+        config("actor_infer", "vllm", 1, {"quantization": "fp8"}),
+        config("actor_infer", "sglang", 1, {}),
+    ]
+    return [
+        ours.left_to_roll(plain, serves), ours.left_to_roll(of(lora), serves), ours.left_to_roll(plain, of(draft)),
+        *[ours.left_to_roll(plain, of(one)) for one in others],
+        ours.left_to_roll(of(config("actor_train", "fsdp2_train", 1, {})), serves),
+        ours.left_to_roll(of(trains.worker_config, is_multimodal=True), serves),
+    ]  # fmt: skip
+
+
+def no_line(trains, folder: str) -> str:
+    """What a rollout says whose vLLM has ROLL's own extension."""
+    from roll.distributed.executor.model_update_group import ModelUpdateGroup
+
+    serves = cluster(Engine, config("actor_infer", "vllm", 1, {}), 1)
+    ray.get(serves.workers[0].start.remote(folder, "roll.third_party.vllm.worker.WorkerV1"))
+    serves.cluster_name = "another"
+    return caught(lambda: ModelUpdateGroup(trains, serves, None).model_update(0))
+
+
+if __name__ == "__main__":
+    main()

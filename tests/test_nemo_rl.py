@@ -1,0 +1,142 @@
+"""NeMo-RL's weight sync as a refit, with the real Ray, Megatron and vLLM. No package index has NeMo-RL itself: stand-ins for what ours call of
+it are in ``tests/standins``, and ``NEMO_RL_CLONE=DIRECTORY`` runs all of this with the real one as well, and compares the two."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoints import make
+from tests.clones import STANDINS, differing, python_with, variables
+from tests.environments import attempt, run
+
+pytestmark = pytest.mark.install
+CLONE = Path(os.environ["NEMO_RL_CLONE"]).resolve() if "NEMO_RL_CLONE" in os.environ else None
+WITH = {"stand-ins": STANDINS} | ({"clone": CLONE} if CLONE else {})
+with_a_clone = pytest.mark.skipif(CLONE is None, reason="set NEMO_RL_CLONE to a clone of NeMo-RL")
+# What importing NeMo-RL takes and this environment lacks or has too new; without what they ask for in turn.
+OF_NEMO_RL = [
+    "transformers==5.8.*", "tokenizers==0.22.*", "huggingface-hub<2", "accelerate", "antlr4-python3-runtime==4.9.3", "datasets", "decord2",
+    "dill", "fsspec", "hydra-core", "math-verify", "mlflow", "multiprocess", "num2words", "nvtx", "omegaconf", "orjson", "pandas", "peft",
+    "plotly", "pyarrow", "python-dateutil", "pyvers", "swanlab", "tensorboard", "tensordict", "torchdata", "TransferQueue", "wandb", "xxhash",
+]  # fmt: skip
+KIND = "reshard.trainers.nemo_rl_worker.ReshardWorker"
+BACKEND = "reshard.trainers.nemo_rl:ReshardCheckpointEngine"
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """The Python of an environment with Ray, which finds this one's packages behind its own."""
+    return python_with(tmp_path_factory.mktemp("nemo"), ["ray", "msgpack", *(OF_NEMO_RL if CLONE else [])])
+
+
+@pytest.fixture(scope="module", params=WITH)
+def said(request, python, tmp_path_factory):
+    """What a job of two ranks of a policy and two engines says."""
+    folders = [
+        make(tmp_path_factory.mktemp(n) / "hf", "served-qwen3", torch.bfloat16, seed)
+        for seed, n in enumerate("ab")
+    ]
+    command = [python, "-m", "tests.nemo_rl_on_cpu", *folders]
+    out = run(command, env=variables(WITH[request.param]), cwd=tmp_path_factory.mktemp("at"))
+    [line] = [line for line in out.splitlines() if line.startswith("SAID ")]
+    found = json.loads(line.removeprefix("SAID "))
+    assert found["real"] == (request.param == "clone")
+    return found
+
+
+@pytest.fixture(params=["separate", "colocated"])
+def placement(request):
+    return request.param
+
+
+def alike(one: dict, other: dict) -> int:
+    """How many parameters have the same bytes."""
+    assert one.keys() == other.keys() and len(one) > 30
+    return sum(one[name] == other[name] for name in one)
+
+
+def test_every_engine_holds_after_a_sync_what_vllms_loader_leaves(said, placement):
+    assert said["before"] == [[False, None]] * 2, "dummy weights are not served"
+    first, second = said["loaded"]
+    assert alike(first[0], second[0]) == alike(first[0], said["dummy"][0]) == 0
+    for version, (sync, loaded) in enumerate(zip(said[placement]["syncs"], (first, second, first)), start=1):
+        assert sync["error"] == "" and sync["fit"] == [[True, version]] * 2
+        assert sync["refitted"] == loaded
+    assert said[placement]["stale"] == [True, False]
+
+
+def test_after_a_sync_that_failed_the_next_one_connects_again(said, placement):
+    error, stale = said[placement]["failed"]
+    assert "did not come to refit 4 within 0 s" in error and stale
+    assert said[placement]["mended"] == ["", said["loaded"][0], [[True, 1]] * 2]
+
+
+def test_after_a_shutdown_a_sync_connects_again(said, placement):
+    assert said[placement]["after a shutdown"] == ["", True]
+
+
+def test_policy_and_vllm_take_turns_on_their_gpus_as_under_nemo_rl(said):
+    order = [["offload the rest"], ["wake", ["weights"]], ["offload"], ["wake", ["kv_cache"]]]
+    assert [sync["phases"] for sync in said["colocated"]["syncs"]] == [order] * 3
+    assert [sync["phases"] for sync in said["separate"]["syncs"]] == [[]] * 3, "there NeMo-RL does"
+
+
+def test_a_setup_ends_with_our_synchronizer(said):
+    assert said["setup"]["plain"] == [{"worker_cls": KIND}, "ColocatedSynchronizer", "more", False, 600.0]
+    assert said["setup"]["options"][3:] == [True, 5.0]
+
+
+@pytest.mark.parametrize(("config", "sentence"), [
+    ("a wrong option", f"policy.generation.refit_cfg['{BACKEND}'] has ['verfy']: it takes verify, timeout and release_after_refit"),
+    ("a wrong time", f"policy.generation.refit_cfg['{BACKEND}'] has timeout=0: set it to seconds"),
+    ("separate", f"policy and vLLM do not share GPUs: run NeMo-RL's own script, with policy.generation.refit_transport={BACKEND}"),
+    ("another backend", "policy.generation.backend is sglang: reshard refits vllm"),
+    ("no Megatron", "reshard refits from Megatron here: set policy.megatron_cfg.enabled=true"),
+    ("another worker", f"vllm_kwargs.worker_cls is a.B: make that {KIND}, or unset it"),
+    ("adapters", "the model has LoRA adapters (policy.megatron_cfg.peft), which"),
+    ("fp8", "the rollout is quantised (vllm_cfg.precision), which"),
+    ("fp8 cache", "the rollout has an fp8 key-value cache (vllm_cfg.kv_cache_dtype), which"),
+    ("drafts", "the rollout drafts tokens (vllm_kwargs.speculative_config), which"),
+    ("draft", "a draft model is trained (policy.draft), which"),
+    ("quantised", "the model is quantised (quant_cfg), which"),
+])  # fmt: skip
+def test_what_a_refit_does_not_cover_is_refused_before_anything_starts(said, config, sentence):
+    error, started = said["setup"][config]
+    assert error.startswith(sentence) and not started
+
+
+def test_a_policy_with_adapters_and_a_worker_of_vllms_are_refused_where_they_meet(said):
+    assert said["adapters"].startswith("the model has LoRA adapters (policy.megatron_cfg.peft), which")
+    assert f"set policy.generation.vllm_kwargs.worker_cls={KIND}" in said["no line"]
+
+
+def test_a_script_finds_our_setup_in_the_place_of_nemo_rls(python, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom nemo_rl.algorithms.grpo import setup\nprint('FOUND', setup.__wrapped__.__name__, setup.__code__.co_name, sys.argv[1:])\n"
+    )
+    plain = [python, script, "a"]
+    ours = [python, "-m", "reshard.trainers.nemo_rl", script, "--config", "b"]
+    out = run(ours, env=variables(STANDINS), cwd=tmp_path)
+    assert "FOUND setup refitting ['--config', 'b']" in out
+    assert "has no attribute '__wrapped__'" in attempt(plain, env=variables(STANDINS), cwd=tmp_path).stderr
+    assert (
+        "give NeMo-RL's examples/run_grpo.py"
+        in attempt(ours[:3], env=variables(STANDINS), cwd=tmp_path).stderr
+    )
+
+
+@with_a_clone
+def test_the_stand_ins_are_called_as_nemo_rls_own_are():
+    kind = "CheckpointEngineWeightSynchronizer"
+    wrong, compared = differing("nemo_rl", CLONE, (f"{kind}.__init__", f"{kind}._policy", f"{kind}._engines"))
+    assert not wrong and compared == 29
+
+
+@with_a_clone
+def test_nemo_rls_scripts_take_setup_from_where_ours_is_put():
+    text = (CLONE / "examples" / "run_grpo.py").read_text()
+    assert "from nemo_rl.algorithms.grpo import (" in text and "    setup,\n" in text

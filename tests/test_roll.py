@@ -1,0 +1,124 @@
+"""ROLL's weight sync as a refit, with the real Ray, Megatron and vLLM. No package index has ROLL itself: stand-ins for what ours call of it
+are in ``tests/standins``, and ``ROLL_CLONE=DIRECTORY`` runs all of this with the real one as well, and compares the two."""
+
+import ast
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoints import make
+from tests.clones import STANDINS, differing, python_with, variables
+from tests.environments import REPOSITORY, run
+
+pytestmark = pytest.mark.install
+CLONE = Path(os.environ["ROLL_CLONE"]).resolve() if "ROLL_CLONE" in os.environ else None
+WITH = {"stand-ins": [STANDINS]} | ({"clone": [CLONE, CLONE / "mcore_adapter" / "src"]} if CLONE else {})
+with_a_clone = pytest.mark.skipif(CLONE is None, reason="set ROLL_CLONE to a clone of ROLL")
+# What importing ROLL takes and this environment lacks; without what they ask for in turn, which is here or not needed.
+OF_ROLL = [
+    "accelerate", "antlr4-python3-runtime==4.9.3", "codetiming", "dacite", "datasets", "deprecated", "dill", "einops", "fsspec", "hydra-core",
+    "imageio", "jsonlines", "math-verify", "modelscope", "more_itertools", "msgpack", "multiprocess", "omegaconf", "orjson", "pandas", "peft",
+    "pyarrow", "pybase64", "python-dateutil", "pyvers", "sentencepiece", "tensordict", "TransferQueue", "trl", "tyro", "wrapt", "xxhash",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """The Python of an environment with Ray, which finds this one's packages behind its own."""
+    return python_with(tmp_path_factory.mktemp("roll"), ["ray", "msgpack", *(OF_ROLL if CLONE else [])])
+
+
+@pytest.fixture(scope="module", params=WITH)
+def said(request, python, tmp_path_factory):
+    """What a job of two trainers and two engines says."""
+    folders = [
+        make(tmp_path_factory.mktemp(n) / "hf", "served-qwen3", torch.bfloat16, seed)
+        for seed, n in enumerate("ab")
+    ]
+    variables_of = variables(*WITH[request.param])
+    out = run(
+        [python, "-m", "tests.roll_on_cpu", *folders], env=variables_of, cwd=tmp_path_factory.mktemp("at")
+    )
+    [line] = [line for line in out.splitlines() if line.startswith("SAID ")]
+    found = json.loads(line.removeprefix("SAID "))
+    assert found["real"] == (request.param == "clone")
+    assert found["kinds"][2] == ("McaGPTModel" if found["real"] else "GPTModel")
+    return found
+
+
+def alike(one: dict, other: dict) -> int:
+    """How many parameters have the same bytes."""
+    assert one.keys() == other.keys() and len(one) > 30
+    return sum(one[name] == other[name] for name in one)
+
+
+def test_every_engine_holds_after_a_sync_what_rolls_own_way_into_vllms_loader_leaves(said):
+    assert said["updaters"] == [["Refit"], ["Refit"]]
+    assert said["before"] == [[False, None]] * 2, "dummy weights are not served"
+    for version, sync in enumerate(said["syncs"], start=1):
+        assert sync["error"] == "" and sync["fit"] == [[True, version]] * 2
+        for refitted, loaded, wiped in zip(sync["refitted"], sync["loaded"], sync["wiped"]):
+            assert refitted == loaded and alike(refitted, wiped) == 0
+        assert sync["then fit"] == [[True, None]] * 2, "what ROLL has loaded is served too"
+    first, second, again = (sync["refitted"][0] for sync in said["syncs"])
+    assert alike(first, second) == alike(first, said["dummy"][0]) == 0 and first == again
+
+
+def test_weights_wake_before_they_are_written_and_vllm_processes_them_once(said):
+    before = [[False, None], [True, None], [True, None]]
+    for sync, fit in zip(said["syncs"], before):
+        assert sync["woke"] == [[[[["weights"], fit]], 0]] * 2, "a refit's weights are not processed again"
+        assert sync["then"] == [[[[["weights"], fit]], 1]] * 2, "those that ROLL has loaded are"
+
+
+def test_after_a_sync_that_failed_the_next_one_connects_again(said):
+    error, fit = said["failed"]
+    assert "did not come to refit 4 within 0 s" in error and fit == [[True, None]] * 2
+    error, mended, fit = said["mended"]
+    assert error == "" and mended == said["syncs"][2]["refitted"] and fit == [[True, 1]] * 2
+
+
+def test_what_a_refit_does_not_cover_is_left_to_roll(said):
+    assert said["left"] == [
+        "", "the model has LoRA adapters", "the rollout drafts tokens (speculative_config)", "the rollout is quantised (quantization)",
+        "the rollout's strategy is sglang, not vllm", "the trainer's strategy is fsdp2_train, not megatron_train",
+        "the model takes more than text",
+    ]  # fmt: skip
+    assert said["adapters"] == ["MegatronWeightUpdater"] * 2
+
+
+def test_a_line_that_is_missing_is_said(said):
+    for line in (
+        "no attribute 'reshard_wake'",
+        "actor_infer.worker_cls=reshard.trainers.roll.InferWorker",
+        "worker_extension_cls=reshard.trainers.roll_worker.RollExtension",
+    ):
+        assert line in said["no line"]
+
+
+def test_a_call_that_has_changed_is_found(tmp_path):
+    changed = tmp_path / "roll/distributed/executor/model_update_group.py"
+    shutil.copytree(STANDINS / "roll", tmp_path / "roll")
+    changed.write_text(changed.read_text().replace("step=None", "steps=None"))
+    [wrong], compared = differing("roll", tmp_path)
+    assert wrong.startswith("ModelUpdateGroup.model_update: ") and compared == 16
+
+
+@with_a_clone
+def test_the_stand_ins_are_called_as_rolls_own_are():
+    wrong, compared = differing("roll", CLONE)
+    assert not wrong and compared == 16
+
+
+@with_a_clone
+def test_every_class_that_ours_are_in_the_place_of_is_there():
+    wanted = ast.parse((REPOSITORY / "src/reshard/trainers/roll.py").read_text())
+    [table] = [n for n in wanted.body if isinstance(n, ast.Assign) and n.targets[0].id == "TRAINING"]
+    for path in ast.literal_eval(table.value).values():
+        module, _, name = path.rpartition(".")
+        tree = ast.parse((CLONE / (module.replace(".", "/") + ".py")).read_text())
+        assert name in [node.name for node in tree.body if isinstance(node, ast.ClassDef)], path
