@@ -10,21 +10,24 @@ runs NeMo-RL's script with `ColocatedSynchronizer` in the place of its synchroni
 
 import functools
 import runpy
-import socket
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
-import ray
-from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
-from nemo_rl.weight_sync.interfaces import WeightSynchronizer
+from reshard.core.extras import importing_beside
+
+with importing_beside("NeMo-RL", "nemo_rl", "ray"):
+    import ray
+    from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
+    from nemo_rl.weight_sync.interfaces import WeightSynchronizer
 
 from reshard.core.errors import ReshardError, first_line
 from reshard.refit.connecting import connect
 from reshard.refit.link import Link
 from reshard.refit.members import Members
+from reshard.trainers.meeting import meeting_place
 from reshard.trainers.megatron import MegatronModel
 
 BACKEND = "reshard.trainers.nemo_rl:ReshardCheckpointEngine"
@@ -276,16 +279,6 @@ def checked(verify: Any, timeout: Any, others: Mapping[str, Any]) -> tuple[bool,
     if not number or not 0 < timeout < float("inf"):
         raise ReshardError(f"{where} has timeout={timeout!r}: set it to seconds")
     return verify, float(timeout)
-
-
-def meeting_place() -> str:
-    """An address of this host that others reach, with a port that is free now."""
-    host = ray.util.get_node_ip_address().strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with closing(socket.socket(family)) as probe:
-        probe.bind((host, 0))
-        port = probe.getsockname()[1]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def with_refits(setup: Callable[..., Any]) -> Callable[..., Any]:

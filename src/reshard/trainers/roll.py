@@ -12,9 +12,12 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-import ray
-import torch.distributed as dist
-from roll.pipeline import base_worker
+from reshard.core.extras import importing_beside
+
+with importing_beside("ROLL", "ray", "roll", "torch"):
+    import ray
+    import torch.distributed as dist
+    from roll.pipeline import base_worker
 
 from reshard.core.errors import ReshardError, first_line
 from reshard.refit.connecting import connect

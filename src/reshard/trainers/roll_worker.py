@@ -6,7 +6,10 @@ actor_infer.strategy_args.strategy_config.worker_extension_cls=reshard.trainers.
 from collections.abc import Iterable
 from typing import Any
 
-from roll.third_party.vllm.worker import WorkerV1
+from reshard.core.extras import importing_beside
+
+with importing_beside("ROLL", "roll"):
+    from roll.third_party.vllm.worker import WorkerV1
 
 from reshard.engines.vllm.compat import plain_weights
 from reshard.engines.vllm.guard import guard_of
@@ -48,5 +51,4 @@ class RollExtension(WorkerV1, RefitExtension):
         with plain_weights():
             super().process_weights_after_loading()
         self._reshard_loaded = False
-        guard = guard_of(self.get_model(), self.vllm_config)  # type: ignore[attr-defined]
-        guard.fit, guard.version = True, None
+        guard_of(self.get_model(), self.vllm_config).loaded()  # type: ignore[attr-defined]

@@ -13,7 +13,6 @@ prefill) takes verl's own way, and the log says so.
 
 import logging
 import socket
-from contextlib import closing
 from typing import Any, NamedTuple
 
 from reshard.core.extras import importing_beside
@@ -32,6 +31,7 @@ from reshard.core.errors import ReshardError
 from reshard.refit.connecting import connect
 from reshard.refit.link import Link
 from reshard.refit.members import Members
+from reshard.trainers.meeting import meeting_place
 from reshard.trainers.megatron import MegatronModel
 
 BACKEND = "reshard"
@@ -231,16 +231,6 @@ class ReshardCheckpointEngine(CheckpointEngine):
 
 def _connecting(address: str, first: int, size: int, options: dict[str, Any]) -> dict[str, Any]:
     return {"address": address, "first_rank": first, "size": size, "timeout": options["timeout"]}
-
-
-def meeting_place() -> str:
-    """An address of this host that others reach, with a port that is free now."""
-    host = ray.util.get_node_ip_address().strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with closing(socket.socket(family)) as probe:
-        probe.bind((host, 0))
-        port = probe.getsockname()[1]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _told(said: list[str]) -> list[str]:

@@ -28,6 +28,10 @@ class Guard:
         """From now on there are no whole weights."""
         self.fit, self.why = False, why
 
+    def loaded(self) -> None:
+        """All weights are there, and no refit has brought them."""
+        self.fit, self.version = True, None
+
     def refuse_unfit(self) -> None:
         """Raise ReshardError where the weights are not whole."""
         if not self.fit:
@@ -92,7 +96,7 @@ class Guard:
     def _reloaded(self, *args: Any, **kwargs: Any) -> None:
         """vLLM has loaded all weights from the disk itself."""
         if not args and not kwargs.get("weights_iterator"):
-            self.fit, self.version = True, None
+            self.loaded()
 
 
 _guards: WeakKeyDictionary[torch.nn.Module, Guard] = WeakKeyDictionary()

@@ -1,0 +1,16 @@
+"""Where members of a refit meet that Ray has started."""
+
+import socket
+from contextlib import closing
+
+import ray
+
+
+def meeting_place() -> str:
+    """An address of this host that others reach, with a port that is free now."""
+    host = ray.util.get_node_ip_address().strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with closing(socket.socket(family)) as probe:
+        probe.bind((host, 0))
+        port = probe.getsockname()[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
