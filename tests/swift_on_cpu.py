@@ -268,6 +268,9 @@ def check(plugin: str, *paths: str) -> dict:
         chunk.config.attention_scaling *= 1.01
         said["another factor"] = caught(lambda: source.check_model(model))  # noqa: B023
         chunk.config.attention_scaling /= 1.01
+        chunk.position_embedding_type = "none"
+        said["another kind"] = caught(lambda: source.check_model(model))  # noqa: B023
+        chunk.position_embedding_type = "rope"
         published = {part.name for tensor in source.publish(model) for part in tensor.parts}
         with safe_open(Path(path) / "model.safetensors", "pt") as files:
             said["unlike the files"] = sorted(published ^ set(files.keys()))

@@ -4,8 +4,8 @@
 ms-swift trains in the ranks that torchrun starts, and vLLM serves in the same processes. `use` puts a
 subclass of its trainer in the trainer's place, whose sync reads the shards of the models where they are and
 writes them to where vLLM serves them from. All else is ms-swift's, also when the engine sleeps and wakes and
-what is offloaded. What a refit does not cover (LoRA adapters, fp8 and fp4 parameters, Megatron's FSDP, multimodal
-models, a vLLM server) takes ms-swift's own sync, and the log says so.
+what is offloaded. What a refit does not cover (LoRA adapters, fp8 and fp4 parameters, Megatron's FSDP,
+multimodal models, a vLLM server) takes ms-swift's own sync, and the log says so.
 """
 
 import logging
