@@ -18,7 +18,7 @@ PACKAGES = [
     "json-repair", "modelscope", "modelscope-hub", "multiprocess", "nvdlfw-inspect", "onnx", "onnx-ir", "onnxscript", "pandas", "peft<0.22",
     "pyarrow", "python-dateutil", "simplejson", "trl<1",
 ]  # fmt: skip
-PLUGIN = "from reshard.trainers import swift\n\nswift.use(verify=True, timeout=60)\n"
+PLUGIN = "from reshard.trainers import swift\n\nswift.use(verify=True, timeout=300)\n"
 LAYOUTS = {
     "served-qwen3": ["--pipeline_model_parallel_size", "2", "--vllm_tensor_parallel_size", "2"],
     "served-qwen3-moe-whole": ["--expert_model_parallel_size", "2", "--vllm_tensor_parallel_size", "2"],
@@ -94,7 +94,7 @@ def test_ms_swifts_entry_makes_our_trainer_after_the_plugin(ranks):
     for said in ranks:
         assert said["before"] == "swift.megatron.trainers.grpo_trainer.MegatronGRPOTrainer"
         assert said["made"] == "reshard.trainers.swift.ReshardGRPOTrainer"
-        assert said["options"] == [True, 60]
+        assert said["options"] == [True, 300]
 
 
 def test_it_is_called_as_ms_swifts_is(ranks):
@@ -125,7 +125,7 @@ def test_a_sync_leaves_what_ms_swifts_own_and_vllms_loader_leave(ranks):
 
 def test_after_a_sync_that_failed_the_next_connects_again(ranks):
     for said in ranks:
-        assert "did not come to refit 3 within 0 s" in said["failed"]
+        assert said["failed"].endswith("the digests are gone"), "after all bytes have moved"
         assert said["mended"] == {"ours": said["syncs"][1]["ours"], "version": 3, "new": True}
 
 
@@ -153,6 +153,7 @@ def test_a_model_of_mcore_bridge_is_the_served_one_by_its_frequencies_and_factor
     assert said["by Megatron's settings"].startswith(f"the trainer's {setting} is" if setting else "no error")
     assert "inv_freq[1] = " in said["other frequencies"]
     assert said["another factor"].startswith("the trainer's attention_scaling is ")
+    assert said["another kind"] == "the trainer's model has no rotary embedding as mcore-bridge 1.6 makes it"
 
 
 def test_an_adapter_without_its_trainer_says_what_is_missing():

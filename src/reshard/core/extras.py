@@ -41,8 +41,8 @@ def importing_beside(trainer: str, *packages: str) -> Iterator[None]:
         if (error.name or "").partition(".")[0] not in packages:
             raise
         raise ReshardError(
-            f"this adapter is for an environment with {trainer}, and {error.name} is not installed here: install "
-            f"reshard where {trainer} is"
+            f"this adapter is for an environment with {trainer}, and {error.name} is not installed here: "
+            f"install reshard where {trainer} is"
         ) from error
 
 

@@ -1,9 +1,11 @@
-"""ms-swift's Megatron GRPO, colocated: its weight sync as a refit, by a plugin of two lines. `docs/trainers/swift.md` has them.
+"""ms-swift's Megatron GRPO, colocated: its weight sync as a refit, by a plugin of two lines, which
+`docs/trainers/swift.md` has.
 
-ms-swift trains in the ranks that torchrun starts, and vLLM serves in the same processes. `use` puts a subclass of its trainer in the
-trainer's place, whose sync reads the shards of the models where they are and writes them to where vLLM serves them from. All else is
-ms-swift's, also when the engine sleeps and wakes and what is offloaded. What a refit does not cover (LoRA adapters, fp8 and fp4
-parameters, multimodal models, a vLLM server) takes ms-swift's own sync, and the log says so.
+ms-swift trains in the ranks that torchrun starts, and vLLM serves in the same processes. `use` puts a
+subclass of its trainer in the trainer's place, whose sync reads the shards of the models where they are and
+writes them to where vLLM serves them from. All else is ms-swift's, also when the engine sleeps and wakes and
+what is offloaded. What a refit does not cover (LoRA adapters, fp8 and fp4 parameters, Megatron's FSDP,
+multimodal models, a vLLM server) takes ms-swift's own sync, and the log says so.
 """
 
 import logging
@@ -29,7 +31,8 @@ from reshard.refit.members import Members
 from reshard.trainers.megatron import MegatronModel, rope_is_ignored
 
 TIMEOUT = 600.0
-# What Megatron would make rotary embeddings of. For latent attention the factors of YaRN scale the softmax too: they are compared.
+# What Megatron would make rotary embeddings of. For latent attention YaRN's factors scale the softmax too:
+# they are compared.
 ROTARY = frozenset(
     {"position_embedding_type", "rope_type", "rotary_percent", "use_rope_scaling", "rope_scaling_factor"}
 )
@@ -37,10 +40,11 @@ log = logging.getLogger("reshard.swift")
 
 
 def use(verify: bool = False, timeout: float = TIMEOUT) -> None:
-    """From now on ms-swift's entry makes the trainer of GRPO that refits; called in a file that ``--external_plugins`` names.
+    """From now on ms-swift's entry makes the trainer of GRPO that refits; called in a file that
+    ``--external_plugins`` names.
 
-    With `verify` digests of both sides are compared after each sync. `timeout` is how many seconds the ranks wait for one another.
-    Called again, the last call's options count. Raises ReshardError for others.
+    With `verify` digests of both sides are compared after each sync. `timeout` is how many seconds the ranks
+    wait for one another. Called again, the last call's options count. Raises ReshardError for others.
     """
     if not isinstance(verify, bool):
         raise ReshardError(f"swift.use has verify={verify!r}: give True or False")
@@ -58,7 +62,7 @@ class ReshardGRPOTrainer(MegatronGRPOTrainer):
     _reshard_link: Link | None = None
 
     def _export_and_load_weights(self) -> None:
-        """One refit of the engine of this process; or what ms-swift does, where the engine's weights are no plain copy of the models'.
+        """One refit of the engine of this process; or what ms-swift does, where a refit does not cover it.
 
         Raises ReshardError on every rank where one fails; the next sync connects again.
         """
@@ -87,8 +91,9 @@ class SwiftModel(MegatronModel):
     """The models of a rank as mcore-bridge makes them, whose rotary embeddings are transformers' own."""
 
     def check_model(self, model: Model, without: frozenset[str] = frozenset()) -> None:
-        """See `MegatronModel.check_model`. mcore-bridge puts its own frequencies into Megatron's plain embedding, and scales attention
-        by a factor of its own: Megatron's settings of both have no effect then, and these two are compared."""
+        """See `MegatronModel.check_model`. mcore-bridge puts its own frequencies into Megatron's plain
+        embedding, and scales cosines and sines by a factor of its own: Megatron's settings of both have no
+        effect then, and these two are compared."""
         if all(hasattr(chunk.config, "attention_scaling") for chunk in self.models):
             without |= ROTARY
             for chunk in self.models:
@@ -99,12 +104,14 @@ class SwiftModel(MegatronModel):
 def _check_rotary_of_bridge(chunk: Any, model: Model) -> None:
     if rope_is_ignored():
         return
-    if not isinstance(getattr(getattr(chunk, "rotary_pos_emb", None), "inv_freq", None), torch.Tensor):
+    frequencies = getattr(getattr(chunk, "rotary_pos_emb", None), "inv_freq", None)
+    if getattr(chunk, "position_embedding_type", None) != "rope" or not isinstance(frequencies, torch.Tensor):
         raise ReshardError("the trainer's model has no rotary embedding as mcore-bridge 1.6 makes it")
     found, expected = chunk.config.attention_scaling, attention_factor(model.rope())
     if not math.isclose(found, expected, rel_tol=1e-6):
         raise ReshardError(
-            f"the trainer's attention_scaling is {found:.6g}, but the served model's is {expected:.6g} ({model.where})"
+            f"the trainer's attention_scaling is {found:.6g}, but the served model's is {expected:.6g} "
+            f"({model.where})"
         )
 
 

@@ -44,8 +44,8 @@ def known(what: str) -> Iterator[None]:
 
 
 def driver_worker(llm: Any) -> Any:
-    """The worker of an ``LLM``, or of its ``LLMEngine``, that runs in this process. Raises ReshardError where it
-    runs in others."""
+    """The worker of an ``LLM``, or of its ``LLMEngine``, that runs in this process. Raises ReshardError where
+    it runs in others."""
     try:
         worker = getattr(llm, "llm_engine", llm).model_executor.driver_worker
     except AttributeError as error:
