@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from reshard import ReshardError, diff, hf_to_mcore, inspect, mcore_to_hf
+from reshard.formats import pickles
 from tests.oracle import hf_tensors, same
 from tests.ranks import run_on_ranks
 from tests.test_logits import EP, ETP, PP, TP, VPP, flags_at
@@ -125,6 +126,15 @@ def test_both_spellings_of_the_norms_are_read(checkpoint, tmp_path):
         )
         mcore_to_hf(tmp_path / impl, tmp_path / f"{impl}-back")
         assert same(hf_tensors(source), hf_tensors(tmp_path / f"{impl}-back")) == []
+
+
+def test_a_path_is_read_as_python_3_13_names_its_class():
+    """torch's metadata has the path that it was written to."""
+    for module in ("pathlib", "pathlib._local"):
+        found = pickles.load(pickles.dump(pickles.call(module, "PosixPath", "a", "b")), "here")
+        assert (found.module, found.name, found.args) == (module, "PosixPath", ("a", "b"))
+    with pytest.raises(ReshardError, match="refers to pathlib._local.WindowsPath"):
+        pickles.load(pickles.dump(pickles.call("pathlib._local", "WindowsPath", "a")), "here")
 
 
 def test_an_unknown_parameter_is_refused_by_name(checkpoint, tmp_path):

@@ -35,6 +35,28 @@ def test_what_is_no_address_is_refused(address):
     )
 
 
+def test_who_comes_as_the_time_runs_out_has_come(monkeypatch):
+    port = free_port()
+    both = [None, None]
+    other = threading.Thread(
+        target=lambda: both.__setitem__(1, Members.join(f"127.0.0.1:{port}", 1, 2, timeout=60))
+    )
+    other.start()
+    both[0] = Members.join(f"127.0.0.1:{port}", 0, 2, timeout=60)
+    other.join()
+
+    def over(reached) -> bool:
+        """The time was over when it was last asked; then the other one comes."""
+        both[1].post("here")
+        return False
+
+    monkeypatch.setattr(both[0], "_until", over)
+    both[0].post("here")
+    both[0].wait("here", range(2))
+    monkeypatch.setattr(both[0], "_until", lambda reached: False)
+    assert "did not reach 'there' within 60 s" in caught(lambda: both[0].wait("there", range(2)))
+
+
 NOBODY = """
 import time
 from reshard.refit import Members

@@ -36,7 +36,8 @@ ALLOWED = {
     ("torch._C", "Generator"), ("torch._tensor", "_rebuild_from_type_v2"), ("torch.serialization", "_get_dtype"),
     *((module, n) for module in ("numpy.core.multiarray", "numpy._core.multiarray") for n in ("_reconstruct", "scalar")),
     ("numpy", "ndarray"), ("numpy", "dtype"), ("numpy.dtypes", "UInt32DType"),
-    ("argparse", "Namespace"), ("types", "SimpleNamespace"), ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("signal", "Signals"),
+    ("argparse", "Namespace"), ("types", "SimpleNamespace"), ("signal", "Signals"),
+    *((module, n) for module in ("pathlib", "pathlib._local") for n in ("PosixPath", "PurePosixPath")),  # of Python 3.13 the second
     ("_codecs", "encode"), ("io", "BytesIO"), ("_io", "BytesIO"), ("builtins", "set"), ("builtins", "frozenset"), ("builtins", "slice"),
     *(("megatron.core.transformer.enums", n) for n in ("AttnBackend", "CudaGraphModule", "CudaGraphScope", "InferenceCudaGraphScope",
                                                        "LayerType", "AttnMaskType", "ModelType")),

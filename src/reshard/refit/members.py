@@ -268,7 +268,8 @@ class Members:
         if self._until(lambda: self._call(self.store.check, list(names))):
             return
         late = sorted(rank for name, rank in names.items() if not self._call(self.store.check, [name]))
-        raise ReshardError(self._late(late, key))
+        if late:  # the last of them may have come meanwhile
+            raise ReshardError(self._late(late, key))
 
     def count(self, key: str, value: int) -> None:
         """Publish how far this rank has come: a number that grows."""
