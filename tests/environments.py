@@ -12,7 +12,8 @@ UV = [sys.executable, "-m", "uv"]
 
 
 def clean() -> dict[str, str]:
-    """The environment variables without those that name this process's Python packages or a run of several processes."""
+    """The environment variables without those that name this process's Python packages or a run of several processes, and without
+    Transformer Engine's, which Megatron sets where it makes a config."""
     ours = {
         "PYTHONPATH",
         "PYTHONHOME",
@@ -23,7 +24,9 @@ def clean() -> dict[str, str]:
         "MASTER_ADDR",
         "MASTER_PORT",
     }
-    return {name: value for name, value in os.environ.items() if name not in ours}
+    return {
+        name: value for name, value in os.environ.items() if name not in ours and not name.startswith("NVTE_")
+    }
 
 
 def attempt(command: Sequence[str | Path], **options) -> subprocess.CompletedProcess:

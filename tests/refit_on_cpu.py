@@ -212,14 +212,14 @@ def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tu
     destination.settle = settle
     process = compat.process
 
-    def fails(module):
-        process(module)
+    def fails(*of):
+        process(*of)
         raise RuntimeError("out of memory")
 
-    def counts(module):
-        process(module)
-        if module is layer:
-            module.factor *= 2
+    def counts(*of):
+        process(*of)
+        if of[0] is layer:
+            layer.factor *= 2
 
     for other in (fails, counts):
         reload.process = other

@@ -15,7 +15,6 @@ from tests.environments import attempt, run
 pytestmark = pytest.mark.install
 CLONE = Path(os.environ["NEMO_RL_CLONE"]).resolve() if "NEMO_RL_CLONE" in os.environ else None
 WITH = {"stand-ins": STANDINS} | ({"clone": CLONE} if CLONE else {})
-with_a_clone = pytest.mark.skipif(CLONE is None, reason="set NEMO_RL_CLONE to a clone of NeMo-RL")
 # What importing NeMo-RL takes and this environment lacks or has too new; without what they ask for in turn.
 OF_NEMO_RL = [
     "transformers==5.8.*", "tokenizers==0.22.*", "huggingface-hub<2", "accelerate", "antlr4-python3-runtime==4.9.3", "datasets", "decord2",
@@ -129,14 +128,15 @@ def test_a_script_finds_our_setup_in_the_place_of_nemo_rls(python, tmp_path):
     )
 
 
-@with_a_clone
-def test_the_stand_ins_are_called_as_nemo_rls_own_are():
-    kind = "CheckpointEngineWeightSynchronizer"
-    wrong, compared = differing("nemo_rl", CLONE, (f"{kind}.__init__", f"{kind}._policy", f"{kind}._engines"))
-    assert not wrong and compared == 29
+if CLONE is not None:
 
+    def test_the_stand_ins_are_called_as_nemo_rls_own_are():
+        kind = "CheckpointEngineWeightSynchronizer"
+        wrong, compared = differing(
+            "nemo_rl", CLONE, (f"{kind}.__init__", f"{kind}._policy", f"{kind}._engines")
+        )
+        assert not wrong and compared == 29
 
-@with_a_clone
-def test_nemo_rls_scripts_take_setup_from_where_ours_is_put():
-    text = (CLONE / "examples" / "run_grpo.py").read_text()
-    assert "from nemo_rl.algorithms.grpo import (" in text and "    setup,\n" in text
+    def test_nemo_rls_scripts_take_setup_from_where_ours_is_put():
+        text = (CLONE / "examples" / "run_grpo.py").read_text()
+        assert "from nemo_rl.algorithms.grpo import (" in text and "    setup,\n" in text

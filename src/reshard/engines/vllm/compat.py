@@ -188,11 +188,13 @@ def processing_objects(module: torch.nn.Module) -> list[Any]:
     return [module, method, *(one for one in kernels if not isinstance(one, torch.nn.Module | type))]
 
 
-def process(module: torch.nn.Module) -> None:
-    """Let vLLM make of a layer's parameters, as they were loaded, what it serves from. The processing starts anew, as
-    in vLLM's own ``reload/layerwise.py``."""
+def process(module: torch.nn.Module, config: Any) -> None:
+    """Let vLLM make of a layer's parameters, as they were loaded, what it serves from, under its ``VllmConfig`` as when
+    it had loaded them. The processing starts anew, as in vLLM's own ``reload/layerwise.py``."""
     vars(module).pop(PROCESSED, None)
-    with torch.no_grad(), known("processes weights in another way"):
+    with known("processes weights in another way"):
+        from vllm.config import set_current_vllm_config
+    with torch.no_grad(), set_current_vllm_config(config):
         module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
 
 

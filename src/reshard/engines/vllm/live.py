@@ -71,7 +71,7 @@ class VllmModel(Engine):
         self.model = Model.from_hf(self.hf_config, f"vLLM's config of {config.model_config.model}")
         self.blocks = _blocks_of(model)
         _refuse_processed(model, config)
-        self.reloads = Reloads(model)
+        self.reloads = Reloads(model, config)
         named = [*model.named_parameters(remove_duplicate=True), *model.named_buffers()]
         self.tensors: dict[str, torch.Tensor] = dict(named)
         # As vLLM's loader knows them: of what it quantises after loading, what it loads into.

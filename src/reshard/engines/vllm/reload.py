@@ -36,7 +36,8 @@ class Layer(NamedTuple):
 class Reloads:
     """The layers of a model that are processed anew at each refit, in rounds."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, config: Any) -> None:
+        self.config = config
         self.rounds: list[list[Layer]] = []
         self.round_of: dict[str, int] = {}  # by the layer's name
         self.loaded: dict[str, torch.Tensor] = {}  # by the parameter's
@@ -76,7 +77,7 @@ class Reloads:
     def take(self, number: int) -> None:
         """Make what the layers of a round serve from of what now lies in the slab, in place."""
         for layer in self.rounds[number]:
-            with _processed(layer) as made:
+            with _processed(layer, self.config) as made:
                 for now, wanted in made.values():
                     now.copy_(wanted)
 
@@ -84,7 +85,7 @@ class Reloads:
         """The parameters of a round's layers that hold something else than vLLM makes of what now lies in the slab."""
         found = []
         for layer in self.rounds[number]:
-            with _processed(layer) as made:
+            with _processed(layer, self.config) as made:
                 found += [
                     f"{layer.name}.{key}" for key, (now, wanted) in made.items() if not _equal(now, wanted)
                 ]
@@ -124,7 +125,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _processed(layer: Layer) -> Iterator[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+def _processed(layer: Layer, config: Any) -> Iterator[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
     """By name the tensors that a layer serves from, and those that vLLM's own processing makes of what now lies in the
     slab. The layer itself is what it was when this ends: its tensors, and its kernels, whose workspaces CUDA graphs
     know by their addresses.
@@ -141,7 +142,7 @@ def _processed(layer: Layer) -> Iterator[dict[str, tuple[torch.Tensor, torch.Ten
         for key, tensor in layer.loaded.items():
             module._parameters[key] = tensor  # type: ignore[assignment]
         try:
-            process(module)
+            process(module, config)
         except Exception as error:
             raise ReshardError(
                 f"vLLM fails to process {layer.name} once more ({type(error).__name__}: {first_line(error)}): serve in bf16"
