@@ -61,6 +61,9 @@ class Engine(VllmCheckpointEngineRpcMixin):
     """NeMo-RL's actor of an engine, with a vLLM for the CPU."""
 
     def __init__(self, folder: str, worker: str) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+            "0"  # the worker in this process: each would import vLLM anew
+        )
         from vllm import LLM
 
         self.llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=64,

@@ -3,6 +3,7 @@ it are in ``tests/standins``, and ``NEMO_RL_CLONE=DIRECTORY`` runs all of this w
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def test_every_engine_holds_after_a_sync_what_vllms_loader_leaves(said, placemen
 
 def test_after_a_sync_that_failed_the_next_one_connects_again(said, placement):
     error, stale = said[placement]["failed"]
-    assert "did not come to refit 4 within 0 s" in error and stale
+    assert re.search("did not (come to|end) refit 4 within 0 s", error) and stale
     assert said[placement]["mended"] == ["", said["loaded"][0], [[True, 1]] * 2]
 
 

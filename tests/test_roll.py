@@ -4,6 +4,7 @@ are in ``tests/standins``, and ``ROLL_CLONE=DIRECTORY`` runs all of this with th
 import ast
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def test_weights_wake_before_they_are_written_and_vllm_processes_them_once(said)
 
 def test_after_a_sync_that_failed_the_next_one_connects_again(said):
     error, fit = said["failed"]
-    assert "did not come to refit 4 within 0 s" in error and fit == [[True, None]] * 2
+    assert re.search("did not (come to|end) refit 4 within 0 s", error) and fit == [[True, None]] * 2
     error, mended, fit = said["mended"]
     assert error == "" and mended == said["syncs"][2]["refitted"] and fit == [[True, 1]] * 2
 
