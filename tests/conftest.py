@@ -16,8 +16,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Files whose tests start Megatron, vLLM, FSDP or many processes, those that take longest first: two workers take a file at a time.
 # `-m "not slow"` leaves what answers in a minute or two.
 SLOW = (
-    "refit", "parity", "homes", "engine", "serving", "disk_faults", "weight_transfer", "swift", "roll", "nemo_rl", "verl", "offload", "reloads", "blocks", "examples", "fsdp", "published", "megatron_saves", "logits", "members", "meaning",
-    "build", "trainers_checkpoints", "install", "families", "input_faults", "compat", "surface", "report",
+    "engine", "refit", "verl", "parity", "swift", "weight_transfer", "roll", "serving", "disk_faults", "examples", "megatron_saves",
+    "members", "nemo_rl", "logits", "homes", "fsdp", "published", "build", "input_faults", "reloads", "blocks", "meaning", "compat",
+    "install", "surface", "offload", "families", "report", "trainers_checkpoints",
 )  # fmt: skip
 
 
