@@ -23,6 +23,7 @@ WIDE = [
     ("qwen3-moe", {"shard": 4}, {"tp": 2, "enable_expert_parallel": True}, 2, False, "buckets"),
     ("deepseek-v3", {"shard": 2}, {"tp": 2}, 2, True, "auto"),
     ("glm4-moe", {"shard": 3}, {"tp": 1}, 1, False, "staged"),
+    ("qwen3-moe", {"shard": 1}, {"tp": 1, "quantization": "fp8_per_channel"}, 1, True, "auto"),
 ]
 
 
