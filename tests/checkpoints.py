@@ -103,6 +103,7 @@ SERVED = {
     "served-qwen3-moe": Qwen3MoeConfig(**MOE | WIDE | dict(head_dim=32), tie_word_embeddings=False, mlp_only_layers=[1]),
     "served-qwen3-moe-whole": Qwen3MoeConfig(**MOE | WIDE | dict(head_dim=32), tie_word_embeddings=False),
     # all of a block of fp8 or more, in every direction
+    "served-int8": Qwen3MoeConfig(**MOE | WIDE | dict(head_dim=32, moe_intermediate_size=64), tie_word_embeddings=False),
     "served-blocks": Qwen3Config(**WIDE | dict(hidden_size=256, intermediate_size=256), head_dim=64, tie_word_embeddings=False),
     "served-glm4-moe": Glm4MoeConfig(**GLM | WIDE | dict(head_dim=64), tie_word_embeddings=False),
     "served-deepseek-v3": DeepseekV3Config(

@@ -30,7 +30,8 @@ def engine(path: str, **options):
     from vllm import LLM
 
     vllm_models.register()
-    return LLM(path, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=64, seed=0, kv_cache_memory_bytes=1 << 27,
+    options = {"dtype": "float32"} | options
+    return LLM(path, skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, seed=0, kv_cache_memory_bytes=1 << 27,
                disable_log_stats=True, distributed_executor_backend="external_launcher", **options)  # fmt: skip
 
 
@@ -111,6 +112,45 @@ def refit_and_serve(cases: list) -> dict:
             forget_engine()
         found[name]["loaded"] = loaded
         dist.barrier()
+    return found
+
+
+def int8_experts(pairs: list) -> dict:
+    """What a vLLM answers that serves from experts in int8, which it has quantised and packed itself, after a refit from each of two Megatron
+    checkpoints, and what ones answer that have loaded them; how it serves, and the names of parameters that lie elsewhere afterwards."""
+    from reshard import Layout
+    from reshard.engines.vllm.compat import plain_weights
+    from reshard.engines.vllm.live import VllmModel
+    from reshard.parity.megatron import Megatron
+    from reshard.parity.vllm import forget_engine
+    from reshard.refit import Members, connect
+    from reshard.trainers.megatron import MegatronModel
+
+    how = {"quantization": "int8_per_channel_weight_only", "dtype": "bfloat16"}
+    trainer = Megatron(Path(pairs[0][1]), "bf16", Layout())
+    with plain_weights():  # of the dense layers
+        llm = engine(pairs[0][0], load_format="dummy", **how)
+    destination = VllmModel.from_llm(llm)
+    link = connect(Members.of_process_group(), MegatronModel(trainer.models), destination)
+    addresses = {key: tensor.data_ptr() for key, tensor in destination.tensors.items()}
+    found: dict = {"quantised": link.describe()["quantised"], "refitted": [], "loaded": []}
+    for step, (_, mcore) in enumerate(pairs):
+        if step:
+            trainer.load(Path(mcore))
+        link.refit(verify=True)
+        found["refitted"].append(answers(llm))
+    now = VllmModel.from_llm(llm).tensors
+    found["moved"] = [key for key, tensor in now.items() if tensor.data_ptr() != addresses[key]]
+    found["dtypes"] = sorted({str(tensor.dtype) for tensor in now.values()})
+    trainer.close()
+    del llm, link, destination, trainer, now
+    forget_engine()
+    for hf, _ in pairs:
+        with plain_weights():
+            fresh = engine(hf, **how)
+        found["loaded"].append(answers(fresh))
+        del fresh
+        forget_engine()
     return found
 
 

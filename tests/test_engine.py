@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from reshard import Layout, hf_to_mcore
 from tests.checkpoints import make
@@ -75,6 +76,21 @@ def test_a_live_vllm_serves_what_it_was_refitted_with(name, served):
         found["refused"].startswith("this vLLM holds a half-written model")
         and found["mended"] == found["served"][1]
     )
+
+
+def test_experts_that_vllm_quantises_and_packs_itself_serve_what_they_serve_after_loading(tmp_path):
+    pairs = []
+    for seed in (0, 1):
+        hf, mcore = tmp_path / f"hf {seed}", tmp_path / f"mcore {seed}"
+        make(hf, "served-int8", torch.bfloat16, seed=seed)
+        hf_to_mcore(hf, mcore, Layout())
+        pairs.append((str(hf), str(mcore)))
+    said = run(tmp_path, 1, "int8_experts", pairs)
+    assert said["refitted"] == said["loaded"], "equal to the last bit"
+    assert said["refitted"][0] != said["refitted"][1] and not said["moved"] and "torch.int8" in said["dtypes"]
+    assert said["quantised"] == [
+        {"how": "Int8OnlineMoEMethod of vLLM, by a slab", "kernel": "CPU", "layers": 4}
+    ]
 
 
 def test_a_vllm_in_processes_of_its_own_is_refitted_under_load(converted, tmp_path):

@@ -201,7 +201,8 @@ def process(module: torch.nn.Module, config: Any) -> None:
 def kernel_of(module: torch.nn.Module) -> str:
     """What multiplies with a layer's weights, for logs."""
     method = module.quant_method
-    backend = getattr(getattr(method, "fp8_backend", None), "name", None)
+    backends = (getattr(method, name, None) for name in ("fp8_backend", "int8_backend", "nvfp4_backend"))
+    backend = next((one.name for one in backends if one is not None), None)
     linear = getattr(method, "fp8_linear", None) or getattr(method, "kernel", None)
     return backend or (type(linear).__name__ if linear is not None else "unknown")
 
