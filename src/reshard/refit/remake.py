@@ -2,7 +2,7 @@
 quantised from there, by us or by the engine, and compared with what the engine serves.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ from reshard.refit.blocks import (
     places_of,
     strips_of,
 )
-from reshard.refit.codecs import BLOCKWISE, PLAIN
+from reshard.refit.codecs import PLAIN
 from reshard.refit.copies import CopyTable
 from reshard.refit.digests import Digests
 from reshard.refit.tables import CODEC, DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, empty_table, tiles_of
@@ -42,8 +42,8 @@ BATCH = 128 << 20  # elements at a time, or one local tensor
 
 
 class Remade(NamedTuple):
-    """By trainer's rank the digests of the pieces that were quantised, as the trainer has them; and the indices of
-    the local tensors that hold other codes or scales than come of them."""
+    """By trainer's rank a digest for each piece: of those that were quantised as the trainer has them, 0 for the
+    others; and the indices of the local tensors that hold other codes or scales than come of them."""
 
     digests: dict[int, np.ndarray]
     unlike: list[int]
@@ -53,47 +53,22 @@ def remade(
     engine: Engine, pieces: Mapping[int, Pieces], shards: Mapping[int, np.ndarray], device: torch.device
 ) -> Remade:
     """Make it of `shards`, the (address, pitch in bytes) of each trainer's rank, which must be mapped."""
-    blocks, passing = _in_blocks(engine, pieces, shards, device), _in_rounds(engine, pieces, shards, device)
-    digests = {}
-    for rank, some in pieces.items():
-        chosen = BLOCKWISE[some.asked[:, ENCODED]]
-        rounds = rounds_of(engine)[some.into[:, 0]] != AT_ONCE
-        both = np.zeros(len(some.into), np.int64)
-        both[chosen], both[rounds] = blocks.digests[rank], passing.digests[rank]
-        digests[rank] = both[chosen | rounds]
-    return Remade(digests, blocks.unlike + passing.unlike)
-
-
-def _in_rounds(
-    engine: Engine, pieces: Mapping[int, Pieces], shards: Mapping[int, np.ndarray], device: torch.device
-) -> Remade:
-    """What the engine makes itself, of local tensors that pass through their regions."""
-    rounds, places = rounds_of(engine), {identity: index for index, identity in enumerate(engine.regions)}
-    memory, fills = located(engine.regions.values()), fills_of(engine, device)
-    chosen = {rank: np.flatnonzero(rounds[some.into[:, 0]] != AT_ONCE) for rank, some in pieces.items()}
-    found = Remade({rank: np.zeros(len(these), np.int64) for rank, these in chosen.items()}, [])
-    for number in np.unique(rounds[rounds != AT_ONCE]).tolist():
-        CopyTable(tiles_of(fills.table[rounds[fills.into[:, 0]] == number])[0], device).run()
-        for rank, some in pieces.items():
-            here = np.flatnonzero(rounds[some.into[chosen[rank], 0]] == number)
-            if not len(here):
-                continue
-            part = Pieces([], some.asked[chosen[rank][here]], some.into[chosen[rank][here]])
-            table = destination_table(memory, part)
-            CopyTable(tiles_of(from_source(table, part.asked, shards[rank]))[0], device).run()
-            digests = Digests(as_read(table), part.asked[:, ELEMENTS], device)
-            found.digests[rank][here] = digests.result()
-        found.unlike.extend(places[identity] for identity in engine.unlike(number))
+    found = Remade({rank: np.zeros(len(some.into), np.int64) for rank, some in pieces.items()}, [])
+    _in_blocks(engine, pieces, shards, device, found)
+    if engine.passing:
+        _in_rounds(engine, pieces, shards, device, found)
     return found
 
 
 def _in_blocks(
-    engine: Engine, pieces: Mapping[int, Pieces], shards: Mapping[int, np.ndarray], device: torch.device
-) -> Remade:
+    engine: Engine,
+    pieces: Mapping[int, Pieces],
+    shards: Mapping[int, np.ndarray],
+    device: torch.device,
+    found: Remade,
+) -> None:
     """What the refit makes, of blocks."""
     served = places_of(engine)
-    chosen = {rank: np.flatnonzero(BLOCKWISE[some.asked[:, ENCODED]]) for rank, some in pieces.items()}
-    found = Remade({rank: np.zeros(len(these), np.int64) for rank, these in chosen.items()}, [])
     wanted = np.flatnonzero(served[:, ENCODING] != PLAIN)
     elements = served[:, SHAPE].prod(1)
     number = np.cumsum(elements[wanted]) // BATCH
@@ -101,13 +76,37 @@ def _in_blocks(
         first = np.full(len(served), -1, np.int64)  # of each local tensor, among what is held
         first[batch] = np.cumsum(elements[batch]) - elements[batch]
         held = torch.zeros(int(elements[batch].sum()), dtype=torch.bfloat16, device=device)
-        for rank, some in pieces.items():
-            here = np.flatnonzero(first[some.into[chosen[rank], 0]] >= 0)
-            if len(here):
-                part = Pieces([], some.asked[chosen[rank][here]], some.into[chosen[rank][here]])
-                found.digests[rank][here] = _gathered(part, shards[rank], served, first, held, device)
+        for rank, here, part in _of(pieces, first >= 0):
+            found.digests[rank][here] = _gathered(part, shards[rank], served, first, held, device)
         found.unlike.extend(_unlike(served[batch], batch, held, device))
-    return found
+
+
+def _in_rounds(
+    engine: Engine,
+    pieces: Mapping[int, Pieces],
+    shards: Mapping[int, np.ndarray],
+    device: torch.device,
+    found: Remade,
+) -> None:
+    """What the engine makes itself, of local tensors that pass through their regions."""
+    rounds, places = rounds_of(engine), {identity: index for index, identity in enumerate(engine.regions)}
+    memory, fills = located(engine.regions.values()), fills_of(engine, device)
+    for number in np.unique(rounds[rounds != AT_ONCE]).tolist():
+        CopyTable(tiles_of(fills.table[rounds[fills.into[:, 0]] == number])[0], device).run()
+        for rank, here, part in _of(pieces, rounds == number):
+            table = destination_table(memory, part)
+            CopyTable(tiles_of(from_source(table, part.asked, shards[rank]))[0], device).run()
+            digests = Digests(as_read(table), part.asked[:, ELEMENTS], device)
+            found.digests[rank][here] = digests.result()
+        found.unlike.extend(places[identity] for identity in engine.unlike(number))
+
+
+def _of(pieces: Mapping[int, Pieces], tensors: np.ndarray) -> Iterator[tuple[int, np.ndarray, Pieces]]:
+    """The trainers' ranks that have pieces of these local tensors, the indices of those, and them."""
+    for rank, some in pieces.items():
+        here = np.flatnonzero(tensors[some.into[:, 0]])
+        if len(here):
+            yield rank, here, Pieces([], some.asked[here], some.into[here])
 
 
 def _gathered(

@@ -315,7 +315,7 @@ class EngineSide:
             there = np.frombuffer(self.members.read(f"digests/{self.members.rank}", rank), np.int64)
             made = self._is_made_here(pieces)
             here = np.empty_like(there)
-            here[~made], here[made] = some.result(), again.digests[rank]
+            here[~made], here[made] = some.result(), again.digests[rank][made]
             wrong = (here != there) | np.isin(pieces.into[:, 0], again.unlike)
             bad.update(pieces.names[i] for i in np.flatnonzero(wrong))
         self.digests = {}

@@ -114,7 +114,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         self.syncs += 1
         try:
             if self.new:
-                here().reshard_meet(self._said_where(), self.rank, self.size, self.timeout)
+                here().reshard_join(self._said_where(), self.rank, self.size, timeout=self.timeout)
             here().reshard_refit(verify=self.verify)
         except BaseException:
             self.new = True

@@ -28,12 +28,6 @@ class ReshardWorker(RefitExtension, Worker):
         super().__init__(*args, **kwargs)
         _here = weakref.ref(self)
 
-    def reshard_meet(self, address: str, rank: int, size: int, timeout: float) -> None:
-        """Connect, as this member of all."""
-        parallel = self.vllm_config.parallel_config
-        mine = self.rank + parallel.data_parallel_rank * parallel.world_size  # counted in by reshard_connect
-        self.reshard_connect(address, rank - mine, size, timeout=timeout)
-
     def reshard_take(
         self, address: str, trainers: int, prefix: int, engines: int, timeout: float, verify: bool
     ) -> dict[str, Any]:
@@ -43,7 +37,7 @@ class ReshardWorker(RefitExtension, Worker):
 
         if address:
             rank = trainers + resolve_rollout_rank(prefix, engines)
-            self.reshard_meet(address, rank, trainers + engines, timeout)
+            self.reshard_join(address, rank, trainers + engines, timeout=timeout)
         return self.reshard_refit(verify=verify)
 
 

@@ -28,9 +28,7 @@ class RollExtension(WorkerV1, RefitExtension):
     def reshard_meet(self, address: str, first_rank: int, size: int, timeout: float) -> None:
         """Connect; `first_rank` is that of the first worker of this engine, which alone has this one's ROLL worker."""
         self.reload_model()
-        parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
-        others = parallel.data_parallel_rank * parallel.world_size  # counted in by reshard_connect
-        self.reshard_connect(address, first_rank - others, size, timeout=timeout)
+        self.reshard_join(address, first_rank + self.rank, size, timeout=timeout)  # type: ignore[attr-defined]
 
     def reshard_take(self, verify: bool) -> dict[str, Any]:
         """One refit; its report."""

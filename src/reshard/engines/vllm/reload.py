@@ -50,17 +50,21 @@ class Reloads:
             return
         sizes = [sum(_aligned(_bytes(one)) for one in templates.values()) for *_, templates in plans]
         limit = max(ROUND_BYTES, *sizes)
-        device = next(model.parameters()).device
-        self.slab = torch.zeros(_largest(sizes, limit), dtype=torch.uint8, device=device)
-        used = limit
-        for (name, module, templates), size in zip(plans, sizes, strict=True):
-            if used + size > limit:
+        starts, end = [], limit  # so that the first one begins a round
+        for (name, *_), size in zip(plans, sizes, strict=True):
+            if end + size > limit:
                 self.rounds.append([])
-                used = 0
-            self.rounds[-1].append(Layer(name, module, self._views(templates, used)))
+                end = 0
             self.round_of[name] = len(self.rounds) - 1
-            self.loaded |= {f"{name}.{key}": one for key, one in self.rounds[-1][-1].loaded.items()}
-            used += size
+            starts.append(end)
+            end += size
+        device = next(model.parameters()).device
+        whole = max(start + size for start, size in zip(starts, sizes, strict=True))
+        self.slab = torch.zeros(whole, dtype=torch.uint8, device=device)
+        for (name, module, templates), start in zip(plans, starts, strict=True):
+            layer = Layer(name, module, self._views(templates, start))
+            self.rounds[self.round_of[name]].append(layer)
+            self.loaded |= {f"{name}.{key}": tensor for key, tensor in layer.loaded.items()}
 
     def _views(self, templates: Mapping[str, torch.Tensor], start: int) -> dict[str, torch.Tensor]:
         """Parameters as these, in the slab from this byte on."""
@@ -108,15 +112,6 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _largest(sizes: list[int], limit: int) -> int:
-    """Bytes of the largest round."""
-    largest = used = 0
-    for size in sizes:
-        used = size if used + size > limit else used + size
-        largest = max(largest, used)
-    return largest
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

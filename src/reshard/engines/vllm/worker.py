@@ -56,11 +56,24 @@ class RefitExtension:
         and connect. `exact` is `VllmModel`'s, for layers in fp8."""
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
         mine = self.rank + parallel.data_parallel_rank * parallel.world_size  # type: ignore[attr-defined]
+        self.reshard_join(address, first_rank + mine, size, executor, bucket_bytes, timeout, exact)
+
+    def reshard_join(
+        self,
+        address: str,
+        rank: int,
+        size: int,
+        executor: str = "auto",
+        bucket_bytes: int = BUCKET_BYTES,
+        timeout: float = 60.0,
+        exact: bool = False,
+    ) -> None:
+        """As `reshard_connect`, for who knows this worker's `rank` among all members."""
         before: Link | None = getattr(self, "_reshard_link", None)
         self._reshard_link = None
         if before is not None:
             before.close()
-        members = Members.join(address, first_rank + mine, size, timeout)
+        members = Members.join(address, rank, size, timeout)
         self._reshard_link = connect(
             members,
             destination=partial(self._reshard_side, exact),
