@@ -5,7 +5,6 @@
 ``nemo_rl`` is what ``PYTHONPATH`` has: the stand-ins of ``tests/standins``, or a clone of NeMo-RL.
 """
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -15,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import ray
-import torch
 from nemo_rl.models.generation.vllm.checkpoint_engine import VllmCheckpointEngineRpcMixin
 from nemo_rl.models.policy.workers.checkpoint_engine import (
     MegatronCheckpointEngineSendMixin,
@@ -24,24 +22,15 @@ from nemo_rl.models.policy.workers.checkpoint_engine import (
 
 from reshard.trainers import nemo_rl as ours
 from reshard.trainers.nemo_rl_worker import ReshardWorker
+from tests.probe import Probed, after, alone, caught
 
 REAL = importlib.util.find_spec("nemo_rl").origin is not None  # the stand-ins are a namespace
 POLICIES, ENGINES = 2, 2
 EXTENSION = "nemo_rl.models.generation.vllm.vllm_backend.VllmInternalWorkerExtensionWithCheckpointEngine"
 
 
-class Probe(ReshardWorker):
+class Probe(Probed, ReshardWorker):
     """Our worker, and what the checks ask of it."""
-
-    def digests(self) -> dict[str, str]:
-        named = self.get_model().named_parameters()
-        return {
-            n: hashlib.sha256(p.data.contiguous().view(torch.uint8).numpy()).hexdigest() for n, p in named
-        }
-
-    def wipe(self) -> None:
-        for parameter in self.get_model().parameters():
-            parameter.data.zero_()
 
     def load_as_nemo_rl_does(self, folder: str) -> None:
         """A directory through NeMo-RL's way into vLLM's loader."""
@@ -49,21 +38,13 @@ class Probe(ReshardWorker):
 
         self._load_full_hf_weights(sorted(load_file(Path(folder) / "model.safetensors").items()))
 
-    def fit(self) -> list:
-        """Whether it would serve, and which version it has."""
-        from reshard.engines.vllm.guard import guard_of
-
-        guard = guard_of(self.get_model(), self.vllm_config)
-        return [guard.fit, guard.version]
-
 
 class Engine(VllmCheckpointEngineRpcMixin):
     """NeMo-RL's actor of an engine, with a vLLM for the CPU."""
 
     def __init__(self, folder: str, worker: str) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
-            "0"  # the worker in this process: each would import vLLM anew
-        )
+        # The worker in this process: each of its own would import vLLM anew.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM
 
         self.llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=64,
@@ -98,9 +79,9 @@ class Policy(MegatronCheckpointEngineSendMixin, PolicyCheckpointEngineMixin):
 
         reshard.load([self.model], folder, dtype="bf16")
 
-    def lose(self) -> None:
-        """As if this rank had stalled for longer than all wait."""
-        self.checkpoint_engine.link.members.timeout = 0.0
+    def lose(self, over: str) -> None:
+        """The second rank gives up before the first comes."""
+        (alone if self.rank else after)(self.checkpoint_engine.link, over)
 
     def adapters(self, enabled: bool) -> None:
         self.cfg["megatron_cfg"]["peft"] = {"enabled": enabled}
@@ -122,15 +103,6 @@ class Group:
             getattr(one, method_name).remote(**(common_kwargs or {}), **{key: each[index] for key, each in kwargs.items()})
             for index, one in enumerate(self.workers)
         ]  # fmt: skip
-
-
-def caught(function) -> str:
-    """What it raises, in a line; empty where nothing."""
-    try:
-        function()
-    except Exception as error:
-        return str(getattr(error, "cause", None) or error)
-    return ""
 
 
 def main() -> None:
@@ -189,7 +161,7 @@ def main() -> None:
                 {"error": error, "refitted": ask("digests"), "fit": ask("fit"), "phases": list(phases)}
             )
         synced["stale"].append(synchronizer.is_stale)
-        ray.get(policies[1].lose.remote())
+        ray.get([one.lose.remote(str(Path.cwd() / f"{name} lost")) for one in policies])
         synced["failed"] = [caught(synchronizer.sync_weights), synchronizer.is_stale]
         ask("wipe")
         synced["mended"] = [caught(synchronizer.sync_weights), ask("digests"), ask("fit")]

@@ -2,10 +2,9 @@
 
     python -m tests.roll_on_cpu FIRST SECOND     # two Hugging Face directories, whose weights the trainer gets in turn
 
-``roll`` is what ``PYTHONPATH`` has: the stand-ins of ``tests/standins``, or a clone of ROLL (`tests.upstream`).
+``roll`` is what ``PYTHONPATH`` has: the stand-ins of ``tests/standins``, or a clone of ROLL.
 """
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -20,23 +19,14 @@ from roll.third_party.vllm.worker import WorkerBase
 
 from reshard.trainers import roll as ours
 from reshard.trainers.roll_worker import RollExtension
+from tests.probe import Probed, after, alone, caught
 
 REAL = importlib.util.find_spec("roll").origin is not None  # the stand-ins are a namespace
 TRAINERS, ENGINES = 2, 2
 
 
-class Probe(RollExtension):
+class Probe(Probed, RollExtension):
     """Our extension, and what the checks ask of a worker of vLLM."""
-
-    def digests(self) -> dict[str, str]:
-        named = self.get_model().named_parameters()
-        return {
-            n: hashlib.sha256(p.data.contiguous().view(torch.uint8).numpy()).hexdigest() for n, p in named
-        }
-
-    def wipe(self) -> None:
-        for parameter in self.get_model().parameters():
-            parameter.data.zero_()
 
     def load_as_roll_does(self, folder: str) -> None:
         """A directory through ROLL's own way into vLLM's loader, in two parts."""
@@ -58,13 +48,6 @@ class Probe(RollExtension):
                 plain(worker)
 
             WorkerBase.process_weights_after_loading = WorkerBase.counted = counted
-
-    def fit(self) -> list:
-        """Whether it would serve, and which version it has."""
-        from reshard.engines.vllm.guard import guard_of
-
-        guard = guard_of(self.get_model(), self.vllm_config)
-        return [guard.fit, guard.version]
 
     def woke(self) -> list:
         return [self.woken, self.processed]
@@ -157,10 +140,10 @@ class Trainer(ours.ActorWorker):
         self.worker_config = self.strategy.worker_config = plain
         return type(self.strategy.weight_updaters.pop("adapters")).__name__
 
-    def lose(self) -> None:
-        """As if this rank had stalled for longer than all wait."""
+    def lose(self, over: str) -> None:
+        """The second rank gives up before the first comes."""
         [updater] = self.strategy.weight_updaters.values()
-        updater.link.members.timeout = 0.0
+        (alone if updater.link.members.rank else after)(updater.link, over)
 
 
 def without_gpu_figures() -> None:
@@ -200,15 +183,6 @@ def cluster(kind, settings, count: int, **variables: str):
         made = ray.remote(kind).options(runtime_env={"env_vars": environment}, num_cpus=0)
         workers.append(made.remote(worker_config=settings))
     return SimpleNamespace(workers=workers, worker_config=settings, cluster_name=settings.name)
-
-
-def caught(function) -> str:
-    """What it raises, in a line; empty where nothing."""
-    try:
-        function()
-    except Exception as error:
-        return str(getattr(error, "cause", None) or error)
-    return ""
 
 
 def main() -> None:
@@ -255,7 +229,7 @@ def main() -> None:
         ask("load_as_roll_does", folder)
         ray.get([one.process_weights_after_loading.remote() for one in serves.workers])
         said["syncs"].append(found | {"loaded": ask("digests"), "then fit": ask("fit"), "then": ask("woke")})
-    ray.get(trains.workers[1].lose.remote())
+    ray.get([one.lose.remote(str(Path.cwd() / "lost")) for one in trains.workers])
     said["failed"] = [caught(lambda: group.model_update(0)), ask("fit")]
     ask("wipe")
     said["mended"] = [caught(lambda: group.model_update(0)), ask("digests"), ask("fit")]
