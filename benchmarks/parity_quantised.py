@@ -1,0 +1,266 @@
+"""An engine that serves quantised weights: is it the same whether vLLM loads and quantises them itself, loads
+them from a Megatron checkpoint, or is refitted; and how far are its logprobs from bf16?
+
+    torchrun --nproc-per-node 1 -m benchmarks.parity_quantised qwen3-30b-a3b llama-3.1-8b --folder /dev/shm/fp8 [--ways published fp8 mxfp8] [--json FILE]
+
+Random weights at a published shape, with fewer layers (and experts), are written as a Hugging Face checkpoint
+and converted to Megatron-Core. `published` is that converted to fp8 blocks (``mcore-to-hf --quantize fp8``),
+which vLLM then reads from a config; any other way is vLLM's own ``quantization=``. Every engine scores the
+same prompts and goes on with some of them by CUDA graphs. Checked: an engine that started with other weights
+and is refitted (blocks: exactly) has the loaded one's parameters, logprobs and tokens to the last bit, in the
+same graphs, with no parameter elsewhere, also after 20 refits; and so has one that vLLM's loader fills from
+the Megatron checkpoint. Reported: each engine against the bf16 one, blocks that are rounded once among them;
+and, as a control, an engine whose trainer has one output projection of another sign.
+"""
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+import traceback
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+LAYERS = {"deepseek-v3": 2}
+EXPERTS = {"deepseek-v3": {"n_routed_experts": 64, "vocab_size": 32768}}
+REFITS = 20
+PUBLISHED = "published"
+
+
+def serve(path: Path, **options):
+    """vLLM with CUDA graphs for its decoding, in this process, on a part of its GPU."""
+    from vllm import LLM
+
+    from benchmarks.models import device
+
+    gpu = device() == "cuda"
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+    options |= {"compilation_config": graphs} if gpu else {"enforce_eager": True}
+    return LLM(
+        str(path), dtype="bfloat16", distributed_executor_backend="external_launcher", max_model_len=1024, skip_tokenizer_init=True,
+        enable_prefix_caching=False, max_logprobs=-1, seed=0, gpu_memory_utilization=0.2, kv_cache_memory_bytes=1 << (30 if gpu else 27),
+        disable_log_stats=True, use_tqdm_on_load=False, **options,
+    )  # fmt: skip
+
+
+def module_of(llm) -> torch.nn.Module:
+    return llm.llm_engine.model_executor.driver_worker.worker.get_model()
+
+
+def held_by(module: torch.nn.Module) -> dict[str, int]:
+    """Fingerprints. Dummy weights make up scales of the key-value cache too, which nobody reads unless it is in fp8."""
+    from benchmarks.refit import fingerprints
+
+    return {k: v for k, v in fingerprints(module).items() if not k.endswith(("_k_scale", "_v_scale"))}
+
+
+def measure(name: str, options: argparse.Namespace) -> dict:
+    """All engines of one model."""
+    from benchmarks.models import config_of
+    from benchmarks.parity import write
+    from reshard import Layout, hf_to_mcore, mcore_to_hf
+    from reshard.models.model import Model
+    from reshard.parity import random_prompts
+    from reshard.parity.megatron import Megatron
+
+    config = config_of(name, options.layers or LAYERS.get(name, 4)) | EXPERTS.get(name, {})
+    folder = options.folder / name
+    places = Places(*(folder / kind for kind in ("hf", "mcore", "fp8")))
+    write(places.hf, config, 0.02, 0.1)
+    hf_to_mcore(places.hf, places.mcore, Layout())
+    if PUBLISHED in options.ways:
+        mcore_to_hf(places.mcore, places.fp8, quantize=True)
+    model = Model.from_hf(config)
+    engines = Engines(name, model, random_prompts(9, config["vocab_size"], [32, 128, 512]))
+    with engines.one("bf16", places.hf) as llm:
+        engines.note("bf16", llm)
+    trainer = Megatron(places.mcore, "bf16", Layout())
+    found = {way: compare(way, engines, places, trainer) for way in options.ways}
+    trainer.close()
+    shutil.rmtree(folder)
+    return {"model": name, "layers": config["num_hidden_layers"], "seconds": engines.seconds, "checks": engines.checks,
+            "against_bf16": engines.against_bf16, "ways": found}  # fmt: skip
+
+
+class Places(NamedTuple):
+    """Where the checkpoints of one model are."""
+
+    hf: Path
+    mcore: Path
+    fp8: Path
+
+
+class Engines:
+    """What the engines of one model said, one after the other."""
+
+    def __init__(self, name: str, model, prompts: list) -> None:
+        self.name, self.model, self.prompts = name, model, prompts
+        self.scores: dict = {}
+        self.tokens: dict = {}
+        self.seconds: dict[str, float] = {}
+        self.checks: dict[str, bool] = {}
+        self.against_bf16: dict[str, dict] = {}
+
+    @contextmanager
+    def one(self, what: str, path: Path, **options):
+        """An engine, which is gone afterwards."""
+        from reshard.parity.vllm import forget_engine
+
+        start = time.monotonic()
+        holder = [serve(path, **options)]
+        yield holder[0]
+        holder.clear()
+        self.seconds[what] = round(time.monotonic() - start, 1)
+        forget_engine()
+
+    def check(self, what: str, good: bool) -> None:
+        print(f"{'ok  ' if good else 'FAIL'} {self.name}: {what}", flush=True)
+        self.checks[what] = bool(good)
+
+    def note(self, what: str, llm) -> None:
+        """What it says of the prompts, and how it goes on with some."""
+        from vllm import SamplingParams
+
+        from reshard.parity import metrics_of
+        from reshard.parity.systems import Scoring
+        from reshard.parity.vllm import score_with
+
+        self.scores[what] = score_with(llm, self.prompts, Scoring(keep=2), self.model)
+        greedy = SamplingParams(max_tokens=24, temperature=0, logprobs=1, detokenize=False, ignore_eos=True)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in self.prompts[:4]], greedy, use_tqdm=False)
+        self.tokens[what] = []
+        for [output] in [result.outputs for result in outputs]:
+            steps = zip(output.token_ids, output.logprobs, strict=True)
+            self.tokens[what].append([(token, step[token].logprob) for token, step in steps])
+        if what != "bf16":
+            metrics = metrics_of(self.scores["bf16"], self.scores[what]).to_dict()
+            self.against_bf16[what] = metrics
+            print(f"     {self.name}: {what} against bf16 {metrics}", flush=True)
+
+    def same(self, a: str, b: str) -> bool:
+        equal = all(
+            (x.logprobs == y.logprobs).all() for x, y in zip(self.scores[a], self.scores[b], strict=True)
+        )
+        return bool(equal) and self.tokens[a] == self.tokens[b]
+
+
+def compare(way: str, engines: Engines, places: Places, trainer) -> dict:
+    """Loaded by vLLM, loaded from Megatron's checkpoint, and refitted, all quantised in one way."""
+    from reshard.engines.vllm.live import VllmModel
+    from reshard.refit import Members, connect
+    from reshard.trainers.megatron import MegatronModel
+
+    published = way == PUBLISHED
+    config = places.fp8 if published else places.hf
+    options = {} if published else {"quantization": way}
+
+    def others(held: dict) -> list[str]:
+        return sorted(key for key in loaded if loaded[key] != held.get(key))
+
+    with engines.one(f"{way} loaded", config, **options) as llm:
+        engines.note(f"{way} loaded", llm)
+        loaded = held_by(module_of(llm))
+        del llm
+    if not published:
+        with engines.one(f"{way} served", places.mcore, load_format="reshard", **options) as llm:
+            engines.note(f"{way} served", llm)
+            wrong = others(held_by(module_of(llm)))
+            engines.check(
+                f"{way}, from the Megatron checkpoint: parameters as loaded (others: {wrong[:4]})", not wrong
+            )
+            engines.check(f"{way}, from the Megatron checkpoint: logprobs and tokens as loaded", engines.same(f"{way} loaded", f"{way} served"))  # fmt: skip
+            del llm
+
+    found: dict = {}
+    with (
+        tempfile.TemporaryDirectory() as empty,
+        engines.one(f"{way} refitted", _alone(config, empty), load_format="dummy", **options) as llm,
+    ):
+        module = module_of(llm)
+        engines.check(f"{way}: dummy weights are others", held_by(module) != loaded)
+        addresses = {key: parameter.data_ptr() for key, parameter in module.named_parameters()}
+        blocks = published or "block" in way
+        for mode in ("exact", "best") if blocks else ("exact",):
+            engine = VllmModel.from_llm(llm, exact=mode == "exact")
+            link = connect(Members.of_process_group(), MegatronModel(trainer.models), engine)
+            before = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+            report = link.refit(verify=True)
+            what = f"{way} {mode}"
+            engines.note(what, llm)
+            if mode == "exact":
+                found |= {"quantised": link.describe()["quantised"], "first": report.to_dict()}
+                wrong = others(held_by(module))
+                engines.check(f"{way}: parameters as loaded ({len(loaded)}, others: {wrong[:4]})", not wrong)
+                engines.check(f"{way}: logprobs and tokens as loaded", engines.same(f"{way} loaded", what))
+            weight = _output_projection(trainer.models[0])
+            weight.data.neg_()
+            link.refit()
+            if mode == "exact":
+                engines.note(f"{way} control", llm)
+                engines.check(
+                    f"{way}: the control is another model", not engines.same(f"{way} control", what)
+                )
+            weight.data.neg_()
+            seconds = [link.refit().total_seconds for _ in range(REFITS)]
+            found[f"{mode}_ms"] = sorted(seconds)[REFITS // 2] * 1e3
+            if torch.cuda.is_available():
+                found[f"{mode}_extra_bytes"] = before - torch.cuda.mem_get_info()[0]
+            engines.note(f"{what} again", llm)
+            engines.check(f"{what}: the same after {REFITS} refits", engines.same(what, f"{what} again"))
+            link.close()
+        now = {key: parameter.data_ptr() for key, parameter in module.named_parameters()}
+        engines.check(f"{way}: addresses as before", now == addresses)
+        del llm, module, link, engine
+    print(f"     {engines.name}: {way} {found}", flush=True)
+    return found
+
+
+def _alone(source: Path, folder: str) -> Path:
+    """A directory with the config of `source` and nothing else."""
+    shutil.copy(source / "config.json", folder)
+    return Path(folder)
+
+
+def _output_projection(model: torch.nn.Module) -> torch.nn.Parameter:
+    """The first layer's, of attention."""
+    names = dict(model.named_parameters())
+    return next(names[name] for name in names if name.endswith("linear_proj.weight"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="+", help="names of benchmarks/models.py")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--ways", nargs="+", default=[PUBLISHED])
+    parser.add_argument("--layers", type=int, help="default: 4, of DeepSeek-V3 2")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    from benchmarks.models import finish, start_processes
+    from reshard.engines.vllm.compat import plain_weights
+
+    start_processes()
+    results = []
+    for name in options.models:
+        try:
+            with plain_weights():
+                results.append(measure(name, options))
+        except Exception:
+            print(f"{name}: {traceback.format_exc()}", flush=True)
+            shutil.rmtree(options.folder / name, ignore_errors=True)
+            break  # what an engine that failed holds, nobody gives back
+        print(json.dumps(results[-1]), flush=True)
+        if options.json is not None:
+            options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    dist.barrier()
+    finish()
+
+
+if __name__ == "__main__":
+    main()
