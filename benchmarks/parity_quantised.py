@@ -4,13 +4,15 @@ them from a Megatron checkpoint, or is refitted; and how far are its logprobs fr
     torchrun --nproc-per-node 1 -m benchmarks.parity_quantised qwen3-30b-a3b llama-3.1-8b --folder /dev/shm/fp8 [--ways published fp8 mxfp8] [--json FILE]
 
 Random weights at a published shape, with fewer layers (and experts), are written as a Hugging Face checkpoint
-and converted to Megatron-Core. `published` is that converted to fp8 blocks (``mcore-to-hf --quantize fp8``),
-which vLLM then reads from a config; any other way is vLLM's own ``quantization=``. Every engine scores the
-same prompts and goes on with some of them by CUDA graphs. Checked: an engine that started with other weights
-and is refitted (blocks: exactly) has the loaded one's parameters, logprobs and tokens to the last bit, in the
+and converted to Megatron-Core. `published` is the checkpoint in fp8 blocks, made by vLLM's own function, which
+vLLM then reads from a config; any other way is vLLM's own ``quantization=``. Every engine scores the same
+prompts and goes on with some of them by CUDA graphs. Checked: an engine that started with other weights and
+is refitted (blocks: exactly) has the loaded one's parameters, logprobs and tokens to the last bit, in the
 same graphs, with no parameter elsewhere, also after 20 refits; and so has one that vLLM's loader fills from
-the Megatron checkpoint. Reported: each engine against the bf16 one, blocks that are rounded once among them;
-and, as a control, an engine whose trainer has one output projection of another sign.
+the Megatron checkpoint (`published`: those of the checkpoint that ``mcore-to-hf --quantize fp8`` writes, whose
+arithmetic is the CPU's). Reported: each engine against the bf16 one, blocks that are rounded once among them;
+as a control, an engine whose trainer has one output projection of another sign; and a refit's milliseconds
+beside those of vLLM's own reloading (full tensors, ``load_weights``, quantised layer by layer).
 """
 
 import argparse
@@ -59,6 +61,24 @@ def held_by(module: torch.nn.Module) -> dict[str, int]:
     return {k: v for k, v in fingerprints(module).items() if not k.endswith(("_k_scale", "_v_scale"))}
 
 
+def copied(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().cpu() for name, parameter in module.named_parameters()}
+
+
+def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
+    """Of parameters that differ, by the last parts of their names: the largest share of numbers that do, and the
+    largest difference relative to the largest number."""
+    found: dict[str, tuple[float, float]] = {}
+    for name, one in a.items():
+        one, other = (some.float() for some in (one, b[name]))
+        share, most = float((one != other).float().mean()), float((one - other).abs().max() / one.abs().max())
+        if share:
+            kind = ".".join(name.split(".")[-3:])
+            known = found.get(kind, (0.0, 0.0))
+            found[kind] = max(known[0], share), max(known[1], most)
+    return found
+
+
 def measure(name: str, options: argparse.Namespace) -> dict:
     """All engines of one model."""
     from benchmarks.models import config_of
@@ -70,11 +90,12 @@ def measure(name: str, options: argparse.Namespace) -> dict:
 
     config = config_of(name, options.layers or LAYERS.get(name, 4)) | EXPERTS.get(name, {})
     folder = options.folder / name
-    places = Places(*(folder / kind for kind in ("hf", "mcore", "fp8")))
+    places = Places(*(folder / kind for kind in Places._fields))
     write(places.hf, config, 0.02, 0.1)
     hf_to_mcore(places.hf, places.mcore, Layout())
     if PUBLISHED in options.ways:
-        mcore_to_hf(places.mcore, places.fp8, quantize=True)
+        mcore_to_hf(places.mcore, places.converted, quantize=True)
+        publish(places)
     model = Model.from_hf(config)
     engines = Engines(name, model, random_prompts(9, config["vocab_size"], [32, 128, 512]))
     with engines.one("bf16", places.hf) as llm:
@@ -93,6 +114,24 @@ class Places(NamedTuple):
     hf: Path
     mcore: Path
     fp8: Path
+    converted: Path
+
+
+def publish(places: Places) -> None:
+    """What was converted, quantised by vLLM's own function, on the GPU where there is one."""
+    from safetensors.torch import load_file, save_file
+
+    from benchmarks.models import device
+    from reshard.engines.vllm.compat import own_blocks
+
+    places.fp8.mkdir()
+    shutil.copy(places.converted / "config.json", places.fp8)
+    plain = load_file(places.hf / "model.safetensors")
+    converted = {name for file in places.converted.glob("*.safetensors") for name in load_file(file)}
+    for name in [name for name in plain if f"{name}_scale_inv" in converted]:
+        codes, scales = own_blocks(plain[name].to(device()), "fp32")
+        plain |= {name: codes.cpu(), f"{name}_scale_inv": scales.cpu()}
+    save_file(plain, places.fp8 / "model.safetensors", metadata={"format": "pt"})
 
 
 class Engines:
@@ -151,6 +190,7 @@ class Engines:
 
 def compare(way: str, engines: Engines, places: Places, trainer) -> dict:
     """Loaded by vLLM, loaded from Megatron's checkpoint, and refitted, all quantised in one way."""
+    from benchmarks.refit import Today, measured
     from reshard.engines.vllm.live import VllmModel
     from reshard.refit import Members, connect
     from reshard.trainers.megatron import MegatronModel
@@ -159,24 +199,34 @@ def compare(way: str, engines: Engines, places: Places, trainer) -> dict:
     config = places.fp8 if published else places.hf
     options = {} if published else {"quantization": way}
 
-    def others(held: dict) -> list[str]:
-        return sorted(key for key in loaded if loaded[key] != held.get(key))
+    def others(held: dict, wanted: dict) -> list[str]:
+        return sorted(key for key in wanted if wanted[key] != held.get(key))
 
     with engines.one(f"{way} loaded", config, **options) as llm:
         engines.note(f"{way} loaded", llm)
-        loaded = held_by(module_of(llm))
+        loaded, numbers = held_by(module_of(llm)), copied(module_of(llm))
         del llm
-    if not published:
-        with engines.one(f"{way} served", places.mcore, load_format="reshard", **options) as llm:
-            engines.note(f"{way} served", llm)
-            wrong = others(held_by(module_of(llm)))
-            engines.check(
-                f"{way}, from the Megatron checkpoint: parameters as loaded (others: {wrong[:4]})", not wrong
-            )
-            engines.check(f"{way}, from the Megatron checkpoint: logprobs and tokens as loaded", engines.same(f"{way} loaded", f"{way} served"))  # fmt: skip
-            del llm
-
     found: dict = {}
+    as_file, source = loaded, "loaded"
+    if published:
+        with engines.one(f"{way} converted", places.converted) as llm:
+            engines.note(f"{way} converted", llm)
+            as_file, source = held_by(module_of(llm)), "converted"
+            found["converted apart"] = apart(numbers, copied(module_of(llm)))
+            print(f"     {engines.name}: converted apart {found['converted apart']}", flush=True)
+            del llm
+    overrides = json.loads((config / "config.json").read_text()) if published else {}
+    served = (
+        {"hf_overrides": {"quantization_config": overrides["quantization_config"]}} if published else options
+    )
+    with engines.one(f"{way} served", places.mcore, load_format="reshard", **served) as llm:
+        engines.note(f"{way} served", llm)
+        wrong = others(held_by(module_of(llm)), as_file)
+        what = f"{way}, from the Megatron checkpoint"
+        engines.check(f"{what}: parameters as {source} (others: {wrong[:4]})", not wrong)
+        engines.check(f"{what}: logprobs and tokens as {source}", engines.same(f"{way} {source}", f"{way} served"))  # fmt: skip
+        del llm
+
     with (
         tempfile.TemporaryDirectory() as empty,
         engines.one(f"{way} refitted", _alone(config, empty), load_format="dummy", **options) as llm,
@@ -194,7 +244,9 @@ def compare(way: str, engines: Engines, places: Places, trainer) -> dict:
             engines.note(what, llm)
             if mode == "exact":
                 found |= {"quantised": link.describe()["quantised"], "first": report.to_dict()}
-                wrong = others(held_by(module))
+                wrong = others(held_by(module), loaded)
+                if wrong:
+                    print(f"     {engines.name}: refitted apart {apart(numbers, copied(module))}", flush=True)
                 engines.check(f"{way}: parameters as loaded ({len(loaded)}, others: {wrong[:4]})", not wrong)
                 engines.check(f"{way}: logprobs and tokens as loaded", engines.same(f"{way} loaded", what))
             weight = _output_projection(trainer.models[0])
@@ -215,6 +267,17 @@ def compare(way: str, engines: Engines, places: Places, trainer) -> dict:
             link.close()
         now = {key: parameter.data_ptr() for key, parameter in module.named_parameters()}
         engines.check(f"{way}: addresses as before", now == addresses)
+        if not published:
+            today = Today(MegatronModel(trainer.models), engines.model, module, llm.llm_engine.model_config)
+            today.run()
+            if torch.cuda.is_available():
+                seconds, found["today_extra_bytes"] = measured(today.run, 3)
+                found["today_ms"] = seconds * 1e3
+            wrong = others(held_by(module), loaded)
+            engines.check(
+                f"{way}: parameters as loaded after vLLM's own reloading (others: {wrong[:4]})", not wrong
+            )
+            del today
         del llm, module, link, engine
     print(f"     {engines.name}: {way} {found}", flush=True)
     return found

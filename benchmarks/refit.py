@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.models import finish
+from benchmarks.models import device, finish
 
 
 def say(*what) -> None:
@@ -176,7 +176,7 @@ class Today:
                     here = torch.empty(
                         tensor.shape,
                         dtype=getattr(torch, self.whole.dtypes[tensor.parts[0].name]),
-                        device="cuda",
+                        device=device(),
                     )
                 work.append(dist.broadcast(here, rank, async_op=True))
                 gathered[tensor.id] = here
@@ -187,7 +187,7 @@ class Today:
                 for part in tensor.parts:
                     if part.name not in full:
                         full[part.name] = torch.empty(
-                            self.shapes[part.name], dtype=gathered[tensor.id].dtype, device="cuda"
+                            self.shapes[part.name], dtype=gathered[tensor.id].dtype, device=device()
                         )
                     at = tuple(
                         slice(o, o + n) for o, n in zip(part.box.offsets, part.box.lengths, strict=True)

@@ -4,10 +4,10 @@ estimate of the same.
     torchrun --nproc-per-node 1 -m benchmarks.rl_step --model qwen3-8b --layers 12 [--sleep 2] [--json FILE]
 
 The trainer (Megatron with Transformer Engine layers, DDP, the distributed optimizer) runs in torchrun's
-process, a vLLM with sleep mode and CUDA graphs in another on the same GPU. Each step goes as trainers of this
-field go: generate; let vLLM sleep; bring back the parameters, and compute log probabilities; bring back
-gradients and optimizer, and train; move these away; wake vLLM's weights; refit; move the parameters away; wake
-its keys and values. What is moved, `reshard.offload` and `reshard.onload` move.
+process, a vLLM with sleep mode and CUDA graphs in another on the same GPU. After a first sync each step goes as
+trainers of this field go: generate; let vLLM sleep; bring back the parameters, and compute log probabilities;
+bring back gradients and optimizer, and train; move these away; wake vLLM's weights; refit; move the parameters
+away; wake its keys and values. What is moved, `reshard.offload` and `reshard.onload` move.
 
 Of each phase: the device's memory in use at most and at its end (`mem_get_info`, sampled), what torch has
 reserved for the trainer, and seconds. Checked: digests of trainer and engine at the first sync, that every
@@ -17,6 +17,7 @@ by the engine, and is staged.
 """
 
 import argparse
+import atexit
 import json
 import os
 import threading
@@ -124,6 +125,7 @@ def main() -> None:
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     }  # fmt: skip
     process, pipe = start_engine(config, "0", settings)
+    atexit.register(process.kill)
     print("engine", pipe.recv(), flush=True)
 
     def ask(method: str, *args, **keywords):
@@ -140,7 +142,23 @@ def main() -> None:
         return answer()
 
     prompts = [{"prompt_token_ids": [(7 * i + j) % 1000 for j in range(256)]} for i in range(64)]
-    link, held = None, [call("collective_rpc", "fingerprints")]
+    address = f"127.0.0.1:{options.port}"
+    with watch.phase(0, "connect"):
+        move(0, True, params=True)
+        ask("collective_rpc", "reshard_connect", args=(address, 1, 2))
+        link = connect(Members.join(address, 0, 2), MegatronModel(chunks))
+        answer()
+
+    def refit(step: int) -> None:
+        ask("collective_rpc", "reshard_refit", args=(step, step == 0))
+        link.refit(step, step == 0)
+        [theirs] = answer()
+        print("  refit", {key: round(value, 4) if isinstance(value, float) else value for key, value in theirs.items()}, flush=True)  # fmt: skip
+
+    with watch.phase(0, "sync"):
+        refit(0)
+        move(0, False, params=True)
+    held = [call("collective_rpc", "fingerprints")]
     for step in range(1, options.steps + 1):
         with watch.phase(step, "generate"):
             call("generate", prompts, use_tqdm=False)
@@ -157,15 +175,7 @@ def main() -> None:
             move(step, False, grads=True, states=True)
         with watch.phase(step, "sync"):
             call("wake_up", tags=["weights"])
-            if link is None:
-                address = f"127.0.0.1:{options.port}"
-                ask("collective_rpc", "reshard_connect", args=(address, 1, 2))
-                link = connect(Members.join(address, 0, 2), MegatronModel(chunks))
-                answer()
-            ask("collective_rpc", "reshard_refit", args=(step, step == 1))
-            link.refit(step, step == 1)
-            [theirs] = answer()
-            print("  refit", {key: round(value, 4) if isinstance(value, float) else value for key, value in theirs.items()}, flush=True)  # fmt: skip
+            refit(step)
         with watch.phase(step, "wake"):
             move(step, False, params=True)
             call("wake_up", tags=["kv_cache"])
