@@ -105,6 +105,7 @@ SERVED = {
     # all of a block of fp8 or more, in every direction
     "served-int8": Qwen3MoeConfig(**MOE | WIDE | dict(head_dim=32, moe_intermediate_size=64), tie_word_embeddings=False),
     "served-blocks": Qwen3Config(**WIDE | dict(hidden_size=256, intermediate_size=256), head_dim=64, tie_word_embeddings=False),
+    "served-moe-blocks": Qwen3MoeConfig(**MOE | WIDE | dict(hidden_size=384, head_dim=64, moe_intermediate_size=256), tie_word_embeddings=False),
     "served-glm4-moe": Glm4MoeConfig(**GLM | WIDE | dict(head_dim=64), tie_word_embeddings=False),
     "served-deepseek-v3": DeepseekV3Config(
         **MLA | dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=4, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32),

@@ -3,9 +3,12 @@
 import logging
 import re
 from functools import partial
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
+from reshard.disk.fp8 import quantize
 from tests import vllm_on_cpu
 from tests.ranks import caught
 from tests.refit_on_cpu import fingerprint
@@ -49,6 +52,22 @@ def loaded(rank: int, cases: list) -> list:
 def refused(rank: int, cases: list) -> list[str]:
     """What each (directory, options) is refused with."""
     return [caught(partial(vllm_on_cpu.build, str(directory), **options)) for directory, options in cases]
+
+
+def routers(rank: int, hf: str, cases: list) -> list[dict[str, bool]]:
+    """Of each (directory, options), what its routers hold: by the parameter's name whether it is the weight of `hf`, or that in blocks."""
+    weights = load_file(Path(hf) / "model.safetensors")
+    found: list[dict[str, bool]] = []
+    for directory, options in cases:
+        model = vllm_on_cpu.build(str(directory), **options)[0]
+        held = {name: parameter for name, parameter in model.named_parameters() if ".mlp.gate." in name}
+        wanted = {name: weights[name] for name in held if name in weights}
+        for name in [name for name in wanted if f"{name}_scale_inv" in held]:
+            codes, scales = quantize(wanted[name].float().numpy())
+            wanted[name] = torch.from_numpy(codes.view("uint8")).view(torch.float8_e4m3fn)
+            wanted[f"{name}_scale_inv"] = torch.from_numpy(scales)
+        found.append({name: bits(parameter.data) == bits(wanted[name]) for name, parameter in held.items()})
+    return found
 
 
 def streamed(rank: int, cases: list) -> list[dict]:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from reshard import mcore_to_hf
 from reshard.disk.fp8 import HIGH_PRECISION
 from reshard.refit.blocks import BF16, BLOCK, E4M3, PLACES, quantise, quantise_on_host, strips_of
 from reshard.refit.codecs import CODECS, ROUNDINGS, block_codec, codec_between
@@ -139,8 +140,9 @@ def interpret() -> None:
         print(rounding, "equal")
 
 
-def served_in_blocks(hf: str, folder: Path) -> str:
-    """The checkpoint as published in fp8, quantised as vLLM does, which `blocks_that_differ` compares with vLLM's own function."""
+def served_in_blocks(hf: str, mcore: str, folder: Path) -> str:
+    """The checkpoint as published in fp8, quantised as vLLM does, which `blocks_that_differ` compares with vLLM's own function; with the
+    config of a conversion."""
     folder.mkdir(parents=True)
     for file in Path(hf).iterdir():
         if file.suffix != ".safetensors":
@@ -153,8 +155,8 @@ def served_in_blocks(hf: str, folder: Path) -> str:
             tensors[name] = torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e4m3fn)
             tensors[f"{name}_scale_inv"] = torch.from_numpy(scales)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": BY_CONFIG}))
+    mcore_to_hf(Path(mcore), folder / "converted", quantize=True)
+    (folder / "config.json").write_bytes((folder / "converted" / "config.json").read_bytes())
     return str(folder)
 
 
@@ -164,12 +166,15 @@ def test_a_refit_leaves_what_vllm_makes_of_the_same_weights_while_it_loads_them(
     refit(converted(variant), "", 1, ONLINE, 1, True, tmp_path, moving=variant == "qwen3-moe")
 
 
-def test_a_refit_leaves_what_vllm_loads_from_a_checkpoint_in_fp8(converted, tmp_path):
-    checkpoints = converted("served-blocks")
+@pytest.mark.parametrize("variant", ["served-blocks", "served-moe-blocks"])
+def test_a_refit_leaves_what_vllm_loads_from_a_checkpoint_in_fp8(variant, converted, tmp_path):
+    checkpoints = converted(variant)
     published = [
-        served_in_blocks(hf, tmp_path / f"fp8-{number}") for number, (hf, _) in enumerate(checkpoints)
+        served_in_blocks(hf, mcore, tmp_path / f"fp8-{number}")
+        for number, (hf, mcore) in enumerate(checkpoints)
     ]
-    engine = {"hf_overrides": {"quantization_config": BY_CONFIG}}
+    config = json.loads((Path(published[0]) / "config.json").read_text())
+    engine = {"hf_overrides": {"quantization_config": config["quantization_config"]}}
     # Dummy weights make up scales of the key-value cache too, which nobody reads unless it is in fp8.
     refit(
         checkpoints,

@@ -74,6 +74,24 @@ def test_a_config_that_wants_fp8_gets_the_blocks_that_a_conversion_writes(tmp_pa
         assert sum(key.endswith("_scale_inv") for key in wanted) == (0 if name == "hf" else 28)
 
 
+def test_a_router_that_the_config_does_not_except_is_in_blocks_too(tmp_path):
+    """Without ``modules_to_not_convert`` vLLM makes a router of fp8 and its scales: the bf16 weights alone would be cast into it."""
+    make(tmp_path / "hf", "served-moe-blocks", dtype=torch.bfloat16)
+    hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", Layout(ep=2, etp=1))
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "fp8", quantize=True)
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(4)]
+    assert config.pop("modules_to_not_convert") == sorted(["lm_head", "model.embed_tokens", *routers])
+    excepted = RESHARD | dict(hf_config_path=str(tmp_path / "fp8"))
+    everything = RESHARD | dict(hf_overrides={"quantization_config": config})
+    cases = [(tmp_path / "mcore", excepted), (tmp_path / "mcore", everything)]
+    plain, quantised = run_on_ranks(1, "routers", str(tmp_path / "hf"), cases, module="serving_on_cpu")[0]
+    assert plain == {f"{name}.weight": True for name in routers}
+    assert quantised == {
+        f"{name}.{part}": True for name in routers for part in ("weight", "weight_scale_inv")
+    }
+
+
 def test_what_cannot_be_served_is_refused_in_one_sentence(checkpoint, tmp_path):
     hf_to_mcore(checkpoint("qwen3"), tmp_path / "mcore", Layout(tp=2))
     shutil.copytree(tmp_path / "mcore", tmp_path / "bare")

@@ -213,15 +213,8 @@ class HuggingFaceFiles(Destination):
         key = "dtype" if "dtype" in config else "torch_dtype"
         dtype = next(t.dtype.name for n, t in self.tensors.items() if n not in self.fp32)
         if self.fp8.names:
-            config.setdefault(
-                "quantization_config",
-                {
-                    "activation_scheme": "dynamic",
-                    "fmt": "e4m3",
-                    "quant_method": "fp8",
-                    "weight_block_size": [BLOCK, BLOCK],
-                },
-            )
+            original_one = config.get("quantization_config") or self._quantization()
+            config["quantization_config"] = {**original_one, "weight_block_size": [BLOCK, BLOCK]}
         else:
             config.pop("quantization_config", None)
         if config.get(key) != dtype:
@@ -229,6 +222,20 @@ class HuggingFaceFiles(Destination):
         if original is not None and json.dumps(config) == before:
             return original
         return json.dumps(config, indent=2) + "\n"
+
+    def _quantization(self) -> dict[str, Any]:
+        """As Qwen3 is published in fp8: every matrix that stays as it is is named, for vLLM would take the weights of
+        its routers for fp8 else."""
+        kept = [
+            name for name, info in self.tensors.items() if len(info.shape) == 2 and name not in self.fp8.names
+        ]
+        return {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "modules_to_not_convert": sorted(name.removesuffix(".weight") for name in kept),
+            "quant_method": "fp8",
+            "weight_block_size": [BLOCK, BLOCK],
+        }
 
 
 def parse_size(size: str | int) -> int:

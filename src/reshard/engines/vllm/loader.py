@@ -62,6 +62,7 @@ class ReshardModelLoader(BaseModelLoader):
         where the weights are of another model, or cannot be read."""
         began = time.perf_counter()
         with closing(open_weights(model_config)) as found:
+            found.quantise_as(model)
             why = "model_loader_extra_config asks for it" if self.whole_tensors else None
             trace = None
             if why is None:
@@ -84,6 +85,7 @@ class ReshardModelLoader(BaseModelLoader):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor by its published name: what vLLM's ``reload_weights`` asks for."""
         with closing(open_weights(model_config)) as found:
+            found.quantise_as(model)
             yield from found.stream()
 
 
@@ -92,6 +94,13 @@ class _Found:
 
     def __init__(self, name: str, weights: Weights, quantised: frozenset[str] = frozenset()) -> None:
         self.name, self.weights, self.quantised = name, weights, quantised
+
+    def quantise_as(self, model: torch.nn.Module) -> None:
+        """Quantise also what published checkpoints keep and this model, by its config, does not: vLLM would cast a
+        router's plain weights into its fp8."""
+        if self.quantised:
+            held = {name for name, _ in model.named_parameters()}
+            self.quantised |= {name for name in self.weights.tensors if name + SCALE_SUFFIX in held}
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(published name, full tensor) one after the other."""
