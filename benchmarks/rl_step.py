@@ -40,6 +40,7 @@ class Watch:
     def __init__(self) -> None:
         self.rows: list[dict] = []
         self.most = 0
+        self.lock = threading.Lock()
         self.first = self.used()
         threading.Thread(target=self._sample, daemon=True).start()
 
@@ -50,14 +51,17 @@ class Watch:
     def _sample(self) -> None:
         torch.cuda.set_device(0)
         while True:
-            self.most = max(self.most, self.used())
+            with self.lock:
+                self.most = max(self.most, self.used())
             time.sleep(0.002)
 
     @contextmanager
     def phase(self, step: int, name: str):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        self.most, begin = self.used(), time.perf_counter()
+        with self.lock:
+            self.most = self.used()
+        begin = time.perf_counter()
         yield
         torch.cuda.synchronize()
         row = {
@@ -68,6 +72,15 @@ class Watch:
         self.rows.append(row)
         gib = {key: f"{value / GIB:.2f}" for key, value in row.items() if isinstance(value, int) and key != "step"}  # fmt: skip
         print(f"{step} {name:8} {row['seconds']:7.3f} s {gib}", flush=True)
+
+
+def kept() -> list[dict]:
+    """Of each segment that torch's allocator keeps for the trainer: its bytes, and those of its live blocks."""
+    found = []
+    for segment in torch.cuda.memory_snapshot():
+        live = [block["size"] for block in segment["blocks"] if block["state"] == "active_allocated"]
+        found.append({"bytes": segment["total_size"], "live": sorted(live, reverse=True)[:8]})
+    return sorted(found, key=lambda segment: -segment["bytes"])[:8]
 
 
 def main() -> None:
@@ -119,7 +132,8 @@ def main() -> None:
 
     with watch.phase(0, "away"):
         move(0, False, params=True, grads=True, states=True)
-    left = watch.rows[-1]["reserved"]
+    left, rest = watch.rows[-1]["reserved"], kept()
+    print("kept", rest, flush=True)
     settings = {
         "gpu_memory_utilization": options.gpu_memory_utilization, "enforce_eager": False, "max_model_len": 2048,
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
@@ -194,13 +208,15 @@ def main() -> None:
     )  # fmt: skip
     phases = {}
     for phase in estimate.phases:
-        most = max((row["most"] for row in watch.rows if row["phase"] == phase.name), default=0)
+        most = max(
+            (row["most"] for row in watch.rows if row["phase"] == phase.name and row["step"]), default=0
+        )
         low, high = phase.total_band
         phases[phase.name] = {"measured": most, "low": low, "high": high, "parts": phase.parts}
         print(f"{phase.name:8} measured {most / GIB:.2f}, estimated {low / GIB:.2f} to {high / GIB:.2f} GiB {phase.parts}", flush=True)  # fmt: skip
     if options.json:
         found = {"model": options.model, "layers": options.layers, "sleep": options.sleep, "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
-                 "card": torch.cuda.get_device_name(), "before": watch.first, "rows": watch.rows, "moved": moved, "phases": phases}  # fmt: skip
+                 "card": torch.cuda.get_device_name(), "before": watch.first, "kept": rest, "rows": watch.rows, "moved": moved, "phases": phases}  # fmt: skip
         options.json.write_text(json.dumps(found) + "\n")
     pipe.send(None)
     process.join(30)
