@@ -33,6 +33,14 @@ from reshard.core.errors import ReshardError
     "--routing/--no-routing", default=True, show_default=True, help="Compare the experts that tokens go to."
 )
 @click.option("--vllm", "engine", metavar="SIZES", help="vLLM's tp= and ep (default: TP over all processes).")
+@click.option(
+    "--quantization", metavar="WAY", help="vLLM's own, such as fp8_per_block; it is for vllm: systems."
+)
+@click.option(
+    "--exact",
+    is_flag=True,
+    help="A refit rounds to fp8 blocks as vLLM's loading does, twice where that does.",
+)
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: bf16 with a GPU, fp32 without.")
 @click.option("--hf-config", type=Place(), help="config.json to read a Megatron checkpoint with.")
 @click.option("--noise", is_flag=True, help="Also compare A with itself, again and in the other dtype.")

@@ -121,6 +121,7 @@ def int8_experts(pairs: list) -> dict:
     from reshard import Layout
     from reshard.engines.vllm.compat import plain_weights
     from reshard.engines.vllm.live import VllmModel
+    from reshard.parity import parity
     from reshard.parity.megatron import Megatron
     from reshard.parity.vllm import forget_engine
     from reshard.refit import Members, connect
@@ -151,6 +152,12 @@ def int8_experts(pairs: list) -> dict:
         found["loaded"].append(answers(fresh))
         del fresh
         forget_engine()
+    mcore = pairs[0][1]
+    report = parity(
+        mcore, "vllm:" + mcore, 3, dtype="bf16", lengths=(9, 33), quantization=how["quantization"]
+    )
+    found["parity"] = report.to_dict()
+    found["parity refused"] = caught(lambda: parity(mcore, mcore, 3, dtype="bf16", exact=True))
     return found
 
 

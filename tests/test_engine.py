@@ -91,6 +91,14 @@ def test_experts_that_vllm_quantises_and_packs_itself_serve_what_they_serve_afte
     assert said["quantised"] == [
         {"how": "Int8OnlineMoEMethod of vLLM, by a slab", "kernel": "CPU", "layers": 4}
     ]
+    report = said["parity"]
+    assert (
+        "int8_per_channel_weight_only" in report["b"]
+        and report["ok"]
+        and 0 < report["overall"]["mean_abs"] < 0.04
+    )
+    assert report["limits"]["mean_abs"] == 0.5, "those of engines that serve quantised weights"
+    assert "neither system is one" in said["parity refused"]
 
 
 def test_a_vllm_in_processes_of_its_own_is_refitted_under_load(converted, tmp_path):

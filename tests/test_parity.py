@@ -354,7 +354,7 @@ def test_a_limit_on_a_figure_that_was_not_measured_is_exceeded(name, value, inst
         replace(Limits.of_dtype("bf16"), **{name: value}),
     ):
         assert len(check_rollout([-1.0], [-1.0], limits=limits).exceeded) == 1, "given beside the defaults"
-    for dtype in ("fp32", "bf16"):
+    for dtype in ("fp32", "bf16", "fp8"):
         assert check_rollout([-1.0], [-1.0], limits=Limits.of_dtype(dtype)).ok, (
             "the defaults hold for what there is"
         )

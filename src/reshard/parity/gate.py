@@ -15,7 +15,7 @@ from reshard.engines.vllm.layout import VllmLayout
 from reshard.megatron.layout import Layout
 from reshard.models.model import Model
 from reshard.parity.metrics import Metrics, Scores, metrics_of
-from reshard.parity.prompts import Prompt, check_prompts, random_prompts
+from reshard.parity.prompts import SERVED, Prompt, check_prompts, random_prompts
 from reshard.parity.routing import Groups, Routing, compare_routing
 
 if TYPE_CHECKING:
@@ -63,8 +63,11 @@ class Limits:
     @staticmethod
     def of_dtype(dtype: str, **given: float) -> "Limits":
         """The defaults: for fp32 what is left between two implementations, for bf16 less than trainers accept
-        (1.05). Limits that are `given` replace them."""
+        (1.05), for an engine that serves quantised weights (``fp8``) what its rounding does to random weights:
+        trained ones are nearer. Limits that are `given` replace them."""
         chosen = dict(mean_abs=0.04, token_mult_prob_error=1.04, kl=5e-3, routing_margin=0.3)
+        if dtype == "fp8":
+            chosen = dict(mean_abs=0.5, token_mult_prob_error=1.7, kl=0.06)
         if dtype == "fp32":
             chosen = dict(
                 max_abs=1e-3, mean_abs=1e-4, token_mult_prob_error=1.0001, kl=1e-6, routing_margin=1e-3
@@ -196,6 +199,8 @@ def parity(
     packed: bool = False,
     routing: bool = True,
     noise: bool = False,
+    quantization: str | None = None,
+    exact: bool = False,
 ) -> ParityReport:
     """Score prompts in two systems and compare.
 
@@ -205,7 +210,9 @@ def parity(
     as vLLM loads it, a Megatron checkpoint by a refit from Megatron-Core. Either may also be a
     `reshard.parity.LiveVllm`. `prompts` are token ids, or how many random ones to make; `batch_size` of them
     go together, padded, or `packed` into one sequence. `dtype` is ``fp32`` (default without a GPU) or
-    ``bf16``; `limits` may be a function of it. `routing` compares the experts that tokens go to. With `noise`
+    ``bf16``; `limits` may be a function of it, or of ``fp8`` where an engine serves quantised weights.
+    `quantization` is what vLLM is started with (beside what a config says), and `exact` rounds in a refit as
+    vLLM's own loading does. `routing` compares the experts that tokens go to. With `noise`
     A is also scored again, and in the other dtype.
 
     Raises ReshardError where a system cannot be loaded, the two do not have the same vocabulary, a prompt
@@ -221,9 +228,13 @@ def parity(
     dtype = dtype or ("bf16" if torch.cuda.is_available() else "fp32")
     if dtype not in DTYPES:
         raise ReshardError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    layout, limits = layout or Layout(), limits or Limits.of_dtype
-    limits = limits if isinstance(limits, Limits) else limits(dtype)
-    limits.check()
+    if (quantization is not None or exact) and not any(_is_started(side) for side in (a, b)):
+        raise ReshardError(
+            "quantization and exact are for a vLLM that is started here: neither system is one"
+        )
+    layout = layout or Layout()
+    limited = limits or Limits.of_dtype
+    _limits(limited, dtype).check()
     join_processes()
     where = Path(hf_config) if hf_config is not None else None
     runs: dict[str, list[Scores]] = {}
@@ -236,9 +247,14 @@ def parity(
         wanted.append((f"A in {_other(dtype)}", a, _other(dtype)))
     wanted.append(("b", b, dtype))
     first: Model | None = None
+    quantised = False
     tokens = list[Prompt]()
     for name, spec, kind in wanted:
-        system = spec if isinstance(spec, System) else open_system(spec, kind, layout, where, engine)
+        system = (
+            spec
+            if isinstance(spec, System)
+            else open_system(spec, kind, layout, where, engine, quantization, exact)
+        )
         with closing(system):
             model, context = system.model, int(system.model.config["max_position_embeddings"])
             size = model.symbols["V"]
@@ -249,12 +265,14 @@ def parity(
             check_prompts(tokens, size, context)
             how = Scoring(batch_size, packed, KEPT_BYTES // (4 * size), routing and model.num_experts > 0)
             runs[name], names[name] = scores_of(system, tokens, how), system.name
+            quantised |= system.quantised
     assert first is not None
     overall = metrics_of(runs["a"], runs["b"])
     routed = routing_of(runs["a"], runs["b"], first)
     each = [metrics_of([x], [y]) for x, y in zip(runs["a"], runs["b"], strict=True)]
     floor = {name: metrics_of(runs["a"], scores) for name, scores in runs.items() if name not in ("a", "b")}
     one, two = ([replace(s, distributions=None) for s in runs[name]] for name in ("a", "b"))
+    limits = _limits(limited, "fp8" if quantised else dtype)
     exceeded, unmeasured = limits.exceeded(overall, routed), limits.unmeasured(overall, routed)
     if not first.num_experts:
         unmeasured.pop("routing_margin", None)
@@ -274,6 +292,14 @@ def parity(
         dist.get_rank() == 0,
         list(unmeasured.values()),
     )
+
+
+def _is_started(side: "str | System") -> bool:
+    return isinstance(side, str) and side.startswith(SERVED)
+
+
+def _limits(limits: Limits | Callable[[str], Limits], kind: str) -> Limits:
+    return limits if isinstance(limits, Limits) else limits(kind)
 
 
 def _check_same(first: Model, model: Model) -> None:

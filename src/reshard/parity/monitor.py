@@ -36,8 +36,9 @@ def check_rollout(train: Any, inference: Any, mask: Any = None, limits: Limits |
 
     `train` and `inference` are arrays or tensors ``[samples, tokens]`` in nats (or one sample's ``[tokens]``,
     or a list of such), `mask` of the same shape says which tokens count (default: all). `limits` default to
-    those of bf16. Raises ReshardError for shapes that differ, a mask without tokens, and logprobs that are
-    NaN or infinite where the mask counts them.
+    those of bf16; for an engine that serves quantised weights give ``Limits.of_dtype("fp8")``. Raises
+    ReshardError for shapes that differ, a mask without tokens, and logprobs that are NaN or infinite where the
+    mask counts them.
 
     >>> verdict = check_rollout([[-1.0, -2.0]], [[-1.01, -2.0]])
     >>> verdict.ok, round(verdict.metrics.token_mult_prob_error, 4)

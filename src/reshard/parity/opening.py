@@ -12,20 +12,28 @@ from reshard.parity.systems import System
 
 
 def open_system(
-    spec: str, dtype: str, layout: Layout, hf_config: Path | None = None, engine: VllmLayout | None = None
+    spec: str,
+    dtype: str,
+    layout: Layout,
+    hf_config: Path | None = None,
+    engine: VllmLayout | None = None,
+    quantization: str | None = None,
+    exact: bool = False,
 ) -> System:
     """A system from a path or hub id: a Hugging Face directory (transformers) or a Megatron checkpoint
     (Megatron-Core at `layout`).
 
-    With ``vllm:`` before it vLLM serves it, at the sizes of `engine`: a Hugging Face directory as vLLM loads
-    it, a Megatron checkpoint by a refit from Megatron-Core.
+    With ``vllm:`` before it vLLM serves it, at the sizes of `engine` and with `quantization`: a Hugging Face
+    directory as vLLM loads it, a Megatron checkpoint by a refit from Megatron-Core, `exact` or not.
     """
     path = local_directory(spec.removeprefix(SERVED))
     megatron = locate(path) is not None
     if spec.startswith(SERVED):
         from reshard.parity.vllm import RefittedVllm, Vllm  # not before: it imports vLLM
 
-        return RefittedVllm(path, dtype, layout, hf_config, engine) if megatron else Vllm(path, dtype, engine)
+        if megatron:
+            return RefittedVllm(path, dtype, layout, hf_config, engine, quantization, exact)
+        return Vllm(path, dtype, engine, quantization)
     if megatron:
         from reshard.parity.megatron import Megatron
 

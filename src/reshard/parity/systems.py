@@ -47,11 +47,13 @@ class Scoring:
 
 class System(ABC):
     """A model that is ready to score prompts. `name` is for people, `model` its config; where it is not
-    `spread`, any one process will do, and otherwise all of them score together."""
+    `spread`, any one process will do, and otherwise all of them score together. `quantised`, when it has scored,
+    says whether it did so with quantised weights."""
 
     name: str
     model: Model
     spread = True
+    quantised = False
 
     @abstractmethod
     def score(self, prompts: Sequence[Prompt], how: Scoring) -> list[Scores]:

@@ -43,6 +43,7 @@ class LiveVllm(System):
     def __init__(self, llm: Any) -> None:
         self.llm = llm
         config = llm.llm_engine.vllm_config.model_config
+        self.quantised = config.quantization is not None
         self.name = f"vLLM, {config.model}, {str(config.dtype).removeprefix('torch.')}"
         self.model = Model.from_hf(
             published(config.hf_config.to_dict(), "vLLM's config"), f"vLLM's config of {config.model}"
@@ -59,7 +60,7 @@ class _OwnVllm(System):
     """An engine that is started for the first prompts, whose lengths it must hold, in the processes that
     there are."""
 
-    def __init__(self, engine: VllmLayout | None, dtype: str) -> None:
+    def __init__(self, engine: VllmLayout | None, dtype: str, quantization: str | None) -> None:
         require("vllm", "vllm")
         join_processes()
         self.engine = engine or VllmLayout(tp=dist.get_world_size())
@@ -68,13 +69,14 @@ class _OwnVllm(System):
                 f"vLLM at {self.engine} cannot be scored in processes of torchrun: use tp, and ep"
             )
         check_processes(f"vLLM at {self.engine}", self.engine.world_size)
-        self.dtype = dtype
+        self.dtype, self.quantization = dtype, quantization
         self.llm: Any = None
 
     def score(self, prompts: Sequence[Prompt], how: Scoring) -> list[Scores]:
         self.engine.check(self.model)
         if self.llm is None:
             self.start(max(map(len, prompts)) + 1, how.routing)
+            self.quantised = self.llm.llm_engine.vllm_config.model_config.quantization is not None
         return score_with(self.llm, prompts, how, self.model)
 
     @abstractmethod
@@ -94,6 +96,7 @@ class _OwnVllm(System):
                     return LLM(
                         str(path),
                         dtype="float32" if self.dtype == "fp32" else "bfloat16",
+                        quantization=self.quantization,
                         tensor_parallel_size=self.engine.tp,
                         enable_expert_parallel=self.engine.expert_parallel,
                         expert_placement_strategy="round_robin" if self.engine.round_robin else "linear",
@@ -124,10 +127,12 @@ class _OwnVllm(System):
 class Vllm(_OwnVllm):
     """A Hugging Face directory, loaded by vLLM itself."""
 
-    def __init__(self, path: Path, dtype: str, engine: VllmLayout | None = None) -> None:
-        super().__init__(engine, dtype)
+    def __init__(
+        self, path: Path, dtype: str, engine: VllmLayout | None = None, quantization: str | None = None
+    ) -> None:
+        super().__init__(engine, dtype, quantization)
         self.model = Model.from_hf(read_config(path / "config.json"), str(path / "config.json"))
-        self.path, self.name = path, f"vLLM, {path}, {self.engine}, {dtype}"
+        self.path, self.name = path, f"vLLM, {path}, {_said(self)}, {dtype}"
 
     def start(self, context: int, routing: bool) -> None:
         self.llm = self.launch(self.path, context, routing)
@@ -144,13 +149,16 @@ class RefittedVllm(_OwnVllm):
         layout: Layout,
         hf_config: Path | None = None,
         engine: VllmLayout | None = None,
+        quantization: str | None = None,
+        exact: bool = False,
     ) -> None:
         from reshard.parity.megatron import Megatron
 
-        super().__init__(engine, dtype)
+        super().__init__(engine, dtype, quantization)
+        self.exact = exact
         self.trainer: Megatron | None = Megatron(path, dtype, layout, hf_config)
         self.model = self.trainer.model
-        self.name = f"vLLM, refitted from {self.trainer.name.partition(', ')[2]} to {self.engine}"
+        self.name = f"vLLM, refitted from {self.trainer.name.partition(', ')[2]} to {_said(self)}"
 
     def start(self, context: int, routing: bool) -> None:
         assert self.trainer is not None
@@ -159,7 +167,9 @@ class RefittedVllm(_OwnVllm):
             with plain_weights():
                 self.llm = self.launch(Path(folder), context, routing, load_format="dummy")
         link = connect(
-            Members.of_process_group(), MegatronModel(self.trainer.models), VllmModel.from_llm(self.llm)
+            Members.of_process_group(),
+            MegatronModel(self.trainer.models),
+            VllmModel.from_llm(self.llm, self.exact),
         )
         with closing(link):
             link.refit(verify=True)
@@ -173,6 +183,10 @@ class RefittedVllm(_OwnVllm):
     def close(self) -> None:
         self._end_trainer()
         super().close()
+
+
+def _said(engine: _OwnVllm) -> str:
+    return str(engine.engine) if engine.quantization is None else f"{engine.engine}, {engine.quantization}"
 
 
 def forget_engine() -> None:
