@@ -76,7 +76,6 @@ class _OwnVllm(System):
         self.engine.check(self.model)
         if self.llm is None:
             self.start(max(map(len, prompts)) + 1, how.routing)
-            self.quantised = self.llm.llm_engine.vllm_config.model_config.quantization is not None
         return score_with(self.llm, prompts, how, self.model)
 
     @abstractmethod
@@ -85,6 +84,8 @@ class _OwnVllm(System):
 
     def launch(self, path: Path, context: int, routing: bool, **options: Any) -> Any:
         """An ``LLM`` of a Hugging Face directory."""
+        if self.quantization is not None:
+            options["quantization"] = self.quantization
         try:
             with _environment():
                 from vllm import LLM
@@ -93,10 +94,9 @@ class _OwnVllm(System):
                 if not current_platform.device_type:
                     raise ReshardError("this vLLM finds no device to run on: its ordinary build needs a GPU")
                 with own_shared_memory():
-                    return LLM(
+                    llm = LLM(
                         str(path),
                         dtype="float32" if self.dtype == "fp32" else "bfloat16",
-                        quantization=self.quantization,
                         tensor_parallel_size=self.engine.tp,
                         enable_expert_parallel=self.engine.expert_parallel,
                         expert_placement_strategy="round_robin" if self.engine.round_robin else "linear",
@@ -115,6 +115,8 @@ class _OwnVllm(System):
                         enable_return_routed_experts=routing and bool(self.model.num_experts),
                         **options,
                     )
+            self.quantised = llm.llm_engine.vllm_config.model_config.quantization is not None
+            return llm
         except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
             raise ReshardError(f"vLLM cannot serve {path}: {first_line(error)}") from error
 
