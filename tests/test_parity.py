@@ -602,7 +602,7 @@ def test_a_running_engine_s_config_is_read_as_it_was_published():
     }
     config["rope_parameters"] = config["rope_parameters"] | {"rope_type": "deepseek_yarn"}
     served = SimpleNamespace(
-        model="x", dtype=torch.bfloat16, hf_config=SimpleNamespace(to_dict=lambda: config)
+        model="x", dtype=torch.bfloat16, quantization=None, hf_config=SimpleNamespace(to_dict=lambda: config)
     )
     llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(model_config=served)))
     assert LiveVllm(llm).model.family.name == "deepseek_v3"
