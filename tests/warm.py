@@ -54,6 +54,13 @@ def python_of_engine() -> str:
     return python(*OF_ENGINES, environment=environment_of_engine())
 
 
+@functools.cache
+def python_of_trainer() -> str:
+    """One for commands that make models of Megatron and transformers."""
+    modules = "reshard.parity.megatron", "reshard.parity.huggingface", "megatron.core", "transformers"
+    return python(*modules, environment=dict(os.environ))
+
+
 def stand_in(address: str, arguments: list[str]) -> int:
     """The process that was started: it has another one forked, passes signals on to it, and ends as it ends."""
     import json
@@ -183,6 +190,11 @@ def take(passed: list[int], numbers: list[int]) -> None:
     for file, number in zip(aside, numbers, strict=True):
         os.dup2(file, number)
         os.close(file)
+    # The server's streams know what its own files can do.
+    for file, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        errors = "backslashreplace" if name == "stderr" else "strict"
+        lines = name == "stderr" or os.isatty(file)
+        setattr(sys, name, open(file, mode, buffering=1 if lines else -1, errors=errors, closefd=False))  # noqa: SIM115
 
 
 def become(program: str, arguments: list[str], environment: dict[str, str], folder: str) -> None:
