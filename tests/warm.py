@@ -140,15 +140,19 @@ class Server:
 
         connection, _ = self.listener.accept()
         header, passed, _, _ = socket.recv_fds(connection, 4, 253)
-        with connection.makefile("rb") as text:
-            *request, numbers = json.loads(text.read(int.from_bytes(header, "big")))
-        pid = os.fork()
+        with connection.makefile("rb") as file:
+            text = file.read(int.from_bytes(header, "big"))
+        whole = header and len(text) == int.from_bytes(header, "big")  # else it was killed meanwhile
+        pid = os.fork() if whole else -1
         if pid:
             for file in passed:
                 os.close(file)
-            connection.sendall(pid.to_bytes(4, "big"))
-            self.running[pid] = connection, os.pidfd_open(pid)
+            if whole:
+                self.running[pid] = connection, os.pidfd_open(pid)
+                with contextlib.suppress(OSError):
+                    connection.sendall(pid.to_bytes(4, "big"))
             return None
+        *request, numbers = json.loads(text)
         os.setsid()
         self.listener.close()
         connection.close()
@@ -200,7 +204,7 @@ def take(passed: list[int], numbers: list[int]) -> None:
 def become(program: str, arguments: list[str], environment: dict[str, str], folder: str) -> None:
     """Run what a ``python`` with these arguments runs; a real one does where other packages are wanted, or what is not foreseen here."""
     import itertools
-    import multiprocessing
+    import multiprocessing.process
     import runpy
     import types
 
@@ -226,6 +230,7 @@ def become(program: str, arguments: list[str], environment: dict[str, str], fold
     sys.path[0] = where
     sys.executable = program
     multiprocessing.set_executable(program)
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # where what is spawned begins
     end(run)
 
 
