@@ -16,9 +16,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Files whose tests start Megatron, vLLM, FSDP or many processes, those that take longest first: two workers take a file at a time.
 # `-m "not slow"` leaves what answers in a minute or two.
 SLOW = (
-    "engine", "refit", "verl", "parity", "swift", "weight_transfer", "roll", "serving", "disk_faults", "examples", "megatron_saves",
-    "members", "nemo_rl", "logits", "homes", "fsdp", "published", "build", "input_faults", "reloads", "blocks", "meaning", "compat",
-    "install", "surface", "offload", "families", "report", "trainers_checkpoints",
+    "refit", "roll", "engine", "nemo_rl", "verl", "parity", "disk_faults", "members", "homes", "swift", "weight_transfer", "serving", "fsdp",
+    "megatron_saves", "published", "logits", "compat", "blocks", "reloads", "install", "meaning", "examples", "build", "input_faults",
+    "surface", "offload", "families", "report", "trainers_checkpoints",
 )  # fmt: skip
 
 

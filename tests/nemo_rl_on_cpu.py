@@ -48,7 +48,7 @@ class Engine(VllmCheckpointEngineRpcMixin):
         from vllm import LLM
 
         self.llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=64,
-                       kv_cache_memory_bytes=1 << 27, worker_cls=worker, worker_extension_cls=EXTENSION)  # fmt: skip
+                       kv_cache_memory_bytes=1 << 24, worker_cls=worker, worker_extension_cls=EXTENSION)  # fmt: skip
 
 
 class Policy(MegatronCheckpointEngineSendMixin, PolicyCheckpointEngineMixin):

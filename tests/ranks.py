@@ -126,9 +126,9 @@ def run_to_the_end(command, timeout: float, **options) -> subprocess.CompletedPr
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
-def torchrun(processes: int) -> list[str]:
+def torchrun(processes: int, python: str = sys.executable) -> list[str]:
     """The beginning of a command that starts so many processes."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
 
 
 def caught(action) -> str:

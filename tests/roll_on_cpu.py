@@ -7,6 +7,7 @@
 
 import importlib.util
 import json
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -57,6 +58,8 @@ class Engine(ours.InferWorker):
     """A worker of the rollout, with a vLLM for the CPU where ROLL would start one for a GPU."""
 
     async def start(self, folder: str, extension: str) -> None:
+        # The engine and its worker, in processes of their own, are forked from a server that has imported vLLM.
+        multiprocessing.set_executable(os.environ["SPAWNS_BY"])
         from roll.distributed.strategy.vllm_strategy import VllmStrategy
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -66,7 +69,7 @@ class Engine(ours.InferWorker):
         self.strategy = VllmStrategy(self)
         self.strategy.model = AsyncLLM.from_engine_args(AsyncEngineArgs(
             folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=64,
-            kv_cache_memory_bytes=1 << 27, disable_log_stats=True, worker_extension_cls=extension,
+            kv_cache_memory_bytes=1 << 24, disable_log_stats=True, worker_extension_cls=extension,
         ))  # fmt: skip
         await self.strategy.model.collective_rpc("custom_init_worker")
 

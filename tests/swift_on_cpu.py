@@ -20,12 +20,6 @@ from importlib import import_module
 from pathlib import Path
 from unittest.mock import MagicMock
 
-os.environ |= {
-    "NVTE_PROJECT_BUILDING": "1",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
-
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -36,7 +30,7 @@ OPTIONS = ["--rlhf_type", "grpo", "--use_vllm", "true", "--vllm_mode", "colocate
            "--dataset", "none", "--train_iters", "2", "--reward_funcs", "format", "--use_hf", "true", "--check_model", "false",
            "--finetune", "true", "--bf16", "true", "--vllm_max_model_len", "64", "--vllm_enforce_eager", "true",
            "--vllm_gpu_memory_utilization", "0.1",
-           "--vllm_engine_kwargs", json.dumps({"kv_cache_memory_bytes": 1 << 27, "load_format": "dummy"})]  # fmt: skip
+           "--vllm_engine_kwargs", json.dumps({"kv_cache_memory_bytes": 1 << 24, "load_format": "dummy"})]  # fmt: skip
 
 
 class OnCpu(TorchFunctionMode):
@@ -59,32 +53,9 @@ def on_cpu(value):
     return torch.device("cpu") if is_gpu else value
 
 
-class NoKernels(types.ModuleType):
-    """In the place of Transformer Engine's compiled part."""
-
-    def __getattr__(self, key: str):
-        if key.startswith("__"):
-            raise AttributeError(key)
-        return vars(self).setdefault(key, MagicMock(name=key))
-
-    @staticmethod
-    def get_cudnn_version() -> int:
-        return 91000
-
-
 def without_gpu() -> None:
     """For the whole process, which ends with it."""
-    import transformer_engine.common
-
-    transformer_engine.common.load_framework_extension = lambda name: None
-    kernels = NoKernels("transformer_engine_torch")
-    kernels.get_cudnn_version = NoKernels.get_cudnn_version
-    sys.modules["transformer_engine_torch"] = kernels
-    # vLLM before there seems to be a GPU, and last: with it first, transformers' parser sometimes met a union among ms-swift's
-    # options whose types were in an order that it does not take.
-    for module in ("transformer_engine.pytorch", "swift.megatron.pipelines.train.rlhf", "vllm"):
-        import_module(module)
-
+    import_module("tests.swift_imports")  # before there seems to be a GPU
     torch.cuda.is_available = lambda: True
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.Stream = torch.cuda.current_stream = MagicMock()

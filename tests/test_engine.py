@@ -1,7 +1,6 @@
 """A real vLLM on the CPU: refitted from a live Megatron model it serves what a vLLM serves that has loaded the export."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from reshard import Layout, hf_to_mcore
 from tests.checkpoints import make
 from tests.install_vllm_cpu import environment_of_engine
 from tests.ranks import free_port, run_to_the_end, torchrun
+from tests.warm import python_of_engine
 
 ROOT = Path(__file__).parent.parent
 # What is served, from which layout of Megatron to which of vLLM, both on the same two ranks.
@@ -45,7 +45,8 @@ def converted(tmp_path_factory):
 def run(folder: Path, ranks: int, function: str, *arguments):
     """What ``tests.engine_on_cpu.FUNCTION`` returns on the first of several processes."""
     (folder / "arguments").write_text(json.dumps(arguments))
-    started = [sys.executable] if ranks == 1 else torchrun(ranks)
+    python = python_of_engine()
+    started = [python] if ranks == 1 else torchrun(ranks, python)
     command = [
         *started,
         "-m",

@@ -10,6 +10,7 @@ import pytest
 from tests.checkpoints import make
 from tests.install_vllm_cpu import environment_of_engine
 from tests.ranks import run_to_the_end, torchrun
+from tests.warm import python_of_engine
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXAMPLES = REPOSITORY / "examples"
@@ -37,7 +38,7 @@ def test_convert(tmp_path):
 
 def refit(example: str, *options) -> list[str]:
     """The lines of an example's steps, on two ranks of the trainer."""
-    command = (*torchrun(2), EXAMPLES / example, *options)
+    command = (*torchrun(2, python_of_engine()), EXAMPLES / example, *options)
     return [
         line for line in run(*command, env=environment_of_engine()).splitlines() if line.startswith("step ")
     ]

