@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from math import prod
 
 import pytest
 from click.testing import CliRunner
@@ -15,6 +16,8 @@ from reshard.footprint.options import Plan, Training
 from reshard.footprint.phases import Phase
 from reshard.footprint.schedule import moments
 from reshard.footprint.static import static_bytes
+from reshard.megatron.parameters import expand, padded_vocab_size
+from reshard.megatron.ranks import Ranks, live_shards
 from reshard.models.model import Model
 from tests import footprint_on_cpu
 from tests.checkpoints import VARIANTS
@@ -68,6 +71,23 @@ def test_static_bytes_are_those_of_a_real_megatron(case):
                 distributed,
                 grads,
             )
+
+
+# Of a tied output layer Megatron makes a weight that nobody reads, where the stage has MTP's embedding.
+@pytest.mark.parametrize("case", [case for case in LAYOUTS if case != "tied, MTP"])
+def test_a_stage_s_shards_are_those_of_a_real_megatron(case):
+    """What plans and checkpoints say of a rank, and in which stage."""
+    variant, fields, layout, ranks, cp = LAYOUTS[case]
+    found = model(variant, **fields)
+    stages = len(layout.stages(found))
+    arithmetic = Ranks(found, layout, ranks // stages)
+    vocabulary = padded_vocab_size(found.symbols["V"], 128, layout.tp)
+    parameters = [p for p in expand(found, "local", vocabulary).parameters if "expert_bias" not in p.name]
+    for stage in range(stages):
+        rank = stage * (ranks // stages)
+        real = footprint_on_cpu.held(found, layout, rank, ranks, cp, distributed=False)
+        ours = [s.tensor for p in parameters for s in live_shards(arithmetic, p) if rank in s.ranks]
+        assert sum(2 * prod(tensor.shape) for tensor in ours) == real.weights, stage
 
 
 @pytest.mark.parametrize("case", ["EP, ETP1", "MLA, MTP, EP", "VPP, CP"])

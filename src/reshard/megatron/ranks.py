@@ -35,6 +35,8 @@ class Ranks:
             for what in ("embedding", "output", "mtp")
         }
         self.output, self.mtp = having["output"], having["mtp"]
+        # Megatron's ``has_final_layernorm_in_this_stage``.
+        self.final_norm = self.stage_of_layer[model.num_layers - 1] if model.mtp_layers else self.output
         # A tied output layer and MTP layers have a copy of the embedding with them.
         copies = ([self.output] if model.tied else []) + ([self.mtp] if model.mtp_layers else [])
         self.embedding = list(dict.fromkeys([having["embedding"], *copies]))
@@ -45,7 +47,9 @@ class Ranks:
             return [self.mtp]
         if p.layer is not None:
             return [self.stage_of_layer[p.layer]]
-        return self.embedding if p.name.startswith("embedding.") else [self.output]
+        if p.name.startswith("embedding."):
+            return self.embedding
+        return [self.output if p.name.startswith("output_layer.") else self.final_norm]
 
     def within_stage(self, p: Parameter, index: int) -> range:
         """The ranks of a stage, counted from its first, that hold cut `index` of a parameter (see `cuts`)."""
