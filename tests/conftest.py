@@ -9,11 +9,13 @@ from tests.checkpoints import make
 
 # vLLM's quantised kernels would be built aside by every process that imports them, two processes with torch for each.
 os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
+# Ray's workers would have only what all other tests leave of the cores.
+os.environ.setdefault("RAY_worker_niceness", "0")
 # Started in the background by a shell, pytest ignores SIGINT, and so would every command that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files whose tests start Megatron, vLLM, FSDP or many processes, those that take longest first: two workers take a file at a time.
+# Files whose tests start Megatron, vLLM, FSDP or many processes, those that take longest first: each worker takes a file at a time.
 # `-m "not slow"` leaves what answers in a minute or two.
 SLOW = (
     "refit", "roll", "engine", "nemo_rl", "verl", "parity", "disk_faults", "members", "homes", "swift", "weight_transfer", "serving", "fsdp",
