@@ -107,6 +107,8 @@ def main() -> None:
     if options.what == "cases":
         options.file.write_text(json.dumps(cases()), encoding="utf-8")
         return
+    if options.estimator is None:
+        parser.error("mbridge needs --estimator")
     names = ["", ".arguments", ".initialize", ".utils", ".yaml_arguments"]
     sys.modules |= {f"megatron.training{name}": Nothing(f"megatron.training{name}") for name in names}
     sys.path.insert(0, str(options.estimator))

@@ -39,7 +39,7 @@ from reshard.core.errors import ReshardError
 @click.option(
     "--exact",
     is_flag=True,
-    help="A refit rounds to fp8 blocks as vLLM's loading does, twice where that does.",
+    help="A refitted vLLM in fp8 blocks gets the bits of vLLM's own loading, which may round twice.",
 )
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: bf16 with a GPU, fp32 without.")
 @click.option("--hf-config", type=Place(), help="config.json to read a Megatron checkpoint with.")

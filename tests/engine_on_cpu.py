@@ -129,7 +129,7 @@ def int8_experts(pairs: list) -> dict:
     from reshard import Layout
     from reshard.engines.vllm.compat import plain_weights
     from reshard.engines.vllm.live import VllmModel
-    from reshard.parity import parity
+    from reshard.parity import Limits, parity
     from reshard.parity.megatron import Megatron
     from reshard.refit import Members, connect
     from reshard.trainers.megatron import MegatronModel
@@ -159,12 +159,23 @@ def int8_experts(pairs: list) -> dict:
         found["loaded"].append(answers(fresh))
         del fresh
         forget()
-    mcore = pairs[0][1]
+    hf, mcore = pairs[0]
     report = parity(
         mcore, "vllm:" + mcore, 3, dtype="bf16", lengths=(9, 33), quantization=how["quantization"]
     )
     found["parity"] = report.to_dict()
-    found["parity refused"] = caught(lambda: parity(mcore, mcore, 3, dtype="bf16", exact=True))
+    known = {"fp32": Limits.of_dtype("fp32"), "bf16": Limits.of_dtype("bf16")}
+    one = {"prompts": 3, "dtype": "bf16"}
+    found["parity refused"] = [
+        caught(lambda: parity(mcore, mcore, **one, quantization="fp8")),
+        caught(lambda: parity(hf, "vllm:" + hf, **one, exact=True)),
+        caught(lambda: parity(mcore, "vllm:" + mcore, **one, quantization="nonsense")),
+        caught(
+            lambda: parity(mcore, "vllm:" + mcore, **one, quantization="torchao", limits=known.__getitem__)
+        ),
+        caught(lambda: parity(mcore, "vllm:" + mcore, **one, limits=lambda kind: known.get(kind))),
+        caught(lambda: parity(mcore, "vllm:" + mcore, **one, limits=lambda kind: known.get(kind, Limits()))),
+    ]
     return found
 
 

@@ -9,11 +9,11 @@ from click.testing import CliRunner
 from reshard.cli.main import cli
 
 import reshard
-from reshard import Layout, ReshardError
+from reshard import Layout, ReshardError, VllmLayout
 from reshard.footprint.activations import Sizes, layer_tensors
 from reshard.footprint.estimate import memory
 from reshard.footprint.options import Plan, Training
-from reshard.footprint.phases import Phase
+from reshard.footprint.phases import Engine, Phase
 from reshard.footprint.schedule import moments
 from reshard.footprint.static import static_bytes
 from reshard.megatron.parameters import expand, padded_vocab_size
@@ -405,6 +405,31 @@ def test_the_phases_of_a_step(configs):
     assert (0.9 * 139.8 - 28.5 - 8) * GIB / 49152 < low < high < (0.9 * 139.8 - 28.4) * GIB / 49152
     assert phases["train"]["parts"]["trainer's weights"] == phases["sync"]["parts"]["trainer's weights"]
     assert sum(phases["logprob"]["parts"].values()) < sum(phases["train"]["parts"].values())
+
+
+def test_the_phases_of_a_step_that_was_measured():
+    """Qwen3-8B's widths with 12 layers, and a vLLM with half of an H200 (benchmarks/results/2026-11-23-rl-step.md); the controls are an engine
+    with less and a trainer that stays."""
+    found = of(
+        "Qwen3-32B", num_hidden_layers=12, hidden_size=4096, intermediate_size=12288, num_attention_heads=32
+    )
+    options = dict(
+        gpus=1,
+        num_microbatches=1,
+        imbalance=1.0,
+        gradient_accumulation_fusion=False,
+        gpu_memory=int(139.8 * GIB),
+    )
+
+    def bands(**engine) -> dict:
+        phases = memory(found, Layout(), **options, engine=Engine(VllmLayout(), **engine)).phases
+        return {phase.name: [bound / GIB for bound in phase.total_band] for phase in phases}
+
+    measured = {"generate": 78.1, "sync": 21.1, "logprob": 18.4, "train": 75.5}
+    for name, (low, high) in bands(utilization=0.5).items():
+        assert low - 0.2 < measured[name] < high, name
+    assert bands(utilization=0.45)["generate"][1] < measured["generate"]
+    assert bands(utilization=0.5, offload=("grads", "optimizer"))["generate"][0] > measured["generate"] - 1
 
 
 def as_dict(phase: list) -> dict:

@@ -43,6 +43,9 @@ COMMANDS = {
     "an error": ["-c", "1 / 0"],
     "a last word": ["-c", "raise SystemExit('no')"],
     "a signal": ["-c", "import os; os.kill(os.getpid(), 9)"],
+    "what was said before the end": ["-u", "-c", "import os; print('said'); os._exit(3)"],
+    "an interrupt": ["-c", "raise KeyboardInterrupt"],
+    "a hook": ["-c", "import sys; sys.excepthook = lambda *error: print('hooked', error[0]); 1 / 0"],
     "a module": ["-m", "json.tool", "--compact"],
     "a script": ["script.py", "--option"],
     "options": ["-X", "utf8", "-W", "error", "-c", "import sys; print(sys.flags.utf8_mode, sys.warnoptions)"],
@@ -68,6 +71,14 @@ def test_it_does_what_a_python_does(what, python, tmp_path):
     ]  # fmt: skip
     ours, theirs = ((one.returncode, one.stdout, one.stderr.splitlines()[-1:]) for one in done)
     assert ours == theirs
+
+
+def test_what_cannot_be_written_at_the_end_is_an_error(python):
+    for one in (python, sys.executable):
+        with open("/dev/full", "w") as full:
+            assert (
+                subprocess.run([one, "-c", "print(1)"], stdout=full, stderr=subprocess.DEVNULL).returncode > 0
+            )
 
 
 def test_what_it_runs_has_the_imports_behind_it(python):

@@ -4,7 +4,8 @@
 
 Whoever starts it sees a ``python``: arguments, environment, folder and open files go to the process that the server forks, as do signals,
 and its exit status comes back. What is started there by ``sys.executable``, or spawned by multiprocessing, is forked from the server too.
-Only what a module reads from the environment while it is imported is as it was for the server.
+As it was for the server is what a module reads from the environment while it is imported, the seed of hashes, and limits and the umask; and
+nothing is taken apart at the end. With other variables of Python's own a real Python is started.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 PASSED_ON = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGCONT")
 FILES = 512  # those that are passed have lower numbers
@@ -74,6 +75,8 @@ def stand_in(address: str, arguments: list[str]) -> int:
         socket.send_fds(server, [len(request).to_bytes(4, "big")], files)
         server.sendall(request)
         pid = int.from_bytes(server.recv(4), "big")
+        if not pid:  # the server has ended
+            return 1
         for name in PASSED_ON:
             signal.signal(getattr(signal, name), lambda number, _: os.kill(pid, number))
         for file in files:  # else nobody would see that the other has closed them
@@ -201,20 +204,32 @@ def take(passed: list[int], numbers: list[int]) -> None:
         setattr(sys, name, open(file, mode, buffering=1 if lines else -1, errors=errors, closefd=False))  # noqa: SIM115
 
 
+def variables_of_python(environment: Mapping[str, str]) -> dict[str, str]:
+    """But for the one that says what ``-u`` says."""
+    names = [name for name in environment if name.startswith("PYTHON") and name != "PYTHONUNBUFFERED"]
+    return {name: environment[name] for name in names}
+
+
 def become(program: str, arguments: list[str], environment: dict[str, str], folder: str) -> None:
     """Run what a ``python`` with these arguments runs; a real one does where other packages are wanted, or what is not foreseen here."""
+    import io
     import itertools
     import multiprocessing.process
     import runpy
     import types
 
-    same_path = environment.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
+    same = variables_of_python(environment) == variables_of_python(os.environ)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    if not same_path:
+    if not same:
         os.execv(sys.executable, [sys.executable, *arguments])
-    match arguments[len(list(itertools.takewhile(("-u", "-B").__contains__, arguments))) :]:
+    switches = list(itertools.takewhile(("-u", "-B").__contains__, arguments))
+    if "-u" in switches or environment.get("PYTHONUNBUFFERED"):
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            raw = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115
+            setattr(sys, name, io.TextIOWrapper(raw, errors=getattr(sys, name).errors, write_through=True))
+    match arguments[len(switches) :]:
         case ["-c", code, *rest]:
             where, sys.argv = "", ["-c", *rest]
             sys.modules["__main__"] = types.ModuleType("__main__")
@@ -238,24 +253,32 @@ def end(run: Callable[[], object]) -> None:
     """Run, and leave out what an interpreter does last: it would take all apart that was imported."""
     import atexit
     import threading
-    import traceback
 
     code: object = 0
+    interrupted = False
     try:
         run()
     except SystemExit as error:
         code = error.code
-    except BaseException:
-        traceback.print_exc()
-        code = 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        interrupted, code = isinstance(error, KeyboardInterrupt), 1
     threading._shutdown()
     atexit._run_exitfuncs()
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)
+    status = code or 0 if isinstance(code, int | None) else 1
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        try:
             stream.flush()
-    os._exit(code or 0 if isinstance(code, int | None) else 1)
+        except ValueError:
+            pass  # it is closed
+        except OSError:
+            status = status or 120  # as Python's own
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(status)
 
 
 def main() -> None:

@@ -213,8 +213,7 @@ class HuggingFaceFiles(Destination):
         key = "dtype" if "dtype" in config else "torch_dtype"
         dtype = next(t.dtype.name for n, t in self.tensors.items() if n not in self.fp32)
         if self.fp8.names:
-            original_one = config.get("quantization_config") or self._quantization()
-            config["quantization_config"] = {**original_one, "weight_block_size": [BLOCK, BLOCK]}
+            config["quantization_config"] = self._quantization(config.get("quantization_config"))
         else:
             config.pop("quantization_config", None)
         if config.get(key) != dtype:
@@ -223,19 +222,21 @@ class HuggingFaceFiles(Destination):
             return original
         return json.dumps(config, indent=2) + "\n"
 
-    def _quantization(self) -> dict[str, Any]:
+    def _quantization(self, original: Any) -> dict[str, Any]:
         """As Qwen3 is published in fp8: every matrix that stays as it is is named, for vLLM would take the weights of
-        its routers for fp8 else."""
-        kept = [
-            name for name, info in self.tensors.items() if len(info.shape) == 2 and name not in self.fp8.names
-        ]
-        return {
+        its routers for fp8 else, and transformers a tied output layer. Of the original's other fields what these
+        blocks do not change is kept."""
+        matrices = [name for name, info in self.tensors.items() if len(info.shape) == 2]
+        kept = {name.removesuffix(".weight") for name in matrices if name not in self.fp8.names} | {"lm_head"}
+        ours = {
             "activation_scheme": "dynamic",
             "fmt": "e4m3",
-            "modules_to_not_convert": sorted(name.removesuffix(".weight") for name in kept),
+            "modules_to_not_convert": sorted(kept),
             "quant_method": "fp8",
             "weight_block_size": [BLOCK, BLOCK],
         }
+        before = original if isinstance(original, dict) and original.get("quant_method") == "fp8" else {}
+        return {name: value for name, value in before.items() if name != "ignored_layers"} | ours
 
 
 def parse_size(size: str | int) -> int:

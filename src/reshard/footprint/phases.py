@@ -23,8 +23,8 @@ MOVABLE = ("weights", "grads", "optimizer")
 RESIDUE = Band(1 * GIB, 4 * GIB)
 # Of CUDA graphs and kernels of a running vLLM.
 GRAPHS = Band(int(0.3 * GIB), int(2.5 * GIB))
-# Of a running vLLM beyond its share of the GPU: its context, kernels that it loads when it first calls them, CUDA
-# graphs. Measured on an H200: 0.8 GiB when it has started, 3.1 when it has generated.
+# What a running vLLM takes that it did not foresee when it took its share of the GPU. Measured on an H200: 0.8 GiB
+# when it had started, 3.1 when it had generated.
 BEYOND = Band(int(0.5 * GIB), int(3.5 * GIB))
 # A refit's staging, and its table of copies.
 REFIT = Band(64 << 10, 64 << 20)

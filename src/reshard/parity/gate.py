@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
@@ -131,7 +131,8 @@ class Limits:
 class ParityReport:
     """Two systems' scores, compared. `noise` has what the same system gives twice and in another dtype, by
     name; `routing` is None where the model has no experts, or a system does not tell which it chose.
-    `unmeasured` are sentences on the default limits that had nothing to hold."""
+    `unmeasured` are sentences on the default limits that had nothing to hold; `quantised` says whether an engine
+    served quantised weights, for which `limits` are others."""
 
     a: str
     b: str
@@ -147,6 +148,7 @@ class ParityReport:
     tokens: list[Prompt]
     first_process: bool = True
     unmeasured: list[str] = field(default_factory=list)
+    quantised: bool = False
 
     @property
     def ok(self) -> bool:
@@ -166,8 +168,8 @@ class ParityReport:
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``; without the scores themselves."""
         return {
-            "a": self.a, "b": self.b, "dtype": self.dtype, "ok": self.ok, "exceeded": self.exceeded, "unmeasured": self.unmeasured,
-            "limits": self.limits.to_dict(), "overall": self.overall.to_dict(),
+            "a": self.a, "b": self.b, "dtype": self.dtype, "quantised": self.quantised, "ok": self.ok,
+            "exceeded": self.exceeded, "unmeasured": self.unmeasured, "limits": self.limits.to_dict(), "overall": self.overall.to_dict(),
             "noise": {name: metrics.to_dict() for name, metrics in self.noise.items()},
             "routing": self.routing and self.routing.to_dict(), "prompts": [metrics.to_dict() for metrics in self.prompts],
         }  # fmt: skip
@@ -222,19 +224,24 @@ def parity(
     import torch
     import torch.distributed as dist
 
-    from reshard.parity.opening import open_system
+    from reshard.parity.opening import is_megatron, open_system
     from reshard.parity.systems import DTYPES, Scoring, System, join_processes, scores_of
 
     dtype = dtype or ("bf16" if torch.cuda.is_available() else "fp32")
     if dtype not in DTYPES:
         raise ReshardError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    if (quantization is not None or exact) and not any(_is_started(side) for side in (a, b)):
+    if quantization is not None and not any(_is_started(side) for side in (a, b)):
+        raise ReshardError(f"quantization {quantization} is for a system with vllm: before it: neither has")
+    if exact and not any(_is_started(side) and is_megatron(side) for side in (a, b)):
         raise ReshardError(
-            "quantization and exact are for a vLLM that is started here: neither system is one"
+            "exact is for a vLLM that is refitted, vllm: and a Megatron checkpoint: neither system is one"
         )
     layout = layout or Layout()
-    limited = limits or Limits.of_dtype
-    _limits(limited, dtype).check()
+    plain = _limits(limits or Limits.of_dtype, dtype)
+    rounded = plain
+    if not all(isinstance(side, str) and not _is_started(side) for side in (a, b)):
+        with suppress(KeyError):  # limits of one's own may know dtypes only
+            rounded = _limits(limits or Limits.of_dtype, "fp8")
     join_processes()
     where = Path(hf_config) if hf_config is not None else None
     runs: dict[str, list[Scores]] = {}
@@ -250,6 +257,8 @@ def parity(
     quantised = False
     tokens = list[Prompt]()
     for name, spec, kind in wanted:
+        if quantised and kind != dtype:
+            continue  # vLLM quantises what is in bf16
         system = (
             spec
             if isinstance(spec, System)
@@ -272,7 +281,7 @@ def parity(
     each = [metrics_of([x], [y]) for x, y in zip(runs["a"], runs["b"], strict=True)]
     floor = {name: metrics_of(runs["a"], scores) for name, scores in runs.items() if name not in ("a", "b")}
     one, two = ([replace(s, distributions=None) for s in runs[name]] for name in ("a", "b"))
-    limits = _limits(limited, "fp8" if quantised else dtype)
+    limits = rounded if quantised else plain
     exceeded, unmeasured = limits.exceeded(overall, routed), limits.unmeasured(overall, routed)
     if not first.num_experts:
         unmeasured.pop("routing_margin", None)
@@ -291,15 +300,21 @@ def parity(
         tokens,
         dist.get_rank() == 0,
         list(unmeasured.values()),
+        quantised,
     )
 
 
-def _is_started(side: "str | System") -> bool:
+def _is_started(side: "str | System") -> TypeGuard[str]:
     return isinstance(side, str) and side.startswith(SERVED)
 
 
 def _limits(limits: Limits | Callable[[str], Limits], kind: str) -> Limits:
-    return limits if isinstance(limits, Limits) else limits(kind)
+    """Those for fp32, bf16 or fp8. Raises ReshardError where they cannot fail, or are none."""
+    found = limits if isinstance(limits, Limits) else limits(kind)
+    if not isinstance(found, Limits):
+        raise ReshardError(f"limits gives a {type(found).__name__} for {kind}, not reshard.parity.Limits")
+    found.check()
+    return found
 
 
 def _check_same(first: Model, model: Model) -> None:

@@ -11,6 +11,11 @@ from reshard.parity.prompts import SERVED
 from reshard.parity.systems import System
 
 
+def is_megatron(spec: str) -> bool:
+    """Whether a path or hub id, with ``vllm:`` before it or not, is of a Megatron checkpoint."""
+    return locate(local_directory(spec.removeprefix(SERVED))) is not None
+
+
 def open_system(
     spec: str,
     dtype: str,
@@ -27,7 +32,7 @@ def open_system(
     directory as vLLM loads it, a Megatron checkpoint by a refit from Megatron-Core, `exact` or not.
     """
     path = local_directory(spec.removeprefix(SERVED))
-    megatron = locate(path) is not None
+    megatron = is_megatron(spec)
     if spec.startswith(SERVED):
         from reshard.parity.vllm import RefittedVllm, Vllm  # not before: it imports vLLM
 

@@ -117,8 +117,14 @@ class _OwnVllm(System):
                     )
             self.quantised = llm.llm_engine.vllm_config.model_config.quantization is not None
             return llm
-        except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
-            raise ReshardError(f"vLLM cannot serve {path}: {first_line(error)}") from error
+        except ReshardError:
+            raise
+        except Exception as error:
+            known = isinstance(error, (ValueError, RuntimeError, NotImplementedError, OSError))
+            if not known and self.quantization is None:
+                raise
+            how = "" if self.quantization is None else f" with quantization {self.quantization}"
+            raise ReshardError(f"vLLM cannot serve {path}{how}: {_reason(error)}") from error
 
     def close(self) -> None:
         if self.llm is not None:
@@ -185,6 +191,12 @@ class RefittedVllm(_OwnVllm):
     def close(self) -> None:
         self._end_trainer()
         super().close()
+
+
+def _reason(error: Exception) -> str:
+    """Of an error of pydantic's what the first check says, of others their first line."""
+    errors = error.errors() if hasattr(error, "errors") else []
+    return str(errors[0]["msg"])[:300] if errors else first_line(error)
 
 
 def _said(engine: _OwnVllm) -> str:

@@ -145,11 +145,13 @@ def _directory(model_config: ModelConfig) -> Path:
 def _to_quantise(source: MegatronSource, model_config: ModelConfig) -> frozenset[str]:
     """The weights that vLLM expects as fp8 blocks with scales, by the config that it has read: Megatron holds
     them as they were before."""
-    wanted = getattr(model_config.hf_config, "quantization_config", None)
+    wanted = getattr(model_config.hf_config, "quantization_config", None) or {}
     if not blocks_wanted({"quantization_config": wanted}, source.path):
         return frozenset()
     recorded = (source.manifest() or {}).get("quantized")
-    return frozenset(recorded or (n for n, info in source.tensors.items() if quantizable(n, info)))
+    names = recorded or [name for name, info in source.tensors.items() if quantizable(name, info)]
+    excepted = wanted.get("ignored_layers") or wanted.get("modules_to_not_convert") or []
+    return frozenset(name for name in names if name.removesuffix(".weight") not in excepted)
 
 
 def _quantised(name: str, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
