@@ -147,6 +147,25 @@ def test_they_are_quantised_again_on_request(published, tmp_path):
     )
 
 
+@pytest.mark.parametrize("before", [
+    "fp8", ["fp8"], CONFIG | {"activation_scheme": "static"}, CONFIG | {"weight_block_size": [64, 64]},
+    CONFIG | {"ignored_layers": ["model.layers.1.self_attn.o_proj"]}, CONFIG | {"modules_to_not_convert": ["model.layers.1.self_attn.o_proj"]},
+    {"quant_method": "compressed-tensors", "format": "float-quantized"},
+], ids=str)  # fmt: skip
+def test_the_config_says_what_was_quantised_whatever_it_said_before(before, published, tmp_path):
+    hf_to_mcore(published / "bf16", tmp_path / "mcore")
+    config = json.loads((published / "bf16" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": before}))
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back", hf_config=tmp_path / "config.json", quantize=True)
+    found = json.loads((tmp_path / "back" / "config.json").read_text())["quantization_config"]
+    kept = {
+        name.removesuffix(".weight")
+        for name, t in hf_tensors(tmp_path / "back").items()
+        if t.ndim == 2 and t.dtype == torch.bfloat16
+    }
+    assert found == CONFIG | {"modules_to_not_convert": sorted(kept)}
+
+
 def test_a_bf16_model_can_be_quantised(published, tmp_path):
     hf_to_mcore(published / "bf16", tmp_path / "mcore", Layout(tp=2))
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", quantize=True)

@@ -63,9 +63,13 @@ def test_a_config_that_wants_fp8_gets_the_blocks_that_a_conversion_writes(tmp_pa
     mcore_to_hf(tmp_path / "mcore", tmp_path / "fp8", quantize=True)
     hf_to_mcore(tmp_path / "fp8", tmp_path / "dequantised", Layout(tp=2))
     mcore_to_hf(tmp_path / "dequantised", tmp_path / "again", quantize=True)
+    excepted = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
+    excepted["modules_to_not_convert"].append("model.layers.1.self_attn.o_proj")
     cases = [(tmp_path / "mcore", RESHARD | dict(hf_config_path=str(tmp_path / "fp8"))), (tmp_path / "dequantised", RESHARD),
-             (tmp_path / "mcore", RESHARD)]  # fmt: skip
-    found = run_on_ranks(1, "streamed", cases, module="serving_on_cpu")[0]
+             (tmp_path / "mcore", RESHARD), (tmp_path / "mcore", RESHARD | dict(hf_overrides={"quantization_config": excepted}))]  # fmt: skip
+    *found, without = run_on_ranks(1, "streamed", cases, module="serving_on_cpu")[0]
+    name = "model.layers.1.self_attn.o_proj.weight"
+    assert without[name] == found[2][name] and without.keys() == found[0].keys() - {f"{name}_scale_inv"}
     for streamed, name in zip(found, ("fp8", "again", "hf"), strict=True):
         wanted = {
             key: bits(tensor) for key, tensor in load_file(tmp_path / name / "model.safetensors").items()

@@ -167,7 +167,7 @@ def _profiled(model: Model, engine: Engine) -> Band:
 def _left_by_allocator(plan: Plan) -> Band:
     """What torch keeps of freed memory when the trainer offloads: segments of its logits, in bf16 and fp32, in which
     cuBLAS's workspaces of 32 MiB lie (measured: both); nothing with expandable segments."""
-    return Band(0, int(plan.tokens * 6 * plan.model.symbols["V"] / plan.layout.tp))
+    return Band(0, int(plan.tokens * _logits(plan)))
 
 
 def _forward(plan: Plan) -> int:
@@ -177,4 +177,9 @@ def _forward(plan: Plan) -> int:
         sum(row.bytes for row in layer_tensors(plan.model, kind, sizes))
         for kind in dict.fromkeys(plan.model.kinds)
     )
-    return int(plan.tokens * max(layer, 6 * plan.model.symbols["V"] / plan.layout.tp))
+    return int(plan.tokens * max(layer, _logits(plan)))
+
+
+def _logits(plan: Plan) -> float:
+    """Bytes of a token's, in bf16 and fp32."""
+    return 6 * plan.model.symbols["V"] / plan.layout.tp
