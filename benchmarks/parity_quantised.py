@@ -190,18 +190,9 @@ class Engines:
 
 def compare(way: str, engines: Engines, places: Places, trainer) -> dict:
     """Loaded by vLLM, loaded from Megatron's checkpoint, and refitted, all quantised in one way."""
-    from benchmarks.refit import Today, measured
-    from reshard.engines.vllm.live import VllmModel
-    from reshard.refit import Members, connect
-    from reshard.trainers.megatron import MegatronModel
-
     published = way == PUBLISHED
     config = places.fp8 if published else places.hf
-    options = {} if published else {"quantization": way}
-
-    def others(held: dict, wanted: dict) -> list[str]:
-        return sorted(key for key in wanted if wanted[key] != held.get(key))
-
+    options = served = {} if published else {"quantization": way}
     with engines.one(f"{way} loaded", config, **options) as llm:
         engines.note(f"{way} loaded", llm)
         loaded, numbers = held_by(module_of(llm)), copied(module_of(llm))
@@ -215,10 +206,8 @@ def compare(way: str, engines: Engines, places: Places, trainer) -> dict:
             found["converted apart"] = apart(numbers, copied(module_of(llm)))
             print(f"     {engines.name}: converted apart {found['converted apart']}", flush=True)
             del llm
-    overrides = json.loads((config / "config.json").read_text()) if published else {}
-    served = (
-        {"hf_overrides": {"quantization_config": overrides["quantization_config"]}} if published else options
-    )
+        read = json.loads((config / "config.json").read_text())
+        served = {"hf_overrides": {"quantization_config": read["quantization_config"]}}
     with engines.one(f"{way} served", places.mcore, load_format="reshard", **served) as llm:
         engines.note(f"{way} served", llm)
         wrong = others(held_by(module_of(llm)), as_file)
@@ -226,60 +215,73 @@ def compare(way: str, engines: Engines, places: Places, trainer) -> dict:
         engines.check(f"{what}: parameters as {source} (others: {wrong[:4]})", not wrong)
         engines.check(f"{what}: logprobs and tokens as {source}", engines.same(f"{way} {source}", f"{way} served"))  # fmt: skip
         del llm
-
     with (
         tempfile.TemporaryDirectory() as empty,
         engines.one(f"{way} refitted", _alone(config, empty), load_format="dummy", **options) as llm,
     ):
-        module = module_of(llm)
-        engines.check(f"{way}: dummy weights are others", held_by(module) != loaded)
-        addresses = {key: parameter.data_ptr() for key, parameter in module.named_parameters()}
-        blocks = published or "block" in way
-        for mode in ("exact", "best") if blocks else ("exact",):
-            engine = VllmModel.from_llm(llm, exact=mode == "exact")
-            link = connect(Members.of_process_group(), MegatronModel(trainer.models), engine)
-            before = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
-            report = link.refit(verify=True)
-            what = f"{way} {mode}"
-            engines.note(what, llm)
-            if mode == "exact":
-                found |= {"quantised": link.describe()["quantised"], "first": report.to_dict()}
-                wrong = others(held_by(module), loaded)
-                if wrong:
-                    print(f"     {engines.name}: refitted apart {apart(numbers, copied(module))}", flush=True)
-                engines.check(f"{way}: parameters as loaded ({len(loaded)}, others: {wrong[:4]})", not wrong)
-                engines.check(f"{way}: logprobs and tokens as loaded", engines.same(f"{way} loaded", what))
-            weight = _output_projection(trainer.models[0])
-            weight.data.neg_()
-            link.refit()
-            if mode == "exact":
-                engines.note(f"{way} control", llm)
-                engines.check(
-                    f"{way}: the control is another model", not engines.same(f"{way} control", what)
-                )
-            weight.data.neg_()
-            seconds = [link.refit().total_seconds for _ in range(REFITS)]
-            found[f"{mode}_ms"] = sorted(seconds)[REFITS // 2] * 1e3
-            if torch.cuda.is_available():
-                found[f"{mode}_extra_bytes"] = before - torch.cuda.mem_get_info()[0]
-            engines.note(f"{what} again", llm)
-            engines.check(f"{what}: the same after {REFITS} refits", engines.same(what, f"{what} again"))
-            link.close()
-        now = {key: parameter.data_ptr() for key, parameter in module.named_parameters()}
-        engines.check(f"{way}: addresses as before", now == addresses)
-        if not published:
-            today = Today(MegatronModel(trainer.models), engines.model, module, llm.llm_engine.model_config)
-            today.run()
-            if torch.cuda.is_available():
-                seconds, found["today_extra_bytes"] = measured(today.run, 3)
-                found["today_ms"] = seconds * 1e3
-            wrong = others(held_by(module), loaded)
-            engines.check(
-                f"{way}: parameters as loaded after vLLM's own reloading (others: {wrong[:4]})", not wrong
-            )
-            del today
-        del llm, module, link, engine
+        found |= refitted(way, engines, llm, trainer, loaded, numbers)
+        del llm
     print(f"     {engines.name}: {way} {found}", flush=True)
+    return found
+
+
+def others(held: dict, wanted: dict) -> list[str]:
+    """Names of parameters that are not as they should be."""
+    return sorted(key for key in wanted if wanted[key] != held.get(key))
+
+
+def refitted(way: str, engines: Engines, llm, trainer, loaded: dict, numbers: dict) -> dict:
+    """An engine that began with other weights, after refits, against what one has that has `loaded` them."""
+    from benchmarks.refit import Today, measured
+    from reshard.engines.vllm.live import VllmModel
+    from reshard.refit import Members, connect
+    from reshard.trainers.megatron import MegatronModel
+
+    found: dict = {}
+    module = module_of(llm)
+    engines.check(f"{way}: dummy weights are others", held_by(module) != loaded)
+    addresses = {key: parameter.data_ptr() for key, parameter in module.named_parameters()}
+    blocks = way == PUBLISHED or "block" in way
+    for mode in ("exact", "best") if blocks else ("exact",):
+        engine = VllmModel.from_llm(llm, exact=mode == "exact")
+        link = connect(Members.of_process_group(), MegatronModel(trainer.models), engine)
+        before = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+        report = link.refit(verify=True)
+        what = f"{way} {mode}"
+        engines.note(what, llm)
+        if mode == "exact":
+            found |= {"quantised": link.describe()["quantised"], "first": report.to_dict()}
+            wrong = others(held_by(module), loaded)
+            if wrong:
+                print(f"     {engines.name}: refitted apart {apart(numbers, copied(module))}", flush=True)
+            engines.check(f"{way}: parameters as loaded ({len(loaded)}, others: {wrong[:4]})", not wrong)
+            engines.check(f"{way}: logprobs and tokens as loaded", engines.same(f"{way} loaded", what))
+        weight = _output_projection(trainer.models[0])
+        weight.data.neg_()
+        link.refit()
+        if mode == "exact":
+            engines.note(f"{way} control", llm)
+            engines.check(f"{way}: the control is another model", not engines.same(f"{way} control", what))
+        weight.data.neg_()
+        seconds = [link.refit().total_seconds for _ in range(REFITS)]
+        found[f"{mode}_ms"] = sorted(seconds)[REFITS // 2] * 1e3
+        if torch.cuda.is_available():
+            found[f"{mode}_extra_bytes"] = before - torch.cuda.mem_get_info()[0]
+        engines.note(f"{what} again", llm)
+        engines.check(f"{what}: the same after {REFITS} refits", engines.same(what, f"{what} again"))
+        link.close()
+    now = {key: parameter.data_ptr() for key, parameter in module.named_parameters()}
+    engines.check(f"{way}: addresses as before", now == addresses)
+    if way != PUBLISHED:
+        today = Today(MegatronModel(trainer.models), engines.model, module, llm.llm_engine.model_config)
+        today.run()
+        if torch.cuda.is_available():
+            seconds, found["today_extra_bytes"] = measured(today.run, 3)
+            found["today_ms"] = seconds * 1e3
+        wrong = others(held_by(module), loaded)
+        engines.check(
+            f"{way}: parameters as loaded after vLLM's own reloading (others: {wrong[:4]})", not wrong
+        )
     return found
 
 
