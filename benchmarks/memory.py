@@ -69,10 +69,12 @@ class Case:
     seq_length: int = 4096
     recompute: str = "none"
     microbatches: int = 1
+    fp8: str | None = None  # Transformer Engine's recipe
 
     def __str__(self) -> str:
         sizes = " ".join(f"{name}{n}" for name, n in (self.layout | {"cp": self.cp}).items() if n != 1)
-        return f"{self.model} {sizes or 'tp1'} s{self.seq_length} m{self.microbatches} {self.recompute}"
+        fp8 = f" fp8 {self.fp8}" if self.fp8 else ""
+        return f"{self.model} {sizes or 'tp1'} s{self.seq_length} m{self.microbatches} {self.recompute}{fp8}"
 
 
 def cases(gpus: int, toy: bool) -> list[list[Case]]:
@@ -102,17 +104,30 @@ def cases(gpus: int, toy: bool) -> list[list[Case]]:
     return found
 
 
-def estimate(case: Case, gpus: int, fusion: bool, gpu_bytes: int | None, impl: str):
+def estimate(
+    case: Case, gpus: int, fusion: bool, gpu_bytes: int | None, impl: str, config: dict | None = None
+):
     """`reshard.memory`'s report of a case."""
     import reshard
     from reshard.models.model import Model
 
-    model = Model.from_hf((WIDTHS | TOYS)[case.model], case.model)
+    model = Model.from_hf(config or (WIDTHS | TOYS)[case.model], case.model)
     layout = reshard.Layout(**case.layout)
     return model, layout, reshard.memory(
         model, layout, gpus=gpus, cp=case.cp, seq_length=case.seq_length, recompute=case.recompute, imbalance=1.0,
         num_microbatches=case.microbatches, gradient_accumulation_fusion=fusion, gpu_memory=gpu_bytes, transformer_impl=impl,
+        fp8=case.fp8,
     )  # fmt: skip
+
+
+def estimated(stage) -> dict:
+    """What a row says of a stage of that report."""
+    return {
+        "estimate": stage.allocated,
+        "estimate_static": stage.static,
+        "band": list(stage.allocated_band),
+        "outside_band": list(stage.outside),
+    }
 
 
 def recompute_fields(text: str) -> dict:
@@ -174,6 +189,9 @@ def train(model, layout, case: Case, toy: bool) -> dict:
     }
     if model.num_experts:
         options |= {"moe_router_force_load_balancing": True}
+    if case.fp8:
+        options |= {"fp8": "hybrid" if case.fp8 == "delayed" else "e4m3", "fp8_recipe": case.fp8}
+        options |= {"moe_router_padding_for_quantization": True} if model.num_experts else {}
     left = 0 if toy else torch.cuda.memory_allocated()
     training = Training(model, layout, **options)
     static = 0 if toy else torch.cuda.memory_allocated() - left
@@ -270,11 +288,7 @@ def run(case, model, layout, gpus, toy, fusion, total, rank, folder) -> None:
             print(f"{case} rank {one['rank']}: {one['error']}", flush=True)
         else:
             stage = report.stages[one["stage"]]
-            row |= {
-                "estimate": stage.allocated,
-                "estimate_static": stage.static,
-                "outside_band": list(stage.outside),
-            }
+            row |= estimated(stage)
             said = "no Megatron formula" if formula is None else f"report_theoretical_memory {formula:.2f}"
             if toy:
                 print(f"{case} rank {one['rank']}: ran, {one['seconds']:.1f} s, gradients {one['grads']}; estimate "

@@ -143,6 +143,7 @@ def on_cpu():
             for name in ("zeros", "ones", "tensor", "empty"):
                 patches.enter_context(patch.object(torch, name, _without_device(getattr(torch, name))))
             patches.enter_context(patch.object(torch.cuda, "current_stream", lambda *a: None))
+            patches.enter_context(patch.object(torch.cuda, "synchronize", lambda *a: None))
             patches.enter_context(patch.object(states, "_get_all_rng_states", lambda *a: ()))
             patches.enter_context(patch.object(states, "_set_all_rng_states", lambda *a: None))
         yield
