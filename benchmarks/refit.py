@@ -325,7 +325,7 @@ def main() -> None:
     result: dict = {"model": options.model, "layers": config["num_hidden_layers"], "megatron": str(layout), "gpu": torch.cuda.get_device_name(),
                     "vllm": f"TP{options.vllm_tp}" + (" EP" if options.vllm_ep else ""), "gpus": dist.get_world_size(), "release": options.release}  # fmt: skip
     links, seconds = {}, {}
-    for executor in ("peer",) if options.quantization else ("peer", "buckets"):
+    for executor in ("peer", "buckets"):
         torch.cuda.synchronize()
         dist.barrier()
         before, start = used_bytes(), time.perf_counter()

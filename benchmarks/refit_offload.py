@@ -11,7 +11,7 @@ Checked: the driver has the memory back (`mem_get_info`); every refit after a re
 the bits in vLLM that a verified refit of the same weights left; an engine that sleeps is refused, and one
 that has lost its weights does not serve. Measured: a refit with mappings released after each, and kept. With
 ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` in the environment the trainer's memory cannot be mapped,
-and is staged.
+and is staged. Two runs that differ in nothing but `--executor` must print the same ``bits``.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import statistics
 import tempfile
+import zlib
 from pathlib import Path
 
 import torch
@@ -147,6 +148,7 @@ def main() -> None:
     parser.add_argument("--engine-gpus", help="default: the trainer's")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.35)
     parser.add_argument("--executor", default="auto")
+    parser.add_argument("--quantization", help="what vLLM serves in: fp8_per_block")
     parser.add_argument("--port", type=int, default=29631)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
@@ -162,7 +164,7 @@ def main() -> None:
     config = config_of(options.model, options.layers)
     moe = "num_experts" in config or "n_routed_experts" in config
     found: dict = {"model": options.model, "layers": config["num_hidden_layers"], "wrap": options.wrap, "engine_gpus": gpus, "trainers": trainers,
-                   "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")}  # fmt: skip
+                   "executor": options.executor, "quantization": options.quantization, "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")}  # fmt: skip
 
     def tell(method: str, *args, **keywords) -> None:
         if rank == 0:
@@ -178,6 +180,7 @@ def main() -> None:
 
     if rank == 0:
         settings = {"tensor_parallel_size": tp, "gpu_memory_utilization": options.gpu_memory_utilization}
+        settings |= {"quantization": options.quantization} if options.quantization else {}
         process, pipe = start_engine(config, gpus, settings)
         print("engine", answer(), flush=True)
     start_processes()
@@ -229,10 +232,12 @@ def main() -> None:
             known[seed] = held()
         check(f"{how}: two sets of weights differ", rank or known[1] != known[2])
         if rank == 0:
+            # The same for every executor: the weights come from seeds.
+            found[f"{how}_bits"] = zlib.crc32(json.dumps(sorted(known[2].items())).encode())
             found[f"{how}_ways"] = {
                 k: sum(r[k] for r in reports) for k in ("peer_bytes", "staged_bytes", "bucket_bytes")
             }
-            print(how, found[f"{how}_ways"], flush=True)
+            print(how, found[f"{how}_ways"], "bits", found[f"{how}_bits"], flush=True)
         for place in ("the same addresses", "other addresses"):
             before = free()
             at = trainer.parameters()[0].data_ptr()

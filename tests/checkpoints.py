@@ -104,7 +104,9 @@ SERVED = {
     "served-qwen3-moe-whole": Qwen3MoeConfig(**MOE | WIDE | dict(head_dim=32), tie_word_embeddings=False),
     # all of a block of fp8 or more, in every direction
     "served-int8": Qwen3MoeConfig(**MOE | WIDE | dict(head_dim=32, moe_intermediate_size=64), tie_word_embeddings=False),
-    "served-blocks": Qwen3Config(**WIDE | dict(hidden_size=256, intermediate_size=256), head_dim=64, tie_word_embeddings=False),
+    "served-blocks": Qwen3Config(
+        **WIDE | dict(hidden_size=256, intermediate_size=256, num_key_value_heads=4), head_dim=64, tie_word_embeddings=False
+    ),
     "served-moe-blocks": Qwen3MoeConfig(**MOE | WIDE | dict(hidden_size=384, head_dim=64, moe_intermediate_size=256), tie_word_embeddings=False),
     "served-glm4-moe": Glm4MoeConfig(**GLM | WIDE | dict(head_dim=64), tie_word_embeddings=False),
     "served-deepseek-v3": DeepseekV3Config(

@@ -178,15 +178,13 @@ def refit_twice(
 def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict):
     """What a verified refit into an engine that quantises itself says: as it is; where a scale, or a code, changes after it has arrived;
     where vLLM's processing fails, and where it leaves another number beside the weights; and at last as it is. And whether the layers and
-    their kernels are the objects that they were, and what is said of them. Of two processes, what each says at connect."""
+    their kernels are the objects that they were, and what is said of them."""
     is_trainer, is_engine, members = start(rank, sides)
     source = MegatronModel(trainer(flags, checkpoint[1])[0]) if is_trainer else None
     destination = None
     if is_engine:
         module, config = vllm_on_cpu.build(checkpoint[0], load_format="dummy", **engine)
         destination = VllmModel(module, config)
-    if not is_engine or not is_trainer:
-        return caught(lambda: connect(members, source, destination))
     link = connect(members, source, destination)
     name = next(iter(destination.reloads.round_of))
     layer = module.get_submodule(name)
@@ -229,35 +227,45 @@ def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tu
 
 
 def blocks_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict):
-    """What a verified refit into fp8 blocks says: as it is, and where a code, or a scale, changes after it has arrived; what is said of scales that vLLM has made up; and what is said at
-    connect where ours are made in another way than vLLM's. Of two processes, what each says at connect."""
+    """What each member says of verified refits into fp8 blocks: as it is, where a code, or a scale, changes after it has arrived, and at last
+    as it is; and the engine's of scales that vLLM has made up, and at connect where ours are made in another way than vLLM's."""
     from reshard.engines.vllm import fp8
     from reshard.refit import blocks
 
     is_trainer, is_engine, members = start(rank, sides)
     source = MegatronModel(trainer(flags, checkpoint[1])[0]) if is_trainer else None
-    by_config = engine.pop("by_config")
-    if not is_engine or not is_trainer:
-        build = lambda: VllmModel(*vllm_on_cpu.build(checkpoint[0], load_format="dummy", **engine))  # noqa: E731
-        return caught(lambda: connect(members, source, build() if is_engine else None))
-    module, config = vllm_on_cpu.build(checkpoint[0], load_format="dummy", **engine)
-    destination = VllmModel(module, config)
-    link = connect(members, source, destination)
-    said = [caught(lambda: link.refit(verify=True))]
-    name, scales = next(iter(destination.scales.items()))
-    codes = destination.regions[name].tensor.view(torch.uint8)
-    settle = destination.settle
-    for change in (lambda: codes[3].bitwise_xor_(1), lambda: scales.region.tensor[0].mul_(1.5)):
-        destination.settle = change
+    by_config, destination = engine.pop("by_config"), None
+    changes: list = [None] * 4
+    if is_engine:
+        module, config = vllm_on_cpu.build(checkpoint[0], load_format="dummy", **engine)
+        destination = VllmModel(module, config)
+        name, scales = next(iter(destination.scales.items()))
+        codes = destination.regions[name].tensor.view(torch.uint8)
+        changes[1:3] = lambda: codes[3].bitwise_xor_(1), lambda: scales.region.tensor[0].mul_(1.5)
+        settle = destination.settle
+    link, said = connect(members, source, destination), []
+    for change in changes:
+        if is_engine:
+            destination.settle = change or settle
         said.append(caught(lambda: link.refit(verify=True)))
-    destination.settle = settle
-    said.append(caught(lambda: link.refit(verify=True)))
+    if not is_engine:
+        return said
     cached = {"kv_cache_dtype": "fp8", "hf_overrides": {"quantization_config": by_config}}
     said.append(caught(lambda: VllmModel(*vllm_on_cpu.build(checkpoint[0], load_format="dummy", **cached))))
     fp8.check_blocks.cache_clear()
     blocks.SMALLEST = 1e-3
     said.append(caught(lambda: VllmModel(module, config)))
     return said
+
+
+def connecting(
+    rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict, **options
+):
+    """What each member says at connect."""
+    is_trainer, is_engine, members = start(rank, sides)
+    source = MegatronModel(trainer(flags, checkpoint[1])[0]) if is_trainer else None
+    build = lambda: VllmModel(*vllm_on_cpu.build(checkpoint[0], load_format="dummy", **engine))  # noqa: E731
+    return caught(lambda: connect(members, source, build() if is_engine else None, **options))
 
 
 def without(ends: list[str] | None, found: dict[str, tuple]) -> dict[str, tuple]:

@@ -20,7 +20,7 @@ from reshard.refit.blocks import BF16, BLOCK, E4M3, PLACES, quantise, quantise_o
 from reshard.refit.codecs import CODECS, ROUNDINGS, block_codec, codec_between
 from reshard.refit.tables import CODEC, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
 from tests.ranks import free_port, run_on_ranks
-from tests.test_logits import flags_at
+from tests.test_logits import EP, PP, TP, flags_at
 from tests.test_refit import converted, refit
 
 __all__ = ["converted"]
@@ -75,6 +75,19 @@ def test_whatever_the_pieces_each_block_is_made_of_all_of_its_own(rows, columns,
     codes, scales = quantise(values, "fp32")
     assert np.array_equal(places[1][:, :columns], codes.view(np.uint8)) and np.array_equal(places[2], scales)
     assert (places[1][:, columns:] == 0xEE).all() and len(held) == len(cuts)
+
+
+def test_blocks_that_no_piece_reaches_stay_as_they_are():
+    values, places = weights(256, 1500), places_for((256, 1500))
+    table, into, held = pieces_of(values, [(0, 0, 128, 256), (0, 512, 128, 988)])
+    strips = strips_of(table, into, np.arange(2), places[0])
+    quantise_on_host(strips.items, strips.fragments, "fp32")
+    codes, scales = quantise(values, "fp32")
+    reached = np.ones((256, 1500), bool)
+    reached[128:], reached[:, 256:512] = False, False
+    assert np.array_equal(places[1][:, :1500][reached], codes.view(np.uint8)[reached]) and len(held) == 2
+    assert (places[1][:, :1500][~reached] == 0xEE).all()
+    assert np.array_equal(places[2] == -1, ~reached[::BLOCK, ::BLOCK]) and (scales >= 0).all()
 
 
 def test_a_codec_of_blocks_is_none_of_single_elements():
@@ -166,60 +179,110 @@ def test_a_refit_leaves_what_vllm_makes_of_the_same_weights_while_it_loads_them(
     refit(converted(variant), "", 1, ONLINE, 1, True, tmp_path, moving=variant == "qwen3-moe")
 
 
-@pytest.mark.parametrize("variant", ["served-blocks", "served-moe-blocks"])
-def test_a_refit_leaves_what_vllm_loads_from_a_checkpoint_in_fp8(variant, converted, tmp_path):
-    checkpoints = converted(variant)
-    published = [
-        served_in_blocks(hf, mcore, tmp_path / f"fp8-{number}")
-        for number, (hf, mcore) in enumerate(checkpoints)
+def published(checkpoints, folder: Path) -> tuple[list[str], dict]:
+    """The checkpoints as they are published in fp8, and what vLLM is told of their config."""
+    found = [
+        served_in_blocks(*checkpoint, folder / f"fp8-{number}")
+        for number, checkpoint in enumerate(checkpoints)
     ]
-    config = json.loads((Path(published[0]) / "config.json").read_text())
-    engine = {"hf_overrides": {"quantization_config": config["quantization_config"]}}
-    # Dummy weights make up scales of the key-value cache too, which nobody reads unless it is in fp8.
-    refit(
+    config = json.loads((Path(found[0]) / "config.json").read_text())
+    return found, {"hf_overrides": {"quantization_config": config["quantization_config"]}}
+
+
+# Dummy weights make up scales of the key-value cache too, which nobody reads unless it is in fp8.
+IGNORED = ["_k_scale", "_v_scale"]
+
+
+# In one process, where the weights lie; in two, in buckets of blocks that the trainer makes, in many rounds; through a slab;
+# and partly one and partly the other.
+@pytest.mark.parametrize(
+    "variant,parallel,ranks,together,options",
+    [
+        ("served-blocks", "", 1, True, {}),
+        ("served-blocks", "", 1, False, {"bucket_bytes": 1 << 19}),
+        ("served-moe-blocks", "", 1, True, {}),
+        ("served-moe-blocks", f"{PP} 2 {EP} 2", 4, False, {"executor": "staged", "bucket_bytes": 1 << 19}),
+        ("served-blocks", f"{TP} 2", 2, True, {"bucket_bytes": 1 << 20}),
+    ],
+)
+def test_a_refit_leaves_what_vllm_loads_from_a_checkpoint_in_fp8(
+    variant, parallel, ranks, together, options, converted, tmp_path
+):
+    checkpoints = converted(variant)
+    loaded, engine = published(checkpoints, tmp_path)
+    engines = ranks if together else 1
+    engine |= {"dp": engines}  # each has the whole model
+    reports = refit(
         checkpoints,
-        "",
-        1,
+        parallel,
+        ranks,
         engine,
-        1,
-        True,
+        engines,
+        together,
         tmp_path / "run",
-        published=published,
-        ignored=["_k_scale", "_v_scale"],
+        published=loaded,
+        ignored=IGNORED,
+        **options,
     )
+    sent = sum(report["staged_bytes"] + report["bucket_bytes"] for some in reports for report in some)
+    assert (sent > 0) == (not together or ranks > 1)
 
 
-def differ(converted, folder, trainers: int, engines: int, together: bool):
+def sides_of(folder: Path, trainers: int, engines: int, together: bool) -> dict:
     folder.mkdir(exist_ok=True)
-    sides = {
+    return {
         "trainer": trainers,
         "engine": engines,
         "together": together,
         "folder": str(folder),
         "port": free_port(),
     }
-    ranks = trainers if together else trainers + engines
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_check_sees_a_code_or_a_scale_that_changed_and_connect_sees_other_arithmetic(
+    together, converted, tmp_path
+):
     checkpoint = converted("served-blocks")[0]
     flags, engine = flags_at(Path(checkpoint[1]), ""), ONLINE | {"by_config": BY_CONFIG}
-    return run_on_ranks(ranks, "blocks_that_differ", sides, flags, checkpoint, engine, module="refit_on_cpu")
-
-
-def test_a_check_sees_a_code_or_a_scale_that_changed_and_connect_sees_other_arithmetic(converted, tmp_path):
-    [[plain, code, scale, mended, cache, arithmetic]] = differ(converted, tmp_path, 1, 1, True)
-    assert plain == mended == "no error"
-    assert (
-        "3 tensors did not arrive as they are in the trainer" in code
-        and "q_proj" in code
-        and "v_proj" in code
+    sides = sides_of(tmp_path, 1, 1, together)
+    *trainer, said = run_on_ranks(
+        1 if together else 2, "blocks_that_differ", sides, flags, checkpoint, engine, module="refit_on_cpu"
     )
-    assert "q_proj" in scale and "o_proj" not in scale
+    plain, code, scale, mended, cache, arithmetic = said
+    assert plain == mended == "no error"
+    assert "tensors did not arrive as they are in the trainer" in code and "q_proj" in code
+    assert (
+        "tensors did not arrive as they are in the trainer" in scale
+        and "q_proj" in scale
+        and "o_proj" not in scale
+    )
     assert "scales its fp8 keys and values by numbers that load_format='dummy' has made up" in cache
     assert "this vLLM quantises blocks with fp32 scales in another way than reshard" in arithmetic
+    for there in trainer:
+        assert there[0] == there[3] == "no error" and "q_proj" in there[1] and "q_proj" in there[2]
 
 
-def test_blocks_that_would_come_in_buckets_are_refused_by_name_on_every_member(converted, tmp_path):
-    for said in differ(converted, tmp_path, 1, 1, False):
-        assert "serves from quantised weights" in said and "comes by buckets" in said, said
+@pytest.mark.parametrize(
+    "variant,parallel,trainers,engine,why",
+    [
+        # rows of one block on two of the trainer's ranks
+        ("served-blocks", f"{TP} 4", 4, ONLINE, "has a block of 128x128 of which trainer rank"),
+        ("qwen3-moe", "", 1, {"quantization": "fp8_per_channel"}, "is quantised by the engine itself"),
+    ],
+)
+def test_what_can_only_be_quantised_by_the_engine_is_refused_in_buckets_on_every_member(
+    variant, parallel, trainers, engine, why, converted, tmp_path
+):
+    checkpoint = converted(variant)[0]
+    arguments = (
+        sides_of(tmp_path, trainers, 1, False),
+        flags_at(Path(checkpoint[1]), parallel),
+        checkpoint,
+        engine,
+    )
+    for said in run_on_ranks(trainers + 1, "connecting", *arguments, module="refit_on_cpu"):
+        assert why in said and "comes by buckets" in said, said
 
 
 if __name__ == "__main__":

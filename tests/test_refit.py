@@ -129,6 +129,7 @@ def refit(
             engine,
             together,
             [reports for held, _, _, reports, _ in results if held[0]],
+            "published" in options,
         )
     return [reports for _, _, _, reports, _ in results]
 
@@ -138,9 +139,9 @@ SIZES = {TP: "tp", PP: "pp", VPP: "vpp", EP: "ep", ETP: "etp", "--decoder-first-
 
 
 def as_forecast(
-    checkpoint: str, parallel: str, trainers: int, engine: dict, together: bool, reports: list
+    checkpoint: str, parallel: str, trainers: int, engine: dict, together: bool, reports: list, encoded: bool
 ) -> None:
-    """A refit on simulated ranks must have moved just these bytes."""
+    """A refit on simulated ranks must have moved just these bytes; of what travels `encoded` in fp8 about half."""
     words = parallel.split()
     sizes = {SIZES[flag]: int(n) for flag, n in zip(words[::2], words[1::2], strict=True)}
     model = read_model(checkpoint)
@@ -158,9 +159,14 @@ def as_forecast(
         vocab_divisible_by=8,
         transformer_impl="local",
     )
-    assert [(r["local_bytes"], r["bucket_bytes"]) for _, r in reports] == [
-        (r.local_bytes, r.host_bytes) for r in found.ranks
-    ]
+    assert [r["local_bytes"] for _, r in reports] == [r.local_bytes for r in found.ranks]
+    for (_, report), rank in zip(reports, found.ranks, strict=True):
+        if encoded and rank.host_bytes:
+            assert (
+                0.5 < report["bucket_bytes"] / rank.host_bytes < 0.7
+            )  # embedding, output and norms are as they were
+        else:
+            assert report["bucket_bytes"] == rank.host_bytes
 
 
 @pytest.mark.parametrize(("variant", "parallel", "trainers", "engine", "engines", "together"), LAYOUTS,

@@ -36,15 +36,12 @@ def test_blocks_for_a_kernel_that_is_not_known_are_made_by_vllm(converted, tmp_p
     refit(converted("qwen3-moe"), "", 1, {"quantization": "fp8_per_block"}, 1, True, tmp_path, unknown=True)
 
 
-def differ(converted, folder, together: bool):
-    sides = {"trainer": 1, "engine": 1, "together": together, "folder": str(folder), "port": free_port()}
-    checkpoint = converted("qwen3-moe")[0]
-    arguments = (sides, flags_at(Path(checkpoint[1]), ""), checkpoint, {"quantization": "fp8_per_channel"})
-    return run_on_ranks(1 if together else 2, "reloads_that_differ", *arguments, module="refit_on_cpu")
-
-
 def test_a_check_makes_it_again_and_what_fails_leaves_the_layers_as_they_were(converted, tmp_path):
-    [[plain, scale, code, failed, number, mended, same, quantised]] = differ(converted, tmp_path, True)
+    sides = {"trainer": 1, "engine": 1, "together": True, "folder": str(tmp_path), "port": free_port()}
+    checkpoint = converted("qwen3-moe")[0]
+    arguments = sides, flags_at(Path(checkpoint[1]), ""), checkpoint, {"quantization": "fp8_per_channel"}
+    [said] = run_on_ranks(1, "reloads_that_differ", *arguments, module="refit_on_cpu")
+    plain, scale, code, failed, number, mended, same, quantised = said
     assert plain == mended == "no error" and same
     for said in (scale, code):
         assert (
@@ -63,8 +60,3 @@ def test_a_check_makes_it_again_and_what_fails_leaves_the_layers_as_they_were(co
     assert failed[1:] == number[1:] == (False, True), "unfit to serve, with all that it had"
     assert {one["kernel"] for one in quantised} == {"ChannelWiseTorchFP8ScaledMMLinearKernel", "TRITON"}
     assert all("of vLLM, by a slab" in one["how"] and one["layers"] for one in quantised)
-
-
-def test_what_would_come_in_buckets_is_refused_by_name_on_every_member(converted, tmp_path):
-    for said in differ(converted, tmp_path, False):
-        assert "serves from quantised weights" in said and "comes by buckets" in said, said

@@ -46,22 +46,40 @@ def places_of(engine: Engine) -> np.ndarray:
 
 
 class Strips(NamedTuple):
-    """Items and their fragments, all of one codec, and the owner of each fragment's source."""
+    """Items and their fragments, the owner of each fragment's source, and the index of each item's local tensor."""
 
     items: np.ndarray
     fragments: np.ndarray
     owners: np.ndarray
+    tensors: np.ndarray
 
 
 def strips_of(table: np.ndarray, into: np.ndarray, owners: np.ndarray, places: np.ndarray) -> Strips:
-    """Cut pieces at the borders of blocks, and put together what belongs to an item.
+    """Cut pieces at the borders of blocks, and put together what belongs to an item. Blocks that no piece reaches
+    are in none: they come by another way.
 
     `table` has the source's end filled in; `into` are the local tensor's index, row and column of each piece, `places` where
     the local tensors lie (`places_of`).
     """
+    strips = cut(table, into, owners, places, STRIP)
+    return strips if _reached(strips) else cut(table, into, owners, places, 1)
+
+
+def _reached(strips: Strips) -> bool:
+    """Whether every block of every item has a fragment."""
+    items, fragments = strips.items, strips.fragments
+    if not len(items):
+        return True
+    first, last = fragments[:, LEFT] // BLOCK, (fragments[:, LEFT] + fragments[:, WIDE] - 1) // BLOCK
+    blocks = np.bitwise_or.reduceat((2 << last) - (1 << first), items[:, FIRST])
+    return bool((blocks == (1 << -(-items[:, LENGTH] // BLOCK)) - 1).all())
+
+
+def cut(table: np.ndarray, into: np.ndarray, owners: np.ndarray, places: np.ndarray, blocks: int) -> Strips:
+    """As `strips_of`, in items of so many blocks beside each other."""
     index, row, column = into.T
     rows, columns = table[:, ROWS], table[:, WIDTH]  # a code has one byte
-    wide = STRIP * BLOCK
+    wide = blocks * BLOCK
     first_row, first_column = row // BLOCK, column // wide
     down = (row + rows - 1) // BLOCK - first_row + 1
     across = (column + columns - 1) // wide - first_column + 1
@@ -89,12 +107,12 @@ def strips_of(table: np.ndarray, into: np.ndarray, owners: np.ndarray, places: n
     items = np.empty((len(starts), ITEM), np.int64)
     items[:, CODES] = codes + at_row * BLOCK * codes_pitch + at_strip * wide
     items[:, CODES_PITCH] = codes_pitch
-    items[:, SCALES] = scales + (at_row * scales_pitch + at_strip * STRIP) * 4
+    items[:, SCALES] = scales + (at_row * scales_pitch + at_strip * blocks) * 4
     items[:, HEIGHT] = np.minimum(BLOCK, height - at_row * BLOCK)
     items[:, LENGTH] = np.minimum(wide, width - at_strip * wide)
     items[:, FIRST] = starts
     items[:, COUNT] = np.diff(np.append(starts, len(keys)))
-    return Strips(items, fragments[order], owners[piece][order])
+    return Strips(items, fragments[order], owners[piece][order], tensor)
 
 
 class BlockTable:

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from reshard.core.errors import ReshardError, first_line
@@ -19,7 +18,7 @@ from reshard.refit.members import Members
 from reshard.refit.routes import BUCKETS, HERE, PEER, SENT, STAGED
 from reshard.refit.sides import EngineSide, TrainerSide
 from reshard.refit.tables import CODEC, bytes_of
-from reshard.refit.transports.base import Incoming, Transport
+from reshard.refit.transports.base import Incoming, Outgoing, Transport
 from reshard.refit.transports.buckets import Buckets
 from reshard.refit.transports.pull import Pull
 from reshard.refit.transports.staged import Staged
@@ -91,7 +90,7 @@ class Link:
             self.pull.go_aside()
         self._unmap()
 
-    def _prepare(self) -> tuple[dict[str, dict[int, np.ndarray]], dict[str, dict[int, Incoming]]]:
+    def _prepare(self) -> tuple[dict[str, dict[int, Outgoing]], dict[str, dict[int, Incoming]]]:
         """Hand the transports the copies of this member, from where everything is now; what goes out and
         comes in, by way."""
         outgoing = self.trainer.outgoing() if self.trainer is not None else {}

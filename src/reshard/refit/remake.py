@@ -50,11 +50,16 @@ class Remade(NamedTuple):
 
 
 def remade(
-    engine: Engine, pieces: Mapping[int, Pieces], shards: Mapping[int, np.ndarray], device: torch.device
+    engine: Engine,
+    pieces: Mapping[int, Pieces],
+    shards: Mapping[int, np.ndarray],
+    sent: np.ndarray,
+    device: torch.device,
 ) -> Remade:
-    """Make it of `shards`, the (address, pitch in bytes) of each trainer's rank, which must be mapped."""
+    """Make it of `shards`, the (address, pitch in bytes) of each trainer's rank that is read, which must be
+    mapped; of local tensors in `sent`, which other ranks sent blocks of, only what these pieces are."""
     found = Remade({rank: np.zeros(len(some.into), np.int64) for rank, some in pieces.items()}, [])
-    _in_blocks(engine, pieces, shards, device, found)
+    _in_blocks(engine, pieces, shards, sent, device, found)
     if engine.passing:
         _in_rounds(engine, pieces, shards, device, found)
     return found
@@ -64,12 +69,14 @@ def _in_blocks(
     engine: Engine,
     pieces: Mapping[int, Pieces],
     shards: Mapping[int, np.ndarray],
+    sent: np.ndarray,
     device: torch.device,
     found: Remade,
 ) -> None:
     """What the refit makes, of blocks."""
     served = places_of(engine)
-    wanted = np.flatnonzero(served[:, ENCODING] != PLAIN)
+    boxes = _boxes(pieces, served, sent)
+    wanted = np.unique(boxes[:, 0])
     elements = served[:, SHAPE].prod(1)
     number = np.cumsum(elements[wanted]) // BATCH
     for batch in (wanted[number == n] for n in np.unique(number)):
@@ -78,7 +85,20 @@ def _in_blocks(
         held = torch.zeros(int(elements[batch].sum()), dtype=torch.bfloat16, device=device)
         for rank, here, part in _of(pieces, first >= 0):
             found.digests[rank][here] = _gathered(part, shards[rank], served, first, held, device)
-        found.unlike.extend(_unlike(served[batch], batch, held, device))
+        here = boxes[first[boxes[:, 0]] >= 0]
+        found.unlike.extend(_unlike(here, served, first, held, device))
+
+
+def _boxes(pieces: Mapping[int, Pieces], served: np.ndarray, sent: np.ndarray) -> np.ndarray:
+    """What is made of blocks here, as local tensor, first row and column, rows and columns: whole local tensors
+    with their padding, or the pieces of those that others sent blocks of."""
+    quantised = served[:, ENCODING] != PLAIN
+    whole = np.flatnonzero(quantised & ~np.isin(np.arange(len(served)), sent))
+    found = [np.concatenate([whole[:, None], np.zeros((len(whole), 2), np.int64), served[whole, SHAPE]], 1)]
+    for some in pieces.values():
+        here = np.isin(some.into[:, 0], sent)
+        found.append(np.concatenate([some.into, some.asked[:, [COUNT, ELEMENTS]]], 1)[here])
+    return np.concatenate(found)
 
 
 def _in_rounds(
@@ -131,33 +151,46 @@ def _gathered(
     return Digests(table, asked[:, ELEMENTS], device).result()
 
 
-def _unlike(served: np.ndarray, indices: np.ndarray, held: torch.Tensor, device: torch.device) -> list[int]:
-    """Quantise what is held of these local tensors, one after the other; the indices of those that differ from the
-    engine's."""
-    shapes = served[:, SHAPE]
+def _unlike(
+    boxes: np.ndarray, served: np.ndarray, first: np.ndarray, held: torch.Tensor, device: torch.device
+) -> list[int]:
+    """Quantise boxes of what is held of these local tensors, one after the other; the indices of those whose codes
+    or scales differ from the engine's there."""
+    batch, inverse = np.unique(boxes[:, 0], return_inverse=True)
+    shapes = served[batch, SHAPE]
     blocks = -(-shapes // BLOCK)
     elements, scales = shapes.prod(1), blocks.prod(1)
-    first, first_scale = np.cumsum(elements) - elements, np.cumsum(scales) - scales
+    first_code, first_scale = np.cumsum(elements) - elements, np.cumsum(scales) - scales
     codes = torch.zeros(int(elements.sum()), dtype=torch.uint8, device=device)
     factors = torch.zeros(int(scales.sum()), dtype=torch.float32, device=device)
-    here = served.copy()
-    here[:, PLACE] = np.stack([codes.data_ptr() + first, factors.data_ptr() + first_scale * 4], 1)
+    there = served[batch]
+    here = there.copy()
+    here[:, PLACE] = np.stack([codes.data_ptr() + first_code, factors.data_ptr() + first_scale * 4], 1)
     here[:, PITCH] = np.stack([shapes[:, 1], blocks[:, 1]], 1)
-    table, into = empty_table(len(here)), np.zeros((len(here), 3), np.int64)
-    table[:, SRC], table[:, SRC_PITCH] = held.data_ptr() + first * BF16.size, shapes[:, 1] * BF16.size
-    table[:, ROWS], table[:, WIDTH] = shapes.T
-    table[:, CODEC], into[:, 0] = served[:, ENCODING], np.arange(len(here))
-    for codec in np.unique(served[:, ENCODING]).tolist():
+    row, column, rows, columns = boxes[:, 1:].T
+    table, into = empty_table(len(boxes)), np.stack([inverse, row, column], 1)
+    width = shapes[inverse, 1]
+    table[:, SRC] = held.data_ptr() + (first[boxes[:, 0]] + row * width + column) * BF16.size
+    table[:, SRC_PITCH], table[:, ROWS], table[:, WIDTH] = width * BF16.size, rows, columns
+    table[:, CODEC] = there[inverse, ENCODING]
+    for codec in np.unique(table[:, CODEC]).tolist():
         these = table[:, CODEC] == codec
         strips = strips_of(table[these], into[these], np.zeros(these.sum(), np.int64), here)
         BlockTable(strips, codec, device, np.arange(len(strips.items))).run()
-    wrong = np.zeros(len(here), bool)
-    for which, (extent, size) in enumerate(((shapes, 1), (blocks, 4))):
+    at = np.stack([row, column], 1)
+    of_scales = at // BLOCK, -(-(at + boxes[:, 3:]) // BLOCK) - at // BLOCK
+    wrong = np.zeros(len(boxes), bool)
+    for which, ((begin, extent), size) in enumerate((((at, boxes[:, 3:]), 1), (of_scales, 4))):
         both = []
-        for matrix in (here, served):
-            table = empty_table(len(here))
-            table[:, SRC], table[:, SRC_PITCH] = matrix[:, PLACE][:, which], matrix[:, PITCH][:, which] * size
-            table[:, ROWS], table[:, WIDTH] = extent[:, 0], extent[:, 1] * size
+        for matrix in (here, there):
+            place, pitch = matrix[inverse, PLACE][:, which], matrix[inverse, PITCH][:, which]
+            table = empty_table(len(boxes))
+            table[:, SRC] = place + (begin[:, 0] * pitch + begin[:, 1]) * size
+            table[:, SRC_PITCH], table[:, ROWS], table[:, WIDTH] = (
+                pitch * size,
+                extent[:, 0],
+                extent[:, 1] * size,
+            )
             both.append(Digests(table, extent[:, 1], device).result())
         wrong |= both[0] != both[1]
-    return [int(index) for index in indices[wrong]]
+    return [int(index) for index in np.unique(boxes[wrong, 0])]

@@ -24,7 +24,9 @@ from reshard.refit.addresses import (
     AT_ONCE,
     ELEMENTS,
     ENCODED,
+    EXTENT,
     SHARD,
+    WHERE,
     Pieces,
     allocations_of,
     as_held,
@@ -36,12 +38,14 @@ from reshard.refit.addresses import (
     source_table,
 )
 from reshard.refit.agreement import Agreement
+from reshard.refit.blocks import PLACES, SHAPE, Strips, places_of
 from reshard.refit.codecs import BLOCKWISE, codec_between
 from reshard.refit.digests import Digests
 from reshard.refit.members import Members
+from reshard.refit.parcels import digests_as_made, digests_as_served, in_parts, parcels_of, places_asked
 from reshard.refit.remake import remade
 from reshard.refit.routes import BUCKETS, HERE, PEER, SENT, STAGED, nearest
-from reshard.refit.transports.base import Incoming
+from reshard.refit.transports.base import Incoming, Outgoing
 from reshard.refit.wire import Held, pack_array, pack_held, pack_json, unpack_array, unpack_held, unpack_json
 
 # What a trainer has published of a model, and what an engine has planned from what trainers published: for who
@@ -63,7 +67,7 @@ class TrainerSide:
         self.told: tuple[list[int], list[Allocation]] = [], []
         self.frees: int | None = None
         self.exported = False
-        self.digests: dict[int, Digests] = {}
+        self.digests: dict[int, tuple[Digests, np.ndarray]] = {}
 
     def publish(self, model: Model) -> None:
         """Tell what this rank holds of the model."""
@@ -147,27 +151,42 @@ class TrainerSide:
         """How inference ranks get their pieces from here."""
         return {rank: self.agreed.way(self.members.rank, rank, self.exported) for rank in self.asked}
 
-    def outgoing(self) -> dict[str, dict[int, np.ndarray]]:
-        """The copies that this rank sends, by way and inference rank, with the source's end filled in."""
-        found: dict[str, dict[int, np.ndarray]] = {way: {} for way in SENT}
+    def outgoing(self) -> dict[str, dict[int, Outgoing]]:
+        """What this rank sends, by way and inference rank."""
+        found: dict[str, dict[int, Outgoing]] = {way: {} for way in SENT}
         memory = located(self.source.regions)
         for rank, way in self.ways().items():
             if way in SENT:
-                found[way][rank] = source_table(memory, self.asked[rank])
+                found[way][rank] = self._outgoing(memory, self.asked[rank])
         return found
 
+    def _outgoing(self, memory: np.ndarray, asked: np.ndarray) -> Outgoing:
+        table = source_table(memory, asked)
+        if asked.shape[1] == ASKED:
+            return Outgoing(table, np.zeros((len(asked), 3), np.int64), np.zeros((0, PLACES), np.int64))
+        blocks = asked[BLOCKWISE[asked[:, ENCODED]]]
+        return Outgoing(
+            table, asked[:, WHERE], places_asked(blocks[:, WHERE], blocks[:, EXTENT], blocks[:, ENCODED])
+        )
+
     def digest(self) -> None:
-        """Begin the digests of every piece, of this rank's memory by its own addresses, made anew."""
+        """Begin the digests of every piece, of this rank's memory by its own addresses, made anew; those of blocks
+        that travel as such are of what they become."""
         memory = located(self.source.regions)
-        self.digests = {
-            rank: Digests(source_table(memory, as_held(asked)), asked[:, ELEMENTS], self.device)
-            for rank, asked in self.asked.items()
-        }
+        for rank, way in self.ways().items():
+            asked = self.asked[rank]
+            made = BLOCKWISE[asked[:, ENCODED]] & (way in SENT)
+            of_pieces = Digests(
+                source_table(memory, as_held(asked[~made])), asked[~made, ELEMENTS], self.device
+            )
+            some = self._outgoing(memory, asked[made])
+            parcels = parcels_of(some.table, some.into, some.places)
+            self.digests[rank] = of_pieces, digests_as_made(parcels, some.places, self.device)
 
     def post_digests(self) -> None:
-        """Publish the digests when they are done."""
-        for rank, some in self.digests.items():
-            self.members.post(f"digests/{rank}", some.result().tobytes())
+        """Publish the digests when they are done: of pieces, then of parcels."""
+        for rank, (pieces, parcels) in self.digests.items():
+            self.members.post(f"digests/{rank}", np.concatenate([pieces.result(), parcels]).tobytes())
         self.digests = {}
 
 
@@ -179,7 +198,7 @@ class EngineSide:
         self.engine, self.members, self.agreed, self.device = engine, members, agreed, device
         self.pieces: dict[int, Pieces] = {}
         self.memory: dict[int, dict[str, Any]] = {}
-        self.digests: dict[int, Digests] = {}
+        self.digests: dict[int, tuple[Digests, np.ndarray]] = {}
 
     def plan(self, where: str) -> None:
         """Which boxes this rank needs, and from which trainer's ranks; `where` names the served model. Each
@@ -198,8 +217,15 @@ class EngineSide:
             self.pieces = self._plan(published, distances, position, where)
             _planned[self.engine] = key, self.pieces
         for rank in self.agreed.trainers:
-            asked = self.pieces[rank].asked if rank in self.pieces else np.zeros((0, ASKED), np.int64)
+            asked = self._asked(self.pieces[rank]) if rank in self.pieces else np.zeros((0, ASKED), np.int64)
             self.members.post(f"pieces/{rank}", pack_array(asked))
+
+    def _asked(self, pieces: Pieces) -> np.ndarray:
+        """What a trainer's rank is told of its pieces."""
+        if not self.engine.scales:
+            return pieces.asked
+        shapes = places_of(self.engine)[pieces.into[:, 0], SHAPE]
+        return np.concatenate([pieces.asked, pieces.into, shapes], 1)
 
     def _plan(
         self, published: Mapping[int, Held], distances: Mapping[int, int], position: int, where: str
@@ -276,24 +302,53 @@ class EngineSide:
     def incoming(self) -> dict[str, dict[int, Incoming]]:
         """What this rank gets, by way and trainer's rank, from where everything is now."""
         found: dict[str, dict[int, Incoming]] = {way: {} for way in (HERE, PEER, STAGED, BUCKETS)}
-        memory = located(self.engine.regions.values())
+        memory, places = located(self.engine.regions.values()), places_of(self.engine)
         for rank, way in self.ways().items():
             pieces = self.pieces[rank]
-            table = destination_table(memory, pieces)
-            if way in SENT and self._is_made_here(pieces).any():
-                raise ReshardError(
-                    f"this engine serves from quantised weights, which are made where the trainer's memory can be read, but "
-                    f"what {self.members.names[rank]} holds comes by {way}: put both on one host, with "
-                    f"executor='auto' and without expandable segments, or serve in bf16"
-                )
-            found[way][rank] = Incoming(table, pieces.asked, pieces.into, self.memory[rank])
+            some = Incoming(
+                destination_table(memory, pieces), pieces.asked, pieces.into, self.memory[rank], places
+            )
+            if way in SENT:
+                self._check_sent(rank, way, some)
+            found[way][rank] = some
         return found
 
-    def _is_made_here(self, pieces: Pieces) -> np.ndarray:
-        """Of each piece, whether what this engine serves is made of it with others."""
-        passing = rounds_of(self.engine)[pieces.into[:, 0]] != AT_ONCE
-        found: np.ndarray = BLOCKWISE[pieces.asked[:, ENCODED]] | passing
+    def _check_sent(self, rank: int, way: str, some: Incoming) -> None:
+        """Raise ReshardError where what a trainer's rank sends can only be quantised here."""
+        blockwise, name = BLOCKWISE[some.asked[:, ENCODED]], self.members.names[rank]
+        parcels = parcels_of(some.table[blockwise], some.into[blockwise], some.places)
+        for chosen, why in (
+            (self._passes(self.pieces[rank]), "is quantised by the engine itself"),
+            (np.isin(some.into[:, 0], in_parts(parcels)), f"has a block of 128x128 of which {name} has only a part"),
+        ):  # fmt: skip
+            for index in np.flatnonzero(chosen)[:1]:
+                raise ReshardError(
+                    f"{self.pieces[rank].names[index]} {why}, which goes only where the trainer's memory can be read, but "
+                    f"what {name} holds comes by {way}: put both on one host, with executor='auto' and without "
+                    f"expandable segments, or serve in bf16"
+                )
+
+    def _passes(self, pieces: Pieces) -> np.ndarray:
+        """Of each piece, whether the engine quantises it itself."""
+        found: np.ndarray = rounds_of(self.engine)[pieces.into[:, 0]] != AT_ONCE
         return found
+
+    def _is_made_here(self, rank: int) -> np.ndarray:
+        """Of each piece of a trainer's rank, whether what this engine serves is made of it here, with others."""
+        pieces = self.pieces[rank]
+        return self._passes(pieces) | (BLOCKWISE[pieces.asked[:, ENCODED]] & ~self._travels(rank))
+
+    def _travels(self, rank: int) -> np.ndarray:
+        """Of each piece of a trainer's rank, whether it comes in blocks that were made there."""
+        sent = self.ways()[rank] in SENT
+        found: np.ndarray = BLOCKWISE[self.pieces[rank].asked[:, ENCODED]] & sent
+        return found
+
+    def _parcels(self, rank: int, memory: np.ndarray) -> Strips:
+        """The blocks that come from a trainer's rank."""
+        pieces, sent = self.pieces[rank], self._travels(rank)
+        some = Pieces([], pieces.asked[sent], pieces.into[sent])
+        return parcels_of(destination_table(memory, some), some.into, places_of(self.engine))
 
     def digest(self) -> None:
         """Begin the digests of every piece that is here as the trainer has it or has encoded it, of this rank's
@@ -301,22 +356,30 @@ class EngineSide:
         memory = located(self.engine.regions.values())
         self.digests = {}
         for rank, pieces in self.pieces.items():
-            whole = ~self._is_made_here(pieces)
+            whole = ~self._is_made_here(rank) & ~self._travels(rank)
             table = as_read(destination_table(memory, pieces))[whole]
-            self.digests[rank] = Digests(table, pieces.asked[whole, ELEMENTS], self.device)
+            served = digests_as_served(self._parcels(rank, memory), self.device)
+            self.digests[rank] = Digests(table, pieces.asked[whole, ELEMENTS], self.device), served
 
     def compare_digests(self, shards: Mapping[int, np.ndarray]) -> None:
-        """Wait for the digests, and make what was quantised once more from `shards`, by trainer's rank. Raises
+        """Wait for the digests, and make what was quantised here once more from `shards`, by trainer's rank. Raises
         ReshardError where one differs from the trainer's, or another comes of it."""
         bad: set[str] = set()
-        again = remade(self.engine, self.pieces, shards, self.device)
-        for rank, some in self.digests.items():
-            pieces = self.pieces[rank]
+        sent = [some.into[self._travels(rank), 0] for rank, some in self.pieces.items()]
+        read = {rank: self.pieces[rank] for rank in shards}
+        again = remade(self.engine, read, shards, np.concatenate([*sent, np.zeros(0, np.int64)]), self.device)
+        for rank, (of_pieces, of_parcels) in self.digests.items():
+            pieces, made, travels = self.pieces[rank], self._is_made_here(rank), self._travels(rank)
             there = np.frombuffer(self.members.read(f"digests/{self.members.rank}", rank), np.int64)
-            made = self._is_made_here(pieces)
-            here = np.empty_like(there)
-            here[~made], here[made] = some.result(), again.digests[rank][made]
-            wrong = (here != there) | np.isin(pieces.into[:, 0], again.unlike)
+            here = np.zeros(len(travels), np.int64)
+            here[~made & ~travels] = of_pieces.result()
+            if made.any():
+                here[made] = again.digests[rank][made]
+            wrong = np.isin(pieces.into[:, 0], again.unlike)
+            wrong[~travels] |= here[~travels] != there[: (~travels).sum()]
+            blocks = self._parcels(rank, located(self.engine.regions.values()))
+            unlike = blocks.tensors[of_parcels != there[(~travels).sum() :]]
+            wrong |= travels & np.isin(pieces.into[:, 0], unlike)
             bad.update(pieces.names[i] for i in np.flatnonzero(wrong))
         self.digests = {}
         if bad:

@@ -7,22 +7,33 @@ from typing import Any, NamedTuple
 import numpy as np
 
 
+class Outgoing(NamedTuple):
+    """What a trainer's rank sends to one inference rank: the copies with the source's end filled in; and for what
+    travels in blocks of fp8 where each goes (`addresses.Pieces.into`), and the local tensors there
+    (`parcels.places_asked`)."""
+
+    table: np.ndarray
+    into: np.ndarray
+    places: np.ndarray
+
+
 class Incoming(NamedTuple):
     """What an inference rank gets from one trainer's rank: the copies with the destination's end filled in,
-    the pieces as that rank was asked for them and where they go (`addresses.Pieces`), and what it has said of its
-    memory (`sides.TrainerSide.tell`)."""
+    the pieces as that rank was asked for them and where they go (`addresses.Pieces`), what it has said of its
+    memory (`sides.TrainerSide.tell`), and where blocks of fp8 are served from (`blocks.places_of`)."""
 
     table: np.ndarray
     asked: np.ndarray
     into: np.ndarray
     memory: Mapping[str, Any]
+    places: np.ndarray
 
 
 class Transport(ABC):
     """One way of bytes. Which pairs it serves is said by `routes.way_between`.
 
-    `prepare` is called whenever one of the ends has moved: `outgoing` are tables of copies by inference rank
-    with the source's end filled in, `incoming` what comes by trainer's rank. Both ends of a pair see the same
+    `prepare` is called whenever one of the ends has moved: `outgoing` is what goes out by inference rank,
+    `incoming` what comes by trainer's rank. Both ends of a pair see the same
     pieces in the same order. `run` carries all out, at most enqueued on the current stream when it returns,
     and raises ReshardError or RuntimeError where a partner dies or is late.
     """
@@ -31,7 +42,7 @@ class Transport(ABC):
     launches = 0  # kernels in each refit that are not within `run`'s own rounds
 
     @abstractmethod
-    def prepare(self, outgoing: Mapping[int, np.ndarray], incoming: Mapping[int, Incoming]) -> None:
+    def prepare(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming]) -> None:
         """Make ready for copies between these places."""
 
     @abstractmethod

@@ -10,31 +10,16 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from reshard.core.errors import ReshardError
-from reshard.refit.codecs import PLAIN, WIDENS, bytes_in_destination, bytes_in_source
-from reshard.refit.copies import CopyTable
 from reshard.refit.members import Members
-from reshard.refit.tables import (
-    CODEC,
-    DST,
-    DST_PITCH,
-    ROWS,
-    SRC,
-    SRC_PITCH,
-    TILE_BYTES,
-    WIDTH,
-    empty_table,
-    packed_width,
-    tiles_of,
-)
-from reshard.refit.transports.base import Incoming, Transport
+from reshard.refit.tables import DST, SRC, TILE_BYTES
+from reshard.refit.transports.base import Incoming, Outgoing, Transport
+from reshard.refit.transports.packing import ALIGNMENT, Round, Side
 from reshard.refit.wire import pack_json, unpack_json
 
-ALIGNMENT = 16
 SLOTS = 2  # buckets of a pair that are under way at once
 # Of copies into and out of buckets on a GPU: NCCL's own kernel must find room beside them.
 PROGRAMS = 64
@@ -75,20 +60,6 @@ def group_of(members: Members, ranks: Sequence[int], device: torch.device, fresh
     return gloo(store, index, size, settings)
 
 
-def rounds_of(sizes: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pack pieces of these sizes in order into rounds of at most `limit` bytes: each one's round, and its
-    offset in it."""
-    padded = sizes + -sizes % ALIGNMENT
-    rounds, offsets = np.zeros(len(sizes), np.int64), np.zeros(len(sizes), np.int64)
-    current = used = 0
-    for i, size in enumerate(padded.tolist()):
-        if used + size > limit and used:
-            current, used = current + 1, 0
-        rounds[i], offsets[i] = current, used
-        used += size
-    return rounds, offsets
-
-
 class Buckets(Transport):
     """This member's part of the exchange among the members `ranks`; a member that is none of them only
     agrees.
@@ -107,10 +78,10 @@ class Buckets(Transport):
         self.sends: dict[int, Side] = {}
         self.receives: dict[int, Side] = {}
         self.addresses: list[tuple[int, int]] = []
-        self.steps: list[tuple[list[int], list[int], CopyTable, CopyTable]] = []
+        self.steps: list[tuple[list[int], list[int], Round, Round]] = []
         self.lanes = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
 
-    def agree(self, outgoing: Mapping[int, np.ndarray], incoming: Mapping[int, Incoming]) -> None:
+    def agree(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming]) -> None:
         """Agree with all members on the size of the buckets and the number of rounds, and meet those that
         take part.
 
@@ -130,10 +101,12 @@ class Buckets(Transport):
         mine = max((side.rounds for side in (*self.sends.values(), *self.receives.values())), default=0)
         self.rounds = max(self._everyone("rounds", mine))
         if self.device.type == "cuda":
-            from reshard.refit.kernels import compile_copy
+            from reshard.refit.kernels import compile_copy, compile_quantise
 
             # the tables are made at the first exchange, nearly all of this word
             compile_copy(ALIGNMENT, self.device, 1)
+            for rounding in {rounding for side in self.sends.values() for rounding in side.roundings}:
+                compile_quantise(rounding, True, self.device)
 
     def _everyone(self, key: str, value: int) -> list[int]:
         return [unpack_json(said) for said in self.members.gather(key, pack_json(value))]
@@ -146,12 +119,12 @@ class Buckets(Transport):
         if self.limit and self.members.rank in self.ranks:
             self.group = group_of(self.members, self.ranks, self.device, fresh)
 
-    def prepare(self, outgoing: Mapping[int, np.ndarray], incoming: Mapping[int, Incoming]) -> None:
+    def prepare(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming]) -> None:
         """Cut these tables into rounds."""
         if not self.limit:
             return
-        self.sends = {peer: Side(table, SRC, self.limit) for peer, table in outgoing.items()}
-        self.receives = {peer: Side(some.table, DST, self.limit) for peer, some in incoming.items()}
+        self.sends = {peer: Side(some, SRC, self.limit) for peer, some in outgoing.items()}
+        self.receives = {peer: Side(some, DST, self.limit) for peer, some in incoming.items()}
         self.received_bytes = sum(side.bytes for side in self.receives.values())
         self.addresses, self.steps = [], []
 
@@ -204,74 +177,27 @@ class Buckets(Transport):
                     if unpacking is not None:
                         unpacked.append(unpacking.record_event())
 
-    def _buffer(self, sides: Mapping[int, "Side"]) -> torch.Tensor:
+    def _buffer(self, sides: Mapping[int, Side]) -> torch.Tensor:
         return torch.empty(self.limit * len(sides), dtype=torch.uint8, device=self.device)
 
-    def _step(self, index: int, send: int, receive: int) -> tuple[list[int], list[int], CopyTable, CopyTable]:
+    def _step(self, index: int, send: int, receive: int) -> tuple[list[int], list[int], Round, Round]:
         """A round with its buffers at these addresses: bytes from and to each member, and the copies before
         and after."""
-        splits_out, packed = self._layout(self.sends, index, send)
-        splits_in, unpacked = self._layout(self.receives, index, receive)
-        pack, unpack = (CopyTable(table, self.device, aside=True) for table in (packed, unpacked))
+        splits_out, pack = self._layout(self.sends, index, send)
+        splits_in, unpack = self._layout(self.receives, index, receive)
         return splits_in, splits_out, pack, unpack
 
-    def _layout(self, sides: Mapping[int, "Side"], index: int, start: int) -> tuple[list[int], np.ndarray]:
+    def _layout(self, sides: Mapping[int, Side], index: int, start: int) -> tuple[list[int], Round]:
         """Bytes by member, and the copies with their ends in the buffer filled in."""
-        splits, tables = [0] * len(self.ranks), [empty_table()]
+        splits, places = [0] * len(self.ranks), []
         for peer in sorted(sides):
             size = sides[peer].bytes_of_round(index)
-            tables.append(sides[peer].copies(index, start))
+            places.append((sides[peer], start))
             splits[self.ranks.index(peer)] = size
             start += size
-        return splits, np.concatenate(tables)
+        return splits, Round.of(places, index, self.device, aside=True)
 
 
 def within(stream: Any) -> AbstractContextManager:
     """Enqueue on this stream; where there is none, as ever."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
-class Side:
-    """One direction of one pair: its tiles, and the round and offset of each. `end`, SRC or DST, is what the
-    table has filled in. What a codec makes narrower is encoded when it is packed, what it widens when it is
-    unpacked."""
-
-    def __init__(self, table: np.ndarray, end: int, limit: int) -> None:
-        self.far, self.far_pitch = (DST, DST_PITCH) if end == SRC else (SRC, SRC_PITCH)
-        pitch = SRC_PITCH if end == SRC else DST_PITCH
-        # Cut at both ends alike: pitches are only known here, so they must not decide.
-        plain = table.copy()
-        plain[:, [SRC, DST]], plain[:, CODEC] = 0, PLAIN
-        plain[:, WIDTH] = packed_width(table)
-        plain[:, SRC_PITCH] = plain[:, DST_PITCH] = plain[:, WIDTH] + 1
-        cut, origin = tiles_of(plain)
-        row, byte = np.divmod(cut[:, SRC], plain[origin, SRC_PITCH])
-        self.packed_width, codec = cut[:, WIDTH].copy(), table[origin, CODEC]
-        here = WIDENS[codec] if end == DST else ~WIDENS[codec]
-        cut[:, CODEC] = np.where(here, codec, PLAIN)
-        if end == SRC:
-            byte = bytes_in_source(byte, cut[:, CODEC])
-        else:
-            byte = bytes_in_destination(byte, cut[:, CODEC])
-            cut[:, WIDTH] = bytes_in_destination(cut[:, WIDTH], cut[:, CODEC])
-        cut[:, end] = table[origin, end] + row * table[origin, pitch] + byte
-        cut[:, pitch] = table[origin, pitch]
-        self.tiles = cut
-        sizes = cut[:, ROWS] * self.packed_width
-        self.bytes = int(sizes.sum())
-        self.round_of, self.offset = rounds_of(sizes, limit)
-        self.rounds = int(self.round_of.max()) + 1 if len(cut) else 0
-
-    def copies(self, index: int, start: int) -> np.ndarray:
-        """The copies of a round between memory and a buffer at address `start`, which is dense."""
-        chosen = self.round_of == index
-        table = self.tiles[chosen].copy()
-        table[:, self.far] = start + self.offset[chosen]
-        table[:, self.far_pitch] = self.packed_width[chosen]
-        return table
-
-    def bytes_of_round(self, index: int) -> int:
-        """Bytes of a round in the buffer, padding included."""
-        chosen = self.round_of == index
-        sizes = self.tiles[chosen, ROWS] * self.packed_width[chosen]
-        return int((self.offset[chosen] + sizes + -sizes % ALIGNMENT).max()) if len(sizes) else 0

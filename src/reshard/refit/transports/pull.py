@@ -14,7 +14,7 @@ from reshard.refit.blocks import FIRST, BlockTable, places_of, strips_of
 from reshard.refit.codecs import BLOCKWISE
 from reshard.refit.copies import CopyTable
 from reshard.refit.tables import CODEC, bytes_read_by, interleaved, tiles_of
-from reshard.refit.transports.base import Incoming, Transport
+from reshard.refit.transports.base import Incoming, Outgoing, Transport
 from reshard.refit.transports.mappings import Mappings
 
 PROGRAMS_ASIDE = 32
@@ -51,7 +51,7 @@ class Pull(Transport):
         # What was last followed, with everything mapped.
         self.followed: dict[int, Mapping[str, Any]] | None = None
 
-    def prepare(self, outgoing: Mapping[int, np.ndarray], incoming: Mapping[int, Incoming]) -> None:
+    def prepare(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming]) -> None:
         """Make the tables of copies; trainers' ranks do nothing in a pull."""
         self.followed = None
         found: list[Rows] = []

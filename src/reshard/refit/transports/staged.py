@@ -13,17 +13,16 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from reshard.core.errors import ReshardError
 from reshard.live.cuda import cuda_free, cuda_memory, exported
-from reshard.refit.copies import CopyTable, wait_for_device
+from reshard.refit.copies import wait_for_device
 from reshard.refit.members import Members
 from reshard.refit.tables import DST, SRC, TILE_BYTES, bytes_packed
-from reshard.refit.transports.base import Incoming, Transport
-from reshard.refit.transports.buckets import ALIGNMENT, Side
+from reshard.refit.transports.base import Incoming, Outgoing, Transport
 from reshard.refit.transports.mappings import Mappings
+from reshard.refit.transports.packing import ALIGNMENT, Round, Side
 from reshard.refit.wire import pack_json, unpack_json
 
 SLOTS = 2
@@ -107,18 +106,18 @@ class Staged(Transport):
 
     def __init__(self, members: Members, device: torch.device, bucket_bytes: int) -> None:
         self.members, self.device, self.bucket_bytes = members, device, bucket_bytes
-        self.outgoing: dict[int, np.ndarray] = {}
-        self.incoming: dict[int, np.ndarray] = {}
+        self.outgoing: dict[int, Outgoing] = {}
+        self.incoming: dict[int, Incoming] = {}
         self.slab: Slab | None = None
         self.views = Views(device)
-        self.made: dict[tuple[int, int], tuple[int, int, list[CopyTable]]] = {}
+        self.made: dict[tuple[int, int], tuple[int, int, list[Round]]] = {}
 
-    def prepare(self, outgoing: Mapping[int, np.ndarray], incoming: Mapping[int, Incoming]) -> None:
+    def prepare(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming]) -> None:
         """Take these tables; the slab is made when it is first used. One of the right size stays, since
         others may have it mapped."""
         self.made.clear()
-        self.outgoing, self.incoming = dict(outgoing), {rank: some.table for rank, some in incoming.items()}
-        self.received_bytes = sum(map(bytes_packed, self.incoming.values()))
+        self.outgoing, self.incoming = dict(outgoing), dict(incoming)
+        self.received_bytes = sum(bytes_packed(some.table) for some in self.incoming.values())
         self.limit = self.bucket_bytes // (SLOTS * max(1, len(outgoing))) // ALIGNMENT * ALIGNMENT
         if outgoing and self.limit < TILE_BYTES:
             least = SLOTS * len(outgoing) * TILE_BYTES
@@ -142,7 +141,7 @@ class Staged(Transport):
             self.members.wait_for_count(f"taken/{self.members.rank}", peer, len(tables))
 
     def _turn(
-        self, index: int, rounds: Mapping[int, list[CopyTable]], awaited: str, up_to: int, tell: str
+        self, index: int, rounds: Mapping[int, list[Round]], awaited: str, up_to: int, tell: str
     ) -> None:
         """Copy a round, where the partners are so far, and tell them."""
         me, tables = (
@@ -158,7 +157,7 @@ class Staged(Transport):
         for peer in tables:
             self.members.count(f"{tell}/{peer}", index + 1)
 
-    def _open(self) -> tuple[dict[int, list[CopyTable]], dict[int, list[CopyTable]]]:
+    def _open(self) -> tuple[dict[int, list[Round]], dict[int, list[Round]]]:
         """Make the slab, map those of others; the copies of every round by partner."""
         members = self.members
         if self.outgoing:
@@ -172,27 +171,27 @@ class Staged(Transport):
                 "starts": [*starts.items()],
             }
             members.post("slab", pack_json(slab))
-        sends = {peer: self._tables(peer, table, SRC, self.slab.address + starts[peer], self.limit)
-                 for peer, table in self.outgoing.items() if self.slab is not None}  # fmt: skip
+        sends = {peer: self._rounds(peer, some, SRC, self.slab.address + starts[peer], self.limit)
+                 for peer, some in self.outgoing.items() if self.slab is not None}  # fmt: skip
         receives = {}
-        for peer, table in self.incoming.items():
+        for peer, some in self.incoming.items():
             theirs: dict[str, Any] = unpack_json(members.read("slab", peer))
             start = (
                 self.views.address(theirs["number"], theirs["handle"], members.names[peer])
                 + dict(theirs["starts"])[members.rank]
             )
-            receives[peer] = self._tables(peer, table, DST, start, theirs["limit"])
+            receives[peer] = self._rounds(peer, some, DST, start, theirs["limit"])
         return sends, receives
 
-    def _tables(self, peer: int, table: np.ndarray, end: int, start: int, limit: int) -> list[CopyTable]:
+    def _rounds(self, peer: int, some: Outgoing | Incoming, end: int, start: int, limit: int) -> list[Round]:
         """The copies of every round between memory and the slab of a pair, which starts at an address."""
         before = self.made.get((peer, end))
         if before is None or before[:2] != (start, limit):
-            side = Side(table, end, limit)
-            copies = [
-                CopyTable(side.copies(i, start + i % SLOTS * limit), self.device) for i in range(side.rounds)
+            side = Side(some, end, limit)
+            rounds = [
+                Round.of([(side, start + i % SLOTS * limit)], i, self.device) for i in range(side.rounds)
             ]
-            before = self.made[peer, end] = start, limit, copies
+            before = self.made[peer, end] = start, limit, rounds
         return before[2]
 
     def release(self) -> None:

@@ -1,0 +1,151 @@
+"""Blocks of fp8 that travel: made where all of a block lies, on a trainer's rank, for half the bytes.
+
+Both ends cut the pieces of a pair alike into blocks, each a *parcel*: its codes, row after row, then its scale. The trainer's
+rank makes it in the bucket or slab, and the inference rank copies it from there to where it serves from. A block
+of which two ranks hold parts cannot travel so.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from reshard.refit.blocks import (
+    CODES,
+    CODES_PITCH,
+    COUNT,
+    ENCODING,
+    FIRST,
+    HEIGHT,
+    HIGH,
+    LENGTH,
+    PLACES,
+    SCALES,
+    SHAPE,
+    WIDE,
+    BlockTable,
+    Strips,
+    cut,
+)
+from reshard.refit.codecs import BLOCK
+from reshard.refit.digests import Digests
+from reshard.refit.tables import DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
+
+ALIGNMENT = 16
+SCALE = 4  # bytes
+BATCH = 4096  # parcels at a time, for a check: 64 MiB
+
+
+def parcels_of(table: np.ndarray, into: np.ndarray, places: np.ndarray) -> Strips:
+    """The blocks that pieces make up, one an item, on whichever end of them `table` and `places` know."""
+    return cut(table, into, np.zeros(len(table), np.int64), places, 1)
+
+
+def places_asked(where: np.ndarray, extents: np.ndarray, codecs: np.ndarray) -> np.ndarray:
+    """An engine's local tensors as a trainer's rank knows them: their shapes and codecs (`blocks.places_of`), by
+    their index in `where`."""
+    places = np.zeros((int(where[:, 0].max(initial=-1)) + 1, PLACES), np.int64)
+    places[where[:, 0], SHAPE], places[where[:, 0], ENCODING] = extents, codecs
+    return places
+
+
+def in_parts(parcels: Strips) -> np.ndarray:
+    """The indices of the local tensors that have a block of which these pieces are only a part."""
+    if not len(parcels.items):
+        return np.zeros(0, np.int64)
+    elements = np.add.reduceat(
+        parcels.fragments[:, HIGH] * parcels.fragments[:, WIDE], parcels.items[:, FIRST]
+    )
+    return np.unique(parcels.tensors[elements != _elements(parcels.items)])
+
+
+def _elements(items: np.ndarray) -> np.ndarray:
+    found: np.ndarray = items[:, HEIGHT] * items[:, LENGTH]
+    return found
+
+
+def scale_at(items: np.ndarray) -> np.ndarray:
+    """Where a parcel's scale is, in bytes from its begin."""
+    elements = _elements(items)
+    return elements + -elements % ALIGNMENT
+
+
+def bytes_of_parcels(items: np.ndarray) -> np.ndarray:
+    """Bytes of each parcel."""
+    return scale_at(items) + SCALE
+
+
+def making(parcels: Strips, places: np.ndarray, begins: np.ndarray, device: torch.device) -> list[BlockTable]:
+    """What makes these parcels, by codec, each from its address in `begins` on."""
+    items = parcels.items.copy()
+    items[:, CODES], items[:, CODES_PITCH] = begins, items[:, LENGTH]
+    items[:, SCALES] = begins + scale_at(items)
+    codecs = places[parcels.tensors, ENCODING]
+    found = []
+    for codec in np.unique(codecs).tolist():
+        some = parcels._replace(items=items[codecs == codec])
+        found.append(BlockTable(some, codec, device, np.arange(len(some.items))))
+    return found
+
+
+def unpacking(parcels: Strips, begins: np.ndarray) -> np.ndarray:
+    """The table of plain copies that puts parcels, each from its address in `begins` on, where they are served from."""
+    items, codes, scales = parcels.items, empty_table(len(parcels.items)), empty_table(len(parcels.items))
+    codes[:, SRC], codes[:, DST] = begins, items[:, CODES]
+    codes[:, ROWS], codes[:, WIDTH] = items[:, HEIGHT], items[:, LENGTH]
+    codes[:, SRC_PITCH], codes[:, DST_PITCH] = items[:, LENGTH], items[:, CODES_PITCH]
+    scales[:, SRC], scales[:, DST] = begins + scale_at(items), items[:, SCALES]
+    scales[:, ROWS], scales[:, WIDTH] = 1, SCALE
+    return np.concatenate([codes, scales])
+
+
+def run_of(parcels: Strips, first: int, last: int) -> Strips:
+    """The parcels from one to before another, which follow each other."""
+    items = parcels.items[first:last].copy()
+    if not len(items):
+        return Strips(items, parcels.fragments[:0], parcels.owners[:0], parcels.tensors[:0])
+    start, end = items[0, FIRST], items[-1, FIRST] + items[-1, COUNT]
+    items[:, FIRST] -= start
+    return Strips(items, parcels.fragments[start:end], parcels.owners[start:end], parcels.tensors[first:last])
+
+
+def digests_as_made(parcels: Strips, places: np.ndarray, device: torch.device) -> np.ndarray:
+    """A digest of each parcel's codes and scale, made anew on the trainer's rank."""
+    found = [np.zeros(0, np.int64)]
+    for some in _batches(parcels):
+        slot = BLOCK * BLOCK + ALIGNMENT
+        memory = torch.empty(len(some.items) * slot, dtype=torch.uint8, device=device)
+        begins = memory.data_ptr() + np.arange(len(some.items), dtype=np.int64) * slot
+        for table in making(some, places, begins, device):
+            table.run()
+        made = some.items.copy()
+        made[:, CODES], made[:, CODES_PITCH], made[:, SCALES] = (
+            begins,
+            made[:, LENGTH],
+            begins + scale_at(made),
+        )
+        found.append(_digests(made, device))
+    return np.concatenate(found)
+
+
+def digests_as_served(parcels: Strips, device: torch.device) -> np.ndarray:
+    """The same of what an inference rank has where it serves from."""
+    return _digests(parcels.items, device)
+
+
+def _batches(parcels: Strips) -> Iterator[Strips]:
+    for first in range(0, len(parcels.items), BATCH):
+        yield run_of(parcels, first, min(first + BATCH, len(parcels.items)))
+
+
+def _digests(items: np.ndarray, device: torch.device) -> np.ndarray:
+    both = []
+    for address, pitch, rows, width, size in (
+        (items[:, CODES], items[:, CODES_PITCH], items[:, HEIGHT], items[:, LENGTH], 1),
+        (items[:, SCALES], np.full(len(items), SCALE), np.ones(len(items), np.int64), np.full(len(items), SCALE), SCALE),
+    ):  # fmt: skip
+        table = empty_table(len(items))
+        table[:, SRC], table[:, SRC_PITCH], table[:, ROWS], table[:, WIDTH] = address, pitch, rows, width
+        both.append(Digests(table, width // size, device).result())
+    found: np.ndarray = both[0] * 31 + both[1]
+    return found

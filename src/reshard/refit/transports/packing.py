@@ -1,0 +1,142 @@
+"""What goes through buckets and slabs: the pieces of a pair, cut into rounds by both ends alike, and the copies of a
+round into or out of memory that both have."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from reshard.refit.blocks import ENCODING, BlockTable
+from reshard.refit.codecs import BLOCKWISE, CODECS, PLAIN, WIDENS, BlockCodec, bytes_in_destination, bytes_in_source
+from reshard.refit.copies import CopyTable
+from reshard.refit.parcels import ALIGNMENT, bytes_of_parcels, making, parcels_of, run_of, unpacking
+from reshard.refit.tables import (
+    CODEC,
+    DST,
+    DST_PITCH,
+    ROWS,
+    SRC,
+    SRC_PITCH,
+    WIDTH,
+    empty_table,
+    packed_width,
+    tiles_of,
+)
+from reshard.refit.transports.base import Incoming, Outgoing
+
+
+def rounds_of(sizes: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pack pieces of these sizes in order into rounds of at most `limit` bytes: each one's round, and its
+    offset in it."""
+    padded = sizes + -sizes % ALIGNMENT
+    rounds, offsets = np.zeros(len(sizes), np.int64), np.zeros(len(sizes), np.int64)
+    current = used = 0
+    for i, size in enumerate(padded.tolist()):
+        if used + size > limit and used:
+            current, used = current + 1, 0
+        rounds[i], offsets[i] = current, used
+        used += size
+    return rounds, offsets
+
+
+class Side:
+    """One direction of one pair: its tiles and parcels, and the round and offset of each. `end`, SRC or DST, is what
+    the table has filled in. What a codec makes narrower is encoded when it is packed, what it widens when it is
+    unpacked; blocks are made when they are packed."""
+
+    def __init__(self, some: Outgoing | Incoming, end: int, limit: int) -> None:
+        self.end, self.places = end, some.places
+        self.far, self.far_pitch = (DST, DST_PITCH) if end == SRC else (SRC, SRC_PITCH)
+        blockwise = BLOCKWISE[some.table[:, CODEC]]
+        self.tiles, self.packed_width = _tiles(some.table[~blockwise], end)
+        self.parcels = parcels_of(some.table[blockwise], some.into[blockwise], some.places)
+        self.sizes = np.concatenate(
+            [self.tiles[:, ROWS] * self.packed_width, bytes_of_parcels(self.parcels.items)]
+        )
+        self.bytes = int(self.sizes.sum())
+        self.round_of, self.offset = rounds_of(self.sizes, limit)
+        self.rounds = int(self.round_of.max()) + 1 if len(self.sizes) else 0
+
+    @property
+    def roundings(self) -> set[str]:
+        """Of the blocks among the parcels."""
+        codecs = [CODECS[codec] for codec in np.unique(self.places[self.parcels.tensors, ENCODING])]
+        return {codec.rounding for codec in codecs if isinstance(codec, BlockCodec)}
+
+    def copies(self, index: int, start: int) -> np.ndarray:
+        """The copies of a round between memory and a buffer at address `start`, which is dense."""
+        n = len(self.tiles)
+        chosen = self.round_of[:n] == index
+        table = self.tiles[chosen].copy()
+        table[:, self.far] = start + self.offset[:n][chosen]
+        table[:, self.far_pitch] = self.packed_width[chosen]
+        if self.end == SRC:
+            return table
+        first, last = self._parcels_of_round(index)
+        some = run_of(self.parcels, first, last)
+        return np.concatenate([table, unpacking(some, start + self.offset[n + first : n + last])])
+
+    def blocks(self, index: int, start: int, device: torch.device) -> list[BlockTable]:
+        """What makes the parcels of a round, in a buffer at address `start`."""
+        n, (first, last) = len(self.tiles), self._parcels_of_round(index)
+        if self.end == DST or first == last:
+            return []
+        begins = start + self.offset[n + first : n + last]
+        return making(run_of(self.parcels, first, last), self.places, begins, device)
+
+    def _parcels_of_round(self, index: int) -> tuple[int, int]:
+        """The first of a round's parcels, which follow each other, and the one after the last."""
+        first, last = np.searchsorted(self.round_of[len(self.tiles) :], [index, index + 1])
+        return int(first), int(last)
+
+    def bytes_of_round(self, index: int) -> int:
+        """Bytes of a round in the buffer, padding included."""
+        chosen = self.round_of == index
+        sizes = self.sizes[chosen]
+        return int((self.offset[chosen] + sizes + -sizes % ALIGNMENT).max()) if len(sizes) else 0
+
+
+def _tiles(table: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """Copies cut into tiles at both ends alike, and the bytes of each tile's rows while they travel."""
+    pitch = SRC_PITCH if end == SRC else DST_PITCH
+    # Pitches are only known here, so they must not decide.
+    plain = table.copy()
+    plain[:, [SRC, DST]], plain[:, CODEC] = 0, PLAIN
+    plain[:, WIDTH] = packed_width(table)
+    plain[:, SRC_PITCH] = plain[:, DST_PITCH] = plain[:, WIDTH] + 1
+    tiles, origin = tiles_of(plain)
+    row, byte = np.divmod(tiles[:, SRC], plain[origin, SRC_PITCH])
+    packed, codec = tiles[:, WIDTH].copy(), table[origin, CODEC]
+    here = WIDENS[codec] if end == DST else ~WIDENS[codec]
+    tiles[:, CODEC] = np.where(here, codec, PLAIN)
+    if end == SRC:
+        byte = bytes_in_source(byte, tiles[:, CODEC])
+    else:
+        byte = bytes_in_destination(byte, tiles[:, CODEC])
+        tiles[:, WIDTH] = bytes_in_destination(tiles[:, WIDTH], tiles[:, CODEC])
+    tiles[:, end] = table[origin, end] + row * table[origin, pitch] + byte
+    tiles[:, pitch] = table[origin, pitch]
+    return tiles, packed
+
+
+class Round(NamedTuple):
+    """The work of one end in one round, ready to run."""
+
+    copies: CopyTable
+    blocks: list[BlockTable]
+
+    @staticmethod
+    def of(
+        sides: Sequence[tuple[Side, int]], index: int, device: torch.device, aside: bool = False
+    ) -> "Round":
+        """That of sides whose buffers are at these addresses."""
+        tables = [empty_table(), *(side.copies(index, start) for side, start in sides)]
+        blocks = [table for side, start in sides for table in side.blocks(index, start, device)]
+        return Round(CopyTable(np.concatenate(tables), device, aside=aside), blocks)
+
+    def run(self, programs: int | None = None) -> None:
+        """Carry it out; on a GPU, enqueue it on the current stream (`CopyTable.run`)."""
+        self.copies.run(programs)
+        for blocks in self.blocks:
+            blocks.run()
