@@ -8,7 +8,15 @@ import numpy as np
 import torch
 
 from reshard.refit.blocks import ENCODING, BlockTable
-from reshard.refit.codecs import BLOCKWISE, CODECS, PLAIN, WIDENS, BlockCodec, bytes_in_destination, bytes_in_source
+from reshard.refit.codecs import (
+    BLOCKWISE,
+    CODECS,
+    PLAIN,
+    WIDENS,
+    BlockCodec,
+    bytes_in_destination,
+    bytes_in_source,
+)
 from reshard.refit.copies import CopyTable
 from reshard.refit.parcels import ALIGNMENT, bytes_of_parcels, making, parcels_of, run_of, unpacking
 from reshard.refit.tables import (
