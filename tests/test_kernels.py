@@ -18,7 +18,7 @@ from reshard.refit.copies import CopyTable
 from reshard.refit.digests import Digests, word_tiles
 from reshard.refit.kernels import expected_compilation
 from reshard.refit.tables import CODEC, DST, SRC, SRC_PITCH, WIDTH, bytes_of, interleaved, table_of, tiles_of
-from reshard.refit.transports.buckets import rounds_of
+from reshard.refit.transports.packing import rounds_of
 
 # rows, width, source pitch, destination pitch, shift of both ends; in bytes
 SHAPES = [(1, 1, 1, 1, 0), (1, 200_000, 0, 0, 16), (7, 192, 768, 192, 0), (130, 96, 96, 96, 32), (3, 150_000, 150_016, 150_032, 0),
