@@ -1,11 +1,11 @@
 """A few steps of GRPO by ms-swift's Megatron on one GPU, vLLM colocated: with its own weight sync, and with a refit.
 
     python -m benchmarks.swift_grpo OUT [--steps 3] [--layers 4] [--hidden 1024] [--vocabulary 2048] [--only both|refit|stock]
-        [--sleep 1] [--options OPTIONS OF MS-SWIFT]
+        [--sleep 1] [--limit 900] [--options OPTIONS OF MS-SWIFT]
 
 A Qwen3 of random weights with a tokenizer of whole words, and rows of words to repeat; `--layers 36 --hidden 4096 --vocabulary 151936` is
 Qwen3-8B. ms-swift is started by its own entry (`megatron rlhf`), with a plugin that notes its phases and syncs. In the run `both` each step
-refits, overwrites vLLM's weights, and lets ms-swift's own sync fill them: both must leave the same bits after every step. Between the runs
+overwrites vLLM's weights, refits, overwrites them again, and lets ms-swift's own sync fill them: both must leave the same bits. Between the runs
 `refit` and `stock` the first sync must be equal; later ones are as far as training itself repeats.
 
 Written under OUT: each run's log, ms-swift's own figures of each step, what vLLM serves after every sync, as digests of its parameters, the
@@ -16,9 +16,12 @@ import argparse
 import json
 import multiprocessing
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from benchmarks.grpo import by_phase, compare, compare_runs, memory, model, noted, prompt, told, wanted
@@ -59,7 +62,7 @@ def lines(out: Path, run: str, steps: int, sleep: int) -> list[str]:
     return [part for key, value in options.items() for part in (f"--{key}", str(value))]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -70,6 +73,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=2048)
     parser.add_argument("--only", choices=RUNS)
     parser.add_argument("--sleep", type=int, choices=[0, 1, 2], default=1)
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds that one run may take")
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[])
     options = parser.parse_args()
     out = options.out.resolve()
@@ -80,18 +84,25 @@ def main() -> None:
         making = multiprocessing.get_context("spawn").Process(target=model, args=size)
         making.start()
         making.join()
+        assert not making.exitcode, "the model could not be made"
+    codes = []
     for run in [options.only] if options.only else RUNS:
         for old in out.glob(f"{run}.watch.*"):
             old.unlink()
-        code = started(out, run, [*lines(out, run, options.steps, options.sleep), *options.options])
+        shutil.rmtree(out / run, ignore_errors=True)
+        code = started(
+            out, run, [*lines(out, run, options.steps, options.sleep), *options.options], options.limit
+        )
+        codes.append(code)
         print(f"{run}: exit {code}", flush=True)
         tell(out, run)
     if not options.only:
         compare_runs(out)
+    return int(any(codes))
 
 
-def started(out: Path, run: str, arguments: list[str]) -> int:
-    """ms-swift's own entry as ``megatron`` calls it, to its end."""
+def started(out: Path, run: str, arguments: list[str], limit: float) -> int:
+    """ms-swift's own entry as ``megatron`` calls it, to its end, or for so many seconds."""
     paths = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
     with socket.socket() as free:
         free.bind(("", 0))
@@ -100,7 +111,18 @@ def started(out: Path, run: str, arguments: list[str]) -> int:
                               "NPROC_PER_NODE": "1", "MASTER_PORT": port}  # fmt: skip
     command = [sys.executable, "-m", "swift.cli._megatron.main", "rlhf", *arguments]
     with open(out / f"{run}.log", "w", encoding="utf-8") as log, memory(out / f"{run}.memory"):
-        return subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=variables).returncode
+        running = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True
+        )
+        try:
+            return running.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(
+                running.pid, signal.SIGTERM
+            )  # torchrun ends its own, which are in a session of their own
+            running.wait()
+            time.sleep(10)
+            return 124
 
 
 def tell(out: Path, run: str) -> None:
@@ -122,4 +144,4 @@ def tell(out: Path, run: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -31,9 +31,7 @@ class Watched(MegatronGRPOTrainer):
         return answered
 
     def _export_and_load_weights(self) -> None:
-        phase("sync")
         self.synced()
-        torch.cuda.empty_cache()
         phase("offload, wake cache")
 
     def synced(self) -> None:
@@ -44,10 +42,11 @@ class Watched(MegatronGRPOTrainer):
 
     def timed(self, way: str, sync: Any) -> None:
         """A sync, and a note of what the engine of this rank serves after it."""
-        torch.cuda.synchronize()
+        phase(way)
         began = time.perf_counter()
         sync()
         note(torch.distributed.get_rank(), self.engine.inner_model, way, began)
+        torch.cuda.empty_cache()  # what the digests took
 
     def _colocate_rollout(self, *args: Any) -> Any:
         phase("generate")
@@ -73,13 +72,12 @@ class Refit(Watched, ReshardGRPOTrainer):
 
 
 class Both(Refit):
-    """The refit, then ms-swift's own sync, into weights that were overwritten before."""
+    """The refit, then ms-swift's own sync, each into weights that were overwritten before."""
 
     def synced(self) -> None:
         """Two syncs of the same weights."""
+        overwrite(self.engine.inner_model)
         super().synced()
-        torch.cuda.empty_cache()
-        phase("ms-swift's sync")
         overwrite(self.engine.inner_model)
         self.timed("stock", lambda: MegatronGRPOTrainer._export_and_load_weights(self))
 
