@@ -12,7 +12,7 @@ from verl.workers.engine.megatron import MegatronEngineWithLMHead
 from verl.workers.rollout import base as rollouts
 from verl.workers.rollout.vllm_rollout import ServerAdapter
 
-from benchmarks.verl_watch import write
+from benchmarks.grpo import write
 from reshard.trainers.verl import ReshardMegatronEngine, ReshardServerAdapter
 
 

@@ -11,12 +11,13 @@ itself counts of every step. ``--check`` only lets verl compose the config, for 
 """
 
 import argparse
-import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from benchmarks.grpo import compare, compare_runs, model, noted, prompt, told, wanted
 
 EXTENSION = "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=benchmarks.verl_watch."
 RUNS = {
@@ -29,48 +30,12 @@ COUNTED = re.compile(
     r"(?:timing_s/(?:step|gen|update_weights|update_actor|old_log_prob)|perf/max_memory_\w+_gb|perf/cpu_memory_used_gb"
     r"|training/rollout_\w+|critic/score/mean):\S+"
 )
-REWARD = '''"""A reward that differs from answer to answer, so that there is something to learn."""
+REWARD = """from benchmarks.grpo import reward
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
-    return sum(word in ground_truth.split() for word in solution_str.split()) / 16
-'''
-
-
-def model(folder: Path, layers: int, hidden: int, vocabulary: int) -> None:
-    """A Qwen3 with random weights, and its tokenizer."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, num_attention_heads=hidden // 128,
-        num_key_value_heads=max(2, hidden // 512), head_dim=128, tie_word_embeddings=False, max_position_embeddings=2048, eos_token_id=1,
-        bos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        made = Qwen3ForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
-    made.save_pretrained(folder)
-    del made
-    torch.cuda.empty_cache()
-    special = {
-        "<pad>": 0,
-        "<eos>": 1,
-        "<bos>": 2,
-        "\n": 3,
-        "<|im_end|>": 4,
-    }  # the last two are what verl looks for in a Qwen
-    words = special | {f"w{i}": i for i in range(5, vocabulary)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w5"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="w5", eos_token="<eos>", bos_token="<bos>", pad_token="<pad>"
-    )
-    fast.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
-    fast.save_pretrained(folder)
+    return reward(solution_str, ground_truth)
+"""
 
 
 def rows(path: Path, count: int) -> None:
@@ -78,9 +43,8 @@ def rows(path: Path, count: int) -> None:
     import pandas
 
     pandas.DataFrame(
-        [{"data_source": "numbers", "prompt": [{"role": "user", "content": " ".join(f"w{5 + i + j}" for j in range(12))}],
-          "ability": "repeat", "reward_model": {"style": "rule", "ground_truth": " ".join(f"w{k}" for k in range(5 + i, 1000))},
-          "extra_info": {"index": i}} for i in range(count)]
+        [{"data_source": "numbers", "prompt": [{"role": "user", "content": prompt(i)}], "ability": "repeat",
+          "reward_model": {"style": "rule", "ground_truth": wanted(i)}, "extra_info": {"index": i}} for i in range(count)]
     ).to_parquet(path)  # fmt: skip
 
 
@@ -119,15 +83,6 @@ def check(config: list[str]) -> None:
         composed = compose("ppo_trainer", overrides=config)
     for part in ("rollout", "actor"):
         omega_conf_to_dataclass(composed.actor_rollout_ref[part])
-
-
-def noted(out: Path, run: str) -> dict[str, list[dict]]:
-    """What the workers of vLLM have noted, by rank, and those of the trainer."""
-    found = sorted(out.glob(f"{run}.watch.*"))
-    return {
-        path.suffix[1:]: [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        for path in found
-    }
 
 
 def main() -> None:
@@ -175,31 +130,7 @@ def main() -> None:
         if run == "both":
             compare(syncs)
     if not options.check and not options.only:
-        stock, refit = noted(out, "stock"), noted(out, "refit")
-        for rank in stock:
-            pairs = zip(stock[rank], refit.get(rank, []))
-            print(
-                f"rank {rank}: equal after sync "
-                + ", ".join(str(a["weights"] == b["weights"]) for a, b in pairs)
-            )
-
-
-def told(one: dict) -> str:
-    """A sync in a few words."""
-    return f"{one['way']} {one['seconds'] * 1e3:.0f} ms {one['used'] / 2**30:.1f} GiB {one.get('weights', '')[:12]}".rstrip()
-
-
-def compare(syncs: dict[str, list[dict]]) -> None:
-    """Whether each refit left what verl's own sync left after it; and that steps differ, without which that would say nothing."""
-    for rank, some in syncs.items():
-        if rank.startswith("trainer"):
-            continue
-        refits, stocks = ([one["weights"] for one in some if one["way"] == way] for way in ("refit", "stock"))
-        equal = [a == b for a, b in zip(refits, stocks, strict=True)]
-        print(
-            f"  rank {rank}: equal after each sync {equal}, {len(set(refits))} of {len(refits)} different from one another",
-            flush=True,
-        )
+        compare_runs(out)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,104 @@
+"""ms-swift's trainer of GRPO, noting its phases, its syncs and what vLLM serves after each: `use` is called in a plugin that
+`benchmarks.swift_grpo` writes."""
+
+import time
+from typing import Any
+
+import torch
+from swift.megatron import trainers
+from swift.megatron.callbacks import megatron_callbacks_map
+from swift.megatron.callbacks.base import MegatronCallback
+from swift.megatron.trainers import MegatronGRPOTrainer
+from swift.rewards import ORM, orms
+
+from benchmarks.grpo import note, overwrite, reward, write
+from reshard.trainers.swift import ReshardGRPOTrainer
+
+
+def phase(name: str) -> None:
+    """It begins now."""
+    torch.cuda.synchronize()
+    write("phases", name, time.perf_counter())
+
+
+class Watched(MegatronGRPOTrainer):
+    """As it is, with notes; what it has trained is not saved."""
+
+    def _generate_completions(self, samples: Any) -> Any:
+        phase("wake weights")
+        answered = super()._generate_completions(samples)
+        phase("logprobs")
+        return answered
+
+    def _export_and_load_weights(self) -> None:
+        self.synced()
+        phase("offload, wake cache")
+
+    def synced(self) -> None:
+        """One sync and a note of it."""
+        self.timed(
+            "refit" if isinstance(self, ReshardGRPOTrainer) else "stock", super()._export_and_load_weights
+        )
+
+    def timed(self, way: str, sync: Any) -> None:
+        """A sync, and a note of what the engine of this rank serves after it."""
+        phase(way)
+        began = time.perf_counter()
+        sync()
+        note(torch.distributed.get_rank(), self.engine.inner_model, way, began)
+        torch.cuda.empty_cache()  # what the digests took
+
+    def _colocate_rollout(self, *args: Any) -> Any:
+        phase("generate")
+        answered = super()._colocate_rollout(*args)
+        phase("sleep, load")
+        return answered
+
+    def _on_train_step_batch(self, *args: Any) -> None:
+        phase("train")
+        super()._on_train_step_batch(*args)
+
+    def save_checkpoint(self) -> None:
+        """Nothing."""
+
+
+class Refit(Watched, ReshardGRPOTrainer):
+    """The refit in the place of ms-swift's sync."""
+
+    def synced(self) -> None:
+        """A refit, and not what a refit does not cover."""
+        super().synced()
+        assert self._reshard_link is not None, "ms-swift's own sync was used"
+
+
+class Both(Refit):
+    """The refit, then ms-swift's own sync, each into weights that were overwritten before."""
+
+    def synced(self) -> None:
+        """Two syncs of the same weights."""
+        overwrite(self.engine.inner_model)
+        super().synced()
+        overwrite(self.engine.inner_model)
+        self.timed("stock", lambda: MegatronGRPOTrainer._export_and_load_weights(self))
+
+
+class Steps(MegatronCallback):
+    """Notes the end of each step."""
+
+    def on_step_end(self) -> None:
+        """What comes until the next rollout."""
+        phase("between steps")
+
+
+class Repeats(ORM):
+    """A reward for each word of the answer that is wanted."""
+
+    def __call__(self, completions: list[str], worth: list[str], **kwargs: Any) -> list[float]:
+        return [reward(*pair) for pair in zip(completions, worth, strict=True)]
+
+
+def use(run: str) -> None:
+    """From now on ms-swift makes this trainer, and knows the reward `repeats` and what to report to as `steps`."""
+    trainers.MegatronGRPOTrainer = {"stock": Watched, "refit": Refit, "both": Both}[run]
+    orms["repeats"] = Repeats
+    megatron_callbacks_map["steps"] = Steps
