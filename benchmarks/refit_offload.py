@@ -233,7 +233,9 @@ def main() -> None:
         check(f"{how}: two sets of weights differ", rank or known[1] != known[2])
         if rank == 0:
             # The same for every executor: the weights come from seeds.
-            found[f"{how}_bits"] = zlib.crc32(json.dumps(sorted(known[2].items())).encode())
+            found[f"{how}_bits"] = zlib.crc32(
+                json.dumps([sorted(held_by_one.items()) for held_by_one in known[2]]).encode()
+            )
             found[f"{how}_ways"] = {
                 k: sum(r[k] for r in reports) for k in ("peer_bytes", "staged_bytes", "bucket_bytes")
             }

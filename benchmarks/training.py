@@ -40,7 +40,8 @@ class Training:
         self.optimizer = None
         if gpu:
             settings = OptimizerConfig(optimizer="adam", lr=1e-4, bf16=True, use_distributed_optimizer=True)
-            self.optimizer = get_megatron_optimizer(settings, self.wrapped)
+            # Gloo's groups are for checkpoints.
+            self.optimizer = get_megatron_optimizer(settings, self.wrapped, use_gloo_process_groups=False)
 
     def passes(self, seq_length: int, microbatches: int = 1, shared: int = 1) -> None:
         """Gradients of random tokens, a sequence at a time, of which each of `shared` ranks has a part."""

@@ -180,6 +180,52 @@ MEASURED = {
     "Llama-70B x12, TP2 CP4, 131k": (LLAMA, Layout(tp=2), dict(gpus=8, cp=4, seq_length=131072), {0: 112.67}, 3.0),
 }  # fmt: skip
 
+# The same of whole models, a rank at a time (benchmarks/results/2026-11-23-memory-ranks.md), which nothing was corrected by but the copies
+# of fp8.
+SEVENTY, THIRTY, DEEPSEEK = of("Llama-3.1-70B"), of("Qwen3-30B-A3B"), of("DeepSeek-V3")
+LARGE = of(
+    "Qwen3-30B-A3B",
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_attention_heads=64,
+    moe_intermediate_size=1536,
+    num_hidden_layers=94,
+)
+UNEVEN = dict(pp=8, etp=1, first_stage_layers=11, last_stage_layers=11)
+WIDE = Layout(tp=2, pp=16, ep=64, etp=1, pipeline="Et*4|(tttt|)*14tmL")
+FINE = "moe_act,layernorm,mla_up_proj,mlp"
+OURS = {
+    "Llama-70B, TP8 PP4": (SEVENTY, Layout(tp=8, pp=4), dict(gpus=32, seq_length=8192), {0: 60.10, 3: 44.99}, 0.5),
+    "Llama-70B, TP8 PP4 VPP5": (SEVENTY, Layout(tp=8, pp=4, vpp=5), dict(gpus=32, seq_length=8192), {0: 63.72}, 1.0),
+    "Llama-70B, TP8 PP2 CP4": (SEVENTY, Layout(tp=8, pp=2), dict(gpus=64, cp=4, seq_length=32768, recompute="full"), {0: 38.90}, 0.5),
+    "Llama-70B, TP8 PP4, blockwise": (SEVENTY, Layout(tp=8, pp=4), dict(gpus=32, seq_length=8192, fp8="blockwise"), {1: 54.05}, 0.5),
+    "Llama-70B, TP8 PP4, tensorwise": (SEVENTY, Layout(tp=8, pp=4), dict(gpus=32, seq_length=8192, fp8="tensorwise"), {1: 54.03}, 0.5),
+    "Qwen3-32B, TP4 PP2": (of("Qwen3-32B"), Layout(tp=4, pp=2), dict(gpus=16, seq_length=8192, recompute="mlp"), {0: 57.55}, 0.5),
+    "Qwen3-30B-A3B, TP2 PP2 EP8": (THIRTY, Layout(tp=2, pp=2, ep=8, etp=1), dict(gpus=16, recompute="moe_act"), {0: 43.76}, 0.5),
+    "Qwen3-30B-A3B, TP2 PP4 VPP3 EP4": (THIRTY, Layout(tp=2, pp=4, vpp=3, ep=4, etp=1), dict(gpus=16), {0: 47.49}, 0.5),
+    "Qwen3-235B, TP4 PP8 EP8": (LARGE, Layout(tp=4, ep=8, **UNEVEN), dict(gpus=64), {0: 79.84}, 1.0),
+    "Qwen3-235B, TP2 PP8 EP16": (LARGE, Layout(tp=2, ep=16, **UNEVEN), dict(gpus=128, recompute="moe_act,layernorm"), {0: 66.58}, 0.5),
+    "DeepSeek-V3, TP2 PP16 EP64": (DEEPSEEK, WIDE, dict(gpus=1024, recompute=FINE), {0: 27.43, 1: 46.59, 15: 18.32}, 1.0),
+    "DeepSeek-V3, TP2 PP16 EP64, full": (DEEPSEEK, WIDE, dict(gpus=1024, recompute="full"), {1: 19.04}, 1.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OURS)
+def test_what_was_measured_of_ranks_of_whole_models(case):
+    found, layout, options, measured, tolerance = OURS[case]
+    report = memory(
+        found,
+        layout,
+        num_microbatches=2 * layout.pp,
+        imbalance=1.0,
+        gradient_accumulation_fusion=False,
+        **options,
+    )
+    for stage, gib in measured.items():
+        some = report.stages[stage]
+        assert some.allocated / GIB == pytest.approx(gib, abs=tolerance)
+        assert some.allocated_band.low <= some.allocated <= some.allocated_band.high
+
 
 @pytest.mark.parametrize("case", MEASURED)
 def test_what_was_measured_of_real_runs(case):
