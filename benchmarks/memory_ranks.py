@@ -126,9 +126,6 @@ def line(row: dict, rank: Rank) -> str:
         return f"{rank}: ran, {row['seconds']:.1f} s; estimate {row['estimate'] / GIB:.4f} GiB"
     off = row["estimate"] - row["peak"]
     good = "ok" if abs(off) <= max(2 * GIB, 0.03 * row["peak"]) else "OFF"
-    if rank.fp8:  # copies of the weights are in the band only
-        low, high = row["band"]
-        good = f"{'in' if low <= row['peak'] <= high else 'OUT OF'} band {low / GIB:.2f} to {high / GIB:.2f}"
     return (
         f"{rank}: peak {row['peak'] / GIB:.2f} (passes {row['in_passes'] / GIB:.2f}, step {row['in_step'] / GIB:.2f}), estimate "
         f"{row['estimate'] / GIB:.2f} ({off / GIB:+.2f}) {good}; built {row['built'] / GIB:.2f}, static {row['estimate_static'] / GIB:.2f}; "

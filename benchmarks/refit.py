@@ -272,7 +272,7 @@ def rival(models, folder: Path, module, rounds: int, found: dict) -> None:
 
 def main() -> None:
     from benchmarks.models import config_of, megatron_models, start_processes, vllm_engine
-    from reshard import Layout
+    from reshard import Layout, ReshardError
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -333,13 +333,19 @@ def main() -> None:
         read = time.perf_counter()
         destination = VllmModel.from_llm(llm, options.exact)
         traced = time.perf_counter()
-        links[executor] = connect(
-            Members.of_process_group(executor),
-            source,
-            destination,
-            executor=executor,
-            release=options.release,
-        )
+        try:
+            links[executor] = connect(
+                Members.of_process_group(executor),
+                source,
+                destination,
+                executor=executor,
+                release=options.release,
+            )
+        except ReshardError as error:
+            if executor == "peer":
+                raise
+            say(f"{executor}: {error}")  # blocks of which several ranks hold parts
+            continue
         connected = time.perf_counter()
         seconds[executor] = {
             "read_megatron": round(read - start, 3),

@@ -178,7 +178,7 @@ def refit_twice(
 def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict):
     """What a verified refit into an engine that quantises itself says: as it is; where a scale, or a code, changes after it has arrived;
     where vLLM's processing fails, and where it leaves another number beside the weights; and at last as it is. And whether the layers and
-    their kernels are the objects that they were, and what is said of them."""
+    their kernels are the objects that they were, and what is said of them. Of a trainer in another process, what each refit says."""
     is_trainer, is_engine, members = start(rank, sides)
     source = MegatronModel(trainer(flags, checkpoint[1])[0]) if is_trainer else None
     destination = None
@@ -186,6 +186,8 @@ def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tu
         module, config = vllm_on_cpu.build(checkpoint[0], load_format="dummy", **engine)
         destination = VllmModel(module, config)
     link = connect(members, source, destination)
+    if not is_engine:
+        return [caught(lambda: link.refit(verify=True)) for _ in range(6)]
     name = next(iter(destination.reloads.round_of))
     layer = module.get_submodule(name)
     layer.factor = 2.0

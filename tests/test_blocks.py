@@ -6,6 +6,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -16,9 +17,13 @@ from safetensors.torch import load_file, save_file
 
 from reshard import mcore_to_hf
 from reshard.disk.fp8 import HIGH_PRECISION
+from reshard.refit.addresses import AT_ONCE
 from reshard.refit.blocks import BF16, BLOCK, E4M3, PLACES, quantise, quantise_on_host, strips_of
-from reshard.refit.codecs import CODECS, ROUNDINGS, block_codec, codec_between
-from reshard.refit.tables import CODEC, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
+from reshard.refit.codecs import CODECS, PLAIN, ROUNDINGS, block_codec, codec_between
+from reshard.refit.parcels import digests_as_made, digests_as_served, places_asked
+from reshard.refit.tables import CODEC, DST, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
+from reshard.refit.transports.base import Incoming, Outgoing
+from reshard.refit.transports.packing import Round, Side
 from tests.ranks import free_port, run_on_ranks
 from tests.test_logits import EP, PP, TP, flags_at
 from tests.test_refit import converted, refit
@@ -88,6 +93,89 @@ def test_blocks_that_no_piece_reaches_stay_as_they_are():
     assert np.array_equal(places[1][:, :1500][reached], codes.view(np.uint8)[reached]) and len(held) == 2
     assert (places[1][:, :1500][~reached] == 0xEE).all()
     assert np.array_equal(places[2] == -1, ~reached[::BLOCK, ::BLOCK]) and (scales >= 0).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_both_ends_of_a_pair_cut_alike_and_what_travels_is_what_is_made_in_place(seed):
+    rng = np.random.default_rng(seed)
+    tensors = [Sent.of(rng, tuple(rng.integers(1, 400, 2))) for _ in range(rng.integers(1, 5))]
+    ends = [[], []]
+    into, extents, places, held = [], [], [], []
+    for number, tensor in enumerate(tensors):
+        places.append(tensor.place)
+        for cut in tensor.cuts:
+            table, _, memory = pieces_of(tensor.values, [cut])
+            row, column, rows, columns = cut
+            codec, codes, _, pitch, *_ = tensor.place[-1], *tensor.place
+            ends[0].append([table[0, SRC], 0, rows, columns, table[0, SRC_PITCH], 0, codec])
+            ends[1].append([0, codes + row * pitch + column, rows, columns, 0, pitch, codec])
+            into.append((number, row, column))
+            extents.append(tensor.values.shape)
+            held += memory
+        ends[0].append(
+            [tensor.plain.ctypes.data, 0, 5, tensor.plain.shape[1], tensor.plain.strides[0], 0, PLAIN]
+        )
+        ends[1].append(
+            [0, tensor.arrived.ctypes.data, 5, tensor.plain.shape[1], 0, tensor.plain.strides[0], PLAIN]
+        )
+        into.append((0, 0, 0))
+        extents.append((1, 1))
+    order = rng.permutation(len(into))
+    source, destination, where, shapes = (np.array(some, np.int64)[order] for some in (*ends, into, extents))
+    blocks, rounds = source[:, CODEC] != PLAIN, np.full(len(order), AT_ONCE)
+    asked = places_asked(where[blocks], shapes[blocks], source[blocks, CODEC])
+    sends = Side(Outgoing(source, rounds, where, asked), SRC, 1 << 16)
+    receives = Side(Incoming(destination, rounds, destination, where, {}, np.array(places)), DST, 1 << 16)
+    assert sends.rounds == receives.rounds and sends.bytes == receives.bytes
+    memory = np.zeros((1 << 16) + 16, np.uint8)
+    start, cpu = memory.ctypes.data + -memory.ctypes.data % 16, torch.device("cpu")
+    for index in range(sends.rounds):
+        assert sends.bytes_of_round(index) == receives.bytes_of_round(index) <= 1 << 16
+        Round.of([(sends, start)], index, cpu).run()
+        Round.of([(receives, start)], index, cpu).run()
+    for tensor in tensors:
+        codes, scales = quantise(tensor.values, tensor.rounding)
+        rows, columns = codes.shape
+        assert np.array_equal(tensor.codes[:, :columns], codes.view(np.uint8)) and np.array_equal(
+            tensor.plain, tensor.arrived
+        )
+        assert np.array_equal(tensor.scales, scales) and (tensor.codes[:, columns:] == 0xEE).all()
+    made = digests_as_made(sends.parcels, asked, cpu)
+    assert (
+        np.array_equal(made, digests_as_served(receives.parcels, cpu))
+        and len(np.unique(made)) == len(made)
+        and held
+    )
+    tensors[0].scales[0, 0] *= 2
+    assert (made != digests_as_served(receives.parcels, cpu)).sum() == 1
+
+
+class Sent(NamedTuple):
+    """A tensor that is served in blocks, the pieces in which it comes, and plain bytes beside it."""
+
+    values: np.ndarray
+    rounding: str
+    cuts: list[tuple[int, int, int, int]]
+    place: tuple[int, ...]
+    codes: np.ndarray
+    scales: np.ndarray
+    plain: np.ndarray
+    arrived: np.ndarray
+
+    @staticmethod
+    def of(rng: np.random.Generator, shape: tuple[int, int]) -> "Sent":
+        values, (places, codes, scales) = weights(*shape, seed=int(rng.integers(1 << 30))), places_for(shape)
+        rounding = list(ROUNDINGS)[rng.integers(3)]
+        rows, columns = (sorted({0, n, *rng.integers(0, n + 1, 3).tolist()}) for n in shape)
+        cuts = [
+            (top, left, bottom - top, right - left)
+            for top, bottom in pairwise(rows)
+            for left, right in pairwise(columns)
+        ]
+        plain = rng.integers(0, 255, (5, int(rng.integers(1, 70_000))), np.uint8)
+        place = (*places[0, :-1].tolist(), block_codec(rounding))
+        return Sent(values, rounding, cuts, place, codes, scales, plain, np.zeros_like(plain))
 
 
 def test_a_codec_of_blocks_is_none_of_single_elements():
@@ -173,10 +261,26 @@ def served_in_blocks(hf: str, mcore: str, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("variant", ["qwen3", "qwen3-moe", "deepseek-v3"])
-def test_a_refit_leaves_what_vllm_makes_of_the_same_weights_while_it_loads_them(variant, converted, tmp_path):
-    # blocks across queries, keys and values; experts that vLLM rounds up to whole blocks; kv_b_proj, of which MLA derives matrices
-    refit(converted(variant), "", 1, ONLINE, 1, True, tmp_path, moving=variant == "qwen3-moe")
+# Blocks across queries, keys and values; experts that vLLM rounds up to whole blocks; kv_b_proj, of which MLA derives matrices. In two processes
+# they travel, with their padding; in two that are both, some of the experts do.
+ONLINE_CASES = [
+    ("qwen3", "", 1, True),
+    ("qwen3-moe", "", 1, True),
+    ("deepseek-v3", "", 1, True),
+    ("qwen3-moe", "", 1, False),
+    ("deepseek-v3", "", 1, False),
+    ("qwen3-moe", f"{EP} 2", 2, True),
+]
+
+
+@pytest.mark.parametrize("variant, parallel, ranks, together", ONLINE_CASES)
+def test_a_refit_leaves_what_vllm_makes_of_the_same_weights_while_it_loads_them(
+    variant, parallel, ranks, together, converted, tmp_path
+):
+    moving = variant == "qwen3-moe"
+    refit(
+        converted(variant), parallel, ranks, ONLINE | {"tp": ranks}, ranks, together, tmp_path, moving=moving
+    )
 
 
 def published(checkpoints, folder: Path) -> tuple[list[str], dict]:
@@ -263,26 +367,13 @@ def test_a_check_sees_a_code_or_a_scale_that_changed_and_connect_sees_other_arit
         assert there[0] == there[3] == "no error" and "q_proj" in there[1] and "q_proj" in there[2]
 
 
-@pytest.mark.parametrize(
-    "variant,parallel,trainers,engine,why",
-    [
-        # rows of one block on two of the trainer's ranks
-        ("served-blocks", f"{TP} 4", 4, ONLINE, "has a block of 128x128 of which trainer rank"),
-        ("qwen3-moe", "", 1, {"quantization": "fp8_per_channel"}, "is quantised by the engine itself"),
-    ],
-)
-def test_what_can_only_be_quantised_by_the_engine_is_refused_in_buckets_on_every_member(
-    variant, parallel, trainers, engine, why, converted, tmp_path
-):
-    checkpoint = converted(variant)[0]
-    arguments = (
-        sides_of(tmp_path, trainers, 1, False),
-        flags_at(Path(checkpoint[1]), parallel),
-        checkpoint,
-        engine,
-    )
-    for said in run_on_ranks(trainers + 1, "connecting", *arguments, module="refit_on_cpu"):
-        assert why in said and "comes by buckets" in said, said
+def test_a_block_of_which_ranks_have_parts_is_refused_in_buckets_on_every_member(converted, tmp_path):
+    checkpoint = converted("served-blocks")[0]
+    arguments = sides_of(tmp_path, 4, 1, False), flags_at(Path(checkpoint[1]), f"{TP} 4"), checkpoint, ONLINE
+    for said in run_on_ranks(5, "connecting", *arguments, module="refit_on_cpu"):
+        assert "in blocks of 128x128, of one of which trainer rank" in said and "comes by buckets" in said, (
+            said
+        )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pytest
 
 from tests.ranks import free_port, run_on_ranks
 from tests.test_logits import flags_at
-from tests.test_refit import TP, converted, refit
+from tests.test_refit import EP, PP, TP, converted, refit
 
 __all__ = ["converted"]
 CASES = [
@@ -26,21 +26,38 @@ def test_a_refit_leaves_what_vllm_makes_of_the_same_weights(variant, quantizatio
     refit(converted(variant), "", 1, {"quantization": quantization}, 1, True, tmp_path, **options)
 
 
-def test_layers_take_turns_in_a_slab_on_every_rank(converted, tmp_path):
-    engine = {"tp": 2, "quantization": "fp8_per_tensor"}
-    refit(converted("qwen3-moe"), f"{TP} 2", 2, engine, 2, True, tmp_path / "a", round_bytes=1)
-    refit(converted("qwen2"), f"{TP} 2", 2, engine, 2, True, tmp_path / "b", round_bytes=50_000)
+# Where the weights lie; in buckets, of many rounds in each of the slab's; through a slab of the trainer's; and one part so, the other so.
+TURNS = [
+    ("qwen3-moe", f"{TP} 2", 2, 2, True, {"round_bytes": 1}),
+    ("qwen2", f"{TP} 2", 2, 2, True, {"round_bytes": 50_000}),
+    ("qwen3-moe", f"{PP} 2 {EP} 2", 4, 2, False, {"round_bytes": 1, "bucket_bytes": 1 << 20}),
+    ("qwen2", f"{TP} 2", 2, 1, False, {"round_bytes": 50_000, "executor": "staged", "bucket_bytes": 1 << 19}),
+    ("qwen3-moe", f"{PP} 2", 2, 2, True, {"round_bytes": 50_000}),
+]
+
+
+@pytest.mark.parametrize("variant, parallel, trainers, engines, together, options", TURNS)
+def test_layers_take_turns_in_a_slab_on_every_rank(
+    variant, parallel, trainers, engines, together, options, converted, tmp_path
+):
+    engine = {"tp": engines, "quantization": "fp8_per_tensor"}
+    refit(converted(variant), parallel, trainers, engine, engines, together, tmp_path, **options)
 
 
 def test_blocks_for_a_kernel_that_is_not_known_are_made_by_vllm(converted, tmp_path):
     refit(converted("qwen3-moe"), "", 1, {"quantization": "fp8_per_block"}, 1, True, tmp_path, unknown=True)
 
 
-def test_a_check_makes_it_again_and_what_fails_leaves_the_layers_as_they_were(converted, tmp_path):
-    sides = {"trainer": 1, "engine": 1, "together": True, "folder": str(tmp_path), "port": free_port()}
+@pytest.mark.parametrize("together", [True, False])
+def test_a_check_makes_it_again_and_what_fails_leaves_the_layers_as_they_were(together, converted, tmp_path):
+    sides = {"trainer": 1, "engine": 1, "together": together, "folder": str(tmp_path), "port": free_port()}
     checkpoint = converted("qwen3-moe")[0]
     arguments = sides, flags_at(Path(checkpoint[1]), ""), checkpoint, {"quantization": "fp8_per_channel"}
-    [said] = run_on_ranks(1, "reloads_that_differ", *arguments, module="refit_on_cpu")
+    *trainer, said = run_on_ranks(
+        1 if together else 2, "reloads_that_differ", *arguments, module="refit_on_cpu"
+    )
+    for there in trainer:
+        assert there[0] == there[5] == "no error" and all("_proj" in some for some in there[1:5])
     plain, scale, code, failed, number, mended, same, quantised = said
     assert plain == mended == "no error" and same
     for said in (scale, code):

@@ -21,7 +21,8 @@ class StageMemory:
     `activations` and `transient` are those of the fullest moment, `moment` says in words which that is, and
     `alive` how many microbatches each chunk (virtual stage) then has. `allocated` is what
     ``torch.cuda.max_memory_allocated`` will say, as one figure for the given (else even) routing;
-    `allocated_band` has what uneven routing may add and, with fp8, fewer copies of the weights or their scales. `total_band` is with
+    `engine_buffers` are Transformer Engine's, with its fp8 copies of the weights;
+    `allocated_band` has what uneven routing may add and, with fp8, fewer copies or their scales. `total_band` is with
     fragmentation and what lies outside of torch. `tensors` are the activations by name.
     """
 
@@ -221,7 +222,7 @@ def _stage(
             tensors[name] = tensors.get(name, 0) + n * amount
     return StageMemory(
         rank, _layers(stages), static.weights, static.grads, static.main_params, static.moments,
-        static.engine_buffers, 0 if in_step else round(peak.activations),
+        static.engine_buffers + copies, 0 if in_step else round(peak.activations),
         static.step if in_step else round(peak.transient),
         "the optimizer's step" if in_step else _words(peak.moment, len(chunks)),
         (0,) * len(chunks) if in_step else peak.moment.alive, allocated, band, beside, total, static.host,

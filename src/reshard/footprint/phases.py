@@ -127,7 +127,7 @@ def phases_of(plan: Plan, report: "MemoryReport", engine: Engine) -> list[Phase]
     band = fullest.total_band
     held = sum(train.values())
     found.append(Phase("train", where, train, Band(band.low, band.high) + asleep))
-    assert held <= band.high or plan.training.fp8
+    assert held <= band.high
     return found
 
 

@@ -18,9 +18,9 @@ from reshard.refit.transports.mappings import Mappings
 # Columns of what an inference rank asks a trainer's rank for; offsets and lengths in elements.
 ASKED = 6
 SHARD, ROW, COLUMN, COUNT, ELEMENTS, ENCODED = range(ASKED)
-# Of an engine that serves from blocks also where a piece goes: the local tensor's index, the first row and column
-# there; and that tensor's rows and columns.
-WHERE, EXTENT = slice(ASKED, ASKED + 3), slice(ASKED + 3, ASKED + 5)
+# Of an engine that serves quantised also where a piece goes: the local tensor's index, the first row and column
+# there; that tensor's rows and columns; and the round in which it passes through its region (`rounds_of`).
+WHERE, EXTENT, ROUND = slice(ASKED, ASKED + 3), slice(ASKED + 3, ASKED + 5), ASKED + 5
 AT_ONCE = -1  # in the place of a round's number
 
 

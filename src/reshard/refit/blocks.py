@@ -128,6 +128,8 @@ class BlockTable:
         sources = strips.fragments
         moved = sources[:, FROM] | sources[:, FROM_PITCH] * BF16.size | sources[:, LEFT] * BF16.size
         self.aligned = bool((bits | np.bitwise_or.reduce(moved, initial=0)) % 16 == 0)
+        # Programs for an item; two kernels, not one for each width.
+        self.blocks = 1 if (items[:, LENGTH] <= BLOCK).all() else STRIP
         self.items: torch.Tensor | np.ndarray = items
         self.fragments: torch.Tensor | np.ndarray = sources.copy()
         self.owners: torch.Tensor | np.ndarray = strips.owners
@@ -138,7 +140,7 @@ class BlockTable:
         self.items = torch.from_numpy(items).to(device)
         self.fragments = torch.from_numpy(sources).to(device)
         self.owners = torch.from_numpy(strips.owners.astype(np.int32)).to(device)
-        compile_quantise(self.rounding, self.aligned, device)
+        compile_quantise(self.rounding, self.aligned, device, self.blocks)
 
     def shift(self, deltas: np.ndarray) -> None:
         """Add `deltas` bytes, multiples of 16, by owner, to where the sources are."""
@@ -152,7 +154,7 @@ class BlockTable:
         if isinstance(self.items, torch.Tensor) and isinstance(self.fragments, torch.Tensor):
             from reshard.refit.kernels import quantise_strips
 
-            quantise_strips(self.items, self.fragments, self.rounding, self.aligned)
+            quantise_strips(self.items, self.fragments, self.rounding, self.aligned, self.blocks)
         elif isinstance(self.items, np.ndarray) and isinstance(self.fragments, np.ndarray):
             quantise_on_host(self.items, self.fragments, self.rounding)
 

@@ -3,7 +3,8 @@
 A copy names its codec by its number in `CODECS`. Its widths are counted in bytes of the destination, from
 which the codec tells those of the source. What is packed for another member is encoded on the side where it
 is wider, so that the narrower form travels. Both ends digest what is in the engine's dtype, so that a check
-compares the encoded elements bit for bit; of blocks, which one side alone may not have whole, both digest the source.
+compares the encoded elements bit for bit; of blocks that the engine's side makes both digest the source, since the
+trainer's may not have them whole, and of blocks that travel what was made.
 """
 
 from dataclasses import dataclass

@@ -142,11 +142,13 @@ def _quantise(
         tl.store(tl.load(item + 2).to(tl.pointer_type(tl.float32)) + block // 128, scale)
 
 
-def quantise_strips(items: torch.Tensor, fragments: torch.Tensor, rounding: str, aligned: bool) -> None:
-    """Gather the blocks of a table of items (`reshard.refit.blocks`), and write their codes and scales. `aligned`
-    says that all addresses, pitches and columns are multiples of 16 bytes."""
-    how = rounding != "fp32", rounding == "twice", aligned, STRIP
-    _quantise[(len(items) * STRIP,)](items, fragments, *how, num_warps=8)
+def quantise_strips(
+    items: torch.Tensor, fragments: torch.Tensor, rounding: str, aligned: bool, blocks: int = STRIP
+) -> None:
+    """Gather the blocks of a table of items (`reshard.refit.blocks`), each of at most so many, and write their codes
+    and scales. `aligned` says that all addresses, pitches and columns are multiples of 16 bytes."""
+    how = rounding != "fp32", rounding == "twice", aligned, blocks
+    _quantise[(len(items) * blocks,)](items, fragments, *how, num_warps=8)
 
 
 @triton.jit
@@ -236,12 +238,12 @@ def compile_copy(unit: int, device: torch.device, programs: int | None = None, c
 
 
 @cache
-def compile_quantise(rounding: str, aligned: bool, device: torch.device) -> None:
-    """Compile the quantising of blocks now, on one of nothing."""
+def compile_quantise(rounding: str, aligned: bool, device: torch.device, blocks: int = STRIP) -> None:
+    """Compile the quantising of items of so many blocks now, on one of nothing."""
     with torch.cuda.device(device), expected_compilation():
         items = torch.zeros((1, ITEM), dtype=torch.int64, device=device)
         fragments = torch.zeros((1, FRAGMENT), dtype=torch.int64, device=device)
-        quantise_strips(items, fragments, rounding, aligned)
+        quantise_strips(items, fragments, rounding, aligned, blocks)
         torch.cuda.synchronize(device)
 
 

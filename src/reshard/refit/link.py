@@ -3,6 +3,7 @@
 import logging
 import operator
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from reshard.core.errors import ReshardError, first_line
-from reshard.refit.addresses import destination_table, located
+from reshard.refit.addresses import AT_ONCE, destination_table, located
 from reshard.refit.agreement import Agreement, names_of
 from reshard.refit.codecs import CODECS, PLAIN
 from reshard.refit.copies import wait_for_device
@@ -96,7 +97,8 @@ class Link:
         outgoing = self.trainer.outgoing() if self.trainer is not None else {}
         incoming = self.engine.incoming() if self.engine is not None else {}
         if self.pull is not None:
-            self.pull.prepare({}, incoming[HERE] | incoming[PEER])
+            sent = [some for way in SENT for some in incoming[way].values()]
+            self.pull.prepare({}, incoming[HERE] | incoming[PEER], sent)
         for way, transport in ((STAGED, self.staged), (BUCKETS, self.buckets)):
             transport.prepare(outgoing.get(way, {}), incoming.get(way, {}))
         if partners := sorted(self.staged.outgoing.keys() | self.staged.incoming.keys()):
@@ -137,7 +139,7 @@ class Link:
                 waited = time.perf_counter()
                 if self.engine is not None:
                     self.engine.engine.begin()
-                self._move()
+                self._bounded(self._bring)
                 moved_at = time.perf_counter()
                 if verify:
                     self._verify()
@@ -209,17 +211,39 @@ class Link:
             way in SENT for way in self.trainer.ways().values()
         )
 
-    def _move(self) -> None:
-        """Carry out all copies. Raises ReshardError, naming who is silent, where a partner dies or stalls."""
+    def _bring(self) -> None:
+        """Carry out all copies, and let the engine make of them what it makes itself."""
+        self._go_through((AT_ONCE, *self._rounds()), self.engine.engine.take if self.engine else None)
+        if self.engine is not None:
+            self.engine.engine.settle()
+
+    def _bring_again(self) -> None:
+        """Carry out once more the copies of what engines make themselves, and compare it with what they then make."""
+        self._go_through(self._rounds(), self.engine.digest_round if self.engine else None)
+
+    def _go_through(self, numbers: Sequence[int], work: Callable[[int], None] | None) -> None:
+        """The copies of these rounds, and after each of this engine's `work`. Where that fails the copies go on, for
+        which others wait, and it is said at the end."""
+        failure: ReshardError | None = None
+        for number in numbers:
+            self._run(number)
+            if (
+                work is not None
+                and self.engine is not None
+                and number in self.engine.rounds
+                and failure is None
+            ):
+                try:
+                    work(number)
+                except ReshardError as error:
+                    failure = error
+        if failure is not None:
+            raise failure
+
+    def _bounded(self, work: Callable[[], None]) -> None:
+        """Do it to its end. Raises ReshardError, naming who is silent, where a partner dies or stalls."""
         try:
-            try:
-                for transport in self._transports:
-                    transport.run()
-            finally:
-                if self.pull is not None:
-                    self.pull.join()
-            if self.engine is not None:
-                self.engine.engine.settle()
+            work()
             done = wait_for_device(self.device, self.members.timeout)
             reason = f"nothing arrived within {self.members.timeout:g} s"
         except RuntimeError as error:
@@ -228,6 +252,19 @@ class Link:
             self.members.check()
             silent = names_of(self.members, self.members.silent("alive"))
             raise ReshardError(f"the exchange broke off ({reason}); {silent or 'no member'} is silent")
+
+    def _rounds(self) -> list[int]:
+        """The numbers of the rounds in which engines make themselves what they serve, and this member takes part."""
+        return sorted({number for transport in self._transports for number in transport.numbers})
+
+    def _run(self, number: int) -> None:
+        """Carry out the copies of a round."""
+        try:
+            for transport in self._transports:
+                transport.run(number)
+        finally:
+            if self.pull is not None:
+                self.pull.join()
 
     def _clear_up(self) -> None:
         """After a refit that failed: a communicator that lost a partner is not used again, and the trainers'
@@ -247,6 +284,9 @@ class Link:
                 side.digest()
         if self.trainer is not None:
             self.trainer.post_digests()
+        # Nobody begins to exchange once more with one that has failed.
+        self.members.gather("moved", b"")
+        self._bounded(self._bring_again)
         if self.engine is not None:
             self.engine.compare_digests(self.pull.at if self.pull is not None else {})
 

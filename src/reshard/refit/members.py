@@ -27,7 +27,7 @@ import torch.distributed as dist
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.refit.store import bounded, of_process_group
 
-PROTOCOL = 4
+PROTOCOL = 5
 CHECK_SECONDS = 0.1
 LINGER_SECONDS = 3.0
 MOST_MEMBERS = 1 << 20

@@ -5,7 +5,8 @@ rank makes it in the bucket or slab, and the inference rank copies it from there
 of which two ranks hold parts cannot travel so.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +19,14 @@ from reshard.refit.blocks import (
     FIRST,
     HEIGHT,
     HIGH,
+    LEFT,
     LENGTH,
+    PITCH,
+    PLACE,
     PLACES,
     SCALES,
     SHAPE,
+    TOP,
     WIDE,
     BlockTable,
     Strips,
@@ -34,6 +39,13 @@ from reshard.refit.tables import DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, em
 ALIGNMENT = 16
 SCALE = 4  # bytes
 BATCH = 4096  # parcels at a time, for a check: 64 MiB
+
+
+class Rows(NamedTuple):
+    """Copies, and where each goes (`addresses.Pieces.into`)."""
+
+    table: np.ndarray
+    into: np.ndarray
 
 
 def parcels_of(table: np.ndarray, into: np.ndarray, places: np.ndarray) -> Strips:
@@ -49,14 +61,31 @@ def places_asked(where: np.ndarray, extents: np.ndarray, codecs: np.ndarray) -> 
     return places
 
 
-def in_parts(parcels: Strips) -> np.ndarray:
-    """The indices of the local tensors that have a block of which these pieces are only a part."""
-    if not len(parcels.items):
+def in_parts(pieces: Rows, padding: Rows, places: np.ndarray) -> np.ndarray:
+    """The indices of the local tensors that have a block of which these pieces, with padding, are only a part."""
+    table, into = (np.concatenate(both) for both in zip(pieces, padding, strict=True))
+    of_pieces = np.repeat([1, 0], [len(pieces.table), len(padding.table)])
+    blocks = cut(table, into, of_pieces, places, 1)
+    if not len(blocks.items):
         return np.zeros(0, np.int64)
-    elements = np.add.reduceat(
-        parcels.fragments[:, HIGH] * parcels.fragments[:, WIDE], parcels.items[:, FIRST]
-    )
-    return np.unique(parcels.tensors[elements != _elements(parcels.items)])
+    first, area = blocks.items[:, FIRST], blocks.fragments[:, HIGH] * blocks.fragments[:, WIDE]
+    partial = np.add.reduceat(area, first) != _elements(blocks.items)
+    return np.unique(blocks.tensors[partial & (np.add.reduceat(blocks.owners, first) > 0)])
+
+
+def besides(padding: Rows, sent: Iterable[Strips], places: np.ndarray) -> Rows:
+    """Of rows of padding what lies in no block that is sent, which brings its own."""
+    blocks = cut(padding.table, padding.into, np.arange(len(padding.table)), places, 1)
+    taken = np.concatenate([*(some.items[:, CODES] for some in sent), np.zeros(0, np.int64)])
+    item = np.repeat(np.arange(len(blocks.items)), blocks.items[:, COUNT])
+    kept = ~np.isin(blocks.items[:, CODES], taken)[item]
+    fragments, tensor, row = blocks.fragments[kept], blocks.tensors[item[kept]], blocks.owners[kept]
+    at = blocks.items[item[kept], CODES] - places[tensor, PLACE.start]
+    pitch = places[tensor, PITCH.start]
+    table = padding.table[row].copy()
+    table[:, ROWS], table[:, WIDTH] = fragments[:, HIGH], fragments[:, WIDE]
+    into = np.stack([tensor, at // pitch + fragments[:, TOP], at % pitch + fragments[:, LEFT]], 1)
+    return Rows(table, into)
 
 
 def _elements(items: np.ndarray) -> np.ndarray:

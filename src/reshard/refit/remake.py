@@ -1,5 +1,5 @@
-"""What was quantised, made once more for a check: gathered by plain copies, digested as the trainer has it,
-quantised from there, by us or by the engine, and compared with what the engine serves.
+"""What was made of blocks here, made once more for a check: gathered by plain copies, digested as the trainer has it,
+quantised from there, and compared with what the engine serves.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,17 +10,11 @@ import torch
 
 from reshard.live.engine import Engine
 from reshard.refit.addresses import (
-    AT_ONCE,
     COUNT,
     ELEMENTS,
     ENCODED,
     Pieces,
-    as_read,
-    destination_table,
-    fills_of,
     from_source,
-    located,
-    rounds_of,
 )
 from reshard.refit.blocks import (
     BF16,
@@ -59,21 +53,6 @@ def remade(
     """Make it of `shards`, the (address, pitch in bytes) of each trainer's rank that is read, which must be
     mapped; of local tensors in `sent`, which other ranks sent blocks of, only what these pieces are."""
     found = Remade({rank: np.zeros(len(some.into), np.int64) for rank, some in pieces.items()}, [])
-    _in_blocks(engine, pieces, shards, sent, device, found)
-    if engine.passing:
-        _in_rounds(engine, pieces, shards, device, found)
-    return found
-
-
-def _in_blocks(
-    engine: Engine,
-    pieces: Mapping[int, Pieces],
-    shards: Mapping[int, np.ndarray],
-    sent: np.ndarray,
-    device: torch.device,
-    found: Remade,
-) -> None:
-    """What the refit makes, of blocks."""
     served = places_of(engine)
     boxes = _boxes(pieces, served, sent)
     wanted = np.unique(boxes[:, 0])
@@ -87,6 +66,7 @@ def _in_blocks(
             found.digests[rank][here] = _gathered(part, shards[rank], served, first, held, device)
         here = boxes[first[boxes[:, 0]] >= 0]
         found.unlike.extend(_unlike(here, served, first, held, device))
+    return found
 
 
 def _boxes(pieces: Mapping[int, Pieces], served: np.ndarray, sent: np.ndarray) -> np.ndarray:
@@ -99,26 +79,6 @@ def _boxes(pieces: Mapping[int, Pieces], served: np.ndarray, sent: np.ndarray) -
         here = np.isin(some.into[:, 0], sent)
         found.append(np.concatenate([some.into, some.asked[:, [COUNT, ELEMENTS]]], 1)[here])
     return np.concatenate(found)
-
-
-def _in_rounds(
-    engine: Engine,
-    pieces: Mapping[int, Pieces],
-    shards: Mapping[int, np.ndarray],
-    device: torch.device,
-    found: Remade,
-) -> None:
-    """What the engine makes itself, of local tensors that pass through their regions."""
-    rounds, places = rounds_of(engine), {identity: index for index, identity in enumerate(engine.regions)}
-    memory, fills = located(engine.regions.values()), fills_of(engine, device)
-    for number in np.unique(rounds[rounds != AT_ONCE]).tolist():
-        CopyTable(tiles_of(fills.table[rounds[fills.into[:, 0]] == number])[0], device).run()
-        for rank, here, part in _of(pieces, rounds == number):
-            table = destination_table(memory, part)
-            CopyTable(tiles_of(from_source(table, part.asked, shards[rank]))[0], device).run()
-            digests = Digests(as_read(table), part.asked[:, ELEMENTS], device)
-            found.digests[rank][here] = digests.result()
-        found.unlike.extend(places[identity] for identity in engine.unlike(number))
 
 
 def _of(pieces: Mapping[int, Pieces], tensors: np.ndarray) -> Iterator[tuple[int, np.ndarray, Pieces]]:

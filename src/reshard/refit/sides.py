@@ -25,6 +25,7 @@ from reshard.refit.addresses import (
     ELEMENTS,
     ENCODED,
     EXTENT,
+    ROUND,
     SHARD,
     WHERE,
     Pieces,
@@ -32,6 +33,7 @@ from reshard.refit.addresses import (
     as_held,
     as_read,
     destination_table,
+    fills_of,
     located,
     memory_of,
     rounds_of,
@@ -42,12 +44,14 @@ from reshard.refit.blocks import PLACES, SHAPE, Strips, places_of
 from reshard.refit.codecs import BLOCKWISE, codec_between
 from reshard.refit.digests import Digests
 from reshard.refit.members import Members
-from reshard.refit.parcels import digests_as_made, digests_as_served, in_parts, parcels_of, places_asked
+from reshard.refit.parcels import Rows, digests_as_made, digests_as_served, in_parts, parcels_of, places_asked
 from reshard.refit.remake import remade
 from reshard.refit.routes import BUCKETS, HERE, PEER, SENT, STAGED, nearest
+from reshard.refit.tables import CODEC
 from reshard.refit.transports.base import Incoming, Outgoing
 from reshard.refit.wire import Held, pack_array, pack_held, pack_json, unpack_array, unpack_held, unpack_json
 
+FP8 = (8, 9)  # the compute capability from which on a GPU converts to fp8
 # What a trainer has published of a model, and what an engine has planned from what trainers published: for who
 # connects the same two again.
 _published: WeakKeyDictionary[Trainer, tuple[tuple[Model, list[torch.dtype]], bytes, bytes]] = (
@@ -161,13 +165,19 @@ class TrainerSide:
         return found
 
     def _outgoing(self, memory: np.ndarray, asked: np.ndarray) -> Outgoing:
-        table = source_table(memory, asked)
+        table, n = source_table(memory, asked), len(asked)
         if asked.shape[1] == ASKED:
-            return Outgoing(table, np.zeros((len(asked), 3), np.int64), np.zeros((0, PLACES), np.int64))
+            return Outgoing(
+                table, np.full(n, AT_ONCE), np.zeros((n, 3), np.int64), np.zeros((0, PLACES), np.int64)
+            )
         blocks = asked[BLOCKWISE[asked[:, ENCODED]]]
-        return Outgoing(
-            table, asked[:, WHERE], places_asked(blocks[:, WHERE], blocks[:, EXTENT], blocks[:, ENCODED])
-        )
+        if len(blocks) and self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) < FP8:
+            raise ReshardError(
+                f"{self.members.names[self.members.rank]} has to make fp8 blocks of what it sends, which "
+                f"{torch.cuda.get_device_name(self.device)} cannot: put trainer and engine on one host, or serve in bf16"
+            )
+        places = places_asked(blocks[:, WHERE], blocks[:, EXTENT], blocks[:, ENCODED])
+        return Outgoing(table, asked[:, ROUND], asked[:, WHERE], places)
 
     def digest(self) -> None:
         """Begin the digests of every piece, of this rank's memory by its own addresses, made anew; those of blocks
@@ -199,6 +209,9 @@ class EngineSide:
         self.pieces: dict[int, Pieces] = {}
         self.memory: dict[int, dict[str, Any]] = {}
         self.digests: dict[int, tuple[Digests, np.ndarray]] = {}
+        self.passed: dict[int, np.ndarray] = {}
+        self.checked: set[tuple[int, str]] = set()
+        self.unlike: list[int] = []
 
     def plan(self, where: str) -> None:
         """Which boxes this rank needs, and from which trainer's ranks; `where` names the served model. Each
@@ -222,10 +235,11 @@ class EngineSide:
 
     def _asked(self, pieces: Pieces) -> np.ndarray:
         """What a trainer's rank is told of its pieces."""
-        if not self.engine.scales:
+        if not self.engine.scales and not self.engine.passing:
             return pieces.asked
-        shapes = places_of(self.engine)[pieces.into[:, 0], SHAPE]
-        return np.concatenate([pieces.asked, pieces.into, shapes], 1)
+        index = pieces.into[:, 0]
+        more = places_of(self.engine)[index, SHAPE], rounds_of(self.engine)[index, None]
+        return np.concatenate([pieces.asked, pieces.into, *more], 1)
 
     def _plan(
         self, published: Mapping[int, Held], distances: Mapping[int, int], position: int, where: str
@@ -303,10 +317,16 @@ class EngineSide:
         """What this rank gets, by way and trainer's rank, from where everything is now."""
         found: dict[str, dict[int, Incoming]] = {way: {} for way in (HERE, PEER, STAGED, BUCKETS)}
         memory, places = located(self.engine.regions.values()), places_of(self.engine)
+        rounds = rounds_of(self.engine)
         for rank, way in self.ways().items():
             pieces = self.pieces[rank]
             some = Incoming(
-                destination_table(memory, pieces), pieces.asked, pieces.into, self.memory[rank], places
+                destination_table(memory, pieces),
+                rounds[pieces.into[:, 0]],
+                pieces.asked,
+                pieces.into,
+                self.memory[rank],
+                places,
             )
             if way in SENT:
                 self._check_sent(rank, way, some)
@@ -315,18 +335,29 @@ class EngineSide:
 
     def _check_sent(self, rank: int, way: str, some: Incoming) -> None:
         """Raise ReshardError where what a trainer's rank sends can only be quantised here."""
+        if (rank, way) in self.checked:
+            return
         blockwise, name = BLOCKWISE[some.asked[:, ENCODED]], self.members.names[rank]
-        parcels = parcels_of(some.table[blockwise], some.into[blockwise], some.places)
-        for chosen, why in (
-            (self._passes(self.pieces[rank]), "is quantised by the engine itself"),
-            (np.isin(some.into[:, 0], in_parts(parcels)), f"has a block of 128x128 of which {name} has only a part"),
-        ):  # fmt: skip
-            for index in np.flatnonzero(chosen)[:1]:
-                raise ReshardError(
-                    f"{self.pieces[rank].names[index]} {why}, which goes only where the trainer's memory can be read, but "
-                    f"what {name} holds comes by {way}: put both on one host, with executor='auto' and without "
-                    f"expandable segments, or serve in bf16"
-                )
+        fills = fills_of(self.engine, self.device)
+        quantised = BLOCKWISE[fills.table[:, CODEC]]
+        parts = in_parts(
+            Rows(some.table[blockwise], some.into[blockwise]),
+            Rows(fills.table[quantised], fills.into[quantised]),
+            some.places,
+        )
+        for index in np.flatnonzero(np.isin(some.into[:, 0], parts))[:1]:
+            raise ReshardError(
+                f"the engine serves {self.pieces[rank].names[index]} with others in blocks of 128x128, of one of which {name} has "
+                f"only a part, so that it can only be quantised where the trainer's memory can be read, but what {name} holds comes "
+                f"by {way}: put both on one host, with executor='auto' and without expandable segments, split the trainer's "
+                f"tensors between blocks (--tp), or serve in bf16"
+            )
+        self.checked.add((rank, way))
+
+    @property
+    def rounds(self) -> set[int]:
+        """The numbers of those in which this engine makes itself what it serves."""
+        return set(self.engine.passing.values())
 
     def _passes(self, pieces: Pieces) -> np.ndarray:
         """Of each piece, whether the engine quantises it itself."""
@@ -361,26 +392,44 @@ class EngineSide:
             served = digests_as_served(self._parcels(rank, memory), self.device)
             self.digests[rank] = Digests(table, pieces.asked[whole, ELEMENTS], self.device), served
 
+    def digest_round(self, number: int) -> None:
+        """The digests of what has come to pass through its regions in a round, and the local tensors of which
+        something else is served."""
+        places = {identity: index for index, identity in enumerate(self.engine.regions)}
+        rounds, memory = rounds_of(self.engine), located(self.engine.regions.values())
+        for rank, pieces in self.pieces.items():
+            here = rounds[pieces.into[:, 0]] == number
+            some = Pieces([], pieces.asked[here], pieces.into[here])
+            digests = Digests(as_read(destination_table(memory, some)), some.asked[:, ELEMENTS], self.device)
+            self.passed.setdefault(rank, np.zeros(len(here), np.int64))[here] = digests.result()
+        self.unlike.extend(places[identity] for identity in self.engine.unlike(number))
+
     def compare_digests(self, shards: Mapping[int, np.ndarray]) -> None:
-        """Wait for the digests, and make what was quantised here once more from `shards`, by trainer's rank. Raises
-        ReshardError where one differs from the trainer's, or another comes of it."""
+        """Wait for the digests, and make the blocks that were made here once more from `shards`, by trainer's rank.
+        Raises ReshardError where one differs from the trainer's, or another comes of it."""
         bad: set[str] = set()
         sent = [some.into[self._travels(rank), 0] for rank, some in self.pieces.items()]
         read = {rank: self.pieces[rank] for rank in shards}
         again = remade(self.engine, read, shards, np.concatenate([*sent, np.zeros(0, np.int64)]), self.device)
+        unlike = [*again.unlike, *self.unlike]
         for rank, (of_pieces, of_parcels) in self.digests.items():
-            pieces, made, travels = self.pieces[rank], self._is_made_here(rank), self._travels(rank)
+            pieces, passes, travels = self.pieces[rank], self._passes(self.pieces[rank]), self._travels(rank)
             there = np.frombuffer(self.members.read(f"digests/{self.members.rank}", rank), np.int64)
             here = np.zeros(len(travels), np.int64)
-            here[~made & ~travels] = of_pieces.result()
+            made = self._is_made_here(rank) & ~passes
+            here[~made & ~passes & ~travels] = of_pieces.result()
             if made.any():
                 here[made] = again.digests[rank][made]
-            wrong = np.isin(pieces.into[:, 0], again.unlike)
+            if passes.any():
+                here[passes] = self.passed[rank][passes]
+            wrong = np.isin(pieces.into[:, 0], unlike)
             wrong[~travels] |= here[~travels] != there[: (~travels).sum()]
             blocks = self._parcels(rank, located(self.engine.regions.values()))
-            unlike = blocks.tensors[of_parcels != there[(~travels).sum() :]]
-            wrong |= travels & np.isin(pieces.into[:, 0], unlike)
+            wrong |= travels & np.isin(
+                pieces.into[:, 0], blocks.tensors[of_parcels != there[(~travels).sum() :]]
+            )
             bad.update(pieces.names[i] for i in np.flatnonzero(wrong))
+        self.passed, self.unlike = {}, []
         self.digests = {}
         if bad:
             raise ReshardError(

@@ -5,18 +5,20 @@ a round, whatever the backend (NCCL, Gloo); while one bucket travels, the next i
 unpacked.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from reshard.core.errors import ReshardError
+from reshard.refit.addresses import AT_ONCE
 from reshard.refit.members import Members
+from reshard.refit.parcels import SCALE
 from reshard.refit.tables import DST, SRC, TILE_BYTES
-from reshard.refit.transports.base import Incoming, Outgoing, Transport
+from reshard.refit.transports.base import Incoming, Outgoing, Transport, by_round
 from reshard.refit.transports.packing import ALIGNMENT, Round, Side
 from reshard.refit.wire import pack_json, unpack_json
 
@@ -60,6 +62,15 @@ def group_of(members: Members, ranks: Sequence[int], device: torch.device, fresh
     return gloo(store, index, size, settings)
 
 
+class Step(NamedTuple):
+    """A round of buckets of one member: bytes from and to each member, and the copies before and after."""
+
+    splits_in: list[int]
+    splits_out: list[int]
+    pack: Round
+    unpack: Round
+
+
 class Buckets(Transport):
     """This member's part of the exchange among the members `ranks`; a member that is none of them only
     agrees.
@@ -74,11 +85,13 @@ class Buckets(Transport):
         self.members, self.ranks, self.device, self.bucket_bytes = members, ranks, device, bucket_bytes
         self.group: Any = None
         self.limit = 0  # bytes of one pair in one round; 0 where no pair of members goes through buckets
-        self.rounds = 0
-        self.sends: dict[int, Side] = {}
-        self.receives: dict[int, Side] = {}
+        # By the engines' rounds: how many rounds of buckets all members have agreed on, this member's sides by partner,
+        # and its work in each.
+        self.rounds: dict[int, int] = {}
+        self.sends: dict[int, dict[int, Side]] = {}
+        self.receives: dict[int, dict[int, Side]] = {}
+        self.steps: dict[int, list[Step]] = {}
         self.addresses: list[tuple[int, int]] = []
-        self.steps: list[tuple[list[int], list[int], Round, Round]] = []
         self.lanes = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
 
     def agree(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming]) -> None:
@@ -98,17 +111,32 @@ class Buckets(Transport):
             )
         self._meet(fresh=False)
         self.prepare(outgoing, incoming)
-        mine = max((side.rounds for side in (*self.sends.values(), *self.receives.values())), default=0)
-        self.rounds = max(self._everyone("rounds", mine))
+        mine: dict[int, int] = {}
+        for number, side in self._sides():
+            mine[number] = max(mine.get(number, 0), side.rounds)
+        for said in self._everyone("rounds", [*mine.items()]):
+            for number, rounds in said:
+                self.rounds[number] = max(self.rounds.get(number, 0), rounds)
         if self.device.type == "cuda":
             from reshard.refit.kernels import compile_copy, compile_quantise
 
-            # the tables are made at the first exchange, nearly all of this word
+            # the tables are made at the first exchange, nearly all of this word, or scales
             compile_copy(ALIGNMENT, self.device, 1)
-            for rounding in {rounding for side in self.sends.values() for rounding in side.roundings}:
-                compile_quantise(rounding, True, self.device)
+            for rounding in {rounding for _, side in self._sides() for rounding in side.roundings}:
+                compile_copy(SCALE, self.device, 1)
+                compile_quantise(rounding, True, self.device, 1)
 
-    def _everyone(self, key: str, value: int) -> list[int]:
+    def _sides(self) -> Iterator[tuple[int, Side]]:
+        for sides in (self.sends, self.receives):
+            for number, some in sides.items():
+                yield from ((number, side) for side in some.values())
+
+    @property
+    def numbers(self) -> set[int]:
+        """Those of all engines, since all that have a side take part."""
+        return set(self.rounds) - {AT_ONCE}
+
+    def _everyone(self, key: str, value: Any) -> list[Any]:
         return [unpack_json(said) for said in self.members.gather(key, pack_json(value))]
 
     def renew(self) -> None:
@@ -123,44 +151,52 @@ class Buckets(Transport):
         """Cut these tables into rounds."""
         if not self.limit:
             return
-        self.sends = {peer: Side(some, SRC, self.limit) for peer, some in outgoing.items()}
-        self.receives = {peer: Side(some, DST, self.limit) for peer, some in incoming.items()}
-        self.received_bytes = sum(side.bytes for side in self.receives.values())
-        self.addresses, self.steps = [], []
+        self.sends = {number: {peer: Side(one, SRC, self.limit) for peer, one in some.items()}
+                      for number, some in by_round(outgoing).items()}  # fmt: skip
+        self.receives = {number: {peer: Side(one, DST, self.limit) for peer, one in some.items()}
+                         for number, some in by_round(incoming).items()}  # fmt: skip
+        self.received_bytes = sum(side.bytes for some in self.receives.values() for side in some.values())
+        self.addresses, self.steps = [], {}
 
-    def run(self) -> None:
-        """Exchange everything, in as many rounds as all members have agreed on."""
-        if self.group is None:
+    def run(self, number: int) -> None:
+        """Exchange what belongs to a round of engines', in as many rounds of buckets as all members have agreed on."""
+        if self.group is None or not self.rounds.get(number):
             return
         slots = [
-            (self._buffer(self.sends), self._buffer(self.receives)) for _ in range(min(SLOTS, self.rounds))
+            (self._buffer(self.sends), self._buffer(self.receives))
+            for _ in range(min(SLOTS, max(self.rounds.values())))
         ]
         addresses = [(send.data_ptr(), receive.data_ptr()) for send, receive in slots]
         if addresses != self.addresses:
             # The caching allocator usually gives the same memory again, so that this happens once.
-            self.steps = [self._step(index, *addresses[index % SLOTS]) for index in range(self.rounds)]
-            self.addresses = addresses
+            self.steps, self.addresses = {}, addresses
+        if number not in self.steps:
+            self.steps[number] = [
+                self._step(number, index, *addresses[index % SLOTS]) for index in range(self.rounds[number])
+            ]
         if self.lanes is None:
-            self._exchange(slots, None, None)
+            self._exchange(self.steps[number], slots, None, None)
             return
         packing, unpacking = self.lanes
         here = torch.cuda.current_stream(self.device)
         packing.wait_stream(here)
         unpacking.wait_stream(here)
         try:
-            self._exchange(slots, packing, unpacking)
+            self._exchange(self.steps[number], slots, packing, unpacking)
         finally:
             here.wait_stream(packing)
             here.wait_stream(unpacking)
 
-    def _exchange(self, slots: list[tuple[torch.Tensor, torch.Tensor]], packing: Any, unpacking: Any) -> None:
+    def _exchange(
+        self, steps: list[Step], slots: list[tuple[torch.Tensor, torch.Tensor]], packing: Any, unpacking: Any
+    ) -> None:
         """Pack a round, send it off, unpack the one before: each kind in a stream of its own on a GPU, where
         only what waits for a slot waits."""
         works: list[Any] = []
         unpacked: list[Any] = []
-        for index in range(len(self.steps) + 1):
-            if index < len(self.steps):
-                splits_in, splits_out, pack, _ = self.steps[index]
+        for index in range(len(steps) + 1):
+            if index < len(steps):
+                splits_in, splits_out, pack, _ = steps[index]
                 send, receive = slots[index % SLOTS]
                 with within(packing):
                     if index >= SLOTS:
@@ -173,19 +209,19 @@ class Buckets(Transport):
             if index:
                 with within(unpacking):
                     works[index - 1].wait()
-                    self.steps[index - 1][3].run(PROGRAMS)
+                    steps[index - 1].unpack.run(PROGRAMS)
                     if unpacking is not None:
                         unpacked.append(unpacking.record_event())
 
-    def _buffer(self, sides: Mapping[int, Side]) -> torch.Tensor:
-        return torch.empty(self.limit * len(sides), dtype=torch.uint8, device=self.device)
+    def _buffer(self, sides: Mapping[int, Mapping[int, Side]]) -> torch.Tensor:
+        partners = len(sides[AT_ONCE])
+        return torch.empty(self.limit * partners, dtype=torch.uint8, device=self.device)
 
-    def _step(self, index: int, send: int, receive: int) -> tuple[list[int], list[int], Round, Round]:
-        """A round with its buffers at these addresses: bytes from and to each member, and the copies before
-        and after."""
-        splits_out, pack = self._layout(self.sends, index, send)
-        splits_in, unpack = self._layout(self.receives, index, receive)
-        return splits_in, splits_out, pack, unpack
+    def _step(self, number: int, index: int, send: int, receive: int) -> Step:
+        """A round with its buffers at these addresses."""
+        splits_out, pack = self._layout(self.sends.get(number, {}), index, send)
+        splits_in, unpack = self._layout(self.receives.get(number, {}), index, receive)
+        return Step(splits_in, splits_out, pack, unpack)
 
     def _layout(self, sides: Mapping[int, Side], index: int, start: int) -> tuple[list[int], Round]:
         """Bytes by member, and the copies with their ends in the buffer filled in."""

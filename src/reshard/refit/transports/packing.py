@@ -65,6 +65,8 @@ class Side:
         self.bytes = int(self.sizes.sum())
         self.round_of, self.offset = rounds_of(self.sizes, limit)
         self.rounds = int(self.round_of.max()) + 1 if len(self.sizes) else 0
+        self.bytes_by_round = np.zeros(self.rounds, np.int64)
+        np.maximum.at(self.bytes_by_round, self.round_of, self.offset + self.sizes + -self.sizes % ALIGNMENT)
 
     @property
     def roundings(self) -> set[str]:
@@ -100,9 +102,7 @@ class Side:
 
     def bytes_of_round(self, index: int) -> int:
         """Bytes of a round in the buffer, padding included."""
-        chosen = self.round_of == index
-        sizes = self.sizes[chosen]
-        return int((self.offset[chosen] + sizes + -sizes % ALIGNMENT).max()) if len(sizes) else 0
+        return int(self.bytes_by_round[index]) if index < self.rounds else 0
 
 
 def _tiles(table: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray]:

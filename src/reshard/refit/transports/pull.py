@@ -2,13 +2,14 @@
 another one's, in one launch; what the engine serves in blocks of fp8 is made of it on the way, in another; and what it
 makes of plain weights itself comes in rounds."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from reshard.live.engine import Engine
+from reshard.refit import parcels
 from reshard.refit.addresses import AT_ONCE, SHARD, fills_of, from_source, rounds_of, shards_here
 from reshard.refit.blocks import FIRST, BlockTable, places_of, strips_of
 from reshard.refit.codecs import BLOCKWISE
@@ -51,8 +52,13 @@ class Pull(Transport):
         # What was last followed, with everything mapped.
         self.followed: dict[int, Mapping[str, Any]] | None = None
 
-    def prepare(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming]) -> None:
-        """Make the tables of copies; trainers' ranks do nothing in a pull."""
+    def prepare(
+        self,
+        outgoing: Mapping[int, Outgoing],
+        incoming: Mapping[int, Incoming],
+        sent: Iterable[Incoming] = (),
+    ) -> None:
+        """Make the tables of copies; trainers' ranks do nothing in a pull. What is `sent` comes by other ways."""
         self.followed = None
         found: list[Rows] = []
         self.local_bytes = self.peer_bytes = 0
@@ -71,20 +77,34 @@ class Pull(Transport):
             else:
                 self.peer_bytes += bytes_read_by(some.table)
         self.fills = fills_of(self.engine, self.device)
-        nobody, padding = np.zeros(len(self.fills.table), np.int64), np.full(len(self.fills.table), PADDING)
-        found.append(Rows(self.fills.table, self.fills.into, nobody, padding))
+        padding = self._padding(sent)
+        nobody, no_rank = np.zeros(len(padding.table), np.int64), np.full(len(padding.table), PADDING)
+        found.append(Rows(padding.table, padding.into, nobody, no_rank))
         rows = Rows(*(np.concatenate(some) for some in zip(*found, strict=True)))
         blockwise = BLOCKWISE[rows.table[:, CODEC]]
         rounds = rounds_of(self.engine)[rows.into[:, 0]]
         self.table = self._copies(rows.where(~blockwise & (rounds == AT_ONCE)))
         self.blocks = self._blocks(rows.where(blockwise))
-        self.rounds = {
-            number: self._copies(rows.where(rounds == number))
-            for number in np.unique(rounds[rounds != AT_ONCE]).tolist()
-        }
+        # Also of rounds in which all that is not padding comes by another way.
+        numbers = sorted(set(self.engine.passing.values()))
+        self.rounds = {number: self._copies(rows.where(rounds == number)) for number in numbers}
         self.received_bytes = self.local_bytes + self.peer_bytes
         tables = [self.table, *self.rounds.values()]
         self.launches = sum(table.launches for table in tables) + len(self.blocks)
+
+    def _padding(self, sent: Iterable[Incoming]) -> parcels.Rows:
+        """Rows of padding, but what lies in blocks that are sent."""
+        table, into = self.fills.table, self.fills.into
+        blockwise = BLOCKWISE[table[:, CODEC]]
+        found = []
+        for some in sent:
+            here = BLOCKWISE[some.table[:, CODEC]]
+            found.append(parcels.parcels_of(some.table[here], some.into[here], some.places))
+        if not blockwise.any() or not any(len(some.items) for some in found):
+            return parcels.Rows(table, into)
+        kept = parcels.besides(parcels.Rows(table[blockwise], into[blockwise]), found, places_of(self.engine))
+        both = (table[~blockwise], kept.table), (into[~blockwise], kept.into)
+        return parcels.Rows(*map(np.concatenate, both))
 
     def _copies(self, rows: "Rows") -> CopyTable:
         """A table in the order in which all peers' links are busy at once."""
@@ -143,24 +163,31 @@ class Pull(Transport):
         for table in (self.table, *self.rounds.values()):
             table.compile(aside=True)
 
-    def run(self) -> None:
-        """Enqueue all copies: aside, where buckets are to go on at the same time, until `join`."""
+    @property
+    def numbers(self) -> set[int]:
+        """Those of this engine."""
+        return set(self.rounds)
+
+    def run(self, number: int) -> None:
+        """Enqueue the copies of a round: aside, where buckets are to go on at the same time, until `join`."""
+        if number != AT_ONCE and number not in self.rounds:
+            return
         if not self.aside or self.device.type == "cpu":
-            self._enqueue(None)
+            self._enqueue(number, None)
             return
         here = torch.cuda.current_stream(self.device)
         self.lane = torch.cuda.Stream(self.device)
         self.lane.wait_stream(here)
         with torch.cuda.stream(self.lane):
-            self._enqueue(PROGRAMS_ASIDE)
+            self._enqueue(number, PROGRAMS_ASIDE)
 
-    def _enqueue(self, programs: int | None) -> None:
+    def _enqueue(self, number: int, programs: int | None) -> None:
+        if number != AT_ONCE:
+            self.rounds[number].run(programs)
+            return
         self.table.run(programs)
         for blocks in self.blocks:
             blocks.run()
-        for number, table in self.rounds.items():
-            table.run(programs)
-            self.engine.take(number)
 
     def join(self) -> None:
         """Let the current stream wait for what was enqueued aside."""

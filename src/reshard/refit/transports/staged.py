@@ -10,6 +10,7 @@ import ctypes
 import itertools
 import mmap
 import os
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,10 +18,11 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.live.cuda import cuda_free, cuda_memory, exported
+from reshard.refit.addresses import AT_ONCE
 from reshard.refit.copies import wait_for_device
 from reshard.refit.members import Members
 from reshard.refit.tables import DST, SRC, TILE_BYTES, bytes_packed
-from reshard.refit.transports.base import Incoming, Outgoing, Transport
+from reshard.refit.transports.base import Incoming, Outgoing, Transport, by_round, rounds_in
 from reshard.refit.transports.mappings import Mappings
 from reshard.refit.transports.packing import ALIGNMENT, Round, Side
 from reshard.refit.wire import pack_json, unpack_json
@@ -110,7 +112,11 @@ class Staged(Transport):
         self.incoming: dict[int, Incoming] = {}
         self.slab: Slab | None = None
         self.views = Views(device)
-        self.made: dict[tuple[int, int], tuple[int, int, list[Round]]] = {}
+        self.made: dict[tuple[int, int], tuple[int, int, dict[int, list[Round]]]] = {}
+        # Of the refit that goes on: the rounds by the engine's round and partner, and how many each pair has had.
+        self.sends: dict[int, dict[int, list[Round]]] = {}
+        self.receives: dict[int, dict[int, list[Round]]] = {}
+        self.done: Counter[tuple[int, int]] = Counter()
 
     def prepare(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming]) -> None:
         """Take these tables; the slab is made when it is first used. One of the right size stays, since
@@ -128,37 +134,44 @@ class Staged(Transport):
         if self.slab is not None and self.slab.size != SLOTS * self.limit * len(outgoing):
             self._free()
 
-    def run(self) -> None:
-        """Pack and unpack everything; returns when this member has all of its own, and its readers have all
-        of theirs."""
-        sends, receives = self._open()
-        rounds = max((len(tables) for tables in (*sends.values(), *receives.values())), default=0)
-        for index in range(rounds):
+    @property
+    def numbers(self) -> set[int]:
+        """Those of the engines of which this member has a pair."""
+        return rounds_in(self.outgoing) | rounds_in(self.incoming)
+
+    def run(self, number: int) -> None:
+        """Pack and unpack what belongs to a round; returns when this member has all of its own, and its readers have
+        all of theirs."""
+        if number == AT_ONCE:
+            self.sends, self.receives = self._open()
+            self.done.clear()
+        sends = {peer: some.get(number, []) for peer, some in self.sends.items()}
+        receives = {peer: some.get(number, []) for peer, some in self.receives.items()}
+        for index in range(max((len(some) for some in (*sends.values(), *receives.values())), default=0)):
             # In every round first all of the packing: so nobody waits for who waits for him.
-            self._turn(index, sends, "taken", index - SLOTS, "packed")
-            self._turn(index, receives, "packed", index, "taken")
-        for peer, tables in sends.items():
-            self.members.wait_for_count(f"taken/{self.members.rank}", peer, len(tables))
+            self._turn(index, sends, SRC)
+            self._turn(index, receives, DST)
+        for peer in sends:
+            self.members.wait_for_count(f"taken/{self.members.rank}", peer, self.done[peer, SRC])
 
-    def _turn(
-        self, index: int, rounds: Mapping[int, list[Round]], awaited: str, up_to: int, tell: str
-    ) -> None:
+    def _turn(self, index: int, rounds: Mapping[int, list[Round]], end: int) -> None:
         """Copy a round, where the partners are so far, and tell them."""
-        me, tables = (
-            self.members.rank,
-            {peer: some[index] for peer, some in rounds.items() if index < len(some)},
-        )
-        for peer, table in tables.items():
-            if up_to >= 0:
-                self.members.wait_for_count(f"{awaited}/{me}", peer, up_to + 1)
-            table.run()
-        if tables and not wait_for_device(self.device, self.members.timeout):
+        awaited, tell, ahead = ("taken", "packed", SLOTS) if end == SRC else ("packed", "taken", 0)
+        here = {peer: some[index] for peer, some in rounds.items() if index < len(some)}
+        for peer, copies in here.items():
+            # The first slots of a round are free: the last one ended when all was taken.
+            up_to = self.done[peer, end] + 1 - ahead
+            if end == DST or index >= SLOTS:
+                self.members.wait_for_count(f"{awaited}/{self.members.rank}", peer, up_to)
+            copies.run()
+        if here and not wait_for_device(self.device, self.members.timeout):
             raise ReshardError(f"the copies did not end within {self.members.timeout:g} s")
-        for peer in tables:
-            self.members.count(f"{tell}/{peer}", index + 1)
+        for peer in here:
+            self.done[peer, end] += 1
+            self.members.count(f"{tell}/{peer}", self.done[peer, end])
 
-    def _open(self) -> tuple[dict[int, list[Round]], dict[int, list[Round]]]:
-        """Make the slab, map those of others; the copies of every round by partner."""
+    def _open(self) -> tuple[dict[int, dict[int, list[Round]]], dict[int, dict[int, list[Round]]]]:
+        """Make the slab, map those of others; by partner and the engine's round the copies."""
         members = self.members
         if self.outgoing:
             if self.slab is None:
@@ -183,14 +196,18 @@ class Staged(Transport):
             receives[peer] = self._rounds(peer, some, DST, start, theirs["limit"])
         return sends, receives
 
-    def _rounds(self, peer: int, some: Outgoing | Incoming, end: int, start: int, limit: int) -> list[Round]:
-        """The copies of every round between memory and the slab of a pair, which starts at an address."""
+    def _rounds(
+        self, peer: int, some: Outgoing | Incoming, end: int, start: int, limit: int
+    ) -> dict[int, list[Round]]:
+        """The copies between memory and the slab of a pair, which starts at an address."""
         before = self.made.get((peer, end))
         if before is None or before[:2] != (start, limit):
-            side = Side(some, end, limit)
-            rounds = [
-                Round.of([(side, start + i % SLOTS * limit)], i, self.device) for i in range(side.rounds)
-            ]
+            rounds = {}
+            for number, one in by_round({peer: some}).items():
+                side = Side(one[peer], end, limit)
+                rounds[number] = [
+                    Round.of([(side, start + i % SLOTS * limit)], i, self.device) for i in range(side.rounds)
+                ]
             before = self.made[peer, end] = start, limit, rounds
         return before[2]
 
