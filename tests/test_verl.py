@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from tests import warm
 from tests.checkpoints import make
 from tests.environments import REPOSITORY, clean, environment_before_ours, run
 from tests.install_vllm_cpu import TARGET
@@ -28,8 +29,9 @@ LINES = [
 
 @pytest.fixture(scope="module")
 def verl(tmp_path_factory):
-    """The Python of an environment with verl, which finds this one's packages behind its own."""
-    return environment_before_ours(tmp_path_factory.mktemp("verl") / "venv", PACKAGES)
+    """The Python of an environment with verl, which finds this one's packages behind its own, and has imported what takes long."""
+    python = environment_before_ours(tmp_path_factory.mktemp("verl") / "venv", PACKAGES)
+    return warm.python(*warm.WITH_RAY, environment=variables(), executable=str(python))
 
 
 def variables() -> dict[str, str]:

@@ -22,6 +22,7 @@ PASSED_ON = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SI
 FILES = 512  # those that are passed have lower numbers
 # What takes long to import in processes of an engine, of a trainer, on ranks (ranks.py), and in pytest's workers.
 OF_ENGINES = ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "megatron.core", "transformers")
+WITH_RAY = ("tests.without_ray", *OF_ENGINES, "tests.with_ray")  # in an environment that has Ray
 OF_TRAINERS = ("reshard.parity.megatron", "reshard.parity.huggingface", "megatron.core", "transformers")
 OF_RANKS = ("tests.megatron_on_cpu", "tests.parity_on_cpu", "tests.refit_on_cpu", "tests.disk")
 OF_WORKERS = ("tests.megatron_on_cpu", "vllm.distributed.weight_transfer", "bokeh.plotting")
@@ -274,8 +275,9 @@ def take(passed: list[int], numbers: list[int]) -> None:
 
 
 def variables_of_python(environment: Mapping[str, str]) -> dict[str, str]:
-    """But for the one that says what ``-u`` says."""
-    names = [name for name in environment if name.startswith("PYTHON") and name != "PYTHONUNBUFFERED"]
+    """But for the one that says what ``-u`` says, and the one that is looked at when it is needed, which Ray sets."""
+    others = {"PYTHONUNBUFFERED", "PYTHONBREAKPOINT"}
+    names = [name for name in environment if name.startswith("PYTHON") and name not in others]
     return {name: environment[name] for name in names}
 
 
