@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 PASSED_ON = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGCONT")
 FILES = 512  # those that are passed have lower numbers
 # What takes long to import in processes of an engine, of a trainer, on ranks (ranks.py), and in pytest's workers.
-OF_ENGINES = ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "megatron.core", "transformers")
+OF_ENGINES = ("tests.entry_points", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "megatron.core", "transformers")  # fmt: skip
 WITH_RAY = ("tests.without_ray", *OF_ENGINES, "tests.with_ray")  # in an environment that has Ray
 OF_TRAINERS = ("reshard.parity.megatron", "reshard.parity.huggingface", "megatron.core", "transformers")
 OF_RANKS = ("tests.megatron_on_cpu", "tests.parity_on_cpu", "tests.refit_on_cpu", "tests.disk")
