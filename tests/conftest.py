@@ -22,8 +22,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Files whose tests start Megatron, vLLM, FSDP or many processes, those that take longest first: each worker takes a file at a time.
 # `-m "not slow"` leaves what answers in a minute or two.
 SLOW = (
-    "refit", "roll", "engine", "nemo_rl", "verl", "parity", "disk_faults", "members", "homes", "swift", "weight_transfer", "serving", "fsdp",
-    "megatron_saves", "published", "logits", "compat", "blocks", "reloads", "install", "meaning", "examples", "build", "input_faults",
+    "refit", "engine", "disk_faults", "homes", "parity", "members", "megatron_saves", "logits", "swift", "roll", "fsdp", "verl", "nemo_rl",
+    "weight_transfer", "serving", "published", "build", "compat", "blocks", "reloads", "install", "meaning", "examples", "input_faults",
     "surface", "offload", "families", "report", "trainers_checkpoints",
 )  # fmt: skip
 
