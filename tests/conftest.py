@@ -2,10 +2,14 @@
 
 import os
 import signal
+import sys
 
 import pytest
 
-from tests.checkpoints import make
+from tests import warm
+
+# Pytest's workers are forked by a program that stands for a Python; what they start as sys.executable is to be a real one.
+sys.executable = os.environ.get("WARM_EXECUTABLE", sys.executable)
 
 # vLLM's quantised kernels would be built aside by every process that imports them, two processes with torch for each.
 os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
@@ -18,8 +22,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Files whose tests start Megatron, vLLM, FSDP or many processes, those that take longest first: each worker takes a file at a time.
 # `-m "not slow"` leaves what answers in a minute or two.
 SLOW = (
-    "refit", "roll", "engine", "nemo_rl", "verl", "parity", "disk_faults", "members", "homes", "swift", "weight_transfer", "serving", "fsdp",
-    "megatron_saves", "published", "logits", "compat", "blocks", "reloads", "install", "meaning", "examples", "build", "input_faults",
+    "refit", "engine", "disk_faults", "homes", "parity", "members", "megatron_saves", "logits", "swift", "roll", "fsdp", "verl", "nemo_rl",
+    "weight_transfer", "serving", "published", "build", "compat", "blocks", "reloads", "install", "meaning", "examples", "input_faults",
     "surface", "offload", "families", "report", "trainers_checkpoints",
 )  # fmt: skip
 
@@ -35,9 +39,18 @@ def pytest_collection_modifyitems(items):
     items.sort(key=place)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs):
+    program = warm.share()
+    for spec in specs:
+        spec.python = program
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """A function that gives the directory of a variant; made at the first call."""
+    from tests.checkpoints import make
+
     made = {}
 
     def get(variant, **options):

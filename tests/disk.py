@@ -54,9 +54,9 @@ def environment(*faults: str, held: Path | None = None) -> dict[str, str]:
     }
 
 
-def command(*args) -> list[str]:
+def command(*args, python: str = sys.executable) -> list[str]:
     """The command line of ``reshard``, for a process of its own."""
-    return [sys.executable, "-m", "reshard.cli.main", *map(str, args)]
+    return [python, "-m", "reshard.cli.main", *map(str, args)]
 
 
 @contextlib.contextmanager

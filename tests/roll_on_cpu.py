@@ -7,7 +7,6 @@
 
 import importlib.util
 import json
-import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -58,8 +57,6 @@ class Engine(ours.InferWorker):
     """A worker of the rollout, with a vLLM for the CPU where ROLL would start one for a GPU."""
 
     async def start(self, folder: str, extension: str) -> None:
-        # The engine and its worker, in processes of their own, are forked from a server that has imported vLLM.
-        multiprocessing.set_executable(os.environ["SPAWNS_BY"])
         from roll.distributed.strategy.vllm_strategy import VllmStrategy
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM

@@ -16,6 +16,7 @@ from reshard import Layout, ReshardError, check, diff, hf_to_mcore, mcore_to_hf
 from tests.disk import ended
 from tests.ranks import run_to_the_end
 from tests.test_faults import run_cli
+from tests.warm import python_of_trainer
 
 
 def test_help_is_quick_and_imports_no_torch():
@@ -194,8 +195,9 @@ def test_equal_values_in_another_dtype_are_said_to_be_equal(checkpoint, tmp_path
 @pytest.mark.parametrize("processes", [3])
 def test_processes_under_torchrun_share_the_work_and_write_the_same_bytes(processes, checkpoint, tmp_path):
     source = checkpoint("qwen3-moe", dtype=torch.bfloat16)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--no-python", "--standalone",
-                sys.executable, "-m", "reshard.cli.main"]  # fmt: skip
+    forked = python_of_trainer()  # torch is imported there
+    torchrun = [forked, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--no-python", "--standalone",
+                forked, "-m", "reshard.cli.main"]  # fmt: skip
     options = ["--tp", "2", "--pp", "2", "--ep", "2", "--etp", "1"]
     for directory, arguments in (
         ("mcore", ["hf-to-mcore", source, *options]),

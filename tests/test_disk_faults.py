@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.disk import cli, command, environment, held_run, journal, tree, until
 from tests.kills import Kills
 from tests.oracle import hf_tensors, same
 from tests.ranks import free_port
+from tests.warm import python_of_trainer
 
 DIRECTIONS = {"hf-to-mcore": ("--tp", "2", "--ep", "2"), "mcore-to-hf": ("--max-shard-size", "200KB")}
 RENAME_EXCHANGE_UNKNOWN = "renameat2:*:0:EINVAL"
@@ -607,12 +609,13 @@ def together(arguments, size, log, faults=None):
 
 @contextlib.contextmanager
 def started(arguments, size, log, faults=None, held=None):
-    """The processes of such a run, some of which meet faults."""
+    """The processes of such a run, some of which meet faults; the others are forked from a server that has torch."""
+    faults = faults or {}
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with open(log, "ab") as out:
         runs = [
-            subprocess.Popen(command(*arguments), stdout=out, stderr=out,
-                             env=environment(*(faults or {}).get(rank, ()), held=held) | shared | {"RANK": str(rank)})
+            subprocess.Popen(command(*arguments, python=sys.executable if faults.get(rank) else python_of_trainer()), stdout=out, stderr=out,
+                             env=environment(*faults.get(rank, ()), held=held) | shared | {"RANK": str(rank)})
             for rank in range(size)
         ]  # fmt: skip
         try:

