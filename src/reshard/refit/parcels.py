@@ -1,8 +1,8 @@
 """Blocks of fp8 that travel: made where all of a block lies, on a trainer's rank, for half the bytes.
 
 Both ends cut the pieces of a pair alike into blocks, each a *parcel*: its codes, row after row, then its scale. The trainer's
-rank makes it in the bucket or slab, and the inference rank copies it from there to where it serves from. A block
-of which two ranks hold parts cannot travel so.
+rank makes it in the bucket or slab, and the inference rank copies it from there to where it serves from. What no piece
+reaches of a block is padding, and zero. A block of which two ranks hold parts cannot travel so.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from reshard.core.errors import ReshardError
 from reshard.refit.blocks import (
     CODES,
     CODES_PITCH,
@@ -32,20 +33,42 @@ from reshard.refit.blocks import (
     Strips,
     cut,
 )
-from reshard.refit.codecs import BLOCK
+from reshard.refit.codecs import BLOCK, CODECS, BlockCodec
 from reshard.refit.digests import Digests
 from reshard.refit.tables import DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
 
 ALIGNMENT = 16
 SCALE = 4  # bytes
+FP8 = (8, 9)  # the compute capability from which on a GPU converts to fp8
 BATCH = 4096  # parcels at a time, for a check: 64 MiB
 
 
-class Rows(NamedTuple):
+class Placed(NamedTuple):
     """Copies, and where each goes (`addresses.Pieces.into`)."""
 
     table: np.ndarray
     into: np.ndarray
+
+
+def compile_parcels(codecs: np.ndarray, making_them: bool, device: torch.device) -> None:
+    """Compile now what the first refit would wait for, where parcels of these codecs are made, or unpacked.
+    Raises ReshardError where this GPU cannot make them."""
+    if device.type != "cuda" or not len(codecs):
+        return
+    from reshard.refit.kernels import compile_copy, compile_quantise
+
+    if not making_them:
+        compile_copy(SCALE, device, 1)
+        return
+    if torch.cuda.get_device_capability(device) < FP8:
+        raise ReshardError(
+            f"this trainer's rank has to make the fp8 blocks that it sends, which {torch.cuda.get_device_name(device)} "
+            f"cannot: put trainer and engine on one host, or serve in bf16"
+        )
+    for codec in np.unique(codecs).tolist():
+        found = CODECS[codec]
+        assert isinstance(found, BlockCodec)
+        compile_quantise(found.rounding, True, device, 1)
 
 
 def parcels_of(table: np.ndarray, into: np.ndarray, places: np.ndarray) -> Strips:
@@ -61,7 +84,7 @@ def places_asked(where: np.ndarray, extents: np.ndarray, codecs: np.ndarray) -> 
     return places
 
 
-def in_parts(pieces: Rows, padding: Rows, places: np.ndarray) -> np.ndarray:
+def in_parts(pieces: Placed, padding: Placed, places: np.ndarray) -> np.ndarray:
     """The indices of the local tensors that have a block of which these pieces, with padding, are only a part."""
     table, into = (np.concatenate(both) for both in zip(pieces, padding, strict=True))
     of_pieces = np.repeat([1, 0], [len(pieces.table), len(padding.table)])
@@ -73,7 +96,7 @@ def in_parts(pieces: Rows, padding: Rows, places: np.ndarray) -> np.ndarray:
     return np.unique(blocks.tensors[partial & (np.add.reduceat(blocks.owners, first) > 0)])
 
 
-def besides(padding: Rows, sent: Iterable[Strips], places: np.ndarray) -> Rows:
+def besides(padding: Placed, sent: Iterable[Strips], places: np.ndarray) -> Placed:
     """Of rows of padding what lies in no block that is sent, which brings its own."""
     blocks = cut(padding.table, padding.into, np.arange(len(padding.table)), places, 1)
     taken = np.concatenate([*(some.items[:, CODES] for some in sent), np.zeros(0, np.int64)])
@@ -85,7 +108,7 @@ def besides(padding: Rows, sent: Iterable[Strips], places: np.ndarray) -> Rows:
     table = padding.table[row].copy()
     table[:, ROWS], table[:, WIDTH] = fragments[:, HIGH], fragments[:, WIDE]
     into = np.stack([tensor, at // pitch + fragments[:, TOP], at % pitch + fragments[:, LEFT]], 1)
-    return Rows(table, into)
+    return Placed(table, into)
 
 
 def _elements(items: np.ndarray) -> np.ndarray:

@@ -44,14 +44,21 @@ from reshard.refit.blocks import PLACES, SHAPE, Strips, places_of
 from reshard.refit.codecs import BLOCKWISE, codec_between
 from reshard.refit.digests import Digests
 from reshard.refit.members import Members
-from reshard.refit.parcels import Rows, digests_as_made, digests_as_served, in_parts, parcels_of, places_asked
+from reshard.refit.parcels import (
+    Placed,
+    compile_parcels,
+    digests_as_made,
+    digests_as_served,
+    in_parts,
+    parcels_of,
+    places_asked,
+)
 from reshard.refit.remake import remade
 from reshard.refit.routes import BUCKETS, HERE, PEER, SENT, STAGED, nearest
 from reshard.refit.tables import CODEC
 from reshard.refit.transports.base import Incoming, Outgoing
 from reshard.refit.wire import Held, pack_array, pack_held, pack_json, unpack_array, unpack_held, unpack_json
 
-FP8 = (8, 9)  # the compute capability from which on a GPU converts to fp8
 # What a trainer has published of a model, and what an engine has planned from what trainers published: for who
 # connects the same two again.
 _published: WeakKeyDictionary[Trainer, tuple[tuple[Model, list[torch.dtype]], bytes, bytes]] = (
@@ -171,11 +178,7 @@ class TrainerSide:
                 table, np.full(n, AT_ONCE), np.zeros((n, 3), np.int64), np.zeros((0, PLACES), np.int64)
             )
         blocks = asked[BLOCKWISE[asked[:, ENCODED]]]
-        if len(blocks) and self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) < FP8:
-            raise ReshardError(
-                f"{self.members.names[self.members.rank]} has to make fp8 blocks of what it sends, which "
-                f"{torch.cuda.get_device_name(self.device)} cannot: put trainer and engine on one host, or serve in bf16"
-            )
+        compile_parcels(blocks[:, ENCODED], True, self.device)
         places = places_asked(blocks[:, WHERE], blocks[:, EXTENT], blocks[:, ENCODED])
         return Outgoing(table, asked[:, ROUND], asked[:, WHERE], places)
 
@@ -341,8 +344,8 @@ class EngineSide:
         fills = fills_of(self.engine, self.device)
         quantised = BLOCKWISE[fills.table[:, CODEC]]
         parts = in_parts(
-            Rows(some.table[blockwise], some.into[blockwise]),
-            Rows(fills.table[quantised], fills.into[quantised]),
+            Placed(some.table[blockwise], some.into[blockwise]),
+            Placed(fills.table[quantised], fills.into[quantised]),
             some.places,
         )
         for index in np.flatnonzero(np.isin(some.into[:, 0], parts))[:1]:
@@ -352,6 +355,7 @@ class EngineSide:
                 f"by {way}: put both on one host, with executor='auto' and without expandable segments, split the trainer's "
                 f"tensors between blocks (--tp), or serve in bf16"
             )
+        compile_parcels(some.asked[blockwise, ENCODED], False, self.device)
         self.checked.add((rank, way))
 
     @property

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from reshard.core.errors import ReshardError
 from reshard.refit.addresses import AT_ONCE
 from reshard.refit.members import Members
-from reshard.refit.parcels import SCALE
-from reshard.refit.tables import DST, SRC, TILE_BYTES
+from reshard.refit.tables import DST, SRC, TILE_BYTES, bytes_packed
 from reshard.refit.transports.base import Incoming, Outgoing, Transport, by_round
 from reshard.refit.transports.packing import ALIGNMENT, Round, Side
 from reshard.refit.wire import pack_json, unpack_json
@@ -118,13 +117,10 @@ class Buckets(Transport):
             for number, rounds in said:
                 self.rounds[number] = max(self.rounds.get(number, 0), rounds)
         if self.device.type == "cuda":
-            from reshard.refit.kernels import compile_copy, compile_quantise
+            from reshard.refit.kernels import compile_copy
 
-            # the tables are made at the first exchange, nearly all of this word, or scales
+            # the tables are made at the first exchange, nearly all of this word
             compile_copy(ALIGNMENT, self.device, 1)
-            for rounding in {rounding for _, side in self._sides() for rounding in side.roundings}:
-                compile_copy(SCALE, self.device, 1)
-                compile_quantise(rounding, True, self.device, 1)
 
     def _sides(self) -> Iterator[tuple[int, Side]]:
         for sides in (self.sends, self.receives):
@@ -155,7 +151,7 @@ class Buckets(Transport):
                       for number, some in by_round(outgoing).items()}  # fmt: skip
         self.receives = {number: {peer: Side(one, DST, self.limit) for peer, one in some.items()}
                          for number, some in by_round(incoming).items()}  # fmt: skip
-        self.received_bytes = sum(side.bytes for some in self.receives.values() for side in some.values())
+        self.received_bytes = sum(bytes_packed(some.table) for some in incoming.values())
         self.addresses, self.steps = [], {}
 
     def run(self, number: int) -> None:

@@ -1,5 +1,11 @@
 """What goes through buckets and slabs: the pieces of a pair, cut into rounds by both ends alike, and the copies of a
-round into or out of memory that both have."""
+round into or out of memory that both have.
+
+A *piece* is a box of a shard that goes into one local tensor (`addresses.Pieces`), a *tile* a part of it of at most 64 KiB, a
+*parcel* a block of fp8 with its scale, made of *fragments* of pieces (`parcels`, `blocks`); a *round* is what fits into
+a bucket. An engine's rounds are something else: the turns in which its layers pass through one memory
+(`Engine.passing`).
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,13 +13,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from reshard.refit.blocks import ENCODING, BlockTable
+from reshard.refit.blocks import BlockTable
 from reshard.refit.codecs import (
     BLOCKWISE,
-    CODECS,
     PLAIN,
     WIDENS,
-    BlockCodec,
     bytes_in_destination,
     bytes_in_source,
 )
@@ -62,17 +66,10 @@ class Side:
         self.sizes = np.concatenate(
             [self.tiles[:, ROWS] * self.packed_width, bytes_of_parcels(self.parcels.items)]
         )
-        self.bytes = int(self.sizes.sum())
         self.round_of, self.offset = rounds_of(self.sizes, limit)
         self.rounds = int(self.round_of.max()) + 1 if len(self.sizes) else 0
         self.bytes_by_round = np.zeros(self.rounds, np.int64)
         np.maximum.at(self.bytes_by_round, self.round_of, self.offset + self.sizes + -self.sizes % ALIGNMENT)
-
-    @property
-    def roundings(self) -> set[str]:
-        """Of the blocks among the parcels."""
-        codecs = [CODECS[codec] for codec in np.unique(self.places[self.parcels.tensors, ENCODING])]
-        return {codec.rounding for codec in codecs if isinstance(codec, BlockCodec)}
 
     def copies(self, index: int, start: int) -> np.ndarray:
         """The copies of a round between memory and a buffer at address `start`, which is dense."""

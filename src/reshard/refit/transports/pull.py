@@ -92,7 +92,7 @@ class Pull(Transport):
         tables = [self.table, *self.rounds.values()]
         self.launches = sum(table.launches for table in tables) + len(self.blocks)
 
-    def _padding(self, sent: Iterable[Incoming]) -> parcels.Rows:
+    def _padding(self, sent: Iterable[Incoming]) -> parcels.Placed:
         """Rows of padding, but what lies in blocks that are sent."""
         table, into = self.fills.table, self.fills.into
         blockwise = BLOCKWISE[table[:, CODEC]]
@@ -101,10 +101,12 @@ class Pull(Transport):
             here = BLOCKWISE[some.table[:, CODEC]]
             found.append(parcels.parcels_of(some.table[here], some.into[here], some.places))
         if not blockwise.any() or not any(len(some.items) for some in found):
-            return parcels.Rows(table, into)
-        kept = parcels.besides(parcels.Rows(table[blockwise], into[blockwise]), found, places_of(self.engine))
+            return parcels.Placed(table, into)
+        kept = parcels.besides(
+            parcels.Placed(table[blockwise], into[blockwise]), found, places_of(self.engine)
+        )
         both = (table[~blockwise], kept.table), (into[~blockwise], kept.into)
-        return parcels.Rows(*map(np.concatenate, both))
+        return parcels.Placed(*map(np.concatenate, both))
 
     def _copies(self, rows: "Rows") -> CopyTable:
         """A table in the order in which all peers' links are busy at once."""
