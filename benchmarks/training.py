@@ -26,6 +26,7 @@ class Training:
         gpu = device() == "cuda"
         if model.num_experts:
             options |= {"moe_token_dispatcher_type": "alltoall" if gpu else "allgather"}
+        options |= {"deallocate_pipeline_outputs": layout.pp > 1}  # as Megatron-LM's arguments say
         implementation = "transformer_engine" if gpu else "local"
         chunks = build_megatron(model, layout, transformer_impl=implementation, **options)
         ddp = DistributedDataParallelConfig(

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from reshard import mcore_to_hf
 from reshard.disk.fp8 import HIGH_PRECISION
 from reshard.refit.addresses import AT_ONCE
-from reshard.refit.blocks import BF16, BLOCK, E4M3, PLACES, quantise, quantise_on_host, strips_of
+from reshard.refit.blocks import BF16, BLOCK, E4M3, PLACES, STRIP, cut, quantise, quantise_on_host, strips_of
 from reshard.refit.codecs import CODECS, PLAIN, ROUNDINGS, block_codec, codec_between
 from reshard.refit.parcels import digests_as_made, digests_as_served, places_asked
 from reshard.refit.tables import CODEC, DST, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
@@ -104,9 +104,9 @@ def test_both_ends_of_a_pair_cut_alike_and_what_travels_is_what_is_made_in_place
     into, extents, places, held = [], [], [], []
     for number, tensor in enumerate(tensors):
         places.append(tensor.place)
-        for cut in tensor.cuts:
-            table, _, memory = pieces_of(tensor.values, [cut])
-            row, column, rows, columns = cut
+        for piece in tensor.cuts:
+            table, _, memory = pieces_of(tensor.values, [piece])
+            row, column, rows, columns = piece
             codec, codes, _, pitch, *_ = tensor.place[-1], *tensor.place
             ends[0].append([table[0, SRC], 0, rows, columns, table[0, SRC_PITCH], 0, codec])
             ends[1].append([0, codes + row * pitch + column, rows, columns, 0, pitch, codec])
@@ -210,7 +210,7 @@ def test_the_kernel_makes_what_the_host_makes():
     """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
     done = subprocess.run([sys.executable, "-m", "tests.test_blocks"], capture_output=True, text=True, timeout=300,
                           env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).resolve().parent.parent)  # fmt: skip
-    assert done.returncode == 0 and done.stdout.count("equal") == 4, done.stdout + done.stderr[-2000:]
+    assert done.returncode == 0 and done.stdout.count("equal") == 5, done.stdout + done.stderr[-2000:]
 
 
 def interpret() -> None:
@@ -224,14 +224,22 @@ def interpret() -> None:
     numbers[::BLOCK, ::BLOCK] = 448
     power = rng.integers(-12, 4, (2, 10)).repeat(BLOCK, 0).repeat(BLOCK, 1)[:rows, :columns]
     values = np.ldexp(numbers, power).astype(BF16.numpy())
-    for rounding, shift in [*((rounding, 0) for rounding in ROUNDINGS), ("fp32", 3)]:
+    # the last as what travels is made, a block at a time
+    for rounding, shift, blocks in [
+        *((rounding, 0, STRIP) for rounding in ROUNDINGS),
+        ("fp32", 3, STRIP),
+        ("twice", 0, 1),
+    ]:
         cuts = [(0, 0, 128, 1024), (0, 1024, 128, 136), (128, 0, 20, columns), (148, 0, 22, 104 + shift),
                 (148, 104 + shift, 22, columns - 104 - shift)]  # fmt: skip
         table, into, held = pieces_of(values, cuts, shift)
         places, codes, scales = places_for((rows, columns))
-        strips = strips_of(table, into, np.zeros(len(cuts), np.int64), places)
+        strips = cut(table, into, np.zeros(len(cuts), np.int64), places, blocks)
         quantise_strips(
-            *(torch.from_numpy(some) for some in (strips.items, strips.fragments)), rounding, not shift
+            *(torch.from_numpy(some) for some in (strips.items, strips.fragments)),
+            rounding,
+            not shift,
+            blocks,
         )
         wanted, factors = quantise(values, rounding, divide=False)
         found = codes[:, :columns].view(E4M3.numpy()).astype(np.float32)
