@@ -177,8 +177,9 @@ def refit_twice(
 
 def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict):
     """What a verified refit into an engine that quantises itself says: as it is; where a scale, or a code, changes after it has arrived;
-    where vLLM's processing fails, and where it leaves another number beside the weights; and at last as it is. And whether the layers and
+    where vLLM's processing fails, and where it leaves another number beside the weights; where a check ends in its middle; and at last as it is. And whether the layers and
     their kernels are the objects that they were, and what is said of them. Of a trainer in another process, what each refit says."""
+    reload.ROUND_BYTES = 1  # a layer at a time
     is_trainer, is_engine, members = start(rank, sides)
     source = MegatronModel(trainer(flags, checkpoint[1])[0]) if is_trainer else None
     destination = None
@@ -187,7 +188,7 @@ def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tu
         destination = VllmModel(module, config)
     link = connect(members, source, destination)
     if not is_engine:
-        return [caught(lambda: link.refit(verify=True)) for _ in range(6)]
+        return [caught(lambda: link.refit(verify=True)) for _ in range(7)]
     name = next(iter(destination.reloads.round_of))
     layer = module.get_submodule(name)
     layer.factor = 2.0
@@ -225,6 +226,18 @@ def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tu
         reload.process = other
         found.append((said(), destination.fit, objects() == before))
     reload.process = process
+    # A check that ends in its middle, when it has seen something, must not be remembered by the next.
+    unlike, seen = destination.unlike, []
+
+    def ends(number):
+        if seen:
+            raise ReshardError("the check ends here")
+        seen.extend(unlike(number))
+        return seen
+
+    destination.unlike, destination.settle = ends, lambda: layer.weight_scale.data.mul_(1.5)
+    found.append(said())
+    destination.unlike, destination.settle = unlike, settle
     return [*found, said(), objects() == before, link.describe()["quantised"]]
 
 

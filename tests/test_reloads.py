@@ -57,9 +57,9 @@ def test_a_check_makes_it_again_and_what_fails_leaves_the_layers_as_they_were(to
         1 if together else 2, "reloads_that_differ", *arguments, module="refit_on_cpu"
     )
     for there in trainer:
-        assert there[0] == there[5] == "no error" and all("_proj" in some for some in there[1:5])
-    plain, scale, code, failed, number, mended, same, quantised = said
-    assert plain == mended == "no error" and same
+        assert there[0] == there[6] == "no error" and all("_proj" in some for some in there[1:5])
+    plain, scale, code, failed, number, middle, mended, same, quantised = said
+    assert plain == mended == "no error" and same and "the check ends here" in middle
     for said in (scale, code):
         assert (
             "3 tensors did not arrive as they are in the trainer" in said

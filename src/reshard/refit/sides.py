@@ -389,7 +389,7 @@ class EngineSide:
         """Begin the digests of every piece that is here as the trainer has it or has encoded it, of this rank's
         memory by its own addresses, made anew."""
         memory = located(self.engine.regions.values())
-        self.digests = {}
+        self.digests, self.passed, self.unlike = {}, {}, []  # a check before may have ended in its middle
         for rank, pieces in self.pieces.items():
             whole = ~self._is_made_here(rank) & ~self._travels(rank)
             table = as_read(destination_table(memory, pieces))[whole]
@@ -433,7 +433,6 @@ class EngineSide:
                 pieces.into[:, 0], blocks.tensors[of_parcels != there[(~travels).sum() :]]
             )
             bad.update(pieces.names[i] for i in np.flatnonzero(wrong))
-        self.passed, self.unlike = {}, []
         self.digests = {}
         if bad:
             raise ReshardError(
