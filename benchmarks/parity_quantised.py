@@ -10,8 +10,8 @@ prompts and goes on with some of them by CUDA graphs. Checked: an engine that st
 is refitted (blocks: exactly) has the loaded one's parameters, logprobs and tokens to the last bit, in the
 same graphs, with no parameter elsewhere, also after 20 refits; and so has one that vLLM's loader fills from
 the Megatron checkpoint (`published`: those of the checkpoint that ``mcore-to-hf --quantize fp8`` writes, whose
-arithmetic is the CPU's). An engine whose kernels say other logprobs when they are asked again (Marlin's add in
-no fixed order) is held to its parameters only. Reported: each engine against the bf16 one, blocks that are rounded once among them;
+arithmetic is the CPU's). An engine that says other logprobs when it is asked again, as those with Marlin's
+kernels may, is held to its parameters only. Reported: each engine against the bf16 one, blocks that are rounded once among them;
 as a control, an engine whose trainer has one output projection of another sign; and a refit's milliseconds
 beside those of vLLM's own reloading (full tensors, ``load_weights``, quantised layer by layer).
 """
@@ -32,7 +32,7 @@ LAYERS = {"deepseek-v3": 2}
 EXPERTS = {"deepseek-v3": {"n_routed_experts": 64, "vocab_size": 32768}}
 REFITS = 20
 PUBLISHED = "published"
-UNSTEADY = ("mxfp8",)  # served by Marlin
+UNSTEADY = ("mxfp8",)  # served by Marlin: may differ from itself
 
 
 def serve(path: Path, **options):

@@ -225,6 +225,7 @@ def test_what_was_measured_of_ranks_of_whole_models(case):
         some = report.stages[stage]
         assert some.allocated / GIB == pytest.approx(gib, abs=tolerance)
         assert some.allocated_band.low <= some.allocated <= some.allocated_band.high
+        assert some.static + some.activations + some.transient == some.allocated
 
 
 @pytest.mark.parametrize("case", MEASURED)
