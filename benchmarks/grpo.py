@@ -1,6 +1,7 @@
 """What the benchmarks of trainers' GRPO have in common: a model of random weights with a tokenizer, a reward, notes of each sync and phase,
 and the memory of the GPU meanwhile."""
 
+import argparse
 import hashlib
 import json
 import os
@@ -8,13 +9,27 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+
+
+def parser_of(description: str | None, runs: Iterable[str]) -> argparse.ArgumentParser:
+    """What every one of them is told."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--vocabulary", type=int, default=2048)
+    parser.add_argument("--only", choices=list(runs))
+    return parser
 
 
 def model(folder: Path, layers: int, hidden: int, vocabulary: int) -> None:

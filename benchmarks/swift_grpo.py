@@ -24,7 +24,18 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.grpo import by_phase, compare, compare_runs, memory, model, noted, prompt, told, wanted
+from benchmarks.grpo import (
+    by_phase,
+    compare,
+    compare_runs,
+    memory,
+    model,
+    noted,
+    parser_of,
+    prompt,
+    told,
+    wanted,
+)
 
 RUNS = ("both", "refit", "stock")
 PROMPTS, ANSWERS = 8, 4
@@ -63,15 +74,7 @@ def lines(out: Path, run: str, steps: int, sleep: int) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--vocabulary", type=int, default=2048)
-    parser.add_argument("--only", choices=RUNS)
+    parser = parser_of(__doc__, RUNS)
     parser.add_argument("--sleep", type=int, choices=[0, 1, 2], default=1)
     parser.add_argument("--limit", type=float, default=900.0, help="seconds that one run may take")
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[])

@@ -10,14 +10,13 @@ Between the runs `refit` and `stock` the first sync must be equal; later ones ar
 itself counts of every step. ``--check`` only lets verl compose the config, for which no GPU is needed.
 """
 
-import argparse
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.grpo import compare, compare_runs, model, noted, prompt, told, wanted
+from benchmarks.grpo import compare, compare_runs, model, noted, parser_of, prompt, told, wanted
 
 EXTENSION = "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=benchmarks.verl_watch."
 RUNS = {
@@ -86,17 +85,9 @@ def check(config: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--vocabulary", type=int, default=2048)
+    parser = parser_of(__doc__, RUNS)
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--pp", type=int, default=1)
-    parser.add_argument("--only", choices=list(RUNS))
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     out = options.out.resolve()

@@ -127,11 +127,17 @@ def bytes_of_parcels(items: np.ndarray) -> np.ndarray:
     return scale_at(items) + SCALE
 
 
-def making(parcels: Strips, places: np.ndarray, begins: np.ndarray, device: torch.device) -> list[BlockTable]:
-    """What makes these parcels, by codec, each from its address in `begins` on."""
-    items = parcels.items.copy()
+def packed(items: np.ndarray, begins: np.ndarray) -> np.ndarray:
+    """The items of parcels that lie each from its address in `begins` on."""
+    items = items.copy()
     items[:, CODES], items[:, CODES_PITCH] = begins, items[:, LENGTH]
     items[:, SCALES] = begins + scale_at(items)
+    return items
+
+
+def making(parcels: Strips, places: np.ndarray, begins: np.ndarray, device: torch.device) -> list[BlockTable]:
+    """What makes these parcels, by codec, each from its address in `begins` on."""
+    items = packed(parcels.items, begins)
     codecs = places[parcels.tensors, ENCODING]
     found = []
     for codec in np.unique(codecs).tolist():
@@ -170,13 +176,7 @@ def digests_as_made(parcels: Strips, places: np.ndarray, device: torch.device) -
         begins = memory.data_ptr() + np.arange(len(some.items), dtype=np.int64) * slot
         for table in making(some, places, begins, device):
             table.run()
-        made = some.items.copy()
-        made[:, CODES], made[:, CODES_PITCH], made[:, SCALES] = (
-            begins,
-            made[:, LENGTH],
-            begins + scale_at(made),
-        )
-        found.append(_digests(made, device))
+        found.append(_digests(packed(some.items, begins), device))
     return np.concatenate(found)
 
 

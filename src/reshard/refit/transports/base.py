@@ -1,7 +1,7 @@
 """The interface of a transport."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,15 +71,13 @@ class Transport(ABC):
 
     received_bytes = 0  # by this rank, in each refit
     launches = 0  # kernels in each refit that are not within `run`'s own rounds
+    numbers: Set[int] = (
+        frozenset()
+    )  # the rounds of engines in which there is something to do, besides `AT_ONCE`
 
     @abstractmethod
     def prepare(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming]) -> None:
         """Make ready for copies between these places."""
-
-    @property
-    @abstractmethod
-    def numbers(self) -> set[int]:
-        """The rounds of engines in which there is something to do, besides `AT_ONCE`."""
 
     @abstractmethod
     def run(self, number: int) -> None:

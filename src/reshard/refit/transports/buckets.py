@@ -116,6 +116,7 @@ class Buckets(Transport):
         for said in self._everyone("rounds", [*mine.items()]):
             for number, rounds in said:
                 self.rounds[number] = max(self.rounds.get(number, 0), rounds)
+        self.numbers = self.rounds.keys() - {AT_ONCE}  # of all engines: all that have a side take part
         if self.device.type == "cuda":
             from reshard.refit.kernels import compile_copy
 
@@ -126,11 +127,6 @@ class Buckets(Transport):
         for sides in (self.sends, self.receives):
             for number, some in sides.items():
                 yield from ((number, side) for side in some.values())
-
-    @property
-    def numbers(self) -> set[int]:
-        """Those of all engines, since all that have a side take part."""
-        return set(self.rounds) - {AT_ONCE}
 
     def _everyone(self, key: str, value: Any) -> list[Any]:
         return [unpack_json(said) for said in self.members.gather(key, pack_json(value))]

@@ -86,8 +86,8 @@ class Pull(Transport):
         self.table = self._copies(rows.where(~blockwise & (rounds == AT_ONCE)))
         self.blocks = self._blocks(rows.where(blockwise))
         # Also of rounds in which all that is not padding comes by another way.
-        numbers = sorted(set(self.engine.passing.values()))
-        self.rounds = {number: self._copies(rows.where(rounds == number)) for number in numbers}
+        self.numbers = set(self.engine.passing.values())
+        self.rounds = {number: self._copies(rows.where(rounds == number)) for number in sorted(self.numbers)}
         self.received_bytes = self.local_bytes + self.peer_bytes
         tables = [self.table, *self.rounds.values()]
         self.launches = sum(table.launches for table in tables) + len(self.blocks)
@@ -96,11 +96,13 @@ class Pull(Transport):
         """Rows of padding, but what lies in blocks that are sent."""
         table, into = self.fills.table, self.fills.into
         blockwise = BLOCKWISE[table[:, CODEC]]
+        if not blockwise.any():
+            return parcels.Placed(table, into)
         found = []
         for some in sent:
             here = BLOCKWISE[some.table[:, CODEC]]
             found.append(parcels.parcels_of(some.table[here], some.into[here], some.places))
-        if not blockwise.any() or not any(len(some.items) for some in found):
+        if not any(len(some.items) for some in found):
             return parcels.Placed(table, into)
         kept = parcels.besides(
             parcels.Placed(table[blockwise], into[blockwise]), found, places_of(self.engine)
@@ -164,11 +166,6 @@ class Pull(Transport):
         self.aside = True
         for table in (self.table, *self.rounds.values()):
             table.compile(aside=True)
-
-    @property
-    def numbers(self) -> set[int]:
-        """Those of this engine."""
-        return set(self.rounds)
 
     def run(self, number: int) -> None:
         """Enqueue the copies of a round: aside, where buckets are to go on at the same time, until `join`."""

@@ -123,6 +123,7 @@ class Staged(Transport):
         others may have it mapped."""
         self.made.clear()
         self.outgoing, self.incoming = dict(outgoing), dict(incoming)
+        self.numbers = rounds_in(outgoing) | rounds_in(incoming)
         self.received_bytes = sum(bytes_packed(some.table) for some in self.incoming.values())
         self.limit = self.bucket_bytes // (SLOTS * max(1, len(outgoing))) // ALIGNMENT * ALIGNMENT
         if outgoing and self.limit < TILE_BYTES:
@@ -133,11 +134,6 @@ class Staged(Transport):
             )
         if self.slab is not None and self.slab.size != SLOTS * self.limit * len(outgoing):
             self._free()
-
-    @property
-    def numbers(self) -> set[int]:
-        """Those of the engines of which this member has a pair."""
-        return rounds_in(self.outgoing) | rounds_in(self.incoming)
 
     def run(self, number: int) -> None:
         """Pack and unpack what belongs to a round; returns when this member has all of its own, and its readers have
