@@ -1,6 +1,6 @@
 /* A disk that fails on command, for a process started with LD_PRELOAD and FAULTS.
  *
- * FAULTS holds rules "call:path:nth:what", separated by spaces. `call` is sync (fsync and fdatasync), rename, renameat2, pwrite or opendir;
+ * FAULTS holds rules "call:path:nth:what", separated by spaces. `call` is sync (fsync and fdatasync), rename, renameat2, pwrite (pwritev2, which Python calls) or opendir;
  * `path` is a part of the file's path, its end where it closes with $, or *; `nth` says which matching call fails (0: every one; -3: the
  * third after one was held). `what` is the number of an errno, "lose" and such a number (a sync that fails and has lost the file's bytes,
  * as a server out of quota does), KILL (the process dies before the call), DIE (after it), "sleep" and milliseconds, or "hold": the call
@@ -19,6 +19,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <sys/types.h>
 #include <unistd.h>
 
@@ -101,13 +102,13 @@ static int opened(const char *name, const char *path, int flags, mode_t mode) {
 }
 int open(const char *path, int flags, ...) { va_list l; va_start(l, flags); mode_t m = va_arg(l, mode_t); va_end(l); return opened("open", path, flags, m); }
 int open64(const char *path, int flags, ...) { va_list l; va_start(l, flags); mode_t m = va_arg(l, mode_t); va_end(l); return opened("open64", path, flags, m); }
-static ssize_t written(const char *name, int fd, const void *data, size_t n, off_t at) {
+static ssize_t written(const char *name, int fd, const struct iovec *data, int n, off_t at, int flags) {
     char b[4096];
     int found = fault("pwrite", path_of(fd, b, sizeof b), fd);
     if (found > 0) { errno = found; return -1; }
-    ssize_t result = ((ssize_t (*)(int, const void *, size_t, off_t))dlsym(RTLD_NEXT, name))(fd, data, n, at);
+    ssize_t result = ((ssize_t (*)(int, const struct iovec *, int, off_t, int))dlsym(RTLD_NEXT, name))(fd, data, n, at, flags);
     if (found < 0) die();
     return result;
 }
-ssize_t pwrite(int fd, const void *data, size_t n, off_t at) { return written("pwrite", fd, data, n, at); }
-ssize_t pwrite64(int fd, const void *data, size_t n, off_t at) { return written("pwrite64", fd, data, n, at); }
+ssize_t pwritev2(int fd, const struct iovec *data, int n, off_t at, int flags) { return written("pwritev2", fd, data, n, at, flags); }
+ssize_t pwritev64v2(int fd, const struct iovec *data, int n, off_t at, int flags) { return written("pwritev64v2", fd, data, n, at, flags); }

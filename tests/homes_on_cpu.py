@@ -152,7 +152,8 @@ def main_parameters(optimizer) -> list[torch.Tensor]:
 def failing_load(rank: int, flags: list[str], source: str, fault: str) -> str:
     """A load in which the last rank's disk fails, or the rank dies, after its first box; what is said."""
     _, wrapped, _ = chunks(flags)
-    plain, calls = loading.BoxReader.read, []
+    plain, calls = loading.BoxReader.read_all, []
+    loading.PINNED_BYTES = 1 << 14  # of which a small model has several
 
     def read(self, *args):
         calls.append(1)
@@ -163,7 +164,7 @@ def failing_load(rank: int, flags: list[str], source: str, fault: str) -> str:
         time.sleep(0.005)
         return plain(self, *args)
 
-    loading.BoxReader.read = read
+    loading.BoxReader.read_all = read
     said = caught(lambda: reshard.load(wrapped, source, workers=1))
     if fault == "dies":
         torch.distributed.barrier = lambda *_: None  # one is gone
@@ -209,7 +210,8 @@ def failing_save(
     models, wrapped, args = chunks(flags)
     by_megatron(models, args, mcore)
     torch.distributed.barrier()
-    plain, calls = saving.write_box, []
+    plain, calls = saving.write_boxes, []
+    saving.PINNED_BYTES = 1 << 14  # of which a small model has several
 
     def write(*arguments):
         calls.append(1)
@@ -220,14 +222,14 @@ def failing_save(
         time.sleep(0.005)
         return plain(*arguments)
 
-    saving.write_box = write
+    saving.write_boxes = write
     said = []
     if background:
         handle = reshard.save(wrapped, f"{folder}/out", hf, background=True, overwrite=True, workers=1)
         said += [caught(handle.result), caught(lambda: reshard.save(wrapped, f"{folder}/out", hf))]
     else:
         said.append(caught(lambda: reshard.save(wrapped, f"{folder}/out", hf, overwrite=True, workers=1)))
-    saving.write_box = plain
+    saving.write_boxes = plain
     if fault == "dies":
         torch.distributed.barrier = lambda *_: None  # one is gone
     else:

@@ -5,8 +5,10 @@ A conversion streams whole rows. A rank of a live model holds some rows, and som
 no others, as far as that is faster.
 """
 
+from collections.abc import Iterable
 from itertools import pairwise
 from math import prod
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +21,9 @@ from reshard.disk.streams import SLAB_BYTES, Scratch, Strip
 # Columns that lie this far apart are read one row at a time: less is on the same pages of the disk anyhow, and
 # costs less to read than another call.
 GAP_BYTES, AROUND_BYTES = 16 << 10, 1 << 20
+# Of a call that reads neighbours: what is read between two of them, such as a container's head, and how many
+# buffers the system takes.
+MOST_BETWEEN_BYTES, MOST_BUFFERS = 4 << 10, 1000
 
 
 class Rows(NamedTuple):
@@ -43,43 +48,100 @@ class Rows(NamedTuple):
         return [self._replace(start=a, stop=b) for a, b in pairwise(cuts)]
 
 
+class Wanted(NamedTuple):
+    """A box of a canonical tensor, and the bytes ``[rows, bytes of a row]`` that it fills, whose rows may lie
+    apart."""
+
+    name: str
+    rows: Rows
+    out: np.ndarray
+
+
 class BoxReader:
-    """Reads boxes of a source's canonical tensors; several threads may."""
+    """Reads boxes of a source's canonical tensors, in the source's dtypes; several threads may."""
 
     def __init__(self, source: Source) -> None:
         self.source, self.scratch = source, Scratch()
-        self.strips: dict[str, list[Strip] | None] = {}
+        self._found: dict[str, list[Strip] | None] = {}
+
+    def strips(self, name: str) -> list[Strip] | None:
+        """Where a tensor lies; None where its numbers are computed."""
+        if name not in self._found:
+            self._found[name] = self.source.strips(name)
+        return self._found[name]
 
     def read(self, name: str, rows: Rows, out: np.ndarray) -> None:
-        """Fill `out`, bytes ``[rows, bytes of a row]`` in the source's dtype, whose rows may lie apart."""
-        if name not in self.strips:
-            self.strips[name] = self.source.strips(name)
-        strips = self.strips[name]
-        if strips is None:
-            found = self.source.read_rows(name, rows.start, rows.stop)
-            out[:] = found[:, rows.column : rows.column + rows.columns].view(np.uint8)
-            return
-        read_box(self.source.files, strips, rows, out, self.scratch)
+        """Fill `out`, bytes ``[rows, bytes of a row]``, whose rows may lie apart."""
+        self.read_all([Wanted(name, rows, out)])
+
+    def read_all(self, wanted: Iterable[Wanted]) -> None:
+        """Fill several. Raises ReshardError where a file cannot be read."""
+        stored = []
+        for name, rows, out in wanted:
+            strips = self.strips(name)
+            if strips is None:
+                found = self.source.read_rows(name, rows.start, rows.stop)
+                out[:] = found[:, rows.column : rows.column + rows.columns].view(np.uint8)
+            else:
+                stored.append((strips, rows, out))
+        read_boxes(self.source.files, stored, self.scratch)
 
 
-def read_box(files: OpenFiles, strips: list[Strip], rows: Rows, out: np.ndarray, scratch: Scratch) -> int:
-    """Read these rows and columns, bytes ``[rows, bytes of a row]``, from the strips that have some of them; how
-    many bytes were read for that. Raises ReshardError where a file cannot be read."""
-    size, read = out.shape[1] // max(1, rows.columns), 0
-    for strip in strips:
-        piece = _common(rows, strip)
-        if piece is not None:
-            read += _read_piece(files, strip, piece, size, _inside(out, rows, piece, size), scratch)
-    return read
-
-
-def _read_piece(
-    files: OpenFiles, strip: Strip, piece: Rows, size: int, out: np.ndarray, scratch: Scratch
+def read_boxes(
+    files: OpenFiles, wanted: Iterable[tuple[list[Strip], Rows, np.ndarray]], scratch: Scratch
 ) -> int:
-    offset, pitch, width, read = _offset(strip, piece, size), strip.width * size, piece.columns * size, 0
-    if out.flags.c_contiguous and (width == pitch or len(out) == 1):
-        files.read_into(strip.path, offset, memoryview(out.reshape(-1)))
-        return out.size
+    """Read rows and columns, bytes ``[rows, bytes of a row]``, from the strips that have some of them, neighbours
+    in a file by one call; how many bytes were read for that. Raises ReshardError where a file cannot be read."""
+    read, run = 0, _Run(files, scratch)
+    for strips, rows, out in wanted:
+        size = out.shape[1] // max(1, rows.columns)
+        for strip in strips:
+            piece = _common(rows, strip)
+            if piece is None:
+                continue
+            found, offset = _inside(out, rows, piece, size), _offset(strip, piece, size)
+            if found.flags.c_contiguous and (piece.columns == strip.width or len(found) == 1):
+                read += run.add(strip.path, offset, memoryview(found.reshape(-1)))
+            else:
+                read += _read_apart(files, strip, offset, found, size, scratch)
+    return read + run.end()
+
+
+class _Run:
+    """Bytes that follow one another in a file, but for small gaps, and that one call reads."""
+
+    def __init__(self, files: OpenFiles, scratch: Scratch) -> None:
+        self.files, self.scratch = files, scratch
+        self.path: Path | None = None
+        self.start = self.stop = 0
+        self.buffers: list[memoryview] = []
+
+    def add(self, path: Path, offset: int, buffer: memoryview) -> int:
+        """Bytes at an offset; how many had to be read that nobody had asked for."""
+        gap, more = offset - self.stop, 0
+        if path != self.path or not 0 <= gap <= MOST_BETWEEN_BYTES or len(self.buffers) >= MOST_BUFFERS:
+            more = self.end()
+            self.path, self.start = path, offset
+        elif gap:
+            self.buffers.append(memoryview(self.scratch.array("between", 1, gap)[0]))
+        self.buffers.append(buffer)
+        self.stop = offset + len(buffer)
+        return more
+
+    def end(self) -> int:
+        """Read what there is; how many bytes that were."""
+        if self.path is None:
+            return 0
+        self.files.read_into(self.path, self.start, *self.buffers)
+        self.path, self.buffers = None, []
+        return self.stop - self.start
+
+
+def _read_apart(
+    files: OpenFiles, strip: Strip, offset: int, out: np.ndarray, size: int, scratch: Scratch
+) -> int:
+    """Read rows that lie apart, in the file or where they go."""
+    pitch, width, read = strip.width * size, out.shape[1], 0
     if pitch - width >= GAP_BYTES:
         for i, row in enumerate(out):
             files.read_into(strip.path, offset + i * pitch, memoryview(row))
@@ -95,19 +157,43 @@ def _read_piece(
     return read
 
 
-def write_box(files: OpenFiles, strips: list[Strip], rows: Rows, data: np.ndarray) -> None:
-    """Write bytes ``[rows, bytes of a row]`` of a canonical tensor to the strips that have some of them."""
-    size = data.shape[1] // rows.columns
+def place_of(strips: Iterable[Strip], rows: Rows, size: int) -> tuple[str, int]:
+    """The file and the byte at which a box of numbers of `size` bytes begins: sorted by these, neighbours follow one
+    another."""
     for strip in strips:
         piece = _common(rows, strip)
-        if piece is None:
-            continue
-        found, offset = _inside(data, rows, piece, size), _offset(strip, piece, size)
-        if piece.columns == strip.width or len(found) == 1:
-            files.write(strip.path, offset, memoryview(np.ascontiguousarray(found).reshape(-1)))
-        else:
-            for i, row in enumerate(found):
-                files.write(strip.path, offset + i * strip.width * size, memoryview(row))
+        if piece is not None:
+            return str(strip.path), _offset(strip, piece, size)
+    return "", 0
+
+
+def write_boxes(files: OpenFiles, boxes: Iterable[tuple[list[Strip], Rows, np.ndarray]]) -> None:
+    """Write rows and columns, bytes ``[rows, bytes of a row]``, to the strips that have some of them, neighbours in
+    a file by one call. Raises ReshardError where a file cannot be written."""
+    path, start, stop, waiting = Path(), 0, 0, list[np.ndarray]()
+
+    def write() -> None:
+        if waiting:
+            files.write(path, start, *(memoryview(array) for array in waiting))
+            waiting.clear()
+
+    for strips, rows, data in boxes:
+        size = data.shape[1] // rows.columns
+        for strip in strips:
+            piece = _common(rows, strip)
+            if piece is None:
+                continue
+            found, offset = _inside(data, rows, piece, size), _offset(strip, piece, size)
+            if piece.columns != strip.width and len(found) > 1:
+                for i, row in enumerate(found):
+                    files.write(strip.path, offset + i * strip.width * size, memoryview(row))
+                continue
+            if strip.path != path or offset != stop or len(waiting) >= MOST_BUFFERS:
+                write()
+                path, start = strip.path, offset
+            waiting.append(np.ascontiguousarray(found).reshape(-1))
+            stop = offset + waiting[-1].size
+    write()
 
 
 def _common(rows: Rows, strip: Strip) -> Rows | None:

@@ -33,20 +33,20 @@ class OpenFiles:
                     raise ReshardError(f"cannot open {path}: {error.strerror}") from error
             return self.descriptors[path]
 
-    def read_into(self, path: Path, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from a file. Raises ReshardError where the file ends before."""
-        descriptor, done = self.descriptor(path), 0
-        while done < len(buffer):
+    def read_into(self, path: Path, offset: int, *buffers: memoryview) -> None:
+        """Fill buffers, one after the other, from a file. Raises ReshardError where the file ends before."""
+        descriptor, left = self.descriptor(path), list(buffers)
+        while left:
             try:
-                n = os.preadv(descriptor, [buffer[done:]], offset + done)
+                n = os.preadv(descriptor, left, offset)
             except OSError as error:
-                raise ReshardError(f"cannot read {path} at byte {offset + done}: {error.strerror}") from error
-            if n == 0:
+                raise ReshardError(f"cannot read {path} at byte {offset}: {error.strerror}") from error
+            offset += n
+            if n == 0 and any(map(len, left)):
                 raise ReshardError(
-                    f"{path} ends at byte {offset + done}, {len(buffer) - done} bytes too "
-                    f"early: it is truncated"
+                    f"{path} ends at byte {offset}, {sum(map(len, left))} bytes too early: it is truncated"
                 )
-            done += n
+            left = _after(left, n)
 
     def read(self, path: Path, offset: int, length: int) -> bytes:
         """`length` bytes of a file, fewer at its end. Raises ReshardError where it cannot be read."""
@@ -55,15 +55,16 @@ class OpenFiles:
         except OSError as error:
             raise ReshardError(f"cannot read {path} at byte {offset}: {error.strerror}") from error
 
-    def write(self, path: Path, offset: int, data: memoryview | bytes) -> None:
-        """Write all of `data` at an offset. Raises ReshardError where the disk is full or the file cannot be
-        written."""
-        descriptor, done, view = self.descriptor(path), 0, memoryview(data)
-        while done < len(view):
+    def write(self, path: Path, offset: int, *data: memoryview | bytes) -> None:
+        """Write all of `data`, one after the other, at an offset. Raises ReshardError where the disk is full or the
+        file cannot be written."""
+        descriptor, left = self.descriptor(path), [memoryview(piece) for piece in data if len(piece)]
+        while left:
             try:
-                done += os.pwrite(descriptor, view[done:], offset + done)
+                n = os.pwritev(descriptor, left, offset)
             except OSError as error:
                 raise write_error(path, error) from error
+            offset, left = offset + n, _after(left, n)
 
     def resize(self, path: Path, size_bytes: int) -> None:
         """Give a file its final length; new bytes are zero. Raises ReshardError where that is not allowed."""
@@ -225,6 +226,15 @@ class NoSync:
 
     def __exit__(self, *exc: object) -> None:
         pass
+
+
+def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of these after `count` bytes."""
+    for number, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[number + 1 :]]
+        count -= len(buffer)
+    return []
 
 
 def write_error(path: Path, error: OSError) -> ReshardError:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard.disk.boxes import Rows, read_box
+from reshard.disk.boxes import Rows, read_boxes
 from reshard.disk.files import OpenFiles
 from reshard.disk.sources import MegatronSource
 from reshard.disk.streams import Scratch, Strip, TensorInfo
@@ -68,7 +68,7 @@ class Weights:
         """Read a region into bytes ``[rows, columns * size]``. Raises ReshardError where a file cannot be
         read."""
         rows = Rows(region.start, region.stop, region.column, region.columns)
-        read = read_box(self.files, self.strips(region.name), rows, out, self._scratch)
+        read = read_boxes(self.files, [(self.strips(region.name), rows, out)], self._scratch)
         with self._lock:
             self.read_bytes += read
 

@@ -1,7 +1,7 @@
 """Weights on disk into a live Megatron: every rank reads its own boxes, straight into its parameters."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,20 +9,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from reshard.core.collector import collector_paused
 from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import ReshardError, listed
-from reshard.disk.boxes import BoxReader, Rows, box_bytes
+from reshard.disk.boxes import BoxReader, Rows, Wanted, place_of
 from reshard.disk.casts import cast, is_exact, overflow, overflow_notice
 from reshard.disk.convert import float_dtype
 from reshard.disk.files import allow_many_files
 from reshard.disk.hub import local_directory
 from reshard.disk.sources import HuggingFaceSource, Source, open_source
-from reshard.disk.streams import Scratch, TensorInfo
+from reshard.disk.streams import Scratch
 from reshard.disk.team import Team
 from reshard.disk.verify import SourceChecks
 from reshard.disk.workers import Progress, run_jobs, worker_count
 from reshard.homes.config import config_path
-from reshard.homes.memory import ToDevice, bytes_of, slab_bytes
+from reshard.homes.groups import Part, bundles, parts_of
+from reshard.homes.memory import PINNED_BYTES, ToDevice, bytes_of, slab_bytes
 from reshard.homes.ranks import Piece, Rank, decide, not_covered, without_resume
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import Model
@@ -80,7 +82,7 @@ def load(
     any rank; what fails while weights are read (a disk, an overflow) leaves a model of two kinds, and is said.
     """
     began = time.monotonic()
-    with without_resume(), Team.of_process_group() as team:
+    with without_resume(), collector_paused(), Team.of_process_group() as team:
         job = _Load(team, models, source, hf_config, family, dtype, allow_overflow, skip_mtp,
                     make_vocab_size_divisible_by, optimizer, metadata, workers, progress)  # fmt: skip
         return job.run(began)
@@ -207,21 +209,20 @@ class _Load:
 
     def _read(self, source: Source) -> int:
         """Fill this rank's parameters; the bytes that were read of the source's tensors."""
-        pieces = {str(i): piece for i, piece in enumerate(self.rank.pieces)}
-        sizes = {i: box_bytes(p.box, source.tensors[p.name].dtype.size) for i, p in pieces.items()}
         device = ToDevice(self.rank.device)
         filler = _Filler(source, device)
+        groups = dict(enumerate(filler.groups(self.rank.pieces)))
+        sizes = {str(i): sum(part.size_bytes for part in group) for i, group in groups.items()}
         try:
             for region, rows in self.rank.fills:
                 bytes_of(region, rows).zero_()
             counts = run_jobs(
-                sizes, lambda i: filler.fill(pieces[i]), self.workers, self.progress, self.team.check
+                sizes, lambda i: filler.fill(groups[int(i)]), self.workers, self.progress, self.team.check
             )
         finally:
             device.close()
-        for i, count in counts.items():
-            if count:
-                name = pieces[i].name
+        for found in counts.values():
+            for name, count in found.items():
                 self.overflowed[name] = self.overflowed.get(name, 0) + count
         if self.overflowed and not self.allow_overflow:
             raise ReshardError(
@@ -257,33 +258,50 @@ class _Filler:
         self.source, self.device = source, device
         self.reader, self.scratch = BoxReader(source), Scratch()
 
-    def fill(self, piece: Piece) -> int:
-        """Fill one piece; how many of its numbers became infinite."""
-        info = self.source.tensors[piece.name]
-        rows, local = Rows.of(piece.box), piece.local
-        overflowed = 0
-        size = max(info.dtype.size, piece.dtype.size)
-        for slab in rows.slabs(size, self.source.row_multiple(piece.name), slab_bytes(self.device.device)):
-            shift = local.start - rows.start
-            target = bytes_of(piece.region, local._replace(start=slab.start + shift, stop=slab.stop + shift))
+    def groups(self, pieces: Iterable[Piece]) -> list[list[Part]]:
+        """What is read at a time: neighbours in a file."""
 
-            def write(out: np.ndarray, slab: Rows = slab) -> None:
-                nonlocal overflowed
-                if info.dtype == piece.dtype:
-                    self.reader.read(piece.name, slab, out)
-                else:
-                    overflowed += self._cast(piece, info, slab, out)
+        def place(piece: Piece) -> tuple[str, int]:
+            strips = self.reader.strips(piece.name) or []
+            return place_of(strips, Rows.of(piece.box), self._dtype(piece).size)
 
-            self.device.fill(target, write)
+        return list(bundles(part for piece in sorted(pieces, key=place) for part in self._parts(piece)))
+
+    def _parts(self, piece: Piece) -> list[tuple[Part, int, int]]:
+        """The parts of a piece, with their bytes and how much is read at a time: less where a CPU computes the
+        numbers, so that they stay in its cache."""
+        there, multiple = self._dtype(piece), self.source.row_multiple(piece.name)
+        stored = there == piece.dtype and self.reader.strips(piece.name) is not None
+        most = PINNED_BYTES if stored else slab_bytes(self.device.device)
+        return [(part, part.size_bytes, most) for part in parts_of(piece, there.size, most, multiple)]
+
+    def _dtype(self, piece: Piece) -> Dtype:
+        return self.source.tensors[piece.name].dtype
+
+    def fill(self, group: list[Part]) -> dict[str, int]:
+        """Fill some parts; how many numbers became infinite, by tensor, where any did."""
+        overflowed: dict[str, int] = {}
+
+        def write(outs: list[np.ndarray]) -> None:
+            plain = []
+            for part, out in zip(group, outs, strict=True):
+                name, there = part.piece.name, self._dtype(part.piece)
+                if there == part.piece.dtype:
+                    plain.append(Wanted(name, part.rows, out))
+                elif count := self._cast(part, there, out):
+                    overflowed[name] = overflowed.get(name, 0) + count
+            self.reader.read_all(plain)
+
+        self.device.fill([part.bytes for part in group], write)
         return overflowed
 
-    def _cast(self, piece: Piece, info: TensorInfo, slab: Rows, out: np.ndarray) -> int:
-        stored = self.scratch.array("stored", len(out), slab.columns * info.dtype.size)
-        self.reader.read(piece.name, slab, stored)
-        numbers = stored.view(info.dtype.numpy())
-        found = cast(numbers, info.dtype, piece.dtype)
+    def _cast(self, part: Part, there: Dtype, out: np.ndarray) -> int:
+        stored = self.scratch.array("stored", len(out), part.rows.columns * there.size)
+        self.reader.read(part.piece.name, part.rows, stored)
+        numbers = stored.view(there.numpy())
+        found = cast(numbers, there, part.piece.dtype)
         out[:] = found.view(np.uint8)
-        return overflow(numbers, found, info.dtype, piece.dtype)
+        return overflow(numbers, found, there, part.piece.dtype)
 
 
 def of_mtp(name: str, model: Model) -> bool:

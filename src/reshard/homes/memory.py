@@ -13,6 +13,8 @@ from reshard.live.memory import Region
 
 # Of a GPU's copies: smaller ones do not fill the link.
 PINNED_BYTES = 8 << 20
+# Of what lies in a pinned buffer.
+ALIGNMENT = 256
 # Of host memory that is kept: a power of two, so that torch pins no more.
 PIECE_BYTES = 256 << 20
 
@@ -60,23 +62,21 @@ class ToDevice:
         # What training has yet to compute with the old weights comes first.
         self.before = _recorded(torch.cuda.current_stream(device)) if device.type == "cuda" else None
 
-    def fill(self, target: torch.Tensor, write: Callable[[np.ndarray], None]) -> None:
-        """Let `write` fill an array of the shape of `target`, bytes ``[rows, bytes of a row]``, and have it
+    def fill(self, targets: Sequence[torch.Tensor], write: Callable[[list[np.ndarray]], None]) -> None:
+        """Let `write` fill an array of the shape of each target, bytes ``[rows, bytes of a row]``, and have it
         there by the time of `close`."""
         if self.device.type != "cuda":
-            write(target.numpy())
+            write([target.numpy() for target in targets])
             return
         if not hasattr(self.local, "stream"):
             self._start()
         ready, pinned = self.local.buffers[self.local.turn]
         if ready is not None:
             ready.synchronize()
-        if pinned is None or pinned.numel() < target.numel():
-            pinned = torch.empty(max(PINNED_BYTES, target.numel()), dtype=torch.uint8, pin_memory=True)
-        found = pinned[: target.numel()].view(target.shape)
-        write(found.numpy())
+        pinned, parts = _parts(pinned, targets)
+        write([part.numpy() for part in parts])
         with torch.cuda.stream(self.local.stream):
-            target.copy_(found, non_blocking=True)
+            torch._foreach_copy_(list(targets), parts, non_blocking=True)
             ready = _recorded(self.local.stream)
         self.local.buffers[self.local.turn] = (ready, pinned)
         self.local.turn = 1 - self.local.turn
@@ -108,34 +108,44 @@ class FromDevice:
         self.device, self.local = device, threading.local()
         self.before = _recorded(torch.cuda.current_stream(device)) if device.type == "cuda" else None
 
-    def read(self, targets: Sequence[torch.Tensor]) -> Iterator[np.ndarray]:
-        """The bytes of each, ``[rows, bytes of a row]``, valid until the next one is asked for."""
+    def read(self, bundles: Sequence[Sequence[torch.Tensor]]) -> Iterator[list[np.ndarray]]:
+        """The bytes of each bundle's tensors, ``[rows, bytes of a row]``, valid until the next bundle is asked
+        for."""
         if self.device.type != "cuda":
-            for target in targets:
-                yield target.numpy()
+            for bundle in bundles:
+                yield [target.numpy() for target in bundle]
             return
         if not hasattr(self.local, "stream"):
             torch.cuda.set_device(self.device)
             self.local.stream, self.local.pinned = torch.cuda.Stream(self.device), [None, None]
             self.local.stream.wait_event(self.before)
-        coming = self._start(targets[0], 0) if targets else None
-        for number, _ in enumerate(targets):
+        coming = self._start(bundles[0], 0) if bundles else None
+        for number, _ in enumerate(bundles):
             assert coming is not None
             ready, found = coming
-            if number + 1 < len(targets):
-                coming = self._start(targets[number + 1], (number + 1) % 2)
+            if number + 1 < len(bundles):
+                coming = self._start(bundles[number + 1], (number + 1) % 2)
             ready.synchronize()
-            yield found.numpy()
+            yield [part.numpy() for part in found]
 
-    def _start(self, target: torch.Tensor, turn: int) -> tuple[torch.cuda.Event, torch.Tensor]:
-        pinned = self.local.pinned[turn]
-        if pinned is None or pinned.numel() < target.numel():
-            size = max(PINNED_BYTES, target.numel())
-            pinned = self.local.pinned[turn] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        found = pinned[: target.numel()].view(target.shape)
+    def _start(
+        self, bundle: Sequence[torch.Tensor], turn: int
+    ) -> tuple[torch.cuda.Event, list[torch.Tensor]]:
+        self.local.pinned[turn], parts = _parts(self.local.pinned[turn], bundle)
         with torch.cuda.stream(self.local.stream):
-            found.copy_(target, non_blocking=True)
-            return _recorded(self.local.stream), found
+            torch._foreach_copy_(parts, list(bundle), non_blocking=True)
+            return _recorded(self.local.stream), parts
+
+
+def _parts(
+    pinned: torch.Tensor | None, targets: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A pinned buffer, this one where it is large enough, and parts of it in the shapes of these bytes."""
+    sizes = [-(-target.numel() // ALIGNMENT) * ALIGNMENT for target in targets]
+    if pinned is None or pinned.numel() < sum(sizes):
+        pinned = torch.empty(max(PINNED_BYTES, sum(sizes)), dtype=torch.uint8, pin_memory=True)
+    pieces = pinned[: sum(sizes)].split(sizes)
+    return pinned, [p[: t.numel()].view(t.shape) for p, t in zip(pieces, targets, strict=True)]
 
 
 class HostMemory:

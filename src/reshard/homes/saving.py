@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ import numpy as np
 import torch
 import xxhash
 
+from reshard.core.collector import collector_paused
 from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE, check_number
-from reshard.disk.boxes import Rows, box_bytes, write_box
+from reshard.disk.boxes import Rows, box_bytes, place_of, write_boxes
 from reshard.disk.destinations import Destination, HuggingFaceFiles, MegatronFiles, parse_size
 from reshard.disk.files import OpenFiles, allow_many_files, write_error
 from reshard.disk.fp8 import Fp8Blocks
@@ -27,7 +30,8 @@ from reshard.disk.workdir import Workdir
 from reshard.disk.workers import run_jobs, worker_count
 from reshard.homes.agreement import agree
 from reshard.homes.config import Published, implementation_of, layout_of
-from reshard.homes.memory import FromDevice, bytes_of, on_host, slab_bytes
+from reshard.homes.groups import Part, bundles, parts_of
+from reshard.homes.memory import PINNED_BYTES, FromDevice, bytes_of, on_host, slab_bytes
 from reshard.homes.ranks import Piece, Rank, decide, without_resume
 from reshard.megatron.args import version_of
 from reshard.megatron.layout import Layout
@@ -140,7 +144,7 @@ def save(
         last.result()
     job = _Save(models, destination, hf_config, format, background, layout, iteration, transformer_impl,
                 make_vocab_size_divisible_by, megatron_version, max_shard_size, overwrite, sync, metadata, workers)  # fmt: skip
-    with without_resume():
+    with without_resume(), collector_paused():
         job.prepare()
         if background:
             _last = Saving(job)
@@ -311,14 +315,16 @@ class _Save:
         device = FromDevice(torch.device("cpu") if self.background else self.rank.device)
         try:
             self.new.write_frames(tree, frames, files)
-            jobs = {str(i): box_bytes(piece.box, piece.dtype.size) for i, piece in enumerate(self.share)}
-            write = partial(self._write_piece, files=files, strips=strips, device=device)
-            into = {
-                str(i): {str(strip.path) for strip in strips[piece.name]}
-                for i, piece in enumerate(self.share)
-            }
+            groups = dict(enumerate(self._groups(strips)))
+            write = partial(self._write_group, files=files, strips=strips, device=device)
             found = run_jobs(
-                jobs, lambda i: write(int(i)), self.workers, check=self.team.check, files_of=into.__getitem__
+                {str(i): sum(self._size(index) for index in group) for i, group in groups.items()},
+                lambda i: write(groups[int(i)]),
+                self.workers,
+                check=self.team.check,
+                files_of=lambda i: {
+                    str(s.path) for index in groups[int(i)] for s in strips[self.share[index].name]
+                },
             )
             for path in sorted(written) if self.sync else ():
                 try:
@@ -329,34 +335,58 @@ class _Save:
             errors = files.close()
         for path, late in errors.items():  # what a server says only now
             raise write_error(path, late)
-        self.checksums = {self.share[int(i)].name: checksum for i, checksum in found.items() if checksum}
+        self.checksums = {name: checksum for some in found.values() for name, checksum in some.items()}
 
     def _strips(self, name: str) -> list[Strip]:
         """Where a tensor and its copies go."""
         names = [name, *(copy for copy, primary in self.agreed.copies.items() if primary == name)]
         return [s._replace(path=self.work.tree / s.path) for n in names for s in self.new.strips.get(n, ())]
 
-    def _write_piece(
-        self, index: int, files: OpenFiles, strips: dict[str, list[Strip]], device: FromDevice
-    ) -> str:
-        """Write one piece; the checksum of its tensor where the piece is all of it."""
-        piece = self.share[index]
-        rows, whole = Rows.of(piece.box), piece.box.lengths == self.agreed.tensors[piece.name].shape
-        slabs = rows.slabs(piece.dtype.size, slab_bytes=slab_bytes(self.rank.device))
-        digest = xxhash.xxh3_128()
-        for slab, data in zip(slabs, device.read([self._bytes(index, piece, rows, slab) for slab in slabs])):
-            data = np.ascontiguousarray(data)
-            if whole:
-                digest.update(memoryview(data.reshape(-1)))
-            write_box(files, strips[piece.name], slab, data)
-        return digest.hexdigest() if whole else ""
+    def _groups(self, strips: dict[str, list[Strip]]) -> list[list[int]]:
+        """What is written at a time: pieces, by their numbers in the share, that follow one another in the same
+        files."""
+        found = []
+        for index, piece in enumerate(self.share):
+            there = strips[piece.name]
+            files = tuple(sorted({str(strip.path) for strip in there}))
+            found.append((files, place_of(there, Rows.of(piece.box), piece.dtype.size), index))
+        return [
+            bundle
+            for _, several in groupby(sorted(found), itemgetter(0))
+            for bundle in bundles((index, self._size(index), PINNED_BYTES) for *_, index in several)
+        ]
 
-    def _bytes(self, index: int, piece: Piece, rows: Rows, slab: Rows) -> torch.Tensor:
-        first = slab.start - rows.start
-        if index in self.host:
-            return self.host[index][first : first + slab.stop - slab.start]
-        start = piece.local.start + first
-        return bytes_of(piece.region, piece.local._replace(start=start, stop=start + slab.stop - slab.start))
+    def _size(self, index: int) -> int:
+        return box_bytes(self.share[index].box, self.share[index].dtype.size)
+
+    def _write_group(
+        self, group: list[int], files: OpenFiles, strips: dict[str, list[Strip]], device: FromDevice
+    ) -> dict[str, str]:
+        """Write some pieces; the checksums of the tensors of which one of them is all."""
+        pieces = {index: self.share[index] for index in group}
+        most = slab_bytes(self.rank.device)
+        parts = [(i, part) for i, p in pieces.items() for part in parts_of(p, p.dtype.size, most)]
+        together = list(bundles(((i, part), part.size_bytes, most) for i, part in parts))
+        digests = {
+            index: xxhash.xxh3_128()
+            for index, piece in pieces.items()
+            if piece.box.lengths == self.agreed.tensors[piece.name].shape
+        }
+        memory = [[self._bytes(index, part) for index, part in bundle] for bundle in together]
+        for bundle, arrays in zip(together, device.read(memory)):
+            boxes = []
+            for (index, part), data in zip(bundle, map(np.ascontiguousarray, arrays), strict=True):
+                if index in digests:
+                    digests[index].update(memoryview(data.reshape(-1)))
+                boxes.append((strips[part.piece.name], part.rows, data))
+            write_boxes(files, boxes)
+        return {pieces[index].name: digest.hexdigest() for index, digest in digests.items()}
+
+    def _bytes(self, index: int, part: Part) -> torch.Tensor:
+        if index not in self.host:
+            return part.bytes
+        first = part.piece.box.offsets[0]
+        return self.host[index][part.rows.start - first : part.rows.stop - first]
 
     def _left(self, known: list[dict[str, str]]) -> list[list[str]]:
         """For each rank the tensors that it hashes: those of which several ranks wrote parts. In the first
