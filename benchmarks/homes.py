@@ -7,7 +7,8 @@ run: save as ``torch_dist`` and as a Hugging Face directory; other weights; load
 parameter must have its bits again; export to every rank; the same three with mbridge where it is installed
 (`pip install --no-deps mbridge`). The floors are the same files read by eight processes at once, and written
 by eight. Reported are seconds of the slowest rank (medians of `rounds`), and for each what the slowest rank's
-GPU and this process's host memory took more at their peak.
+GPU and this process's host memory took more at their peak. With ``--disk`` the folder is on a disk: what is
+written is waited for, and what is read has to come from there, ours and the floors' alike.
 """
 
 import argparse
@@ -38,17 +39,29 @@ def read_file(path: str) -> int:
     return count
 
 
-def copy_part(part: tuple[str, str]) -> int:
-    """Write a file's bytes to another."""
+def copy_part(part: tuple[str, str, bool]) -> int:
+    """Write a file's bytes to another; with a third of True until they are on the disk."""
     count, buffer = 0, bytearray(BLOCK)
     with open(part[0], "rb", buffering=0) as source, open(part[1], "wb", buffering=0) as target:
         while found := source.readinto(buffer):
             count += target.write(memoryview(buffer)[:found])
+        if part[2]:
+            os.fsync(target.fileno())
     return count
 
 
-def floors(folder: Path, aside: Path) -> dict[str, float]:
-    """Seconds in which eight processes read a directory's large files, and copy them."""
+def forget(folder: Path) -> None:
+    """Have the system keep nothing of these files in memory."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def floors(folder: Path, aside: Path, disk: bool) -> dict[str, float]:
+    """GB/s at which eight processes read a directory's large files, and copy them."""
     files = [str(path) for path in folder.rglob("*") if path.is_file() and path.stat().st_size > BLOCK]
     aside.mkdir()
     found = {}
@@ -56,8 +69,10 @@ def floors(folder: Path, aside: Path) -> dict[str, float]:
         list(pool.map(read_file, files[:8]))
         for name, run, jobs in (
             ("eight_readers", read_file, files),
-            ("eight_copies", copy_part, [(path, str(aside / str(i))) for i, path in enumerate(files)]),
+            ("eight_copies", copy_part, [(path, str(aside / str(i)), disk) for i, path in enumerate(files)]),
         ):
+            if disk and run is read_file:
+                forget(folder)
             begin = time.perf_counter()
             count = sum(pool.map(run, jobs))
             found[f"{name}_gigabytes_per_second"] = count / (time.perf_counter() - begin) / 1e9
@@ -119,6 +134,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--etp", type=int)
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--disk", action="store_true", help="the folder is on a disk")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -144,16 +160,20 @@ def main() -> None:
     for form, place in places.items():
 
         def save(form: str = form, place: Path = place) -> None:
-            reshard.save(models, place, begin, format=form, overwrite=True, sync=False)
+            reshard.save(models, place, begin, format=form, overwrite=True, sync=options.disk)
 
         result[f"save {form}"] = measured(save, lambda: None, options.rounds)
         say(form, result[f"save {form}"])
     result["bytes"] = sum(path.stat().st_size for path in places["hf"].rglob("*.safetensors"))
     for form, place in places.items():
+
+        def spoil(place: Path = place) -> None:
+            change(MegatronModel(models), 1)
+            if options.disk and first:
+                forget(place)
+
         result[f"load {form}"] = measured(
-            lambda place=place: reshard.load(models, place),
-            lambda: change(MegatronModel(models), 1),
-            options.rounds,
+            lambda place=place: reshard.load(models, place), spoil, options.rounds
         )
         found = fingerprint(models, options.tp, vocabulary)
         result[f"load {form}"]["different"] = sum(
@@ -171,7 +191,7 @@ def main() -> None:
         result[name] = measured(export, lambda: None, options.rounds)
         say(name, result[name])
     if first:
-        result |= floors(places["hf"], options.folder / "aside")
+        result |= floors(places["hf"], options.folder / "aside", options.disk)
         say({key: value for key, value in result.items() if "per_second" in key})
     dist.barrier()
     rival(models, places["hf"], options.folder / "rival", result)
