@@ -5,7 +5,9 @@ A conversion streams whole rows. A rank of a live model holds some rows, and som
 no others, as far as that is faster.
 """
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
+from functools import cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -15,7 +17,6 @@ import numpy as np
 
 from reshard.core.boxes import Box
 from reshard.disk.files import OpenFiles
-from reshard.disk.sources import Source
 from reshard.disk.streams import SLAB_BYTES, Scratch, Strip
 
 # Columns that lie this far apart are read one row at a time: less is on the same pages of the disk anyhow, and
@@ -58,17 +59,21 @@ class Wanted(NamedTuple):
 
 
 class BoxReader:
-    """Reads boxes of a source's canonical tensors, in the source's dtypes; several threads may."""
+    """Reads boxes of stored tensors, in their own dtypes; several threads may. `strips` says where a tensor lies, or
+    None where `compute` makes its numbers, whole rows from one to another.
 
-    def __init__(self, source: Source) -> None:
-        self.source, self.scratch = source, Scratch()
-        self._found: dict[str, list[Strip] | None] = {}
+    `read_bytes` is what has been read of the files so far.
+    """
 
-    def strips(self, name: str) -> list[Strip] | None:
-        """Where a tensor lies; None where its numbers are computed."""
-        if name not in self._found:
-            self._found[name] = self.source.strips(name)
-        return self._found[name]
+    def __init__(
+        self,
+        files: OpenFiles,
+        strips: Callable[[str], list[Strip] | None],
+        compute: Callable[[str, int, int], np.ndarray] | None = None,
+    ) -> None:
+        self.files, self.compute, self.scratch = files, compute, Scratch()
+        self.strips = cache(strips)
+        self.read_bytes, self._lock = 0, threading.Lock()
 
     def read(self, name: str, rows: Rows, out: np.ndarray) -> None:
         """Fill `out`, bytes ``[rows, bytes of a row]``, whose rows may lie apart."""
@@ -79,12 +84,15 @@ class BoxReader:
         stored = []
         for name, rows, out in wanted:
             strips = self.strips(name)
-            if strips is None:
-                found = self.source.read_rows(name, rows.start, rows.stop)
-                out[:] = found[:, rows.column : rows.column + rows.columns].view(np.uint8)
-            else:
+            if strips is not None:
                 stored.append((strips, rows, out))
-        read_boxes(self.source.files, stored, self.scratch)
+                continue
+            assert self.compute is not None
+            found = self.compute(name, rows.start, rows.stop)
+            out[:] = found[:, rows.column : rows.column + rows.columns].view(np.uint8)
+        read = read_boxes(self.files, stored, self.scratch)
+        with self._lock:
+            self.read_bytes += read
 
 
 def read_boxes(

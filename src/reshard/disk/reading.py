@@ -4,7 +4,6 @@ them, read by threads ahead of the one that is wanted.
 A Hugging Face directory is read as it is stored, of whatever architecture; a Megatron checkpoint by its table.
 """
 
-import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,10 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard.disk.boxes import Rows, read_boxes
+from reshard.disk.boxes import BoxReader, Rows
 from reshard.disk.files import OpenFiles
 from reshard.disk.sources import MegatronSource
-from reshard.disk.streams import Scratch, Strip, TensorInfo
+from reshard.disk.streams import Strip, TensorInfo
 from reshard.formats import safetensors
 
 # Of what is read ahead of the tensor that is wanted, in all.
@@ -42,18 +41,19 @@ class Region(NamedTuple):
 
 @dataclass
 class Weights:
-    """The published tensors of a directory: shapes and dtypes by name, and where each lies.
-
-    `read_bytes` is what has been read of the files so far.
-    """
+    """The published tensors of a directory: shapes and dtypes by name, and where each lies."""
 
     tensors: dict[str, TensorInfo]
     strips: Callable[[str], list[Strip]]
     files: OpenFiles
 
     def __post_init__(self) -> None:
-        self.read_bytes = 0
-        self._scratch, self._lock = Scratch(), threading.Lock()
+        self.reader = BoxReader(self.files, self.strips)
+
+    @property
+    def read_bytes(self) -> int:
+        """What has been read of the files so far."""
+        return self.reader.read_bytes
 
     def whole(self, name: str) -> Region:
         """A tensor as one region."""
@@ -67,10 +67,7 @@ class Weights:
     def read_into(self, region: Region, out: np.ndarray) -> None:
         """Read a region into bytes ``[rows, columns * size]``. Raises ReshardError where a file cannot be
         read."""
-        rows = Rows(region.start, region.stop, region.column, region.columns)
-        read = read_boxes(self.files, [(self.strips(region.name), rows, out)], self._scratch)
-        with self._lock:
-            self.read_bytes += read
+        self.reader.read(region.name, Rows(region.start, region.stop, region.column, region.columns), out)
 
     def read_ahead(
         self, regions: Iterable[Region], allocate: Callable[[int], np.ndarray], threads: int

@@ -24,6 +24,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from reshard.core.errors import ReshardError
@@ -36,6 +37,8 @@ _MAX_NAME_BYTES = 255
 # is a mark in it.
 _NEW = 0o1777
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+# How many files are removed at a time.
+REMOVERS = 8
 
 
 class Workdir:
@@ -200,7 +203,7 @@ class Workdir:
                 if not self.destination.exists():
                     os.rename(replaced, self.destination)
                 elif not self.tree.exists():
-                    shutil.rmtree(replaced)  # both renames were made
+                    _remove(replaced)  # both renames were made
                 else:
                     raise ReshardError(
                         f"{replaced} holds what {self.destination} was before an interrupted "
@@ -249,9 +252,7 @@ class Workdir:
         with os.scandir(self.path) as entries:
             for entry in list(entries):
                 if entry.name != MARK:
-                    shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(
-                        entry.path
-                    )
+                    _remove(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
 
     def write_file(self, relative: str, data: bytes | str, sync: bool = False) -> None:
         """Write a small file, with its directories."""
@@ -315,6 +316,15 @@ class Workdir:
                 shutil.rmtree(self.path, ignore_errors=True)
             os.close(self.lock)
         self.lock = None
+
+
+def _remove(tree: str | Path) -> None:
+    """Remove a directory and all in it, several files at a time: a system frees the memory or the blocks of a large
+    one for as long as it takes."""
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(tree) for name in names]
+    with contextlib.suppress(OSError, RuntimeError), ThreadPoolExecutor(REMOVERS) as pool:
+        list(pool.map(os.unlink, files))  # what is left, and why, is said next
+    shutil.rmtree(tree)
 
 
 def _is_ours(path: Path) -> bool:

@@ -1,7 +1,7 @@
 """Weights on disk into a live Megatron: every rank reads its own boxes, straight into its parameters."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,19 @@ import torch
 from reshard.core.collector import collector_paused
 from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import ReshardError, listed
-from reshard.disk.boxes import BoxReader, Rows, Wanted, place_of
-from reshard.disk.casts import cast, is_exact, overflow, overflow_notice
+from reshard.disk.boxes import BoxReader, Rows
+from reshard.disk.casts import is_exact, overflow_notice
 from reshard.disk.convert import float_dtype
 from reshard.disk.files import allow_many_files
 from reshard.disk.hub import local_directory
 from reshard.disk.sources import HuggingFaceSource, Source, open_source
-from reshard.disk.streams import Scratch
 from reshard.disk.team import Team
 from reshard.disk.verify import SourceChecks
 from reshard.disk.workers import Progress, run_jobs, worker_count
 from reshard.homes.config import config_path
-from reshard.homes.groups import Part, bundles, parts_of
-from reshard.homes.memory import PINNED_BYTES, ToDevice, bytes_of, slab_bytes
-from reshard.homes.ranks import Piece, Rank, decide, not_covered, without_resume
+from reshard.homes.filling import Filler
+from reshard.homes.memory import ToDevice, bytes_of
+from reshard.homes.ranks import Rank, decide, not_covered, without_resume
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import Model
 
@@ -189,7 +188,8 @@ class _Load:
     def _check_copies(self, source: Source) -> None:
         """Raise ReshardError where two published tensors differ that Megatron holds as one; each rank compares
         some of their rows."""
-        reader, share = BoxReader(source), self.team
+        reader = BoxReader(source.files, source.strips, source.read_rows)
+        share = self.team
         for name, primary in source.copies.items():
             info, same = source.tensors[name], source.tensors[name] == source.tensors[primary]
             first, last = (info.rows * n // share.size for n in (share.process, share.process + 1))
@@ -210,7 +210,8 @@ class _Load:
     def _read(self, source: Source) -> int:
         """Fill this rank's parameters; the bytes that were read of the source's tensors."""
         device = ToDevice(self.rank.device)
-        filler = _Filler(source, device)
+        reader = BoxReader(source.files, source.strips, source.read_rows)
+        filler = Filler(source.tensors, reader, device, source.row_multiple)
         groups = dict(enumerate(filler.groups(self.rank.pieces)))
         sizes = {str(i): sum(part.size_bytes for part in group) for i, group in groups.items()}
         try:
@@ -249,59 +250,6 @@ class _Load:
         notices = [*source.notices, *self._overflow_notices()]
         return LoadReport(str(self.path), source.model.family.name, self.team.process, self.team.size, len(names), read,
                           len(casts), padding, seconds, notices)  # fmt: skip
-
-
-class _Filler:
-    """Reads pieces into live memory; several threads may."""
-
-    def __init__(self, source: Source, device: ToDevice) -> None:
-        self.source, self.device = source, device
-        self.reader, self.scratch = BoxReader(source), Scratch()
-
-    def groups(self, pieces: Iterable[Piece]) -> list[list[Part]]:
-        """What is read at a time: neighbours in a file."""
-
-        def place(piece: Piece) -> tuple[str, int]:
-            strips = self.reader.strips(piece.name) or []
-            return place_of(strips, Rows.of(piece.box), self._dtype(piece).size)
-
-        return list(bundles(part for piece in sorted(pieces, key=place) for part in self._parts(piece)))
-
-    def _parts(self, piece: Piece) -> list[tuple[Part, int, int]]:
-        """The parts of a piece, with their bytes and how much is read at a time: less where a CPU computes the
-        numbers, so that they stay in its cache."""
-        there, multiple = self._dtype(piece), self.source.row_multiple(piece.name)
-        stored = there == piece.dtype and self.reader.strips(piece.name) is not None
-        most = PINNED_BYTES if stored else slab_bytes(self.device.device)
-        return [(part, part.size_bytes, most) for part in parts_of(piece, there.size, most, multiple)]
-
-    def _dtype(self, piece: Piece) -> Dtype:
-        return self.source.tensors[piece.name].dtype
-
-    def fill(self, group: list[Part]) -> dict[str, int]:
-        """Fill some parts; how many numbers became infinite, by tensor, where any did."""
-        overflowed: dict[str, int] = {}
-
-        def write(outs: list[np.ndarray]) -> None:
-            plain = []
-            for part, out in zip(group, outs, strict=True):
-                name, there = part.piece.name, self._dtype(part.piece)
-                if there == part.piece.dtype:
-                    plain.append(Wanted(name, part.rows, out))
-                elif count := self._cast(part, there, out):
-                    overflowed[name] = overflowed.get(name, 0) + count
-            self.reader.read_all(plain)
-
-        self.device.fill([part.bytes for part in group], write)
-        return overflowed
-
-    def _cast(self, part: Part, there: Dtype, out: np.ndarray) -> int:
-        stored = self.scratch.array("stored", len(out), part.rows.columns * there.size)
-        self.reader.read(part.piece.name, part.rows, stored)
-        numbers = stored.view(there.numpy())
-        found = cast(numbers, there, part.piece.dtype)
-        out[:] = found.view(np.uint8)
-        return overflow(numbers, found, there, part.piece.dtype)
 
 
 def of_mtp(name: str, model: Model) -> bool:

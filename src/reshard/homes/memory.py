@@ -143,7 +143,8 @@ def _parts(
     """A pinned buffer, this one where it is large enough, and parts of it in the shapes of these bytes."""
     sizes = [-(-target.numel() // ALIGNMENT) * ALIGNMENT for target in targets]
     if pinned is None or pinned.numel() < sum(sizes):
-        pinned = torch.empty(max(PINNED_BYTES, sum(sizes)), dtype=torch.uint8, pin_memory=True)
+        size = max(PINNED_BYTES, sum(sizes))
+        pinned = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     pieces = pinned[: sum(sizes)].split(sizes)
     return pinned, [p[: t.numel()].view(t.shape) for p, t in zip(pieces, targets, strict=True)]
 

@@ -3,18 +3,19 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from reshard.core.boxes import Box, whole
-from reshard.core.dtypes import Dtype, dtype_named
+from reshard.core.dtypes import dtype_named
 from reshard.core.errors import ReshardError, listed
 from reshard.core.extras import require
 from reshard.core.placement import LocalTensor
 from reshard.disk.boxes import Rows
 from reshard.disk.team import Team
 from reshard.homes.memory import check_memory
+from reshard.homes.pieces import Piece
 from reshard.live.memory import Region
 from reshard.megatron.checkpoint import EMBEDDING, OUTPUT
 from reshard.megatron.parameters import padded_vocab_size
@@ -25,16 +26,6 @@ require("megatron", "torch", "megatron.core")
 
 # Of a message: a box as the others are told it.
 Told = list[Any]
-
-
-class Piece(NamedTuple):
-    """A box of canonical tensor `name`, which lies in a region of this rank's memory at `local`."""
-
-    name: str
-    box: Box
-    region: Region
-    local: Rows
-    dtype: Dtype
 
 
 class Rank:

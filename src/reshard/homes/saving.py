@@ -21,7 +21,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE, check_number
 from reshard.disk.boxes import Rows, box_bytes, place_of, write_boxes
 from reshard.disk.destinations import Destination, HuggingFaceFiles, MegatronFiles, parse_size
-from reshard.disk.files import OpenFiles, allow_many_files, write_error
+from reshard.disk.files import EarlySync, NoSync, OpenFiles, allow_many_files, write_error
 from reshard.disk.fp8 import Fp8Blocks
 from reshard.disk.streams import Strip, StripReader
 from reshard.disk.team import Team
@@ -30,9 +30,9 @@ from reshard.disk.workdir import Workdir
 from reshard.disk.workers import run_jobs, worker_count
 from reshard.homes.agreement import agree
 from reshard.homes.config import Published, implementation_of, layout_of
-from reshard.homes.groups import Part, bundles, parts_of
 from reshard.homes.memory import PINNED_BYTES, FromDevice, bytes_of, on_host, slab_bytes
-from reshard.homes.ranks import Piece, Rank, decide, without_resume
+from reshard.homes.pieces import Part, Piece, bundles, parts_of
+from reshard.homes.ranks import Rank, decide, without_resume
 from reshard.megatron.args import version_of
 from reshard.megatron.layout import Layout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
@@ -317,20 +317,23 @@ class _Save:
             self.new.write_frames(tree, frames, files)
             groups = dict(enumerate(self._groups(strips)))
             write = partial(self._write_group, files=files, strips=strips, device=device)
-            found = run_jobs(
-                {str(i): sum(self._size(index) for index in group) for i, group in groups.items()},
-                lambda i: write(groups[int(i)]),
-                self.workers,
-                check=self.team.check,
-                files_of=lambda i: {
-                    str(s.path) for index in groups[int(i)] for s in strips[self.share[index].name]
-                },
-            )
-            for path in sorted(written) if self.sync else ():
-                try:
-                    files.sync(path)
-                except OSError as error:
-                    raise write_error(path, error) from error
+            with (EarlySync if self.sync else NoSync)(
+                files, sorted(written), lambda done: None, lambda lost: None
+            ) as sync:
+
+                def check() -> None:
+                    self.team.check()
+                    sync.check()
+
+                found = run_jobs(
+                    {str(i): sum(self._size(index) for index in group) for i, group in groups.items()},
+                    lambda i: write(groups[int(i)]),
+                    self.workers,
+                    check=check,
+                    files_of=lambda i: {
+                        str(s.path) for index in groups[int(i)] for s in strips[self.share[index].name]
+                    },
+                )
         finally:
             errors = files.close()
         for path, late in errors.items():  # what a server says only now

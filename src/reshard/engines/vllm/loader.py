@@ -9,8 +9,8 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ with importing("vllm"):
 import numpy as np
 
 from reshard.core.errors import ReshardError, listed
+from reshard.disk.boxes import Rows
 from reshard.disk.fp8 import SCALE_SUFFIX, quantizable, quantize
 from reshard.disk.hub import local_directory
 from reshard.disk.reading import Region, Weights, weights_of_huggingface, weights_of_megatron
@@ -32,6 +33,10 @@ from reshard.disk.sources import MegatronSource
 from reshard.engines.vllm.live import PLAIN_METHODS
 from reshard.engines.vllm.plugin import blocks_wanted, config_directory, megatron_directory
 from reshard.engines.vllm.trace import Trace, TracedCopy, trace_load
+from reshard.homes.filling import Filler
+from reshard.homes.memory import ToDevice
+from reshard.homes.pieces import Piece
+from reshard.live.memory import Region as Live
 from reshard.models.family import families
 
 logger = logging.getLogger("vllm.reshard")  # below vLLM's own, which shows it
@@ -196,21 +201,32 @@ def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _read_boxes(model: torch.nn.Module, trace: Trace, weights: Weights) -> None:
-    """Carry out the copies of a trace, in its order."""
+    """Carry out the copies of a trace."""
     live = _tensors(model)
     device = next(iter(live.values())).device
-    allocate = partial(_memory, pinned=device.type == "cuda")
+    pieces, casts = [], []
+    for copy in trace.copies:
+        dtype = weights.tensors[copy.name].dtype
+        if getattr(torch, dtype.name) != live[copy.parameter].dtype:
+            casts.append(copy)
+            continue
+        rows, columns = (*copy.box.lengths, 1)[:2]
+        region = Live(live[copy.parameter].data, copy.offset, copy.pitch or columns)
+        pieces.append(Piece(copy.name, copy.box, region, Rows(0, rows, 0, columns), dtype))
     with torch.no_grad():
         for fill in trace.fills:
             live[fill.parameter].view(-1)[fill.offset : fill.offset + fill.elements].zero_()
-        regions = (_region(copy, weights) for copy in trace.copies)
-        for region, raw in weights.read_ahead(regions, allocate, threads()):
-            copy: TracedCopy = region.key  # type: ignore[assignment]
-            read = tensor_of(raw, weights.tensors[copy.name].dtype.name)
-            into = live[copy.parameter]
-            rows, columns = region.stop - region.start, region.columns
-            at = into.storage_offset() + copy.offset
-            into.data.as_strided((rows, columns), (copy.pitch or columns, 1), at).copy_(read)
+        into = ToDevice(device)
+        filler = Filler(weights.tensors, weights.reader, into)
+        with ThreadPoolExecutor(threads(), "reshard-read") as pool:
+            list(pool.map(filler.fill, filler.groups(pieces)))
+        into.close()
+        regions = (_region(copy, weights) for copy in casts)
+        for found, raw in weights.read_ahead(regions, _memory, threads()):
+            cast: TracedCopy = found.key  # type: ignore[assignment]
+            read, to = tensor_of(raw, weights.tensors[cast.name].dtype.name), live[cast.parameter].data
+            at = to.storage_offset() + cast.offset
+            to.as_strided(read.shape, (cast.pitch or found.columns, 1), at).copy_(read)
 
 
 def _region(copy: TracedCopy, weights: Weights) -> Region:
@@ -240,8 +256,8 @@ def tensor_of(raw: np.ndarray, dtype: str) -> torch.Tensor:
     return torch.from_numpy(raw).view(getattr(torch, dtype))
 
 
-def _memory(size: int, pinned: bool = False) -> np.ndarray:
-    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned).numpy()
+def _memory(size: int) -> np.ndarray:
+    return torch.empty(size, dtype=torch.uint8, device="cpu").numpy()
 
 
 def threads() -> int:

@@ -1,15 +1,27 @@
-"""A rank's pieces in groups of neighbours in a file, each of which is moved at a time."""
+"""Boxes of canonical tensors that lie in live memory, and how they are moved: neighbours in a file at a time."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
 import torch
 
+from reshard.core.boxes import Box
+from reshard.core.dtypes import Dtype
 from reshard.disk.boxes import Rows
 from reshard.homes.memory import ALIGNMENT, bytes_of
-from reshard.homes.ranks import Piece
+from reshard.live.memory import Region
 
 T = TypeVar("T")
+
+
+class Piece(NamedTuple):
+    """A box of canonical tensor `name`, which lies in a region of this rank's memory at `local`."""
+
+    name: str
+    box: Box
+    region: Region
+    local: Rows
+    dtype: Dtype
 
 
 class Part(NamedTuple):
