@@ -133,28 +133,41 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(checkpoint, tmp_path):
 
 
 def test_a_training_run_is_served_over_http_while_it_writes(tmp_path):
-    """``vllm serve`` on two ranks, of the last complete iteration; the tokens are those of transformers, by the tokenizer of the config."""
+    """``vllm serve`` on two ranks, of the last complete iteration, and then of the next, which has been written since; the tokens are those
+    of transformers, by the tokenizer of the config."""
     from transformers import AutoModelForCausalLM
 
-    hf, run = tmp_path / "hf", tmp_path / "run"
-    make(hf, "served-qwen3-moe", seed=3)
-    with_tokenizer(hf)
-    hf_to_mcore(hf, run, Layout(pp=2, ep=2, etp=1), iteration=7)
+    run, prompt = tmp_path / "run", [5, 17, 3, 250, 8]
+    expected = []
+    for iteration, name in ((7, "hf"), (14, "later")):
+        make(tmp_path / name, "served-qwen3-moe", seed=iteration)
+        hf_to_mcore(
+            tmp_path / name, tmp_path / f"{name}-mcore", Layout(pp=2, ep=2, etp=1), iteration=iteration
+        )
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+        tokens = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None)
+        expected.append([f"w{token}" for token in tokens[0, len(prompt) :].tolist()])
+    assert expected[0] != expected[1]
+    with_tokenizer(tmp_path / "hf")
+    shutil.move(tmp_path / "hf-mcore", run)
     shutil.rmtree(run / "hf")
     (run / "reshard.json").unlink()
     (run / "iter_0000014").mkdir()  # being written
     shutil.copy(run / "iter_0000007" / "__0_0.distcp", run / "iter_0000014")
-    prompt = [5, 17, 3, 250, 8]
-    model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
-    expected = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None)[
-        0, len(prompt) :
-    ].tolist()
-    with served(
-        run, "--load-format", "reshard", "--hf-config-path", hf, "-tp", "2", log=tmp_path / "log"
-    ) as url:
-        answer = post(url + "/v1/completions", {"model": str(run), "prompt": " ".join(f"w{t}" for t in prompt), "max_tokens": 6,
-                                                "temperature": 0, "ignore_eos": True})  # fmt: skip
-    assert answer["choices"][0]["text"].split() == [f"w{token}" for token in expected]
+    options = ("--load-format", "reshard", "--hf-config-path", tmp_path / "hf", "-tp", "2")
+    with served(run, *options, log=tmp_path / "log", VLLM_SERVER_DEV_MODE="1") as url:
+
+        def tokens_of() -> list[str]:
+            body = {"model": str(run), "prompt": " ".join(f"w{t}" for t in prompt), "max_tokens": 6,
+                    "temperature": 0, "ignore_eos": True}  # fmt: skip
+            return post(url + "/v1/completions", body)["choices"][0]["text"].split()
+
+        assert tokens_of() == expected[0]
+        shutil.copytree(tmp_path / "later-mcore" / "iter_0000014", run / "iter_0000014", dirs_exist_ok=True)
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(run / "iter_0000014")}}
+        post(url + "/collective_rpc", reload)
+        post(url + "/reset_prefix_cache", {}, answers=False)
+        assert tokens_of() == expected[1]
     log = (tmp_path / "log").read_text()
     assert log.count("each rank its own boxes") == 2 and f"{run}/iter_0000007" in log
 

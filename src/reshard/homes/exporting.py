@@ -34,10 +34,10 @@ def export(
 
     All ranks of torch's default process group call it and iterate to the end, where they use no group of it
     meanwhile. Every rank is given every tensor, or, with `to`, that rank all of them and the others none. Tensors
-    come in batches of at most `buffer_bytes` (or of one larger tensor), each in one exchange between all ranks;
-    a rank that is given them needs twice that memory besides the model, others what they send. Tensors lie on
-    the model's device, have the parameters' dtypes, and are the caller's to keep; one that repeats
-    another is that one, and follows it.
+    come in batches of at most `buffer_bytes`, each in one exchange between all ranks; a rank that is given them
+    needs twice that memory besides the model, others what they send. A larger tensor comes by itself, and needs its
+    own memory once, twice where columns of it lie on several ranks. Tensors lie on the model's device, have the
+    parameters' dtypes, and are the caller's to keep; one that repeats another is that one, and follows it.
 
     Raises ReshardError on every rank, before the first tensor, where the models are not that of `hf_config` or
     lack a part of it.
@@ -109,56 +109,98 @@ class _Stream:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor, on the ranks that take them."""
         for names in self.batches:
-            received = self._exchange(names)
-            if self.process not in self.takers:
-                continue
-            at = dict.fromkeys(received, 0)
-            for name in names:
-                tensor = self._assembled(name, received, at)
+            for name, tensor in self._straight(names[0]) if len(names) == 1 else self._packed(names):
                 yield name, tensor
                 for copy in self.repeated.get(name, ()):
                     yield copy, tensor
 
+    def _straight(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """A tensor that fills a batch: from where it lies to where it belongs, without a buffer where its rows
+        follow one another."""
+        takes = self.process in self.takers
+        tensor = self._empty(name) if takes else None
+        exchanges, later = [], []
+        for given in self.given[name]:
+            mine = self._mine(name, given) if given.rank == self.process else None
+            into = None if tensor is None else self._within(tensor, given)
+            if mine is not None:
+                if into is not None:
+                    into.copy_(mine)
+                sent = mine.contiguous() if self._others() else mine
+                exchanges += [dist.P2POp(dist.isend, sent, taker) for taker in self._others()]
+            elif into is not None:
+                received = into if into.is_contiguous() else torch.empty_like(into)
+                exchanges.append(dist.P2POp(dist.irecv, received, given.rank))
+                later += [] if received is into else [(into, received)]
+        _wait(exchanges)
+        for into, received in later:
+            into.copy_(received)
+        if tensor is not None:
+            yield name, tensor
+
+    def _packed(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of a batch: what a rank gives of all of them goes to each of the others in one piece."""
+        received = self._exchange(names)
+        if self.process not in self.takers:
+            return
+        at = dict.fromkeys(received, 0)
+        for name in names:
+            tensor = self._empty(name)
+            for given in self.given[name]:
+                into = self._within(tensor, given)
+                if given.rank == self.process:
+                    into.copy_(self._mine(name, given))
+                    continue
+                start = at[given.rank]
+                at[given.rank] = start + into.numel()
+                into.copy_(received[given.rank][start : at[given.rank]].view(into.shape))
+            yield name, tensor
+
     def _exchange(self, names: list[str]) -> dict[int, torch.Tensor]:
-        """Send what this rank gives of these tensors to all that take them; what came from each rank, as bytes,
-        where this one takes them."""
+        """Send what this rank gives of these tensors to all others that take them; what came from each of those, as
+        bytes, where this one takes them."""
         sizes: dict[int, int] = {}
         mine = []
         for name in names:
             for given in self.given[name]:
-                sizes[given.rank] = sizes.get(given.rank, 0) + self._bytes(name, given)
-                if given.rank == self.process:
-                    piece = self.pieces[name][given.number]
-                    mine.append(bytes_of(piece.region, piece.local).reshape(-1))
-        out = torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8, device=self.device)
+                if given.rank != self.process:
+                    sizes[given.rank] = sizes.get(given.rank, 0) + self._bytes(name, given)
+                elif self._others():
+                    mine.append(self._mine(name, given).reshape(-1))
         exchanges, received = [], {}
-        for taker in self.takers:
-            if taker != self.process and len(out):
-                exchanges.append(dist.P2POp(dist.isend, out, taker))
+        if mine:
+            out = torch.cat(mine)
+            exchanges += [dist.P2POp(dist.isend, out, taker) for taker in self._others()]
         if self.process in self.takers:
             for rank, size in sizes.items():
-                if rank == self.process:
-                    received[rank] = out
-                    continue
                 received[rank] = torch.empty(size, dtype=torch.uint8, device=self.device)
                 exchanges.append(dist.P2POp(dist.irecv, received[rank], rank))
-        for work in dist.batch_isend_irecv(exchanges) if exchanges else ():
-            work.wait()
+        _wait(exchanges)
         return received
+
+    def _others(self) -> list[int]:
+        """The ranks besides this one that take tensors."""
+        return [taker for taker in self.takers if taker != self.process]
 
     def _bytes(self, name: str, given: Given) -> int:
         return given.box.volume * self.agreed.tensors[name].dtype.size
 
-    def _assembled(self, name: str, received: dict[int, torch.Tensor], at: dict[int, int]) -> torch.Tensor:
-        """A tensor of the boxes that came, each of which lies in its rank's bytes where that of the one before
-        ended."""
+    def _mine(self, name: str, given: Given) -> torch.Tensor:
+        """What this rank gives, where it lies: bytes ``[rows, bytes of a row]``."""
+        piece = self.pieces[name][given.number]
+        return bytes_of(piece.region, piece.local)
+
+    def _empty(self, name: str) -> torch.Tensor:
         info = self.agreed.tensors[name]
-        tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype.name), device=self.device)
-        matrix, size = tensor.view(info.rows, info.columns).view(torch.uint8), info.dtype.size
-        for given in self.given[name]:
-            rows, start = Rows.of(given.box), at[given.rank]
-            at[given.rank] = start + self._bytes(name, given)
-            found = received[given.rank][start : at[given.rank]].view(rows.stop - rows.start, -1)
-            columns = slice(rows.column * size, (rows.column + rows.columns) * size)
-            matrix[rows.start : rows.stop, columns] = found
-        return tensor
+        return torch.empty(info.shape, dtype=getattr(torch, info.dtype.name), device=self.device)
+
+    def _within(self, tensor: torch.Tensor, given: Given) -> torch.Tensor:
+        """The bytes ``[rows, bytes of a row]`` of a whole tensor that a rank gives."""
+        rows, size = Rows.of(given.box), tensor.element_size()
+        matrix = tensor.view(tensor.shape[0] if tensor.ndim else 1, -1).view(torch.uint8)
+        return matrix[rows.start : rows.stop, rows.column * size : (rows.column + rows.columns) * size]
+
+
+def _wait(exchanges: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(exchanges) if exchanges else ():
+        work.wait()

@@ -262,7 +262,6 @@ def _memory(size: int) -> np.ndarray:
 
 def threads() -> int:
     """How many threads a rank reads with: a fair part of the cores of its host."""
-    from vllm.config import get_current_vllm_config
-
-    ranks = get_current_vllm_config().parallel_config.world_size
+    # Not vLLM's config: a running engine that reloads has none at hand.
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     return max(1, min(MAX_THREADS, (os.cpu_count() or 1) // ranks))
