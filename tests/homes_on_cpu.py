@@ -10,7 +10,7 @@ from megatron.core.transformer.module import Float16Module
 
 import reshard
 from reshard.disk import files
-from reshard.homes import loading, saving
+from reshard.homes import filling, saving
 from tests import megatron_on_cpu
 from tests.oracle import bits
 from tests.ranks import caught
@@ -152,8 +152,8 @@ def main_parameters(optimizer) -> list[torch.Tensor]:
 def failing_load(rank: int, flags: list[str], source: str, fault: str) -> str:
     """A load in which the last rank's disk fails, or the rank dies, after its first box; what is said."""
     _, wrapped, _ = chunks(flags)
-    plain, calls = loading.BoxReader.read_all, []
-    loading.PINNED_BYTES = 1 << 14  # of which a small model has several
+    plain, calls = filling.BoxReader.read_all, []
+    filling.PINNED_BYTES = 1 << 14  # of which a small model has several
 
     def read(self, *args):
         calls.append(1)
@@ -164,7 +164,7 @@ def failing_load(rank: int, flags: list[str], source: str, fault: str) -> str:
         time.sleep(0.005)
         return plain(self, *args)
 
-    loading.BoxReader.read_all = read
+    filling.BoxReader.read_all = read
     said = caught(lambda: reshard.load(wrapped, source, workers=1))
     if fault == "dies":
         torch.distributed.barrier = lambda *_: None  # one is gone
