@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from reshard.core.collector import collector_paused
 from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import check_number
 from reshard.disk.boxes import Rows
@@ -42,7 +43,7 @@ def export(
     Raises ReshardError on every rank, before the first tensor, where the models are not that of `hf_config` or
     lack a part of it.
     """
-    with without_resume(), Team.of_process_group() as team:
+    with without_resume(), collector_paused(), Team.of_process_group() as team:
         described: list[tuple[Published, Rank]] = []
 
         def describe() -> None:
