@@ -5,7 +5,8 @@ them from a Megatron checkpoint, or is refitted; and how far are its logprobs fr
 
 Random weights at a published shape, with fewer layers (and experts), are written as a Hugging Face checkpoint
 and converted to Megatron-Core. `published` is the checkpoint in fp8 blocks, made by vLLM's own function, which
-vLLM then reads from a config; any other way is vLLM's own ``quantization=``. Every engine scores the same
+vLLM then reads from a config; `published-fp8_per_channel` and `published-int8_per_channel` are in the format of
+compressed-tensors, as ``mcore-to-hf --quantize`` writes it; any other way is vLLM's own ``quantization=``. Every engine scores the same
 prompts and goes on with some of them by CUDA graphs. Checked: an engine that started with other weights and
 is refitted (blocks: exactly) has the loaded one's parameters, logprobs and tokens to the last bit, in the
 same graphs, with no parameter elsewhere, also after 20 refits; and so has one that vLLM's loader fills from
@@ -32,6 +33,8 @@ LAYERS = {"deepseek-v3": 2}
 EXPERTS = {"deepseek-v3": {"n_routed_experts": 64, "vocab_size": 32768}}
 REFITS = 20
 PUBLISHED = "published"
+# Checkpoints by compressed-tensors, as ``mcore-to-hf --quantize`` writes them, with that package's own bits.
+CHANNELS = ("published-fp8_per_channel", "published-int8_per_channel")
 UNSTEADY = ("mxfp8",)  # served by Marlin: may differ from itself
 
 
@@ -97,6 +100,8 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     if PUBLISHED in options.ways:
         mcore_to_hf(places.mcore, places.converted, quantize=True)
         publish(places)
+    for way in set(CHANNELS).intersection(options.ways):
+        mcore_to_hf(places.mcore, places.by_channel(way), quantize=way.removeprefix("published-"))
     model = Model.from_hf(config)
     engines = Engines(name, model, random_prompts(9, config["vocab_size"], [32, 128, 512]))
     with engines.one("bf16", places.hf) as llm:
@@ -115,6 +120,10 @@ class Places(NamedTuple):
     mcore: Path
     fp8: Path
     converted: Path
+
+    def by_channel(self, way: str) -> Path:
+        """The checkpoint of a way of `CHANNELS`."""
+        return self.converted.with_name(way)
 
 
 def publish(places: Places) -> None:
@@ -202,8 +211,10 @@ class Engines:
 
 def compare(way: str, engines: Engines, places: Places, trainer) -> dict:
     """Loaded by vLLM, loaded from Megatron's checkpoint, and refitted, all quantised in one way."""
-    published = way == PUBLISHED
-    config = places.fp8 if published else places.hf
+    published = way in (PUBLISHED, *CHANNELS)
+    config = places.hf
+    if published:
+        config = places.fp8 if way == PUBLISHED else places.by_channel(way)
     options = served = {} if published else {"quantization": way}
     with engines.one(f"{way} loaded", config, **options) as llm:
         engines.note(f"{way} loaded", llm)
@@ -212,13 +223,14 @@ def compare(way: str, engines: Engines, places: Places, trainer) -> dict:
         del llm
     found: dict = {"repeats itself": engines.repeats(way)}
     as_file, source = loaded, "loaded"
-    if published:
+    if way == PUBLISHED:
         with engines.one(f"{way} converted", places.converted) as llm:
             engines.note(f"{way} converted", llm)
             as_file, source = held_by(module_of(llm)), "converted"
             found["converted apart"] = apart(numbers, copied(module_of(llm)))
             print(f"     {engines.name}: converted apart {found['converted apart']}", flush=True)
             del llm
+    if published:
         read = json.loads((config / "config.json").read_text())
         served = {"hf_overrides": {"quantization_config": read["quantization_config"]}}
     with engines.one(f"{way} served", places.mcore, load_format="reshard", **served) as llm:
@@ -287,7 +299,7 @@ def refitted(way: str, engines: Engines, llm, trainer, loaded: dict, numbers: di
         link.close()
     now = {key: parameter.data_ptr() for key, parameter in module.named_parameters()}
     engines.check(f"{way}: addresses as before", now == addresses)
-    if way != PUBLISHED:
+    if way not in (PUBLISHED, *CHANNELS):
         today = Today(MegatronModel(trainer.models), engines.model, module, llm.llm_engine.model_config)
         today.run()
         if torch.cuda.is_available():
