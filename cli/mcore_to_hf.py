@@ -20,7 +20,10 @@ from reshard.cli.places import Place, check_command
 @click.option("--family", help="Family, where the args alone leave it open.")
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Cast (default: as it is).")
 @click.option(
-    "--quantize", type=click.Choice(["fp8"]), help="Write linear weights as fp8 with 128x128 block scales."
+    "--quantize",
+    type=click.Choice(["fp8", "fp8_per_channel", "int8_per_channel"]),
+    help="Write linear weights as fp8 with 128x128 block scales, or, as compressed-tensors does, as fp8 or int8 with "
+    "a scale for each output channel.",
 )
 @click.option(
     "--max-shard-size",
@@ -48,5 +51,5 @@ def command(source: str, destination: str, as_json: bool, quantize: str | None, 
 
     start = time.perf_counter()
     with progress_bar("mcore-to-hf") as progress:
-        report = mcore_to_hf(source, destination, quantize=quantize is not None, progress=progress, **options)
+        report = mcore_to_hf(source, destination, quantize=quantize or False, progress=progress, **options)
     print_report(report, as_json, time.perf_counter() - start)

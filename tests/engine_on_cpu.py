@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+import zlib
 from functools import partial
 from pathlib import Path
 
@@ -186,6 +187,80 @@ def int8_experts(pairs: list) -> dict:
         caught(lambda: parity(mcore, "vllm:" + mcore, **one, limits=lambda kind: known.get(kind))),
         caught(lambda: parity(mcore, "vllm:" + mcore, **one, limits=lambda kind: known.get(kind, Limits()))),
     ]
+    return found
+
+
+def int8_layers(pairs: list) -> dict:
+    """For each pair of a Megatron checkpoint and the same weights as compressed-tensors quantises them by int8: what a vLLM on two ranks answers
+    and serves from, which has started with dummy weights, after a refit, and what one answers and serves from that has loaded the compressed ones;
+    what is said of a layer that serves from another's weights; and the names of what lies elsewhere afterwards."""
+    import torch
+    import torch.distributed as dist
+
+    from reshard import Layout
+    from reshard.engines.vllm.compat import multiplied, plain_weights
+    from reshard.engines.vllm.live import VllmModel
+    from reshard.parity.megatron import Megatron
+    from reshard.refit import Members, connect
+    from reshard.trainers.megatron import MegatronModel
+
+    keep_imports_frozen()
+
+    def kernels(model) -> dict:
+        return {
+            name: module.scheme.kernel for name, module in model.named_modules() if hasattr(module, "scheme")
+        }
+
+    def served(llm, model) -> dict:
+        """Every parameter and buffer, bit by bit, and what the layers multiply with, which are none of these."""
+        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        tensors |= {
+            name: multiplied(kernel.dnnl_handler, torch.bfloat16) for name, kernel in kernels(model).items()
+        }
+        mine = {
+            name: [str(one.dtype), zlib.crc32(one.detach().contiguous().view(-1).view(torch.uint8).numpy())]
+            for name, one in sorted(tensors.items()) if not name.endswith("_scale") or "attn.attn" not in name
+        }  # fmt: skip
+        both: list = [None] * dist.get_world_size()
+        dist.all_gather_object(both, mine)
+        return {"served": both, "answers": answers(llm)}
+
+    how = {"dtype": "bfloat16", "tensor_parallel_size": dist.get_world_size()}
+    trainer = Megatron(Path(pairs[0][0]), "bf16", Layout(tp=dist.get_world_size()))
+    with plain_weights():
+        llm = engine(pairs[0][1], load_format="dummy", **how)
+    destination = VllmModel.from_llm(llm)
+    link = connect(Members.of_process_group(), MegatronModel(trainer.models), destination)
+    addresses = {key: tensor.data_ptr() for key, tensor in destination.tensors.items()}
+    found: dict = {"quantised": link.describe()["quantised"], "refitted": [], "loaded": []}
+    for step, (mcore, _) in enumerate(pairs):
+        if step:
+            trainer.load(Path(mcore))
+        link.refit(verify=True)
+        found["refitted"].append(served(llm, destination.module))
+    found["moved"] = [k for k, one in destination.tensors.items() if one.data_ptr() != addresses[k]]
+    # In rank 0 layer 1 serves from what layer 2 does: all are told.
+    settle = destination.settle
+
+    def mixed_up(of: dict) -> None:
+        if not dist.get_rank():
+            one, other = (of[f"model.layers.{n}.mlp.down_proj"] for n in (1, 2))
+            one.dnnl_handler = other.dnnl_handler
+
+    destination.settle = partial(mixed_up, kernels(destination.module))
+    found["mixed up"] = caught(partial(link.refit, verify=True))
+    destination.settle = settle
+    link.refit(verify=True)
+    found["mended"] = served(llm, destination.module)
+    trainer.close()
+    del llm, link, destination, trainer, settle
+    forget()
+    for _, hf in pairs:
+        with plain_weights():
+            llm = engine(hf, **how)
+        found["loaded"].append(served(llm, VllmModel.from_llm(llm).module))
+        del llm
+        forget()
     return found
 
 

@@ -241,6 +241,59 @@ def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tu
     return [*found, said(), objects() == before, link.describe()["quantised"]]
 
 
+def static_inputs(rank: int, sides: dict, flags: list[str], mcore: str, directories: list[str], engine: dict):
+    """An engine that has loaded the first of these compressed checkpoints, refitted, from a checkpoint of other weights: what it holds, what
+    engines hold that have loaded the others, what is said of it, whether a new look at it that a refit has spoiled finds the scales of its inputs,
+    and what is said of one that has loaded nothing."""
+    _, _, members = start(rank, sides)
+    module, config = vllm_on_cpu.build(directories[0], **engine)
+    source, destination = MegatronModel(trainer(flags, mcore)[0]), VllmModel(module, config)
+    link = connect(members, source, destination)
+    link.refit(verify=True)
+    held, described = fingerprint(module), link.describe()["quantised"]
+    destination.begin()
+    again = caught(lambda: VllmModel(module, config))
+    loaded = [fingerprint(vllm_on_cpu.build(directory, **engine)[0]) for directory in directories[1:]]
+    dummy = caught(lambda: VllmModel(*vllm_on_cpu.build(directories[0], load_format="dummy", **engine)))
+    return held, loaded, described, again, dummy
+
+
+def failing_alone(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict):
+    """What each rank says of a refit in which vLLM's processing fails on the first one alone, which has scales to find with the others; of the
+    next one; whether the engine is fit after each; and of verified ones in which a code, and a scale, of its first layer changes there."""
+    reload.ROUND_BYTES = 1
+    _, _, members = start(rank, sides)
+    module, config = vllm_on_cpu.build(checkpoint[0], load_format="dummy", **engine)
+    destination = VllmModel(module, config)
+    link = connect(members, MegatronModel(trainer(flags, checkpoint[1])[0]), destination)
+    layer = module.get_submodule(next(iter(destination.reloads.round_of)))
+    process, settle, found = compat.process, destination.settle, []
+
+    def fails(*of):
+        if of[0] is layer:
+            raise RuntimeError("out of memory")
+        process(*of)
+
+    def refitted() -> None:
+        found.append((caught(lambda: link.refit(verify=True)), destination.fit))
+
+    if not rank:
+        reload.process = fails
+    refitted()
+    reload.process = process
+    refitted()
+    for change in (
+        lambda: layer.weight.data.view(torch.uint8)[3].bitwise_xor_(1),
+        lambda: layer.weight_scale.data.mul_(1.5),
+    ):
+        if not rank:
+            destination.settle = change
+        refitted()
+    destination.settle = settle
+    refitted()
+    return found
+
+
 def blocks_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict):
     """What each member says of verified refits into fp8 blocks: as it is, where a code, or a scale, changes after it has arrived, and at last
     as it is; and the engine's of scales that vLLM has made up, and at connect where ours are made in another way than vLLM's."""

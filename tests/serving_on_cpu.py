@@ -49,6 +49,26 @@ def loaded(rank: int, cases: list) -> list:
     return found
 
 
+def reloaded(rank: int, directories: list[str], options: dict) -> tuple[dict, dict]:
+    """What an engine holds that has loaded the first of these, and then, as vLLM's ``reload_weights`` does it, the second; and what one holds
+    that has loaded the second."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    model, config = vllm_on_cpu.build(directories[0], **options)
+    other, theirs = vllm_on_cpu.build(directories[1], **options)
+    with set_current_vllm_config(config), torch.device("cpu"), torch.no_grad():
+        weights = get_model_loader(config.load_config).get_all_weights(theirs.model_config, model)
+        initialize_layerwise_reload(model)
+        model.load_weights(weights)
+        finalize_layerwise_reload(model, config.model_config)
+    return fingerprint(model), fingerprint(other)
+
+
 def refused(rank: int, cases: list) -> list[str]:
     """What each (directory, options) is refused with."""
     return [caught(partial(vllm_on_cpu.build, str(directory), **options)) for directory, options in cases]

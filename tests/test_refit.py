@@ -129,7 +129,7 @@ def refit(
             engine,
             together,
             [reports for held, _, _, reports, _ in results if held[0]],
-            "published" in options,
+            "published" in options and engine["hf_overrides"]["quantization_config"]["quant_method"] == "fp8",
         )
     return [reports for _, _, _, reports, _ in results]
 

@@ -23,12 +23,18 @@ def by_token(output, values, scale, bound=None) -> None:
     quantised(output, values, scale, values.abs().amax(1), 1 / (448 * 512))
 
 
+def as_it_is(output, values, scale, group_shape=None) -> None:
+    """The e4m3 of a matrix by a scale that is given."""
+    output.copy_((values.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn))
+
+
 TritonExperts._supports_quant_scheme = staticmethod(lambda weight_key, activation_key: True)
 os.environ["VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD"] = "0"
 linear_kernels._POSSIBLE_MXFP8_KERNELS[PlatformEnum.OOT] = [linear_kernels.EmulationMxfp8LinearKernel]
 KERNELS = torch.library.Library("_C", "FRAGMENT")
 for definition, kernel in (
     ("dynamic_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale) -> ()", by_tensor),
+    ("static_scaled_fp8_quant(Tensor! result, Tensor input, Tensor scale, int[]? group_shape=None) -> ()", as_it_is),
     ("dynamic_per_token_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()", by_token),
 ):  # fmt: skip
     KERNELS.define(definition)
@@ -39,3 +45,7 @@ for plain in (
 ):
     plain.is_supported = classmethod(lambda cls, capability=None: (True, None))
     linear_kernels._POSSIBLE_FP8_KERNELS.setdefault(PlatformEnum.OOT, []).append(plain)
+linear_kernels.CutlassInt8ScaledMMLinearKernel.is_supported = classmethod(
+    lambda cls, capability=None: (True, None)
+)
+linear_kernels._POSSIBLE_INT8_KERNELS[PlatformEnum.OOT] = [linear_kernels.CutlassInt8ScaledMMLinearKernel]

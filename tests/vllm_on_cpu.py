@@ -103,7 +103,7 @@ def build(
     **options,
 ):
     """A model as a vLLM worker has it after start-up, and its config. Needs a torch process group of dp * pp * tp ranks or more."""
-    if "quantization" in options:
+    if "quantization" in options or "hf_overrides" in options:
         from tests import vllm_kernels  # noqa: F401
     rank = torch.distributed.get_rank() if rank is None else rank
     config = EngineArgs(

@@ -11,10 +11,12 @@ from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE, check_number
 from reshard.disk.casts import overflow_notice
+from reshard.disk.channels import Channels
 from reshard.disk.destinations import HuggingFaceFiles, MegatronFiles, parse_size
 from reshard.disk.files import OpenFiles, allow_many_files
 from reshard.disk.fp8 import Fp8Blocks, quantizable
 from reshard.disk.hub import local_directory
+from reshard.disk.quantised import Quantised
 from reshard.disk.run import Run
 from reshard.disk.sources import HuggingFaceSource, MegatronSource, Source
 from reshard.disk.streams import SLAB_BYTES, TensorInfo
@@ -26,6 +28,11 @@ from reshard.megatron.args import version_of
 from reshard.megatron.layout import Layout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
 from reshard.models.config_fields import check_ignored
+
+# Ways to quantise: blocks of fp8, and codes with a scale for each output channel, by their dtype.
+BLOCKS = "fp8"
+CHANNELS = {"fp8_per_channel": "float8_e4m3fn", "int8_per_channel": "int8"}
+QUANTISATIONS = (BLOCKS, *CHANNELS)
 
 # About what the interpreter and numpy take before the first slab, a forked worker of its own, and what is
 # planned for a tensor (with .metadata, and with what workers copy of it).
@@ -172,7 +179,7 @@ def mcore_to_hf(
     family: str | None = None,
     dtype: str | None = None,
     allow_overflow: bool = False,
-    quantize: bool = False,
+    quantize: bool | str = False,
     max_shard_size: str | int | None = None,
     overwrite: bool = False,
     resume: bool = False,
@@ -186,11 +193,15 @@ def mcore_to_hf(
 
     Without `hf_config` (a ``config.json`` or a directory with one) the config is the one beside the weights,
     else the one that the checkpoint's ``args`` describe. `quantize` writes linear weights as fp8 with a scale
-    for each 128x128 block. `max_shard_size` is bytes or text like ``5GB``; None is 5 GB, or less where a
-    model would not fill 16 files, which are written at once, but not less than 1 GB. The other options are
-    those of `hf_to_mcore`, and so is what it raises.
+    for each 128x128 block (True, or ``fp8``), or, in the format of compressed-tensors, as fp8 or int8 with a scale
+    for each output channel (``fp8_per_channel``, ``int8_per_channel``). `max_shard_size` is bytes or text like
+    ``5GB``; None is 5 GB, or less where a model would not fill 16 files, which are written at once, but not less
+    than 1 GB. The other options are those of `hf_to_mcore`, and so is what it raises.
     """
     allow_many_files()
+    way = BLOCKS if quantize is True else quantize or None
+    if way not in (None, *QUANTISATIONS):
+        raise ReshardError(f"--quantize {way} is none of {', '.join(QUANTISATIONS)}")
     target = float_dtype(dtype)
     shard_bytes = None if max_shard_size is None else parse_size(max_shard_size)
     config = Path(hf_config) if hf_config is not None else None
@@ -205,13 +216,13 @@ def mcore_to_hf(
             n: TensorInfo(t.shape, _stored_dtype(t.dtype, target, n in src.mapping.fp32))
             for n, t in src.tensors.items()
         }
-        fp8 = Fp8Blocks(_quantized(src, tensors) if quantize else ())
-        if any(tensors[name].dtype.size > 2 for name in fp8.names):
+        quantised = _quantised(way, _quantized(src, tensors) if way else [])
+        if any(tensors[name].dtype.size > 2 for name in quantised.names):
             raise ReshardError(
-                "--quantize fp8 goes with bf16 or fp16 for what stays as it is, and that is "
+                f"--quantize {way} goes with bf16 or fp16 for what stays as it is, and that is "
                 "fp32 here: add --dtype bf16"
             )
-        new = HuggingFaceFiles(src.model, src.mapping.fp32, tensors, fp8, shard_bytes, src.hf_files())
+        new = HuggingFaceFiles(src.model, src.mapping.fp32, tensors, quantised, shard_bytes, src.hf_files())
         report = _report(
             "mcore-to-hf", src, source, destination, "whole tensors", new.sizes, workers, dry_run, team
         )
@@ -230,19 +241,19 @@ def mcore_to_hf(
             progress,
             checks,
             allow_overflow,
-            fp8,
+            quantised,
         )
 
         def create(files: OpenFiles, mine: set[str]) -> None:
             new.write_frames(work.tree, mine, files)
 
         def finish(checksums: dict[str, str]) -> None:
-            fields = new.fields(src.model.family.name, source, sorted(fp8.names)) | _ignored_field(src)
+            fields = new.fields(src.model.family.name, source, sorted(quantised.names)) | _ignored_field(src)
             new.finish(work, fields, checksums, sync)
 
         options = {
             "dtype": target and target.name,
-            "quantize": quantize,
+            "quantize": {None: False, BLOCKS: True}.get(way, way),
             "shard": new.shard_bytes,
             "overflow": allow_overflow,
         }
@@ -332,6 +343,12 @@ def _identity(src: Source) -> tuple[list, list]:
             times.append([name, status.st_size, status.st_mtime_ns, status.st_ctime_ns])
             places.append([name, status.st_ino, os.path.relpath(os.path.realpath(path), top)])
     return [times, src.model.family.name, src.model.config], places
+
+
+def _quantised(way: str | None, names: list[str]) -> Quantised:
+    """How these weights are stored, none of them as it is by default."""
+    codes = CHANNELS.get(way or "")
+    return Fp8Blocks(names) if codes is None else Channels(names, DTYPES[codes])
 
 
 def _quantized(src: MegatronSource, tensors: dict[str, TensorInfo]) -> list[str]:

@@ -16,9 +16,9 @@ from reshard.core.errors import ReshardError
 from reshard.core.placement import Placement
 from reshard.core.planner import make_plan
 from reshard.disk.files import OpenFiles
-from reshard.disk.fp8 import BLOCK, Fp8Blocks
 from reshard.disk.manifest import NAME as MANIFEST
 from reshard.disk.manifest import file_entry, manifest_json, printable
+from reshard.disk.quantised import Quantised
 from reshard.disk.rank_files import RankFiles, file_bytes
 from reshard.disk.sources import HF_FILES
 from reshard.disk.streams import Strip, TensorInfo, grouped_strips, strip_of
@@ -38,7 +38,7 @@ class Destination(ABC):
     """What is to be written.
 
     `sizes` are the bytes of the files with weights, `stored` the tensors as they are listed in the manifest
-    (fp8 weights and their scales apart), `format` the name of the format there.
+    (codes of weights and their scales apart), `format` the name of the format there.
     """
 
     format: str
@@ -149,7 +149,7 @@ class MegatronFiles(Destination):
 
 
 class HuggingFaceFiles(Destination):
-    """A Hugging Face directory of canonical `tensors`; `fp8` says which are quantised, `beside` are config,
+    """A Hugging Face directory of canonical `tensors`; `quantised` says which are, and how, `beside` are config,
     tokenizer and generation config. `shard_bytes` None is 5 GB, or less where a model would not fill 16 files,
     which are written at once, but not less than 1 GB."""
 
@@ -160,14 +160,20 @@ class HuggingFaceFiles(Destination):
         model: Model,
         fp32: frozenset[str],
         tensors: dict[str, TensorInfo],
-        fp8: Fp8Blocks,
+        quantised: Quantised,
         shard_bytes: int | None,
         beside: Mapping[str, Path],
     ) -> None:
-        self.model, self.fp32, self.tensors, self.fp8, self.beside = model, fp32, tensors, fp8, beside
+        self.model, self.fp32, self.tensors, self.quantised, self.beside = (
+            model,
+            fp32,
+            tensors,
+            quantised,
+            beside,
+        )
         laid_out: dict[str, tuple[Dtype, tuple[int, ...]]] = {}
         for name, info in tensors.items():
-            laid_out |= fp8.stored(name, info)
+            laid_out |= quantised.stored(name, info)
         if shard_bytes is None:
             total = sum(prod(shape) * dtype.size for dtype, shape in laid_out.values())
             shard_bytes = min(MAX_SHARD_BYTES, file_bytes(total))
@@ -212,8 +218,11 @@ class HuggingFaceFiles(Destination):
         before = json.dumps(config)
         key = "dtype" if "dtype" in config else "torch_dtype"
         dtype = next(t.dtype.name for n, t in self.tensors.items() if n not in self.fp32)
-        if self.fp8.names:
-            config["quantization_config"] = self._quantization(config.get("quantization_config"))
+        if self.quantised.names:
+            matrices = [name for name, info in self.tensors.items() if len(info.shape) == 2]
+            kept = {name.removesuffix(".weight") for name in matrices if name not in self.quantised.names}
+            original_config = config.get("quantization_config")
+            config["quantization_config"] = self.quantised.config(original_config, sorted(kept | {"lm_head"}))
         else:
             config.pop("quantization_config", None)
         if config.get(key) != dtype:
@@ -221,22 +230,6 @@ class HuggingFaceFiles(Destination):
         if original is not None and json.dumps(config) == before:
             return original
         return json.dumps(config, indent=2) + "\n"
-
-    def _quantization(self, original: Any) -> dict[str, Any]:
-        """As Qwen3 is published in fp8: every matrix that stays as it is is named, for vLLM would take the weights of
-        its routers for fp8 else, and transformers a tied output layer. Of the original's other fields what these
-        blocks do not change is kept."""
-        matrices = [name for name, info in self.tensors.items() if len(info.shape) == 2]
-        kept = {name.removesuffix(".weight") for name in matrices if name not in self.fp8.names} | {"lm_head"}
-        ours = {
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
-            "modules_to_not_convert": sorted(kept),
-            "quant_method": "fp8",
-            "weight_block_size": [BLOCK, BLOCK],
-        }
-        before = original if isinstance(original, dict) and original.get("quant_method") == "fp8" else {}
-        return {name: value for name, value in before.items() if name != "ignored_layers"} | ours
 
 
 def parse_size(size: str | int) -> int:

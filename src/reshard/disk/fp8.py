@@ -4,14 +4,13 @@
 inference code).
 """
 
-from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
-import xxhash
 
 from reshard.core.dtypes import DTYPES, Dtype
-from reshard.core.errors import ReshardError
-from reshard.disk.streams import SLAB_BYTES, StripWriter, TensorInfo
+from reshard.disk.quantised import Quantised
+from reshard.disk.streams import TensorInfo
 
 BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"
@@ -77,41 +76,30 @@ def dequantise(
         row -= height
 
 
-class Fp8Blocks:
-    """The weights of an output that are stored as fp8 with scales; `names` are theirs."""
+class Fp8Blocks(Quantised):
+    """Weights that are stored as fp8, with a scale for each block."""
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self.names = frozenset(names)
+    suffix, rows = SCALE_SUFFIX, BLOCK
 
-    def parts(self, name: str) -> tuple[str, ...]:
-        """The stored tensors that a canonical tensor becomes."""
-        return (name, name + SCALE_SUFFIX) if name in self.names else (name,)
+    def quantize(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return quantize(rows)
 
-    def stored(self, name: str, info: TensorInfo) -> dict[str, tuple[Dtype, tuple[int, ...]]]:
-        """Their dtypes and shapes."""
-        if name not in self.names:
-            return {name: (info.dtype, info.shape)}
-        return {
-            name: (FP8, info.shape),
-            name + SCALE_SUFFIX: (FP32, tuple(-(-n // BLOCK) for n in info.shape)),
+    def dtypes(self, info: TensorInfo) -> tuple[Dtype, Dtype]:
+        return FP8, FP32
+
+    def columns(self, info: TensorInfo) -> int:
+        return -(-info.shape[1] // BLOCK)
+
+    def config(self, original: Any, kept: list[str]) -> dict[str, Any]:
+        """As Qwen3 is published in fp8: every matrix that stays as it is is named, for vLLM would take the weights of
+        its routers for fp8 else, and transformers a tied output layer. Of the original's other fields what these
+        blocks do not change is kept."""
+        ours = {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "modules_to_not_convert": kept,
+            "quant_method": "fp8",
+            "weight_block_size": [BLOCK, BLOCK],
         }
-
-    def copy(
-        self, name: str, info: TensorInfo, read: Callable[[int, int], np.ndarray], writer: StripWriter
-    ) -> dict[str, str]:
-        """Stream one quantised weight from `read(start, stop)`; the checksums of its parts."""
-        weight_digest, scale_digest = xxhash.xxh3_128(), xxhash.xxh3_128()
-        for start, stop in info.slabs(SLAB_BYTES, BLOCK):
-            weight, scales = quantize(read(start, stop))
-            if not np.isfinite(scales).all():
-                raise ReshardError(
-                    f"{name} holds infinities or NaN, and fp8 would make the whole block of "
-                    f"each NaN; drop --quantize"
-                )
-            for part, row, values, digest in (
-                (name, start, weight, weight_digest),
-                (name + SCALE_SUFFIX, start // BLOCK, scales, scale_digest),
-            ):
-                digest.update(memoryview(np.ascontiguousarray(values).view(np.uint8).reshape(-1)))
-                writer.write_rows(part, row, np.ascontiguousarray(values))
-        return {name: weight_digest.hexdigest(), name + SCALE_SUFFIX: scale_digest.hexdigest()}
+        before = original if isinstance(original, dict) and original.get("quant_method") == "fp8" else {}
+        return {name: value for name, value in before.items() if name != "ignored_layers"} | ours

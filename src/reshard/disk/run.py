@@ -15,6 +15,7 @@ from reshard.disk.casts import cast, overflow, overflow_notice
 from reshard.disk.files import EarlySync, NoSync, OpenFiles, write_error
 from reshard.disk.fp8 import Fp8Blocks
 from reshard.disk.journal import Done, Journal
+from reshard.disk.quantised import Quantised
 from reshard.disk.sources import Source
 from reshard.disk.streams import SLAB_BYTES, Strip, StripReader, StripWriter, TensorInfo
 from reshard.disk.team import Team
@@ -45,7 +46,7 @@ class Run:
     progress: Progress | None
     checks: SourceChecks
     allow_overflow: bool = False
-    fp8: Fp8Blocks = field(default_factory=lambda: Fp8Blocks(()))
+    quantised: Quantised = field(default_factory=lambda: Fp8Blocks(()))
     meanwhile: tuple[Aside, ...] = ()
     overflowed: dict[str, int] = field(default_factory=dict)
     was_done: bool = False
@@ -122,7 +123,7 @@ class Run:
         parts = {
             part: {str(s.path) for s in self.strips.get(part, ())} & mine
             for name in names
-            for part in self.fp8.parts(name)
+            for part in self.quantised.parts(name)
         }
         journal = Journal(
             self.work.path / f"journal-{self.team.process}",
@@ -137,7 +138,9 @@ class Run:
             for name, path in paths.items():
                 files.resize(path, self.sizes[name])
             finished = dict(journal.finished)
-            todo = [name for name in names if any(part not in finished for part in self.fp8.parts(name))]
+            todo = [
+                name for name in names if any(part not in finished for part in self.quantised.parts(name))
+            ]
             sizes = {name: self.tensors[name].size_bytes for name in todo}
             done = sum(self.tensors[name].size_bytes for name in names) - sum(sizes.values())
             writer = StripWriter(here, files)
@@ -149,7 +152,9 @@ class Run:
                 return self._copy(name, writer)
 
             def written_into(name: str) -> set[str]:
-                return {str(strip.path) for part in self.fp8.parts(name) for strip in here.get(part, ())}
+                return {
+                    str(strip.path) for part in self.quantised.parts(name) for strip in here.get(part, ())
+                }
 
             # Workers are forked before the thread that syncs is there.
             with (
@@ -190,7 +195,7 @@ class Run:
         A journal and an inode cannot say that: a file may be changed in place, or another may get the inode
         of one that was removed. So the bytes are read again, each tensor by one process.
         """
-        before = {part for _, _, names in answers for name in names for part in self.fp8.parts(name)}
+        before = {part for _, _, names in answers for name in names for part in self.quantised.parts(name)}
         if not before:
             return frozenset()
         written = {part: value for some, _, _ in answers for part, value in some.items()}
@@ -202,7 +207,7 @@ class Run:
         """Of these stored tensors, those of this process's share whose bytes do not have the checksum that
         was `written`."""
         infos = {part: TensorInfo(shape, dtype) for name, info in self.tensors.items()
-                 for part, (dtype, shape) in self.fp8.stored(name, info).items()}  # fmt: skip
+                 for part, (dtype, shape) in self.quantised.stored(name, info).items()}  # fmt: skip
         _, hashed = self._tensors_of(self.team.share(self.sizes))
         strips = {
             part: [s._replace(path=self.work.tree / s.path) for s in self.strips.get(part, ())]
@@ -238,11 +243,13 @@ class Run:
         names: list[str] = []
         hashed: set[str] = set()
         for name in self.tensors:
-            paths = [str(strip.path) for part in self.fp8.parts(name) for strip in self.strips.get(part, ())]
+            paths = [
+                str(strip.path) for part in self.quantised.parts(name) for strip in self.strips.get(part, ())
+            ]
             owns = paths[0] in mine if paths else self.team.process == 0
             if owns or any(path in mine for path in paths):
                 names.append(name)
-                hashed.update(self.fp8.parts(name) if owns else ())
+                hashed.update(self.quantised.parts(name) if owns else ())
         return names, hashed
 
     def _close(
@@ -272,7 +279,7 @@ class Run:
     def _copy(self, name: str, writer: StripWriter) -> dict[str, Done]:
         """Stream one tensor; its checksum, and that of its scales."""
         info, source_dtype = self.tensors[name], self.source.tensors[name].dtype
-        same_bytes = source_dtype == info.dtype and name not in self.fp8.names
+        same_bytes = source_dtype == info.dtype and name not in self.quantised.names
         # What is written as it was read is hashed once: the manifest has that checksum too.
         watch = None if same_bytes and self.checks.plain(name) else self.checks.watch(name)
         overflowed = 0
@@ -286,8 +293,8 @@ class Run:
             overflowed += overflow(rows, slab, source_dtype, info.dtype)
             return slab
 
-        if name in self.fp8.names:
-            checksums = self.fp8.copy(name, info, read, writer)
+        if name in self.quantised.names:
+            checksums = self.quantised.copy(name, info, read, writer)
         else:
             digest = xxhash.xxh3_128()
             for start, stop in info.slabs(SLAB_BYTES, self.source.row_multiple(name)):

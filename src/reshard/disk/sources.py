@@ -16,6 +16,7 @@ from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import Placement
 from reshard.core.planner import PlanError, Transfer, make_plan
+from reshard.disk.channels import METHOD, SUFFIX
 from reshard.disk.files import OpenFiles
 from reshard.disk.fp8 import SCALE_SUFFIX, dequantise
 from reshard.disk.hub import local_directory
@@ -130,12 +131,13 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 class HuggingFaceSource(Source):
-    """A Hugging Face directory. fp8 weights with 128x128 block scales read as `dequantize_to`."""
+    """A Hugging Face directory. fp8 weights with 128x128 block scales read as `dequantize_to`. One by compressed-tensors is
+    opened by who reads its tensors `as_stored` only."""
 
     kind = "huggingface"
 
-    def __init__(self, path: Path, dequantize_to: Dtype | None = None) -> None:
-        self.path, self.notices = path, []
+    def __init__(self, path: Path, dequantize_to: Dtype | None = None, as_stored: bool = False) -> None:
+        self.path, self.notices, self.as_stored = path, [], as_stored
         self.config = read_config(path / "config.json")
         with ignored_as_recorded(path):
             self.model = Model.from_hf(self.config, str(path / "config.json"))
@@ -179,6 +181,13 @@ class HuggingFaceSource(Source):
         if not isinstance(quantization, dict):
             raise ReshardError(f"{self.path}: quantization_config is {quantization!r:.80}, not an object")
         method = quantization.get("quant_method")
+        self.dequantize_to = dequantize_to or DTYPES["bfloat16"]
+        self.compressed = method == METHOD and self.as_stored
+        if self.compressed:
+            self.block = (1, 1)
+            names = [name for name in self.stored if name.endswith(f".weight{SUFFIX}")]
+            self.scales = {name.removesuffix(SUFFIX): name for name in names}
+            return
         if method not in (None, "fp8"):
             raise ReshardError(
                 f"{self.path}: weights quantised as {method!r:.80} are not supported, only "
@@ -190,7 +199,6 @@ class HuggingFaceSource(Source):
                 f"{self.path}: weight_block_size is {block!r:.80}, not two positive whole numbers"
             )
         self.block = (block[0], block[1])
-        self.dequantize_to = dequantize_to or DTYPES["bfloat16"]
         for name, scale in self.scales.items():
             weight, scales = self.stored.get(name), self.stored[scale]
             if (
@@ -230,7 +238,7 @@ class HuggingFaceSource(Source):
                     f"{self.path}: {name} has shape {list(tensor.shape)}, expected "
                     f"{list(shape)} from config.json"
                 )
-            if not tensor.dtype.floating:
+            if not tensor.dtype.floating and not (self.compressed and name in self.scales):
                 raise ReshardError(
                     f"{self.path}: {name} has dtype {tensor.dtype.name}, which is not a weight's"
                 )
@@ -298,7 +306,8 @@ class HuggingFaceSource(Source):
 
     def describe(self) -> dict[str, Any]:
         described: dict[str, Any] = {"files": len({t.file for t in self.stored.values()})}
-        return described | ({"fp8_blocks": len(self.scales)} if self.scales else {})
+        what = "compressed" if self.compressed else "fp8_blocks"
+        return described | ({what: len(self.scales)} if self.scales else {})
 
     def close(self) -> None:
         self.files.close()
@@ -512,9 +521,14 @@ def ignored_as_recorded(directory: Path | None) -> Iterator[None]:
 
 
 def open_source(
-    path: Path, hf_config: Path | None = None, family: str | None = None, dequantize_to: Dtype | None = None
+    path: Path,
+    hf_config: Path | None = None,
+    family: str | None = None,
+    dequantize_to: Dtype | None = None,
+    as_stored: bool = False,
 ) -> Source:
-    """Open a directory of either format. Raises ReshardError where it is none."""
+    """Open a directory of either format, to read its tensors as they mean or `as_stored`. Raises ReshardError where it is
+    none."""
     if not path.exists():
         raise ReshardError(f"{path} does not exist")
     if not path.is_dir():
@@ -522,7 +536,7 @@ def open_source(
     if locate(path) is not None:
         return MegatronSource(path, hf_config, family)
     if (path / "config.json").is_file() or any(path.glob("*.safetensors")):
-        return HuggingFaceSource(path, dequantize_to)
+        return HuggingFaceSource(path, dequantize_to, as_stored)
     raise ReshardError(
         f"{path} is neither a Hugging Face directory (config.json) nor a Megatron torch_dist checkpoint "
         f"({torch_dist.TRACKER})"

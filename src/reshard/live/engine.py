@@ -32,6 +32,7 @@ class Engine(ABC):
     # By the ids of local tensors that only pass through their regions, the round in which they do: the regions of all
     # rounds may be the same memory. When those of a round have come, `take` is called, before the first of the next.
     passing: Mapping[Any, int]
+    timeout: float = 60.0  # seconds that ranks wait for each other where they make something together
     tp: int  # its tensor parallel size, by which replicas among engines' ranks are told apart
 
     @property

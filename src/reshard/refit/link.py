@@ -74,6 +74,8 @@ class Link:
         self.staged = Staged(members, device, agreed.bucket_bytes)
         self.buckets = Buckets(members, agreed.participants, device, agreed.bucket_bytes)
         self.broken = False
+        if engine is not None:
+            engine.engine.timeout = members.timeout
 
     @property
     def _transports(self) -> list[Transport]:
@@ -222,21 +224,16 @@ class Link:
         self._go_through(self._rounds(), self.engine.digest_round if self.engine else None)
 
     def _go_through(self, numbers: Sequence[int], work: Callable[[int], None] | None) -> None:
-        """The copies of these rounds, and after each of this engine's `work`. Where that fails the copies go on, for
-        which others wait, and it is said at the end."""
+        """The copies of these rounds, and after each of this engine's `work`. Where that fails both go on, since others
+        wait for copies, and the engine's other ranks for what they find together; what failed first is said at the end."""
         failure: ReshardError | None = None
         for number in numbers:
             self._run(number)
-            if (
-                work is not None
-                and self.engine is not None
-                and number in self.engine.rounds
-                and failure is None
-            ):
+            if work is not None and self.engine is not None and number in self.engine.rounds:
                 try:
                     work(number)
                 except ReshardError as error:
-                    failure = error
+                    failure = failure or error
         if failure is not None:
             raise failure
 

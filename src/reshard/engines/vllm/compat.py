@@ -67,13 +67,14 @@ def tensor_parallel() -> tuple[int, int]:
 
 class Experts(NamedTuple):
     """How a layer's experts lie: its tensor parallel size and rank, whether it has redundant ones (EPLB), how
-    many there are in all, and the expert of each place on this rank (None: all, in order)."""
+    many there are in all, the expert of each place on this rank (None: all, in order), and whether all ranks have as many."""
 
     tp: int
     tp_rank: int
     redundant: bool
     total: int
     placed: tuple[int, ...] | None
+    even: bool
 
 
 def experts_of(module: Any) -> Experts | None:
@@ -87,7 +88,10 @@ def experts_of(module: Any) -> Experts | None:
         if table is not None:
             here = sorted((local, expert) for expert, local in enumerate(table.tolist()) if local >= 0)
             placed = tuple(expert for _, expert in here)
-        return Experts(sizes.tp_size, sizes.tp_rank, bool(sizes.enable_eplb), config.num_experts, placed)
+        even = config.num_experts % sizes.ep_size == 0
+        return Experts(
+            sizes.tp_size, sizes.tp_rank, bool(sizes.enable_eplb), config.num_experts, placed, even
+        )
 
 
 def expert_backend(method: Any) -> str | None:
@@ -158,6 +162,78 @@ def blocks_of(module: torch.nn.Module, method: Any) -> Blocks | None:
         return Blocks(scales, kernel, bool(getattr(used, "fallback", used).use_deep_gemm_e8m0))
 
 
+# Formats of checkpoints by ``compressed-tensors`` whose codes and scales can be made of plain weights: those of linear
+# layers and of experts.
+COMPRESSED_SCHEMES = {
+    "CompressedTensorsW8A8Fp8": torch.float8_e4m3fn,
+    "CompressedTensorsW8A8Int8": torch.int8,
+}
+COMPRESSED_EXPERTS = {
+    "CompressedTensorsW8A8Fp8MoEMethod": torch.float8_e4m3fn,
+    "CompressedTensorsW8A8Int8MoEMethod": torch.int8,
+}
+# What a kernel of the build for the CPU keeps packed weights in, which are none of torch's tensors.
+HANDLE = "dnnl_handler"
+
+
+class Compressed(NamedTuple):
+    """A layer that vLLM loads codes and scales of: the names of its matrices, the dtype of their codes, whether a scale is
+    for a ``channel`` of the output or for a published ``tensor``, the names of scales of its input that come with a
+    checkpoint (static ones), and vLLM's name for all this."""
+
+    weights: tuple[str, ...]
+    codes: torch.dtype
+    strategy: str
+    inputs: tuple[str, ...]
+    scheme: str
+
+
+def compressed_of(module: torch.nn.Module) -> Compressed | None:
+    """How a layer is loaded from a checkpoint that ``compressed-tensors`` has quantised; None where it is not, or where a
+    refit cannot make what it is loaded from."""
+    method: Any = getattr(module, "quant_method", None)
+    kind = type(method).__name__
+    with known("says in another way how a layer is quantised"):
+        if kind in COMPRESSED_EXPERTS:
+            scheme, codes = kind, COMPRESSED_EXPERTS[kind]
+            weights: tuple[str, ...] = ("w13_weight", "w2_weight")
+            strategy, static = method.weight_quant.strategy, bool(method.static_input_scales)
+        elif kind == "CompressedTensorsLinearMethod" and not hasattr(module, "org_vocab_size"):
+            one: Any = module.scheme
+            scheme, weights = type(one).__name__, ("weight",)
+            if scheme not in COMPRESSED_SCHEMES:
+                return None
+            codes, strategy, static = (
+                COMPRESSED_SCHEMES[scheme],
+                one.strategy,
+                bool(one.is_static_input_scheme),
+            )
+            if static and not getattr(one, "input_symmetric", True):
+                return None  # vLLM does not leave zero points as they were when it processes them once more
+        else:
+            return None
+    strategy = str(getattr(strategy, "value", strategy))
+    if strategy not in ("channel", "tensor"):
+        return None
+    inputs = tuple(name.replace("weight", "input_scale") for name in weights) if static else ()
+    return Compressed(weights, codes, strategy, inputs, scheme)
+
+
+def method_of(module: torch.nn.Module) -> str:
+    """How vLLM quantises a layer, by its own names."""
+    scheme: Any = getattr(module, "scheme", None)
+    name = type(module.quant_method).__name__
+    return name if scheme is None else f"{name} ({type(scheme).__name__})"
+
+
+def tensor_parallel_group() -> Any:
+    """The process group of this rank's tensor parallel ranks, for tensors on their devices."""
+    with known("keeps its process groups elsewhere"):
+        from vllm.distributed import parallel_state
+
+        return parallel_state.get_tp_group().device_group
+
+
 ONLINE = "vllm.model_executor.layers.quantization.online."
 PROCESSED = "_already_called_process_weights_after_loading"
 
@@ -179,13 +255,16 @@ def loaded_aside() -> frozenset[str]:
 
 def processing_objects(module: torch.nn.Module) -> list[Any]:
     """A layer and what holds its kernels: all that vLLM's processing of its weights writes to."""
-    method = module.quant_method
+    owners = [module.quant_method]
+    if getattr(module, "scheme", None) is not None:
+        owners.append(module.scheme)
     kernels = [
         one
-        for one in vars(method).values()
+        for owner in owners
+        for one in vars(owner).values()
         if type(one).__module__.startswith("vllm.") and hasattr(one, "__dict__")
     ]
-    return [module, method, *(one for one in kernels if not isinstance(one, torch.nn.Module | type))]
+    return [module, *owners, *(one for one in kernels if not isinstance(one, torch.nn.Module | type))]
 
 
 def process(module: torch.nn.Module, config: Any) -> None:
@@ -194,8 +273,25 @@ def process(module: torch.nn.Module, config: Any) -> None:
     vars(module).pop(PROCESSED, None)
     with known("processes weights in another way"):
         from vllm.config import set_current_vllm_config
-    with torch.no_grad(), set_current_vllm_config(config):
-        module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(config.model_config.dtype)
+    try:
+        with torch.no_grad(), set_current_vllm_config(config):
+            module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
+    finally:
+        torch.set_default_dtype(before)
+
+
+def multiplied(handle: Any, outcome: torch.dtype) -> torch.Tensor:
+    """What a layer serves from, of which nothing but a handle of the CPU's kernels is known: its weights ``[inputs,
+    outputs]``, times their scales."""
+    with known("multiplies in another way on the CPU"):
+        from vllm import _custom_ops
+
+        one = torch.eye(handle.k, dtype=torch.int8)
+        found = torch.empty((handle.k, handle.n), dtype=outcome)
+        _custom_ops.onednn_scaled_mm(handle, one, found, torch.ones(handle.k, 1), None, None, None)
+        return found
 
 
 def kernel_of(module: torch.nn.Module) -> str:
@@ -203,7 +299,8 @@ def kernel_of(module: torch.nn.Module) -> str:
     method = module.quant_method
     backends = (getattr(method, name, None) for name in ("fp8_backend", "int8_backend", "nvfp4_backend"))
     backend = next((one.name for one in backends if one is not None), None)
-    linear = getattr(method, "fp8_linear", None) or getattr(method, "kernel", None)
+    scheme = getattr(module, "scheme", None) or method
+    linear = getattr(scheme, "fp8_linear", None) or getattr(scheme, "kernel", None)
     return backend or (type(linear).__name__ if linear is not None else "unknown")
 
 

@@ -22,14 +22,17 @@ from reshard.engines.vllm.compat import (
     Blocks,
     absorbed_of,
     blocks_of,
+    compressed_of,
     driver_worker,
     expert_backend,
     experts_of,
     is_packed,
     kernel_of,
     made_online,
+    method_of,
     tensor_parallel,
 )
+from reshard.engines.vllm.compressed import Held
 from reshard.engines.vllm.fp8 import check_blocks
 from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.layout import WITHOUT_PARAMETER, VllmRank, outer_rows, padded, vllm_placement
@@ -71,7 +74,7 @@ class VllmModel(Engine):
         self.model = Model.from_hf(self.hf_config, f"vLLM's config of {config.model_config.model}")
         self.blocks = _blocks_of(model)
         _refuse_processed(model, config)
-        self.reloads = Reloads(model, config)
+        self.reloads = Reloads(model, config, self._guard.fit)
         named = [*model.named_parameters(remove_duplicate=True), *model.named_buffers()]
         self.tensors: dict[str, torch.Tensor] = dict(named)
         # As vLLM's loader knows them: of what it quantises after loading, what it loads into.
@@ -80,6 +83,7 @@ class VllmModel(Engine):
         self.tp = self.rank.tp
         with collector_paused():
             self.placement, self.regions = self._placement()
+            self.reloads.share(self._held())
         self.scales = self._scales(exact)
         rounds = self.reloads.round_of
         layers = {identity: identity[0].rpartition(".")[0] for identity in self.regions}
@@ -238,6 +242,20 @@ class VllmModel(Engine):
             raise ReshardError(f"vLLM's loader does not fill {listed(wrong, 3)} exactly once")
         return Placement.of(shapes, tensors), regions
 
+    def _held(self) -> dict[str, list[Held]]:
+        """The parts of matrices that each layer holds which vLLM processes itself, by the layer's name."""
+        found: dict[str, list[Held]] = {}
+        for identity, region in self.regions.items():
+            layer, _, parameter = identity[0].rpartition(".")
+            if layer not in self.reloads.round_of or region.tensor.ndim < 2:
+                continue
+            width = region.tensor.shape[-1]
+            for part in self.placement.tensors[identity].parts:
+                row = (region.offset + part.at[0] * region.pitch) // width
+                shape = self.placement.shapes[part.name]
+                found.setdefault(layer, []).append(Held(parameter, part.name, shape, part.box, row))
+        return found
+
     def _scales(self, exact: bool) -> dict[Any, Scales]:
         """Where the scales of local tensors in fp8 lie. Raises ReshardError where they have another shape than
         their blocks, and where what we make of blocks differs from what vLLM makes of them."""
@@ -345,17 +363,17 @@ class VllmModel(Engine):
             layers[layer] = how, self.blocks[layer].kernel
         for layer in self.reloads.round_of:
             module = self.module.get_submodule(layer)
-            layers[layer] = f"{type(module.quant_method).__name__} of vLLM, by a slab", kernel_of(module)
+            layers[layer] = f"{_processed_as(module)} of vLLM, by a slab", kernel_of(module)
         counted = Counter(layers.values())
         return [{"how": how, "kernel": kernel, "layers": n} for (how, kernel), n in sorted(counted.items())]
 
     def take(self, number: int) -> None:
         """Let vLLM quantise the layers of a round."""
-        self.reloads.take(number)
+        self.reloads.take(number, self.timeout)
 
     def unlike(self, number: int) -> list[Any]:
         """The local tensors of a round's layers that serve from something else."""
-        layers = {name.rpartition(".")[0] for name in self.reloads.unlike(number)}
+        layers = {name.rpartition(".")[0] for name in self.reloads.unlike(number, self.timeout)}
         return [identity for identity in self.passing if identity[0].rpartition(".")[0] in layers]
 
     def settle(self) -> None:
@@ -366,6 +384,16 @@ class VllmModel(Engine):
     def end(self, version: int) -> None:
         """Mark the model fit again, with the version of the weights that it now has."""
         self._guard.fit, self._guard.version = True, version
+
+
+def _processed_as(module: torch.nn.Module) -> str:
+    """How vLLM quantises a layer, for logs."""
+    how = compressed_of(module)
+    if how is None:
+        return method_of(module)
+    inputs = ", scales of the input as they were loaded" if how.inputs else ""
+    codes = str(how.codes).removeprefix("torch.")
+    return f"{how.scheme} ({codes}, a scale for each {how.strategy}{inputs})"
 
 
 def _home(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
@@ -393,11 +421,11 @@ def _refuse_processed(model: torch.nn.Module, config: Any) -> None:
                     f"trainer has: load the checkpoint once, or pass kv_cache_dtype='auto'"
                 )
             continue
-        if blocks_of(module, method) is not None or made_online(module):
+        if blocks_of(module, method) is not None or made_online(module) or compressed_of(module) is not None:
             continue
         if kind not in PLAIN_METHODS:
             raise ReshardError(
-                f"{name} serves from weights that {kind} has changed, which a refit cannot "
+                f"{name} serves from weights that {method_of(module)} has changed, which a refit cannot "
                 f"write in place: serve in bf16, or let vLLM quantise it as it loads (quantization='fp8_per_block' and the like)"
             )
         if is_packed(module, method):

@@ -8,7 +8,7 @@ table, it is handed whole tensors by their published names, as from a Hugging Fa
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -24,15 +24,20 @@ with importing("vllm"):
 
 import numpy as np
 
+from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError, listed
+from reshard.disk import channels
 from reshard.disk.boxes import Rows
+from reshard.disk.channels import Scheme
 from reshard.disk.fp8 import SCALE_SUFFIX, quantizable, quantize
 from reshard.disk.hub import local_directory
+from reshard.disk.quantised import check_finite
 from reshard.disk.reading import Region, Weights, weights_of_huggingface, weights_of_megatron
 from reshard.disk.sources import MegatronSource
+from reshard.engines.vllm.compat import compressed_of, method_of
 from reshard.engines.vllm.live import PLAIN_METHODS
 from reshard.engines.vllm.plugin import blocks_wanted, config_directory, megatron_directory
-from reshard.engines.vllm.trace import Trace, TracedCopy, trace_load
+from reshard.engines.vllm.trace import Canonical, Trace, TracedCopy, trace_load
 from reshard.homes.filling import Filler
 from reshard.homes.memory import ToDevice
 from reshard.homes.pieces import Piece
@@ -95,14 +100,26 @@ class ReshardModelLoader(BaseModelLoader):
 
 
 class _Found:
-    """Opened weights: `name` says which, `quantised` are those that the config wants as fp8 blocks."""
+    """Opened weights: `name` says which, `quantised` are those that the config wants as fp8 blocks, `compressed` whether it
+    wants some as compressed-tensors makes them of weights in `dtype`."""
 
-    def __init__(self, name: str, weights: Weights, quantised: frozenset[str] = frozenset()) -> None:
-        self.name, self.weights, self.quantised = name, weights, quantised
+    def __init__(
+        self,
+        name: str,
+        weights: Weights,
+        quantised: frozenset[str] = frozenset(),
+        compressed: bool = False,
+        dtype: Dtype = DTYPES["bfloat16"],
+    ) -> None:
+        self.name, self.weights, self.quantised, self.compressed = name, weights, quantised, compressed
+        self.dtype = dtype
+        self.schemes: dict[str, Scheme] = {}
 
     def quantise_as(self, model: torch.nn.Module) -> None:
         """Quantise also what published checkpoints keep and this model, by its config, does not: vLLM would cast a
-        router's plain weights into its fp8."""
+        router's plain weights into its fp8. Raises ReshardError where a layer wants what cannot be made."""
+        if self.compressed:
+            self.schemes = _schemes(model, _canonical(self.weights))
         if self.quantised:
             held = {name for name, _ in model.named_parameters()}
             self.quantised |= {name for name in self.weights.tensors if name + SCALE_SUFFIX in held}
@@ -116,6 +133,13 @@ class _Found:
                 codes, scales = _quantised(region.name, raw.view(info.dtype.numpy()))
                 yield region.name, torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e4m3fn)
                 yield region.name + SCALE_SUFFIX, torch.from_numpy(scales)
+            elif region.name in self.schemes:
+                plain = raw.view(info.dtype.numpy()).astype(self.dtype.numpy())
+                scheme = self.schemes[region.name]
+                codes, scales = channels.quantize(plain, scheme)
+                check_finite(region.name, scales)
+                yield region.name, tensor_of(codes.view(np.uint8), scheme.codes.name)
+                yield region.name + channels.SUFFIX, tensor_of(scales.view(np.uint8), self.dtype.name)
             else:
                 yield region.name, tensor_of(raw, info.dtype.name).reshape(info.shape)
 
@@ -136,7 +160,14 @@ def open_weights(model_config: ModelConfig) -> _Found:
     for notice in source.notices:
         logger.info("%s: %s", megatron, notice)
     try:
-        return _Found(str(megatron), weights_of_megatron(source), _to_quantise(source, model_config))
+        wanted = getattr(model_config.hf_config, "quantization_config", None) or {}
+        return _Found(
+            str(megatron),
+            weights_of_megatron(source),
+            _to_quantise(source, wanted),
+            wanted.get("quant_method") == channels.METHOD,
+            dtype_named(str(model_config.dtype)),
+        )
     except BaseException:
         source.close()
         raise
@@ -147,10 +178,9 @@ def _directory(model_config: ModelConfig) -> Path:
     return local_directory(name if revision is None or os.path.isdir(name) else f"{name}@{revision}")
 
 
-def _to_quantise(source: MegatronSource, model_config: ModelConfig) -> frozenset[str]:
-    """The weights that vLLM expects as fp8 blocks with scales, by the config that it has read: Megatron holds
-    them as they were before."""
-    wanted = getattr(model_config.hf_config, "quantization_config", None) or {}
+def _to_quantise(source: MegatronSource, wanted: Mapping[str, Any]) -> frozenset[str]:
+    """The weights that vLLM expects as fp8 blocks with scales, by the quantisation in the config that it has read: Megatron
+    holds them as they were before."""
     if not blocks_wanted({"quantization_config": wanted}, source.path):
         return frozenset()
     recorded = (source.manifest() or {}).get("quantized")
@@ -161,9 +191,30 @@ def _to_quantise(source: MegatronSource, model_config: ModelConfig) -> frozenset
 
 def _quantised(name: str, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     codes, scales = quantize(weight)
-    if not np.isfinite(scales).all():
-        raise ReshardError(f"{name} holds infinities or NaN, and fp8 would make the whole block of each NaN")
+    check_finite(name, scales)
     return codes, scales
+
+
+def _schemes(model: torch.nn.Module, canonical: Canonical) -> dict[str, Scheme]:
+    """The published weights that a model loads codes and scales of, and how, by where vLLM's own loader would copy them.
+    Raises ReshardError for a layer that wants what cannot be made of plain weights."""
+    found: dict[str, Scheme] = {}
+    for name, module in model.named_modules():
+        how, kind = compressed_of(module), type(getattr(module, "quant_method", None)).__name__
+        if how is None and kind not in ("NoneType", *PLAIN_METHODS) and not kind.endswith("KVCacheMethod"):
+            raise ReshardError(
+                f"{name} is loaded by {method_of(module)}, for which reshard cannot quantise Megatron's weights"
+            )
+        if how is not None:
+            codes = dtype_named(str(how.codes))
+            found |= {f"{name}.{weight}": Scheme(codes, how.strategy) for weight in how.weights}
+    copies = trace_load(model, canonical).copies
+    return {copy.name: found[copy.parameter] for copy in copies if copy.parameter in found}
+
+
+def _canonical(weights: Weights) -> Canonical:
+    """Shapes and dtypes, for a trace."""
+    return {name: (info.shape, getattr(torch, info.dtype.name)) for name, info in weights.tensors.items()}
 
 
 def _boxes(model: torch.nn.Module, model_config: ModelConfig, found: _Found) -> Trace:
@@ -178,9 +229,7 @@ def _boxes(model: torch.nn.Module, model_config: ModelConfig, found: _Found) -> 
             raise ReshardError(f"{name} is loaded by {kind}")
     if found.quantised:
         raise ReshardError("the config wants fp8 blocks")
-    canonical = {
-        name: (info.shape, getattr(torch, info.dtype.name)) for name, info in found.weights.tensors.items()
-    }
+    canonical = _canonical(found.weights)
     trace = trace_load(model, canonical)
     live = _tensors(model)
     filled = dict.fromkeys((name for name, _ in model.named_parameters()), 0)

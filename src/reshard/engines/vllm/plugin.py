@@ -95,13 +95,18 @@ def complete_arguments(arguments: Any) -> None:
 
 
 def blocks_wanted(config: Mapping[str, Any], directory: Path) -> bool:
-    """Whether a config wants weights as fp8 blocks, which can be made of Megatron's. Raises ReshardError where it
-    wants them quantised in another way."""
+    """Whether a config wants weights as fp8 blocks; False where it wants them as they are, or by compressed-tensors with
+    a scale for each channel or tensor, all of which can be made of Megatron's. Raises ReshardError where it wants them
+    quantised in another way."""
     from reshard.core.errors import ReshardError
+    from reshard.disk.channels import METHOD, check_wanted
     from reshard.disk.fp8 import BLOCK
 
     wanted = config.get("quantization_config")
     if not wanted:
+        return False
+    if wanted.get("quant_method") == METHOD:
+        check_wanted(wanted, f"the config for {directory}")
         return False
     if wanted.get("quant_method") != "fp8" or list(wanted.get("weight_block_size") or ()) != [BLOCK, BLOCK]:
         raise ReshardError(

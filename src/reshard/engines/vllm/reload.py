@@ -1,5 +1,7 @@
 """Layers that vLLM quantises itself after loading, each in a way of its own: a refit fills a slab with what vLLM would
-have loaded, and vLLM's own processing makes of it what the layer serves from, where that has always been.
+have loaded, and vLLM's own processing makes of it what the layer serves from, where that has always been. Of layers that
+it loads from a compressed checkpoint the slab holds plain weights, and `reshard.engines.vllm.compressed` makes of them
+what it would have loaded.
 
 The slab is one piece of memory for all layers. They take turns: a *round* is one layer, or as many as fit.
 """
@@ -8,17 +10,24 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from reshard.core.errors import ReshardError, first_line
 from reshard.engines.vllm.compat import (
+    HANDLE,
+    compressed_of,
+    experts_of,
     loaded_aside,
     loading_templates,
     made_online,
+    multiplied,
     process,
     processing_objects,
+    tensor_parallel_group,
 )
+from reshard.engines.vllm.compressed import Held, Recipe, alike, find_together
 
 # Of a round, unless one layer alone is larger.
 ROUND_BYTES = 128 << 20
@@ -26,29 +35,34 @@ ALIGNMENT = 256
 
 
 class Layer(NamedTuple):
-    """A layer's name and module, and by their names the parameters that it is loaded into, which lie in the slab."""
+    """A layer's name and module, by their names the parameters that it is filled with, which lie in the slab, and how those
+    that it is loaded into are made of them; None where they are these."""
 
     name: str
     module: torch.nn.Module
     loaded: dict[str, torch.Tensor]
+    recipe: Recipe | None
 
 
 class Reloads:
-    """The layers of a model that are processed anew at each refit, in rounds."""
+    """The layers of a model that are processed anew at each refit, in rounds; `whole` says whether it holds the weights
+    that vLLM has loaded, or a refit brought."""
 
-    def __init__(self, model: torch.nn.Module, config: Any) -> None:
+    def __init__(self, model: torch.nn.Module, config: Any, whole: bool) -> None:
         self.config = config
         self.rounds: list[list[Layer]] = []
         self.round_of: dict[str, int] = {}  # by the layer's name
         self.loaded: dict[str, torch.Tensor] = {}  # by the parameter's
+        self.group: Any = None  # the ranks that find scales together
+        self.even = all(found.even for found in map(experts_of, model.modules()) if found is not None)
         plans = [
-            (name, module, _templates(name, module))
+            (name, module, *_plan(name, module, config.model_config.dtype, whole))
             for name, module in model.named_modules()
-            if made_online(module)
+            if made_online(module) or compressed_of(module) is not None
         ]
         if not plans:
             return
-        sizes = [sum(_aligned(_bytes(one)) for one in templates.values()) for *_, templates in plans]
+        sizes = [sum(_aligned(_bytes(one)) for one in templates.values()) for *_, templates, _ in plans]
         limit = max(ROUND_BYTES, *sizes)
         starts, end = [], limit  # so that the first one begins a round
         for (name, *_), size in zip(plans, sizes, strict=True):
@@ -59,12 +73,26 @@ class Reloads:
             starts.append(end)
             end += size
         device = next(model.parameters()).device
-        whole = max(start + size for start, size in zip(starts, sizes, strict=True))
-        self.slab = torch.zeros(whole, dtype=torch.uint8, device=device)
-        for (name, module, templates), start in zip(plans, starts, strict=True):
-            layer = Layer(name, module, self._views(templates, start))
+        slab = max(start + size for start, size in zip(starts, sizes, strict=True))
+        self.slab = torch.zeros(slab, dtype=torch.uint8, device=device)
+        for (name, module, templates, recipe), start in zip(plans, starts, strict=True):
+            layer = Layer(name, module, self._views(templates, start), recipe)
             self.rounds[self.round_of[name]].append(layer)
             self.loaded |= {f"{name}.{key}": tensor for key, tensor in layer.loaded.items()}
+
+    def share(self, held: Mapping[str, list[Held]]) -> None:
+        """Find out, of the parts that each layer holds by its name, which scales ranks have to find together. Raises
+        ReshardError where they cannot."""
+        recipes = [layer.recipe for layers in self.rounds for layer in layers if layer.recipe is not None]
+        for recipe in recipes:
+            recipe.share(held.get(recipe.name, []))
+        if any(recipe.split for recipe in recipes):
+            self.group = tensor_parallel_group()
+        if not self.even and any(recipe.split for recipe in recipes):
+            raise ReshardError(
+                "not all of vLLM's ranks have as many experts, so that they cannot find scales together that are for parts on "
+                "several of them: serve in bf16"
+            )
 
     def _views(self, templates: Mapping[str, torch.Tensor], start: int) -> dict[str, torch.Tensor]:
         """Parameters as these, in the slab from this byte on."""
@@ -78,22 +106,82 @@ class Reloads:
             start += _aligned(_bytes(template))
         return found
 
-    def take(self, number: int) -> None:
-        """Make what the layers of a round serve from of what now lies in the slab, in place."""
-        for layer in self.rounds[number]:
-            with _processed(layer, self.config) as made:
+    def take(self, number: int, timeout: float) -> None:
+        """Make what the layers of a round serve from of what now lies in the slab, in place. Ranks that hold parts of what
+        has one scale do this together, and wait for each other no longer than `timeout` seconds."""
+        for layer, largest in self._largest(number, timeout):
+            with _processed(layer, largest, self.config) as (made, handles):
                 for now, wanted in made.values():
                     now.copy_(wanted)
+            for owner, handle in handles:
+                setattr(owner, HANDLE, handle)
 
-    def unlike(self, number: int) -> list[str]:
-        """The parameters of a round's layers that hold something else than vLLM makes of what now lies in the slab."""
+    def unlike(self, number: int, timeout: float) -> list[str]:
+        """The parameters of a round's layers that hold something else than vLLM makes of what now lies in the slab; ranks
+        as with `take`."""
         found = []
-        for layer in self.rounds[number]:
-            with _processed(layer, self.config) as made:
+        for layer, largest in self._largest(number, timeout):
+            with _processed(layer, largest, self.config) as (made, handles):
                 found += [
                     f"{layer.name}.{key}" for key, (now, wanted) in made.items() if not _equal(now, wanted)
                 ]
+                dtype = self.config.model_config.dtype
+                found += [
+                    f"{layer.name}.{HANDLE}"
+                    for owner, handle in handles
+                    if not _equal(multiplied(getattr(owner, HANDLE), dtype), multiplied(handle, dtype))
+                ]
         return found
+
+    def _largest(self, number: int, timeout: float) -> list[tuple[Layer, dict[str, torch.Tensor]]]:
+        """The layers of a round, each with the magnitudes that its scales are made of, by matrix, as all ranks have found
+        them."""
+        found = [
+            (layer, {} if layer.recipe is None else layer.recipe.largest(layer.loaded))
+            for layer in self.rounds[number]
+        ]
+        together = [
+            largest[key]
+            for layer, largest in found
+            if layer.recipe is not None
+            for key in sorted(layer.recipe.split)
+        ]
+        find_together(together, self.group, timeout)
+        return found
+
+
+def _plan(
+    name: str, module: torch.nn.Module, dtype: torch.dtype, whole: bool
+) -> tuple[dict[str, torch.Tensor], Recipe | None]:
+    """The parameters that a layer is filled with, and how those that it is loaded into are made of them."""
+    templates, how = _templates(name, module), compressed_of(module)
+    if how is None:
+        return templates, None
+    recipe = Recipe(name, module, how, templates, _inputs(name, module, how.inputs, whole))
+    plain = {key: templates[key] for key in recipe.plain}
+    for key in how.weights:
+        plain[key] = alike(torch.empty(templates[key].shape, dtype=dtype, device="meta"), templates[key])
+    return plain, recipe
+
+
+# The scales of a layer's input, as they were when it held weights that had been loaded.
+_known_inputs: WeakKeyDictionary[torch.nn.Module, dict[str, torch.Tensor]] = WeakKeyDictionary()
+
+
+def _inputs(
+    name: str, module: torch.nn.Module, keys: tuple[str, ...], whole: bool
+) -> dict[str, torch.Tensor]:
+    """The scales of a layer's input that a checkpoint has brought. Raises ReshardError where none has."""
+    if not keys:
+        return {}
+    if whole:
+        _known_inputs[module] = {key: getattr(module, key).detach().max().clone() for key in keys}
+    if module not in _known_inputs:
+        raise ReshardError(
+            f"{name} quantises its input by a scale that comes with a checkpoint and that no trainer has, and this vLLM holds "
+            f"none that it has loaded: load the checkpoint once, or serve one whose activations are quantised dynamically"
+        )
+    return _known_inputs[module]
 
 
 def _templates(name: str, module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -119,22 +207,35 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
 
 
+class Processed(NamedTuple):
+    """By name the tensors that a layer serves from, and those that vLLM's own processing makes; and what its kernels keep
+    in handles of their own: whose they are, and those that the processing makes."""
+
+    tensors: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    handles: list[tuple[Any, Any]]
+
+
 @contextmanager
-def _processed(layer: Layer, config: Any) -> Iterator[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """By name the tensors that a layer serves from, and those that vLLM's own processing makes of what now lies in the
-    slab. The layer itself is what it was when this ends: its tensors, and its kernels, whose workspaces CUDA graphs
-    know by their addresses.
+def _processed(layer: Layer, largest: Mapping[str, torch.Tensor], config: Any) -> Iterator[Processed]:
+    """What a layer serves from, and what vLLM's own processing makes of what now lies in the slab, where `largest` are the
+    magnitudes that scales are made of. The layer itself is what it was when this ends: its tensors, and its kernels, whose
+    workspaces CUDA graphs know by their addresses.
 
     Raises ReshardError where the processing fails, and where it leaves something other than tensors that differs.
     """
-    module = layer.module
+    module, loaded = layer.module, layer.loaded
+    if layer.recipe is not None:
+        try:
+            loaded = layer.recipe.made(loaded, largest)
+        except RuntimeError as error:
+            raise ReshardError(f"{layer.name} cannot be quantised ({first_line(error)})") from error
     parameters, before = dict(module._parameters), [(one, _kept(one)) for one in processing_objects(module)]
     aside = loaded_aside()
     serving = {key: one for key, one in parameters.items() if one is not None and key not in aside}
     try:
         for key in serving:
             del module._parameters[key]
-        for key, tensor in layer.loaded.items():
+        for key, tensor in loaded.items():
             module._parameters[key] = tensor  # type: ignore[assignment]
         try:
             process(module, config)
@@ -154,6 +255,7 @@ def _processed(layer: Layer, config: Any) -> Iterator[dict[str, tuple[torch.Tens
             raise ReshardError(
                 f"vLLM makes {layer.name}.{unfit[0]} of another shape or dtype when it processes it once more: serve in bf16"
             )
+        handles = _handles(layer, before)
     finally:
         module._parameters.clear()
         module._parameters.update(parameters)
@@ -162,7 +264,21 @@ def _processed(layer: Layer, config: Any) -> Iterator[dict[str, tuple[torch.Tens
             for key in [key for key in now if key not in attributes and key not in _PARTS]:
                 del now[key]
             now.update(attributes)
-    yield {key: (now.data, new.data) for key, (now, new) in made.items() if new is not None}
+    yield Processed(
+        {key: (now.data, new.data) for key, (now, new) in made.items() if new is not None}, handles
+    )
+
+
+def _handles(layer: Layer, before: list[tuple[Any, dict[str, Any]]]) -> list[tuple[Any, Any]]:
+    """Handles that the processing has made, and whose they are."""
+    found = []
+    for one, attributes in before:
+        handle = vars(one).get(HANDLE)
+        if handle is not None and handle is not attributes.get(HANDLE):
+            # It reads the scales where they were when it was made.
+            handle.reads = [*layer.module._parameters.values()]
+            found.append((one, handle))
+    return found
 
 
 _PARTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")

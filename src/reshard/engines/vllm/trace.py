@@ -77,34 +77,39 @@ def _stand_ins(model: torch.nn.Module) -> Iterator[dict[int, str]]:
     """Set live tensors aside; yields the stand-ins' names by storage. What was there is put back, also after
     an error."""
     names: dict[int, str] = {}
-    aside = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+    aside = [
+        (path, module, dict(module._parameters), dict(module._buffers))
+        for path, module in model.named_modules()
+    ]
     live = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     twins: dict[int, torch.Tensor] = {}
     keep: list[torch.Tensor] = []
     try:
-        for module, parameters, buffers in aside:
+        for path, module, parameters, buffers in aside:
             templates = loading_templates(module)
             for here, held in ((module._parameters, parameters), (module._buffers, buffers)):
                 for name, tensor in held.items():
-                    if tensor is None:
-                        continue
                     # One stand-in for all the names of a tensor; those that vLLM derives while it processes
-                    # have no template.
+                    # have no template. What it has packed into something else has nothing but that.
                     template = templates.get(name, tensor)
-                    twin = twins.get(id(tensor))
+                    if template is None:
+                        continue
+                    twin = twins.get(id(tensor)) if tensor is not None else None
                     if twin is None:
                         twin = torch.empty_strided(
                             template.shape, template.stride(), dtype=template.dtype, device="meta"
                         )
                         twin.__class__ = template.__class__
                         twin.__dict__ = dict(template.__dict__)
-                        twins[id(tensor)] = bound_to(twin, module)
-                        names[_storage(twin)] = live.get(id(tensor), name)
+                        if tensor is not None:
+                            twins[id(tensor)] = twin
+                        twin = bound_to(twin, module)
+                        names[_storage(twin)] = live.get(id(tensor), f"{path}.{name}")
                     here[name] = twin  # type: ignore[assignment]
                     keep.append(twin)
         yield names
     finally:
-        for module, parameters, buffers in aside:
+        for _, module, parameters, buffers in aside:
             module._parameters.clear()
             module._parameters.update(parameters)
             module._buffers.clear()

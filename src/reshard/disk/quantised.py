@@ -1,0 +1,75 @@
+"""Weights of an output that are stored as codes with scales, each made of a slab of rows."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from reshard.core.dtypes import Dtype
+from reshard.core.errors import ReshardError
+from reshard.disk.streams import SLAB_BYTES, StripWriter, TensorInfo
+
+
+class Quantised(ABC):
+    """How the weights with these `names` are stored: their codes under the weight's name, with an end that says `suffix`
+    their scales, of which there is a row for so many `rows` of the weight."""
+
+    suffix: str
+    rows: int
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = frozenset(names)
+
+    @abstractmethod
+    def quantize(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Codes of rows that begin where a row of scales does, of the same shape, and their scales."""
+
+    @abstractmethod
+    def dtypes(self, info: TensorInfo) -> tuple[Dtype, Dtype]:
+        """Of the codes of such a weight, and of its scales."""
+
+    @abstractmethod
+    def columns(self, info: TensorInfo) -> int:
+        """How many columns the scales of such a weight have."""
+
+    @abstractmethod
+    def config(self, original: Any, kept: list[str]) -> dict[str, Any]:
+        """The ``quantization_config`` of a checkpoint that had `original`, where the modules `kept` are as they were."""
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """The stored tensors that a canonical tensor becomes."""
+        return (name, name + self.suffix) if name in self.names else (name,)
+
+    def stored(self, name: str, info: TensorInfo) -> dict[str, tuple[Dtype, tuple[int, ...]]]:
+        """Their dtypes and shapes."""
+        if name not in self.names:
+            return {name: (info.dtype, info.shape)}
+        codes, scales = self.dtypes(info)
+        shape = -(-info.shape[0] // self.rows), self.columns(info)
+        return {name: (codes, info.shape), name + self.suffix: (scales, shape)}
+
+    def copy(
+        self, name: str, info: TensorInfo, read: Callable[[int, int], np.ndarray], writer: StripWriter
+    ) -> dict[str, str]:
+        """Stream one quantised weight from `read(start, stop)`; the checksums of its parts."""
+        weight_digest, scale_digest = xxhash.xxh3_128(), xxhash.xxh3_128()
+        for start, stop in info.slabs(SLAB_BYTES, self.rows):
+            weight, scales = self.quantize(read(start, stop))
+            check_finite(name, scales, "; drop --quantize")
+            for part, row, values, digest in (
+                (name, start, weight, weight_digest),
+                (name + self.suffix, start // self.rows, scales, scale_digest),
+            ):
+                digest.update(memoryview(np.ascontiguousarray(values).view(np.uint8).reshape(-1)))
+                writer.write_rows(part, row, np.ascontiguousarray(values))
+        return {name: weight_digest.hexdigest(), name + self.suffix: scale_digest.hexdigest()}
+
+
+def check_finite(name: str, scales: np.ndarray, advice: str = "") -> None:
+    """Raise ReshardError where a weight has infinities or NaN, of which its scales tell."""
+    if not np.isfinite(scales.astype(np.float32)).all():
+        raise ReshardError(
+            f"{name} holds infinities or NaN, and quantising would make all that shares a scale with one NaN{advice}"
+        )
