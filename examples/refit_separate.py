@@ -94,6 +94,11 @@ def main() -> None:
         process.join()
         sys.exit(f"the engine's process ended with exit code {process.exitcode}")
 
+    def gone() -> str:
+        """Why nobody has to wait for the engine any more; only rank 0 knows."""
+        code = process.exitcode if rank == 0 else None
+        return "" if code is None else f"the engine's process ended with exit code {code}"
+
     def tell(method: str, *args, **keywords):
         """Ask the engine for something; the answer is read by `answer`."""
         if rank == 0:
@@ -136,7 +141,9 @@ def main() -> None:
 
     # The part that goes into a trainer: connect once ...
     tell("collective_rpc", "reshard_connect", args=(ADDRESS, trainers, trainers + tp))
-    link = connect(Members.join(ADDRESS, rank, trainers + tp), MegatronModel(models))
+    members = Members.join(ADDRESS, rank, trainers + tp)
+    with members.watching(gone):
+        link = connect(members, MegatronModel(models))
     answer()
     prompts = [{"prompt_token_ids": list(range(5, 25))}]
     for step in range(options.steps):
@@ -152,7 +159,8 @@ def main() -> None:
             answer()
         # ... and after each step: the engine pulls the weights while the trainer waits.
         tell("collective_rpc", "reshard_refit", args=(step, True))
-        report = link.refit(step, verify=True)
+        with members.watching(gone):
+            report = link.refit(step, verify=True)
         received = answer()
         if sleeps:
             tell("wake_up", tags=["kv_cache"])

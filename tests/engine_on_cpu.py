@@ -15,7 +15,7 @@ import zlib
 from functools import partial
 from pathlib import Path
 
-from tests import vllm_models
+from tests import probe, vllm_models
 from tests.ranks import caught
 
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_MLA_DISABLE": "1",
@@ -277,7 +277,8 @@ def transfer(pairs: list, url: str, port: int) -> dict:
     first = dist.get_rank() == 0
     server, said = HttpClient(url), {}
     if first:
-        llm = transferable(pairs[1][0], dtype="float32")
+        mortal = "tests.mortal_worker.MortalExtension"
+        llm = transferable(pairs[1][0], dtype="float32", worker_extension_cls=mortal)
 
     def note(step: str) -> None:
         dist.barrier()
@@ -315,10 +316,48 @@ def transfer(pairs: list, url: str, port: int) -> dict:
     said["version"] = report.version
     said["two versions"] = caught(lambda: link.send(7 + dist.get_rank()))
     said["then"] = link.send(9).version
-    dist.barrier()
+
+    def meet(who: list, at: int, **options) -> WeightTransfer:
+        return WeightTransfer(
+            MegatronModel(trainer.models), who if first else [], f"127.0.0.1:{at}", timeout=60, **options
+        )
+
+    if first:
+        llm.collective_rpc("die_at_the_next_meeting")
+    said["died"] = on_all_ranks(lambda: meet([LlmClient(llm)] if first else [], port + 1, engine_ranks=[1]))
+    link.link.members.timeout = 60
+    said["dead at a refit"] = on_all_ranks(lambda: link.send(10))
+    if first:
+        end_server(url)
+    said["no server"] = on_all_ranks(lambda: meet([server], port + 2, engine_ranks=[1]))
+    said["not asked"] = on_all_ranks(lambda: meet([server], port + 3))
     if first:
         llm.llm_engine.engine_core.shutdown()
     return said
+
+
+def on_all_ranks(action) -> list:
+    """What an action raises on each rank, and after how many seconds."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    began, found = time.monotonic(), [None] * dist.get_world_size()
+    dist.all_gather_object(found, [probe.caught(action), time.monotonic() - began])
+    return found
+
+
+def end_server(url: str) -> None:
+    """As whoever has started it would; it does not answer any more when this returns."""
+    import psutil
+
+    port = int(url.rpartition(":")[2])
+    listening = {
+        c.pid for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port
+    }
+    for pid in listening - {None}:
+        psutil.Process(pid).terminate()
+    while any(c.status == "LISTEN" and c.laddr.port == port for c in psutil.net_connections("tcp")):
+        time.sleep(0.1)
 
 
 def transferable(path: str, **options):

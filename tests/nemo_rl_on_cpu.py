@@ -8,7 +8,9 @@
 import importlib.util
 import json
 import os
+import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +33,16 @@ EXTENSION = "nemo_rl.models.generation.vllm.vllm_backend.VllmInternalWorkerExten
 
 class Probe(Probed, ReshardWorker):
     """Our worker, and what the checks ask of it."""
+
+    dies = False
+
+    def die_when_asked_to_meet(self) -> None:
+        self.dies = True
+
+    def reshard_take(self, *arguments):
+        if self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().reshard_take(*arguments)
 
     def load_as_nemo_rl_does(self, folder: str) -> None:
         """A directory through NeMo-RL's way into vLLM's loader."""
@@ -171,12 +183,24 @@ def main() -> None:
         again = caught(synchronizer.sync_weights)
         synced["after a shutdown"] = [again, ask("digests") == synced["mended"][1]]
         synchronizer.shutdown()
+    said["died"] = died(synchronizer, policies, engines)
+    engines[1] = ray.remote(Engine).options(num_cpus=0).remote(folders[0], "tests.nemo_rl_on_cpu.Probe")
     ray.get([one.adapters.remote(True) for one in policies])
     said["adapters"] = caught(separate.sync_weights)
     said["setup"] = setups(policy, generation)
     said["no line"] = no_line(folders[0], policy, config)
     ray.shutdown()
     print("SAID " + json.dumps(said))
+
+
+def died(synchronizer, policies, engines) -> list:
+    """A sync before which the second engine's process dies: what it raises, and after how many seconds the policy's ranks do something else."""
+    ray.get(engines[1].checkpoint_engine_rpc.remote("die_when_asked_to_meet"))
+    synchronizer.init_communicator()
+    began = time.monotonic()
+    error = caught(synchronizer.sync_weights)
+    ray.get([one.adapters.remote(False) for one in policies])
+    return [error, time.monotonic() - began]
 
 
 def no_line(folder: str, policy, config: dict) -> str:

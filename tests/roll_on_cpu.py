@@ -8,7 +8,9 @@
 import importlib.util
 import json
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +29,16 @@ TRAINERS, ENGINES = 2, 2
 
 class Probe(Probed, RollExtension):
     """Our extension, and what the checks ask of a worker of vLLM."""
+
+    dies = False
+
+    def die_at_the_next_meeting(self) -> None:
+        self.dies = True
+
+    def reshard_meet(self, *arguments) -> None:
+        if self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().reshard_meet(*arguments)
 
     def load_as_roll_does(self, folder: str) -> None:
         """A directory through ROLL's own way into vLLM's loader, in two parts."""
@@ -140,6 +152,16 @@ class Trainer(ours.ActorWorker):
         self.worker_config = self.strategy.worker_config = plain
         return type(self.strategy.weight_updaters.pop("adapters")).__name__
 
+    def meet_anew(self) -> None:
+        [updater] = self.strategy.weight_updaters.values()
+        updater.link = None
+
+    def with_models(self, whole: bool) -> None:
+        """From now on all of them, or none."""
+        [updater] = self.strategy.weight_updaters.values()
+        updater.link, updater.source = None, None
+        updater.models = self.strategy.models_unwrapped if whole else []
+
     def lose(self, over: str) -> None:
         """The second rank gives up before the first comes."""
         [updater] = self.strategy.weight_updaters.values()
@@ -208,7 +230,7 @@ def main() -> None:
             for [found] in ray.get([one.reshard_call.remote(method, *arguments) for one in serves.workers])
         ]
 
-    said["left"] = left(trains, serves)
+    said["left"], said["wrong options"] = left(trains, serves), wrong_options()
     from roll.distributed.executor.model_update_group import ModelUpdateGroup
 
     group = ModelUpdateGroup(trains, serves, None)
@@ -233,9 +255,21 @@ def main() -> None:
     said["failed"] = [caught(lambda: group.model_update(0)), ask("fit")]
     ask("wipe")
     said["mended"] = [caught(lambda: group.model_update(0)), ask("digests"), ask("fit")]
+    said["no model"] = no_model(trains, group)
+    said["died"] = died(trains, serves, group)
     said["no line"] = no_line(trains, folders[0])
     ray.shutdown()
     print("SAID " + json.dumps(said))
+
+
+def wrong_options() -> list[str]:
+    """What is said of values that are none."""
+    found = []
+    for name, value in (("RESHARD_VERIFY", "yes"), ("RESHARD_TIMEOUT", "0"), ("RESHARD_TIMEOUT", "soon")):
+        os.environ[name] = value
+        found.append(caught(ours.options))
+        del os.environ[name]
+    return found
 
 
 def left(trains, serves) -> list:
@@ -256,6 +290,30 @@ def left(trains, serves) -> list:
         ours.left_to_roll(of(config("actor_train", "fsdp2_train", 1, {})), serves),
         ours.left_to_roll(of(trains.worker_config, is_multimodal=True), serves),
     ]  # fmt: skip
+
+
+def died(trains, serves, group) -> list:
+    """A sync at which all meet anew, and the second engine's process dies before it has come."""
+    ray.get([one.meet_anew.remote() for one in trains.workers])
+    ray.get(serves.workers[1].reshard_call.remote("die_at_the_next_meeting"))
+    return on_all_ranks(trains, group)
+
+
+def no_model(trains, group) -> list:
+    """A sync for which the trainer's second rank has nothing that it can give."""
+    ray.get(trains.workers[1].with_models.remote(False))
+    found = on_all_ranks(trains, group)
+    ray.get(trains.workers[1].with_models.remote(True))
+    return found
+
+
+def on_all_ranks(trains, group) -> list:
+    """What a sync raises on each of the trainer's ranks, and after how many seconds."""
+    began = time.monotonic()
+    asked = [
+        one.start_model_update.remote(model_update_name=group.model_update_name) for one in trains.workers
+    ]
+    return [[caught(lambda one=one: ray.get(one)), time.monotonic() - began] for one in asked]
 
 
 def no_line(trains, folder: str) -> str:

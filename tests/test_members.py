@@ -274,3 +274,52 @@ def test_all_members_agree_on_how_every_turn_ended(who, phase):
     for first, second in Turns(who, phase).said.values():
         assert ("no luck" if phase == "fails" else f"rank {who} did not") in first
         assert second == "no error"
+
+
+def waits(members: Members, phase: str) -> None:
+    """One turn, of which a member does not come to this phase."""
+    with members.turn("a refit"):
+        if phase == "a message":
+            members.gather("hello", b"")
+        members.go()
+        members.done()
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["watching", "told"])
+@pytest.mark.parametrize("phase", ["a message", "go", "done"])
+def test_who_knows_that_a_process_is_gone_ends_the_turn_for_all(phase, told):
+    """Two members wait for a third, whose process is killed: the first looks at that process, or another one that is no member says it."""
+    address, gone = f"127.0.0.1:{free_port()}", "the engine is gone"
+    process = subprocess.Popen(["sleep", "100"])
+    members = [Members.join(address, rank, 3, timeout=60) for rank in range(2 if phase != "done" else 3)]
+    said: dict[int, str] = {}
+
+    def take_part(rank: int) -> None:
+        look = (lambda: gone if process.poll() is not None else "") if rank == 0 and not told else str
+        with members[rank].watching(look):
+            said[rank] = caught(lambda: waits(members[rank], phase))
+
+    threads = [threading.Thread(target=take_part, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    if phase == "done":  # the third has come, and does not end
+        members[2].turns = 1
+        members[2].go()
+    time.sleep(1)
+    assert not said, "nobody is waited for in vain yet"
+    process.kill()
+    process.wait()
+    began = time.monotonic()
+    if told:
+        Members.tell(address, gone)
+    for thread in threads:
+        thread.join(90)
+    assert time.monotonic() - began < 10, "of 60"
+    assert sorted(said) == [0, 1] and all(gone in sentence for sentence in said.values())
+
+
+@pytest.mark.parametrize("timeout", [0, -1, "60", float("inf"), True, None])
+def test_a_time_limit_that_is_none_is_refused(timeout):
+    for rank in (0, 1):
+        said = caught(lambda rank=rank: Members.join("127.0.0.1:1", rank, 2, timeout=timeout))
+        assert said == f"timeout is {timeout!r}; it is a number of seconds above 0"

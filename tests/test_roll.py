@@ -77,6 +77,16 @@ def test_after_a_sync_that_failed_the_next_one_connects_again(said):
     assert error == "" and mended == said["syncs"][2]["refitted"] and fit == [[True, 1]] * 2
 
 
+def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for(said):
+    for sentence, seconds in said["died"]:
+        assert "worker 1 of the rollout has failed: " in sentence and seconds < 30, "of 120"
+
+
+def test_a_rank_that_has_nothing_to_give_is_not_waited_for(said):
+    for sentence, seconds in said["no model"]:
+        assert "the trainer's list of models is empty" in sentence and seconds < 30, "of 120"
+
+
 def test_what_a_refit_does_not_cover_is_left_to_roll(said):
     assert said["left"] == [
         "", "the model has LoRA adapters", "the rollout drafts tokens (speculative_config)", "the rollout is quantised (quantization)",
@@ -84,6 +94,14 @@ def test_what_a_refit_does_not_cover_is_left_to_roll(said):
         "the model takes more than text",
     ]  # fmt: skip
     assert said["adapters"] == ["MegatronWeightUpdater"] * 2
+
+
+def test_options_that_are_none_are_refused(said):
+    assert said["wrong options"] == [
+        "RESHARD_VERIFY is 'yes': set it to 0 or 1 in actor_train.system_envs",
+        "RESHARD_TIMEOUT in actor_train.system_envs is 0.0; it is a number of seconds above 0",
+        "RESHARD_TIMEOUT in actor_train.system_envs is 'soon'; it is a number of seconds above 0",
+    ]
 
 
 def test_a_line_that_is_missing_is_said(said):

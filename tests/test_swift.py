@@ -111,9 +111,9 @@ def test_it_is_called_as_ms_swifts_is(ranks):
 def test_wrong_options_are_refused_and_change_nothing(ranks):
     for said in ranks:
         assert said["wrong options"] == [
-            "swift.use has verify='yes': give True or False",
-            "swift.use has timeout=0: give a number of seconds above 0",
-            "swift.use has timeout='60': give a number of seconds above 0",
+            "verify of swift.use is 'yes'; it is true or false",
+            "timeout of swift.use is 0; it is a number of seconds above 0",
+            "timeout of swift.use is '60'; it is a number of seconds above 0",
         ]
         assert said["still"] == said["options"]
 

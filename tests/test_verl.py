@@ -24,6 +24,7 @@ LINES = [
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=reshard.trainers.verl_worker.VerlExtension",
     "actor_rollout_ref.rollout.name=vllm",
     "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.reshard.verify=true",
+    "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.reshard.timeout=60",
 ]
 
 
@@ -44,9 +45,10 @@ def variables() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def said(verl, tmp_path_factory):
     """What verl makes of the lines."""
+    at = tmp_path_factory.mktemp("at")
     hf = make(tmp_path_factory.mktemp("model") / "hf", "served-qwen3")
     with_tokenizer(hf)
-    out = run([verl, "-m", "tests.verl_on_cpu", hf, *LINES], env=variables(), cwd=REPOSITORY)
+    out = run([verl, "-m", "tests.verl_on_cpu", hf, *LINES], env=variables(), cwd=at)
     [line] = [line for line in out.splitlines() if line.startswith("SAID ")]
     return json.loads(line.removeprefix("SAID "))
 
@@ -61,11 +63,12 @@ def test_the_lines_of_config_put_ours_in_the_place_of_verls(said):
         "reshard.trainers.verl.ReshardServerAdapter",
     ]
     assert said["extension"] == "reshard.trainers.verl_worker.VerlExtension"
-    assert said["options"] == {"verify": True, "timeout": 600.0}
-    assert (
-        said["a wrong option"]
-        == "checkpoint_engine.engine_kwargs.reshard has ['verfy']: it takes verify and timeout"
-    )
+    assert said["options"] == {"verify": True, "timeout": 60}
+    assert said["wrong options"] == [
+        "checkpoint_engine.engine_kwargs.reshard has ['verfy']: it takes verify and timeout",
+        "checkpoint_engine.engine_kwargs.reshard.verify is 1; it is true or false",
+        "checkpoint_engine.engine_kwargs.reshard.timeout is 0; it is a number of seconds above 0",
+    ]
 
 
 def test_ours_are_called_as_verls_are_and_fit_vllms_worker(said):
@@ -87,11 +90,23 @@ def test_a_connection_stays_until_a_member_is_replaced(said):
 
 
 def test_verls_adapter_refits_a_real_vllm_at_every_sync_and_after_one_that_failed(said):
-    first, second, failed, mended = said["live"]
-    assert first[:3] == ["no error", [3], ["cleared", 3]]
-    assert second[:3] == ["no error", [4], ["cleared", 3, "cleared", 4]]
-    assert failed == ["ReshardError"] and mended[0] == "no error" and mended[1] == [6]
-    assert len({str(one[3]) for one in (first, second, mended)}) == 3, "other weights say other words"
+    first, second, failed, mended = said["live"]["syncs"]
+    assert first[:4] == ["no error", "", [3], ["cleared", 3]]
+    assert second[:4] == ["no error", "", [4], ["cleared", 3, "cleared", 4]]
+    assert failed[0] == "ReshardError" and "did not come to refit 3 within 0 s" in failed[1]
+    assert mended[0] == "no error" and mended[2] == [6]
+    assert len({str(one[4]) for one in (first, second, mended)}) == 3, "other weights say other words"
+
+
+def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for(said):
+    kind, sentence, seconds = said["live"]["died together"]
+    assert kind == "ReshardError" and sentence.startswith(
+        "the rollout's replica 0 has failed: The actor died"
+    )
+    assert seconds < 20, "of 60"
+    actor, beside = said["live"]["died elsewhere"]
+    assert actor[1].startswith("the rollout's replica 0 has failed: The actor died") and actor[1] == beside[1]
+    assert actor[0] == beside[0] == "ReshardError" and max(actor[2], beside[2]) < 20
 
 
 def test_plain_ray_actors_refit_an_engine_after_every_step(verl):

@@ -52,6 +52,17 @@ def test_what_a_trainer_does_wrong_is_refused_in_a_sentence(said):
     assert said["then"] == 9, "and the next one goes on"
 
 
+@pytest.mark.parametrize(("fault", "sentence"), [
+    ("died", "engine 0 (LlmClient) has failed: "),
+    ("dead at a refit", "engine 1 (LlmClient) has failed: "),
+    ("no server", "does not answer /init_weight_transfer_engine ("),
+    ("not asked", "does not answer /get_world_size ("),
+])  # fmt: skip
+def test_an_engine_that_is_gone_is_not_waited_for_on_any_rank(said, fault, sentence):
+    for found, seconds in said[fault]:
+        assert sentence in found and seconds < 20, "of 60"
+
+
 def test_engines_that_have_quantised_what_they_loaded_answer_as_ones_that_have_loaded_the_same_weights(
     tmp_path,
 ):

@@ -3,7 +3,12 @@
 import inspect
 import json
 import os
+import signal
 import sys
+import time
+from pathlib import Path
+
+from tests.probe import alone, caught
 
 os.environ |= {"VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": "nvidia"}
 
@@ -58,11 +63,10 @@ def main() -> None:
     from reshard.trainers.verl_worker import VerlExtension
 
     said["options"] = verl.options_of(rollout)
-    rollout.checkpoint_engine.engine_kwargs["reshard"] = {"verfy": True}
-    try:
-        verl.options_of(rollout)
-    except verl.ReshardError as error:
-        said["a wrong option"] = str(error)
+    said["wrong options"] = []
+    for given in ({"verfy": True}, {"verify": 1}, {"timeout": 0}):
+        rollout.checkpoint_engine.engine_kwargs["reshard"] = given
+        said["wrong options"].append(caught(lambda: verl.options_of(rollout)))
 
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -114,8 +118,21 @@ class Server:
         self.llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, enforce_eager=True,
                        kv_cache_memory_bytes=1 << 24, worker_extension_cls="reshard.trainers.verl_worker.VerlExtension")  # fmt: skip
         self.told: list = []
+        self.waits, self.dies = "", ""
+
+    def wait_for(self, file: str) -> None:
+        """Nothing is passed on to the worker before there is a file of this name."""
+        self.waits = file
+
+    def die_at(self, method: str) -> None:
+        """Instead of passing this on to the worker."""
+        self.dies = method
 
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None) -> None:
+        if method == self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while self.waits and not Path(self.waits).exists():
+            time.sleep(0.01)
         self.llm.collective_rpc(method, timeout, args, kwargs)
 
     def clear_kv_cache(self) -> None:
@@ -137,16 +154,24 @@ class Server:
 class Actor:
     """A rank of a trainer, with verl's adapter as its config makes it."""
 
-    def start(self, folder: str, config) -> None:
-        import torch.distributed as dist
-        from megatron.core.transformer.module import Float16Module
-
+    def adapt(self, config) -> None:
         os.environ |= {
             "RANK": "0",
             "WORLD_SIZE": "1",
             "RAY_LOCAL_WORLD_SIZE": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         }
+        from verl.workers.rollout.base import get_rollout_class
+
+        import reshard.trainers.verl  # noqa: F401
+
+        self.adapter = get_rollout_class("vllm")(config=config.rollout, model_config=None, device_mesh=None)
+
+    def start(self, folder: str, config) -> None:
+        import torch.distributed as dist
+        from megatron.core.transformer.module import Float16Module
+
+        self.adapt(config)
         import reshard.trainers.verl as verl
         from reshard import Layout, read_model
         from reshard.megatron.build import build_megatron, initialize_parallel, without_gpu
@@ -157,12 +182,10 @@ class Actor:
             models = build_megatron(read_model(folder), Layout(), transformer_impl="local")
         self.models = [Float16Module(model.config, model) for model in models]
         self.shards = verl.Shards(verl.MegatronModel(self.models))
-        from verl.workers.rollout.base import get_rollout_class
 
-        self.adapter = get_rollout_class("vllm")(config=config.rollout, model_config=None, device_mesh=None)
-
-    async def sync(self, steps: int, lost: bool = False) -> str:
-        """Other weights, and verl's call; what it raises. With `lost`, the connection is gone."""
+    async def sync(self, steps: int, lost: str = "", new: bool = False) -> list:
+        """Other weights, and verl's call; what it raises, and after how many seconds. With `lost`, this side waits for nobody, and leaves a
+        file of that name when it has given up; with `new` all meet anew."""
         import torch
 
         for model in self.models:
@@ -170,28 +193,68 @@ class Actor:
                 torch.manual_seed(1000 * steps + index)
                 parameter.data.normal_(0, 0.02)
         if lost:
-            self.adapter._link.members.timeout = 0.0
-        try:
-            await self.adapter.update_weights(
-                self.shards, global_steps=steps, peft_config=None, base_sync_done=True
-            )
-        except Exception as error:
-            return type(error).__name__
-        return "no error"
+            alone(self.adapter._link, lost)
+        if new:
+            self.adapter._link = None
+        options = {"global_steps": steps, "peft_config": None, "base_sync_done": True}
+        return await ended(self.adapter.update_weights(self.shards, **options))
+
+    async def send(self, address: str) -> list:
+        """As verl's actor does where it has GPUs of its own: with the adapter that another process has."""
+        from reshard.trainers.verl import ReshardCheckpointEngine
+
+        engine = ReshardCheckpointEngine(timeout=60)
+        engine.init_process_group(0, 2, address, [], True)
+        return await ended(engine.send_weights(self.shards, 1))
+
+    async def receive(self, address: str) -> list:
+        """As verl's worker beside an engine elsewhere does."""
+        from reshard.trainers.verl import Meeting
+
+        return await ended(self.adapter.update_weights(Meeting(address, 1, 2, True), global_steps=1))
 
 
-def live(folder: str, config) -> list:
-    """Syncs by verl's adapter into a real vLLM, one of which fails."""
+async def ended(call) -> list:
+    """What a call raises, by type and text, and after how many seconds."""
+    began, wrong = time.monotonic(), ["no error", ""]
+    try:
+        await call
+    except Exception as error:
+        wrong = [type(error).__name__, str(error)]
+    return [*wrong, time.monotonic() - began]
+
+
+def live(folder: str, config) -> dict:
+    """Syncs by verl's adapter into a real vLLM, one of which fails; and syncs before which the engine's process dies, in either placement."""
     import ray
 
+    from reshard.trainers.meeting import meeting_place
+
+    def served():
+        server = ray.remote(Server).options(name="vllm_server_0_0", num_cpus=0).remote()
+        ray.get(server.start.remote(folder))
+        return server
+
     config.actor_rollout_ref.rollout.tensor_model_parallel_size = 1
-    server = ray.remote(Server).options(name="vllm_server_0_0", num_cpus=0).remote()
-    actor = ray.remote(Actor).options(num_cpus=0).remote()
-    ray.get([server.start.remote(folder), actor.start.remote(folder, config.actor_rollout_ref)])
-    found = []
-    for steps, lost in ((3, False), (4, False), (5, True), (6, False)):
+    actor, beside = (ray.remote(Actor).options(num_cpus=0).remote() for _ in range(2))
+    starting = [
+        actor.start.remote(folder, config.actor_rollout_ref), beside.adapt.remote(config.actor_rollout_ref)
+    ]  # fmt: skip
+    server = served()
+    ray.get(starting)
+    found: dict = {"syncs": []}
+    for steps, lost in ((3, ""), (4, ""), (5, str(Path.cwd() / "lost")), (6, "")):
+        ray.get(server.wait_for.remote(lost))
         said = ray.get(actor.sync.remote(steps, lost))
-        found.append([said, *(ray.get(server.serves.remote()) if said == "no error" else ())])
+        served_then = ray.get(server.serves.remote()) if said[0] == "no error" else ()
+        found["syncs"].append([*said[:2], *served_then])
+    ray.get(server.die_at.remote("reshard_connect"))
+    found["died together"] = ray.get(actor.sync.remote(7, new=True))
+    ray.kill(server)  # which gives its name back
+    server = served()
+    ray.get(server.die_at.remote("reshard_connect"))
+    address = meeting_place()
+    found["died elsewhere"] = ray.get([actor.send.remote(address), beside.receive.remote(address)])
     return found
 
 

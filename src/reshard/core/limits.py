@@ -1,6 +1,7 @@
 """Bounds of what can be asked for, the same on the command line and in Python: above any that is of use,
 below what makes no sense."""
 
+import math
 from typing import Any
 
 from reshard.core.errors import ReshardError
@@ -16,3 +17,15 @@ def check_number(value: Any, name: str, most: int, least: int = 1) -> None:
     """Raise ReshardError where what was given as `name` is no whole number between `least` and `most`."""
     if type(value) is not int or not least <= value <= most:
         raise ReshardError(f"{name} is {value!r:.80}; it is a whole number between {least} and {most:,}")
+
+
+def check_seconds(value: Any, name: str) -> None:
+    """Raise ReshardError where what was given as `name` is no time to wait for something."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ReshardError(f"{name} is {value!r:.80}; it is a number of seconds above 0")
+
+
+def check_switch(value: Any, name: str) -> None:
+    """Raise ReshardError where what was given as `name` is neither true nor false."""
+    if not isinstance(value, bool):
+        raise ReshardError(f"{name} is {value!r:.80}; it is true or false")

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.core.errors import ReshardError, first_line, listed
+from reshard.core.limits import check_seconds
 from reshard.refit.store import bounded, of_process_group
 
 PROTOCOL = 5
@@ -32,6 +33,7 @@ CHECK_SECONDS = 0.1
 LINGER_SECONDS = 3.0
 MOST_MEMBERS = 1 << 20
 NOTHING, GO, DONE, FAILED = "-", "go", "done", "failed"
+TOLD = "told"
 _made: Counter[str] = Counter()
 
 
@@ -44,6 +46,7 @@ class Members:
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float = 60.0) -> None:
         _check_rank(rank, size)
+        check_seconds(timeout, "timeout")
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
         self.names = {r: f"rank {r}" for r in range(size)}
         self.process_group: dist.ProcessGroup | None = None
@@ -53,6 +56,7 @@ class Members:
         self.version: int | None = None
         self._posted: list[str] = []
         self._note = self._seen = self._lost = ""
+        self._failed: Callable[[], str] = str  # of what this process knows beside the store: nothing
         self._gone = NOTHING  # the verdict of this turn, as this member has last seen it
 
     @staticmethod
@@ -66,6 +70,7 @@ class Members:
             raise ReshardError(
                 "torch.distributed is not initialised: call init_process_group first, or use Members.join"
             )
+        check_seconds(timeout, "timeout")
         # What earlier members of this name have left in the store must not be read again.
         _made[name] += 1
         store = dist.PrefixStore(f"{name}/{_made[name]}", of_process_group(timeout))
@@ -83,6 +88,7 @@ class Members:
         """
         host, port = _parsed(address)
         _check_rank(rank, size)
+        check_seconds(timeout, "timeout")
         deadline = time.monotonic() + timeout
         try:
             if rank == 0:
@@ -108,6 +114,21 @@ class Members:
         members.local_address = _address_towards(host, port)
         members._linger_at_exit()
         return members
+
+    @staticmethod
+    def tell(address: str, sentence: str, timeout: float = 10.0) -> None:
+        """Say to those who meet at an address, as none of them, that one of them will not come: their turn fails with that
+        sentence, as do all later ones. Nothing where they meet no more, or nobody serves there within `timeout` seconds."""
+        host, port = _parsed(address)
+        with suppress(OSError, RuntimeError, dist.DistError):
+            _wait_for_server(host, port, time.monotonic() + timeout)
+            seconds = timedelta(seconds=max(1.0, timeout))
+            store = bounded(
+                lambda: dist.TCPStore(host, port, None, wait_for_workers=False, timeout=seconds),
+                port,
+                timeout,
+            )
+            store.set(TOLD, sentence)
 
     def _register(self, address: str) -> None:
         """Raise ReshardError where another process is this rank, or counts other members."""
@@ -184,9 +205,16 @@ class Members:
             if after == GO:
                 after = f"{GO} {self._version_to_go_to()}"
             self._swap(self._key("verdict"), "" if before == NOTHING else before, after)
-        deadline, pause = time.monotonic() + self.timeout, 20e-6
+        told = time.monotonic()
+        deadline, pause = told + self.timeout, 20e-6
         while (verdict := self._verdict()) == before:
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now - told > CHECK_SECONDS:
+                told = now
+                if heard := self._heard():
+                    verdict = self._give_up(heard)
+                    break
+            if now > deadline:
                 missing = [self.names[rank] for rank in range(self.size) if not self._has_reached(rank, step)]
                 verdict = self._give_up(
                     f"{listed(missing)} {late} within {self.timeout:g} s: dead, stalled or not started"
@@ -212,6 +240,22 @@ class Members:
     def check(self) -> None:
         """Raise ReshardError where a member has given this turn up."""
         self._raise_failed(self._verdict())
+
+    @contextmanager
+    def watching(self, failed: Callable[[], str]) -> Iterator[None]:
+        """While it is open, this member also asks `failed` several times a second while it waits: what has become of
+        others, which the store does not know. Where that gives a sentence, all members give up with it."""
+        before, self._failed = self._failed, failed
+        try:
+            yield
+        finally:
+            self._failed = before
+
+    def _heard(self) -> str:
+        """Why nobody has to be waited for any more; empty while there is no such reason."""
+        if failed := self._failed():
+            return failed
+        return self._call(self.store.get, TOLD).decode() if self._call(self.store.check, [TOLD]) else ""
 
     def fail(self, error: BaseException) -> None:
         """Tell the others why this member gives up."""
@@ -301,6 +345,8 @@ class Members:
             now = time.monotonic()
             if now - told > CHECK_SECONDS:
                 self.check()
+                if heard := self._heard():
+                    self._raise_failed(self._give_up(heard))
                 told = now
             if now - start > self.timeout:
                 return False

@@ -24,9 +24,11 @@ with importing_beside("NeMo-RL", "nemo_rl", "ray"):
     from nemo_rl.weight_sync.interfaces import WeightSynchronizer
 
 from reshard.core.errors import ReshardError, first_line
+from reshard.core.limits import check_seconds, check_switch
 from reshard.refit.connecting import connect
 from reshard.refit.link import Link
 from reshard.refit.members import Members
+from reshard.trainers.calls import WORD_SECONDS, Calls
 from reshard.trainers.meeting import meeting_place
 from reshard.trainers.megatron import MegatronModel
 
@@ -175,6 +177,7 @@ class ColocatedSynchronizer(WeightSynchronizer):
         self._policy, self._generation = policy, generation
         self._verify, self._timeout = verify, timeout
         self._stale, self._new = True, True
+        self._address = ""  # where all have met last
 
     @property
     def is_stale(self) -> bool:
@@ -218,7 +221,7 @@ class ColocatedSynchronizer(WeightSynchronizer):
         address = ""
         try:
             if self._new:
-                address = ray.get(self._on_policy("meeting_place"))[0]
+                address = self._address = ray.get(self._on_policy("meeting_place"))[0]
                 ray.get(self._on_policy("meet", address=address, size=ranks + engines))
             policy = self._on_policy("send_weights_via_checkpoint_engine", kv_scales=None)
             each = engines // self._generation.dp_size
@@ -226,7 +229,16 @@ class ColocatedSynchronizer(WeightSynchronizer):
                 (address, ranks, prefix, engines, self._timeout, self._verify)
                 for prefix in range(0, engines, each)
             ]
-            ray.get(policy + self._on_engines("reshard_take", given))
+            asked = self._on_engines("reshard_take", given)
+            try:
+                ray.get(policy + asked)
+            except ray.exceptions.RayError as error:
+                # An engine that has died, or refuses before it comes, can tell nobody; the policy waits for it.
+                calls = Calls({f"engine {i} of the rollout": one.future() for i, one in enumerate(asked)})
+                if said := calls.failed(WORD_SECONDS):
+                    Members.tell(self._address, said)
+                    raise ReshardError(said) from error
+                raise
         except BaseException:
             self._new = True
             raise
@@ -273,11 +285,8 @@ def checked(verify: Any, timeout: Any, others: Mapping[str, Any]) -> tuple[bool,
     unknown = set(others) - {"update_weights_bucket_memory_ratio", "release_after_refit"}
     if unknown:
         raise ReshardError(f"{where} has {sorted(unknown)}: it takes verify, timeout and release_after_refit")
-    if not isinstance(verify, bool):
-        raise ReshardError(f"{where} has verify={verify!r}: set it to true or false")
-    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if not number or not 0 < timeout < float("inf"):
-        raise ReshardError(f"{where} has timeout={timeout!r}: set it to seconds")
+    check_switch(verify, f"verify of {where}")
+    check_seconds(timeout, f"timeout of {where}")
     return verify, float(timeout)
 
 

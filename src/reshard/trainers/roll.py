@@ -19,10 +19,12 @@ with importing_beside("ROLL", "ray", "roll", "torch"):
     import torch.distributed as dist
     from roll.pipeline import base_worker
 
-from reshard.core.errors import ReshardError, first_line
+from reshard.core.errors import ReshardError
+from reshard.core.limits import check_seconds
 from reshard.refit.connecting import connect
 from reshard.refit.link import Link, Report
 from reshard.refit.members import Members
+from reshard.trainers.calls import Calls, what_failed
 from reshard.trainers.megatron import MegatronModel
 
 TIMEOUT = 600.0
@@ -120,7 +122,7 @@ class Refit:
                 address = self.meeting_place()
             except Exception as error:
                 wrong = (
-                    f"the rollout does not answer reshard ({_said(error)}): set actor_infer.worker_cls="
+                    f"the rollout does not answer reshard ({what_failed(error)}): set actor_infer.worker_cls="
                     f"{__name__}.InferWorker, and worker_extension_cls={EXTENSION} in its strategy_config"
                 )
         everybody: list[Any] = [None] * dist.get_world_size()
@@ -134,39 +136,32 @@ class Refit:
         rank, trainers = dist.get_rank(), dist.get_world_size()
         size = trainers + self.ranks_each * len(self.workers)
         firsts = range(trainers, size, self.ranks_each)
+        calls = self._asked("reshard_meet", [(address, first, size, self.timeout) for first in firsts])
+        members = Members.join(address, rank, size, self.timeout)
+        self.link = calls.beside(members, lambda: connect(members, self._source))
+
+    def _source(self) -> MegatronModel:
+        """Made when all are connecting, so that they hear of it where that fails on this rank alone."""
         if self.source is None:
             self.source = MegatronModel(self.models)
-        source = self.source
-
-        def meet() -> Link:
-            return connect(Members.join(address, rank, size, self.timeout), source)
-
-        self.link = self._both(
-            "reshard_meet", [(address, first, size, self.timeout) for first in firsts], meet
-        )
+        return self.source
 
     def _refit(self) -> Report:
         link = self.link
         assert link is not None
-        return self._both(
-            "reshard_take", [(self.verify,)] * len(self.workers), lambda: link.refit(verify=self.verify)
+        calls = self._asked("reshard_take", [(self.verify,)] * len(self.workers))
+        return calls.beside(link.members, lambda: link.refit(verify=self.verify))
+
+    def _asked(self, method: str, arguments: Sequence[tuple]) -> Calls:
+        """On the first rank, the calls of the rollout's workers; they go on while this rank does its part."""
+        if dist.get_rank() != 0:
+            return Calls({})
+        return Calls(
+            {
+                f"worker {index} of the rollout": worker.reshard_call.remote(method, *given).future()
+                for index, (worker, given) in enumerate(zip(self.workers, arguments))
+            }
         )
-
-    def _both(self, method: str, arguments: Sequence[tuple], mine: Callable[[], Any]) -> Any:
-        """This rank's part, and on the first rank the rollout's at the same time; what this rank's part returns.
-
-        Where both fail, all members agree on one sentence; what a worker says that never came to it stands behind.
-        """
-        asked = []
-        if dist.get_rank() == 0:
-            asked = [w.reshard_call.remote(method, *given) for w, given in zip(self.workers, arguments)]
-        try:
-            result = mine()
-        except ReshardError as error:
-            told = [said for said in _failed(asked) if str(error) not in said]
-            raise ReshardError(f"{error} (the rollout: {told[0]})" if told else str(error)) from error
-        ray.get(asked)
-        return result
 
 
 def options() -> tuple[bool, float]:
@@ -176,28 +171,11 @@ def options() -> tuple[bool, float]:
     if verify not in ("0", "1"):
         raise ReshardError(f"RESHARD_VERIFY is {verify!r}: set it to 0 or 1 in actor_train.system_envs")
     try:
-        seconds = float(timeout)
+        seconds: Any = float(timeout)
     except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ReshardError(f"RESHARD_TIMEOUT is {timeout!r}: set it to seconds in actor_train.system_envs")
+        seconds = timeout
+    check_seconds(seconds, "RESHARD_TIMEOUT in actor_train.system_envs")
     return verify == "1", seconds
-
-
-def _said(error: Exception) -> str:
-    """The error of a call by Ray, in a line."""
-    return first_line(getattr(error, "cause", None) or error)
-
-
-def _failed(asked: list[Any]) -> list[str]:
-    """What those of some calls say that have failed by now."""
-    said = []
-    for one in ray.wait(asked, num_returns=len(asked), timeout=1.0)[0] if asked else []:
-        try:
-            ray.get(one)
-        except Exception as error:
-            said.append(_said(error))
-    return said
 
 
 class InferWorker(base_worker.InferWorker):

@@ -22,6 +22,7 @@ with importing_beside("ms-swift", "mcore_bridge", "megatron", "swift"):
 import torch
 
 from reshard.core.errors import ReshardError
+from reshard.core.limits import check_seconds, check_switch
 from reshard.engines.vllm.live import VllmModel
 from reshard.models.model import Model
 from reshard.models.rope import attention_factor
@@ -46,10 +47,8 @@ def use(verify: bool = False, timeout: float = TIMEOUT) -> None:
     With `verify` digests of both sides are compared after each sync. `timeout` is how many seconds the ranks
     wait for one another. Called again, the last call's options count. Raises ReshardError for others.
     """
-    if not isinstance(verify, bool):
-        raise ReshardError(f"swift.use has verify={verify!r}: give True or False")
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-        raise ReshardError(f"swift.use has timeout={timeout!r:.80}: give a number of seconds above 0")
+    check_switch(verify, "verify of swift.use")
+    check_seconds(timeout, "timeout of swift.use")
     ReshardGRPOTrainer.reshard_verify, ReshardGRPOTrainer.reshard_timeout = verify, timeout
     trainers.MegatronGRPOTrainer = ReshardGRPOTrainer
 

@@ -28,9 +28,11 @@ with importing_beside("verl", "ray", "torch", "verl"):
     from verl.workers.rollout.vllm_rollout import ServerAdapter
 
 from reshard.core.errors import ReshardError
+from reshard.core.limits import check_seconds, check_switch
 from reshard.refit.connecting import connect
 from reshard.refit.link import Link
 from reshard.refit.members import Members
+from reshard.trainers.calls import Calls, what_failed
 from reshard.trainers.meeting import meeting_place
 from reshard.trainers.megatron import MegatronModel
 
@@ -101,10 +103,16 @@ class ReshardServerAdapter(ServerAdapter):
         if isinstance(weights, Shards):
             await self._together(weights.source, global_steps, **options)
         else:
-            if weights.new:
-                at = (weights.address, weights.first_rank, weights.size)
-                await self._execute_method("reshard_connect", kwargs=_connecting(*at, options))
-            await self._execute_method("reshard_refit", args=(global_steps, options["verify"]))
+            try:
+                if weights.new:
+                    at = (weights.address, weights.first_rank, weights.size)
+                    await self._execute_method("reshard_connect", kwargs=_connecting(*at, options))
+                await self._execute_method("reshard_refit", args=(global_steps, options["verify"]))
+            except ray.exceptions.RayError as error:
+                # An engine that has died, or refuses before it comes, can tell nobody; the actor waits for it.
+                said = f"{self._me()} has failed: {what_failed(error)}"
+                Members.tell(weights.address, said)
+                raise ReshardError(said) from error
         if self._has_server:
             await self.server_handle.clear_kv_cache.remote()
             if global_steps is not None:
@@ -126,19 +134,25 @@ class ReshardServerAdapter(ServerAdapter):
                 size = trainers + replicas * self._workers()
                 [address] = _told([meeting_place() if dist.get_rank() == 0 else ""])
                 first = trainers + self.replica_rank * self._workers()
-                asked = await self._execute_method(
-                    "reshard_connect", non_block=True, kwargs=_connecting(address, first, size, options)
+                calls = await self._asked(
+                    "reshard_connect", kwargs=_connecting(address, first, size, options)
                 )
-                self._link = connect(Members.join(address, dist.get_rank(), size, timeout), source)
-                if asked is not None:
-                    await asked
-            asked = await self._execute_method("reshard_refit", non_block=True, args=(version, verify))
-            self._link.refit(version, verify)
-            if asked is not None:
-                await asked
+                members = Members.join(address, dist.get_rank(), size, timeout)
+                self._link = calls.beside(members, lambda: connect(members, source))
+            link = self._link
+            calls = await self._asked("reshard_refit", args=(version, verify))
+            calls.beside(link.members, lambda: link.refit(version, verify))
         except BaseException:
             self._link = None
             raise
+
+    async def _asked(self, method: str, **arguments: Any) -> Calls:
+        """A call of this replica's workers, on the rank that makes it; it goes on while this rank does its part."""
+        asked = await self._execute_method(method, non_block=True, **arguments)
+        return Calls({} if asked is None else {self._me(): asked.future()})
+
+    def _me(self) -> str:
+        return f"the rollout's replica {self.replica_rank}"
 
     def _workers(self) -> int:
         """How many workers a replica has."""
@@ -151,13 +165,20 @@ def options_of(config: Any) -> dict[str, Any]:
     """``rollout.checkpoint_engine.engine_kwargs.reshard``: whether digests are compared, and how long members wait for
     one another, in seconds. Raises ReshardError for others."""
     given = dict((config.checkpoint_engine.engine_kwargs or {}).get(BACKEND, {}))
-    known = {"verify": False, "timeout": TIMEOUT}
+    known: dict[str, Any] = {"verify": False, "timeout": TIMEOUT}
     if given.keys() - known.keys():
         raise ReshardError(
             f"checkpoint_engine.engine_kwargs.{BACKEND} has {sorted(given.keys() - known.keys())}: it takes "
             f"verify and timeout"
         )
+    _check(**known | given)
     return known | given
+
+
+def _check(verify: bool, timeout: float) -> None:
+    where = f"checkpoint_engine.engine_kwargs.{BACKEND}"
+    check_switch(verify, f"{where}.verify")
+    check_seconds(timeout, f"{where}.timeout")
 
 
 @CheckpointEngineRegistry.register(BACKEND)
@@ -168,6 +189,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
     def __init__(
         self, bucket_size: int = 0, is_master: bool = False, verify: bool = False, timeout: float = TIMEOUT
     ) -> None:
+        _check(verify, timeout)
         self.verify, self.timeout = verify, timeout
         self.me = f"{socket.gethostname()} {id(self)} {ray.get_runtime_context().get_worker_id()}"
         self.told: dict[str, Any] = {}

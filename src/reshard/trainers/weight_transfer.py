@@ -11,18 +11,21 @@ calls that vLLM has for this; all of them meet the engines' workers at the addre
 
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from http.client import HTTPException
 from typing import Any, Protocol
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import torch.distributed as dist
 
 from reshard.core.errors import ReshardError, first_line
+from reshard.core.limits import check_seconds
 from reshard.live.trainer import Trainer
 from reshard.refit.connecting import BUCKET_BYTES, connect
-from reshard.refit.link import Link, Report
+from reshard.refit.link import Report
 from reshard.refit.members import Members
+from reshard.trainers.calls import Calls, aside
 
 DEV_MODE = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "reshard"}\''
 
@@ -48,6 +51,7 @@ class HttpClient:
     """A ``vllm serve``, by its routes; they are there with ``VLLM_SERVER_DEV_MODE=1``. `timeout` in seconds."""
 
     def __init__(self, url: str, timeout: float = 600.0) -> None:
+        check_seconds(timeout, "timeout of HttpClient")
         self.url, self.timeout = url.rstrip("/"), timeout
 
     def world_size(self) -> int:
@@ -94,7 +98,7 @@ class HttpClient:
             said = error.read().decode(errors="replace").strip()
             hint = f": {DEV_MODE}" if error.code == 404 else f": {said[:300]}"
             raise ReshardError(f"{self.url} answers /{route} with {error.code}{hint}") from error
-        except (URLError, OSError) as error:
+        except (HTTPException, OSError) as error:
             raise ReshardError(f"{self.url} does not answer /{route} ({first_line(error)})") from error
         try:
             return json.loads(answer or b"{}")
@@ -135,8 +139,9 @@ class LlmClient:
 class WeightTransfer:
     """A trainer's rank, connected to one or more engines.
 
-    `clients` are the engines, `engine_ranks` how many workers each has: asked of them unless given, on every rank
-    of the trainer, so that ranks without a client of their own give it. `address` is a ``host:port`` that all
+    `clients` are the engines, `engine_ranks` how many workers each has: asked of them unless given; by the first rank
+    for all where torch's process group has the trainer's ranks, else on every rank, so that those without a client of
+    their own give it. `address` is a ``host:port`` that all
     processes reach; the first rank serves there. `rank` and `ranks` count the trainer, by default torch's
     process group. Other arguments are those of `reshard.refit.connect`, `timeout` is that of `Members.join`.
 
@@ -147,66 +152,73 @@ class WeightTransfer:
                  engine_ranks: Sequence[int] | None = None, rank: int | None = None, ranks: int | None = None,
                  timeout: float = 60.0, executor: str = "auto", bucket_bytes: int = BUCKET_BYTES,
                  release: bool = True) -> None:  # fmt: skip
+        check_seconds(timeout, "timeout")
         self.rank = rank if rank is not None else _of_group(dist.get_rank, 0)
         trainers = ranks if ranks is not None else _of_group(dist.get_world_size, 1)
         self.clients = list(clients) if isinstance(clients, Sequence) else [clients]
-        sizes = list(engine_ranks) if engine_ranks is not None else [_workers(one) for one in self.clients]
+        in_group = rank is None and ranks is None and trainers > 1
+        sizes = _sizes(self.clients, engine_ranks, in_group)
         size = trainers + sum(sizes)
         firsts = [trainers + sum(sizes[:index]) for index in range(len(sizes))]
 
-        def ask(client: Client) -> None:
-            first = firsts[self.clients.index(client)]
-            client.init_weight_transfer_engine(
-                {"address": address, "first_rank": first, "size": size, "timeout": timeout}
-            )
+        def ask(index: int) -> None:
+            meeting = {"address": address, "first_rank": firsts[index], "size": size, "timeout": timeout}
+            self.clients[index].init_weight_transfer_engine(meeting)
 
-        def meet() -> Link:
-            members = Members.join(address, self.rank, size, timeout)
-            return connect(members, source, executor=executor, bucket_bytes=bucket_bytes, release=release)
-
-        self.link = self._both(ask, meet)
+        calls = self._asked(ask)
+        members = Members.join(address, self.rank, size, timeout)
+        options: dict[str, Any] = {"executor": executor, "bucket_bytes": bucket_bytes, "release": release}
+        self.link = calls.beside(members, lambda: connect(members, source, **options))
 
     def send(self, version: int | None = None, verify: bool = False) -> Report:
         """One refit of all engines; see `Link.refit`. Returns when they have the weights.
 
         What engines remember of the old weights is theirs: pause them before, and reset their prefix cache.
         """
-        self._each(lambda client: client.start_weight_update())
         info = {"version": version, "verify": verify}
-        report = self._both(
-            lambda client: client.update_weights(info), lambda: self.link.refit(version, verify)
-        )
-        self._each(lambda client: client.finish_weight_update())
+
+        def ask(index: int) -> None:
+            self.clients[index].start_weight_update()
+            self.clients[index].update_weights(info)
+
+        report = self._asked(ask).beside(self.link.members, lambda: self.link.refit(version, verify))
+        if self.rank == 0:
+            for client in self.clients:
+                client.finish_weight_update()
         return report
 
     def close(self) -> None:
         """Unmap the peers' memory, and free what was staged."""
         self.link.close()
 
-    def _each(self, ask: Callable[[Client], None]) -> None:
-        if self.rank == 0:
-            for client in self.clients:
-                ask(client)
-
-    def _both(self, ask: Callable[[Client], None], mine: Callable[[], Any]) -> Any:
-        """Ask the engines, on the first rank, and do this rank's part meanwhile; its result.
-
-        Where both fail it is this rank's error that is raised: all members agree on that sentence. What an engine
-        says that never came to it stands behind.
-        """
+    def _asked(self, ask: Callable[[int], None]) -> Calls:
+        """On the first rank, a call of each engine; they go on while this rank does its part."""
         if self.rank:
-            return mine()
-        with ThreadPoolExecutor(max(1, len(self.clients))) as pool:
-            asked: list[Future[None]] = [pool.submit(ask, client) for client in self.clients]
-            try:
-                result = mine()
-            except ReshardError as error:
-                said = [first_line(e) for e in (one.exception() for one in asked) if e is not None]
-                told = [sentence for sentence in said if str(error) not in sentence]
-                raise ReshardError(f"{error} (the engine: {told[0]})" if told else str(error)) from error
-            for one in asked:
-                one.result()
-        return result
+            return Calls({})
+        named = ((index, _name(client, index)) for index, client in enumerate(self.clients))
+        return Calls({name: aside(partial(ask, index)) for index, name in named})
+
+
+def _name(client: Client, index: int) -> str:
+    return f"engine {index} ({getattr(client, 'url', type(client).__name__)})"
+
+
+def _sizes(clients: Sequence[Client], given: Sequence[int] | None, in_group: bool) -> list[int]:
+    """How many workers each engine has. Where torch's process group has the trainer's ranks, its first rank finds it out,
+    so that all hear of it where an engine cannot be asked."""
+    told: list[Any] = [None]
+    if not in_group or dist.get_rank() == 0:
+        try:
+            told = [list(given) if given is not None else [_workers(one) for one in clients]]
+        except ReshardError as error:
+            if not in_group:
+                raise
+            told = [str(error)]
+    if in_group:
+        dist.broadcast_object_list(told, 0)
+    if isinstance(told[0], str):
+        raise ReshardError(told[0])
+    return list(told[0])
 
 
 def _workers(client: Any) -> int:
