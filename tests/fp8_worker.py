@@ -1,5 +1,5 @@
-"""An extension of vLLM's workers under which fp8 by tensor can be had on any CPU: vLLM's build has its kernel that quantises only where the
-CPU knows AVX512, and there it is used; elsewhere torch does what that does. All else is vLLM's, the layers that multiply in fp8 too."""
+"""An extension of vLLM's workers under which fp8 by tensor can be had without a GPU: vLLM's build for the CPU multiplies in it, by torch,
+and has no kernel that quantises to it. Here torch does what that does; all else is vLLM's."""
 
 import torch
 from vllm import _custom_ops
@@ -21,8 +21,7 @@ class Fp8Extension(RefitExtension):
     """For ``worker_extension_cls``."""
 
     def __new__(cls, *args, **kwargs):
-        if not torch.cpu._is_avx512_supported():
-            _custom_ops.scaled_fp8_quant = by_tensor
+        _custom_ops.scaled_fp8_quant = by_tensor
         return super().__new__(cls, *args, **kwargs)
 
     def in_fp8(self) -> int:
