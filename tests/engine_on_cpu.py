@@ -396,6 +396,19 @@ def transfer_quantised(pairs: list, port: int) -> dict:
     return said
 
 
+def transfer_experts(pair: list, port: int) -> str:
+    """What connecting an ``LLM`` with experts in bf16 raises."""
+    from reshard import Layout
+    from reshard.parity.megatron import Megatron
+    from reshard.trainers import LlmClient, MegatronModel, WeightTransfer
+
+    trainer, llm = Megatron(Path(pair[1]), "bf16", Layout()), transferable(pair[0], dtype="bfloat16")
+    source, address = MegatronModel(trainer.models), f"127.0.0.1:{port}"
+    found = caught(lambda: WeightTransfer(source, LlmClient(llm), address, timeout=180))
+    llm.llm_engine.engine_core.shutdown()
+    return found
+
+
 def asked(url: str, model: str, prompt: list[int]) -> list:
     """What `answers` says, of a server."""
     from tests.vllm_server import post

@@ -77,3 +77,14 @@ def test_engines_that_have_quantised_what_they_loaded_answer_as_ones_that_have_l
     for step, loaded in enumerate(found["loaded"]):
         assert found[f"version {step}"] == [loaded, loaded], "equal to the last bit"
     assert found["loaded"][0] != found["loaded"][1], "the control: they had loaded two different ones"
+
+
+def test_experts_that_a_vllm_packs_for_the_cpu_in_every_case_are_refused_by_name(tmp_path):
+    make(tmp_path / "hf", "served-qwen3-moe", torch.bfloat16)
+    hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", Layout())
+    said = run(tmp_path, 1, "transfer_experts", [str(tmp_path / "hf"), str(tmp_path / "mcore")], free_port())
+    if int(version().split(".")[1]) < 28:
+        assert said == "no error"
+    else:
+        assert "serves from experts that vLLM's build for the CPU has packed" in said
+        assert "use vLLM 0.27 or an older one" in said
