@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from reshard import Layout, VllmLayout, hf_to_mcore, plan_refit, read_model
+from reshard.refit.members import PROTOCOL
 from tests.disk import ended
 from tests.ranks import free_port, run_on_ranks
 from tests.test_logits import EP, ETP, PP, TP, VPP, flags_at
@@ -364,7 +365,7 @@ def fault(converted, folder, what: str, variant: str = "qwen3", timeout: float =
     ("config", "", "the trainer's layernorm_epsilon is 1e-06, but the served model's is 0.5"),
     ("another trainer", "--rotary-base 50000", "the trainer's rotary_base is 50000, but the served model's is 10000"),
     ("dtype", "", "is bfloat16 in the trainer, but float16 in the engine"),
-    ("protocol", "", "has protocol 4, inference rank 2 has 99"),
+    ("protocol", "", f"has protocol {PROTOCOL}, inference rank 2 has 99"),
     ("lacks a parameter", "", "the trainer's model lacks 1 parameters that the config of inference rank 1 calls for: model.layers.0.self_attn.o_proj.weight"),
     ("lies elsewhere", "", "is on meta, and a refit reads from cpu: move the whole model there first"),
     ("has one too many", "", "holds 1 parameters that qwen3 does not have: decoder.layers.adapter.weight"),

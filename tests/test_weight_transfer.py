@@ -80,6 +80,10 @@ def test_engines_that_have_quantised_what_they_loaded_answer_as_ones_that_have_l
 
 
 def test_experts_that_a_vllm_packs_for_the_cpu_in_every_case_are_refused_by_name(tmp_path):
+    if version().startswith("0.24."):
+        pytest.skip(
+            "vLLM 0.24 does not run experts from plain weights on a CPU: it makes an operator outside of its config"
+        )
     make(tmp_path / "hf", "served-qwen3-moe", torch.bfloat16)
     hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", Layout())
     said = run(tmp_path, 1, "transfer_experts", [str(tmp_path / "hf"), str(tmp_path / "mcore")], free_port())
