@@ -59,10 +59,12 @@ def module_of(llm) -> torch.nn.Module:
 
 
 def held_by(module: torch.nn.Module) -> dict[str, int]:
-    """Fingerprints. Dummy weights make up scales of the key-value cache too, which nobody reads unless it is in fp8."""
+    """Fingerprints. Dummy weights make up scales of attention too, which nobody reads unless the key-value cache is in
+    fp8."""
     from benchmarks.refit import fingerprints
 
-    return {k: v for k, v in fingerprints(module).items() if not k.endswith(("_k_scale", "_v_scale"))}
+    unread = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale")
+    return {k: v for k, v in fingerprints(module).items() if not k.endswith(unread)}
 
 
 def copied(module: torch.nn.Module) -> dict[str, torch.Tensor]:
