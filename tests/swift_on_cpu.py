@@ -245,8 +245,35 @@ def check(plugin: str, *paths: str) -> dict:
         published = {part.name for tensor in source.publish(model) for part in tensor.parts}
         with safe_open(Path(path) / "model.safetensors", "pt") as files:
             said["unlike the files"] = sorted(published ^ set(files.keys()))
+        said["loaded and saved"] = loaded_and_saved(source, path)
         found[Path(path).name] = said
     return found
+
+
+def loaded_and_saved(source, path: str) -> dict[str, str]:
+    """Whether a save is the directory that mcore-bridge has loaded, tensor for tensor, and whether a load over other weights
+    brings them back; and what is said of a load without what is known of mcore-bridge's models."""
+    import torch
+    from safetensors.torch import load_file
+
+    import reshard
+
+    def saved(name: str) -> dict[str, torch.Tensor]:
+        reshard.save(source, f"{path}-{name}", path, format="hf")
+        return load_file(f"{path}-{name}/model.safetensors")
+
+    def like(found: dict[str, torch.Tensor]) -> str:
+        wanted = load_file(f"{path}/model.safetensors")
+        return str(found.keys() == wanted.keys() and all(torch.equal(found[k], wanted[k]) for k in wanted))
+
+    said = {"saved": like(saved("saved"))}
+    for chunk in source.models:
+        for parameter in chunk.parameters():
+            parameter.data.fill_(0.5)
+    said["spoilt"] = like(saved("spoilt"))
+    said["plain"] = caught(lambda: reshard.load(source.models, path))
+    reshard.load(source, path)
+    return said | {"loaded": like(saved("loaded"))}
 
 
 def main() -> None:

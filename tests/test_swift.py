@@ -159,6 +159,9 @@ def test_a_model_of_mcore_bridge_is_the_served_one_by_its_frequencies_and_factor
     assert "inv_freq[1] = " in said["other frequencies"]
     assert said["another factor"].startswith("the trainer's attention_scaling is ")
     assert said["another kind"] == "the trainer's model has no rotary embedding as mcore-bridge 1.6 makes it"
+    homes = said["loaded and saved"]
+    assert homes.pop("plain").startswith(f"the trainer's {setting} is" if setting else "no error")
+    assert homes == {"saved": "True", "spoilt": "False", "loaded": "True"}
 
 
 def test_an_adapter_without_its_trainer_says_what_is_missing():

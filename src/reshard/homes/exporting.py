@@ -1,7 +1,7 @@
 """A live Megatron as a stream of whole tensors under their published names, for consumers that take such a
 stream."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,13 @@ from reshard.disk.team import Team
 from reshard.homes.agreement import Agreed, Given, agree
 from reshard.homes.config import Published
 from reshard.homes.memory import bytes_of
-from reshard.homes.ranks import Rank, box_of, decide, without_resume
+from reshard.homes.ranks import Models, Rank, box_of, decide, without_resume
 
 MAX_BUFFER_BYTES = 1 << 40
 
 
 def export(
-    models: Sequence[torch.nn.Module] | torch.nn.Module,
+    models: Models,
     hf_config: str | Path | Published,
     *,
     buffer_bytes: int = 128 << 20,

@@ -1,13 +1,12 @@
 """Weights on disk into a live Megatron: every rank reads its own boxes, straight into its parameters."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from reshard.core.collector import collector_paused
 from reshard.core.dtypes import DTYPES, Dtype
@@ -24,7 +23,7 @@ from reshard.disk.workers import Progress, run_jobs, worker_count
 from reshard.homes.config import config_path
 from reshard.homes.filling import Filler
 from reshard.homes.memory import ToDevice, bytes_of
-from reshard.homes.ranks import Rank, decide, not_covered, without_resume
+from reshard.homes.ranks import Models, Rank, decide, not_covered, without_resume
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import Model
 
@@ -51,7 +50,7 @@ class LoadReport:
 
 
 def load(
-    models: Sequence[torch.nn.Module] | torch.nn.Module,
+    models: Models,
     source: str | Path,
     *,
     hf_config: str | Path | None = None,
@@ -69,7 +68,8 @@ def load(
     from a Megatron ``torch_dist`` checkpoint at any layout.
 
     All ranks of torch's default process group call it, each with the `models` that ``get_model`` returned to
-    it: chunks of virtual stages, wrapped or bare. Nothing is gathered; each rank reads its own boxes. Weights
+    it: chunks of virtual stages, wrapped or bare (or a `MegatronModel` of them, such as the `SwiftModel` of those that
+    mcore-bridge makes). Nothing is gathered; each rank reads its own boxes. Weights
     keep their numbers: a cast that rounds is made only to the `dtype` that is given (``bf16``, ``fp16``,
     ``fp32``), and finite numbers that it would make infinite are refused unless `allow_overflow`. `skip_mtp`
     leaves MTP layers behind that the model does not have. `make_vocab_size_divisible_by` bounds what may be

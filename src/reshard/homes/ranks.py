@@ -24,6 +24,8 @@ from reshard.trainers.megatron import MegatronModel
 
 require("megatron", "torch", "megatron.core")
 
+# What a trainer holds of a model: what ``get_model`` returned, or our view of it.
+Models = Sequence[torch.nn.Module] | torch.nn.Module | MegatronModel
 # Of a message: a box as the others are told it.
 Told = list[Any]
 
@@ -31,11 +33,13 @@ Told = list[Any]
 class Rank:
     """This rank's part of a live model, by the published names of `model`."""
 
-    def __init__(
-        self, models: Sequence[torch.nn.Module] | torch.nn.Module, metadata: Mapping[str, Any] | None
-    ) -> None:
-        check_memory([models] if isinstance(models, torch.nn.Module) else models)
-        self.trainer = MegatronModel(models, metadata)
+    def __init__(self, models: Models, metadata: Mapping[str, Any] | None) -> None:
+        if isinstance(models, MegatronModel):
+            check_memory(models.models)
+            self.trainer = models
+        else:
+            check_memory([models] if isinstance(models, torch.nn.Module) else models)
+            self.trainer = MegatronModel(models, metadata)
         self.device = self.trainer.device or torch.device("cpu")
         self.pieces: list[Piece] = []
         self.fills: list[tuple[Region, Rows]] = []

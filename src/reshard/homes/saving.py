@@ -4,7 +4,7 @@ all."""
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import groupby
@@ -32,7 +32,7 @@ from reshard.homes.agreement import agree
 from reshard.homes.config import Published, implementation_of, layout_of
 from reshard.homes.memory import PINNED_BYTES, FromDevice, bytes_of, on_host, slab_bytes
 from reshard.homes.pieces import Part, Piece, bundles, parts_of
-from reshard.homes.ranks import Rank, decide, without_resume
+from reshard.homes.ranks import Models, Rank, decide, without_resume
 from reshard.megatron.args import version_of
 from reshard.megatron.layout import Layout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
@@ -104,7 +104,7 @@ _last: Saving | None = None
 
 
 def save(
-    models: Sequence[torch.nn.Module] | torch.nn.Module,
+    models: Models,
     destination: str | Path,
     hf_config: str | Path | Published,
     *,
@@ -125,7 +125,7 @@ def save(
     Hugging Face directory.
 
     All ranks of torch's default process group call it, each with the `models` that ``get_model`` returned to
-    it; all see the same file system. Of what several ranks hold alike one writes each box. `hf_config` is the
+    it, as `load` takes them; all see the same file system. Of what several ranks hold alike one writes each box. `hf_config` is the
     directory, ``config.json`` or hub id that the model started from: it gives names, and the config, tokenizer
     and generation config that go with the weights. The files are those that `hf_to_mcore` and `mcore_to_hf`
     make of the same weights, byte for byte; the manifest names another source. `layout` is how a ``torch_dist``
