@@ -1,5 +1,6 @@
 """Live Megatron models as a home of weights, on the CPU: what a load leaves in them, held against Megatron's own loader."""
 
+import errno
 import os
 import time
 from functools import partial
@@ -205,8 +206,6 @@ def failing_save(
 ):
     """A save in which rank `at` meets a fault after its second write, over a destination that is there; what is said, and what of a save
     after it."""
-    import errno
-
     models, wrapped, args = chunks(flags)
     by_megatron(models, args, mcore)
     torch.distributed.barrier()
@@ -235,6 +234,41 @@ def failing_save(
     else:
         said.append(caught(lambda: reshard.save(wrapped, f"{folder}/after", hf)))
     return said
+
+
+def save_as_trained(rank: int, flags: list[str], source: str, run: str, iteration: int) -> None:
+    """An iteration in the directory of a run, by Megatron-LM's own ``save_checkpoint``."""
+    from megatron.training.checkpointing import save_checkpoint
+
+    models, args = megatron_on_cpu.build(flags)
+    megatron_on_cpu.load(models, args, source)
+    args.save, args.ckpt_format, args.no_save_optim, args.no_save_rng = run, "torch_dist", True, True
+    save_checkpoint(iteration, models, None, None, 0)
+
+
+def save_iterations(rank: int, flags: list[str], hf: str, first: str, second: str, run: str):
+    """Add iterations to the directory of a run: 7 and 20 of two checkpoints' weights, 30 with a disk that fills, and 7 once more; what Megatron's
+    loader finds in the end that the second does not have, and what was said."""
+    models, wrapped, args = chunks(flags)
+    save = partial(reshard.save, wrapped, run, hf, make_vocab_size_divisible_by=8)
+    by_megatron(models, args, first)
+    save(iteration=7)
+    expected = by_megatron(models, args, second)
+    save(iteration=20, background=True).result()
+    said = [caught(lambda: save(iteration=20)), caught(lambda: save(format="hf", iteration=30)), caught(save)]
+    plain = saving.write_boxes
+    saving.write_boxes = full if rank else plain
+    said.append(caught(lambda: save(iteration=30)))
+    saving.write_boxes = plain
+    found = by_megatron(models, args, run)
+    save(iteration=7, overwrite=True)
+    torch.distributed.barrier()
+    return unlike(found, expected), unlike(by_megatron(models, args, run), expected), said
+
+
+def full(*arguments):
+    """A disk on which nothing more can be written."""
+    raise files.write_error(Path("a file"), OSError(errno.ENOSPC, "no more"))
 
 
 def refused_save(rank: int, flags: list[str], cases: list[tuple[str, str, dict]]) -> list[str]:

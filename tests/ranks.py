@@ -56,8 +56,8 @@ def run_on_ranks(world_size: int, function: str, *args, module: str = "megatron_
                 failed.append(f"rank {rank}:\n" + (Path(folder) / f"error{rank}").read_text())
             elif process.exitcode:
                 failed.append(f"rank {rank} ended with {process.exitcode}")
-        # what others say of a rank that has ended tells less than what it says itself
-        failed.sort(key=lambda said: "by peer" in said)
+        # what others say of a rank that has ended, or that they wait for it, tells less than what it says itself
+        failed.sort(key=lambda said: ("did not end" in said, "by peer" in said))
         assert not failed, "\n".join(failed[:2])
         results = [Path(folder) / f"result{rank}" for rank in range(world_size)]
         assert may_die or all(path.exists() for path in results), "a rank ended early"

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from reshard import Layout, check, hf_to_mcore, mcore_to_hf, read_model
+from reshard import Layout, ReshardError, check, hf_to_mcore, mcore_to_hf, read_model
 from reshard.disk.sources import open_source
 from tests.checkpoints import make
 from tests.disk import tree
@@ -330,6 +330,69 @@ def test_a_save_after_the_first_rank_died_starts_anew(weights, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["after", "out"]
 
 
+@pytest.mark.parametrize("begun", ["by Megatron", "by a conversion", "by a save"])
+def test_iterations_join_the_others_of_a_run(begun, weights, tmp_path):
+    first, second = weights("qwen3-moe"), weights("qwen3-moe", seed=1)
+    run, parallel = tmp_path / "run", f"{TP} 2 {EP} 2 {ETP} 1"
+    flags, before = flags_at(first / "mcore", parallel), "iter_0000007"
+    if begun == "by Megatron":
+        run.mkdir()
+        before = "iter_0000003"
+        run_on_ranks(2, "save_as_trained", flags, str(first / "mcore"), str(run), 3, module="homes_on_cpu")
+    elif begun == "by a conversion":
+        hf_to_mcore(first / "hf", run, Layout(pp=2), transformer_impl="local", make_vocab_size_divisible_by=8)
+        before = "release"
+    kept = tree(run / before) if run.exists() else {}
+    results = on_ranks(
+        2, "save_iterations", flags, str(first / "hf"), str(first / "mcore"), str(second / "mcore"), str(run)
+    )
+    for rank, (latest, replaced, said) in enumerate(results):
+        # The iteration that was replaced is not the last that was asked for, but the last that was written.
+        assert latest == replaced == []
+        where = "" if rank == 1 else "process 1 of 2 failed: "
+        assert all("exists; pass --overwrite" in sentence for sentence in said[:3])
+        assert said[3] == f"{where}the disk is full: a file could not be written; free some space"
+    assert (run / "latest_checkpointed_iteration.txt").read_text() == "7"
+    names = {
+        "iter_0000007",
+        "iter_0000020",
+        before,
+        "hf",
+        "latest_checkpointed_iteration.txt",
+        "megatron_flags.txt",
+    }
+    assert {path.name for path in run.iterdir()} - {"reshard.json"} == names
+    if kept and before != "iter_0000007":
+        assert tree(run / before) == kept
+    for name in ("iter_0000007", "iter_0000020", *(["release"] if before == "release" else [])):
+        assert check(run / name).ok, name
+        mcore_to_hf(run / name, tmp_path / name)
+        expected = first if name == "release" else second
+        assert (
+            hf_bits(tmp_path / name)
+            == hf_bits(expected / "hf")
+            != hf_bits((second if expected is first else first) / "hf")
+        )
+    assert check(run).ok
+    damaged = next((run / "iter_0000007").glob("*.distcp"))
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    assert not check(run).ok and not check(run / "iter_0000007").ok and check(run / "iter_0000020").ok
+    (run / "iter_0000007" / "common.pt").unlink()
+    assert check(run).missing == ["iter_0000007/common.pt"]
+    (run / "iter_0000007" / ".metadata").write_bytes(b"nothing")
+    for path in (run, run / "iter_0000007"):
+        with pytest.raises(
+            ReshardError, match="not as it was written: iter_0000007/.metadata, iter_0000007/common.pt"
+        ):
+            check(path)
+
+
+def hf_bits(directory):
+    return {name: bits(tensor) for name, tensor in hf_tensors(directory).items()}
+
+
 def test_what_a_save_cannot_do_is_said_before_anything_is_written(weights, tmp_path):
     folder = weights("qwen3")
     (tmp_path / "taken").mkdir()
@@ -342,6 +405,7 @@ def test_what_a_save_cannot_do_is_said_before_anything_is_written(weights, tmp_p
         (out, str(weights("llama") / "hf"), {}, "the served model's"),
         (out, good, {"layout": Layout(tp=3)}, "--tp 3 does not divide"),
         (out, good, {"layout": 2}, "not a reshard.Layout"),
+        (str(weights("llama") / "mcore"), good, {"iteration": 5}, "is of another model than"),
         (out, good, {"max_shard_size": "much", "format": "hf"}, "is not a size"),
         (str(folder / "hf" / "inside"), good, {}, "overlap"),
         (str(tmp_path / "no" / "parent"), good, {}, "is not a directory; create it first"),

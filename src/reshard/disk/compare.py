@@ -12,6 +12,7 @@ from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError, listed
 from reshard.disk.files import allow_many_files
 from reshard.disk.hub import local_directory
+from reshard.disk.locate import ITERATION, tracked_iteration
 from reshard.disk.manifest import CHECKSUM, NAME, read_manifest
 from reshard.disk.sources import HF_FILES, HuggingFaceSource, MegatronSource, Source, open_source
 from reshard.disk.verify import changed_files, checksum_of, differences, manifest_of, stored_tensors
@@ -228,8 +229,8 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
     allow_many_files()
     path = Path(path)
     worker_count(workers)
-    root = path if (path / NAME).is_file() or not (path.parent / NAME).is_file() else path.parent
-    manifest = read_manifest(root)
+    root, recorded = _recorded(path)
+    manifest = read_manifest(recorded)
     try:
         source = open_source(path, as_stored=True)
     except ReshardError as error:
@@ -244,6 +245,11 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
             raise ReshardError(
                 f"{path} has no {NAME}: it was not written by reshard, so there are no checksums"
             )
+        root, recorded, only = path, path, [""]
+        if isinstance(source, MegatronSource):
+            root, recorded = source.root, source.located.recorded
+            if path == source.checkpoint.directory or recorded != root:
+                only = [f"{source.checkpoint.iteration}/", f"{HF_FILES}/"]
         if manifest_of(source) is None and isinstance(source, MegatronSource):
             iteration = manifest["iteration"]
             raise ReshardError(
@@ -269,15 +275,26 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
                 f"{NAME} lists no files (it is of an earlier version): only tensors were checked"
             )
             return result
-        within = [""] if root == path else [f"{path.name}/", f"{HF_FILES}/"]
-        here = {name: entry for name, entry in manifest["files"].items() if name.startswith(tuple(within))}
+        here = {name: entry for name, entry in manifest["files"].items() if name.startswith(tuple(only))}
         result.files = len(here)
         result.changed, result.missing = changed_files(root, here, source, workers)
         found = (str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
+        known = {*here, str((recorded / NAME).relative_to(root))}
         result.added = sorted(
-            n for n in found if n.startswith(tuple(within)) and n not in here and n != NAME and not _hidden(n)
+            n for n in found if n.startswith(tuple(only)) and n not in known and not _hidden(n)
         )
         return result
+
+
+def _recorded(path: Path) -> tuple[Path, Path]:
+    """Of what may be too damaged to be opened: the directory that its manifest's names begin at, and the one that the
+    manifest lies in."""
+    tracked = path / (tracked_iteration(path) or "")
+    if (tracked / NAME).is_file():
+        return (path.parent if tracked == path and ITERATION.fullmatch(path.name) else path), tracked
+    if (path / NAME).is_file() or not (path.parent / NAME).is_file():
+        return path, path
+    return path.parent, path.parent
 
 
 def _hidden(name: str) -> bool:

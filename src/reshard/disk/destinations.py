@@ -16,7 +16,6 @@ from reshard.core.errors import ReshardError
 from reshard.core.placement import Placement
 from reshard.core.planner import make_plan
 from reshard.disk.files import OpenFiles
-from reshard.disk.manifest import NAME as MANIFEST
 from reshard.disk.manifest import file_entry, manifest_json, printable
 from reshard.disk.quantised import Quantised
 from reshard.disk.rank_files import RankFiles, file_bytes
@@ -73,8 +72,9 @@ class Destination(ABC):
             name: text.encode() if isinstance(text, str) else text
             for name, text in self.small_files().items()
         }
-        entries = self.entries() | {name: file_entry(len(found), [found]) for name, found in data.items()}
-        data[MANIFEST] = manifest_json(fields, self.stored, checksums, entries).encode()
+        small = {name: file_entry(len(found), [found]) for name, found in data.items() if work.listed(name)}
+        entries = self.entries() | small
+        data[work.manifest] = manifest_json(fields, self.stored, checksums, entries).encode()
         for name, found in data.items():
             work.write_file(name, found, sync)
 

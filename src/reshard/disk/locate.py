@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.core.errors import ReshardError
+from reshard.disk.manifest import NAME as MANIFEST
 from reshard.formats import torch_dist
 from reshard.formats.small_files import MAX_COPIED_BYTES, read_file, read_json
 
@@ -40,6 +41,11 @@ class Located:
     iteration: str
     root: Path
     notices: tuple[str, ...] = ()
+
+    @property
+    def recorded(self) -> Path:
+        """The directory of its manifest, if it has one: an iteration that was added to others has its own."""
+        return self.directory if (self.directory / MANIFEST).is_file() else self.root
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,7 @@ def _iteration(path: Path) -> Located | None:
     """The iteration that the tracker names, or, where that one is not complete or there is no tracker, the last
     complete one."""
     names = [directory.name for directory in _numbered(path, ITERATION)]
-    tracked = _tracked(path)
+    tracked = tracked_iteration(path)
     if tracked is not None:
         found = _here(path / tracked)
         if found is not None:
@@ -133,7 +139,12 @@ def _iteration(path: Path) -> Located | None:
     return None
 
 
-def _tracked(path: Path) -> str | None:
+def holds_iterations(path: Path) -> bool:
+    """Whether a directory is that of a training run, or of a checkpoint that one may go on from."""
+    return (path / torch_dist.TRACKER).is_file() or any(_numbered(path, ITERATION))
+
+
+def tracked_iteration(path: Path) -> str | None:
     """The iteration that the tracker names; None without one."""
     if not (path / torch_dist.TRACKER).is_file():
         return None

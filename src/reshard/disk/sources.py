@@ -332,7 +332,7 @@ class MegatronSource(Source):
         refuse_others(self.checkpoint.keys, directory)
         taken = list(found.notices)
         self.config_directory: Path | None = None
-        with ignored_as_recorded(self.root if hf_config is None else None):
+        with ignored_as_recorded(found.recorded if hf_config is None else None):
             self.model, self.config_from = self._model(family, taken)
         self.files = OpenFiles()
         self.mapping = expand(
@@ -483,7 +483,7 @@ class MegatronSource(Source):
         }
         small = [
             self.root / torch_dist.TRACKER,
-            self.root / MANIFEST,
+            self.located.recorded / MANIFEST,
             (self.config_directory or self.root / HF_FILES) / "config.json",
             *config,
         ]
@@ -496,7 +496,7 @@ class MegatronSource(Source):
         return files
 
     def manifest(self) -> dict[str, Any] | None:
-        return read_manifest(self.root)
+        return read_manifest(self.located.recorded)
 
     def describe(self) -> dict[str, Any]:
         files = {stored.file for key in self.checkpoint.keys.values() for stored in key.chunks.values()}

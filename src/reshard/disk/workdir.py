@@ -30,6 +30,7 @@ from pathlib import Path
 from reshard.core.errors import ReshardError
 from reshard.disk.files import write_error
 from reshard.disk.manifest import NAME as MANIFEST
+from reshard.formats.torch_dist import TRACKER
 
 MARK, FINGERPRINT, TREE, REPLACED = "reshard-run", "fingerprint", "tree", "replaced"
 _MAX_NAME_BYTES = 255
@@ -43,7 +44,13 @@ REMOVERS = 8
 
 class Workdir:
     """The hidden directory of a run. Process 0 of a run that several processes share creates, locks and
-    publishes it."""
+    publishes it.
+
+    `tree` becomes the destination; below `root` everything is written, by names of which `listed` says whether
+    the manifest, whose own name is `manifest`, has them.
+    """
+
+    manifest = MANIFEST
 
     def __init__(
         self,
@@ -60,7 +67,7 @@ class Workdir:
         if len(os.fsencode(hidden)) > _MAX_NAME_BYTES:
             hidden = f".{hashlib.sha256(os.fsencode(name)).hexdigest()}.reshard-partial"
         self.path = self.destination.parent / hidden
-        self.tree = self.path / TREE
+        self.root = self.tree = self.path / TREE
         self.overwrite, self.resume, self.process = overwrite, resume, process
         self.lock: int | None = None
         self.prepared = False
@@ -254,9 +261,13 @@ class Workdir:
                 if entry.name != MARK:
                     _remove(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
 
+    def listed(self, name: str) -> bool:
+        """Whether the manifest lists a file."""
+        return True
+
     def write_file(self, relative: str, data: bytes | str, sync: bool = False) -> None:
         """Write a small file, with its directories."""
-        path = self.tree / relative
+        path = self.root / relative
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)
@@ -293,10 +304,14 @@ class Workdir:
                 f"run again with --resume",
                 True,
             ) from error
+        self._follow()
         _sync_directory(self.destination.parent)
         with contextlib.suppress(OSError):  # the next run removes the rest
             self._empty()
             shutil.rmtree(self.path)
+
+    def _follow(self) -> None:
+        """Put in its place what comes after the tree."""
 
     def _replace(self) -> None:
         if _exchange(self.tree, self.destination):
@@ -316,6 +331,41 @@ class Workdir:
                 shutil.rmtree(self.path, ignore_errors=True)
             os.close(self.lock)
         self.lock = None
+
+
+class AddedIteration(Workdir):
+    """The hidden directory of an iteration that joins others in the directory of a training run: beside it, with what
+    belongs to all iterations (config, tokenizer, flags, tracker) below `root`. That takes its place file by file once
+    the iteration has, the tracker last: whatever happens between, it names an iteration that is whole. The iteration
+    has a manifest of its own."""
+
+    def __init__(
+        self, config: Path, reads: Iterable[Path], run: Path, iteration: str, overwrite: bool, process: int
+    ) -> None:
+        super().__init__(config, reads, run / iteration, overwrite, False, process)
+        self.run, self.root, self.tree = self.destination.parent, self.path, self.path / iteration
+        self.manifest = f"{iteration}/{MANIFEST}"
+        self.beside: list[str] = []
+
+    def listed(self, name: str) -> bool:
+        return "/" in name  # tracker and flags change with each iteration
+
+    def write_file(self, relative: str, data: bytes | str, sync: bool = False) -> None:
+        super().write_file(relative, data, sync)
+        if not relative.startswith(f"{self.tree.name}/"):
+            self.beside.append(relative)
+
+    def _follow(self) -> None:
+        for name in sorted(self.beside, key=lambda name: (name == TRACKER, name)):
+            path = self.run / name
+            try:
+                path.parent.mkdir(exist_ok=True)
+                os.replace(self.root / name, path)
+            except OSError as error:
+                raise ReshardError(
+                    f"{self.destination} is whole, but {path} could not be replaced: {error.strerror}"
+                ) from error
+            _sync_directory(path.parent)
 
 
 def _remove(tree: str | Path) -> None:

@@ -23,10 +23,12 @@ from reshard.disk.boxes import Rows, box_bytes, place_of, write_boxes
 from reshard.disk.destinations import Destination, HuggingFaceFiles, MegatronFiles, parse_size
 from reshard.disk.files import EarlySync, NoSync, OpenFiles, allow_many_files, write_error
 from reshard.disk.fp8 import Fp8Blocks
+from reshard.disk.locate import HF_FILES, holds_iterations
+from reshard.disk.sources import read_config
 from reshard.disk.streams import Strip, StripReader
 from reshard.disk.team import Team
 from reshard.disk.verify import checksum_of
-from reshard.disk.workdir import Workdir
+from reshard.disk.workdir import AddedIteration, Workdir
 from reshard.disk.workers import run_jobs, worker_count
 from reshard.homes.agreement import agree
 from reshard.homes.config import Published, implementation_of, layout_of
@@ -36,6 +38,7 @@ from reshard.homes.ranks import Models, Rank, decide, without_resume
 from reshard.megatron.args import version_of
 from reshard.megatron.layout import Layout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
+from reshard.models.model import Model
 
 FORMATS = ("torch_dist", "hf")
 # What a manifest says of where the weights came from.
@@ -125,13 +128,16 @@ def save(
     Hugging Face directory.
 
     All ranks of torch's default process group call it, each with the `models` that ``get_model`` returned to
-    it, as `load` takes them; all see the same file system. Of what several ranks hold alike one writes each box. `hf_config` is the
-    directory, ``config.json`` or hub id that the model started from: it gives names, and the config, tokenizer
-    and generation config that go with the weights. The files are those that `hf_to_mcore` and `mcore_to_hf`
-    make of the same weights, byte for byte; the manifest names another source. `layout` is how a ``torch_dist``
-    checkpoint is cut, by default as the model is; `iteration`, `make_vocab_size_divisible_by` and
+    it, as `load` takes them; all see the same file system. Of what several ranks hold alike one writes each box.
+    `hf_config` is the directory, ``config.json`` or hub id that the model started from: it gives names, and the
+    config, tokenizer and generation config that go with the weights. The files are those that `hf_to_mcore` and
+    `mcore_to_hf` make of the same weights, byte for byte; the manifest names another source. `layout` is how a
+    ``torch_dist`` checkpoint is cut, by default as the model is; `iteration`, `make_vocab_size_divisible_by` and
     `megatron_version` are those of `hf_to_mcore`, `max_shard_size` that of `mcore_to_hf`, and `overwrite` and
     `sync` those of both. Padding rows of the vocabulary are written as zeros.
+
+    With `iteration`, a `destination` that has iterations, such as the directory of Megatron-LM's ``--save``, is
+    given one more, which its tracker then names; `overwrite` replaces that iteration alone.
 
     With `background` each rank copies its share to (pinned) host memory, and a `Saving` is returned, whose
     `result()` waits for the report. The next save first waits for the last one, and raises its error.
@@ -182,8 +188,8 @@ class _Save:
         try:
             self.team.together(self._describe)
             self.agreed = agree(self.team, self.rank, self.published)
-            place = decide(self.team, lambda: os.path.abspath(self.destination))
-            self.team.together(lambda: self._lay_out(Path(place)))
+            place, added = decide(self.team, self._place)
+            self.team.together(lambda: self._lay_out(Path(place), added))
             self.share = self._mine(self.team.scatter(self._shares()))
             self.team.together(self._open)
             if self.background:
@@ -245,7 +251,13 @@ class _Save:
         self.laid_out = self.layout or layout_of(self.rank.trainer.config)
         self.implementation = self.transformer_impl or implementation_of(self.rank.trainer.models)
 
-    def _lay_out(self, place: Path) -> None:
+    def _place(self) -> tuple[str, bool]:
+        """The destination, and whether it is a directory of iterations, which this one joins."""
+        place = os.path.abspath(self.destination)
+        numbered = self.format == "torch_dist" and self.iteration is not None
+        return place, numbered and holds_iterations(Path(place))
+
+    def _lay_out(self, place: Path, added: bool) -> None:
         """Where the bytes of every tensor go."""
         agreed, beside = self.agreed, self.published.beside
         self.new: Destination
@@ -261,7 +273,24 @@ class _Save:
             )  # fmt: skip
         # What the destination must not overlap.
         config = self.published.path or Path(os.devnull)
-        self.work = Workdir(config, beside.values(), place, self.overwrite, False, self.team.process)
+        self.work: Workdir
+        if added:
+            assert isinstance(self.new, MegatronFiles)
+            self._check_same_model(place / HF_FILES / "config.json")
+            self.work = AddedIteration(
+                config, beside.values(), place, self.new.directory, self.overwrite, self.team.process
+            )
+        else:
+            self.work = Workdir(config, beside.values(), place, self.overwrite, False, self.team.process)
+
+    def _check_same_model(self, path: Path) -> None:
+        """Raise ReshardError where the iterations that are there are of another model."""
+        model = self.published.model
+        if (
+            path.is_file()
+            and Model.from_hf(read_config(path), str(path)).megatron_args() != model.megatron_args()
+        ):
+            raise ReshardError(f"{path} is of another model than {model.where}: save to another directory")
 
     def _shares(self) -> list[dict[str, list[int]]]:
         """For each rank the boxes that it writes; in the first process, which knows."""
@@ -290,7 +319,7 @@ class _Save:
         self.work.open("a save of a live model", False)
         with OpenFiles(os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW) as files:
             for name, size in self.new.sizes.items():
-                path = self.work.tree / name
+                path = self.work.root / name
                 try:
                     path.parent.mkdir(parents=True, exist_ok=True)
                 except OSError as error:
@@ -306,15 +335,15 @@ class _Save:
     def _write(self, frames: set[str]) -> None:
         """Write this rank's share and the frames of some files; a tensor that it holds whole is hashed on the
         way."""
-        tree = self.work.tree
+        root = self.work.root
         strips = {name: self._strips(name) for name in {piece.name for piece in self.share}}
         written = {strip.path for found in strips.values() for strip in found} | {
-            tree / name for name in frames
+            root / name for name in frames
         }
         files = OpenFiles(os.O_RDWR | os.O_NOFOLLOW)
         device = FromDevice(torch.device("cpu") if self.background else self.rank.device)
         try:
-            self.new.write_frames(tree, frames, files)
+            self.new.write_frames(root, frames, files)
             groups = dict(enumerate(self._groups(strips)))
             write = partial(self._write_group, files=files, strips=strips, device=device)
             with (EarlySync if self.sync else NoSync)(
@@ -343,7 +372,7 @@ class _Save:
     def _strips(self, name: str) -> list[Strip]:
         """Where a tensor and its copies go."""
         names = [name, *(copy for copy, primary in self.agreed.copies.items() if primary == name)]
-        return [s._replace(path=self.work.tree / s.path) for n in names for s in self.new.strips.get(n, ())]
+        return [s._replace(path=self.work.root / s.path) for n in names for s in self.new.strips.get(n, ())]
 
     def _groups(self, strips: dict[str, list[Strip]]) -> list[list[int]]:
         """What is written at a time: pieces, by their numbers in the share, that follow one another in the same
@@ -408,7 +437,7 @@ class _Save:
         """Hash these tensors as the files have them."""
         mine = {name: self.agreed.tensors[name].size_bytes for name in names}
         strips = {
-            name: [s._replace(path=self.work.tree / s.path) for s in self.new.strips[name]] for name in mine
+            name: [s._replace(path=self.work.root / s.path) for s in self.new.strips[name]] for name in mine
         }
         with OpenFiles(os.O_RDONLY | os.O_NOFOLLOW) as files:
             reader = StripReader(self.agreed.tensors, files)
