@@ -8,7 +8,8 @@ parameter must have its bits again; export to every rank; the same three with mb
 (`pip install --no-deps mbridge`). The floors are the same files read by eight processes at once, and written
 by eight. Reported are seconds of the slowest rank (medians of `rounds`), and for each what the slowest rank's
 GPU and this process's host memory took more at their peak. With ``--disk`` the folder is on a disk: what is
-written is waited for, and what is read has to come from there, ours and the floors' alike.
+written is waited for, and what is read has to come from there, ours and the floors' alike. With ``--loads`` only
+the loads are measured: of several processes that hold the same, as replicas do, beside one.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from benchmarks.models import change, config_of, device, megatron_models, start_processes
 from benchmarks.refit import conclude, everyone, say
@@ -102,7 +104,7 @@ def measured(run: Callable[[], object], before: Callable[[], object], rounds: in
 
 
 def fingerprint(models: list[torch.nn.Module], tp: int, vocabulary: int) -> list[int]:
-    """A position-weighted sum of the bits of every parameter, without the vocabulary's padding, which is saved
+    """A position-weighted sum of the bits (on the CPU a hash) of every parameter, without the vocabulary's padding, which is saved
     and loaded as zeros."""
     found = []
     for model in models:
@@ -110,6 +112,9 @@ def fingerprint(models: list[torch.nn.Module], tp: int, vocabulary: int) -> list
             held = parameter.detach()
             if "word_embeddings" in name or "output_layer" in name:
                 held = held[: max(0, vocabulary - dist.get_rank() % tp * len(held))]
+            if device() == "cpu":
+                found.append(xxhash.xxh3_64_intdigest(held.contiguous().view(-1).view(torch.uint8).numpy()))
+                continue
             words = held.contiguous().view(-1).view(torch.int16)
             total = 0
             for start in range(0, len(words), 1 << 26):
@@ -135,6 +140,7 @@ def main() -> None:
     parser.add_argument("--etp", type=int)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--disk", action="store_true", help="the folder is on a disk")
+    parser.add_argument("--loads", action="store_true", help="measure loads alone")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -162,7 +168,7 @@ def main() -> None:
         def save(form: str = form, place: Path = place) -> None:
             reshard.save(models, place, begin, format=form, overwrite=True, sync=options.disk)
 
-        result[f"save {form}"] = measured(save, lambda: None, options.rounds)
+        result[f"save {form}"] = measured(save, lambda: None, 1 if options.loads else options.rounds)
         say(form, result[f"save {form}"])
     result["bytes"] = sum(path.stat().st_size for path in places["hf"].rglob("*.safetensors"))
     for form, place in places.items():
@@ -181,24 +187,33 @@ def main() -> None:
         )
         say("load", form, result[f"load {form}"])
 
-    for size in (1 << 30, 128 << 20):
-
-        def export(size: int = size) -> None:
-            for _ in reshard.export(models, begin, buffer_bytes=size):
-                pass
-
-        name = f"export, batches of {size >> 20} MiB"
-        result[name] = measured(export, lambda: None, options.rounds)
-        say(name, result[name])
+    if not options.loads:
+        exports(models, begin, options, result)
     if first:
         result |= floors(places["hf"], options.folder / "aside", options.disk)
         say({key: value for key, value in result.items() if "per_second" in key})
     dist.barrier()
-    rival(models, places["hf"], options.folder / "rival", result)
+    if not options.loads:
+        rival(models, places["hf"], options.folder / "rival", result)
     dist.barrier()
     if first:
         shutil.rmtree(options.folder)
     conclude(result, options.json)
+
+
+def exports(models: list[torch.nn.Module], config: Path, options: argparse.Namespace, result: dict) -> None:
+    """Every tensor to every rank, in batches of two sizes, and as it lies where it lies whole."""
+    import reshard
+
+    for size, copy in ((1 << 30, True), (128 << 20, True), (128 << 20, False)):
+
+        def export(size: int = size, copy: bool = copy) -> None:
+            for _ in reshard.export(models, config, buffer_bytes=size, copy=copy):
+                pass
+
+        name = f"export, batches of {size >> 20} MiB{'' if copy else ', as it lies'}"
+        result[name] = measured(export, lambda: None, options.rounds)
+        say(name, result[name])
 
 
 def rival(models: list[torch.nn.Module], source: Path, folder: Path, result: dict) -> None:

@@ -179,9 +179,14 @@ def save_each(rank: int, flags: list[str], hf: str, mcore: str, folder: str, ddp
     options = {"make_vocab_size_divisible_by": 8}
     last = torch.distributed.get_world_size() - 1
     exported = [
-        list(reshard.export(wrapped, hf, buffer_bytes=size, to=to, **options))
-        for size, to in ((30_000, None), (1 << 30, last))
+        list(reshard.export(wrapped, hf, buffer_bytes=size, to=to, copy=copy, **options))
+        for size, to, copy in ((30_000, None, True), (1 << 30, last, True), (30_000, None, False))
     ]
+    held = {parameter.untyped_storage().data_ptr() for model in models for parameter in model.parameters()}
+    lying = [
+        sum(tensor.untyped_storage().data_ptr() in held for _, tensor in tensors) for tensors in exported
+    ]
+    assert lying[:2] == [0, 0]
     exported = [[(name, bits(tensor)) for name, tensor in tensors] for tensors in exported]
     reports = [
         reshard.save(wrapped, f"{folder}/hf", hf, format="hf", **options),
@@ -191,7 +196,7 @@ def save_each(rank: int, flags: list[str], hf: str, mcore: str, folder: str, ddp
     spoil(models)
     reports += [later.result(), reshard.save(wrapped, f"{folder}/spoilt", hf, format="hf", **options)]
     assert later.done()
-    return [report.to_dict() for report in reports], exported
+    return [report.to_dict() for report in reports], exported, lying[2]
 
 
 def failing_save(

@@ -254,10 +254,11 @@ def test_a_save_is_what_the_conversions_make_of_the_same_weights(
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     # Every rank was given every tensor, in small batches, or one rank all of them.
     published = {name: bits(tensor) for name, tensor in hf_tensors(tmp_path / "source").items()}
-    for rank, (_, (to_all, to_last)) in enumerate(results):
-        assert dict(to_all) == published and len(to_all) == len(published)
+    for rank, (_, (to_all, to_last, as_they_lie), _) in enumerate(results):
+        assert dict(to_all) == published and len(to_all) == len(published) and as_they_lie == to_all
         assert to_last == (to_all if rank == ranks - 1 else [])
-    results = [reports for reports, _ in results]
+    assert any(lying for *_, lying in results)
+    results = [reports for reports, *_ in results]
     # One of several holders writes each box, and all share in that.
     for kind in range(3):
         written = [reports[kind]["written_bytes"] for reports in results]

@@ -27,6 +27,7 @@ def export(
     *,
     buffer_bytes: int = 128 << 20,
     to: int | None = None,
+    copy: bool = True,
     make_vocab_size_divisible_by: int = 128,
     metadata: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -38,7 +39,9 @@ def export(
     come in batches of at most `buffer_bytes`, each in one exchange between all ranks; a rank that is given them
     needs twice that memory besides the model, others what they send. A larger tensor comes by itself, and needs its
     own memory once, twice where columns of it lie on several ranks. Tensors lie on the model's device, have the
-    parameters' dtypes, and are the caller's to keep; one that repeats another is that one, and follows it.
+    parameters' dtypes, and are the caller's to keep; one that repeats another is that one, and follows it. With
+    `copy` False a tensor that lies whole on a rank, row after row, is given there as it lies: to be read before the
+    model is trained on, and not written to.
 
     Raises ReshardError on every rank, before the first tensor, where the models are not that of `hf_config` or
     lack a part of it.
@@ -66,7 +69,7 @@ def export(
         agreed = agree(team, rank, published)
         given = decide(team, lambda: _told(agreed.given))
         takers = list(range(team.size)) if to is None else [to]
-        return _Stream(rank, agreed, given, buffer_bytes, team.process, takers).tensors()
+        return _Stream(rank, agreed, given, buffer_bytes, team.process, takers, copy).tensors()
 
 
 def _told(given: dict[str, list[Given]]) -> dict[str, list[list[int]]]:
@@ -87,8 +90,10 @@ class _Stream:
         buffer_bytes: int,
         process: int,
         takers: list[int],
+        copy: bool,
     ) -> None:
         self.agreed, self.process, self.takers, self.device = agreed, process, takers, rank.device
+        self.copy = copy
         self.pieces = rank.by_name()
         self.given = {
             name: [Given(number, piece, box_of(box)) for number, piece, *box in several]
@@ -119,14 +124,14 @@ class _Stream:
         """A tensor that fills a batch: from where it lies to where it belongs, without a buffer where its rows
         follow one another."""
         takes = self.process in self.takers
-        tensor = self._empty(name) if takes else None
+        tensor = self._whole(name) if takes else None
         exchanges, later = [], []
         for given in self.given[name]:
             mine = self._mine(name, given) if given.rank == self.process else None
             into = None if tensor is None else self._within(tensor, given)
             if mine is not None:
                 if into is not None:
-                    into.copy_(mine)
+                    _copy(mine, into)
                 sent = mine.contiguous() if self._others() else mine
                 exchanges += [dist.P2POp(dist.isend, sent, taker) for taker in self._others()]
             elif into is not None:
@@ -146,11 +151,11 @@ class _Stream:
             return
         at = dict.fromkeys(received, 0)
         for name in names:
-            tensor = self._empty(name)
+            tensor = self._whole(name)
             for given in self.given[name]:
                 into = self._within(tensor, given)
                 if given.rank == self.process:
-                    into.copy_(self._mine(name, given))
+                    _copy(self._mine(name, given), into)
                     continue
                 start = at[given.rank]
                 at[given.rank] = start + into.numel()
@@ -191,15 +196,26 @@ class _Stream:
         piece = self.pieces[name][given.number]
         return bytes_of(piece.region, piece.local)
 
-    def _empty(self, name: str) -> torch.Tensor:
-        info = self.agreed.tensors[name]
-        return torch.empty(info.shape, dtype=getattr(torch, info.dtype.name), device=self.device)
+    def _whole(self, name: str) -> torch.Tensor:
+        """Where a tensor is put together, or where it lies already if no copy is asked for."""
+        info, given = self.agreed.tensors[name], self.given[name]
+        dtype = getattr(torch, info.dtype.name)
+        if not self.copy and len(given) == 1 and given[0].rank == self.process:
+            mine = self._mine(name, given[0])
+            if mine.is_contiguous():
+                return mine.view(dtype).view(info.shape)
+        return torch.empty(info.shape, dtype=dtype, device=self.device)
 
     def _within(self, tensor: torch.Tensor, given: Given) -> torch.Tensor:
         """The bytes ``[rows, bytes of a row]`` of a whole tensor that a rank gives."""
         rows, size = Rows.of(given.box), tensor.element_size()
         matrix = tensor.view(tensor.shape[0] if tensor.ndim else 1, -1).view(torch.uint8)
         return matrix[rows.start : rows.stop, rows.column * size : (rows.column + rows.columns) * size]
+
+
+def _copy(mine: torch.Tensor, into: torch.Tensor) -> None:
+    if mine.data_ptr() != into.data_ptr():
+        into.copy_(mine)
 
 
 def _wait(exchanges: list[dist.P2POp]) -> None:
