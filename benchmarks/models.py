@@ -5,12 +5,10 @@ The processes are started by torchrun; weights are random.
 """
 
 import json
-import os
 import zlib
 from pathlib import Path
 
-# What vLLM's build for the CPU should know: leave the threads alone, and do not compile.
-CPU_ENGINE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+from benchmarks.processes import device
 
 COMMON = {
     "hidden_act": "silu",
@@ -53,35 +51,6 @@ MODELS = {
                                "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
                                "decoder_sparse_step": 1, "mlp_only_layers": []},
 }  # fmt: skip
-
-
-def device() -> str:
-    """Where this process's models go."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def start_processes() -> None:
-    """torchrun's process group, on this process's GPU where there is one."""
-    # What vLLM and Megatron look for, before either is imported.
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    if device() == "cpu":
-        os.environ |= CPU_ENGINE
-    from reshard.parity.systems import join_processes
-
-    join_processes()
-
-
-def finish() -> None:
-    """End this process, when all have come here."""
-    import torch
-    import torch.distributed as dist
-
-    dist.barrier()
-    if torch.cuda.is_available():
-        os._exit(0)  # vLLM's shut-down would wait for processes that have no more to say
-    dist.destroy_process_group()
 
 
 def config_of(name: str, layers: int | None = None) -> dict:

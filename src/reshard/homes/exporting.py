@@ -109,8 +109,8 @@ class _Stream:
             self.batches[-1].append(name)
             size += more
         self.repeated: dict[str, list[str]] = {}
-        for copy, primary in agreed.copies.items():
-            self.repeated.setdefault(primary, []).append(copy)
+        for again, primary in agreed.copies.items():
+            self.repeated.setdefault(primary, []).append(again)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor, on the ranks that take them."""

@@ -1,6 +1,6 @@
 """How long does vLLM take to load? Its own loader from a Hugging Face directory, beside ours from that and from Megatron checkpoints.
 
-    python -m benchmarks.serving --folder /dev/shm/serving --gigabytes 31 --tp 2 [--json FILE]
+    python -m benchmarks.homes.serving --folder /dev/shm/serving --gigabytes 31 --tp 2 [--json FILE]
 
 Makes a checkpoint of Qwen3-30B-A3B's shapes with as many layers as fit, converts it to Megatron at TP1 and at
 TP2 PP2 EP4, and starts a real engine from each in a process of its own, `rounds` times in turn. Reported are
@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.convert_cores import QWEN, make, qwen
+from benchmarks.disk.cores import QWEN, make, qwen
 
 ENGINE = """
 import sys

@@ -1,7 +1,7 @@
 """How fast is a conversion, and what does it cost? Against `cp -r` of the same bytes and Megatron-Core's own
 save.
 
-    python -m benchmarks.convert --folder DIR --gigabytes 2 4 --families qwen3-moe llama --rounds 3 [--json FILE]
+    python -m benchmarks.disk.convert --folder DIR --gigabytes 2 4 --families qwen3-moe llama --rounds 3 [--json FILE]
 
 For each family and size: a checkpoint of real shapes (hidden sizes, heads and experts of Qwen3-30B-A3B and of
 Llama-3.1-8B; as many layers as the size allows) with random bytes. Then, alternating, `rounds` times:
@@ -27,7 +27,7 @@ import threading
 import time
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 FAMILIES = {
     "qwen3-moe": {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 151936,
@@ -206,7 +206,7 @@ def profile(source: Path, target: Path) -> dict[str, float]:
     code = f"""
 import sys, time, json, threading
 start = time.perf_counter()
-import reshard.disk.convert as c, reshard.disk.files as files, reshard.disk.run as run, reshard.disk.rank_files as rank_files, reshard.disk.workers as workers
+import reshard.disk.convert as c, reshard.disk.destinations as destinations, reshard.disk.files as files, reshard.disk.run as run, reshard.disk.rank_files as rank_files, reshard.disk.workers as workers
 workers.can_fork = lambda: False
 spent, lock = dict(imports=time.perf_counter() - start), threading.Lock()
 def clock(owner, name, label):
@@ -218,7 +218,7 @@ def clock(owner, name, label):
             with lock: spent[label] = spent.get(label, 0) + time.perf_counter() - t
     setattr(owner, name, timed)
 clock(files.OpenFiles, "read_into", "read"); clock(files.OpenFiles, "write", "write"); clock(files.OpenFiles, "sync", "fsync (waits of 4 threads)")
-clock(c, "make_plan", "plan and proof"); clock(c, "chunks_to_write", "chunks"); clock(c, "HuggingFaceSource", "open source")
+clock(destinations, "make_plan", "plan and proof"); clock(destinations, "chunks_to_write", "chunks"); clock(c, "HuggingFaceSource", "open source")
 clock(rank_files.RankFiles, "metadata", ".metadata"); clock(run.Run, "_copy", "streams (all of a tensor)")
 c.hf_to_mcore({str(source)!r}, {str(target)!r}, c.Layout(tp=4, pp=2))
 spent["wall"] = time.perf_counter() - start

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks.models import device
+from benchmarks.processes import device
 
 
 class Training:

@@ -1,5 +1,5 @@
 """Both ways of a sync under verl, one after the other: imported in the actor (``model.external_lib``), this refits, and then lets verl's own
-sync write the same weights once more, which the extension `benchmarks.verl_watch.Refit` has overwritten before: after each step of one
+sync write the same weights once more, which the extension `benchmarks.trainers.verl_watch.Refit` has overwritten before: after each step of one
 training both ways' bits can be compared.
 """
 
@@ -12,7 +12,7 @@ from verl.workers.engine.megatron import MegatronEngineWithLMHead
 from verl.workers.rollout import base as rollouts
 from verl.workers.rollout.vllm_rollout import ServerAdapter
 
-from benchmarks.grpo import write
+from benchmarks.trainers.grpo import write
 from reshard.trainers.verl import ReshardMegatronEngine, ReshardServerAdapter
 
 

@@ -1,7 +1,7 @@
 """An engine that serves quantised weights: is it the same whether vLLM loads and quantises them itself, loads
 them from a Megatron checkpoint, or is refitted; and how far are its logprobs from bf16?
 
-    torchrun --nproc-per-node 1 -m benchmarks.parity_quantised qwen3-30b-a3b --folder /dev/shm/fp8 [--ways published fp8 mxfp8] [--json FILE]
+    torchrun --nproc-per-node 1 -m benchmarks.parity.quantised qwen3-30b-a3b --folder /dev/shm/fp8 [--ways published fp8 mxfp8] [--json FILE]
 
 Random weights at a published shape, with fewer layers (and experts), are written as a Hugging Face checkpoint
 and converted to Megatron-Core. `published` is the checkpoint in fp8 blocks, made by vLLM's own function, which
@@ -42,7 +42,7 @@ def serve(path: Path, **options):
     """vLLM with CUDA graphs for its decoding, in this process, on a part of its GPU."""
     from vllm import LLM
 
-    from benchmarks.models import device
+    from benchmarks.processes import device
 
     gpu = device() == "cuda"
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
@@ -61,7 +61,7 @@ def module_of(llm) -> torch.nn.Module:
 def held_by(module: torch.nn.Module) -> dict[str, int]:
     """Fingerprints. Dummy weights make up scales of attention too, which nobody reads unless the key-value cache is in
     fp8."""
-    from benchmarks.refit import fingerprints
+    from benchmarks.refits.refit import fingerprints
 
     unread = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale")
     return {k: v for k, v in fingerprints(module).items() if not k.endswith(unread)}
@@ -88,7 +88,7 @@ def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> dict[str, t
 def measure(name: str, options: argparse.Namespace) -> dict:
     """All engines of one model."""
     from benchmarks.models import config_of
-    from benchmarks.parity import write
+    from benchmarks.parity.bf16 import write
     from reshard import Layout, hf_to_mcore, mcore_to_hf
     from reshard.models.model import Model
     from reshard.parity import random_prompts
@@ -132,7 +132,7 @@ def publish(places: Places) -> None:
     """What was converted, quantised by vLLM's own function, on the GPU where there is one."""
     from safetensors.torch import load_file, save_file
 
-    from benchmarks.models import device
+    from benchmarks.processes import device
     from reshard.engines.vllm.compat import own_blocks
 
     places.fp8.mkdir()
@@ -261,7 +261,7 @@ def others(held: dict, wanted: dict) -> list[str]:
 
 def refitted(way: str, engines: Engines, llm, trainer, loaded: dict, numbers: dict) -> dict:
     """An engine that began with other weights, after refits, against what one has that has `loaded` them."""
-    from benchmarks.refit import Today, measured
+    from benchmarks.refits.refit import Today, measured
     from reshard.engines.vllm.live import VllmModel
     from reshard.refit import Members, connect
     from reshard.trainers.megatron import MegatronModel
@@ -336,7 +336,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="default: 4, of DeepSeek-V3 2")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    from benchmarks.models import finish, start_processes
+    from benchmarks.processes import finish, start_processes
     from reshard.engines.vllm.compat import plain_weights
 
     start_processes()

@@ -1,7 +1,7 @@
 """An RL step on one GPU, by its phases: what trainer and engine hold in each, beside `reshard.memory`'s
 estimate of the same.
 
-    torchrun --nproc-per-node 1 -m benchmarks.rl_step --model qwen3-8b --layers 12 [--sleep 2] [--json FILE]
+    torchrun --nproc-per-node 1 -m benchmarks.trainers.rl_step --model qwen3-8b --layers 12 [--sleep 2] [--json FILE]
 
 The trainer (Megatron with Transformer Engine layers, DDP, the distributed optimizer) runs in torchrun's
 process, a vLLM with sleep mode and CUDA graphs in another on the same GPU. After a first sync each step goes as
@@ -28,8 +28,9 @@ from pathlib import Path
 import torch
 
 import reshard
-from benchmarks.models import MODELS, finish, start_processes
-from benchmarks.refit_offload import start_engine
+from benchmarks.models import MODELS
+from benchmarks.processes import finish, start_processes
+from benchmarks.refits.offload import start_engine
 
 GIB = 1 << 30
 
@@ -98,7 +99,7 @@ def main() -> None:
     options = parser.parse_args()
     start_processes()
 
-    from benchmarks.training import Training, fused
+    from benchmarks.memory.training import Training, fused
     from reshard.footprint.phases import Engine
     from reshard.megatron.build import initialize_parallel, without_gpu
     from reshard.models.model import Model

@@ -5,7 +5,7 @@ from typing import Any
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from benchmarks.grpo import note, overwrite
+from benchmarks.trainers.grpo import note, overwrite
 from reshard.trainers.verl_worker import VerlExtension
 
 

@@ -1,5 +1,5 @@
 """ms-swift's trainer of GRPO, noting its phases, its syncs and what vLLM serves after each: `use` is called in a plugin that
-`benchmarks.swift_grpo` writes."""
+`benchmarks.trainers.swift_grpo` writes."""
 
 import time
 from typing import Any
@@ -11,7 +11,7 @@ from swift.megatron.callbacks.base import MegatronCallback
 from swift.megatron.trainers import MegatronGRPOTrainer
 from swift.rewards import ORM, orms
 
-from benchmarks.grpo import note, overwrite, reward, write
+from benchmarks.trainers.grpo import note, overwrite, reward, write
 from reshard.trainers.swift import ReshardGRPOTrainer
 
 

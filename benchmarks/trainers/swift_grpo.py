@@ -1,6 +1,6 @@
 """A few steps of GRPO by ms-swift's Megatron on one GPU, vLLM colocated: with its own weight sync, and with a refit.
 
-    python -m benchmarks.swift_grpo OUT [--steps 3] [--layers 4] [--hidden 1024] [--vocabulary 2048] [--only both|refit|stock]
+    python -m benchmarks.trainers.swift_grpo OUT [--steps 3] [--layers 4] [--hidden 1024] [--vocabulary 2048] [--only both|refit|stock]
         [--sleep 1] [--limit 900] [--options OPTIONS OF MS-SWIFT]
 
 A Qwen3 of random weights with a tokenizer of whole words, and rows of words to repeat; `--layers 36 --hidden 4096 --vocabulary 151936` is
@@ -24,7 +24,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.grpo import (
+from benchmarks.trainers.grpo import (
     by_phase,
     compare,
     compare_runs,
@@ -56,7 +56,9 @@ def lines(out: Path, run: str, steps: int, sleep: int) -> list[str]:
     # ms-swift puts a plugin's folder first among those that modules are imported from: nothing else lies there.
     (out / f"plugin-{run}").mkdir(exist_ok=True)
     plugin = out / f"plugin-{run}" / "plugin_of_benchmark.py"
-    plugin.write_text(f"from benchmarks import swift_watch\n\nswift_watch.use({run!r})\n", encoding="utf-8")
+    plugin.write_text(
+        f"from benchmarks.trainers import swift_watch\n\nswift_watch.use({run!r})\n", encoding="utf-8"
+    )
     options = {
         "rlhf_type": "grpo", "model": out / "model", "model_type": "qwen3", "template": "dummy", "use_hf": "true", "check_model": "false",
         "dataset": out / "rows.jsonl", "load_from_cache_file": "false", "split_dataset_ratio": 0, "dataset_num_proc": 1, "dataloader_num_workers": 0,

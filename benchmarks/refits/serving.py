@@ -1,9 +1,9 @@
 """Does a refitted vLLM say exactly what a freshly loaded one says? After many refits, with CUDA graphs, on
 real engines.
 
-    torchrun --nproc-per-node 2 -m benchmarks.refit_serving refit --model qwen3-30b-a3b --layers 4 --folder DIR
-    torchrun --nproc-per-node 2 -m benchmarks.refit_serving fresh --folder DIR
-    torchrun --nproc-per-node 1 -m benchmarks.refit_serving sleep --folder DIR
+    torchrun --nproc-per-node 2 -m benchmarks.refits.serving refit --model qwen3-30b-a3b --layers 4 --folder DIR
+    torchrun --nproc-per-node 2 -m benchmarks.refits.serving fresh --folder DIR
+    torchrun --nproc-per-node 1 -m benchmarks.refits.serving sleep --folder DIR
 
 `refit` starts vLLM with random weights and a Megatron model with Transformer Engine layers, changes
 Megatron's weights and refits, 20 times, by both executors in turn, generating in between; then it writes the
@@ -69,7 +69,7 @@ def spoken(llm, vocabulary: int) -> list:
 
 def refit(options) -> None:
     from benchmarks.models import change, config_of, megatron_models, vllm_engine
-    from benchmarks.refit import Today, used_bytes
+    from benchmarks.refits.refit import Today, used_bytes
     from reshard import Layout
     from reshard.engines.vllm.live import VllmModel
     from reshard.refit import Members, connect
@@ -218,7 +218,7 @@ def sleep(options) -> None:
 
 
 def main() -> None:
-    from benchmarks.models import finish, start_processes
+    from benchmarks.processes import finish, start_processes
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,6 +1,6 @@
 """A few steps of GRPO by verl on two GPUs, Megatron TP2 and vLLM TP2 colocated: with verl's own weight sync, and with a refit.
 
-    PYTHONPATH=. python benchmarks/verl_grpo.py OUT [--steps 3] [--layers 4] [--hidden 1024] [--vocabulary 2048] [--tp 2] [--pp 1]
+    python -m benchmarks.trainers.verl_grpo OUT [--steps 3] [--layers 4] [--hidden 1024] [--vocabulary 2048] [--tp 2] [--pp 1]
         [--only both|refit|stock] [--check]
 
 A Qwen3 of random weights with a tokenizer of whole words, and rows of numbers to repeat; `--layers 36 --hidden 4096 --vocabulary 151936` is
@@ -16,12 +16,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.grpo import compare, compare_runs, model, noted, parser_of, prompt, told, wanted
+from benchmarks.trainers.grpo import compare, compare_runs, model, noted, parser_of, prompt, told, wanted
 
-EXTENSION = "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=benchmarks.verl_watch."
+EXTENSION = (
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=benchmarks.trainers.verl_watch."
+)
 RUNS = {
     "stock": [EXTENSION + "Stock"],
-    "both": [EXTENSION + "Refit", "actor_rollout_ref.model.external_lib=benchmarks.verl_both"],
+    "both": [EXTENSION + "Refit", "actor_rollout_ref.model.external_lib=benchmarks.trainers.verl_both"],
     "refit": [EXTENSION + "Refit", "actor_rollout_ref.model.external_lib=reshard.trainers.verl"],
 }
 # What verl counts of a step: seconds, gigabytes, and how far the rollout's probabilities lie from the trainer's.
@@ -29,7 +31,7 @@ COUNTED = re.compile(
     r"(?:timing_s/(?:step|gen|update_weights|update_actor|old_log_prob)|perf/max_memory_\w+_gb|perf/cpu_memory_used_gb"
     r"|training/rollout_\w+|critic/score/mean):\S+"
 )
-REWARD = """from benchmarks.grpo import reward
+REWARD = """from benchmarks.trainers.grpo import reward
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):

@@ -1,7 +1,7 @@
 """Parity at real widths: transformers, Megatron-Core, vLLM as it loads a checkpoint, and vLLM refitted from
 Megatron-Core.
 
-    torchrun --nproc-per-node 2 -m benchmarks.parity llama-3.1-8b qwen3-30b-a3b --folder /dev/shm/parity --json parity.json
+    torchrun --nproc-per-node 2 -m benchmarks.parity.bf16 llama-3.1-8b qwen3-30b-a3b --folder /dev/shm/parity --json parity.json
 
 Random weights at a published shape, with fewer layers, are written as a Hugging Face checkpoint and
 converted. Each system scores the same prompts in bf16, transformers also in fp32. Reported: each system's own
@@ -30,7 +30,7 @@ def write(folder: Path, config: dict, std: float, vector_std: float) -> None:
     (biases)."""
     from safetensors.torch import save_file
 
-    from benchmarks.models import device
+    from benchmarks.processes import device
     from reshard.megatron.parameters import expand
     from reshard.models.model import Model
 
@@ -68,7 +68,8 @@ def correlation(scores: dict, a: str, b: str) -> float:
 
 def measure(name: str, options: argparse.Namespace) -> dict:
     """All systems' scores of one model, compared."""
-    from benchmarks.models import MODELS, config_of, device
+    from benchmarks.models import MODELS, config_of
+    from benchmarks.processes import device
     from reshard import Layout, VllmLayout, hf_to_mcore
     from reshard.models.model import Model
     from reshard.parity import compare_scores, metrics_of, random_prompts
@@ -224,7 +225,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 512])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    from benchmarks.models import finish, start_processes
+    from benchmarks.processes import finish, start_processes
     from reshard.engines.vllm.compat import plain_weights
 
     start_processes()

@@ -1,8 +1,8 @@
 """What real training steps need of a GPU's memory, beside `reshard.memory`'s estimate of the same case.
 
-    python -m benchmarks.memory                       one GPU with Megatron-Core and Transformer Engine
-    python -m benchmarks.memory --gpus 2              two: TP, PP, EP and CP of 2
-    python -m benchmarks.memory --toy                 no GPU: small models, local layers; shows that the steps run
+    python -m benchmarks.memory.peaks                       one GPU with Megatron-Core and Transformer Engine
+    python -m benchmarks.memory.peaks --gpus 2              two: TP, PP, EP and CP of 2
+    python -m benchmarks.memory.peaks --toy                 no GPU: small models, local layers; shows that the steps run
 
 Megatron's own modules at full width with few layers and a smaller vocabulary, its schedules, its distributed
 optimizer: forward, backward, a step of the optimizer, twice. Experts are as many as one rank of an expert
@@ -179,7 +179,7 @@ def train(model, layout, case: Case, toy: bool) -> dict:
     import torch
     from megatron.core import parallel_state as mpu
 
-    from benchmarks.training import Training, fused
+    from benchmarks.memory.training import Training, fused
 
     options = {
         "sequence_parallel": layout.tp > 1 and not toy,
@@ -225,7 +225,7 @@ def worker(path: str) -> None:
     """One rank of a group of cases."""
     import torch
 
-    from benchmarks.training import fusion_is_there, on_cpu
+    from benchmarks.memory.training import fusion_is_there, on_cpu
 
     asked = json.loads(Path(path).read_text(encoding="utf-8"))
     toy, gpus, group = asked["toy"], asked["gpus"], [Case(**each) for each in asked["cases"]]
@@ -334,7 +334,7 @@ def main() -> None:
                 encoding="utf-8",
             )  # fmt: skip
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus),
-                       "-m", "benchmarks.memory", "--worker", str(path)]  # fmt: skip
+                       "-m", "benchmarks.memory.peaks", "--worker", str(path)]  # fmt: skip
             environment = os.environ | {
                 "CUDA_DEVICE_MAX_CONNECTIONS": "1",
                 "OMP_NUM_THREADS": "1",

@@ -1,6 +1,6 @@
 """Refits from an FSDP2 trainer, beside what such trainers do today; all in one run.
 
-    torchrun --nproc-per-node 2 -m benchmarks.refit_fsdp --model qwen3-30b-a3b --vllm-tp 2 [--tp 2] [--fp32] [--json FILE]
+    torchrun --nproc-per-node 2 -m benchmarks.refits.fsdp --model qwen3-30b-a3b --vllm-tp 2 [--tp 2] [--fp32] [--json FILE]
 
 Every process holds a rank of a transformers model under ``fully_shard`` (random weights in bf16, or with `--fp32`
 in fp32, which all ways cast; with `--tp` on a mesh of shards and tensor parallelism) and a rank of a real vLLM (`external_launcher`). Reported:
@@ -28,8 +28,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from benchmarks.models import config_of, device, start_processes, vllm_engine
-from benchmarks.refit import conclude, everyone, fingerprints, link_rate, measured, memory_rate, say, scribble
+from benchmarks.models import config_of, vllm_engine
+from benchmarks.processes import conclude, device, everyone, say, start_processes
+from benchmarks.refits.refit import fingerprints, link_rate, measured, memory_rate, scribble
 
 COLWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWWISE = ("o_proj", "down_proj")

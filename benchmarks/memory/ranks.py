@@ -1,7 +1,7 @@
 """What one rank of a large training run needs of a GPU's memory, beside `reshard.memory`'s estimate, on one GPU.
 
-    python -m benchmarks.memory_ranks                  one GPU with Megatron-Core and Transformer Engine
-    python -m benchmarks.memory_ranks --toy            no GPU: small models, local layers; shows that the ranks run
+    python -m benchmarks.memory.ranks                  one GPU with Megatron-Core and Transformer Engine
+    python -m benchmarks.memory.ranks --toy            no GPU: small models, local layers; shows that the ranks run
 
 Whole published models at layouts of 8 to 1,024 GPUs. The process is one rank of torch's fake process group,
 whose collectives return at once and move nothing: a gather finds this rank's own part in every place. Megatron
@@ -22,7 +22,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.memory import GIB, QWEN_235B, Case, estimate, estimated, train
+from benchmarks.memory.peaks import GIB, QWEN_235B, Case, estimate, estimated, train
 from benchmarks.models import MODELS
 
 LONG = {"max_position_embeddings": 131072}
@@ -101,7 +101,7 @@ def measure(rank: Rank, toy: bool) -> dict:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from benchmarks.training import fusion_is_there, on_cpu
+    from benchmarks.memory.training import fusion_is_there, on_cpu
     from reshard.megatron.build import initialize_parallel, without_gpu
 
     dist.init_process_group("fake", rank=rank.number, world_size=rank.gpus, store=FakeStore())
@@ -167,7 +167,7 @@ def main() -> None:
             print(f"{rank}: no time left", flush=True)
             continue
         asked = json.dumps({"toy": args.toy, "rank": asdict(rank)})
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.memory_ranks", "--worker", asked]
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.memory.ranks", "--worker", asked]
         try:
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=left, check=False)
         except subprocess.TimeoutExpired:

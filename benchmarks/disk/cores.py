@@ -1,7 +1,7 @@
 """How does a conversion use many cores? Against `cp -r` and eight `cp` at once, with all files in memory.
 
-    python -m benchmarks.convert_cores --folder /dev/shm/bench --gigabytes 31 --cores 1 2 4 8 16 32 [--json FILE]
-    python -m benchmarks.convert_cores --folder /dev/shm/bench --deepseek 6 --thrown-away --cores 32 [--json FILE]
+    python -m benchmarks.disk.cores --folder /dev/shm/bench --gigabytes 31 --cores 1 2 4 8 16 32 [--json FILE]
+    python -m benchmarks.disk.cores --folder /dev/shm/bench --deepseek 6 --thrown-away --cores 32 [--json FILE]
 
 The first makes a checkpoint of Qwen3-30B-A3B's shapes with as many layers as fit, and runs both directions,
 `diff` and `check` as commands (start included, without waiting for a disk) at their default settings,
@@ -29,8 +29,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import convert
-from benchmarks.convert import FAMILIES
+from benchmarks.disk import convert
+from benchmarks.disk.convert import FAMILIES
 from benchmarks.models import MODELS
 from reshard.core.dtypes import DTYPES
 from reshard.disk.fp8 import Fp8Blocks, quantizable

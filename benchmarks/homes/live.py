@@ -1,6 +1,6 @@
 """A live Megatron loaded from disk, saved to it and exported: ours beside mbridge's, against eight readers and eight writers.
 
-    torchrun --nproc-per-node 2 -m benchmarks.homes --model qwen3-30b-a3b --layers 24 --tp 2 --ep 2 --etp 1 --folder /dev/shm/homes [--json FILE]
+    torchrun --nproc-per-node 2 -m benchmarks.homes.live --model qwen3-30b-a3b --layers 24 --tp 2 --ep 2 --etp 1 --folder /dev/shm/homes [--json FILE]
 
 Every process holds a rank of a real Megatron model (Transformer Engine layers on a GPU, random weights). In one
 run: save as ``torch_dist`` and as a Hugging Face directory; other weights; load from each, after which every
@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from benchmarks.models import change, config_of, device, megatron_models, start_processes
-from benchmarks.refit import conclude, everyone, say
+from benchmarks.models import change, config_of, megatron_models
+from benchmarks.processes import conclude, device, everyone, say, start_processes
 
 BLOCK = 4 << 20
 

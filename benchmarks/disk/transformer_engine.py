@@ -1,8 +1,8 @@
 """Load converted checkpoints into Megatron models with Transformer Engine layers on a GPU, by Megatron-LM's
 own code.
 
-    python -m benchmarks.load_with_transformer_engine make DIR      anywhere: small checkpoints of every variant, converted
-    python -m benchmarks.load_with_transformer_engine run DIR       on a GPU with megatron-core and Transformer Engine
+    python -m benchmarks.disk.transformer_engine make DIR      anywhere: small checkpoints of every variant, converted
+    python -m benchmarks.disk.transformer_engine run DIR       on a GPU with megatron-core and Transformer Engine
 
 `run` compares, for each variant: the keys that the model asks for with those of the checkpoint, and the
 logits with those of transformers, both in bf16, next to transformers' own bf16 error.

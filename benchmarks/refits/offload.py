@@ -1,7 +1,7 @@
 """A trainer that gives its memory away between refits: is it really free, does the next refit find the
 weights, what does it cost?
 
-    torchrun --nproc-per-node 1 -m benchmarks.refit_offload --model qwen3-30b-a3b --layers 8 [--wrap ddp] [--engine-gpus 1] [--json FILE]
+    torchrun --nproc-per-node 1 -m benchmarks.refits.offload --model qwen3-30b-a3b --layers 8 [--wrap ddp] [--engine-gpus 1] [--json FILE]
 
 The trainer (Megatron, Transformer Engine layers) runs in torchrun's processes, a vLLM with sleep mode in
 processes of its own, on the same GPUs or on `--engine-gpus`. As verl (`--wrap ddp`: the storages of DDP's
@@ -26,14 +26,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.models import config_of, finish, megatron_models, start_processes
+from benchmarks.models import config_of, megatron_models
+from benchmarks.processes import finish, start_processes
 
 
 class Fingerprints:
     """Mixed into vLLM's workers beside the refits: what they hold."""
 
     def fingerprints(self) -> dict[str, int]:
-        from benchmarks.refit import fingerprints
+        from benchmarks.refits.refit import fingerprints
 
         return fingerprints(self.get_model())
 
@@ -47,7 +48,7 @@ def engine(pipe, gpus: str, folder: str, options: dict) -> None:
     from vllm import LLM
 
     defaults = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 512, "enforce_eager": True,
-                "enable_sleep_mode": True, "worker_extension_cls": "benchmarks.refit_offload.Extension"}  # fmt: skip
+                "enable_sleep_mode": True, "worker_extension_cls": "benchmarks.refits.offload.Extension"}  # fmt: skip
     llm = LLM(model=folder, **(defaults | options))
     pipe.send("ready")
     while (call := pipe.recv()) is not None:

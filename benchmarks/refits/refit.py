@@ -1,7 +1,7 @@
 """How fast is a refit? Ours against the wire, against memory, and against what trainers do today; all in one
 run.
 
-    torchrun --nproc-per-node 4 -m benchmarks.refit --model qwen3-30b-a3b --tp 2 --ep 4 --etp 1 --vllm-tp 4 [--json FILE]
+    torchrun --nproc-per-node 4 -m benchmarks.refits.refit --model qwen3-30b-a3b --tp 2 --ep 4 --etp 1 --vllm-tp 4 [--json FILE]
 
 Every process holds a rank of a real Megatron model (Transformer Engine layers, random weights) and a rank of
 a real vLLM (`external_launcher`). Reported: connect, then warm medians of the slowest rank for
@@ -25,31 +25,11 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.models import device, finish
-
-
-def say(*what) -> None:
-    if dist.get_rank() == 0:
-        print(*what, flush=True)
-
-
-def conclude(result: dict, path: Path | None) -> None:
-    """Print a result, write it to `path` where one is given, and end this process."""
-    say(json.dumps(result, indent=1))
-    if path and dist.get_rank() == 0:
-        path.write_text(json.dumps(result) + "\n", encoding="utf-8")
-    finish()
-
-
-def everyone(value: Any) -> list[Any]:
-    values: list = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+from benchmarks.processes import conclude, device, everyone, say
 
 
 def used_bytes() -> int:
@@ -271,7 +251,8 @@ def rival(models, folder: Path, module, rounds: int, found: dict) -> None:
 
 
 def main() -> None:
-    from benchmarks.models import config_of, megatron_models, start_processes, vllm_engine
+    from benchmarks.models import config_of, megatron_models, vllm_engine
+    from benchmarks.processes import start_processes
     from reshard import Layout, ReshardError
 
     parser = argparse.ArgumentParser(

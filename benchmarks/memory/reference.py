@@ -1,10 +1,10 @@
 """`reshard.memory` beside mbridge's memory estimator, on steps whose memory was measured.
 
-    python -m benchmarks.memory_reference cases cases.json
-    python benchmarks/memory_reference.py mbridge cases.json --estimator MBRIDGE/memory_estimator
+    python -m benchmarks.memory.reference cases cases.json
+    python benchmarks/memory/reference.py mbridge cases.json --estimator MBRIDGE/memory_estimator
 
 The cases are those of ``tests/test_footprint.py``, as others published them, and those of a recorded run of
-`benchmarks.memory`. The second line runs in an environment that the estimator takes: megatron-core 0.13.1,
+`benchmarks.memory.peaks`. The second line runs in an environment that the estimator takes: megatron-core 0.13.1,
 transformers 4.57, Transformer Engine (which it asks for names only), termcolor, mbridge. It does what the
 estimator's own page does with a config and sizes, and prints a table: GiB allocated at most, measured, by
 `reshard.memory`, by mbridge, and where it is known by Megatron-LM's ``report_theoretical_memory``.
@@ -20,12 +20,12 @@ import tempfile
 import types
 from pathlib import Path
 
-RECORDED = Path(__file__).parent / "results" / "2026-11-22-memory.md"
+RECORDED = Path(__file__).parents[1] / "results" / "2026-11-22-memory.md"
 
 
 def cases() -> list[dict]:
     """Configs, sizes, what was measured, and `reshard.memory`'s estimates."""
-    from benchmarks.memory import GIB, WIDTHS
+    from benchmarks.memory.peaks import GIB, WIDTHS
     from reshard.footprint.estimate import memory
     from tests.test_footprint import MEASURED
 
