@@ -131,16 +131,27 @@ def command(
         )
     if not found.first_process:
         raise click.exceptions.Exit(0 if found.ok else 1)
+    page = Path(html) if html is not None else None
+    _conclude(found, {"located": located} if locating else {}, [a, b], page, as_json)
+
+
+def _conclude(
+    found: Any, looked: dict[str, Any], compared: list[str], page: Path | None, as_json: bool
+) -> None:
+    """Say what was found, and where the two depart if that was looked for; exit 1 where they are apart, or the
+    page could not be written."""
+    located = looked.get("located")
     if as_json:
-        print_json(found.to_dict() | ({"located": located and located.to_dict()} if locating else {}))
+        more = {"located": located.to_dict() if located is not None else None} if looked else {}
+        print_json(found.to_dict() | more)
     else:
         _show(found)
-    if locating and not found.ok and not as_json:
+    if looked and not found.ok and not as_json:
         nothing = "no module's output departs for the worst prompt"
         click.echo(nothing if located is None else located.sentence)
-    unwritten = _written(found, [a, b], Path(html)) if html is not None else None
+    unwritten = _written(found, compared, page) if page is not None else None
     if unwritten is not None:
-        click.echo(f"Error: --html: cannot write {html}: {unwritten.strerror}", err=True)
+        click.echo(f"Error: --html: cannot write {page}: {unwritten.strerror}", err=True)
     if not found.ok:
         click.echo(f"Error: {_verdict(found.exceeded)}: {'; '.join(found.exceeded)}", err=True)
     if not found.ok or unwritten is not None:
