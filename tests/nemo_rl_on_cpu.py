@@ -44,6 +44,11 @@ class Probe(Probed, ReshardWorker):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().reshard_take(*arguments)
 
+    def reshard_join(self, *arguments, **options):
+        if self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().reshard_join(*arguments, **options)
+
     def load_as_nemo_rl_does(self, folder: str) -> None:
         """A directory through NeMo-RL's way into vLLM's loader."""
         from safetensors.torch import load_file
@@ -85,6 +90,20 @@ class Policy(MegatronCheckpointEngineSendMixin, PolicyCheckpointEngineMixin):
     def _iter_params_with_optional_kv_scales(self, kv_scales=None):
         raise AssertionError(f"{self} exports full tensors")
         yield
+
+    async def checkpoint_engine_rpc(self, *arguments, **options):
+        try:
+            return await super().checkpoint_engine_rpc(*arguments, **options)
+        except BaseException as error:
+            self.gave_up = str(error)
+            raise
+
+    def lose_lifelines(self) -> None:
+        """As where NeMo-RL has seated nobody: on shared GPUs."""
+        self.checkpoint_engine.lifelines = None
+
+    def why(self) -> str:
+        return self.gave_up
 
     def train(self, folder: str) -> None:
         import reshard
@@ -183,24 +202,28 @@ def main() -> None:
         again = caught(synchronizer.sync_weights)
         synced["after a shutdown"] = [again, ask("digests") == synced["mended"][1]]
         synchronizer.shutdown()
-    said["died"] = died(synchronizer, policies, engines)
+    ray.get([one.lose_lifelines.remote() for one in policies])
+    said["colocated"]["died"] = died(synchronizer, policies, engines)
     engines[1] = ray.remote(Engine).options(num_cpus=0).remote(folders[0], "tests.nemo_rl_on_cpu.Probe")
     ray.get([one.adapters.remote(True) for one in policies])
     said["adapters"] = caught(separate.sync_weights)
     said["setup"] = setups(policy, generation)
     said["no line"] = no_line(folders[0], policy, config)
+    said["separate"]["died"] = died(separate, policies, engines)
     ray.shutdown()
     print("SAID " + json.dumps(said))
 
 
 def died(synchronizer, policies, engines) -> list:
-    """A sync before which the second engine's process dies: what it raises, and after how many seconds the policy's ranks do something else."""
+    """A sync before which the second engine's process dies: what it raises, after how many seconds the policy's ranks do something else,
+    and why they gave up."""
+    ray.get([one.adapters.remote(False) for one in policies])
     ray.get(engines[1].checkpoint_engine_rpc.remote("die_when_asked_to_meet"))
     synchronizer.init_communicator()
     began = time.monotonic()
     error = caught(synchronizer.sync_weights)
-    ray.get([one.adapters.remote(False) for one in policies])
-    return [error, time.monotonic() - began]
+    why = ray.get([one.why.remote() for one in policies])
+    return [error, time.monotonic() - began, why]
 
 
 def no_line(folder: str, policy, config: dict) -> str:

@@ -71,9 +71,15 @@ def test_after_a_sync_that_failed_the_next_one_connects_again(said, placement):
     assert said[placement]["mended"] == ["", said["loaded"][0], [[True, 1]] * 2]
 
 
-def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for(said):
-    sentence, seconds = said["died"]
-    assert sentence.startswith("engine 1 of the rollout has failed: ") and seconds < 30, "of 120"
+def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for(said, placement):
+    sentence, seconds, why = said[placement]["died"]
+    failed = "engine 1 of the rollout has failed: "
+    assert sentence.startswith(failed if placement == "colocated" else "") and sentence and seconds < 30, (
+        "of 120"
+    )
+    assert all(
+        failed in one if placement == "colocated" else "rank 1 of the rollout has ended" in one for one in why
+    )
 
 
 def test_after_a_shutdown_a_sync_connects_again(said, placement):

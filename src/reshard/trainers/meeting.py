@@ -6,9 +6,14 @@ from contextlib import closing
 import ray
 
 
+def this_host() -> str:
+    """This host's address, as others reach it."""
+    return str(ray.util.get_node_ip_address()).strip("[]")
+
+
 def meeting_place() -> str:
     """An address of this host that others reach, with a port that is free now."""
-    host = ray.util.get_node_ip_address().strip("[]")
+    host = this_host()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with closing(socket.socket(family)) as probe:
         probe.bind((host, 0))

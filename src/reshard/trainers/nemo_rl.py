@@ -10,6 +10,7 @@ runs NeMo-RL's script with `ColocatedSynchronizer` in the place of its synchroni
 
 import functools
 import runpy
+import socket
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import nullcontext
@@ -29,7 +30,8 @@ from reshard.refit.connecting import connect
 from reshard.refit.link import Link
 from reshard.refit.members import Members
 from reshard.trainers.calls import WORD_SECONDS, Calls
-from reshard.trainers.meeting import meeting_place
+from reshard.trainers.lifelines import Lifelines, hold
+from reshard.trainers.meeting import meeting_place, this_host
 from reshard.trainers.megatron import MegatronModel
 
 BACKEND = "reshard.trainers.nemo_rl:ReshardCheckpointEngine"
@@ -62,16 +64,26 @@ class ReshardCheckpointEngine(CheckpointEngine):
         self.link: Link | None = None
         self.source: MegatronModel | None = None
         self.new, self.syncs = True, 0
+        # Of the first rank of the policy, and of each other member: NeMo-RL tells no member of another's death.
+        self.lifelines: Lifelines | None = None
+        self.lifeline: socket.socket | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """Where all could meet, of which only the policy's first is taken. vLLM's own processes know no Ray."""
-        return {"address": meeting_place() if ray.is_initialized() else ""}
+        """Where all could meet and be missed, of which only the policy's first is taken. vLLM's own processes know no Ray."""
+        if not ray.is_initialized():
+            return {"address": ""}
+        if self.lifelines is not None:
+            self.lifelines.close()
+        self.lifelines = Lifelines(this_host())
+        return {"address": meeting_place(), "lifelines": self.lifelines.address}
 
     def init_policy_process_group(
         self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
     ) -> None:
         """Note where the first rank of the policy serves; it says at each connect where to meet for it."""
-        self._seat(worker_rank, train_world_size + rollout_world_size, metadata)
+        self._seat(
+            worker_rank, train_world_size + rollout_world_size, metadata, f"rank {worker_rank} of the policy"
+        )
 
     def init_rollout_process_group(
         self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
@@ -80,10 +92,19 @@ class ReshardCheckpointEngine(CheckpointEngine):
         from reshard.trainers.nemo_rl_worker import here
 
         here()
-        self._seat(train_world_size + rollout_rank, train_world_size + rollout_world_size, metadata)
+        size, name = train_world_size + rollout_world_size, f"rank {rollout_rank} of the rollout"
+        self._seat(train_world_size + rollout_rank, size, metadata, name)
 
-    def _seat(self, rank: int, size: int, metadata: list[Any]) -> None:
+    def _seat(self, rank: int, size: int, metadata: list[Any], name: str) -> None:
         self.rank, self.size, self.board_address = rank, size, metadata[0]["address"]
+        if self.lifeline is not None:
+            self.lifeline.close()
+        if rank:
+            host, port = metadata[0]["lifelines"]
+            self.lifeline = hold((host, port), name)
+            if self.lifelines is not None:
+                self.lifelines.close()
+                self.lifelines = None
         self.board, self.given, self.new, self.syncs = None, None, True, 0
 
     def meeting_place(self) -> str:
@@ -102,8 +123,10 @@ class ReshardCheckpointEngine(CheckpointEngine):
                 worker = worker_of(weights)
                 self.rank = worker.rank
                 members = Members.join(self.given or self._said_where(), self.rank, self.size, self.timeout)
-                self.link = connect(members, lambda: self._source(worker))
-            self.link.refit(verify=self.verify)
+                with members.watching(self._ended):
+                    self.link = connect(members, lambda: self._source(worker))
+            with self.link.members.watching(self._ended):
+                self.link.refit(verify=self.verify)
         except BaseException:
             self.link, self.new = None, True
             raise
@@ -130,6 +153,9 @@ class ReshardCheckpointEngine(CheckpointEngine):
         if self.link is not None:
             self.link.close()
         self.link, self.new = None, True
+
+    def _ended(self) -> str:
+        return self.lifelines.failed() if self.lifelines is not None else ""
 
     def _said_where(self) -> str:
         """Where to meet at this sync. The first rank's answers lie where all have met first, by the number of the
