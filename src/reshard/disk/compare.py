@@ -231,7 +231,7 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
     root = path if (path / NAME).is_file() or not (path.parent / NAME).is_file() else path.parent
     manifest = read_manifest(root)
     try:
-        source = open_source(path, as_stored=True)
+        source = open_source(path)
     except ReshardError as error:
         changed, missing = changed_files(root, (manifest or {}).get("files", {}))
         if not changed and not missing:
