@@ -31,13 +31,15 @@ class HuggingFace(ForwardSystem):
         with importing("parity"):
             from transformers import AutoModelForCausalLM
 
-        # fp32 not before they are dequantised: transformers gives experts the product in its dtype, all else in the scales'.
+        model_class: Any = AutoModelForCausalLM  # what it returns depends on the options
+        # fp32 not before weights are dequantised: else transformers rounds the products of experts to that dtype, all
+        # others to the scales'.
         wide = self._compressed() and self.dtype == "fp32"
         options: dict[str, Any] = {"dtype": "auto" if wide else DTYPES[self.dtype]}
         try:
             if self._compressed():
                 options["quantization_config"] = _dequantised()
-            module, loaded = AutoModelForCausalLM.from_pretrained(
+            found, loaded = model_class.from_pretrained(
                 self.path, attn_implementation="eager", output_loading_info=True, **options
             )
         except (ImportError, OSError, ValueError, RuntimeError) as error:
@@ -45,7 +47,7 @@ class HuggingFace(ForwardSystem):
         if self._compressed() and loaded["missing_keys"]:
             missing = listed(sorted(loaded["missing_keys"]), 3)
             raise ReshardError(f"transformers cannot dequantise {missing} of {self.path}")
-        return (module.float() if wide else module).eval().to(device())
+        return (found.float() if wide else found).eval().to(device())
 
     def _compressed(self) -> bool:
         """Whether the weights are quantised by compressed-tensors, whose config has transformers quantise activations too."""
