@@ -82,7 +82,8 @@ def hf_to_mcore(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> Report:
-    """Convert a Hugging Face checkpoint (a directory or a hub id) to a Megatron ``torch_dist`` checkpoint.
+    """Convert a Hugging Face checkpoint (a directory or a hub id) to a Megatron ``torch_dist`` checkpoint; weights in fp8 blocks, or in
+    fp8 or int8 by compressed-tensors, are dequantised.
 
     `layout` decides how the tensors are cut into chunks and files, `dtype` (``bf16``, ``fp16``, ``fp32``)
     casts, `iteration` writes a numbered iteration where None writes a release. The flags file is for
@@ -104,7 +105,7 @@ def hf_to_mcore(
     if iteration is not None:
         check_number(iteration, "--iteration", MAX_ITERATION)
     worker_count(workers)
-    # fp8 blocks are dequantised to a dtype that holds them all, so that the cast can count what overflows.
+    # Codes are dequantised to a dtype that holds them all, so that the cast can count what overflows.
     wide = DTYPES["float32"] if target is not None and target.name == "float16" else target
     with (
         Team.from_environment() as team,
