@@ -210,7 +210,7 @@ def test_other_shapes_and_dtypes_of_scales_mean_the_same(checkpoint, tmp_path):
         assert torch.equal(ours[name], exact) and not torch.equal(exact, exact.bfloat16().float())
 
 
-@pytest.mark.parametrize("way", ["fp8_per_channel", "int8_per_channel"])
+@pytest.mark.parametrize("way", ["fp8_per_channel", "int8_per_channel", "fp8_per_tensor"])
 def test_what_a_conversion_writes_is_a_source(way, checkpoint, tmp_path):
     hf_to_mcore(
         checkpoint("deepseek-v3", dtype=torch.bfloat16, mtp=True), tmp_path / "mcore", Layout(ep=2, etp=1)
@@ -220,7 +220,7 @@ def test_what_a_conversion_writes_is_a_source(way, checkpoint, tmp_path):
     scales = [name for name in tensors if name.endswith("_scale")]
     wanted = {name: tensor for name, tensor in tensors.items() if name not in scales}
     for name in (name.removesuffix("_scale") for name in scales):
-        wanted[name] = of_package(tensors[name], tensors[f"{name}_scale"], "channel")
+        wanted[name] = of_package(tensors[name], tensors[f"{name}_scale"], way.rpartition("_")[2])
     plain = plain_twin(tmp_path / "source", tmp_path / "plain", wanted)
     assert check(tmp_path / "source").ok and diff(tmp_path / "source", plain).equal
     hf_to_mcore(tmp_path / "source", tmp_path / "again", Layout(tp=2, pp=2, ep=2, etp=1))
@@ -229,6 +229,21 @@ def test_what_a_conversion_writes_is_a_source(way, checkpoint, tmp_path):
     # What was quantised is so again, and nothing else.
     mcore_to_hf(tmp_path / "again", tmp_path / "quantised", quantize="fp8_per_channel")
     assert {name for name in hf_tensors(tmp_path / "quantised") if name.endswith("_scale")} == set(scales)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_what_no_scale_can_hold_is_not_quantised(number, checkpoint, tmp_path):
+    source = Path(shutil.copytree(checkpoint("qwen3", dtype=torch.bfloat16), tmp_path / "source"))
+    tensors = load_file(source / "model.safetensors")
+    tensors[NAME][-1, 3] = number
+    save_file(tensors, source / "model.safetensors")
+    hf_to_mcore(source, tmp_path / "mcore")
+    for way in ("fp8", "fp8_per_channel", "int8_per_channel", "fp8_per_tensor"):
+        refused(
+            lambda way=way: mcore_to_hf(tmp_path / "mcore", tmp_path / "out", quantize=way),
+            f"{NAME} holds infinities or NaN, .*drop --quantize",
+        )
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "mcore"}
 
 
 @pytest.fixture(scope="module")

@@ -769,7 +769,9 @@ def test_a_flipped_bit_in_a_source_with_a_manifest_is_refused_by_name(dtype, mco
     assert beside(tmp_path) == ["back"]
 
 
-@pytest.mark.parametrize("way, scales", [("fp8", "_scale_inv"), ("int8_per_channel", "_scale")])
+@pytest.mark.parametrize(
+    "way, scales", [("fp8", "_scale_inv"), ("int8_per_channel", "_scale"), ("fp8_per_tensor", "_scale")]
+)
 def test_a_flipped_bit_in_codes_or_their_scales_is_refused_by_name(way, scales, mcore, tmp_path):
     from reshard.formats import safetensors
 

@@ -43,8 +43,9 @@ def quantize(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scales = largest / np.float32(E4M3_MAX)
     # zeros, and what is too small for a scale of its own
     scales = np.where(scales == 0, np.float32(1), scales).astype(np.float32)
-    scaled = (blocks / scales[:, None, :, None]).reshape(blocks.shape[0] * BLOCK, -1)[:n, :m]
-    return scaled.astype(FP8.numpy()), scales
+    with np.errstate(invalid="ignore"):  # of infinities and NaN, which the scales tell of
+        scaled = (blocks / scales[:, None, :, None]).reshape(blocks.shape[0] * BLOCK, -1)[:n, :m]
+        return scaled.astype(FP8.numpy()), scales
 
 
 class Fp8Blocks(Quantised):
@@ -58,8 +59,8 @@ class Fp8Blocks(Quantised):
     def dtypes(self, info: TensorInfo) -> tuple[Dtype, Dtype]:
         return FP8, FP32
 
-    def columns(self, info: TensorInfo) -> int:
-        return -(-info.shape[1] // BLOCK)
+    def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
+        return tuple(-(-n // BLOCK) for n in info.shape)
 
     def config(self, original: Any, kept: list[str]) -> dict[str, Any]:
         """As Qwen3 is published in fp8: every matrix that stays as it is is named, for vLLM would take the weights of
