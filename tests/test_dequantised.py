@@ -265,6 +265,13 @@ def of_config(**fields):
     return lambda config, tensors: config.update(fields)
 
 
+def of_blocks(config, tensors):
+    """Two groups of blocks, of other sizes."""
+    of_group(strategy="block", block_structure=[32, 32])(config, tensors)
+    group = config["config_groups"]["group_0"]
+    config["config_groups"]["group_1"] = group | {"weights": group["weights"] | {"block_structure": [16, 32]}}
+
+
 def of_scale(change, name=f"{NAME}_scale"):
     return lambda config, tensors: tensors.update({name: change(tensors[name])})
 
@@ -290,6 +297,7 @@ FAULTS = {
     "by group": (of_group(strategy="group", group_size=32), "'strategy': 'group'"),
     "a type that is a list": (of_group(type=["float"]), r"'type': \['float'\]"),
     "blocks of nothing": (of_group(strategy="block", block_structure=[0, 32]), r"block_structure of group_0 is \[0, 32\], not two positive"),
+    "blocks of several sizes": (of_blocks, f"its groups have blocks of several sizes, and {INSTEAD}"),
     "packed": (of_config(format="pack-quantized"), f"its format is 'pack-quantized', and {INSTEAD}"),
     "nvfp4": (lambda config, tensors: config["config_groups"]["group_0"].update(format="nvfp4-pack-quantized"), "group_0 format is 'nvfp4-pack-quantized'"),
     "a format that is a list": (of_config(format=[[]]), r"its format is \[\[\]\]"),
