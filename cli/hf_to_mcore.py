@@ -23,7 +23,9 @@ from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE
     help="Pad the vocabulary to this times TP.",
 )
 @click.option(
-    "--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Cast (default: as it is; fp8 becomes bf16)."
+    "--dtype",
+    type=click.Choice(["bf16", "fp16", "fp32"]),
+    help="Cast (default: as it is; fp8 and int8 become what their scales and config say, bf16 as a rule).",
 )
 @click.option(
     "--transformer-impl",

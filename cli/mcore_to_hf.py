@@ -21,9 +21,9 @@ from reshard.cli.places import Place, check_command
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Cast (default: as it is).")
 @click.option(
     "--quantize",
-    type=click.Choice(["fp8", "fp8_per_channel", "int8_per_channel"]),
+    type=click.Choice(["fp8", "fp8_per_channel", "int8_per_channel", "fp8_per_tensor"]),
     help="Write linear weights as fp8 with 128x128 block scales, or, as compressed-tensors does, as fp8 or int8 with "
-    "a scale for each output channel.",
+    "a scale for each output channel, or as fp8 with one for each weight.",
 )
 @click.option(
     "--max-shard-size",

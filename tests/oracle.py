@@ -24,7 +24,8 @@ def bits(tensor: torch.Tensor) -> tuple:
 
 
 def dequantized(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a Hugging Face directory; fp8 weights times their scales, in bf16."""
+    """All tensors of a Hugging Face directory; fp8 weights times their scales, in bf16, and what compressed-tensors has quantised by channel
+    in the scales' dtype."""
     tensors, config = hf_tensors(directory), json.loads((directory / "config.json").read_text())
     rows, columns = (config.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
     for name in [name for name in tensors if name.endswith("_scale_inv")]:
@@ -33,6 +34,9 @@ def dequantized(directory: Path) -> dict[str, torch.Tensor]:
             :, : weight.shape[1]
         ]
         tensors[name.removesuffix("_scale_inv")] = (weight.float() * factors).bfloat16()
+    for name in [name for name in tensors if name.endswith(".weight_scale")]:
+        scales, weight = tensors.pop(name), name.removesuffix("_scale")
+        tensors[weight] = tensors[weight].to(scales.dtype) * scales
     return tensors
 
 

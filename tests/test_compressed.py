@@ -326,33 +326,39 @@ def test_ranks_that_have_not_as_many_experts_are_refused_where_they_would_find_s
         )
 
 
-@pytest.mark.parametrize("variant, kind", [("qwen3-moe", "float"), ("deepseek-v3", "int")])
-def test_a_conversion_writes_what_the_package_makes(variant, kind, converted, tmp_path):
+@pytest.mark.parametrize(
+    "variant, kind, strategy",
+    [("qwen3-moe", "float", "channel"), ("deepseek-v3", "int", "channel"), ("qwen3-moe", "float", "tensor")],
+)
+def test_a_conversion_writes_what_the_package_makes(
+    variant, kind, strategy, converted, tmp_path, monkeypatch
+):
     hf, mcore = converted(variant)[0]
-    way = {"float": "fp8_per_channel", "int": "int8_per_channel"}[kind]
+    way = {"float": "fp8_per_", "int": "int8_per_"}[kind] + strategy
+    monkeypatch.setattr(channels, "SLAB_BYTES", 2048)  # a few rows at a time
     mcore_to_hf(mcore, tmp_path / "out", quantize=way, max_shard_size="100KB", workers=2)
-    wanted = load_file(Path(compressed(hf, tmp_path / "package", kind, "channel")) / "model.safetensors")
+    wanted = load_file(Path(compressed(hf, tmp_path / "package", kind, strategy)) / "model.safetensors")
     assert same(hf_tensors(tmp_path / "out"), wanted) == []
     assert sum(name.endswith("_scale") for name in wanted) > 20 and check(tmp_path / "out").ok
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     read = QuantizationConfig.model_validate(config)
     [scheme] = read.config_groups.values()
-    assert scheme.weights == arguments(kind, "channel") and scheme.targets == ["Linear"]
-    assert scheme.input_activations.strategy == "token" and scheme.input_activations.dynamic is True
+    assert scheme.weights == arguments(kind, strategy) and scheme.targets == ["Linear"]
+    assert (
+        scheme.input_activations.strategy == ("token" if strategy == "channel" else "tensor")
+        and scheme.input_activations.dynamic is True
+    )
     layers = range(4) if variant == "qwen3-moe" else range(1, 4)
     assert read.ignore == ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in layers)]
     assert inspect(tmp_path / "out").details["compressed"] == sum(name.endswith("_scale") for name in wanted)
-    with pytest.raises(
-        ReshardError, match="'compressed-tensors' are not supported, only fp8 with block scales"
-    ):
-        hf_to_mcore(tmp_path / "out", tmp_path / "back")
     file = next((tmp_path / "out").glob("*00002-of*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
     assert not check(tmp_path / "out").ok
     with pytest.raises(ReshardError, match="add --dtype bf16"):
         mcore_to_hf(mcore, tmp_path / "fp32", quantize=way, dtype="fp32")
     with pytest.raises(
-        ReshardError, match="--quantize int4 is none of fp8, fp8_per_channel, int8_per_channel"
+        ReshardError,
+        match="--quantize int4 is none of fp8, fp8_per_channel, int8_per_channel, fp8_per_tensor",
     ):
         mcore_to_hf(mcore, tmp_path / "int4", quantize="int4")
 
@@ -378,9 +384,9 @@ def test_an_engine_that_loads_a_megatron_checkpoint_holds_what_it_has_of_the_com
             "megatron": (mcore, served),
             "other": (other, served),
         }
-        if strategy == "channel":
-            mcore_to_hf(mcore, folder / "converted", quantize="fp8_per_channel")
-            directories |= {"converted": (folder / "converted", {"hf_overrides": {}}),
+        if kind == "float":
+            mcore_to_hf(mcore, folder / "converted", quantize=f"fp8_per_{strategy}")
+            directories |= {"converted": (folder / "converted", {"hf_overrides": {}}), "by our loader": (package, RESHARD | {"hf_overrides": {}}),
                             "by its config": (mcore, RESHARD | {"hf_config_path": package, "hf_overrides": {}})}  # fmt: skip
         cases.append(({"tp": 2}, directories))
     for rank in run_on_ranks(2, "loaded", cases, module="serving_on_cpu"):

@@ -769,20 +769,23 @@ def test_a_flipped_bit_in_a_source_with_a_manifest_is_refused_by_name(dtype, mco
     assert beside(tmp_path) == ["back"]
 
 
-def test_a_flipped_bit_in_fp8_blocks_or_their_scales_is_refused_by_name(mcore, tmp_path):
+@pytest.mark.parametrize(
+    "way, scales", [("fp8", "_scale_inv"), ("int8_per_channel", "_scale"), ("fp8_per_tensor", "_scale")]
+)
+def test_a_flipped_bit_in_codes_or_their_scales_is_refused_by_name(way, scales, mcore, tmp_path):
     from reshard.formats import safetensors
 
-    mcore_to_hf(mcore, tmp_path / "fp8", quantize=True)
-    hf_to_mcore(tmp_path / "fp8", tmp_path / "again")
-    hf_to_mcore(tmp_path / "fp8", tmp_path / "wide", dtype="fp32")
-    stored = safetensors.read_directory(tmp_path / "fp8")
-    for name in ("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight_scale_inv"):
-        flip(tmp_path / "fp8" / stored[name].file, stored[name].offset)
+    mcore_to_hf(mcore, tmp_path / "codes", quantize=way)
+    hf_to_mcore(tmp_path / "codes", tmp_path / "again")
+    hf_to_mcore(tmp_path / "codes", tmp_path / "wide", dtype="fp32")
+    stored = safetensors.read_directory(tmp_path / "codes")
+    for name in ("model.layers.1.mlp.up_proj.weight", f"model.layers.1.mlp.up_proj.weight{scales}"):
+        flip(tmp_path / "codes" / stored[name].file, stored[name].offset)
         refused(
-            lambda: hf_to_mcore(tmp_path / "fp8", tmp_path / "out"), rf"{re.escape(name)} .*reshard\.json"
+            lambda: hf_to_mcore(tmp_path / "codes", tmp_path / "out"), rf"{re.escape(name)} .*reshard\.json"
         )
-        flip(tmp_path / "fp8" / stored[name].file, stored[name].offset)
-    hf_to_mcore(tmp_path / "fp8", tmp_path / "out")
+        flip(tmp_path / "codes" / stored[name].file, stored[name].offset)
+    hf_to_mcore(tmp_path / "codes", tmp_path / "out")
 
 
 def test_two_chunks_that_changed_places_are_refused(mcore, tmp_path):

@@ -190,13 +190,14 @@ def test_a_rounding_cast_is_that_of_the_conversion_and_main_parameters_follow(tm
         )
 
 
-def test_fp8_blocks_and_other_dtypes_are_read_as_the_conversion_reads_them(tmp_path, weights):
+@pytest.mark.parametrize("way", ["fp8", "int8_per_channel"])
+def test_codes_with_scales_are_read_as_the_conversion_reads_them(way, tmp_path, weights):
     folder = weights("qwen3-moe")
-    mcore_to_hf(folder / "mcore", tmp_path / "fp8", quantize=True)
-    hf_to_mcore(tmp_path / "fp8", tmp_path / "mcore", transformer_impl="local")
+    mcore_to_hf(folder / "mcore", tmp_path / "codes", quantize=way)
+    hf_to_mcore(tmp_path / "codes", tmp_path / "mcore", transformer_impl="local")
     flags = flags_at(tmp_path / "mcore", f"{TP} 2 {EP} 2 {ETP} 2")
     for (differ, control), _, _ in on_ranks(
-        4, "load_each", flags, [str(tmp_path / "fp8")], str(tmp_path / "mcore"), str(folder / "hf")
+        4, "load_each", flags, [str(tmp_path / "codes")], str(tmp_path / "mcore"), str(folder / "hf")
     ):
         assert differ == [] and control
 

@@ -19,7 +19,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from reshard import Layout, ReshardError, hf_to_mcore
+from reshard import Layout, ReshardError, hf_to_mcore, mcore_to_hf
 from reshard.parity import Limits, Scores, check_rollout, compare_scores, metrics_of, parity
 from reshard.parity.huggingface import HuggingFace
 from reshard.parity.prompts import check_prompts, random_prompts, read_prompts, tokenizer_of
@@ -91,6 +91,15 @@ def test_a_converted_model_is_the_model_at_any_layout(variant, written, loaded, 
         assert report["routing"]["choices"] == layers * 80 and report["routing"]["differing"] == 0
     else:
         assert report["routing"] is None
+
+
+def test_of_a_checkpoint_by_compressed_tensors_the_weights_are_compared(converted, tmp_path):
+    _, mcore = converted("qwen3-moe")
+    mcore_to_hf(mcore, tmp_path / "fp8", quantize="fp8_per_channel", dtype="bf16")
+    hf_to_mcore(tmp_path / "fp8", tmp_path / "mcore", transformer_impl="local")
+    report = run(tmp_path / "fp8", tmp_path / "mcore")
+    assert report["ok"] and report["overall"]["max_abs"] < 1e-4 and report["overall"]["tokens"] == 80
+    assert not run(tmp_path / "fp8", mcore)["ok"], "other weights: those before they were quantised"
 
 
 def swapped(tensors, one: str, two: str) -> None:

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+import xxhash
 
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
-from reshard.disk.quantised import Quantised
-from reshard.disk.streams import TensorInfo
+from reshard.disk.quantised import Quantised, Reader, check_finite
+from reshard.disk.streams import SLAB_BYTES, StripWriter, TensorInfo
 
 SUFFIX = "_scale"
 METHOD = "compressed-tensors"
@@ -32,26 +33,38 @@ class Scheme(NamedTuple):
 
 def quantize(weight: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray]:
     """Codes of rows, or of a whole matrix, ``[rows, columns]``; and the scales in its dtype, ``[rows, 1]`` or ``[1]``."""
-    least, most, divisor = map(np.float32, RANGES[scheme.codes.name])
+    largest = np.abs(weight.astype(np.float32)).max(
+        1 if scheme.strategy == "channel" else None, keepdims=True
+    )
+    scales = _scales(largest, scheme, weight.dtype)
+    return _codes(weight, scales, scheme), scales if scheme.strategy == "channel" else scales.reshape(1)
+
+
+def _scales(largest: np.ndarray, scheme: Scheme, dtype: np.dtype) -> np.ndarray:
+    """The scales of magnitudes in fp32, in a dtype."""
+    scales = (largest / np.float32(RANGES[scheme.codes.name][2])).astype(dtype)
+    return np.where(scales == 0, ml_dtypes.finfo(dtype).eps, scales).astype(dtype)
+
+
+def _codes(weight: np.ndarray, scales: np.ndarray, scheme: Scheme) -> np.ndarray:
+    """What rows become by scales ``[rows, 1]`` or ``[1, 1]``."""
+    least, most, _ = map(np.float32, RANGES[scheme.codes.name])
     wide = weight.astype(np.float32)
-    largest = np.abs(wide).max(1 if scheme.strategy == "channel" else None, keepdims=True)
-    scales = (largest / divisor).astype(weight.dtype)
-    scales = np.where(scales == 0, ml_dtypes.finfo(weight.dtype).eps, scales).astype(weight.dtype)
     with np.errstate(over="ignore", invalid="ignore"):  # of infinities and NaN, which the scales tell of
         scaled = (wide / scales.astype(np.float32)).astype(weight.dtype).astype(np.float32)
         scaled = (scaled + np.float32(0)).clip(least, most)  # the zero point, which makes 0 of -0
-        codes = (np.rint(scaled) if scheme.codes.name == "int8" else scaled).astype(scheme.codes.numpy())
-    return codes, scales if scheme.strategy == "channel" else scales.reshape(1)
+        return (np.rint(scaled) if scheme.codes.name == "int8" else scaled).astype(scheme.codes.numpy())
 
 
 class Channels(Quantised):
     """Weights that are stored so, with a scale for each output channel."""
 
     suffix, rows = SUFFIX, 1
+    strategy, inputs = "channel", "token"
 
     def __init__(self, names: Iterable[str], codes: Dtype) -> None:
         super().__init__(names)
-        self.scheme = Scheme(codes, "channel")
+        self.scheme = Scheme(codes, self.strategy)
 
     def quantize(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return quantize(rows, self.scheme)
@@ -59,17 +72,23 @@ class Channels(Quantised):
     def dtypes(self, info: TensorInfo) -> tuple[Dtype, Dtype]:
         return self.scheme.codes, info.dtype
 
-    def columns(self, info: TensorInfo) -> int:
-        return 1
+    def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
+        return info.rows, 1
 
     def config(self, original: Any, kept: list[str]) -> dict[str, Any]:
-        """As llm-compressor writes it, with activations that are quantised by token as they come."""
+        """As llm-compressor writes it, with activations that are quantised by token, or as a whole, as they come."""
         kind = TYPES[self.scheme.codes.name]
-        weights = {"num_bits": 8, "type": kind, "strategy": "channel", "symmetric": True, "dynamic": False}
+        weights = {
+            "num_bits": 8,
+            "type": kind,
+            "strategy": self.strategy,
+            "symmetric": True,
+            "dynamic": False,
+        }
         group = {
             "targets": ["Linear"],
             "weights": weights,
-            "input_activations": weights | {"strategy": "token", "dynamic": True},
+            "input_activations": weights | {"strategy": self.inputs, "dynamic": True},
             "output_activations": None,
         }
         return {
@@ -79,6 +98,32 @@ class Channels(Quantised):
             "quant_method": METHOD,
             "quantization_status": "compressed",
         }
+
+
+class Tensors(Channels):
+    """Weights that are stored with one scale each: they are read twice, the first time to find it."""
+
+    strategy = inputs = "tensor"
+
+    def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
+        return (1,)
+
+    def copy(
+        self, name: str, info: TensorInfo, read: Reader, writer: StripWriter, look: Reader
+    ) -> dict[str, str]:
+        largest = np.zeros((1, 1), np.float32)
+        for start, stop in info.slabs(SLAB_BYTES):
+            # not Python's max, which may pass over NaN
+            largest = np.maximum(largest, np.abs(look(start, stop).astype(np.float32)).max())
+        scales = _scales(largest, self.scheme, info.dtype.numpy())
+        check_finite(name, scales, "; drop --quantize")
+        digest = xxhash.xxh3_128()
+        for start, stop in info.slabs(SLAB_BYTES):
+            codes = _codes(read(start, stop), scales, self.scheme)
+            digest.update(memoryview(codes.view(np.uint8).reshape(-1)))
+            writer.write_rows(name, start, codes)
+        writer.write_rows(name + self.suffix, 0, scales)
+        return {name: digest.hexdigest(), name + self.suffix: xxhash.xxh3_128_hexdigest(scales.tobytes())}
 
 
 def check_wanted(config: Mapping[str, Any], what: str) -> None:

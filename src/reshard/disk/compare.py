@@ -232,7 +232,7 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
     root, recorded = _recorded(path)
     manifest = read_manifest(recorded)
     try:
-        source = open_source(path, as_stored=True)
+        source = open_source(path)
     except ReshardError as error:
         changed, missing = changed_files(root, (manifest or {}).get("files", {}))
         if not changed and not missing:

@@ -11,7 +11,7 @@ from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE, check_number
 from reshard.disk.casts import overflow_notice
-from reshard.disk.channels import Channels
+from reshard.disk.channels import Channels, Tensors
 from reshard.disk.destinations import HuggingFaceFiles, MegatronFiles, parse_size
 from reshard.disk.files import OpenFiles, allow_many_files
 from reshard.disk.fp8 import Fp8Blocks, quantizable
@@ -29,10 +29,14 @@ from reshard.megatron.layout import Layout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
 from reshard.models.config_fields import check_ignored
 
-# Ways to quantise: blocks of fp8, and codes with a scale for each output channel, by their dtype.
+# Ways to quantise: blocks of fp8, and codes with a scale for each output channel or for all of a weight.
 BLOCKS = "fp8"
-CHANNELS = {"fp8_per_channel": "float8_e4m3fn", "int8_per_channel": "int8"}
-QUANTISATIONS = (BLOCKS, *CHANNELS)
+COMPRESSED = {
+    "fp8_per_channel": (Channels, "float8_e4m3fn"),
+    "int8_per_channel": (Channels, "int8"),
+    "fp8_per_tensor": (Tensors, "float8_e4m3fn"),
+}
+QUANTISATIONS = (BLOCKS, *COMPRESSED)
 
 # About what the interpreter and numpy take before the first slab, a forked worker of its own, and what is
 # planned for a tensor (with .metadata, and with what workers copy of it).
@@ -82,7 +86,8 @@ def hf_to_mcore(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> Report:
-    """Convert a Hugging Face checkpoint (a directory or a hub id) to a Megatron ``torch_dist`` checkpoint.
+    """Convert a Hugging Face checkpoint (a directory or a hub id) to a Megatron ``torch_dist`` checkpoint; weights in fp8 blocks, or in
+    fp8 or int8 by compressed-tensors, are dequantised.
 
     `layout` decides how the tensors are cut into chunks and files, `dtype` (``bf16``, ``fp16``, ``fp32``)
     casts, `iteration` writes a numbered iteration where None writes a release. The flags file is for
@@ -104,7 +109,7 @@ def hf_to_mcore(
     if iteration is not None:
         check_number(iteration, "--iteration", MAX_ITERATION)
     worker_count(workers)
-    # fp8 blocks are dequantised to a dtype that holds them all, so that the cast can count what overflows.
+    # Codes are dequantised to a dtype that holds them all, so that the cast can count what overflows.
     wide = DTYPES["float32"] if target is not None and target.name == "float16" else target
     with (
         Team.from_environment() as team,
@@ -194,7 +199,8 @@ def mcore_to_hf(
     Without `hf_config` (a ``config.json`` or a directory with one) the config is the one beside the weights,
     else the one that the checkpoint's ``args`` describe. `quantize` writes linear weights as fp8 with a scale
     for each 128x128 block (True, or ``fp8``), or, in the format of compressed-tensors, as fp8 or int8 with a scale
-    for each output channel (``fp8_per_channel``, ``int8_per_channel``). `max_shard_size` is bytes or text like
+    for each output channel (``fp8_per_channel``, ``int8_per_channel``) or as fp8 with one for each weight
+    (``fp8_per_tensor``). `max_shard_size` is bytes or text like
     ``5GB``; None is 5 GB, or less where a model would not fill 16 files, which are written at once, but not less
     than 1 GB. The other options are those of `hf_to_mcore`, and so is what it raises.
     """
@@ -347,8 +353,10 @@ def _identity(src: Source) -> tuple[list, list]:
 
 def _quantised(way: str | None, names: list[str]) -> Quantised:
     """How these weights are stored, none of them as it is by default."""
-    codes = CHANNELS.get(way or "")
-    return Fp8Blocks(names) if codes is None else Channels(names, DTYPES[codes])
+    if way not in COMPRESSED:
+        return Fp8Blocks(names)
+    kind, codes = COMPRESSED[way]
+    return kind(names, DTYPES[codes])
 
 
 def _quantized(src: MegatronSource, tensors: dict[str, TensorInfo]) -> list[str]:

@@ -1,8 +1,4 @@
-"""Block-wise fp8 (e4m3) weights, as DeepSeek-V3 publishes them: one fp32 scale for each 128x128 block.
-
-``weight = fp8 * weight_scale_inv`` (DeepSeek-V3 technical report, section 3.3; ``weight_dequant`` in its
-inference code).
-"""
+"""Block-wise fp8 (e4m3) weights, as DeepSeek-V3 publishes them: one fp32 scale for each 128x128 block."""
 
 from typing import Any
 
@@ -47,33 +43,9 @@ def quantize(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scales = largest / np.float32(E4M3_MAX)
     # zeros, and what is too small for a scale of its own
     scales = np.where(scales == 0, np.float32(1), scales).astype(np.float32)
-    scaled = (blocks / scales[:, None, :, None]).reshape(blocks.shape[0] * BLOCK, -1)[:n, :m]
-    return scaled.astype(FP8.numpy()), scales
-
-
-def dequantise(
-    quantised: np.ndarray, scales: np.ndarray, block: tuple[int, int], row: int, out: np.ndarray
-) -> None:
-    """Write ``e4m3 * scale``, a product in fp32 that is then rounded to the dtype of `out`, to `out [rows,
-    columns]`.
-
-    `quantised [rows, columns]` are the e4m3 numbers' bytes, the first of which are `row` rows into their
-    block; `scales` are fp32, one for each `block` (rows, columns). A block has 256 possible numbers, so each
-    is computed once and looked up.
-    """
-    rows, columns = quantised.shape
-    height, width = block
-    numbers = np.arange(256, dtype=np.uint8).view(FP8.numpy()).astype(np.float32)
-    index_dtype = np.uint16 if scales.shape[1] <= 256 else np.uint32
-    first_entry = (np.arange(columns) // width * 256).astype(index_dtype)
-    bits = np.dtype(f"u{out.itemsize}")
-    for factors in scales:
-        here = slice(max(0, -row), min(rows, height - row))
-        with np.errstate(over="ignore", invalid="ignore"):
-            table = (factors[:, None] * numbers).astype(out.dtype)
-        entries = quantised[here] + first_entry
-        np.take(table.view(bits).reshape(-1), entries, out=out.view(bits)[here], mode="clip")
-        row -= height
+    with np.errstate(invalid="ignore"):  # of infinities and NaN, which the scales tell of
+        scaled = (blocks / scales[:, None, :, None]).reshape(blocks.shape[0] * BLOCK, -1)[:n, :m]
+        return scaled.astype(FP8.numpy()), scales
 
 
 class Fp8Blocks(Quantised):
@@ -87,8 +59,8 @@ class Fp8Blocks(Quantised):
     def dtypes(self, info: TensorInfo) -> tuple[Dtype, Dtype]:
         return FP8, FP32
 
-    def columns(self, info: TensorInfo) -> int:
-        return -(-info.shape[1] // BLOCK)
+    def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
+        return tuple(-(-n // BLOCK) for n in info.shape)
 
     def config(self, original: Any, kept: list[str]) -> dict[str, Any]:
         """As Qwen3 is published in fp8: every matrix that stays as it is is named, for vLLM would take the weights of

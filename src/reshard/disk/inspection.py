@@ -39,7 +39,7 @@ def inspect(path: str | Path, *, hf_config: str | Path | None = None) -> Inspect
     """Look at a Hugging Face directory (or hub id) or a Megatron checkpoint. Raises ReshardError where it
     cannot be read."""
     config = Path(hf_config) if hf_config is not None else None
-    source = open_source(local_directory(str(path)), config, as_stored=True)
+    source = open_source(local_directory(str(path)), config)
     try:
         check_ignored(source.model)
         own = {name: t for name, t in source.tensors.items() if name not in source.copies}

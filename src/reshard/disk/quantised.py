@@ -11,6 +11,9 @@ from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
 from reshard.disk.streams import SLAB_BYTES, StripWriter, TensorInfo
 
+# Reads rows `start` .. `stop` of a weight, in the dtype that is to be quantised; valid until the next call.
+Reader = Callable[[int, int], np.ndarray]
+
 
 class Quantised(ABC):
     """How the weights with these `names` are stored: their codes under the weight's name, with an end that says `suffix`
@@ -31,8 +34,8 @@ class Quantised(ABC):
         """Of the codes of such a weight, and of its scales."""
 
     @abstractmethod
-    def columns(self, info: TensorInfo) -> int:
-        """How many columns the scales of such a weight have."""
+    def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
+        """The shape of the scales of such a weight."""
 
     @abstractmethod
     def config(self, original: Any, kept: list[str]) -> dict[str, Any]:
@@ -47,13 +50,13 @@ class Quantised(ABC):
         if name not in self.names:
             return {name: (info.dtype, info.shape)}
         codes, scales = self.dtypes(info)
-        shape = -(-info.shape[0] // self.rows), self.columns(info)
-        return {name: (codes, info.shape), name + self.suffix: (scales, shape)}
+        return {name: (codes, info.shape), name + self.suffix: (scales, self.scale_shape(info))}
 
     def copy(
-        self, name: str, info: TensorInfo, read: Callable[[int, int], np.ndarray], writer: StripWriter
+        self, name: str, info: TensorInfo, read: Reader, writer: StripWriter, look: Reader
     ) -> dict[str, str]:
-        """Stream one quantised weight from `read(start, stop)`; the checksums of its parts."""
+        """Stream one quantised weight, each row of which `read` reads once and in order; the checksums of its parts. Who needs
+        to know more of it before may `look`, as often as needed."""
         weight_digest, scale_digest = xxhash.xxh3_128(), xxhash.xxh3_128()
         for start, stop in info.slabs(SLAB_BYTES, self.rows):
             weight, scales = self.quantize(read(start, stop))

@@ -293,8 +293,11 @@ class Run:
             overflowed += overflow(rows, slab, source_dtype, info.dtype)
             return slab
 
+        def look(start: int, stop: int) -> np.ndarray:
+            return cast(self.source.read_rows(name, start, stop), source_dtype, info.dtype)
+
         if name in self.quantised.names:
-            checksums = self.quantised.copy(name, info, read, writer)
+            checksums = self.quantised.copy(name, info, read, writer, look)
         else:
             digest = xxhash.xxh3_128()
             for start, stop in info.slabs(SLAB_BYTES, self.source.row_multiple(name)):

@@ -17,15 +17,16 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import Placement
 from reshard.core.planner import PlanError, Transfer, make_plan
 from reshard.disk.channels import METHOD, SUFFIX
+from reshard.disk.dequantised import compressed, dequantise, fp8_blocks, of_activations
 from reshard.disk.files import OpenFiles
-from reshard.disk.fp8 import SCALE_SUFFIX, dequantise
+from reshard.disk.fp8 import SCALE_SUFFIX
 from reshard.disk.hub import local_directory
 from reshard.disk.locate import HF_FILES, OF_TRAINERS, config_beside, config_of_args, locate, model_named
 from reshard.disk.manifest import NAME as MANIFEST
 from reshard.disk.manifest import read_manifest
 from reshard.disk.streams import Scratch, Strip, StripReader, TensorInfo, strip_of
 from reshard.formats import safetensors, torch_dist, torch_zip
-from reshard.formats.small_files import MAX_COPIED_BYTES, read_json, whole_numbers
+from reshard.formats.small_files import MAX_COPIED_BYTES, read_json
 from reshard.megatron.checkpoint import placement_of_keys, refuse_others, vocab_rows
 from reshard.megatron.parameters import Mapping, expand
 from reshard.models.config_fields import ignored_config_fields
@@ -49,7 +50,7 @@ WEIGHT_SUFFIXES = (
 class Source(ABC):
     """A model's weights as canonical tensors.
 
-    `tensors` are shapes and dtypes by published name (fp8 blocks already as what they dequantise to),
+    `tensors` are shapes and dtypes by published name (quantised ones already as what they dequantise to),
     `copies` the names in it that repeat another tensor, `mapping` the expanded table, `notices` what a user
     should be told.
     """
@@ -70,7 +71,7 @@ class Source(ABC):
 
     @abstractmethod
     def strips(self, name: str) -> list[Strip] | None:
-        """Where the rows of a canonical tensor lie; None where they are made of what is stored (fp8 blocks)."""
+        """Where the rows of a canonical tensor lie; None where they are made of what is stored (codes and scales)."""
 
     def row_multiple(self, name: str) -> int:
         """How many rows are best read together."""
@@ -131,13 +132,13 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 class HuggingFaceSource(Source):
-    """A Hugging Face directory. fp8 weights with 128x128 block scales read as `dequantize_to`. One by compressed-tensors is
-    opened by who reads its tensors `as_stored` only."""
+    """A Hugging Face directory. Weights that are stored as codes with scales read as `dequantize_to`; without it fp8 with
+    128x128 block scales as bf16, and what compressed-tensors has quantised in the config's dtype."""
 
     kind = "huggingface"
 
-    def __init__(self, path: Path, dequantize_to: Dtype | None = None, as_stored: bool = False) -> None:
-        self.path, self.notices, self.as_stored = path, [], as_stored
+    def __init__(self, path: Path, dequantize_to: Dtype | None = None) -> None:
+        self.path, self.notices = path, []
         self.config = read_config(path / "config.json")
         with ignored_as_recorded(path):
             self.model = Model.from_hf(self.config, str(path / "config.json"))
@@ -173,54 +174,36 @@ class HuggingFaceSource(Source):
                 )
 
     def _quantization(self, dequantize_to: Dtype | None) -> None:
-        """Find fp8 weights and their scales."""
-        self.scales = {
-            name.removesuffix(SCALE_SUFFIX): name for name in self.stored if name.endswith(SCALE_SUFFIX)
-        }
-        quantization = self.config.get("quantization_config") or {}
-        if not isinstance(quantization, dict):
-            raise ReshardError(f"{self.path}: quantization_config is {quantization!r:.80}, not an object")
-        method = quantization.get("quant_method")
-        self.dequantize_to = dequantize_to or DTYPES["bfloat16"]
-        self.compressed = method == METHOD and self.as_stored
+        """Find weights that are stored as codes, and their scales."""
+        config = self.config.get("quantization_config") or {}
+        if not isinstance(config, dict):
+            raise ReshardError(f"{self.path}: quantization_config is {config!r:.80}, not an object")
+        method = config.get("quant_method")
+        self.compressed, self.left, dtype = method == METHOD, list[str](), "bfloat16"
         if self.compressed:
-            self.block = (1, 1)
-            names = [name for name in self.stored if name.endswith(f".weight{SUFFIX}")]
-            self.scales = {name.removesuffix(SUFFIX): name for name in names}
-            return
-        if method not in (None, "fp8"):
+            self.codes = compressed(config, self.stored, str(self.path))
+            self.left = of_activations(self.stored)
+            named = self.config.get("dtype") or self.config.get("torch_dtype")
+            dtype = named if named in ("float16", "float32") else dtype
+        elif method in (None, "fp8"):
+            self.codes = fp8_blocks(config, self.stored, str(self.path))
+        else:
             raise ReshardError(
                 f"{self.path}: weights quantised as {method!r:.80} are not supported, only "
-                f"fp8 with block scales"
+                f"fp8 with block scales, and fp8 and int8 by {METHOD}"
             )
-        block = quantization.get("weight_block_size") or (128, 128)
-        if not whole_numbers(block, 2, 1) or len(block) != 2 or max(block) > 1 << 20:
-            raise ReshardError(
-                f"{self.path}: weight_block_size is {block!r:.80}, not two positive whole numbers"
+        self.dequantize_to = dequantize_to or DTYPES[dtype]
+        self.scales = {name: codes.scales for name, codes in self.codes.items()}
+        if self.left:
+            self.notices.append(
+                "left behind, since only weights are converted: scales of activations and of the key-value cache, "
+                f"{listed(self.left, 3)}"
             )
-        self.block = (block[0], block[1])
-        for name, scale in self.scales.items():
-            weight, scales = self.stored.get(name), self.stored[scale]
-            if (
-                weight is None
-                or weight.dtype.name != "float8_e4m3fn"
-                or len(weight.shape) != 2
-                or scales.dtype.name != "float32"
-            ):
-                raise ReshardError(
-                    f"{self.path}: {scale} does not belong to an fp8 (e4m3) weight, or is not float32"
-                )
-            blocks = tuple(-(-n // b) for n, b in zip(weight.shape, self.block, strict=True))
-            if scales.shape != blocks:
-                raise ReshardError(
-                    f"{self.path}: {scale} has shape {list(scales.shape)}, expected {list(blocks)} for "
-                    f"blocks of {self.block}"
-                )
 
     def _check(self) -> None:
         """Raise ReshardError unless the files hold exactly the table's tensors, with its shapes."""
-        scales = set(self.scales.values())
-        expected, found = self.mapping.shapes, {n: t for n, t in self.stored.items() if n not in scales}
+        apart = {*self.scales.values(), *self.left}
+        expected, found = self.mapping.shapes, {n: t for n, t in self.stored.items() if n not in apart}
         missing = [n for n in expected if n not in found and n not in self.mapping.optional]
         extra = [n for n in found if n not in expected and n not in self.mapping.ignored]
         family = self.model.family.name
@@ -238,15 +221,14 @@ class HuggingFaceSource(Source):
                     f"{self.path}: {name} has shape {list(tensor.shape)}, expected "
                     f"{list(shape)} from config.json"
                 )
-            if not tensor.dtype.floating and not (self.compressed and name in self.scales):
-                raise ReshardError(
-                    f"{self.path}: {name} has dtype {tensor.dtype.name}, which is not a weight's"
-                )
-            if tensor.dtype.name.startswith("float8") and name not in self.scales:
-                raise ReshardError(f"{self.path}: {name} is {tensor.dtype.name} without {name}{SCALE_SUFFIX}")
-            self.tensors[name] = TensorInfo(
-                shape, self.dequantize_to if name in self.scales else tensor.dtype
-            )
+            dtype = tensor.dtype
+            coded = dtype.name.startswith("float8") or (self.compressed and dtype.name == "int8")
+            if coded and name not in self.scales:
+                suffix = SUFFIX if self.compressed else SCALE_SUFFIX
+                raise ReshardError(f"{self.path}: {name} is {dtype.name} without {name}{suffix}")
+            if not dtype.floating and name not in self.scales:
+                raise ReshardError(f"{self.path}: {name} has dtype {dtype.name}, which is not a weight's")
+            self.tensors[name] = TensorInfo(shape, self.dequantize_to if name in self.scales else dtype)
         self.copies = {name: primary for name, primary in self.mapping.copies.items() if name in self.tensors}
         ignored = sorted(self.mapping.ignored & set(found))
         if ignored:
@@ -257,19 +239,27 @@ class HuggingFaceSource(Source):
         columns = self.tensors[name].columns
         if name not in self.scales:
             return self._rows(stored, start, stop, columns)
-        rows_per_block = self.block[0]
-        scales = self.stored[self.scales[name]]
+        codes = self.codes[name]
+        scales, rows_per_block = self.stored[codes.scales], codes.block[0]
         first, last = start // rows_per_block, -(-stop // rows_per_block)
-        factors = self._rows(scales, first, last, scales.shape[1])
+        factors = self._rows(scales, first, last, codes.columns(columns))
         quantised = self._rows(stored, start, stop, columns).view(np.uint8)
         weight = self.scratch.array("dequantised", stop - start, columns * self.dequantize_to.size)
         weight = weight.view(self.dequantize_to.numpy())
-        dequantise(quantised, factors, self.block, start - first * rows_per_block, weight)
+        dequantise(quantised, factors, codes.block, start - first * rows_per_block, weight, stored.dtype)
+        # fp16 alone has less room than the products.
+        if "float16" in (scales.dtype.name, self.dequantize_to.name) and np.isinf(weight).any():
+            raise ReshardError(
+                f"{self.path}: {name} has numbers that are too large for float16 once dequantised"
+            )
         return weight
 
     def row_multiple(self, name: str) -> int:
+        codes = self.codes.get(name)
+        if codes is None or codes.columns(self.tensors[name].columns) == 1:
+            return 1
         # Some of a block's rows: its numbers are looked up, and all of them would not stay in the cache.
-        return -(-self.block[0] // 4) if name in self.scales else 1
+        return -(-codes.block[0] // 4)
 
     def strips(self, name: str) -> list[Strip] | None:
         info, stored = self.tensors[name], self.stored[name]
@@ -525,10 +515,8 @@ def open_source(
     hf_config: Path | None = None,
     family: str | None = None,
     dequantize_to: Dtype | None = None,
-    as_stored: bool = False,
 ) -> Source:
-    """Open a directory of either format, to read its tensors as they mean or `as_stored`. Raises ReshardError where it is
-    none."""
+    """Open a directory of either format. Raises ReshardError where it is none."""
     if not path.exists():
         raise ReshardError(f"{path} does not exist")
     if not path.is_dir():
@@ -536,7 +524,7 @@ def open_source(
     if locate(path) is not None:
         return MegatronSource(path, hf_config, family)
     if (path / "config.json").is_file() or any(path.glob("*.safetensors")):
-        return HuggingFaceSource(path, dequantize_to, as_stored)
+        return HuggingFaceSource(path, dequantize_to)
     raise ReshardError(
         f"{path} is neither a Hugging Face directory (config.json) nor a Megatron torch_dist checkpoint "
         f"({torch_dist.TRACKER})"

@@ -142,7 +142,7 @@ class SourceChecks:
         return name != TRACKER and name.startswith(f"{self.source.checkpoint.iteration}/")
 
     def names(self, name: str) -> list[str]:
-        """The listed tensors that a canonical tensor is read from: itself, and the scales of fp8 blocks."""
+        """The listed tensors that a canonical tensor is read from: itself, and the scales of codes."""
         scale = self.source.scales.get(name) if isinstance(self.source, HuggingFaceSource) else None
         return [n for n in (name, scale) if n is not None and n in self.entries]
 
@@ -155,7 +155,7 @@ class SourceChecks:
             )
 
     def plain(self, name: str) -> bool:
-        """Whether a tensor is listed with the bytes that are read of it, not as fp8 blocks."""
+        """Whether a tensor is listed with the bytes that are read of it, not as codes."""
         return not (isinstance(self.source, HuggingFaceSource) and name in self.source.scales)
 
     def watch(self, name: str) -> "Watch | None":
@@ -172,7 +172,7 @@ class Watch:
         self.digest = xxhash.xxh3_128()
 
     def rows(self, rows: np.ndarray, start: int, stop: int) -> None:
-        """Rows `start` .. `stop` were read; of fp8 blocks, the stored ones are read again, from the page
+        """Rows `start` .. `stop` were read; of codes, the stored ones are read again, from the page
         cache."""
         if self.blocks:
             assert isinstance(self.checks.source, HuggingFaceSource)

@@ -64,7 +64,7 @@ def load(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> LoadReport:
-    """Fill a live Megatron-Core model from a Hugging Face directory or hub id (fp8 blocks are dequantised), or
+    """Fill a live Megatron-Core model from a Hugging Face directory or hub id (weights in fp8 or int8 are dequantised), or
     from a Megatron ``torch_dist`` checkpoint at any layout.
 
     All ranks of torch's default process group call it, each with the `models` that ``get_model`` returned to
@@ -133,7 +133,7 @@ class _Load:
         allow_many_files()
         worker_count(self.workers)
         target = self.target = float_dtype(self.dtype)
-        # As in a conversion: to a dtype that holds all fp8 blocks, so that the cast can count what overflows.
+        # As in a conversion: to a dtype that holds all that codes stand for, so that the cast can count what overflows.
         wide = DTYPES["float32"] if target is not None and target.name == "float16" else target
         config = None if self.hf_config is None else config_path(self.hf_config)
         source = open_source(local_directory(str(self.path)), config, self.family, wide)

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from reshard.core.errors import ReshardError, first_line
+from reshard.core.errors import ReshardError, first_line, listed
 from reshard.core.extras import importing
+from reshard.disk.channels import METHOD
 from reshard.disk.sources import read_config
 from reshard.models.model import Model
 from reshard.parity.systems import DTYPES, ForwardSystem, device, release_memory
@@ -30,13 +31,28 @@ class HuggingFace(ForwardSystem):
         with importing("parity"):
             from transformers import AutoModelForCausalLM
 
+        model_class: Any = AutoModelForCausalLM  # what it returns depends on the options
+        # fp32 not before weights are dequantised: else transformers rounds the products of experts to that dtype, all
+        # others to the scales'.
+        wide = self._compressed() and self.dtype == "fp32"
+        options: dict[str, Any] = {"dtype": "auto" if wide else DTYPES[self.dtype]}
         try:
-            module = AutoModelForCausalLM.from_pretrained(
-                self.path, dtype=DTYPES[self.dtype], attn_implementation="eager"
+            if self._compressed():
+                options["quantization_config"] = _dequantised()
+            found, loaded = model_class.from_pretrained(
+                self.path, attn_implementation="eager", output_loading_info=True, **options
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except (ImportError, OSError, ValueError, RuntimeError) as error:
             raise ReshardError(f"transformers cannot load {self.path}: {first_line(error)}") from error
-        return module.eval().to(device())
+        if self._compressed() and loaded["missing_keys"]:
+            missing = listed(sorted(loaded["missing_keys"]), 3)
+            raise ReshardError(f"transformers cannot dequantise {missing} of {self.path}")
+        return (found.float() if wide else found).eval().to(device())
+
+    def _compressed(self) -> bool:
+        """Whether the weights are quantised by compressed-tensors, whose config has transformers quantise activations too."""
+        quantization = self.model.config.get("quantization_config")
+        return isinstance(quantization, dict) and quantization.get("quant_method") == METHOD
 
     def logits(self, tokens: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor:
         # Right padding: no token before it sees it, so that no mask is needed. Packed prompts are told apart
@@ -62,3 +78,14 @@ class HuggingFace(ForwardSystem):
     def close(self) -> None:
         vars(self).pop("module", None)
         release_memory()
+
+
+def _dequantised() -> Any:
+    """What has transformers dequantise weights by compressed-tensors while it loads them, as Megatron has them. Raises
+    ImportError where that package, or a transformers that does it, is not installed."""
+    from transformers import CompressedTensorsConfig
+
+    config = CompressedTensorsConfig(dequantize=True)
+    if not getattr(config, "dequantize", False):
+        raise ImportError("weights by compressed-tensors are dequantised by newer versions of transformers")
+    return config

@@ -1,0 +1,349 @@
+"""Checkpoints by compressed-tensors as a source: each number is the one that this package, and transformers with it, make of codes
+and scales."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, apply_quantization_config
+from compressed_tensors.quantization.lifecycle.forward import dequantize
+from compressed_tensors.quantization.utils import calculate_qparams
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from reshard import Layout, check, diff, hf_to_mcore, inspect, mcore_to_hf
+from reshard.core.dtypes import dtype_named
+from reshard.disk.dequantised import dequantise
+from tests.oracle import hf_tensors, megatron_tensors, same, stored_tensors
+from tests.test_faults import refused
+
+CODES = {"float": torch.float8_e4m3fn, "int": torch.int8}
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+NAME = "model.layers.1.self_attn.o_proj.weight"
+
+
+def in_numpy(tensor: torch.Tensor) -> np.ndarray:
+    plain = tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize])
+    return plain.numpy().view(dtype_named(str(tensor.dtype)).numpy())
+
+
+def of_package(codes, scales, strategy, block=None) -> torch.Tensor:
+    """What compressed-tensors makes of codes, in the scales' dtype; told of blocks, which it would infer by dividing."""
+    if strategy == "block":
+        return dequantize(codes, scales, args=QuantizationArgs(strategy="block", block_structure=list(block)))
+    return dequantize(codes, scales if strategy == "channel" else scales.reshape(1))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    kind=st.sampled_from(list(CODES)), strategy=st.sampled_from(["channel", "tensor", "block"]), to=st.sampled_from(DTYPES),
+    stored=st.sampled_from(DTYPES), block=st.sampled_from([(128, 128), (1, 32), (3, 5), (40, 8)]), rows=st.integers(1, 300),
+    columns=st.integers(1, 300), start=st.integers(0, 299), magnitude=st.integers(-7, 1), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_every_number_is_that_of_the_package(
+    kind, strategy, to, stored, block, rows, columns, start, magnitude, seed
+):
+    torch.manual_seed(seed)
+    codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8).view(CODES[kind])
+    shared = {"channel": (1, columns), "tensor": (rows, columns), "block": block}[strategy]
+    grid = [math.ceil(n / b) for n, b in zip((rows, columns), shared, strict=True)]
+    scales = (torch.randn(grid) * 10.0**magnitude).to(stored)
+    start = min(start, rows - 1)
+    first, out = start // shared[0], np.empty((rows - start, columns), dtype_named(str(to)).numpy())
+    code = dtype_named(str(CODES[kind]))
+    dequantise(
+        in_numpy(codes[start:]).view(np.uint8),
+        in_numpy(scales[first:]),
+        shared,
+        start - first * shared[0],
+        out,
+        code,
+    )
+    expected = of_package(codes, scales, strategy, block).to(to)[start:]
+    assert expected.dtype == to and torch.equal(
+        torch.from_numpy(np.isnan(out.astype(np.float32))), expected.isnan()
+    )
+    same_bits = in_numpy(expected).view(f"u{to.itemsize}") == out.view(f"u{to.itemsize}")
+    assert same_bits[~expected.isnan().numpy()].all()
+
+
+def test_a_product_that_is_not_rounded_to_the_scales_dtype_is_another():
+    """The control: in fp32 the same codes and scales are other numbers."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.int8)[None]
+    scales = torch.tensor([[0.0123]], dtype=torch.bfloat16)
+    assert not torch.equal(of_package(codes, scales, "channel").float(), codes.float() * scales.float())
+
+
+def write(hf: Path, folder: Path, kind: str, strategy: str, static: bool = False, structure=None) -> Path:
+    """A checkpoint that the package compresses and transformers saves, as llm-compressor has them do it; with static scales of
+    activations, and of the key-value cache."""
+    model = AutoModelForCausalLM.from_pretrained(hf, dtype="auto")
+    how = dict(num_bits=8, type=kind, symmetric=True)
+    weights = how | dict(strategy=strategy, dynamic=False, block_structure=structure)
+    inputs = how | dict(strategy="tensor" if static else "token", dynamic=not static)
+    cache = how | dict(type="float", strategy="tensor", dynamic=False)
+    group = dict(targets=["Linear"], weights=weights, input_activations=inputs)
+    ignore = ["lm_head", "re:.*layers.2.self_attn.*", "re:.*mlp.gate$"]
+    apply_quantization_config(
+        model,
+        QuantizationConfig(
+            config_groups={"group_0": group}, ignore=ignore, kv_cache_scheme=cache if static else None
+        ),
+    )
+    for module in model.modules():
+        if not hasattr(module, "weight_scale"):
+            continue
+        values = module.weight.data
+        if strategy == "block":
+            (rows, columns), (h, w) = values.shape, structure
+            padded = torch.nn.functional.pad(values, (0, -columns % w, 0, -rows % h))
+            values, dims = padded.view(-(-rows // h), h, -(-columns // w), w), (1, 3)
+        else:
+            dims = (1,) if strategy == "channel" else (0, 1)
+        least, most = (
+            found.reshape(module.weight_scale.shape) for found in (values.amin(dims), values.amax(dims))
+        )
+        scales, zeros = calculate_qparams(least, most, module.quantization_scheme.weights)
+        module.weight_scale.data, module.weight_zero_point.data = scales, zeros
+        if static:
+            module.input_scale.data.fill_(0.03)
+            module.input_zero_point.data.zero_()
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+    return folder
+
+
+def plain_twin(source: Path, folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """The directory of the numbers that a quantised one stands for."""
+    folder.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+WRITTEN = [
+    ("float", "channel", False, None, torch.bfloat16),
+    ("int", "channel", False, None, torch.float16),
+    ("float", "tensor", True, None, torch.bfloat16),
+    ("int", "tensor", True, None, torch.float32),
+    ("float", "block", False, [32, 16], torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("kind, strategy, static, structure, dtype", WRITTEN)
+def test_what_the_package_writes_is_read_as_transformers_reads_it(
+    kind, strategy, static, structure, dtype, checkpoint, tmp_path
+):
+    source = write(checkpoint("qwen3", dtype=dtype), tmp_path / "source", kind, strategy, static, structure)
+    names = [name.removesuffix("_scale") for name in hf_tensors(source) if name.endswith("weight_scale")]
+    assert len(names) == 3 * 7 + 3 and hf_tensors(source)[names[0]].dtype == CODES[kind]
+    loaded = AutoModelForCausalLM.from_pretrained(
+        source, dtype="auto", quantization_config=CompressedTensorsConfig(dequantize=True)
+    )
+    wanted = {name: tensor for name, tensor in loaded.state_dict().items() if tensor.is_floating_point()}
+    assert {tensor.dtype for tensor in wanted.values()} == {dtype}
+    plain = plain_twin(source, tmp_path / "plain", wanted)
+
+    report = hf_to_mcore(source, tmp_path / "mcore", Layout(tp=2, pp=2))
+    said = [notice for notice in report.notices if "left behind, since only weights are converted" in notice]
+    assert len(said) == static and all("k_scale" in one or "input_scale" in one for one in said)
+    rows = len(wanted["model.embed_tokens.weight"])
+    padded = -(-rows // 256) * 256
+    assert same(stored_tensors(tmp_path / "mcore" / "release"), megatron_tensors(plain, padded)) == []
+    assert diff(source, plain).equal and diff(tmp_path / "mcore", source).equal
+    seen = inspect(source)
+    assert seen.details["compressed"] == len(names) and list(seen.dtypes) == [str(dtype).split(".")[1]]
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    assert same(hf_tensors(tmp_path / "back"), hf_tensors(plain)) == []
+    assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+
+    # The control: the next scale, or another code.
+    for name in (NAME, f"{NAME}_scale"):
+        tensors = load_file(source / "model.safetensors")
+        tensors[name].view(torch.uint8).view(-1)[0] ^= 1
+        spoiled = tmp_path / f"spoiled {name}"
+        shutil.copytree(source, spoiled)
+        save_file(tensors, spoiled / "model.safetensors", {"format": "pt"})
+        assert [d.name for d in diff(spoiled, plain).differences] == [NAME]
+
+
+def test_other_shapes_and_dtypes_of_scales_mean_the_same(checkpoint, tmp_path):
+    hf = checkpoint("qwen3", dtype=torch.bfloat16)
+    for strategy, shape in (("channel", (-1,)), ("tensor", ()), ("tensor", (1, 1))):
+        source = write(hf, tmp_path / f"{strategy} {len(shape)}", "float", strategy)
+        tensors = load_file(source / "model.safetensors")
+        expected = {
+            name.removesuffix("_scale"): of_package(tensors[name.removesuffix("_scale")], scale, strategy)
+            for name, scale in tensors.items()
+            if name.endswith("_scale")
+        }
+        kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("_scale")}
+        plain = plain_twin(source, tmp_path / f"plain {strategy} {len(shape)}", kept | expected)
+        for name in expected:
+            scale = tensors[f"{name}_scale"]
+            tensors[f"{name}_scale"] = scale.reshape(shape)
+        save_file(tensors, source / "model.safetensors")
+        assert diff(source, plain).equal
+        # In fp32 a product is rounded once, to bf16: what that of bf16 scales is too.
+        wide = {
+            name: tensor.float() if name.endswith("_scale") else tensor for name, tensor in tensors.items()
+        }
+        save_file(wide, source / "model.safetensors")
+        assert diff(source, plain).equal
+        hf_to_mcore(source, tmp_path / "mcore", dtype="fp32", overwrite=True)
+        mcore_to_hf(tmp_path / "mcore", tmp_path / "back", overwrite=True)
+        ours, name = hf_tensors(tmp_path / "back"), "model.layers.0.mlp.up_proj.weight"
+        exact = tensors[name].float() * tensors[f"{name}_scale"].float().reshape(
+            (-1, 1) if strategy == "channel" else ()
+        )
+        assert torch.equal(ours[name], exact) and not torch.equal(exact, exact.bfloat16().float())
+
+
+@pytest.mark.parametrize("way", ["fp8_per_channel", "int8_per_channel", "fp8_per_tensor"])
+def test_what_a_conversion_writes_is_a_source(way, checkpoint, tmp_path):
+    hf_to_mcore(
+        checkpoint("deepseek-v3", dtype=torch.bfloat16, mtp=True), tmp_path / "mcore", Layout(ep=2, etp=1)
+    )
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "source", quantize=way, max_shard_size="200KB")
+    tensors = hf_tensors(tmp_path / "source")
+    scales = [name for name in tensors if name.endswith("_scale")]
+    wanted = {name: tensor for name, tensor in tensors.items() if name not in scales}
+    for name in (name.removesuffix("_scale") for name in scales):
+        wanted[name] = of_package(tensors[name], tensors[f"{name}_scale"], way.rpartition("_")[2])
+    plain = plain_twin(tmp_path / "source", tmp_path / "plain", wanted)
+    assert check(tmp_path / "source").ok and diff(tmp_path / "source", plain).equal
+    hf_to_mcore(tmp_path / "source", tmp_path / "again", Layout(tp=2, pp=2, ep=2, etp=1))
+    mcore_to_hf(tmp_path / "again", tmp_path / "back")
+    assert same(hf_tensors(tmp_path / "back"), wanted) == []
+    # What was quantised is so again, and nothing else.
+    mcore_to_hf(tmp_path / "again", tmp_path / "quantised", quantize="fp8_per_channel")
+    assert {name for name in hf_tensors(tmp_path / "quantised") if name.endswith("_scale")} == set(scales)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_what_no_scale_can_hold_is_not_quantised(number, checkpoint, tmp_path):
+    source = Path(shutil.copytree(checkpoint("qwen3", dtype=torch.bfloat16), tmp_path / "source"))
+    tensors = load_file(source / "model.safetensors")
+    tensors[NAME][-1, 3] = number
+    save_file(tensors, source / "model.safetensors")
+    hf_to_mcore(source, tmp_path / "mcore")
+    for way in ("fp8", "fp8_per_channel", "int8_per_channel", "fp8_per_tensor"):
+        refused(
+            lambda way=way: mcore_to_hf(tmp_path / "mcore", tmp_path / "out", quantize=way),
+            f"{NAME} holds infinities or NaN, .*drop --quantize",
+        )
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "mcore"}
+
+
+@pytest.fixture(scope="module")
+def published(checkpoint, tmp_path_factory):
+    """A compressed checkpoint that nobody spoils."""
+    return write(
+        checkpoint("qwen3", dtype=torch.bfloat16),
+        tmp_path_factory.mktemp("published") / "hf",
+        "float",
+        "channel",
+    )
+
+
+def of_group(**weights):
+    return lambda config, tensors: config["config_groups"]["group_0"]["weights"].update(weights)
+
+
+def of_config(**fields):
+    return lambda config, tensors: config.update(fields)
+
+
+def of_blocks(config, tensors):
+    """Two groups of blocks, of other sizes."""
+    of_group(strategy="block", block_structure=[32, 32])(config, tensors)
+    group = config["config_groups"]["group_0"]
+    config["config_groups"]["group_1"] = group | {"weights": group["weights"] | {"block_structure": [16, 32]}}
+
+
+def of_scale(change, name=f"{NAME}_scale"):
+    return lambda config, tensors: tensors.update({name: change(tensors[name])})
+
+
+INSTEAD = "of compressed-tensors reshard reads fp8 and int8 weights with symmetric scales by channel, tensor or block"
+FAULTS = {
+    "no scale": (lambda config, tensors: tensors.pop(f"{NAME}_scale"), f"{NAME} is float8_e4m3fn without {NAME}_scale"),
+    "no codes": (lambda config, tensors: tensors.update({NAME: tensors[NAME].bfloat16()}),
+                 f"{NAME}_scale does not belong to a matrix of codes in float8_e4m3fn"),
+    "codes of another type": (lambda config, tensors: tensors.update({NAME: tensors[NAME].view(torch.int8)}), "does not belong to a matrix"),
+    "a scale of nothing": (lambda config, tensors: tensors.update({"model.layers.0.x.weight_scale": torch.ones(64, 1)}), "x.weight_scale does not belong"),
+    "a scale of a norm": (lambda config, tensors: tensors.update({"model.norm.weight_scale": torch.ones(64, 1)}), "norm.weight_scale does not belong"),
+    "a scale for some rows": (of_scale(lambda scale: scale[1:].clone()), r"o_proj.weight_scale has shape \(63, 1\), expected \(64, 1\) by channel"),
+    "a scale for each column": (of_scale(lambda scale: scale.new_ones(1, 256)), r"has shape \(1, 256\), expected \(64, 1\) by channel"),
+    "one scale": (of_scale(lambda scale: scale[:1, 0].clone()), r"has shape \(1,\), expected \(64, 1\) by channel"),
+    "other blocks": (of_group(strategy="block", block_structure=[32, 32]), r"has shape \(\d+, 1\), expected .* by block"),
+    "a scale of whole numbers": (of_scale(lambda scale: scale.to(torch.int32)), "weight_scale has dtype int32, which is none of bfloat16, float16, float32"),
+    "a scale of 64 bits": (of_scale(lambda scale: scale.double()), "weight_scale has dtype float64"),
+    "zero points": (lambda config, tensors: tensors.update({f"{NAME}_zero_point": torch.zeros(64, 1, dtype=torch.int8)}), f"holds {NAME}_zero_point, and {INSTEAD}"),
+    "packed codes": (lambda config, tensors: tensors.update({f"{NAME}_packed": torch.zeros(64, 32, dtype=torch.int32)}), f"holds {NAME}_packed, and {INSTEAD}"),
+    "int4": (of_group(num_bits=4, type="int", strategy="group", group_size=32), f"group_0 quantises weights as .*'num_bits': 4.*, and {INSTEAD}"),
+    "asymmetric": (of_group(symmetric=False), f"group_0 quantises weights as .*'symmetric': False.*, and {INSTEAD}"),
+    "by group": (of_group(strategy="group", group_size=32), "'strategy': 'group'"),
+    "a type that is a list": (of_group(type=["float"]), r"'type': \['float'\]"),
+    "blocks of nothing": (of_group(strategy="block", block_structure=[0, 32]), r"block_structure of group_0 is \[0, 32\], not two positive"),
+    "blocks of several sizes": (of_blocks, f"its groups have blocks of several sizes, and {INSTEAD}"),
+    "packed": (of_config(format="pack-quantized"), f"its format is 'pack-quantized', and {INSTEAD}"),
+    "nvfp4": (lambda config, tensors: config["config_groups"]["group_0"].update(format="nvfp4-pack-quantized"), "group_0 format is 'nvfp4-pack-quantized'"),
+    "a format that is a list": (of_config(format=[[]]), r"its format is \[\[\]\]"),
+    "sparse": (of_config(sparsity_config={"format": "sparse-24-bitmask"}), "weights are stored as sparse ones, .*sparse-24-bitmask"),
+    "transformed": (of_config(transform_config={"config_groups": {"R4": {}}}), "weights are transformed, by transform_config"),
+    "groups that are a list": (of_config(config_groups=[1]), r"config_groups is \[1\], not an object with groups"),
+    "a group that is text": (of_config(config_groups={"group_0": "FP8"}), "not an object with groups"),
+    "no groups": (of_config(config_groups={}), "its config_groups quantise no weights, and it holds .*weight_scale"),
+    "another tensor": (lambda config, tensors: tensors.update({"model.layers.0.self_attn.x.weight": torch.ones(2)}), "holds 1 that qwen3 does not have"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_what_does_not_add_up_is_refused_in_one_sentence(what, published, tmp_path):
+    change, message = FAULTS[what]
+    source = Path(shutil.copytree(published, tmp_path / "source"))
+    config, tensors = (
+        json.loads((source / "config.json").read_text()),
+        load_file(source / "model.safetensors"),
+    )
+    change(config["quantization_config"], tensors)
+    (source / "config.json").write_text(json.dumps(config))
+    save_file(tensors, source / "model.safetensors")
+    refused(lambda: hf_to_mcore(source, tmp_path / "out"), message)
+    refused(lambda: inspect(source), message)
+    refused(lambda: diff(published, source), message)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_numbers_that_fp16_does_not_hold_are_refused(checkpoint, tmp_path):
+    source = write(checkpoint("qwen3", dtype=torch.float16), tmp_path / "source", "float", "channel")
+    tensors = load_file(source / "model.safetensors")
+    tensors[f"{NAME}_scale"][3] = 200.0
+    tensors[NAME].view(torch.uint8)[3, 5] = 0x7E  # 448
+    save_file(tensors, source / "model.safetensors")
+    refused(
+        lambda: hf_to_mcore(source, tmp_path / "out"), f"{NAME} has numbers that are too large for float16"
+    )
+    wide = {name: tensor.float() if name.endswith("_scale") else tensor for name, tensor in tensors.items()}
+    save_file(wide, source / "model.safetensors")
+    refused(
+        lambda: hf_to_mcore(source, tmp_path / "out"), f"{NAME} has numbers that are too large for float16"
+    )
+    refused(
+        lambda: hf_to_mcore(source, tmp_path / "out", dtype="fp16"),
+        rf"\d+ numbers of {NAME} are too large for float16",
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    hf_to_mcore(source, tmp_path / "out", dtype="bf16")
