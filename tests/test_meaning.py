@@ -397,6 +397,18 @@ def test_arguments_are_those_of_the_family_that_made_them(variant):
     )
 
 
+def test_what_args_lack_is_at_megatrons_default_and_older_ones_name_the_epsilon_otherwise():
+    args = model("llama", rms_norm_eps=2e-4).megatron_args()
+    epsilon = args.pop("layernorm_epsilon")
+    assert (
+        Model.from_megatron_args(args, "args").config["rms_norm_eps"] == 1e-5
+    )  # Megatron's; the family's is 1e-6
+    older = args | {"norm_epsilon": epsilon}
+    assert Model.from_megatron_args(older, "args").config["rms_norm_eps"] == epsilon == 2e-4
+    with pytest.raises(ReshardError, match="layernorm_epsilon is 0.0002 .not 1e-06."):
+        model("llama", rms_norm_eps=1e-6).check_args(older, "args", "")
+
+
 @pytest.mark.parametrize(("change", "message"), [
     ({"num_attention_heads": 4, "num_key_value_heads": 4}, "num_attention_heads is 8 .not 4., num_query_groups is 2 .not 4."),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}, "rotary_base is 10000 .not 50000."),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.core.errors import ReshardError, listed
 from reshard.models.config_fields import MAPPED, NO_EFFECT, WINDOW, whole_number
-from reshard.models.meaning import DECIDES, moe_pattern
+from reshard.models.meaning import DECIDES, DERIVED, moe_pattern
 from reshard.models.rope import MLA_YARN, hf_rope, inverse_frequencies, megatron_rope, rope_of
 from reshard.models.tables import Row, read_rows
 
@@ -281,8 +281,8 @@ class Family:
         return args | ({"mtp_num_layers": model.mtp_layers} if model.mtp_layers else {})
 
     def config_of_args(self, args: dict[str, Any], where: str) -> dict[str, Any]:
-        """The inverse of `megatron_args`: the config that these arguments describe. Raises ReshardError where
-        one is missing."""
+        """The inverse of `megatron_args`: the config that these arguments describe. One that they lack is at
+        Megatron's default; raises ReshardError where that says nothing of the model."""
         config: dict[str, Any] = {
             "architectures": [self.architecture],
             "model_type": self.name,
@@ -304,6 +304,8 @@ class Family:
                     f"{where} has no {arg}, which {self.name} needs: pass --hf-config with "
                     f"the model's config.json"
                 )
+            if value is None and DECIDES.get(arg) is not DERIVED:
+                value = DECIDES.get(arg)
             if value is not None or relation == "not" or default is None:
                 config[name] = not value if relation == "not" else value
         config |= hf_rope(args)

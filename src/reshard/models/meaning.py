@@ -46,6 +46,8 @@ DECIDES: dict[str, Any] = {
     "heterogeneous_layers_config_path": None, "heterogeneous_layers_config_encoded_json": None,
 }  # fmt: skip
 
+# What Megatron-LM called them before 0.16.
+_FORMERLY = {"norm_epsilon": "layernorm_epsilon"}
 # Two spellings of "not there".
 _SAME_AS_NONE: dict[str, tuple] = {
     "num_experts": (0,), "moe_shared_expert_intermediate_size": (0,), "moe_router_topk_scaling_factor": (1.0,),
@@ -78,9 +80,15 @@ def disagreements(said: Mapping[str, Any], meant: Mapping[str, Any]) -> list[tup
     return found
 
 
+def as_named_now(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of an older Megatron-LM, by the names that they have now."""
+    former = {now: args[name] for name, now in _FORMERLY.items() if name in args}
+    return former | {name: value for name, value in args.items() if name not in _FORMERLY}
+
+
 def _settled(args: Mapping[str, Any]) -> dict[str, Any]:
     """With one spelling for each thing that has several."""
-    values = dict(args)
+    values = as_named_now(args)
     if values.get("add_bias_linear"):
         values["add_qkv_bias"] = True
     if values.get("group_query_attention") is False:

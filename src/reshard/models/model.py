@@ -10,7 +10,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.models.config_defaults import DEFAULTS
 from reshard.models.config_fields import OTHER_DEFAULTS, check_fields, ignored, number, whole_number, without
 from reshard.models.family import NEEDED, NULLABLE, Family, families, family_of, family_of_args
-from reshard.models.meaning import DECIDES, disagreements
+from reshard.models.meaning import DECIDES, as_named_now, disagreements
 from reshard.models.tables import KINDS, Row, shape_of
 
 # Far above every published model. A config is checked against them before anything is made for each layer or
@@ -236,7 +236,7 @@ class Model:
         Raises ReshardError where an argument is missing or has a value that the family's models never have.
         """
         try:
-            return Model._from_args(args, where, family_name)
+            return Model._from_args(as_named_now(args), where, family_name)
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             what = f"{type(error).__name__}: {error}"
             raise ReshardError(
