@@ -116,6 +116,8 @@ def sizes_of(text: str, option: str, numbers: set[str], words: set[str]) -> dict
     values: dict[str, Any] = {"pipeline": layout} if found else {}
     for entry in filter(None, head.split(",")):
         name, _, value = entry.partition("=")
+        if name in values:
+            raise click.UsageError(f"{option} {text}: {name} is given twice")
         if name in numbers and value.isdecimal() and int(value):
             values[name] = int(value)
         elif name in words:

@@ -208,6 +208,7 @@ def failing_save(
     fault: str,
     at: int,
     background: bool = False,
+    **options,
 ):
     """A save in which rank `at` meets a fault after its second write, over a destination that is there; what is said, and what of a save
     after it."""
@@ -232,7 +233,9 @@ def failing_save(
         handle = reshard.save(wrapped, f"{folder}/out", hf, background=True, overwrite=True, workers=1)
         said += [caught(handle.result), caught(lambda: reshard.save(wrapped, f"{folder}/out", hf))]
     else:
-        said.append(caught(lambda: reshard.save(wrapped, f"{folder}/out", hf, overwrite=True, workers=1)))
+        said.append(
+            caught(lambda: reshard.save(wrapped, f"{folder}/out", hf, overwrite=True, workers=1, **options))
+        )
     saving.write_boxes = plain
     if fault == "dies":
         torch.distributed.barrier = lambda *_: None  # one is gone
@@ -260,7 +263,12 @@ def save_iterations(rank: int, flags: list[str], hf: str, first: str, second: st
     save(iteration=7)
     expected = by_megatron(models, args, second)
     save(iteration=20, background=True).result()
-    said = [caught(lambda: save(iteration=20)), caught(lambda: save(format="hf", iteration=30)), caught(save)]
+    said = [
+        caught(lambda: save(iteration=20)),
+        caught(lambda: save(format="hf", iteration=30, overwrite=True)),
+        caught(save),
+        caught(lambda: save(overwrite=True)),
+    ]
     plain = saving.write_boxes
     saving.write_boxes = full if rank else plain
     said.append(caught(lambda: save(iteration=30)))
@@ -269,6 +277,26 @@ def save_iterations(rank: int, flags: list[str], hf: str, first: str, second: st
     save(iteration=7, overwrite=True)
     torch.distributed.barrier()
     return unlike(found, expected), unlike(by_megatron(models, args, run), expected), said
+
+
+def save_apart(rank: int, flags: list[str], hf: str, mcore: str, folder: str, apart: list[dict]) -> list[str]:
+    """What is said where the last rank asks for something else than the others."""
+    models, wrapped, args = chunks(flags)
+    by_megatron(models, args, mcore)
+    last = rank == torch.distributed.get_world_size() - 1
+    save = partial(reshard.save, wrapped, f"{folder}/out", hf)
+    return [caught(partial(save, **(one if last else {}))) for one in apart]
+
+
+def save_of_transformer_engine(rank: int, flags: list[str], hf: str, mcore: str, folder: str) -> None:
+    """A save of layers that look like Transformer Engine's, on the ranks that have layers."""
+    models, wrapped, args = chunks(flags)
+    by_megatron(models, args, mcore)
+    kind = type("Linear", (torch.nn.Module,), {"__module__": "transformer_engine.pytorch.module.linear"})
+    for model in models:
+        if model.decoder.layers:
+            model.decoder.more = kind()
+    reshard.save(wrapped, f"{folder}/out", hf)
 
 
 def full(*arguments):

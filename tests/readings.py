@@ -103,7 +103,11 @@ def of_flags(path: Path, kind: str) -> dict[str, Any]:
 
 def of_args(args: dict[str, Any], kind: str) -> dict[str, Any]:
     """The meaning of Megatron's arguments."""
-    args = {"norm_epsilon": 1e-05} | dict(args) | ({"norm_epsilon": args["layernorm_epsilon"]} if "layernorm_epsilon" in args else {})
+    args = (
+        {"norm_epsilon": 1e-05}
+        | dict(args)
+        | ({"norm_epsilon": args["layernorm_epsilon"]} if "layernorm_epsilon" in args else {})
+    )
     meaning = {}
     for argument in FIELDS[kind].values():
         value = args.get(argument)

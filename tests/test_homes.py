@@ -332,63 +332,134 @@ def test_a_save_after_the_first_rank_died_starts_anew(weights, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["after", "out"]
 
 
-@pytest.mark.parametrize("begun", ["by Megatron", "by a conversion", "by a save"])
+@pytest.mark.parametrize("begun", ["by Megatron", "by a conversion", "by a save", "by logs"])
 def test_iterations_join_the_others_of_a_run(begun, weights, tmp_path):
     first, second = weights("qwen3-moe"), weights("qwen3-moe", seed=1)
     run, parallel = tmp_path / "run", f"{TP} 2 {EP} 2 {ETP} 1"
-    flags, before = flags_at(first / "mcore", parallel), "iter_0000007"
+    flags = flags_at(first / "mcore", parallel)
+    run.mkdir()
     if begun == "by Megatron":
-        run.mkdir()
-        before = "iter_0000003"
         run_on_ranks(2, "save_as_trained", flags, str(first / "mcore"), str(run), 3, module="homes_on_cpu")
     elif begun == "by a conversion":
         hf_to_mcore(first / "hf", run, Layout(pp=2), transformer_impl="local", make_vocab_size_divisible_by=8)
-        before = "release"
-    kept = tree(run / before) if run.exists() else {}
-    results = on_ranks(
-        2, "save_iterations", flags, str(first / "hf"), str(first / "mcore"), str(second / "mcore"), str(run)
-    )
-    for rank, (latest, replaced, said) in enumerate(results):
+    elif begun == "by logs":
+        (run / "events.txt").write_text("mine")
+    with_tokenizer(first / "hf", tmp_path / "with-tokenizer")
+    before = tree(run)
+    arguments = str(tmp_path / "with-tokenizer"), str(first / "mcore"), str(second / "mcore"), str(run)
+    for rank, (latest, replaced, said) in enumerate(on_ranks(2, "save_iterations", flags, *arguments)):
         # The iteration that was replaced is not the last that was asked for, but the last that was written.
         assert latest == replaced == []
-        where = "" if rank == 1 else "process 1 of 2 failed: "
-        assert all("exists; pass --overwrite" in sentence for sentence in said[:3])
-        assert said[3] == f"{where}the disk is full: a file could not be written; free some space"
+        first_failed, last_failed = (f"process {n} of 2 failed: " if rank != n else "" for n in (0, 1))
+        assert said == [
+            f"{first_failed}{run}/iter_0000020 exists; pass --overwrite to replace it once the new one is complete",
+            'a Hugging Face directory has no iterations: leave iteration out, or pass format="torch_dist"',
+            f"{first_failed}{run} exists; pass --overwrite to replace it once the new one is complete",
+            f"{first_failed}{run} holds iterations of a training run, all of which overwrite=True would replace: pass iteration=, or save to "
+            "another directory",
+            f"{last_failed}the disk is full: a file could not be written; free some space",
+        ]
     assert (run / "latest_checkpointed_iteration.txt").read_text() == "7"
-    names = {
-        "iter_0000007",
-        "iter_0000020",
-        before,
-        "hf",
-        "latest_checkpointed_iteration.txt",
-        "megatron_flags.txt",
+    assert not [path.name for path in run.iterdir() if path.name.startswith(".")]
+    # Nothing that was there has changed, but for what a save that began the run has made.
+    kept = {name: data for name, data in tree(run).items() if name in before}
+    assert kept | {"latest_checkpointed_iteration.txt": b""} == before | {
+        "latest_checkpointed_iteration.txt": b""
     }
-    assert {path.name for path in run.iterdir()} - {"reshard.json"} == names
-    if kept and before != "iter_0000007":
-        assert tree(run / before) == kept
-    for name in ("iter_0000007", "iter_0000020", *(["release"] if before == "release" else [])):
+    ours = dict.fromkeys(("iter_0000007", "iter_0000020"), second)
+    for name, expected in (ours | ({"release": first} if begun == "by a conversion" else {})).items():
         assert check(run / name).ok, name
-        mcore_to_hf(run / name, tmp_path / name)
-        expected = first if name == "release" else second
-        assert (
-            hf_bits(tmp_path / name)
-            == hf_bits(expected / "hf")
-            != hf_bits((second if expected is first else first) / "hf")
-        )
+        (tmp_path / "link").symlink_to(run / name)
+        for way, place in (("named", run / name), ("linked", tmp_path / "link")):
+            mcore_to_hf(place, tmp_path / f"{name}-{way}")
+            other = second if expected is first else first
+            assert hf_bits(tmp_path / f"{name}-{way}") == hf_bits(expected / "hf") != hf_bits(other / "hf")
+            assert (tmp_path / f"{name}-{way}" / "tokenizer.json").exists() == (name != "release")
+        (tmp_path / "link").unlink()
     assert check(run).ok
     damaged = next((run / "iter_0000007").glob("*.distcp"))
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
     assert not check(run).ok and not check(run / "iter_0000007").ok and check(run / "iter_0000020").ok
+    (tmp_path / "link").symlink_to(run / "iter_0000007")
+    with pytest.raises(
+        ReshardError, match="does not have the checksum of reshard.json|was changed since reshard.json"
+    ):
+        mcore_to_hf(tmp_path / "link", tmp_path / "of-the-damaged")
     (run / "iter_0000007" / "common.pt").unlink()
-    assert check(run).missing == ["iter_0000007/common.pt"]
+    assert check(run).missing == ["common.pt"]
     (run / "iter_0000007" / ".metadata").write_bytes(b"nothing")
     for path in (run, run / "iter_0000007"):
-        with pytest.raises(
-            ReshardError, match="not as it was written: iter_0000007/.metadata, iter_0000007/common.pt"
-        ):
+        with pytest.raises(ReshardError, match="not as it was written: .metadata, common.pt"):
             check(path)
+    shutil.rmtree(run / "iter_0000007")  # the one that the tracker names
+    assert check(run).missing[:1] == ["iter_0000007/.metadata"]
+
+
+def test_what_a_killed_save_has_left_in_a_run_is_removed_by_the_next(weights, tmp_path):
+    folder = weights("qwen3")
+    arguments = (
+        flags_at(folder / "mcore", f"{TP} 2"),
+        str(folder / "hf"),
+        str(folder / "mcore"),
+        str(tmp_path),
+    )
+    shutil.copytree(folder / "mcore", tmp_path / "out")
+    run_on_ranks(
+        2,
+        "failing_save",
+        *arguments,
+        "dies",
+        0,
+        module="homes_on_cpu",
+        options={"iteration": 20},
+        may_die=True,
+    )
+    assert sum(path.name.startswith(".iter_0000020") for path in (tmp_path / "out").iterdir()) == 1
+    on_ranks(2, "failing_save", *arguments, "EIO", -1, iteration=21)
+    names = {path.name for path in (tmp_path / "out").iterdir()} - {
+        path.name for path in (folder / "mcore").iterdir()
+    }
+    assert names == {"iter_0000021"} and check(tmp_path / "out").ok
+
+
+def test_ranks_that_ask_for_different_saves_are_told_so(weights, tmp_path):
+    folder = weights("qwen3")
+    cases = [
+        ({"layout": Layout(tp=1)}, "layout is TP2 on rank 0, TP1 on rank 1"),
+        ({"iteration": 7}, "iteration is None on rank 0, 7 on rank 1"),
+        ({"format": "hf"}, "format is torch_dist on rank 0, hf on rank 1"),
+        ({"make_vocab_size_divisible_by": 16}, "make_vocab_size_divisible_by is 128 on rank 0, 16 on rank 1"),
+        ({"background": True}, "background is False on rank 0, True on rank 1"),
+    ]
+    arguments = (
+        flags_at(folder / "mcore", f"{TP} 2"),
+        str(folder / "hf"),
+        str(folder / "mcore"),
+        str(tmp_path),
+    )
+    for said in on_ranks(2, "save_apart", *arguments, [apart for apart, _ in cases]):
+        # All see it; who is the first to say so is not decided.
+        said = [sentence.partition(" failed: ")[2] or sentence for sentence in said]
+        assert said == [f"the ranks ask for different saves ({why}): give all the same" for _, why in cases]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_stage_without_layers_does_not_say_which_kind_they_are(weights, tmp_path):
+    folder = weights("qwen3")
+    flags = flags_at(folder / "mcore", f"{PP} 3 --pipeline-model-parallel-layout E|t*2|t*2L")
+    on_ranks(3, "save_of_transformer_engine", flags, str(folder / "hf"), str(folder / "mcore"), str(tmp_path))
+    assert (
+        json.loads((tmp_path / "out" / "reshard.json").read_text())["transformer_impl"]
+        == "transformer_engine"
+    )
+
+
+def with_tokenizer(source, destination):
+    """A copy of a Hugging Face directory with a file that a run may not have had."""
+    shutil.copytree(source, destination)
+    (destination / "tokenizer.json").write_text("{}")
 
 
 def hf_bits(directory):
@@ -407,7 +478,8 @@ def test_what_a_save_cannot_do_is_said_before_anything_is_written(weights, tmp_p
         (out, str(weights("llama") / "hf"), {}, "the served model's"),
         (out, good, {"layout": Layout(tp=3)}, "--tp 3 does not divide"),
         (out, good, {"layout": 2}, "not a reshard.Layout"),
-        (str(weights("llama") / "mcore"), good, {"iteration": 5}, "is of another model than"),
+        ("", good, {}, "destination is '', which is no directory's path"),
+        (None, good, {}, "destination is None, which is no directory's path"),
         (out, good, {"max_shard_size": "much", "format": "hf"}, "is not a size"),
         (str(folder / "hf" / "inside"), good, {}, "overlap"),
         (str(tmp_path / "no" / "parent"), good, {}, "is not a directory; create it first"),

@@ -12,12 +12,11 @@ from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError, listed
 from reshard.disk.files import allow_many_files
 from reshard.disk.hub import local_directory
-from reshard.disk.locate import ITERATION, tracked_iteration
+from reshard.disk.locate import config_beside, iterations_in, locate, tracked_iteration
 from reshard.disk.manifest import CHECKSUM, NAME, read_manifest
 from reshard.disk.sources import HF_FILES, HuggingFaceSource, MegatronSource, Source, open_source
 from reshard.disk.verify import changed_files, checksum_of, differences, manifest_of, stored_tensors
 from reshard.disk.workers import Progress, run_jobs, worker_count
-from reshard.formats.torch_dist import TRACKER
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import different_fields
 
@@ -139,8 +138,10 @@ def diff(
 def _config_for(path: Path, source: Source) -> Path | None:
     """The other side's Hugging Face config, for a checkpoint that may have none of its own to be read
     with."""
-    own = (path / HF_FILES / "config.json", path.parent / HF_FILES / "config.json")
-    if not isinstance(source, HuggingFaceSource) or any(config.is_file() for config in own):
+    if not isinstance(source, HuggingFaceSource):
+        return None
+    found = locate(path)
+    if found is None or config_beside(found) is not None:
         return None
     return source.path / "config.json"
 
@@ -229,12 +230,13 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
     allow_many_files()
     path = Path(path)
     worker_count(workers)
-    root, recorded = _recorded(path)
-    manifest = read_manifest(recorded)
+    if not path.exists():
+        raise ReshardError(f"{path} does not exist")
     try:
         source = open_source(path)
     except ReshardError as error:
-        changed, missing = changed_files(root, (manifest or {}).get("files", {}))
+        root = _root_of_what_is_damaged(path)
+        changed, missing = changed_files(root, (read_manifest(root) or {}).get("files", {}))
         if not changed and not missing:
             raise
         raise ReshardError(f"{error} (not as it was written: {listed(changed + missing)})") from error
@@ -245,17 +247,16 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
             raise ReshardError(
                 f"{path} has no {NAME}: it was not written by reshard, so there are no checksums"
             )
-        root, recorded, only = path, path, [""]
+        root, only = path, [""]
         if isinstance(source, MegatronSource):
-            root, recorded = source.root, source.located.recorded
-            if path == source.checkpoint.directory or recorded != root:
-                only = [f"{source.checkpoint.iteration}/", f"{HF_FILES}/"]
-        if manifest_of(source) is None and isinstance(source, MegatronSource):
-            iteration = manifest["iteration"]
-            raise ReshardError(
-                f"{root / NAME} is of {iteration}, but {TRACKER} names "
-                f"{source.checkpoint.iteration}; check {root / str(iteration)}"
-            )
+            root, iteration = source.root, source.checkpoint.iteration
+            if path.resolve() == source.checkpoint.directory.resolve() and not source.alone:
+                only = [f"{iteration}/", f"{HF_FILES}/"]
+            if manifest_of(source) is None:
+                raise ReshardError(
+                    f"{root / NAME} is of {manifest['iteration']}, not of {iteration}, which has none: check "
+                    f"{root / str(manifest['iteration'])}"
+                )
         entries = manifest["tensors"]
         # fp8 weights and their scales are checked as they are stored.
         infos, read = stored_tensors(source)
@@ -270,6 +271,7 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
             str(path), len(entries), sorted(bad + [name for name, good in results.items() if not good])
         )
         result.notices += source.model.ignored.values()
+        result.missing = _missing_iteration(path, source)
         if "files" not in manifest:
             result.notices.append(
                 f"{NAME} lists no files (it is of an earlier version): only tensors were checked"
@@ -277,24 +279,35 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
             return result
         here = {name: entry for name, entry in manifest["files"].items() if name.startswith(tuple(only))}
         result.files = len(here)
-        result.changed, result.missing = changed_files(root, here, source, workers)
+        result.changed, missing = changed_files(root, here, source, workers)
+        result.missing += missing
         found = (str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
-        known = {*here, str((recorded / NAME).relative_to(root))}
+        # Other iterations beside it are none of its files.
+        others = tuple(f"{name}/" for name in iterations_in(root) if name != manifest.get("iteration"))
         result.added = sorted(
-            n for n in found if n.startswith(tuple(only)) and n not in known and not _hidden(n)
+            n
+            for n in found
+            if n.startswith(tuple(only))
+            and n not in {*here, NAME}
+            and not n.startswith(others)
+            and not _hidden(n)
         )
         return result
 
 
-def _recorded(path: Path) -> tuple[Path, Path]:
-    """Of what may be too damaged to be opened: the directory that its manifest's names begin at, and the one that the
-    manifest lies in."""
+def _missing_iteration(path: Path, source: Source) -> list[str]:
+    """What is missing where another iteration had to be taken than the one that the run's tracker names."""
+    tracked = tracked_iteration(path)
+    if tracked is None or not isinstance(source, MegatronSource) or source.checkpoint.iteration == tracked:
+        return []
+    return [f"{tracked}/.metadata"]
+
+
+def _root_of_what_is_damaged(path: Path) -> Path:
+    """Where the manifest lies of what cannot be opened."""
     tracked = path / (tracked_iteration(path) or "")
-    if (tracked / NAME).is_file():
-        return (path.parent if tracked == path and ITERATION.fullmatch(path.name) else path), tracked
-    if (path / NAME).is_file() or not (path.parent / NAME).is_file():
-        return path, path
-    return path.parent, path.parent
+    found = (root for root in (tracked, path, path.parent) if (root / NAME).is_file())
+    return next(found, path)
 
 
 def _hidden(name: str) -> bool:

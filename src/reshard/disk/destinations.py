@@ -16,6 +16,7 @@ from reshard.core.errors import ReshardError
 from reshard.core.placement import Placement
 from reshard.core.planner import make_plan
 from reshard.disk.files import OpenFiles
+from reshard.disk.manifest import NAME as MANIFEST
 from reshard.disk.manifest import file_entry, manifest_json, printable
 from reshard.disk.quantised import Quantised
 from reshard.disk.rank_files import RankFiles, file_bytes
@@ -72,16 +73,15 @@ class Destination(ABC):
             name: text.encode() if isinstance(text, str) else text
             for name, text in self.small_files().items()
         }
-        small = {name: file_entry(len(found), [found]) for name, found in data.items() if work.listed(name)}
-        entries = self.entries() | small
-        data[work.manifest] = manifest_json(fields, self.stored, checksums, entries).encode()
+        entries = self.entries() | {name: file_entry(len(found), [found]) for name, found in data.items()}
+        data[MANIFEST] = manifest_json(fields, self.stored, checksums, entries).encode()
         for name, found in data.items():
             work.write_file(name, found, sync)
 
 
 class MegatronFiles(Destination):
     """A ``torch_dist`` checkpoint of canonical `tensors` at a layout; `copies` are those that are not stored,
-    `beside` the files for its ``hf/``.
+    `beside` the files for its ``hf/``. With `alone` it is the directory of an iteration, which has all of that in itself.
 
     Raises ReshardError for a layout, or a version of Megatron-LM, that the model does not go with.
     """
@@ -100,6 +100,7 @@ class MegatronFiles(Destination):
         divisible_by: int,
         iteration: int | None,
         megatron_lm: tuple[int, int],
+        alone: bool = False,
     ) -> None:
         layout.check(model)
         self.model, self.layout, self.stored, self.beside = model, layout, tensors, beside
@@ -111,7 +112,8 @@ class MegatronFiles(Destination):
         self.plan = make_plan(Placement.canonical(shapes), Placement.of(shapes, (c.tensor for c in chunks)))
         self.directory = "release" if iteration is None else f"iter_{iteration:07d}"
         states = extra_states_to_write(model, mapping, layout, transformer_impl)
-        self.rank_files = RankFiles(self.directory, chunks, states, tensors)
+        self.within = "" if alone else f"{self.directory}/"
+        self.rank_files = RankFiles(self.directory, self.within, chunks, states, tensors)
         self.sizes = self.rank_files.sizes()
         self.dtype = tensors[next(iter(tensors))].dtype
         self.args = arguments(model, layout, vocab, divisible_by, self.dtype, transformer_impl)
@@ -136,12 +138,13 @@ class MegatronFiles(Destination):
         saved = checkpoint_args(self.args, self.layout.world_size(self.model), self.dtype, iteration)
         content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
         small: dict[str, bytes | str] = {
-            f"{self.directory}/.metadata": self.metadata(),
-            f"{self.directory}/common.pt": torch_dist.common_bytes(saved, iteration, content),
-            f"{self.directory}/metadata.json": json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}),
-            torch_dist.TRACKER: "release" if self.iteration is None else str(iteration),
+            f"{self.within}.metadata": self.metadata(),
+            f"{self.within}common.pt": torch_dist.common_bytes(saved, iteration, content),
+            f"{self.within}metadata.json": json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}),
             FLAGS_FILE: "\n".join(self.flags) + "\n",
         }  # fmt: skip
+        if self.within:
+            small[torch_dist.TRACKER] = "release" if self.iteration is None else str(iteration)
         return small | {f"{HF_FILES}/{name}": path.read_bytes() for name, path in self.beside.items()}
 
     def entries(self) -> dict[str, dict[str, Any]]:

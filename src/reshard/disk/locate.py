@@ -5,9 +5,10 @@ an iteration as the latest before its weights are written.
 """
 
 import json
+import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +36,13 @@ OF_TRAINERS = (torch_dist.TRACKER, "args.json", "trainer_state.json", "ckpt_cont
 @dataclass(frozen=True)
 class Located:
     """A checkpoint: `directory` has its ``.metadata``, `iteration` is its name, `root` is where its iterations
-    and what belongs to all of them lie; `notices` say what was taken, where it was not named."""
+    and what belongs to all of them lie, or the directory itself where that has a manifest of its own; `notices` say
+    what was taken, where it was not named."""
 
     directory: Path
     iteration: str
     root: Path
     notices: tuple[str, ...] = ()
-
-    @property
-    def recorded(self) -> Path:
-        """The directory of its manifest, if it has one: an iteration that was added to others has its own."""
-        return self.directory if (self.directory / MANIFEST).is_file() else self.root
 
 
 @dataclass(frozen=True)
@@ -87,16 +84,15 @@ def locate(path: Path) -> Located | None:
 
 def _taken(found: Located, path: Path, of: str = "") -> Located:
     """With the notice that says what was taken of a path; the last one says all."""
-    return Located(
-        found.directory,
-        found.iteration,
-        found.root,
-        (f"weights taken from {found.directory.relative_to(path)}{of}",),
-    )
+    where = found.directory
+    if where.is_relative_to(path):
+        where = where.relative_to(path)
+    return replace(found, notices=(f"weights taken from {where}{of}",))
 
 
 def _here(path: Path) -> Located | None:
     """A directory that has the weights itself."""
+    path = _called(path)
     for directory, above in ((path, path.parent), (path / DIST_MODEL, path.parent)):
         if (directory / ".metadata").is_file():
             step = next((p.name for p in directory.parents[:4] if STEP.fullmatch(p.name)), None)
@@ -105,14 +101,25 @@ def _here(path: Path) -> Located | None:
             )
             if directory == path and path.name == DIST_MODEL:
                 name, above = path.parent.name, path.parent.parent
+            if (directory / MANIFEST).is_file():
+                above = directory
             return Located(directory, name, above)
     return None
+
+
+def _called(path: Path) -> Path:
+    """An iteration's directory by the name that says so, where it is given as ``.`` or by a link."""
+    if path.name in ("", ".."):
+        path = Path(os.path.abspath(path))
+    real = Path(os.path.realpath(path))
+    is_one = [name == "release" or ITERATION.fullmatch(name) for name in (path.name, real.name)]
+    return real if is_one[1] and not is_one[0] else path
 
 
 def _iteration(path: Path) -> Located | None:
     """The iteration that the tracker names, or, where that one is not complete or there is no tracker, the last
     complete one."""
-    names = [directory.name for directory in _numbered(path, ITERATION)]
+    names = iterations_in(path)
     tracked = tracked_iteration(path)
     if tracked is not None:
         found = _here(path / tracked)
@@ -121,12 +128,12 @@ def _iteration(path: Path) -> Located | None:
     for name in names:
         found = _here(path / name)
         if found is not None:
-            what = (
-                f"{torch_dist.TRACKER} names {tracked}, which is"
-                if tracked
-                else f"there is no {torch_dist.TRACKER}, and later ones are"
-            )
-            return Located(found.directory, name, path, (f"took {name}: {what} not complete",))
+            if tracked is not None:
+                why = f"{torch_dist.TRACKER} names {tracked}, which is not complete"
+            else:
+                later = "" if name == names[0] else ", and later ones are not complete"
+                why = f"there is no {torch_dist.TRACKER}{later}"
+            return replace(found, notices=(f"took {name}: {why}",))
     for directory in [path / name for name in (tracked, *names) if name is not None]:
         if any(directory.glob("mp_rank_*")):
             raise ReshardError(
@@ -139,9 +146,9 @@ def _iteration(path: Path) -> Located | None:
     return None
 
 
-def holds_iterations(path: Path) -> bool:
-    """Whether a directory is that of a training run, or of a checkpoint that one may go on from."""
-    return (path / torch_dist.TRACKER).is_file() or any(_numbered(path, ITERATION))
+def iterations_in(path: Path) -> list[str]:
+    """The names of a training run's iterations in its directory, the last one first."""
+    return [directory.name for directory in _numbered(path, ITERATION)]
 
 
 def tracked_iteration(path: Path) -> str | None:

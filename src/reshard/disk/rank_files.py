@@ -46,7 +46,7 @@ class PlacedChunk:
 
 
 class RankFiles:
-    """The files of one iteration, by name relative to the checkpoint; `directory` is the iteration's.
+    """The files of one iteration, whose name is `directory`; their names begin with `within`.
 
     Each rank has one or, where that would be much larger than `file_bytes`, several of about one size, as
     Megatron's own writer has. Raises ReshardError where the chunks of a key would have different dtypes:
@@ -56,11 +56,12 @@ class RankFiles:
     def __init__(
         self,
         directory: str,
+        within: str,
         chunks: Iterable[Chunk],
         objects: Iterable[NewObject],
         tensors: dict[str, TensorInfo],
     ) -> None:
-        self.directory = directory
+        self.directory, self.within = directory, within
         self.objects = objects
         self.files: dict[str, list[PlacedChunk]] = {}
         by_rank: dict[int, list[tuple[Chunk, Dtype]]] = defaultdict(list)
@@ -91,7 +92,7 @@ class RankFiles:
         for chunk, dtype in group:
             if before >= (index + 1) * size_bytes:
                 index += 1
-                placed = self.files[f"{self.directory}/__{rank}_{index}.distcp"] = []
+                placed = self.files[f"{self.within}__{rank}_{index}.distcp"] = []
                 end = len(NO_STATE) if index == 0 else 0
             container = _container(dtype, chunk.sizes)
             placed.append(PlacedChunk(chunk, dtype, container, end + -end % torch_zip.ALIGNMENT))

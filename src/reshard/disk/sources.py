@@ -318,11 +318,13 @@ class MegatronSource(Source):
             )
         self.path, self.located = path, found
         self.hf_config, self.root, directory = hf_config, found.root, found.directory
+        self.alone = self.root == directory  # an iteration that has all that belongs to it in itself
         self.checkpoint = torch_dist.read(directory, found.iteration)
         refuse_others(self.checkpoint.keys, directory)
         taken = list(found.notices)
         self.config_directory: Path | None = None
-        with ignored_as_recorded(found.recorded if hf_config is None else None):
+        own = hf_config is None or hf_config == found.root / HF_FILES
+        with ignored_as_recorded(found.root if own else None):
             self.model, self.config_from = self._model(family, taken)
         self.files = OpenFiles()
         self.mapping = expand(
@@ -473,7 +475,7 @@ class MegatronSource(Source):
         }
         small = [
             self.root / torch_dist.TRACKER,
-            self.located.recorded / MANIFEST,
+            self.root / MANIFEST,
             (self.config_directory or self.root / HF_FILES) / "config.json",
             *config,
         ]
@@ -486,7 +488,7 @@ class MegatronSource(Source):
         return files
 
     def manifest(self) -> dict[str, Any] | None:
-        return read_manifest(self.located.recorded)
+        return read_manifest(self.root)
 
     def describe(self) -> dict[str, Any]:
         files = {stored.file for key in self.checkpoint.keys.values() for stored in key.chunks.values()}

@@ -17,6 +17,7 @@ from reshard.disk.sources import HF_FILES, HuggingFaceSource, MegatronSource, So
 from reshard.disk.streams import TensorInfo
 from reshard.disk.workers import BATCH_BYTES, run_jobs
 from reshard.formats.torch_dist import TRACKER
+from reshard.megatron.args import FLAGS_FILE
 
 ON_PURPOSE = f"if that was meant, remove its {MANIFEST} and convert again"
 
@@ -25,7 +26,7 @@ def manifest_of(source: Source) -> dict[str, Any] | None:
     """The manifest that speaks of this source: not one of another iteration in the same directory, which
     training has left behind."""
     manifest = source.manifest()
-    if manifest is None or not isinstance(source, MegatronSource):
+    if manifest is None or not isinstance(source, MegatronSource) or source.alone:
         return manifest
     return manifest if manifest.get("iteration") in (None, source.checkpoint.iteration) else None
 
@@ -139,7 +140,8 @@ class SourceChecks:
             return True
         if name.startswith(f"{HF_FILES}/"):
             return self.source.hf_config is None
-        return name != TRACKER and name.startswith(f"{self.source.checkpoint.iteration}/")
+        within = "" if self.source.alone else f"{self.source.checkpoint.iteration}/"
+        return name not in (TRACKER, FLAGS_FILE) and name.startswith(within)
 
     def names(self, name: str) -> list[str]:
         """The listed tensors that a canonical tensor is read from: itself, and the scales of codes."""

@@ -44,13 +44,7 @@ REMOVERS = 8
 
 class Workdir:
     """The hidden directory of a run. Process 0 of a run that several processes share creates, locks and
-    publishes it.
-
-    `tree` becomes the destination; below `root` everything is written, by names of which `listed` says whether
-    the manifest, whose own name is `manifest`, has them.
-    """
-
-    manifest = MANIFEST
+    publishes it."""
 
     def __init__(
         self,
@@ -67,7 +61,7 @@ class Workdir:
         if len(os.fsencode(hidden)) > _MAX_NAME_BYTES:
             hidden = f".{hashlib.sha256(os.fsencode(name)).hexdigest()}.reshard-partial"
         self.path = self.destination.parent / hidden
-        self.root = self.tree = self.path / TREE
+        self.tree = self.path / TREE
         self.overwrite, self.resume, self.process = overwrite, resume, process
         self.lock: int | None = None
         self.prepared = False
@@ -261,13 +255,9 @@ class Workdir:
                 if entry.name != MARK:
                     _remove(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
 
-    def listed(self, name: str) -> bool:
-        """Whether the manifest lists a file."""
-        return True
-
     def write_file(self, relative: str, data: bytes | str, sync: bool = False) -> None:
         """Write a small file, with its directories."""
-        path = self.root / relative
+        path = self.tree / relative
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)
@@ -324,6 +314,17 @@ class Workdir:
             os.rename(replaced, self.destination)
             raise
 
+    def clean(self) -> None:
+        """Remove what a run that nobody goes on with has left, or put back what it had moved aside; nothing while one is
+        at it."""
+        with contextlib.suppress(OSError, ReshardError):
+            self._recover()
+            if _is_ours(self.path):
+                self._lock()
+                self._empty()
+                shutil.rmtree(self.path)
+        self.close()
+
     def close(self, remove: bool = False) -> None:
         """Let go of the lock; with `remove`, delete what was written."""
         if self.lock is not None:
@@ -334,38 +335,29 @@ class Workdir:
 
 
 class AddedIteration(Workdir):
-    """The hidden directory of an iteration that joins others in the directory of a training run: beside it, with what
-    belongs to all iterations (config, tokenizer, flags, tracker) below `root`. That takes its place file by file once
-    the iteration has, the tracker last: whatever happens between, it names an iteration that is whole. The iteration
-    has a manifest of its own."""
+    """The hidden directory of an iteration that joins others in the directory of a training run. What belongs to it
+    (config, tokenizer, flags, manifest) is in its own directory; of the others' nothing is touched. The run's tracker
+    names it once it is there: whatever happens between, that names an iteration that is whole."""
 
-    def __init__(
-        self, config: Path, reads: Iterable[Path], run: Path, iteration: str, overwrite: bool, process: int
-    ) -> None:
-        super().__init__(config, reads, run / iteration, overwrite, False, process)
-        self.run, self.root, self.tree = self.destination.parent, self.path, self.path / iteration
-        self.manifest = f"{iteration}/{MANIFEST}"
-        self.beside: list[str] = []
-
-    def listed(self, name: str) -> bool:
-        return "/" in name  # tracker and flags change with each iteration
-
-    def write_file(self, relative: str, data: bytes | str, sync: bool = False) -> None:
-        super().write_file(relative, data, sync)
-        if not relative.startswith(f"{self.tree.name}/"):
-            self.beside.append(relative)
+    def check_destination(self) -> None:
+        """See `Workdir`; removes what saves of other iterations have left that were killed."""
+        if self.destination.parent.is_dir():
+            for path in self.destination.parent.glob(".iter_*.reshard-partial"):
+                if path != self.path:
+                    name = path.name.removeprefix(".").removesuffix(".reshard-partial")
+                    Workdir(self.source, (), path.parent / name, False, False).clean()
+        super().check_destination()
 
     def _follow(self) -> None:
-        for name in sorted(self.beside, key=lambda name: (name == TRACKER, name)):
-            path = self.run / name
-            try:
-                path.parent.mkdir(exist_ok=True)
-                os.replace(self.root / name, path)
-            except OSError as error:
-                raise ReshardError(
-                    f"{self.destination} is whole, but {path} could not be replaced: {error.strerror}"
-                ) from error
-            _sync_directory(path.parent)
+        tracker, new = self.destination.parent / TRACKER, self.path / TRACKER
+        number = self.destination.name.removeprefix("iter_")
+        try:
+            new.write_text(str(int(number)), encoding="utf-8")
+            os.replace(new, tracker)
+        except OSError as error:
+            raise ReshardError(
+                f"{self.destination} is whole, but {tracker} could not be replaced: {error.strerror}"
+            ) from error
 
 
 def _remove(tree: str | Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.disk.hub import BESIDE_WEIGHTS, local_directory
+from reshard.disk.locate import locate
 from reshard.disk.manifest import read_manifest
 from reshard.disk.sources import HF_FILES, files_beside, ignored_as_recorded, read_config
 from reshard.formats import safetensors
@@ -51,6 +52,9 @@ class Published:
             model = Model.from_hf(read_config(root), str(root))
             check_ignored(model)
             return Published(root, model, {"config.json": root}, frozenset())
+        found = locate(root)
+        if found is not None and (found.root / HF_FILES / "config.json").is_file():
+            root = found.root  # of the iteration that is the checkpoint's last
         path = root / HF_FILES if (root / HF_FILES / "config.json").is_file() else root
         with ignored_as_recorded(root):
             model = Model.from_hf(read_config(path / "config.json"), str(path / "config.json"))

@@ -23,8 +23,7 @@ from reshard.disk.boxes import Rows, box_bytes, place_of, write_boxes
 from reshard.disk.destinations import Destination, HuggingFaceFiles, MegatronFiles, parse_size
 from reshard.disk.files import EarlySync, NoSync, OpenFiles, allow_many_files, write_error
 from reshard.disk.fp8 import Fp8Blocks
-from reshard.disk.locate import HF_FILES, holds_iterations
-from reshard.disk.sources import read_config
+from reshard.disk.locate import iterations_in
 from reshard.disk.streams import Strip, StripReader
 from reshard.disk.team import Team
 from reshard.disk.verify import checksum_of
@@ -38,7 +37,6 @@ from reshard.homes.ranks import Models, Rank, decide, without_resume
 from reshard.megatron.args import version_of
 from reshard.megatron.layout import Layout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
-from reshard.models.model import Model
 
 FORMATS = ("torch_dist", "hf")
 # What a manifest says of where the weights came from.
@@ -136,8 +134,9 @@ def save(
     `megatron_version` are those of `hf_to_mcore`, `max_shard_size` that of `mcore_to_hf`, and `overwrite` and
     `sync` those of both. Padding rows of the vocabulary are written as zeros.
 
-    With `iteration`, a `destination` that has iterations, such as the directory of Megatron-LM's ``--save``, is
-    given one more, which its tracker then names; `overwrite` replaces that iteration alone.
+    With `iteration`, a `destination` that is not empty is the directory of a training run, such as Megatron-LM's
+    ``--save``: it is given one more, with config, tokenizer, flags and manifest in the iteration's own directory,
+    which the run's tracker then names; `overwrite` replaces that iteration alone.
 
     With `background` each rank copies its share to (pinned) host memory, and a `Saving` is returned, whose
     `result()` waits for the report. The next save first waits for the last one, and raises its error.
@@ -187,6 +186,7 @@ class _Save:
         self.team = Team.of_process_group()
         try:
             self.team.together(self._describe)
+            self._agree_on_options()
             self.agreed = agree(self.team, self.rank, self.published)
             place, added = decide(self.team, self._place)
             self.team.together(lambda: self._lay_out(Path(place), added))
@@ -240,8 +240,14 @@ class _Save:
             raise ReshardError(
                 f"transformer_impl {self.transformer_impl} is not one of {listed(TRANSFORMER_IMPLS)}"
             )
+        if not isinstance(self.destination, (str, os.PathLike)) or not str(self.destination):
+            raise ReshardError(f"destination is {self.destination!r:.80}, which is no directory's path")
         if self.iteration is not None:
             check_number(self.iteration, "iteration", MAX_ITERATION)
+            if self.format == "hf":
+                raise ReshardError(
+                    'a Hugging Face directory has no iterations: leave iteration out, or pass format="torch_dist"'
+                )
         check_number(self.divisible_by, "make_vocab_size_divisible_by", MAX_VOCAB_MULTIPLE)
         self.megatron_lm = version_of(self.megatron_version)
         self.shard_bytes = None if self.max_shard_size is None else parse_size(self.max_shard_size)
@@ -249,13 +255,31 @@ class _Save:
         self.rank = Rank(self.models, self.metadata)
         self.rank.describe(self.published.model, self.divisible_by)
         self.laid_out = self.layout or layout_of(self.rank.trainer.config)
-        self.implementation = self.transformer_impl or implementation_of(self.rank.trainer.models)
+
+    def _agree_on_options(self) -> None:
+        """Raise ReshardError where the ranks were not told the same, or hold other kinds of layers."""
+        mine = {
+            "format": self.format, "background": self.background, "layout": str(self.laid_out), "iteration": self.iteration,
+            "transformer_impl": self.transformer_impl, "make_vocab_size_divisible_by": self.divisible_by,
+            "megatron_version": list(self.megatron_lm), "max_shard_size": self.shard_bytes, "overwrite": self.overwrite, "sync": self.sync,
+        }  # fmt: skip
+        asked = self.team.together(lambda: mine)
+        self.team.together(lambda: _check_alike(asked))
+        # A stage without layers does not tell.
+        found = self.team.together(lambda: implementation_of(self.rank.trainer.models))
+        self.implementation = self.transformer_impl or max(found)
 
     def _place(self) -> tuple[str, bool]:
-        """The destination, and whether it is a directory of iterations, which this one joins."""
-        place = os.path.abspath(self.destination)
-        numbered = self.format == "torch_dist" and self.iteration is not None
-        return place, numbered and holds_iterations(Path(place))
+        """The destination, and whether it is the directory of a training run, which an iteration joins."""
+        place = Path(os.path.abspath(self.destination))
+        if self.iteration is not None:
+            return str(place), place.is_dir() and any(place.iterdir())
+        if self.overwrite and iterations_in(place):
+            raise ReshardError(
+                f"{place} holds iterations of a training run, all of which overwrite=True would replace: pass iteration=, "
+                f"or save to another directory"
+            )
+        return str(place), False
 
     def _lay_out(self, place: Path, added: bool) -> None:
         """Where the bytes of every tensor go."""
@@ -269,28 +293,13 @@ class _Save:
         else:
             self.new = MegatronFiles(
                 agreed.model, self.laid_out, agreed.tensors, agreed.copies, beside, transformer_impl=self.implementation,
-                divisible_by=self.divisible_by, iteration=self.iteration, megatron_lm=self.megatron_lm,
+                divisible_by=self.divisible_by, iteration=self.iteration, megatron_lm=self.megatron_lm, alone=added,
             )  # fmt: skip
+            place = place / self.new.directory if added else place
         # What the destination must not overlap.
         config = self.published.path or Path(os.devnull)
-        self.work: Workdir
-        if added:
-            assert isinstance(self.new, MegatronFiles)
-            self._check_same_model(place / HF_FILES / "config.json")
-            self.work = AddedIteration(
-                config, beside.values(), place, self.new.directory, self.overwrite, self.team.process
-            )
-        else:
-            self.work = Workdir(config, beside.values(), place, self.overwrite, False, self.team.process)
-
-    def _check_same_model(self, path: Path) -> None:
-        """Raise ReshardError where the iterations that are there are of another model."""
-        model = self.published.model
-        if (
-            path.is_file()
-            and Model.from_hf(read_config(path), str(path)).megatron_args() != model.megatron_args()
-        ):
-            raise ReshardError(f"{path} is of another model than {model.where}: save to another directory")
+        kind = AddedIteration if added else Workdir
+        self.work = kind(config, beside.values(), place, self.overwrite, False, self.team.process)
 
     def _shares(self) -> list[dict[str, list[int]]]:
         """For each rank the boxes that it writes; in the first process, which knows."""
@@ -319,7 +328,7 @@ class _Save:
         self.work.open("a save of a live model", False)
         with OpenFiles(os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW) as files:
             for name, size in self.new.sizes.items():
-                path = self.work.root / name
+                path = self.work.tree / name
                 try:
                     path.parent.mkdir(parents=True, exist_ok=True)
                 except OSError as error:
@@ -335,7 +344,7 @@ class _Save:
     def _write(self, frames: set[str]) -> None:
         """Write this rank's share and the frames of some files; a tensor that it holds whole is hashed on the
         way."""
-        root = self.work.root
+        root = self.work.tree
         strips = {name: self._strips(name) for name in {piece.name for piece in self.share}}
         written = {strip.path for found in strips.values() for strip in found} | {
             root / name for name in frames
@@ -372,7 +381,7 @@ class _Save:
     def _strips(self, name: str) -> list[Strip]:
         """Where a tensor and its copies go."""
         names = [name, *(copy for copy, primary in self.agreed.copies.items() if primary == name)]
-        return [s._replace(path=self.work.root / s.path) for n in names for s in self.new.strips.get(n, ())]
+        return [s._replace(path=self.work.tree / s.path) for n in names for s in self.new.strips.get(n, ())]
 
     def _groups(self, strips: dict[str, list[Strip]]) -> list[list[int]]:
         """What is written at a time: pieces, by their numbers in the share, that follow one another in the same
@@ -437,7 +446,7 @@ class _Save:
         """Hash these tensors as the files have them."""
         mine = {name: self.agreed.tensors[name].size_bytes for name in names}
         strips = {
-            name: [s._replace(path=self.work.root / s.path) for s in self.new.strips[name]] for name in mine
+            name: [s._replace(path=self.work.tree / s.path) for s in self.new.strips[name]] for name in mine
         }
         with OpenFiles(os.O_RDONLY | os.O_NOFOLLOW) as files:
             reader = StripReader(self.agreed.tensors, files)
@@ -455,3 +464,14 @@ class _Save:
             fields["ignored_config_fields"] = sorted(self.agreed.model.ignored)
         self.new.finish(self.work, fields, checksums, self.sync)
         self.work.publish(self.sync)
+
+
+def _check_alike(asked: list[dict[str, Any]]) -> None:
+    """Raise ReshardError where what the ranks ask for, by rank, is not the same."""
+    for rank, one in enumerate(asked):
+        for name, value in one.items():
+            first = asked[0][name]
+            if value != first:
+                raise ReshardError(
+                    f"the ranks ask for different saves ({name} is {first} on rank 0, {value} on rank {rank}): give all the same"
+                )

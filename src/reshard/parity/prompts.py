@@ -11,7 +11,7 @@ import numpy as np
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.extras import importing
 from reshard.disk.hub import local_directory
-from reshard.disk.sources import HF_FILES
+from reshard.disk.locate import HF_FILES, locate
 
 Prompt = list[int]
 # Before a path, it says that vLLM is to serve it.
@@ -52,7 +52,12 @@ def _tokenizer(systems: Sequence[str]) -> Any:
     found: dict[str, Any] = {}
     for system in systems:
         path = local_directory(system.removeprefix(SERVED))
-        for folder in (path, path / HF_FILES):
+        checkpoint = locate(path)
+        for folder in (
+            path,
+            path / HF_FILES,
+            *([checkpoint.root / HF_FILES] if checkpoint is not None else []),
+        ):
             if (folder / "tokenizer_config.json").is_file() or (folder / "tokenizer.json").is_file():
                 try:
                     found.setdefault(system, AutoTokenizer.from_pretrained(folder))
