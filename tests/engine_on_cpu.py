@@ -352,6 +352,24 @@ def transfer(pairs: list, url: str, port: int) -> dict:
     return said
 
 
+def transfer_data_parallel(pairs: list, urls: list, port: int) -> dict:
+    """What a server of two data parallel engines answers before and after a refit by vLLM's weight transfer, each question often enough that
+    both answer it, and what one answers that has loaded those weights; and how many workers the first says that it has."""
+    from reshard import Layout
+    from reshard.parity.megatron import Megatron
+    from reshard.trainers import HttpClient, MegatronModel, WeightTransfer
+
+    def said(who: int) -> list:
+        return [[asked(urls[who], pairs[who][0], prompt) for _ in range(4)] for prompt in PROMPTS]
+
+    trainer, server = Megatron(Path(pairs[1][1]), "fp32", Layout()), HttpClient(urls[0])
+    found = {"workers": server.world_size(), "before": said(0), "loaded": said(1)}
+    link = WeightTransfer(MegatronModel(trainer.models), server, f"127.0.0.1:{port}", timeout=180)
+    link.send(1, verify=True)
+    server.reset_prefix_cache()
+    return found | {"refitted": said(0)}
+
+
 def on_all_ranks(action) -> list:
     """What an action raises on each rank, and after how many seconds."""
     import torch.distributed as dist

@@ -78,6 +78,27 @@ def test_an_engine_that_is_gone_is_not_waited_for_on_any_rank(said, fault, sente
         assert sentence in found and seconds < 20, "of 60"
 
 
+def test_every_engine_of_a_server_with_several_is_refitted(tmp_path):
+    pairs = []
+    for seed in (0, 1):
+        hf, mcore = tmp_path / f"hf {seed}", tmp_path / f"mcore {seed}"
+        make(hf, "served-qwen3", seed=seed)
+        hf_to_mcore(hf, mcore, Layout())
+        with_tokenizer(hf)
+        pairs.append((str(hf), str(mcore)))
+    options = ("--weight-transfer-config", BACKEND)
+    several = (*options, "--data-parallel-size", "2")
+    with (
+        served(pairs[0][0], *several, log=tmp_path / "log", VLLM_SERVER_DEV_MODE="1") as url,
+        served(pairs[1][0], *options, log=tmp_path / "other log") as other,
+    ):
+        found = run(tmp_path, 1, "transfer_data_parallel", pairs, [url, other], free_port())
+    assert found["workers"] == 2
+    assert found["refitted"] == found["loaded"], "equal to the last bit"
+    for before, after in zip(found["before"], found["refitted"], strict=True):
+        assert all(one not in after for one in before), "the control: it had loaded other weights"
+
+
 def test_engines_that_have_quantised_what_they_loaded_answer_as_ones_that_have_loaded_the_same_weights(
     tmp_path,
 ):
