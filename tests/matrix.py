@@ -42,6 +42,15 @@ REFIT = (
     "-k",
     "leaves_what_vllms_own_loader or mtp_layers or traced_layout or do_not_fit",
 )
+# What needs no build of vLLM for the CPU.
+QUANTISED = (
+    "tests/test_fp8.py",
+    "tests/test_reloads.py",
+    "tests/test_compressed.py",
+    "tests/test_serving.py",
+    "-k",
+    "not real_vllm and not over_http",
+)
 # vLLM, and the torch that it is built for; ours is 2.11.
 TRANSFERS = (
     ("0.24.0", None),
@@ -131,6 +140,13 @@ def cells() -> list[Cell]:
     found += [
         Cell("Live models", "Python 3.13", _own([], LIVE, python="3.13")),
         Cell("Refits", "Python 3.13", _own([], REFIT, python="3.13")),
+    ]
+    found += [
+        Cell(
+            "Engines that are quantised, or load a Megatron checkpoint",
+            "vLLM 0.33.0, torch 2.14",
+            _own(["vllm==0.33.0", "torch==2.14.0", *BESIDE], QUANTISED),
+        )
     ]
     found += [
         Cell("Weight transfer", f"vLLM {vllm}, torch {(torch or '2.11').removesuffix('.0')}", _transfer(vllm, torch))
