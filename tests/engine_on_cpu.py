@@ -286,6 +286,11 @@ def transfer(pairs: list, url: str, port: int) -> dict:
             server.reset_prefix_cache()
             llm.reset_prefix_cache()
             said[step] = {"server": [asked(url, pairs[0][0], prompt) for prompt in PROMPTS], "llm": [answers(llm, [p])[0] for p in PROMPTS]}  # fmt: skip
+            if hasattr(llm, "get_weight_version"):
+                said[step]["named"] = [
+                    server._call("GET", "weight_info")["weight_version"],
+                    llm.get_weight_version(),
+                ]
 
     note("loaded")
     if first:
@@ -316,6 +321,17 @@ def transfer(pairs: list, url: str, port: int) -> dict:
     said["version"] = report.version
     said["two versions"] = caught(lambda: link.send(7 + dist.get_rank()))
     said["then"] = link.send(9).version
+    link.close()
+    dist.barrier()
+    if first:
+        mine = [LlmClient(llm), *([server] if hasattr(llm, "shutdown_weight_transfer_engine") else [])]
+        for client in mine:
+            client.shutdown_weight_transfer_engine()
+            client.start_weight_update()
+        said["let go"] = [probe.caught(partial(client.update_weights, {"version": 1})) for client in mine]
+    dist.barrier()
+    link = WeightTransfer(MegatronModel(trainer.models), clients, f"127.0.0.1:{port + 4}", engine_ranks=None if first else [1, 1], timeout=180)  # fmt: skip
+    said["again"] = link.send(10, verify=True).version
 
     def meet(who: list, at: int, **options) -> WeightTransfer:
         return WeightTransfer(
@@ -326,7 +342,7 @@ def transfer(pairs: list, url: str, port: int) -> dict:
         llm.collective_rpc("die_at_the_next_meeting")
     said["died"] = on_all_ranks(lambda: meet([LlmClient(llm)] if first else [], port + 1, engine_ranks=[1]))
     link.link.members.timeout = 60
-    said["dead at a refit"] = on_all_ranks(lambda: link.send(10))
+    said["dead at a refit"] = on_all_ranks(lambda: link.send(11))
     if first:
         end_server(url)
     said["no server"] = on_all_ranks(lambda: meet([server], port + 2, engine_ranks=[1]))
@@ -334,6 +350,24 @@ def transfer(pairs: list, url: str, port: int) -> dict:
     if first:
         llm.llm_engine.engine_core.shutdown()
     return said
+
+
+def transfer_data_parallel(pairs: list, urls: list, port: int) -> dict:
+    """What a server of two data parallel engines answers before and after a refit by vLLM's weight transfer, each question often enough that
+    both answer it, and what one answers that has loaded those weights; and how many workers the first says that it has."""
+    from reshard import Layout
+    from reshard.parity.megatron import Megatron
+    from reshard.trainers import HttpClient, MegatronModel, WeightTransfer
+
+    def said(who: int) -> list:
+        return [[asked(urls[who], pairs[who][0], prompt) for _ in range(4)] for prompt in PROMPTS]
+
+    trainer, server = Megatron(Path(pairs[1][1]), "fp32", Layout()), HttpClient(urls[0])
+    found = {"workers": server.world_size(), "before": said(0), "loaded": said(1)}
+    link = WeightTransfer(MegatronModel(trainer.models), server, f"127.0.0.1:{port}", timeout=180)
+    link.send(1, verify=True)
+    server.reset_prefix_cache()
+    return found | {"refitted": said(0)}
 
 
 def on_all_ranks(action) -> list:

@@ -52,7 +52,10 @@ def build(folder: Path) -> tuple[Path, Path]:
 
 
 def environment(
-    folder: Path, packages: Sequence[str | Path], python: str | None = None, options: Sequence[str] = ()
+    folder: Path,
+    packages: Sequence[str | Path],
+    python: str | None = None,
+    options: Sequence[str | Path] = (),
 ) -> Path:
     """A new virtual environment with these packages, in `folder`; its Python. `python` is a version, default: this one."""
     chosen = interpreter(python) if python else sys.executable

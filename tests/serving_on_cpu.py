@@ -27,6 +27,7 @@ class Heard(logging.Handler):
 
 def loaded(rank: int, cases: list) -> list:
     """Of each case (options, {name: (directory, more options)}), by name: the parameters' bits, the bytes that were read, and how."""
+    vllm_on_cpu.set_up_logging()
     heard, logger = Heard(), logging.getLogger("vllm.reshard")
     logger.addHandler(heard)
     logger.setLevel(logging.INFO)

@@ -23,7 +23,7 @@ def test_what_a_vllm_lacks_is_named_with_its_version_and_the_tested_ones():
     version = metadata.version("vllm")
     assert (
         str(caught.value)
-        == f"this vLLM {version} keeps its things elsewhere; refits are tested with vLLM 0.24 to 0.29: use one of those"
+        == f"this vLLM {version} keeps its things elsewhere; refits are tested with vLLM 0.24 to 0.33: use one of those"
     )
     with pytest.raises(ReshardError, match="this vLLM"), compat.known("keeps its things elsewhere"):
         import vllm.nothing_of_this_name  # noqa: F401
@@ -122,3 +122,34 @@ def test_warming_up_runs_before_there_are_weights_and_requests_do_not():
         worker.model_runner.execute_model(3)
     guard_of(module, config).fit = True
     assert worker.model_runner.execute_model(3) == 3
+
+
+def test_weights_that_vllm_gives_back_or_sets_to_zero_are_not_served_until_a_refit():
+    class PlainWorker:
+        def __init__(self):
+            self.model_runner = EngineConfig(execute_model=lambda tokens: tokens)
+
+        def discard(self, tags):
+            pass
+
+        def reset_weights(self):
+            pass
+
+    worker, module = PlainWorker(), torch.nn.Linear(1, 1)
+    guard = guard_of(
+        module,
+        EngineConfig(
+            load_config=EngineConfig(load_format="auto"), model_config=EngineConfig(enable_sleep_mode=False)
+        ),
+    )
+    guard.watch(module, worker, None)
+    guard.version = 3
+    worker.discard(("kv_cache",))
+    assert worker.model_runner.execute_model(1) == 1 and guard.version == 3 and not guard.asleep
+    worker.reset_weights()
+    said = said_by(lambda: worker.model_runner.execute_model(1))
+    assert "this vLLM holds zeros since its weights were reset: refit it" in said and guard.version is None
+    guard.fit, guard.version = True, 4
+    worker.discard(("weights", "kv_cache"))
+    assert "no weights since it discarded them" in said_by(lambda: worker.model_runner.execute_model(1))
+    assert guard.asleep and guard.version is None

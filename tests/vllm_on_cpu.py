@@ -93,6 +93,14 @@ mla_attention.get_mla_prefill_backend = lambda config: type(
 )
 
 
+def set_up_logging() -> None:
+    """Now, where vLLM would do it with the first config, and drop what listens to a logger by then."""
+    if hasattr(EngineArgs, "create_logging_config"):
+        from vllm.logger import configure_logging_if_needed
+
+        configure_logging_if_needed(EngineArgs().create_logging_config())
+
+
 def build(
     directory: str,
     tp: int = 1,

@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from http.client import HTTPException
+from inspect import signature
 from typing import Any, Protocol
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -44,7 +45,8 @@ class Client(Protocol):
         """Take the weights; returns when they are there."""
 
     def finish_weight_update(self) -> None:
-        """After an update."""
+        """After an update. One that takes a ``weight_version``, a text, is given it: vLLM says from 0.27 on which of
+        them made an answer."""
 
 
 class HttpClient:
@@ -70,9 +72,14 @@ class HttpClient:
         """See `Client`."""
         self._call("POST", "update_weights", {"update_info": update_info})
 
-    def finish_weight_update(self) -> None:
-        """See `Client`."""
-        self._call("POST", "finish_weight_update", {})
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """See `Client`; older versions pass over the version."""
+        named = {} if weight_version is None else {"weight_version": weight_version}
+        self._call("POST", "finish_weight_update", named)
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        """Let it forget the trainer and give back what it has mapped; from vLLM 0.32 on."""
+        self._call("POST", "shutdown_weight_transfer_engine", {})
 
     def pause(self, mode: str = "keep") -> None:
         """Let no request run until `resume`: those that are running wait (``keep``), are ended first (``wait``) or
@@ -131,9 +138,13 @@ class LlmClient:
         """See `Client`."""
         self.llm.update_weights({"update_info": update_info})
 
-    def finish_weight_update(self) -> None:
-        """See `Client`."""
-        self.llm.finish_weight_update()
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """See `Client`; older versions pass over the version."""
+        _finish(self.llm, weight_version)
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        """Let it forget the trainer and give back what it has mapped."""
+        self.llm.collective_rpc("reshard_close")
 
 
 class WeightTransfer:
@@ -184,7 +195,7 @@ class WeightTransfer:
         report = self._asked(ask).beside(self.link.members, lambda: self.link.refit(version, verify))
         if self.rank == 0:
             for client in self.clients:
-                client.finish_weight_update()
+                _finish(client, str(report.version))
         return report
 
     def close(self) -> None:
@@ -197,6 +208,14 @@ class WeightTransfer:
             return Calls({})
         named = ((index, _name(client, index)) for index, client in enumerate(self.clients))
         return Calls({name: aside(partial(ask, index)) for index, name in named})
+
+
+def _finish(engine: Any, version: str | None) -> None:
+    """End an update, naming the version where this client or engine takes one."""
+    if version is not None and "weight_version" in signature(engine.finish_weight_update).parameters:
+        engine.finish_weight_update(weight_version=version)
+    else:
+        engine.finish_weight_update()
 
 
 def _name(client: Client, index: int) -> str:

@@ -1,4 +1,4 @@
-"""What is needed of vLLM and is no part of its interface, for vLLM 0.24 to 0.29. No other file of reshard
+"""What is needed of vLLM and is no part of its interface, for vLLM 0.24 to 0.33. No other file of reshard
 names it.
 
 Nothing is changed when this is imported. What has to be changed is changed while a model is made, and put
@@ -20,7 +20,7 @@ from reshard.core.extras import importing
 with importing("vllm"):
     import torch
 
-OLDEST, NEWEST = "0.24", "0.29"  # that refits were tested with
+OLDEST, NEWEST = "0.24", "0.33"  # that refits were tested with
 
 
 def unknown(what: str) -> ReshardError:

@@ -1,6 +1,6 @@
 """Whether a running vLLM holds whole weights, and what keeps it from serving others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -58,6 +58,8 @@ class Guard:
             ("sleep", self._slept),
             ("wake_up", self._woken),
             ("reload_weights", self._reloaded),
+            ("discard", self._discarded),
+            ("reset_weights", self._zeroed),
         ):
             if hasattr(worker, name):
                 setattr(worker, name, then(with_plain_weights(getattr(worker, name)), after))
@@ -92,6 +94,17 @@ class Guard:
         """The weights have memory again."""
         if tags is None or "weights" in tags:
             self.asleep = False
+
+    def _discarded(self, tags: Sequence[str] = (), *_: Any, **__: Any) -> None:
+        """From 0.31 on: the memory of some tags is given back, and what was in it forgotten."""
+        if "weights" in tags:
+            self.asleep, self.version = True, None
+            self.spoil("no weights since it discarded them")
+
+    def _zeroed(self, *_: Any, **__: Any) -> None:
+        """From 0.32 on: for a check that an update brings all of them."""
+        self.version = None
+        self.spoil("zeros since its weights were reset")
 
     def _reloaded(self, *args: Any, **kwargs: Any) -> None:
         """vLLM has loaded all weights from the disk itself."""

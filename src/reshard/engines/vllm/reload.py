@@ -236,7 +236,8 @@ def _processed(layer: Layer, largest: Mapping[str, torch.Tensor], config: Any) -
         for key in serving:
             del module._parameters[key]
         for key, tensor in loaded.items():
-            module._parameters[key] = tensor  # type: ignore[assignment]
+            # One of its own, which vLLM may let lie elsewhere: ours stays in the slab.
+            module._parameters[key] = alike(tensor.data, tensor)  # type: ignore[assignment]
         try:
             process(module, config)
         except Exception as error:

@@ -80,7 +80,9 @@ class ReshardTransfer(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
         """Nothing: a refit that succeeded is whole."""
 
     def shutdown(self) -> None:
-        """Nothing of its own is held."""
+        """Let the trainer go: when vLLM is told to, and when it ends."""
+        if self.worker is not None:
+            self.worker.reshard_close()
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:

@@ -29,6 +29,8 @@ MAKING = ("init_device", "load_model", "reload_weights")
 class RefitExtension:
     """For ``worker_extension_cls``."""
 
+    _reshard_link: Link | None = None
+
     def __new__(cls, *_: Any, **__: Any) -> "RefitExtension":
         """vLLM makes its worker, of which this is a base then, in the process that will load the model: from
         here on that worker's layers are made so that they can be refitted
@@ -55,7 +57,8 @@ class RefitExtension:
         """Join the members at ``host:port`` as rank `first_rank` plus this worker's rank, of `size` in all,
         and connect. `exact` is `VllmModel`'s, for layers in fp8."""
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
-        mine = self.rank + parallel.data_parallel_rank * parallel.world_size  # type: ignore[attr-defined]
+        # By the index: the data parallel rank is 0 in each of the engines of a model without experts.
+        mine = self.rank + parallel.data_parallel_index * parallel.world_size  # type: ignore[attr-defined]
         self.reshard_join(address, first_rank + mine, size, executor, bucket_bytes, timeout, exact)
 
     def reshard_join(
@@ -69,10 +72,7 @@ class RefitExtension:
         exact: bool = False,
     ) -> None:
         """As `reshard_connect`, for who knows this worker's `rank` among all members."""
-        before: Link | None = getattr(self, "_reshard_link", None)
-        self._reshard_link = None
-        if before is not None:
-            before.close()
+        self.reshard_close()
         members = Members.join(address, rank, size, timeout)
         self._reshard_link = connect(
             members,
@@ -100,6 +100,12 @@ class RefitExtension:
         """Unmap the trainer's memory, together with the trainer's `Link.release`."""
         self._link().release()
 
+    def reshard_close(self) -> None:
+        """Give back what was mapped and staged, and forget the trainer; nothing where none is connected."""
+        link, self._reshard_link = self._reshard_link, None
+        if link is not None:
+            link.close()
+
     def reshard_version(self) -> int | None:
         """The version of the weights that this worker serves; None before the first refit, and where vLLM has
         discarded or loaded them itself since."""
@@ -107,10 +113,9 @@ class RefitExtension:
         return engine.engine.version if engine is not None else None
 
     def _link(self) -> Link:
-        link: Link | None = getattr(self, "_reshard_link", None)
-        if link is None:
+        if self._reshard_link is None:
             raise ReshardError("this engine is not connected: call reshard_connect first")
-        return link
+        return self._reshard_link
 
 
 def _watch(worker: Any) -> None:
