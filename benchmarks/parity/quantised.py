@@ -5,8 +5,8 @@ them from a Megatron checkpoint, or is refitted; and how far are its logprobs fr
 
 Random weights at a published shape, with fewer layers (and experts), are written as a Hugging Face checkpoint
 and converted to Megatron-Core. `published` is the checkpoint in fp8 blocks, made by vLLM's own function, which
-vLLM then reads from a config; `published-fp8_per_channel` and `published-int8_per_channel` are in the format of
-compressed-tensors, as ``mcore-to-hf --quantize`` writes it; any other way is vLLM's own ``quantization=``. Every engine scores the same
+vLLM then reads from a config; `published-fp8_per_channel`, `published-int8_per_channel` and `published-fp8_per_tensor`
+are in the format of compressed-tensors, as ``mcore-to-hf --quantize`` writes it; any other way is vLLM's own ``quantization=``. Every engine scores the same
 prompts and goes on with some of them by CUDA graphs. Checked: an engine that started with other weights and
 is refitted (blocks: exactly) has the loaded one's parameters, logprobs and tokens to the last bit, in the
 same graphs, with no parameter elsewhere, also after 20 refits; and so has one that vLLM's loader fills from
@@ -34,7 +34,7 @@ EXPERTS = {"deepseek-v3": {"n_routed_experts": 64, "vocab_size": 32768}}
 REFITS = 20
 PUBLISHED = "published"
 # Checkpoints by compressed-tensors, as ``mcore-to-hf --quantize`` writes them, with that package's own bits.
-CHANNELS = ("published-fp8_per_channel", "published-int8_per_channel")
+COMPRESSED = ("published-fp8_per_channel", "published-int8_per_channel", "published-fp8_per_tensor")
 UNSTEADY = ("mxfp8",)  # served by Marlin: may differ from itself
 
 
@@ -102,8 +102,8 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     if PUBLISHED in options.ways:
         mcore_to_hf(places.mcore, places.converted, quantize=True)
         publish(places)
-    for way in set(CHANNELS).intersection(options.ways):
-        mcore_to_hf(places.mcore, places.by_channel(way), quantize=way.removeprefix("published-"))
+    for way in set(COMPRESSED).intersection(options.ways):
+        mcore_to_hf(places.mcore, places.compressed(way), quantize=way.removeprefix("published-"))
     model = Model.from_hf(config)
     engines = Engines(name, model, random_prompts(9, config["vocab_size"], [32, 128, 512]))
     with engines.one("bf16", places.hf) as llm:
@@ -123,8 +123,8 @@ class Places(NamedTuple):
     fp8: Path
     converted: Path
 
-    def by_channel(self, way: str) -> Path:
-        """The checkpoint of a way of `CHANNELS`."""
+    def compressed(self, way: str) -> Path:
+        """The checkpoint of a way of `COMPRESSED`."""
         return self.converted.with_name(way)
 
 
@@ -213,10 +213,10 @@ class Engines:
 
 def compare(way: str, engines: Engines, places: Places, trainer) -> dict:
     """Loaded by vLLM, loaded from Megatron's checkpoint, and refitted, all quantised in one way."""
-    published = way in (PUBLISHED, *CHANNELS)
+    published = way in (PUBLISHED, *COMPRESSED)
     config = places.hf
     if published:
-        config = places.fp8 if way == PUBLISHED else places.by_channel(way)
+        config = places.fp8 if way == PUBLISHED else places.compressed(way)
     options = served = {} if published else {"quantization": way}
     with engines.one(f"{way} loaded", config, **options) as llm:
         engines.note(f"{way} loaded", llm)
@@ -301,7 +301,7 @@ def refitted(way: str, engines: Engines, llm, trainer, loaded: dict, numbers: di
         link.close()
     now = {key: parameter.data_ptr() for key, parameter in module.named_parameters()}
     engines.check(f"{way}: addresses as before", now == addresses)
-    if way not in (PUBLISHED, *CHANNELS):
+    if way not in (PUBLISHED, *COMPRESSED):
         today = Today(MegatronModel(trainer.models), engines.model, module, llm.llm_engine.model_config)
         today.run()
         if torch.cuda.is_available():
