@@ -35,7 +35,8 @@ REFITS = 20
 PUBLISHED = "published"
 # Checkpoints by compressed-tensors, as ``mcore-to-hf --quantize`` writes them, with that package's own bits.
 COMPRESSED = ("published-fp8_per_channel", "published-int8_per_channel", "published-fp8_per_tensor")
-UNSTEADY = ("mxfp8",)  # served by Marlin: may differ from itself
+# Served, or its experts are, by Marlin: may differ from itself.
+UNSTEADY = ("mxfp8", "published-fp8_per_tensor")
 
 
 def serve(path: Path, **options):
