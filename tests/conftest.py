@@ -1,8 +1,10 @@
 """Fixtures: checkpoints are made once a session."""
 
 import os
+import shutil
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,9 +24,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Files whose tests start Megatron, vLLM, FSDP or many processes, those that take longest first: each worker takes a file at a time.
 # `-m "not slow"` leaves what answers in a minute or two.
 SLOW = (
-    "refit", "engine", "disk_faults", "homes", "parity", "members", "megatron_saves", "logits", "swift", "roll", "fsdp", "verl", "nemo_rl",
+    "refit", "engine", "resume", "homes", "parity", "members", "megatron_saves", "logits", "swift", "roll", "fsdp", "verl", "nemo_rl",
     "weight_transfer", "serving", "published", "build", "compat", "blocks", "reloads", "install", "meaning", "examples", "input_faults",
-    "surface", "offload", "families", "report", "trainers_checkpoints",
+    "disk_faults", "processes", "source_changes", "surface", "offload", "families", "report", "trainers_checkpoints",
 )  # fmt: skip
 
 
@@ -60,3 +62,38 @@ def checkpoint(tmp_path_factory):
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def whole(checkpoint, tmp_path_factory):
+    """By direction: the source, and the bytes that an undisturbed run makes of it."""
+    import torch
+
+    from reshard import Layout, hf_to_mcore, mcore_to_hf
+    from tests.disk import tree
+
+    folder = tmp_path_factory.mktemp("whole")
+    sources = {"hf-to-mcore": checkpoint("qwen3-moe", dtype=torch.bfloat16), "mcore-to-hf": folder / "mcore"}
+    hf_to_mcore(sources["hf-to-mcore"], folder / "mcore", Layout(tp=2, ep=2))
+    mcore_to_hf(folder / "mcore", folder / "hf", max_shard_size="200KB")
+    return {
+        "hf-to-mcore": (sources["hf-to-mcore"], tree(folder / "mcore")),
+        "mcore-to-hf": (folder / "mcore", tree(folder / "hf")),
+    }
+
+
+@pytest.fixture
+def source(checkpoint, tmp_path):
+    """A checkpoint that a test may spoil."""
+    import torch
+
+    return Path(shutil.copytree(checkpoint("qwen3", dtype=torch.bfloat16), tmp_path / "source"))
+
+
+@pytest.fixture
+def mcore(source, tmp_path):
+    """The same as a Megatron checkpoint."""
+    from reshard import Layout, hf_to_mcore
+
+    hf_to_mcore(source, tmp_path / "mcore", Layout(tp=2))
+    return tmp_path / "mcore"

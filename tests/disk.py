@@ -12,6 +12,14 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
+
+from reshard import Layout, ReshardError, hf_to_mcore, mcore_to_hf
+
+DIRECTIONS = {"hf-to-mcore": ("--tp", "2", "--ep", "2"), "mcore-to-hf": ("--max-shard-size", "200KB")}
+RENAME_EXCHANGE_UNKNOWN = "renameat2:*:0:EINVAL"
+SUFFIX = {"hf-to-mcore": ".distcp", "mcore-to-hf": ".safetensors"}
+
 
 @functools.cache
 def faulty_disk() -> Path:
@@ -116,3 +124,47 @@ def held_run(source, out, *faults, workers=1):
     with ended(process):
         until(lambda: held.exists() and any(line[0] == "done" for line in journal(out.parent)), process)
         yield process, go
+
+
+def refused(call, message):
+    """The call raises one sentence that matches."""
+    with pytest.raises(ReshardError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def beside(folder):
+    """What lies in a folder, but for the sources."""
+    return sorted({p.name for p in folder.iterdir()} - {"source", "mcore"})
+
+
+def partial_file(folder, suffix):
+    """The largest file of an interrupted run."""
+    return max(
+        (p for p in (folder / ".out.reshard-partial").rglob(f"*{suffix}")), key=lambda p: p.stat().st_size
+    )
+
+
+def interrupted(direction, whole, out, *faults):
+    """Start a run that meets these faults and does not end well."""
+    done = cli(direction, whole[direction][0], out, *DIRECTIONS[direction], faults=faults)
+    assert done.returncode not in (0, 2) and not out.exists(), done.stderr
+    return done
+
+
+def resumed(direction, whole, out):
+    """Go on with it; the bytes are those of an undisturbed run. How many tensors were taken as done."""
+    source, expected = whole[direction]
+    if direction == "hf-to-mcore":
+        report = hf_to_mcore(source, out, Layout(tp=2, ep=2), resume=True)
+    else:
+        report = mcore_to_hf(source, out, max_shard_size="200KB", resume=True)
+    assert tree(out) == expected and beside(out.parent) == ["out"]
+    return report.resumed_tensors
+
+
+def flip(path, at):
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)

@@ -1,0 +1,159 @@
+"""Conversions by several processes, of which one is slow, dies, or finds other bytes."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from reshard import Layout, hf_to_mcore
+from tests.disk import (
+    DIRECTIONS,
+    beside,
+    cli,
+    command,
+    environment,
+    flip,
+    journal,
+    tree,
+    until,
+)
+from tests.ranks import free_port
+from tests.warm import python_of_trainer
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_processes_wait_for_a_slow_one_and_end_at_once_with_a_dead_one(victim, whole, tmp_path):
+    arguments = [
+        "hf-to-mcore",
+        whole["hf-to-mcore"][0],
+        tmp_path / "out",
+        *DIRECTIONS["hf-to-mcore"],
+        "--resume",
+    ]
+    held, others = tmp_path / "held", {0, 1, 2} - {victim}
+
+    @contextlib.contextmanager
+    def stopped(log):
+        """Three processes, one of which is stopped in the middle of its work, while the others have come to the end of theirs."""
+        with started(arguments, 3, tmp_path / log, {victim: ("pwrite:*:100:hold",)}, held) as runs:
+            until(held.exists, *runs)
+            runs[victim].send_signal(signal.SIGSTOP)
+            done, before = [0, 0], None
+            while done != before or not all(done):
+                time.sleep(1)
+                assert all(run.poll() is None for run in runs), (tmp_path / log).read_text()
+                before, done = (
+                    done,
+                    [sum(line[0] == "done" for line in journal(tmp_path, other)) for other in others],
+                )
+            yield runs
+
+    with stopped("dead") as runs:
+        runs[victim].kill()
+        codes, said = [run.wait(60) for run in runs], (tmp_path / "dead").read_text()
+    assert codes.pop(victim) == -signal.SIGKILL and codes == [1, 1]
+    assert (
+        said.count(f"process {victim} of 3 was ended; run again with --resume") == 2
+        and "Traceback" not in said
+    )
+    held.unlink()
+    with stopped("slow") as runs:
+        held.unlink()
+        runs[victim].send_signal(signal.SIGCONT)
+        assert [run.wait(300) for run in runs] == [0, 0, 0], (tmp_path / "slow").read_text()
+    assert tree(tmp_path / "out") == whole["hf-to-mcore"][1] and beside(tmp_path) == ["dead", "out", "slow"]
+
+
+def together(arguments, size, log, faults=None):
+    """Run a command in processes of their own, as torchrun starts them; the exit codes."""
+    with started(arguments, size, log, faults) as runs:
+        return [run.wait(300) for run in runs]
+
+
+@contextlib.contextmanager
+def started(arguments, size, log, faults=None, held=None):
+    """The processes of such a run, some of which meet faults; the others are forked from a server that has torch."""
+    faults = faults or {}
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with open(log, "ab") as out:
+        runs = [
+            subprocess.Popen(command(*arguments, python=sys.executable if faults.get(rank) else python_of_trainer()), stdout=out, stderr=out,
+                             env=environment(*faults.get(rank, ()), held=held) | shared | {"RANK": str(rank)})
+            for rank in range(size)
+        ]  # fmt: skip
+        try:
+            yield runs
+        finally:
+            for run in runs:
+                run.kill()
+                run.wait()
+
+
+def test_bytes_that_changed_in_one_process_s_file_are_written_again_by_all_that_share_them(whole, tmp_path):
+    source, expected = whole["hf-to-mcore"]
+    arguments = ["hf-to-mcore", source, tmp_path / "out", *DIRECTIONS["hf-to-mcore"], "--resume"]
+    codes = together(arguments, 2, tmp_path / "log", {0: ("sync:reshard.json:1:KILL",)})
+    assert codes == [-signal.SIGKILL, 1]
+    path = tmp_path / ".out.reshard-partial" / "tree" / "release" / "__1_0.distcp"  # the second process's
+    flip(path, path.stat().st_size // 2)
+    assert together([*arguments, "--json"], 2, tmp_path / "said") == [0, 0], (tmp_path / "said").read_text()
+    assert tree(tmp_path / "out") == expected and beside(tmp_path) == ["log", "out", "said"]
+    assert json.loads((tmp_path / "said").read_text())["resumed_tensors"] > 80  # of the first process's 87
+
+
+def test_a_process_that_is_lost_after_the_first_has_published_makes_no_failure_of_it(whole, tmp_path):
+    arguments = ["hf-to-mcore", whole["hf-to-mcore"][0], tmp_path / "out", *DIRECTIONS["hf-to-mcore"]]
+    held = tmp_path / "held"
+    with started(
+        arguments, 3, tmp_path / "log", {0: (f"sync:/{tmp_path.name}$:1:hold",)}, held
+    ) as runs:  # right after the rename
+        until(held.exists, *runs)
+        assert (tmp_path / "out").exists()
+        runs[1].kill()
+        runs[1].wait(60)
+        held.unlink()
+        assert [run.wait(60) for run in runs] == [0, -signal.SIGKILL, 0], (tmp_path / "log").read_text()
+    assert tree(tmp_path / "out") == whole["hf-to-mcore"][1] and beside(tmp_path) == ["log", "out"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_resume_of_a_run_that_was_killed_after_it_had_published_says_that_it_is_done(
+    overwrite, whole, tmp_path
+):
+    arguments = [
+        "hf-to-mcore",
+        whole["hf-to-mcore"][0],
+        tmp_path / "out",
+        *DIRECTIONS["hf-to-mcore"],
+        *(["--overwrite"] if overwrite else []),
+    ]
+    if overwrite:
+        hf_to_mcore(whole["hf-to-mcore"][0], tmp_path / "out", Layout(pp=2))
+    done = cli(*arguments, faults=("renameat2:*:1:DIE" if overwrite else "rename:/out$:1:DIE",))
+    assert done.returncode == -signal.SIGKILL and tree(tmp_path / "out") == whole["hf-to-mcore"][1]
+    inode = (tmp_path / "out").stat().st_ino
+    done = cli(*arguments, "--dtype", "fp32", "--resume") if not overwrite else None
+    assert done is None or (done.returncode == 1 and "exists; pass --overwrite" in done.stderr)
+    if not overwrite:
+        assert beside(tmp_path) == ["out"]
+        return
+    done = cli(*arguments, "--resume")
+    assert done.returncode == 0 and "was complete: an earlier run had published it" in done.stderr
+    assert (tmp_path / "out").stat().st_ino == inode and tree(tmp_path / "out") == whole["hf-to-mcore"][1]
+    assert beside(tmp_path) == ["out"]
+    done = cli("hf-to-mcore", *arguments[1:3], *DIRECTIONS["hf-to-mcore"], "--resume")
+    assert done.returncode == 1 and "reshard check says whether it is whole" in done.stderr
+
+
+@pytest.mark.parametrize(("size", "rank"), [("x", "0"), ("3", "3"), ("3", "-1")])
+def test_an_environment_that_makes_no_sense_is_one_sentence(size, rank, whole, tmp_path):
+    variables = {"WORLD_SIZE": size, "RANK": rank}
+    done = cli("hf-to-mcore", whole["hf-to-mcore"][0], tmp_path / "out", env=os.environ | variables)
+    assert done.returncode == 1 and re.search("WORLD_SIZE|RANK", done.stderr) and done.stderr.count("\n") == 1
+    assert beside(tmp_path) == []
