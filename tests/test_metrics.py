@@ -1,0 +1,182 @@
+"""What parity measures: metrics, near ties of routing, and limits that fail where a figure is none."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from reshard import Layout, ReshardError
+from reshard.parity import Limits, Scores, check_rollout, compare_scores, metrics_of
+from reshard.parity.routing import Choices, Groups, compare_routing
+from reshard.parity.systems import Scoring
+
+TP1 = Layout()
+# A variant, the layout that it is written at, and the one that it is loaded and run at.
+SAME = [
+    ("llama", Layout(tp=2), dict(pp=2, vpp=2)),
+    ("llama-rope-tied", Layout(pp=2), dict(tp=2, pp=2)),
+    ("llama-bias", Layout(), dict(tp=2)),
+    ("llama-mha", Layout(tp=4), dict(pp=2, first_stage_layers=1)),
+    ("qwen2", Layout(pp=2), dict(tp=4)),
+    ("qwen2-tied", Layout(tp=2), dict(pp=2)),
+    ("qwen3", Layout(tp=2, pp=2), dict(tp=2)),
+    ("qwen3-tied", Layout(), dict(tp=2, pp=2)),
+    ("qwen3-moe", Layout(ep=4, etp=1), dict(tp=2, ep=2, etp=1)),
+    ("qwen3-moe-mixed", Layout(tp=2, ep=2, etp=2), dict(pp=2, ep=2, etp=1)),
+    ("qwen3-moe-step", Layout(pp=2), dict(tp=2, ep=2, etp=2)),
+    ("deepseek-v3", Layout(tp=2, ep=2, etp=1), dict(tp=2, pp=2, ep=2, etp=1)),
+    ("deepseek-v3-no-q-lora", Layout(pp=2), dict(ep=4, etp=1)),
+    ("glm4-moe", Layout(tp=2, ep=2, etp=1), dict(tp=2, pp=2, ep=2, etp=1)),
+]
+
+
+def scores(*logprobs: float, best=None) -> Scores:
+    return Scores(np.array(logprobs), None if best is None else np.array(best))
+
+
+def test_a_near_tie_is_told_apart_from_an_error():
+    """In bf16 both systems of a correct model send some tokens elsewhere; a fault does it where no tie is near."""
+    scores = np.array([[[2.0, 1.0, 0.999, -1.0], [0.0, 1.0, 2.0, 3.0]]])
+    one = Choices((1, 3), np.array([[[0, 1], [2, 3]]]), scores)
+    tie = one._replace(experts=np.array([[[0, 2], [0, 3]]]), scores=None)
+    found = compare_routing([one], [tie], apart=[np.array([0.25])])
+    assert found.differing == 2 and found.tokens == found.differing_tokens == 1 and found.worst_layer == 1
+    assert found.margin == pytest.approx(0.001 / scores[0, 0].std()), (
+        "the second layer follows from the first"
+    )
+    assert (found.mean_abs_same, found.mean_abs_differing) == (
+        None,
+        0.25,
+    ) and "2 of 2 choices of experts differ" in found.sentence
+    assert compare_routing([tie], [one]).margin == found.margin, "whichever system tells its scores"
+    error = one._replace(experts=np.array([[[0, 3], [2, 3]]]))
+    assert compare_routing([one], [error]).margin == pytest.approx(2 / scores[0, 0].std())
+    for wrong in (one._replace(layers=(1, 2)), one._replace(experts=one.experts[..., :1])):
+        with pytest.raises(ReshardError, match="chooses experts in layers"):
+            compare_routing([one], [wrong])
+    with pytest.raises(ReshardError, match="neither system tells"):
+        compare_routing([tie], [one._replace(scores=None)])
+
+
+@pytest.mark.parametrize(("theirs", "distance"), [
+    ([0, 5], 0.001),  # the third group for the second: the same but for rounding, while its experts are not
+    ([0, 1], 0.001),  # the third group for the second too, though none of its experts is taken
+    ([0, 6], 1.2),  # a group that is far from the best two
+    ([0, 3], 0.6),  # both groups are taken, and in one an expert that is not the best
+])  # fmt: skip
+def test_a_near_tie_of_groups_of_experts_is_one(theirs, distance):
+    """Four groups of two, of which the best two are taken, and two experts of those."""
+    scores = np.array([[[1.0, 0.6, 0.9, 0.3, 0.599, 0.6, 0.0, 0.0]]])
+    one = Choices((0,), np.array([[[0, 2]]]), scores)
+    found = compare_routing([one], [one._replace(experts=np.array([[theirs]]))], Groups(4, 2))
+    assert found.margin == pytest.approx(distance / scores.std())
+
+
+def test_metrics_are_what_they_are_called():
+    a, b = (
+        [scores(-1.0, -2.0, best=[3, 4]), scores(-3.0, best=[5])],
+        [scores(-1.1, -2.0, best=[3, 9]), scores(-2.7, best=[5])],
+    )
+    found = metrics_of(a, b)
+    assert (
+        found.tokens == 3 and found.mean_abs == pytest.approx(0.4 / 3) and found.max_abs == pytest.approx(0.3)
+    )
+    assert found.token_mult_prob_error == pytest.approx((np.exp(0.1) + 1 + np.exp(0.3)) / 3)
+    assert found.argmax_agreement == pytest.approx(2 / 3) and found.kl is None
+    assert found.ratio_max == pytest.approx(np.exp(0.1)) and found.ratio_min == pytest.approx(np.exp(-0.3))
+    assert found.kl_estimate == pytest.approx((np.exp(-0.1) - 1 + 0.1 + np.exp(0.3) - 1 - 0.3) / 3)
+    assert found.pearson == pytest.approx(np.corrcoef([-1, -2, -3], [-1.1, -2.0, -2.7])[0, 1])
+    p, q = np.log([[0.5, 0.5], [0.9, 0.1]]), np.log([[0.25, 0.75], [0.9, 0.1]])
+    both = metrics_of(
+        [replace(scores(-1.0, -1.0), distributions=p)], [replace(scores(-1.0, -1.0), distributions=q)]
+    )
+    assert (
+        both.kl == pytest.approx((0.5 * np.log(2) + 0.5 * np.log(2 / 3)) / 2)
+        and both.kl_tokens == 2
+        and both.pearson == 1.0
+    )
+
+
+@pytest.mark.parametrize(("a", "b", "sentence"), [
+    (scores(-1.0, float("nan")), scores(-1.0, -1.0), "A gives the logprob nan for token 2 of prompt 0"),
+    (scores(-1.0), scores(float("-inf")), "B gives the logprob -inf for token 1 of prompt 0"),
+    (scores(-1.0, -1.0), scores(-1.0), "prompt 0: A gives 2 logprobs, B 1"),
+    (scores(), scores(), "the prompts have no token to predict"),
+])  # fmt: skip
+def test_logprobs_that_are_none_are_a_failure_never_a_pass(a, b, sentence):
+    with pytest.raises(ReshardError) as error:
+        metrics_of([a], [b])
+    assert sentence in str(error.value)
+
+
+def test_limits_that_cannot_fail_or_cannot_be_met_are_refused():
+    for limits in (Limits(), Limits(max_abs=float("inf")), Limits(max_abs=float("nan")), Limits(mean_abs=-1.0),
+                   Limits(token_mult_prob_error=0.99), Limits(argmax_agreement=0.0), Limits(argmax_agreement=1.5)):  # fmt: skip
+        with pytest.raises(ReshardError, match="limit"):
+            limits.check()
+    assert Limits(max_abs=0.5).exceeded(metrics_of([scores(-1.0)], [scores(-1.6)])) == [
+        "max_abs is 0.6, the limit is 0.5"
+    ]
+    assert Limits(argmax_agreement=0.9).exceeded(
+        metrics_of([scores(-1.0, best=[1])], [scores(-1.0, best=[2])])
+    )
+
+
+@pytest.mark.parametrize(("name", "value", "instead"), [
+    ("kl", 1e-9, "distributions"), ("argmax_agreement", 0.99, "best"), ("routing_margin", 1e-3, "Scores.choices"),
+])  # fmt: skip
+def test_a_limit_on_a_figure_that_was_not_measured_is_exceeded(name, value, instead):
+    """Logprobs alone, as a rollout has them, say nothing about it: not even of the same values."""
+    for engine in ([-1.0, -2.0], [-6.0, -7.0]):
+        verdict = check_rollout([-1.0, -2.0], engine, limits=Limits(**{name: value}))
+        assert not verdict.ok and verdict.to_dict()["ok"] == 0
+        [sentence] = verdict.exceeded
+        assert f"{name} was not measured, the limit is {value:g}" in sentence and instead in sentence
+    for limits in (
+        Limits.of_dtype("bf16", **{name: value}),
+        replace(Limits.of_dtype("bf16"), **{name: value}),
+    ):
+        assert len(check_rollout([-1.0], [-1.0], limits=limits).exceeded) == 1, "given beside the defaults"
+    for dtype in ("fp32", "bf16", "fp8"):
+        assert check_rollout([-1.0], [-1.0], limits=Limits.of_dtype(dtype)).ok, (
+            "the defaults hold for what there is"
+        )
+        assert not check_rollout([-1.0], [-2.0], limits=Limits.of_dtype(dtype)).ok
+        given = Limits.of_dtype(dtype)
+        if getattr(given, name) is not None:
+            assert check_rollout(
+                [-1.0], [-1.0], limits=Limits.of_dtype(dtype, **{name: getattr(given, name)})
+            ).exceeded
+
+
+def test_a_figure_of_nothing_passes_no_limit():
+    nothing = replace(
+        scores(-1.0, best=[3]),
+        distributions=np.zeros((0, 4)),
+        choices=Choices((), np.zeros((1, 0, 2), int), None),
+    )
+    found = metrics_of([nothing], [nothing])
+    assert found.kl is None and found.kl_tokens == 0
+    assert Limits(kl=1.0).exceeded(found)
+    assert Limits(routing_margin=1.0).exceeded(found, compare_routing([nothing.choices], [nothing.choices]))
+    empty = scores(best=[])
+    with_best = metrics_of([empty, scores(-1.0)], [empty, scores(-1.0)])
+    assert with_best.argmax_agreement is None and Limits(argmax_agreement=0.5).exceeded(with_best)
+
+
+@pytest.mark.parametrize(("a", "b", "sentence"), [
+    ([], [], "there are no prompts"),
+    ([scores_ := Scores(np.array([-1.0]), np.array([1, 2]))], [scores_], "2 best tokens for 1 logprobs"),
+    ([Scores(np.array([-1.0]), None, np.zeros((1, 4)))], [Scores(np.array([-1.0]), None, np.zeros((1, 5)))], "of 4 tokens, B of 5"),
+    ([Scores(np.array([-1.0]), None, np.zeros((2, 4)))], [Scores(np.array([-1.0]), None, np.zeros((2, 4)))], "2 distributions for 1"),
+])  # fmt: skip
+def test_scores_that_do_not_fit_together_are_refused(a, b, sentence):
+    with pytest.raises(ReshardError, match=sentence):
+        compare_scores(a, b, Limits(mean_abs=1.0))
+
+
+def test_of_many_prompts_the_first_keep_their_distributions():
+    assert Scoring(keep=10).kept_of(2) == [5, 5]
+    assert Scoring(keep=3).kept_of(5) == [1, 1, 1, 0, 0]
+    assert Scoring(keep=0).kept_of(2) == [0, 0]
+    assert sum(Scoring(keep=1790).kept_of(5000)) == 1790
