@@ -123,8 +123,13 @@ def test_experts_that_a_vllm_packs_for_the_cpu_in_every_case_are_refused_by_name
     make(tmp_path / "hf", "served-qwen3-moe", torch.bfloat16)
     hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", Layout())
     said = run(tmp_path, 1, "transfer_experts", [str(tmp_path / "hf"), str(tmp_path / "mcore")], free_port())
-    if MINOR < 28:
+    if MINOR < 27:
         assert said == "no error"
+    elif MINOR == 27:  # which pads them
+        assert (
+            "experts.routed_experts.w13_weight should have shape [8, 96, 128] in vLLM, which has shape [8, 128, 128]"
+            in said
+        )
     else:
         assert "serves from experts that vLLM's build for the CPU has packed" in said
-        assert "use vLLM 0.27 or an older one" in said
+        assert "use vLLM 0.26 or an older one" in said

@@ -432,7 +432,7 @@ def _refuse_processed(model: torch.nn.Module, config: Any) -> None:
         if always_packed(method):
             raise ReshardError(
                 f"{name} serves from experts that vLLM's build for the CPU has packed, which a refit cannot write, and from "
-                f"0.28 on it has no other way: use vLLM 0.27 or an older one, or let it quantise them as it loads "
+                f"0.28 on it has no other way: use vLLM 0.26 or an older one, or let it quantise them as it loads "
                 f"(quantization='int8_per_channel_weight_only')"
             )
         if is_packed(module, method):
