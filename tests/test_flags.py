@@ -1,6 +1,8 @@
 """The flags file suits the version of Megatron-LM that reads it. `tests/matrix.py` asks the parsers of all versions."""
 
+import json
 import shlex
+import shutil
 
 import pytest
 from click.testing import CliRunner
@@ -37,6 +39,7 @@ def test_a_version_gets_the_flags_that_it_knows_and_all_of_them(version, missing
 def test_rope_without_yarn_stays_so_where_every_latent_attention_has_yarn():
     for args in cases():
         if args.get("multi_latent_attention"):
+            args = args | {"max_position_embeddings": 4096}  # which is YaRN's original length there
             older = (
                 arguments_for(args, (0, 13)) if args.get("pipeline_model_parallel_layout") is None else args
             )
@@ -48,6 +51,7 @@ def test_rope_without_yarn_stays_so_where_every_latent_attention_has_yarn():
 
 @pytest.mark.parametrize(("version", "what", "first"), [
     ("0.18", "YaRN without multi-latent attention", "0.19"), ("0.12", "pipeline layouts given as a string", "0.13"),
+    ("0.13", "this YaRN of multi-latent attention", "0.14"),
 ])  # fmt: skip
 def test_what_a_version_cannot_be_told_is_refused_with_the_first_that_can(version, what, first):
     refused = [sentence for sentence in lines_for(version)[1] if what in sentence]
@@ -67,7 +71,9 @@ def test_newer_versions_get_the_newest_flags():
 
 
 def test_only_the_flags_file_follows_the_version(checkpoint, tmp_path):
-    source = checkpoint("deepseek-v3")
+    source = shutil.copytree(checkpoint("deepseek-v3"), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
     done = CliRunner().invoke(
         cli, ["hf-to-mcore", str(source), str(tmp_path / "old"), "--megatron-version", "0.13", "--tp", "2"]
     )

@@ -409,6 +409,18 @@ def test_what_args_lack_is_at_megatrons_default_and_older_ones_name_the_epsilon_
         model("llama", rms_norm_eps=1e-6).check_args(older, "args", "")
 
 
+def test_yarn_of_megatron_before_0_14_began_at_max_position_embeddings():
+    args = model("deepseek-v3", max_position_embeddings=32768).megatron_args()
+    assert args["rope_type"] == "yarn" and args["rotary_scaling_factor"] != 1
+    now = Model.from_megatron_args(args, "args")
+    assert now.config["rope_scaling"].get("original_max_position_embeddings", 4096) == 4096
+    args.pop("rope_type")
+    before = Model.from_megatron_args(args, "args")
+    assert before.config["rope_scaling"]["original_max_position_embeddings"] == 32768
+    with pytest.raises(ReshardError, match="original_max_position_embeddings is 32768 .not 4096."):
+        now.check_args(args, "args", "")
+
+
 @pytest.mark.parametrize(("change", "message"), [
     ({"num_attention_heads": 4, "num_key_value_heads": 4}, "num_attention_heads is 8 .not 4., num_query_groups is 2 .not 4."),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}, "rotary_base is 10000 .not 50000."),

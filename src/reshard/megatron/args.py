@@ -26,6 +26,8 @@ NO_FLAG = {"context_parallel_size", *MLA_YARN}
 # argument.
 OLDEST, NEWEST = (0, 12), (0, 20)
 PADDED_VOCAB_AND_ROPE_TYPE, PIPELINE_STRINGS, YARN_WITHOUT_MLA = (0, 14), (0, 13), (0, 19)
+# Before, multi-latent attention took max_position_embeddings for YaRN's original length, and mscale for the softmax too.
+YARN_LENGTH = (0, 14)
 # Not where its files are: they travel with the checkpoint, whose place a file in it cannot know.
 TOKENIZER = "--tokenizer-type HuggingFaceTokenizer"
 
@@ -85,6 +87,14 @@ def arguments_for(args: dict[str, Any], version: tuple[int, int]) -> dict[str, A
 
     if version < YARN_WITHOUT_MLA and args.get("position_embedding_type") == "yarn":
         raise refuse("YaRN without multi-latent attention", YARN_WITHOUT_MLA)
+    if (
+        version < YARN_LENGTH
+        and args.get("rope_type") == "yarn"
+        and args.get("rotary_scaling_factor") not in (None, 1)
+    ):
+        length = args.get("original_max_position_embeddings", MLA_YARN["original_max_position_embeddings"])
+        if length != args["max_position_embeddings"] or args.get("mscale") != args.get("mscale_all_dim"):
+            raise refuse("this YaRN of multi-latent attention", YARN_LENGTH)
     if version < PIPELINE_STRINGS and args.get("pipeline_model_parallel_layout") is not None:
         raise refuse("pipeline layouts given as a string", PIPELINE_STRINGS)
     if version >= PADDED_VOCAB_AND_ROPE_TYPE:

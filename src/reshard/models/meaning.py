@@ -81,8 +81,11 @@ def disagreements(said: Mapping[str, Any], meant: Mapping[str, Any]) -> list[tup
 
 
 def as_named_now(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of an older Megatron-LM, by the names that they have now."""
+    """Arguments of an older Megatron-LM, by the names that they have now, with what followed from others then."""
     former = {now: args[name] for name, now in _FORMERLY.items() if name in args}
+    # Before 0.14, which brought rope_type.
+    if args.get("multi_latent_attention") and "rope_type" not in args and args.get("max_position_embeddings"):
+        former["original_max_position_embeddings"] = args["max_position_embeddings"]
     return former | {name: value for name, value in args.items() if name not in _FORMERLY}
 
 
