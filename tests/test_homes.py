@@ -246,9 +246,20 @@ def test_a_save_is_what_the_conversions_make_of_the_same_weights(
         str(tmp_path),
         ddp="tied" not in variant,
     )
-    for saved, expected in (("hf", "expected-hf"), ("mcore", "expected"), ("later", "expected-later")):
+    for saved, expected in (("hf", "expected-hf"), ("mcore", "expected")):
         assert unlike_trees(tmp_path / saved, tmp_path / expected) == []
-        assert check(tmp_path / saved).ok
+    # An iteration of a run has all that belongs to it in its own directory.
+    later, expected = tree(tmp_path / "later"), tree(tmp_path / "expected-later")
+    within = {
+        f"iter_0000007/{name}"
+        for name in expected
+        if name.startswith("hf/") or name in ("megatron_flags.txt", "reshard.json")
+    }
+    assert {name for name in later if name not in expected} == within
+    for name, data in expected.items():
+        if name != "reshard.json":
+            assert later.get(name, later.get(f"iter_0000007/{name}")) == data, name
+    assert all(check(tmp_path / saved).ok for saved in ("hf", "mcore", "later"))
     assert unlike_trees(
         tmp_path / "spoilt", tmp_path / "expected-hf"
     )  # the control: other weights make other files
@@ -337,7 +348,8 @@ def test_iterations_join_the_others_of_a_run(begun, weights, tmp_path):
     first, second = weights("qwen3-moe"), weights("qwen3-moe", seed=1)
     run, parallel = tmp_path / "run", f"{TP} 2 {EP} 2 {ETP} 1"
     flags = flags_at(first / "mcore", parallel)
-    run.mkdir()
+    if begun != "by a save":
+        run.mkdir()
     if begun == "by Megatron":
         run_on_ranks(2, "save_as_trained", flags, str(first / "mcore"), str(run), 3, module="homes_on_cpu")
     elif begun == "by a conversion":
@@ -345,7 +357,7 @@ def test_iterations_join_the_others_of_a_run(begun, weights, tmp_path):
     elif begun == "by logs":
         (run / "events.txt").write_text("mine")
     with_tokenizer(first / "hf", tmp_path / "with-tokenizer")
-    before = tree(run)
+    before = tree(run) if run.exists() else {}
     arguments = str(tmp_path / "with-tokenizer"), str(first / "mcore"), str(second / "mcore"), str(run)
     for rank, (latest, replaced, said) in enumerate(on_ranks(2, "save_iterations", flags, *arguments)):
         # The iteration that was replaced is not the last that was asked for, but the last that was written.
@@ -478,6 +490,14 @@ def test_what_a_save_cannot_do_is_said_before_anything_is_written(weights, tmp_p
         (out, str(weights("llama") / "hf"), {}, "the served model's"),
         (out, good, {"layout": Layout(tp=3)}, "--tp 3 does not divide"),
         (out, good, {"layout": 2}, "not a reshard.Layout"),
+        (
+            str(folder / "mcore" / "release"),
+            good,
+            {"iteration": 5},
+            "is a checkpoint itself, to which no iteration",
+        ),
+        (good, good, {"iteration": 5}, "is a checkpoint itself, to which no iteration"),
+        (str(tmp_path / "no" / "parent"), good, {"iteration": 5}, "is not a directory; create it first"),
         ("", good, {}, "destination is '', which is no directory's path"),
         (None, good, {}, "destination is None, which is no directory's path"),
         (out, good, {"max_shard_size": "much", "format": "hf"}, "is not a size"),

@@ -36,8 +36,8 @@ OF_TRAINERS = (torch_dist.TRACKER, "args.json", "trainer_state.json", "ckpt_cont
 @dataclass(frozen=True)
 class Located:
     """A checkpoint: `directory` has its ``.metadata``, `iteration` is its name, `root` is where its iterations
-    and what belongs to all of them lie, or the directory itself where that has a manifest of its own; `notices` say
-    what was taken, where it was not named."""
+    and what belongs to all of them lie, or the directory itself where that has a manifest or config of its own; `notices`
+    say what was taken, where it was not named."""
 
     directory: Path
     iteration: str
@@ -60,8 +60,16 @@ def locate(path: Path) -> Located | None:
     """The checkpoint that a directory means: itself, the last complete iteration in it, or what a trainer has
     left below it. None where there is none.
 
-    Raises ReshardError where there is one that is not complete, or in a format that is not read.
+    Raises ReshardError where there is one that is not complete, in a format that is not read, or in a directory that may
+    not be looked into.
     """
+    try:
+        return _located(path)
+    except PermissionError as error:
+        raise ReshardError(f"cannot look into {error.filename or path}: {error.strerror}") from error
+
+
+def _located(path: Path) -> Located | None:
     found = _here(path) or _iteration(path)
     if found is not None or (path / "config.json").is_file():
         return found
@@ -101,7 +109,7 @@ def _here(path: Path) -> Located | None:
             )
             if directory == path and path.name == DIST_MODEL:
                 name, above = path.parent.name, path.parent.parent
-            if (directory / MANIFEST).is_file():
+            if (directory / MANIFEST).is_file() or (directory / HF_FILES / "config.json").is_file():
                 above = directory
             return Located(directory, name, above)
     return None

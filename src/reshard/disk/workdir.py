@@ -33,6 +33,8 @@ from reshard.disk.manifest import NAME as MANIFEST
 from reshard.formats.torch_dist import TRACKER
 
 MARK, FINGERPRINT, TREE, REPLACED = "reshard-run", "fingerprint", "tree", "replaced"
+# What the fingerprint of a live model's save says, which nobody resumes.
+SAVE = "a save of a live model"
 _MAX_NAME_BYTES = 255
 # How the directory is made: a bit that nobody else's empty directories have says that it is ours before there
 # is a mark in it.
@@ -315,8 +317,10 @@ class Workdir:
             raise
 
     def clean(self) -> None:
-        """Remove what a run that nobody goes on with has left, or put back what it had moved aside; nothing while one is
-        at it."""
+        """Remove what a save that was killed has left, or put back what it had moved aside; nothing while it is at it, or
+        of what was none."""
+        if self._recorded().get("run") != SAVE and not (self.path / REPLACED).exists():
+            return
         with contextlib.suppress(OSError, ReshardError):
             self._recover()
             if _is_ours(self.path):
@@ -335,28 +339,47 @@ class Workdir:
 
 
 class AddedIteration(Workdir):
-    """The hidden directory of an iteration that joins others in the directory of a training run. What belongs to it
-    (config, tokenizer, flags, manifest) is in its own directory; of the others' nothing is touched. The run's tracker
-    names it once it is there: whatever happens between, that names an iteration that is whole."""
+    """The hidden directory of an iteration in the directory of a training run, which is made where there is none. What
+    belongs to it (config, tokenizer, flags, manifest) is in its own directory; nothing else there is touched. The run's
+    tracker names it once it is there: whatever happens between, that names an iteration that is whole."""
+
+    made_run = False
 
     def check_destination(self) -> None:
         """See `Workdir`; removes what saves of other iterations have left that were killed."""
-        if self.destination.parent.is_dir():
-            for path in self.destination.parent.glob(".iter_*.reshard-partial"):
-                if path != self.path:
-                    name = path.name.removeprefix(".").removesuffix(".reshard-partial")
-                    Workdir(self.source, (), path.parent / name, False, False).clean()
+        run = self.destination.parent
+        if (run / ".metadata").exists() or any(run.glob("*.safetensors")):
+            raise ReshardError(
+                f"{run} is a checkpoint itself, to which no iteration can be added: give another directory"
+            )
+        if not run.exists() and run.parent.is_dir():
+            try:
+                run.mkdir()
+            except OSError as error:
+                raise write_error(run, error) from error
+            self.made_run = True
+        for path in run.glob(".iter_*.reshard-partial"):
+            name = path.name.removeprefix(".").removesuffix(".reshard-partial")
+            if path != self.path and name.removeprefix("iter_").isdecimal():
+                Workdir(self.source, (), run / name, False, False).clean()
         super().check_destination()
+
+    def close(self, remove: bool = False) -> None:
+        """See `Workdir`."""
+        super().close(remove)
+        if remove and self.made_run:
+            with contextlib.suppress(OSError):  # somebody has put something there
+                self.destination.parent.rmdir()
 
     def _follow(self) -> None:
         tracker, new = self.destination.parent / TRACKER, self.path / TRACKER
-        number = self.destination.name.removeprefix("iter_")
+        number = str(int(self.destination.name.removeprefix("iter_")))
         try:
-            new.write_text(str(int(number)), encoding="utf-8")
+            new.write_text(number, encoding="utf-8")
             os.replace(new, tracker)
         except OSError as error:
             raise ReshardError(
-                f"{self.destination} is whole, but {tracker} could not be replaced: {error.strerror}"
+                f"{self.destination} is whole, but {tracker} could not be replaced ({error.strerror}): write {number} into it"
             ) from error
 
 

@@ -27,7 +27,7 @@ from reshard.disk.locate import iterations_in
 from reshard.disk.streams import Strip, StripReader
 from reshard.disk.team import Team
 from reshard.disk.verify import checksum_of
-from reshard.disk.workdir import AddedIteration, Workdir
+from reshard.disk.workdir import SAVE, AddedIteration, Workdir
 from reshard.disk.workers import run_jobs, worker_count
 from reshard.homes.agreement import agree
 from reshard.homes.config import Published, implementation_of, layout_of
@@ -134,9 +134,9 @@ def save(
     `megatron_version` are those of `hf_to_mcore`, `max_shard_size` that of `mcore_to_hf`, and `overwrite` and
     `sync` those of both. Padding rows of the vocabulary are written as zeros.
 
-    With `iteration`, a `destination` that is not empty is the directory of a training run, such as Megatron-LM's
-    ``--save``: it is given one more, with config, tokenizer, flags and manifest in the iteration's own directory,
-    which the run's tracker then names; `overwrite` replaces that iteration alone.
+    With `iteration`, `destination` is the directory of a training run, such as Megatron-LM's ``--save``: it is given
+    one iteration more, with config, tokenizer, flags and manifest in the iteration's own directory, which the run's
+    tracker then names. Nothing else there is touched; `overwrite` replaces that iteration alone.
 
     With `background` each rank copies its share to (pinned) host memory, and a `Saving` is returned, whose
     `result()` waits for the report. The next save first waits for the last one, and raises its error.
@@ -273,7 +273,7 @@ class _Save:
         """The destination, and whether it is the directory of a training run, which an iteration joins."""
         place = Path(os.path.abspath(self.destination))
         if self.iteration is not None:
-            return str(place), place.is_dir() and any(place.iterdir())
+            return str(place), True
         if self.overwrite and iterations_in(place):
             raise ReshardError(
                 f"{place} holds iterations of a training run, all of which overwrite=True would replace: pass iteration=, "
@@ -325,7 +325,7 @@ class _Save:
                 f"{self.work.destination} needs {needed:,} bytes, but the disk has "
                 f"{status.f_bavail * status.f_frsize:,} free"
             )
-        self.work.open("a save of a live model", False)
+        self.work.open(SAVE, False)
         with OpenFiles(os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW) as files:
             for name, size in self.new.sizes.items():
                 path = self.work.tree / name

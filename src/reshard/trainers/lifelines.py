@@ -1,35 +1,38 @@
 """Whether members live whom nobody there can ask: each holds a connection to the first one, which the system closes when its
 process ends, however it does."""
 
+import secrets
 import selectors
 import socket
 from contextlib import suppress
 
 MAX_NAME_BYTES = 200
+MAX_WAITING = 4096  # members that connect before the first one looks
 CONNECT_SECONDS = 10.0
 
 
 class Lifelines:
-    """The end of the first member, which listens on this host's address `host`."""
+    """The end of the first member, which listens on this host's address `host`. Whoever connects is a member if it says
+    `token` before its name."""
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.listener = socket.create_server((host, 0), family=family)
+        self.listener = socket.create_server((host, 0), family=family, backlog=MAX_WAITING)
         self.listener.setblocking(False)
-        self.address = (host, self.listener.getsockname()[1])
+        self.address, self.token = (host, self.listener.getsockname()[1]), secrets.token_hex(16)
         self.watched = selectors.DefaultSelector()
         self.watched.register(self.listener, selectors.EVENT_READ, "")
-        self.ended: list[str] = []
+        self.last: dict[str, socket.socket] = {}  # of each member the last connection
+        self.ended: dict[str, None] = {}
 
     def failed(self) -> str:
         """Who has ended, in a sentence; empty while nobody has."""
-        while ready := self.watched.select(0):
-            for key, _ in ready:
-                if key.fileobj is self.listener:
-                    self._accept()
-                else:
-                    self._hear(key)
-        return f"{self.ended[0]} has ended" if self.ended else ""
+        while self._accept():
+            pass
+        for key, _ in self.watched.select(0):
+            if key.fileobj is not self.listener:
+                self._hear(key)
+        return f"{next(iter(self.ended))} has ended" if self.ended else ""
 
     def close(self) -> None:
         """Hear nobody any more."""
@@ -38,37 +41,45 @@ class Lifelines:
                 key.fileobj.close()
         self.watched.close()
 
-    def _accept(self) -> None:
-        with suppress(OSError):
+    def _accept(self) -> bool:
+        try:
             connection, _ = self.listener.accept()
-            connection.setblocking(False)
-            self.watched.register(connection, selectors.EVENT_READ, "")
+        except OSError:  # nobody else waits
+            return False
+        connection.setblocking(False)
+        self.watched.register(connection, selectors.EVENT_READ, "")
+        return True
 
     def _hear(self, key: selectors.SelectorKey) -> None:
         """A member's name, or that its process is gone."""
         connection, name = key.fileobj, key.data
         assert isinstance(connection, socket.socket)
         try:
-            said = connection.recv(MAX_NAME_BYTES)
+            said = connection.recv(MAX_NAME_BYTES).decode(errors="replace")
         except OSError:
-            said = b""
-        if said:
-            self.watched.modify(
-                connection, selectors.EVENT_READ, (name + said.decode(errors="replace"))[:MAX_NAME_BYTES]
-            )
+            said = ""
+        token, _, name_said = said.partition(" ")
+        if not name and token == self.token and name_said:
+            self.watched.modify(connection, selectors.EVENT_READ, name_said)
+            self.last[name_said] = connection
+            self.ended.pop(name_said, None)
             return
         self.watched.unregister(connection)
         connection.close()
-        if name:  # whoever else connects here is none of the members
-            self.ended.append(name)
+        if name and self.last.get(name) is connection:  # not one who has come again
+            self.ended[name] = None
 
 
-def hold(address: tuple[str, int], name: str) -> socket.socket | None:
+def hold(address: tuple[str, int], token: str, name: str) -> socket.socket | None:
     """A member's end, open for as long as this is kept. None where the first one cannot be reached there: then only time
     tells that this member is gone."""
+    connection = None
     try:
         connection = socket.create_connection(address, CONNECT_SECONDS)
-        connection.sendall(name.encode()[:MAX_NAME_BYTES])
+        connection.sendall(f"{token} {name}".encode()[:MAX_NAME_BYTES])
     except OSError:
+        if connection is not None:
+            with suppress(OSError):
+                connection.close()
         return None
     return connection

@@ -75,7 +75,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         if self.lifelines is not None:
             self.lifelines.close()
         self.lifelines = Lifelines(this_host())
-        return {"address": meeting_place(), "lifelines": self.lifelines.address}
+        return {"address": meeting_place(), "lifelines": [*self.lifelines.address, self.lifelines.token]}
 
     def init_policy_process_group(
         self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
@@ -100,8 +100,8 @@ class ReshardCheckpointEngine(CheckpointEngine):
         if self.lifeline is not None:
             self.lifeline.close()
         if rank:
-            host, port = metadata[0]["lifelines"]
-            self.lifeline = hold((host, port), name)
+            host, port, token = metadata[0]["lifelines"]
+            self.lifeline = hold((host, port), token, name)
             if self.lifelines is not None:
                 self.lifelines.close()
                 self.lifelines = None
