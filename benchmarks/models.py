@@ -4,6 +4,7 @@ GPU), and vLLM in the same processes.
 The processes are started by torchrun; weights are random.
 """
 
+import argparse
 import json
 import zlib
 from pathlib import Path
@@ -51,6 +52,15 @@ MODELS = {
                                "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
                                "decoder_sparse_step": 1, "mlp_only_layers": []},
 }  # fmt: skip
+
+
+def model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which model, with how many layers, and how the trainer is laid out."""
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--layers", type=int)
+    for name in ("tp", "pp", "ep"):
+        parser.add_argument(f"--{name}", type=int, default=1)
+    parser.add_argument("--etp", type=int)
 
 
 def config_of(name: str, layers: int | None = None) -> dict:

@@ -5,29 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from reshard import Layout, ReshardError
+from reshard import ReshardError
 from reshard.parity import Limits, Scores, check_rollout, compare_scores, metrics_of
 from reshard.parity.routing import Choices, Groups, compare_routing
 from reshard.parity.systems import Scoring
-
-TP1 = Layout()
-# A variant, the layout that it is written at, and the one that it is loaded and run at.
-SAME = [
-    ("llama", Layout(tp=2), dict(pp=2, vpp=2)),
-    ("llama-rope-tied", Layout(pp=2), dict(tp=2, pp=2)),
-    ("llama-bias", Layout(), dict(tp=2)),
-    ("llama-mha", Layout(tp=4), dict(pp=2, first_stage_layers=1)),
-    ("qwen2", Layout(pp=2), dict(tp=4)),
-    ("qwen2-tied", Layout(tp=2), dict(pp=2)),
-    ("qwen3", Layout(tp=2, pp=2), dict(tp=2)),
-    ("qwen3-tied", Layout(), dict(tp=2, pp=2)),
-    ("qwen3-moe", Layout(ep=4, etp=1), dict(tp=2, ep=2, etp=1)),
-    ("qwen3-moe-mixed", Layout(tp=2, ep=2, etp=2), dict(pp=2, ep=2, etp=1)),
-    ("qwen3-moe-step", Layout(pp=2), dict(tp=2, ep=2, etp=2)),
-    ("deepseek-v3", Layout(tp=2, ep=2, etp=1), dict(tp=2, pp=2, ep=2, etp=1)),
-    ("deepseek-v3-no-q-lora", Layout(pp=2), dict(ep=4, etp=1)),
-    ("glm4-moe", Layout(tp=2, ep=2, etp=1), dict(tp=2, pp=2, ep=2, etp=1)),
-]
 
 
 def scores(*logprobs: float, best=None) -> Scores:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from benchmarks.models import change, config_of, megatron_models
+from benchmarks.models import change, config_of, megatron_models, model_options
 from benchmarks.processes import conclude, device, everyone, say, start_processes
 
 BLOCK = 4 << 20
@@ -133,11 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--layers", type=int)
-    for name in ("tp", "pp", "ep"):
-        parser.add_argument(f"--{name}", type=int, default=1)
-    parser.add_argument("--etp", type=int)
+    model_options(parser)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--disk", action="store_true", help="the folder is on a disk")
     parser.add_argument("--loads", action="store_true", help="measure loads alone")

@@ -251,18 +251,14 @@ def rival(models, folder: Path, module, rounds: int, found: dict) -> None:
 
 
 def main() -> None:
-    from benchmarks.models import config_of, megatron_models, vllm_engine
+    from benchmarks.models import config_of, megatron_models, model_options, vllm_engine
     from benchmarks.processes import start_processes
     from reshard import Layout, ReshardError
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--layers", type=int)
-    for name in ("tp", "pp", "ep"):
-        parser.add_argument(f"--{name}", type=int, default=1)
-    parser.add_argument("--etp", type=int)
+    model_options(parser)
     parser.add_argument("--vllm-tp", type=int, required=True)
     parser.add_argument("--vllm-ep", action="store_true")
     parser.add_argument("--quantization", help="what vLLM serves in: fp8_per_block")

@@ -188,8 +188,8 @@ class _Save:
             self.team.together(self._describe)
             self._agree_on_options()
             self.agreed = agree(self.team, self.rank, self.published)
-            place, added = decide(self.team, self._place)
-            self.team.together(lambda: self._lay_out(Path(place), added))
+            place = decide(self.team, self._place)
+            self.team.together(lambda: self._lay_out(Path(place)))
             self.share = self._mine(self.team.scatter(self._shares()))
             self.team.together(self._open)
             if self.background:
@@ -257,33 +257,30 @@ class _Save:
         self.laid_out = self.layout or layout_of(self.rank.trainer.config)
 
     def _agree_on_options(self) -> None:
-        """Raise ReshardError where the ranks were not told the same, or hold other kinds of layers."""
+        """Raise ReshardError where the ranks were not told the same; which kind of layers they hold."""
         mine = {
             "format": self.format, "background": self.background, "layout": str(self.laid_out), "iteration": self.iteration,
             "transformer_impl": self.transformer_impl, "make_vocab_size_divisible_by": self.divisible_by,
             "megatron_version": list(self.megatron_lm), "max_shard_size": self.shard_bytes, "overwrite": self.overwrite, "sync": self.sync,
         }  # fmt: skip
-        asked = self.team.together(lambda: mine)
-        self.team.together(lambda: _check_alike(asked))
+        told = self.team.together(lambda: [mine, implementation_of(self.rank.trainer.models)])
+        self.team.together(lambda: _check_alike([asked for asked, _ in told]))
         # A stage without layers does not tell.
-        found = self.team.together(lambda: implementation_of(self.rank.trainer.models))
-        self.implementation = self.transformer_impl or max(found)
+        self.implementation = self.transformer_impl or max(found for _, found in told)
 
-    def _place(self) -> tuple[str, bool]:
-        """The destination, and whether it is the directory of a training run, which an iteration joins."""
+    def _place(self) -> str:
+        """The destination. Raises ReshardError where it is a training run's, all of which would be replaced."""
         place = Path(os.path.abspath(self.destination))
-        if self.iteration is not None:
-            return str(place), True
-        if self.overwrite and iterations_in(place):
+        if self.iteration is None and self.overwrite and iterations_in(place):
             raise ReshardError(
                 f"{place} holds iterations of a training run, all of which overwrite=True would replace: pass iteration=, "
                 f"or save to another directory"
             )
-        return str(place), False
+        return str(place)
 
-    def _lay_out(self, place: Path, added: bool) -> None:
-        """Where the bytes of every tensor go."""
-        agreed, beside = self.agreed, self.published.beside
+    def _lay_out(self, place: Path) -> None:
+        """Where the bytes of every tensor go: into the destination, or an iteration's directory in it."""
+        agreed, beside, added = self.agreed, self.published.beside, self.iteration is not None
         self.new: Destination
         if self.format == "hf":
             plain = Fp8Blocks(())

@@ -92,9 +92,7 @@ class Members:
         deadline = time.monotonic() + timeout
         try:
             if rank == 0:
-                listener = socket.create_server(
-                    (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-                )
+                listener = socket.create_server((host, port), family=family_of(host))
                 options: dict[str, Any] = {"is_master": True, "master_listen_fd": listener.detach()}
             else:
                 # torch's own client prints stacks, and waits twice as long
@@ -421,6 +419,11 @@ def _check_rank(rank: int, size: int) -> None:
         )
     if not 0 <= rank < size:
         raise ReshardError(f"rank {rank} is not one of {size} members, which count from 0")
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """The kind of socket for an address of a host, without brackets."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _parsed(address: str) -> tuple[str, int]:

@@ -6,6 +6,8 @@ import selectors
 import socket
 from contextlib import suppress
 
+from reshard.refit.members import family_of
+
 MAX_NAME_BYTES = 200
 MAX_WAITING = 4096  # members that connect before the first one looks
 CONNECT_SECONDS = 10.0
@@ -16,8 +18,7 @@ class Lifelines:
     `token` before its name."""
 
     def __init__(self, host: str) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.listener = socket.create_server((host, 0), family=family, backlog=MAX_WAITING)
+        self.listener = socket.create_server((host, 0), family=family_of(host), backlog=MAX_WAITING)
         self.listener.setblocking(False)
         self.address, self.token = (host, self.listener.getsockname()[1]), secrets.token_hex(16)
         self.watched = selectors.DefaultSelector()

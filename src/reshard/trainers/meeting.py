@@ -5,6 +5,8 @@ from contextlib import closing
 
 import ray
 
+from reshard.refit.members import family_of
+
 
 def this_host() -> str:
     """This host's address, as others reach it."""
@@ -14,8 +16,7 @@ def this_host() -> str:
 def meeting_place() -> str:
     """An address of this host that others reach, with a port that is free now."""
     host = this_host()
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with closing(socket.socket(family)) as probe:
+    with closing(socket.socket(family_of(host))) as probe:
         probe.bind((host, 0))
         port = probe.getsockname()[1]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
