@@ -1,5 +1,10 @@
-"""Refits on the CPU: real Megatron models into vLLM's real model classes, several processes, the code path of the GPUs."""
+"""Refits on the CPU: real Megatron models into vLLM's real model classes, several processes, the code path of the GPUs.
 
+With ``RESHARD_TEST_DEVICE=cuda`` the models are moved to a GPU, all ranks to the same one, once they are built: what is run then are its kernels and the
+mapping of other processes' memory.
+"""
+
+import contextlib
 import os
 import time
 import zlib
@@ -21,6 +26,39 @@ from reshard.trainers.megatron import MegatronModel
 from tests import megatron_on_cpu, two_hosts, vllm_on_cpu
 from tests.ranks import caught
 
+DEVICE = os.environ.get("RESHARD_TEST_DEVICE", "cpu")
+
+
+@contextlib.contextmanager
+def on_the_cpu():
+    """Models are built and loaded here, as if there were no GPU: what that replaces of torch is put back afterwards."""
+    if DEVICE == "cpu":
+        yield
+        return
+    owners = {torch.cuda: ["is_available", "current_device", "get_device_properties", "synchronize", "empty_cache", "get_rng_state"],
+              torch.Tensor: ["cuda"], torch: ["tensor"]}  # fmt: skip
+    kept = [(owner, name, getattr(owner, name)) for owner, names in owners.items() for name in names]
+    torch.cuda.is_available = lambda: False
+    megatron_on_cpu.without_cuda()
+    try:
+        yield
+    finally:
+        for owner, name, plain in kept:
+            setattr(owner, name, plain)
+
+
+def engine_of(directory: str, **options) -> tuple[torch.nn.Module, object]:
+    """What `vllm_on_cpu.build` gives, where a refit is to find it."""
+    with on_the_cpu():
+        module, config = vllm_on_cpu.build(directory, **options)
+    return module.to(DEVICE), config
+
+
+def loaded(directory: str, **options) -> dict[str, tuple]:
+    """The `fingerprint` of what vLLM's own loader makes of a directory."""
+    with on_the_cpu():
+        return fingerprint(vllm_on_cpu.build(directory, **options)[0])
+
 
 def trainer(flags: list[str], directory: str, ddp: bool = False):
     """Megatron's chunks for this rank in bf16, loaded and wrapped; and a function that loads another checkpoint into the same memory.
@@ -28,11 +66,21 @@ def trainer(flags: list[str], directory: str, ddp: bool = False):
     With `ddp` they are wrapped as for a distributed optimizer, which makes every parameter a view of one buffer; the embedding and
     one norm are frozen and stay outside of it.
     """
-    models, args = megatron_on_cpu.build(flags)
-    for model in models:
-        model.bfloat16()
-    megatron_on_cpu.load(models, args, directory)
-    chunks = [Float16Module(model.config, model) for model in models]
+    with on_the_cpu():
+        models, args = megatron_on_cpu.build(flags)
+        for model in models:
+            model.bfloat16()
+        megatron_on_cpu.load(models, args, directory)
+
+    def load(other: str) -> None:
+        with on_the_cpu():
+            for model in models:
+                model.cpu()
+            megatron_on_cpu.load(models, args, other)
+        for model in models:
+            model.to(DEVICE)
+
+    chunks = [Float16Module(model.config, model.to(DEVICE)) for model in models]
     if ddp:
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
@@ -40,7 +88,7 @@ def trainer(flags: list[str], directory: str, ddp: bool = False):
                     "word_embeddings" not in name and "layers.1.input_layernorm" not in name
                 )
         chunks = [distributed(chunk) for chunk in chunks]
-    return chunks, lambda other: megatron_on_cpu.load(models, args, other)
+    return chunks, load
 
 
 def distributed(chunk: torch.nn.Module) -> torch.nn.Module:
@@ -61,7 +109,7 @@ def distributed(chunk: torch.nn.Module) -> torch.nn.Module:
 def fingerprint(model: torch.nn.Module) -> dict[str, tuple]:
     """Shape, dtype and a checksum of the bits of every parameter and buffer."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: (tuple(t.shape), str(t.dtype), zlib.crc32(t.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return {name: (tuple(t.shape), str(t.dtype), zlib.crc32(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
                    if t.numel() else 0) for name, t in named}  # fmt: skip
 
 
@@ -85,6 +133,22 @@ class Steps:
     def meet(self, step: str) -> None:
         self.reach(step)
         self.wait(step)
+
+    def wait_for_the_end_of(self, rank: int) -> None:
+        """Until the process that is this rank has ended."""
+        pid = int((self.folder / f"process {rank}").read_text())
+        deadline = time.monotonic() + 300
+        while _runs(pid):
+            assert time.monotonic() < deadline, f"rank {self.rank} waits for the end of rank {rank}"
+            time.sleep(0.01)
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is such a process that has not ended: one that nobody has waited for has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def start(rank: int, sides: dict) -> tuple[bool, bool, Members]:
@@ -140,7 +204,7 @@ def refit_twice(
         chunks, load = trainer(flags, checkpoints[0][1], ddp)
         source = MegatronModel(chunks)
     if is_engine:
-        model, config = vllm_on_cpu.build(checkpoints[0][0], load_format="dummy", **engine)
+        model, config = engine_of(checkpoints[0][0], load_format="dummy", **engine)
         destination = VllmModel(model, config)
         assert traced or held_by(destination.placement) == held_by(
             vllm_placement(destination.model, destination.rank)
@@ -165,10 +229,7 @@ def refit_twice(
         if t.data_ptr() != addresses[name]
     ]
     expected = (
-        [
-            without(ignored, fingerprint(vllm_on_cpu.build(hf, **engine)[0]))
-            for hf in published or [hf for hf, _ in checkpoints]
-        ]
+        [without(ignored, loaded(hf, **engine)) for hf in published or [hf for hf, _ in checkpoints]]
         if destination
         else []
     )
@@ -184,7 +245,7 @@ def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tu
     source = MegatronModel(trainer(flags, checkpoint[1])[0]) if is_trainer else None
     destination = None
     if is_engine:
-        module, config = vllm_on_cpu.build(checkpoint[0], load_format="dummy", **engine)
+        module, config = engine_of(checkpoint[0], load_format="dummy", **engine)
         destination = VllmModel(module, config)
     link = connect(members, source, destination)
     if not is_engine:
@@ -246,16 +307,16 @@ def static_inputs(rank: int, sides: dict, flags: list[str], mcore: str, director
     engines hold that have loaded the others, what is said of it, whether a new look at it that a refit has spoiled finds the scales of its inputs,
     and what is said of one that has loaded nothing."""
     _, _, members = start(rank, sides)
-    module, config = vllm_on_cpu.build(directories[0], **engine)
+    module, config = engine_of(directories[0], **engine)
     source, destination = MegatronModel(trainer(flags, mcore)[0]), VllmModel(module, config)
     link = connect(members, source, destination)
     link.refit(verify=True)
     held, described = fingerprint(module), link.describe()["quantised"]
     destination.begin()
     again = caught(lambda: VllmModel(module, config))
-    loaded = [fingerprint(vllm_on_cpu.build(directory, **engine)[0]) for directory in directories[1:]]
-    dummy = caught(lambda: VllmModel(*vllm_on_cpu.build(directories[0], load_format="dummy", **engine)))
-    return held, loaded, described, again, dummy
+    fresh = [loaded(directory, **engine) for directory in directories[1:]]
+    dummy = caught(lambda: VllmModel(*engine_of(directories[0], load_format="dummy", **engine)))
+    return held, fresh, described, again, dummy
 
 
 def failing_alone(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict):
@@ -263,7 +324,7 @@ def failing_alone(rank: int, sides: dict, flags: list[str], checkpoint: tuple[st
     next one; whether the engine is fit after each; and of verified ones in which a code, and a scale, of its first layer changes there."""
     reload.ROUND_BYTES = 1
     _, _, members = start(rank, sides)
-    module, config = vllm_on_cpu.build(checkpoint[0], load_format="dummy", **engine)
+    module, config = engine_of(checkpoint[0], load_format="dummy", **engine)
     destination = VllmModel(module, config)
     link = connect(members, MegatronModel(trainer(flags, checkpoint[1])[0]), destination)
     layer = module.get_submodule(next(iter(destination.reloads.round_of)))
@@ -305,7 +366,7 @@ def blocks_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tup
     by_config, destination = engine.pop("by_config"), None
     changes: list = [None] * 4
     if is_engine:
-        module, config = vllm_on_cpu.build(checkpoint[0], load_format="dummy", **engine)
+        module, config = engine_of(checkpoint[0], load_format="dummy", **engine)
         destination = VllmModel(module, config)
         name, scales = next(iter(destination.scales.items()))
         codes = destination.regions[name].tensor.view(torch.uint8)
@@ -319,7 +380,7 @@ def blocks_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tup
     if not is_engine:
         return said
     cached = {"kv_cache_dtype": "fp8", "hf_overrides": {"quantization_config": by_config}}
-    said.append(caught(lambda: VllmModel(*vllm_on_cpu.build(checkpoint[0], load_format="dummy", **cached))))
+    said.append(caught(lambda: VllmModel(*engine_of(checkpoint[0], load_format="dummy", **cached))))
     fp8.check_blocks.cache_clear()
     blocks.SMALLEST = 1e-3
     said.append(caught(lambda: VllmModel(module, config)))
@@ -332,7 +393,7 @@ def connecting(
     """What each member says at connect."""
     is_trainer, is_engine, members = start(rank, sides)
     source = MegatronModel(trainer(flags, checkpoint[1])[0]) if is_trainer else None
-    build = lambda: VllmModel(*vllm_on_cpu.build(checkpoint[0], load_format="dummy", **engine))  # noqa: E731
+    build = lambda: VllmModel(*engine_of(checkpoint[0], load_format="dummy", **engine))  # noqa: E731
     return caught(lambda: connect(members, source, build() if is_engine else None, **options))
 
 
@@ -355,7 +416,7 @@ def moved_before_a_failure(
     names of what then is not what vLLM's own loader makes of the second checkpoint."""
     _, _, members = start(rank, sides)
     chunks, load = trainer(flags, checkpoints[0][1])
-    module, config = vllm_on_cpu.build(checkpoints[0][0], load_format="dummy", **engine)
+    module, config = engine_of(checkpoints[0][0], load_format="dummy", **engine)
     link = connect(members, MegatronModel(chunks), VllmModel(module, config))
     link.refit()
     load(checkpoints[1][1])
@@ -365,7 +426,7 @@ def moved_before_a_failure(
         old.fill_(-77.0)
     said = caught(lambda: link.refit(version=100 + rank))
     link.refit()
-    held, expected = fingerprint(module), fingerprint(vllm_on_cpu.build(checkpoints[1][0], **engine)[0])
+    held, expected = fingerprint(module), loaded(checkpoints[1][0], **engine)
     return said, sorted(name for name in expected if held[name] != expected[name])
 
 
@@ -406,7 +467,7 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
             source.shards.append(source.shards[0]._replace(key="decoder.layers.adapter.weight"))
             source.regions.append(source.regions[0])
     else:
-        model, config = vllm_on_cpu.build(
+        model, config = engine_of(
             checkpoint[0],
             load_format="dummy",
             tp=2,
@@ -425,7 +486,7 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
         return said
     link = holder["link"]
     link.refit(version=1)
-    if what in ("dies", "trainer dies", "stalls"):
+    if what in ("trainer dies", "stalls"):
         steps.reach("refitted")
         if rank == (0 if what == "trainer dies" else 2):
             # Not before the others know how the first refit ended: they ask the store, which one of these serves.
@@ -473,6 +534,75 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
     return said
 
 
+def death(
+    rank: int,
+    sides: dict,
+    flags: list[str],
+    checkpoint: tuple[str, str],
+    engine: dict,
+    victim: int,
+    moment: str,
+):
+    """A member dies at a moment of a connection's life. Of every other one: what the call said in which that was, after how many seconds, and
+    whether the engine is fit, with which version."""
+    is_trainer, _, members = start(rank, sides)
+    source = MegatronModel(trainer(flags, checkpoint[1])[0]) if is_trainer else None
+    destination = None
+    if not is_trainer:
+        destination = SlowEngine(*engine_of(checkpoint[0], load_format="dummy", **engine))
+    steps = Steps(sides, rank, sides["trainer"] + sides["engine"])
+    steps.meet("built")
+    where, call, *key = moment.split()
+    (steps.folder / f"process {rank}").write_text(str(os.getpid()))
+    steps.meet("named")
+
+    def run(name: str, action) -> str:
+        if rank == victim and name == where:
+            DEATHS[call](members, destination, *key)
+        return caught(action)
+
+    began, links = time.monotonic(), []
+    said = run("connect", lambda: links.append(connect(members, source, destination, **sides.get("how", {}))))
+    if where == "refit":
+        assert said == "no error", said
+        [link] = links
+        link.refit(version=1)
+        steps.meet("refitted")
+        if moment == "refit between" and destination:  # the first byte is copied when the victim has ended
+            destination.wait = partial(steps.wait_for_the_end_of, victim)
+        began = time.monotonic()
+        said = run("refit", lambda: link.refit(version=2, verify=True))
+    took = time.monotonic() - began
+    if torch.cuda.is_initialized():
+        assert torch.ones(1, device="cuda").item() == 1, "this process can go on with its GPU"
+    return said, took, (destination.fit, destination.version) if destination else None
+
+
+def dies_at(owner, name: str, key: str = "", after: bool = False) -> None:
+    """End this process, without a word, when a method of an object is called, or when that is over; with a key as its first argument, where one is given."""
+    plain = getattr(owner, name)
+
+    def last(*args, **options):
+        if key and args[0].partition("/")[0] != key:
+            return plain(*args, **options)
+        if after:
+            plain(*args, **options)
+        os._exit(0)
+
+    setattr(owner, name, last)
+
+
+# How a member dies, by the word for it: what it says and does last.
+DEATHS = {
+    "posts": lambda members, engine, key: dies_at(members, "post", key),
+    "comes": lambda members, engine: dies_at(members, "go"),
+    "between": lambda members, engine: dies_at(members, "go", after=True),
+    "copies": lambda members, engine: dies_at(engine, "settle"),
+    "ends": lambda members, engine: dies_at(members, "done"),
+    "over": lambda members, engine: dies_at(members, "done", after=True),
+}  # fmt: skip
+
+
 class SlowTrainer(MegatronModel):
     """A trainer that waits, where it is given something to wait for, before it says what lies where; but not before it says that it is there."""
 
@@ -518,9 +648,9 @@ def lateness(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[s
         chunks, load = trainer(flags, checkpoints[0][1])
         source = SlowTrainer(chunks)
     else:
-        model, config = vllm_on_cpu.build(checkpoints[0][0], load_format="dummy")
+        model, config = engine_of(checkpoints[0][0], load_format="dummy")
         destination = SlowEngine(model, config)
-        known = [fingerprint(vllm_on_cpu.build(hf)[0]) for hf, _ in checkpoints]
+        known = [loaded(hf) for hf, _ in checkpoints]
 
     def now(step: str, action, late: str = "", slow: str = "") -> None:
         """What is said, after how long; and the engine's state. One side may come late, or be slow in the middle, by all of the others' wait."""
@@ -599,7 +729,7 @@ def lateness(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[s
 def agreement(rank: int, sides: dict, checkpoint: str, engine: dict, change: str):
     """What is said where our rules, or vLLM's state, are not what they should be."""
     start(rank, sides | {"together": True, "engine": sides["trainer"]})
-    model, config = vllm_on_cpu.build(checkpoint, **engine)
+    model, config = engine_of(checkpoint, **engine)
     before = fingerprint(model)
     plain = live_vllm.vllm_placement
     if change in ("gate and up", "expert"):

@@ -45,16 +45,17 @@ def test_who_comes_as_the_time_runs_out_has_come(monkeypatch):
     both[0] = Members.join(f"127.0.0.1:{port}", 0, 2, timeout=60)
     other.join()
 
-    def over(reached) -> bool:
-        """The time was over when it was last asked; then the other one comes."""
+    def silent(awaited) -> list[int]:
+        """When the time is over the others are asked; then the other one comes."""
         both[1].post("here")
-        return False
+        return awaited()
 
-    monkeypatch.setattr(both[0], "_until", over)
+    both[0].timeout = 0.01
+    monkeypatch.setattr(both[0].roll, "silent", silent)
     both[0].post("here")
     both[0].wait("here", range(2))
-    monkeypatch.setattr(both[0], "_until", lambda reached: False)
-    assert "did not reach 'there' within 60 s" in caught(lambda: both[0].wait("there", range(2)))
+    monkeypatch.undo()
+    assert "did not reach 'there' within 0.01 s" in caught(lambda: both[0].wait("there", range(2)))
 
 
 NOBODY = """

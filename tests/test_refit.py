@@ -1,8 +1,11 @@
 """Refits between real Megatron models and vLLM's real model classes: bit for bit what vLLM's own loader makes of the export."""
 
 import json
+import os
+import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -357,7 +360,7 @@ def fault(converted, folder, what: str, variant: str = "qwen3", timeout: float =
         checkpoint,
         what,
         module="refit_on_cpu",
-        may_die=what in ("dies", "stalls", "trainer dies"),
+        may_die=what in ("stalls", "trainer dies"),
     )
 
 
@@ -384,9 +387,11 @@ def test_a_member_that_never_comes_is_named_within_the_time_limit(converted, tmp
 
 @pytest.mark.parametrize(
     ("what", "who"),
-    [("dies", "inference rank 2"), ("stalls", "inference rank 2"), ("trainer dies", "trainer rank 0")],
+    [("stalls", "inference rank 2"), ("trainer dies", "trainer rank 0")],
 )
-def test_a_member_that_dies_or_stalls_is_named_within_the_time_limit(what, who, converted, tmp_path):
+def test_a_member_that_stalls_or_takes_the_store_with_it_is_named_within_the_time_limit(
+    what, who, converted, tmp_path
+):
     results = fault(converted, tmp_path, what, timeout=5)
     for rank, said in enumerate(results):
         if who.endswith(str(rank)):
@@ -434,6 +439,63 @@ def test_a_disagreement_with_vllms_own_loader_is_refused_and_changes_nothing(
         1, "agreement", sides, converted(variant)[0][0], {}, change, module="refit_on_cpu"
     )
     assert sentence in said and unchanged
+
+
+# Moments of a connect and of a refit, and whose rank dies then.
+DEATHS = {
+    "connect posts held": "trainer",
+    "connect posts pieces": "engine",
+    "connect ends": "engine",
+    "refit comes": "trainer",
+    "refit between": "trainer",
+    "refit copies": "engine",
+    "refit posts digests": "trainer",
+    "refit ends": "trainer",
+    "refit over": "engine",
+}
+RANKS = int(os.environ.get("RESHARD_TEST_RANKS", "2"))  # on either side
+PATIENCE = 4 * RANKS  # seconds that one waits for another
+
+
+@pytest.fixture(scope="module")
+def deaths(converted, tmp_path_factory):
+    """By the moment of a member's death, who it was, and what all say: so many ranks of a trainer (PP2), and of an engine (TP)."""
+    checkpoint = converted("qwen3")[0]
+    flags = flags_at(Path(checkpoint[1]), f"{PP} 2 {TP} {RANKS // 2}")
+
+    def run(moment: str):
+        victim = {"trainer": 1, "engine": 2 * RANKS - 1}[DEATHS[moment]]
+        sides = {
+            "trainer": RANKS,
+            "engine": RANKS,
+            "folder": str(tmp_path_factory.mktemp("death")),
+            "port": free_port(),
+            "timeout": PATIENCE,
+        }
+        arguments = sides, flags, checkpoint, {"tp": RANKS}, victim, moment
+        return victim, run_on_ranks(2 * RANKS, "death", *arguments, module="refit_on_cpu", may_die=True)
+
+    with ThreadPoolExecutor(4) as pool:
+        return dict(zip(DEATHS, pool.map(run, DEATHS), strict=True))
+
+
+@pytest.mark.parametrize("moment", DEATHS)
+def test_a_member_that_is_killed_in_the_middle_is_named_in_time_and_nothing_torn_is_served(moment, deaths):
+    victim, results = deaths[moment]
+    assert results[victim] is None, "it has died"
+    for said, seconds, state in (results[rank] for rank in range(2 * RANKS) if rank != victim):
+        if moment == "refit over":
+            assert said == "no error" and state in (None, (True, 2)), (said, state)
+            continue
+        assert blamed(said) == {victim}, said
+        assert seconds < 3 * PATIENCE
+        assert state in (None, (moment == "refit comes", 1 if moment.startswith("refit") else None)), state
+
+
+def blamed(sentence: str) -> set[int]:
+    """The ranks that a sentence says are dead; before a colon is who says it."""
+    found = re.search(r"(?:: |^|; )([^:;]*?) (?:is silent|did not)", sentence)
+    return {int(rank) for rank in re.findall(r"rank (\d)", found[1])} if found else set()
 
 
 LIMIT = 4  # seconds that one waits for the other

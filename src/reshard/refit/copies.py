@@ -3,11 +3,13 @@ says what a table is."""
 
 import ctypes
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from reshard.refit.codecs import CODECS, PLAIN, bytes_in_source
+from reshard.refit.roll import LOOK_SECONDS
 from reshard.refit.tables import CODEC, DST, DST_PITCH, SRC, SRC_PITCH, WIDTH, bytes_of
 
 UNITS = (16, 8, 4, 2, 1)  # bytes of a word
@@ -95,8 +97,11 @@ class CopyTable:
                 copy_on_host(tiles)
 
 
-def wait_for_device(device: torch.device, seconds: float) -> bool:
-    """Wait for what is enqueued on this device's current stream; False where it takes longer.
+def wait_for_device(
+    device: torch.device, seconds: float, meanwhile: Callable[[], None] = lambda: None
+) -> bool:
+    """Wait for what is enqueued on this device's current stream; False where it takes longer. Calls `meanwhile` several
+    times a second.
 
     A stream that waits for a dead peer would block a plain synchronise.
     """
@@ -104,10 +109,15 @@ def wait_for_device(device: torch.device, seconds: float) -> bool:
         return True
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
-    deadline = time.monotonic() + seconds
+    told = time.monotonic()
+    deadline = told + seconds
     while not event.query():
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             return False
+        if now - told > LOOK_SECONDS:
+            told = now
+            meanwhile()
         time.sleep(20e-6)
     return True
 

@@ -4,7 +4,7 @@ import logging
 import operator
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -239,15 +239,18 @@ class Link:
 
     def _bounded(self, work: Callable[[], None]) -> None:
         """Do it to its end. Raises ReshardError, naming who is silent, where a partner dies or stalls."""
+        # A GPU's work is waited for below; over Gloo an exchange returns when it has ended.
+        answering = self.members.roll.answering() if self.device.type == "cpu" else nullcontext()
         try:
-            work()
-            done = wait_for_device(self.device, self.members.timeout)
+            with answering:
+                work()
+            done = wait_for_device(self.device, self.members.timeout, self.members.answer)
             reason = f"nothing arrived within {self.members.timeout:g} s"
         except RuntimeError as error:
             done, reason = False, first_line(error)
         if not done:
             self.members.check()
-            silent = names_of(self.members, self.members.silent("alive"))
+            silent = names_of(self.members, self.members.silent())
             raise ReshardError(f"the exchange broke off ({reason}); {silent or 'no member'} is silent")
 
     def _rounds(self) -> list[int]:

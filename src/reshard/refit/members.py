@@ -26,10 +26,10 @@ import torch.distributed as dist
 
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.core.limits import check_seconds
+from reshard.refit.roll import LOOK_SECONDS, ROLL, Roll
 from reshard.refit.store import bounded, of_process_group
 
 PROTOCOL = 5
-CHECK_SECONDS = 0.1
 LINGER_SECONDS = 3.0
 MOST_MEMBERS = 1 << 20
 NOTHING, GO, DONE, FAILED = "-", "go", "done", "failed"
@@ -58,6 +58,7 @@ class Members:
         self._note = self._seen = self._lost = ""
         self._failed: Callable[[], str] = str  # of what this process knows beside the store: nothing
         self._gone = NOTHING  # the verdict of this turn, as this member has last seen it
+        self.roll = Roll(self)
 
     @staticmethod
     def of_process_group(name: str = "reshard", timeout: float = 60.0) -> "Members":
@@ -205,18 +206,22 @@ class Members:
             self._swap(self._key("verdict"), "" if before == NOTHING else before, after)
         told = time.monotonic()
         deadline, pause = told + self.timeout, 20e-6
+
+        def missing() -> list[int]:
+            return [rank for rank in range(self.size) if not self._has_reached(rank, step)]
+
         while (verdict := self._verdict()) == before:
             now = time.monotonic()
-            if now - told > CHECK_SECONDS:
+            if now - told > LOOK_SECONDS:
                 told = now
+                self.roll.answer(missing)
                 if heard := self._heard():
                     verdict = self._give_up(heard)
                     break
             if now > deadline:
-                missing = [self.names[rank] for rank in range(self.size) if not self._has_reached(rank, step)]
-                verdict = self._give_up(
-                    f"{listed(missing)} {late} within {self.timeout:g} s: dead, stalled or not started"
-                )
+                said = self._late(missing, late)
+                if (verdict := self._verdict()) == before:
+                    verdict = self._give_up(said)
                 break
             # Soon at first, since a refit takes milliseconds; then without a load on the store.
             time.sleep(pause)
@@ -234,6 +239,15 @@ class Members:
             return False
         turn, at, _ = self._call(self.store.get, f"at/{rank}").decode().split(" ", 2)
         return int(turn) >= self.turns and (step == "here" or at == "done")
+
+    def answer(self) -> None:
+        """Say, if somebody asks, that this member is not dead, while it waits for no other in particular."""
+        self.roll.answer(list)
+
+    def silent(self) -> list[int]:
+        """Those that do not answer, of all members."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        return self.roll.silent(lambda: others)
 
     def check(self) -> None:
         """Raise ReshardError where a member has given this turn up."""
@@ -307,11 +321,11 @@ class Members:
         """Wait until these ranks have published under `key`; raises ReshardError naming those that are late,
         or that failed."""
         names = {self._key(f"{key}/{rank}"): rank for rank in ranks}
-        if self._until(lambda: self._call(self.store.check, list(names))):
-            return
-        late = sorted(rank for name, rank in names.items() if not self._call(self.store.check, [name]))
-        if late:  # the last of them may have come meanwhile
-            raise ReshardError(self._late(late, key))
+
+        def late() -> list[int]:
+            return sorted(rank for name, rank in names.items() if not self._call(self.store.check, [name]))
+
+        self._until(lambda: self._call(self.store.check, list(names)), late, key)
 
     def count(self, key: str, value: int) -> None:
         """Publish how far this rank has come: a number that grows."""
@@ -325,49 +339,59 @@ class Members:
         def reached() -> bool:
             return self._call(self.store.check, [name]) and int(self._call(self.store.get, name)) >= value
 
-        if not self._until(reached):
-            raise ReshardError(self._late([rank], key))
+        self._until(reached, lambda: [] if reached() else [rank], key)
 
-    def _late(self, ranks: Iterable[int], key: str) -> str:
-        who = listed(self.names[rank] for rank in ranks)
-        step = key.partition("/")[0]
-        return f"{who} did not reach '{step}' within {self.timeout:g} s: dead, stalled or not started"
+    def _late(self, awaited: Callable[[], list[int]], what: str) -> str:
+        """What is said where those that are awaited are late: of them, or of who keeps them."""
+        ranks = awaited()
+        silent = self.roll.silent(awaited)
+        said = f"{what} within {self.timeout:g} s: dead, stalled or not started"
+        if silent and not set(silent) & set(ranks):
+            keeps, waits = (listed(self.names[rank] for rank in some) for some in (silent, ranks))
+            return f"{keeps} is silent, and {waits}, which waits for it, {said}"
+        return f"{listed(self.names[rank] for rank in ranks if rank in silent or not silent)} {said}"
 
-    def _until(self, reached: Callable[[], bool]) -> bool:
-        """Wait until something is so, or the time is over. Raises ReshardError where a member has given up,
-        before and meanwhile."""
+    def _until(self, reached: Callable[[], bool], awaited: Callable[[], list[int]], key: str) -> None:
+        """Wait until something is so, which `awaited` ranks keep from being so. Raises ReshardError where a member has
+        given up, before and meanwhile, and where the time is over."""
         self.check()
         start = time.monotonic()
         pause, told = 50e-6, start
         while not reached():
             now = time.monotonic()
-            if now - told > CHECK_SECONDS:
+            if now - told > LOOK_SECONDS:
                 self.check()
+                self.roll.answer(awaited)
                 if heard := self._heard():
                     self._raise_failed(self._give_up(heard))
                 told = now
             if now - start > self.timeout:
-                return False
+                late = self._late(awaited, f"did not reach '{key.partition('/')[0]}'")
+                if reached():  # the last of them has come meanwhile
+                    return
+                self.check()
+                raise ReshardError(late)
             time.sleep(pause)
             pause = min(pause * 1.2, 5e-3)
-        return True
+
+    def said(self, key: str, ranks: Iterable[int]) -> dict[int, bytes]:
+        """What those of these ranks that have published under `key` have published; waits for nobody."""
+        names = {rank: self._key(f"{key}/{rank}") for rank in ranks}
+        return {
+            rank: self._call(self.store.get, name)
+            for rank, name in names.items()
+            if self._call(self.store.check, [name])
+        }
+
+    def tally(self, key: str, more: int = 0) -> int:
+        """A number that all members add to in a turn, from 0 on: what it is now, with `more`."""
+        return int(self._call(self.store.add, self._key(key), more))
 
     def gather(self, key: str, payload: bytes) -> list[bytes]:
         """Publish, and get what everyone published, by rank."""
         self.post(key, payload)
         self.wait(key, range(self.size))
         return [self.read(key, rank) for rank in range(self.size)]
-
-    def silent(self, key: str, seconds: float = 2.0) -> list[int]:
-        """Publish under `key`; those who have not done so some seconds later, though all should."""
-        self.post(key)
-        deadline, names = (
-            time.monotonic() + seconds,
-            [self._key(f"{key}/{rank}") for rank in range(self.size)],
-        )
-        while time.monotonic() < deadline and not self._call(self.store.check, names):
-            time.sleep(0.01)
-        return [rank for rank, name in enumerate(names) if not self._call(self.store.check, [name])]
 
     def linger(self) -> None:
         """As rank 0, at its exit, stay until the others know how the last turn ended: they ask the store that
@@ -394,7 +418,7 @@ class Members:
         with suppress(RuntimeError, dist.DistError):
             if self.rank == 0 and self.turns > 1:
                 before = f"{self.turns - 1}/"
-                earlier += [before + name for name in ("here", "done", "version", "seen")]
+                earlier += [before + name for name in ("here", "done", "version", "seen", ROLL)]
                 if self.store.compare_set(f"{before}verdict", NOTHING, NOTHING).decode() == DONE:
                     earlier.append(f"{before}verdict")
             for name in earlier:
