@@ -216,10 +216,15 @@ def refit_twice(
         if step and load is not None:
             load(mcore)
         if moving and source is not None:
-            for model in source.models:
-                for tensor in [*model.parameters(), *model.buffers()]:
-                    old = tensor.data
-                    tensor.data = old.clone()
+            for module in (module for model in source.models for module in model.modules()):
+                for tensor in module._parameters.values():
+                    if tensor is not None:
+                        old, tensor.data = tensor.data, tensor.data.clone()
+                        old.fill_(-77.0)
+                for name, old in [
+                    (n, b) for n, b in module._buffers.items() if b is not None
+                ]:  # as `to` and `cpu` do
+                    module._buffers[name] = old.clone()
                     old.fill_(-77.0)
         reports.append(link.refit(version=10 + step, verify=verify).to_dict())
         held.append(without(ignored, fingerprint(destination.module)) if destination else None)

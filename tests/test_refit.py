@@ -165,14 +165,15 @@ def as_forecast(
     )
     assert [r["local_bytes"] for _, r in reports] == [r.local_bytes for r in found.ranks]
     for (_, report), rank in zip(reports, found.ranks, strict=True):
+        came = report["bucket_bytes"] + report["peer_bytes"]  # one of them: the second on a GPU
         if encoded and rank.host_bytes:
             # embedding, output and norms are as they were
-            assert 0.5 < report["bucket_bytes"] / rank.host_bytes < 0.7
+            assert 0.5 < came / rank.host_bytes < 0.7
         elif engine.get("quantization") == "fp8_per_block":
             # the padding of blocks travels too
-            assert (report["bucket_bytes"] > 0) == (rank.host_bytes > 0)
+            assert (came > 0) == (rank.host_bytes > 0)
         else:
-            assert report["bucket_bytes"] == rank.host_bytes
+            assert came == rank.host_bytes
 
 
 @pytest.mark.parametrize(("variant", "parallel", "trainers", "engine", "engines", "together"), LAYOUTS,
@@ -260,7 +261,7 @@ def test_bytes_of_the_same_process_are_not_sent(converted, tmp_path):
 
 
 def test_parameters_that_move_between_refits_are_found_again(converted, tmp_path):
-    refit(converted("qwen3-moe"), f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2), 2, True, tmp_path, moving=True)
+    refit(converted("deepseek-v3"), f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2), 2, True, tmp_path, moving=True)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ the layers' implementation. Nothing is copied and no collective runs.
 """
 
 import math
+import operator
 from collections.abc import Mapping as Dictionary
 from collections.abc import Sequence
 from dataclasses import replace
@@ -69,7 +70,8 @@ class MegatronModel(Trainer):
         self._regions: list[Region] = []
         self.objects: set[str] = set()
         self._read(dict(metadata) if metadata else None)
-        self._tensors = list({id(region.tensor): region.tensor for region in self.regions}.values())
+        self._tensors = list({id(region.tensor): region.tensor for region in self._regions}.values())
+        self._homes = _homes(self.models, self._tensors)
 
     def _read(self, metadata: dict[str, Any] | None) -> None:
         from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -108,12 +110,34 @@ class MegatronModel(Trainer):
 
     @property
     def regions(self) -> list[Region]:
-        """See `Trainer.regions`: of the model's own parameters, whose data a trainer may move."""
+        """See `Trainer.regions`: of the model's own parameters and buffers, as they are now."""
+        now = self._now()
+        if not all(map(operator.is_, now, self._tensors)):
+            self._look_into(now)
         return self._regions
 
     def addresses(self) -> list[int]:
-        """Where the parameters are now; asked before every refit, so that the tensors are kept at hand."""
-        return list(map(torch.Tensor.data_ptr, self._tensors))
+        """Where the parameters are now; asked before every refit, so that their places are kept at hand."""
+        try:
+            return list(map(torch.Tensor.data_ptr, self._now()))
+        except TypeError:  # no tensor
+            return [region.tensor.data_ptr() for region in self.regions]
+
+    def _now(self) -> list[Any]:
+        """What the model has in the places of `_tensors`; None where there is nothing any more."""
+        return list(map(dict.get, *self._homes))
+
+    def _look_into(self, now: list[Any]) -> None:
+        """From now on these tensors. Raises ReshardError where one is not as the one before it was."""
+        others = {id(before): tensor for before, tensor in zip(self._tensors, now, strict=True)}
+        for index, region in enumerate(self._regions):
+            if _form(others[id(region.tensor)]) != _form(region.tensor):
+                raise ReshardError(
+                    f"the trainer's {self.name_of(index)} is gone, or has another shape, dtype or order than it had: make a "
+                    f"MegatronModel of it anew, and connect again"
+                )
+        self._regions[:] = [region._replace(tensor=others[id(region.tensor)]) for region in self._regions]
+        self._tensors = now
 
     def name_of(self, index: int) -> str:
         """The checkpoint key of a region."""
@@ -167,6 +191,24 @@ class MegatronModel(Trainer):
                     f"{wanted.get('moe_router_dtype')}"
                 )
             _check_rotary(chunk, model)
+
+
+def _homes(
+    models: Sequence[torch.nn.Module], tensors: Sequence[torch.Tensor]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Where modules have their parameters and buffers, and under which names, for each of these tensors: a trainer that
+    moves its model as a module (``to``, ``cpu``) makes new buffers."""
+    found: dict[int, tuple[dict[str, Any], str]] = {}
+    for module in (module for model in models for module in model.modules()):
+        for held in (module._parameters, module._buffers):
+            found |= {id(tensor): (held, name) for name, tensor in held.items()}
+    homes = [found[id(tensor)] for tensor in tensors]
+    return [held for held, _ in homes], [name for _, name in homes]
+
+
+def _form(tensor: Any) -> tuple | None:
+    """What of a tensor its region goes by; None where it is none."""
+    return (tensor.shape, tensor.stride(), tensor.dtype) if isinstance(tensor, torch.Tensor) else None
 
 
 def _settings(model: torch.nn.Module) -> dict[str, Any]:
