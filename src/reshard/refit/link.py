@@ -218,6 +218,7 @@ class Link:
         self._go_through((AT_ONCE, *self._rounds()), self.engine.engine.take if self.engine else None)
         if self.engine is not None:
             self.engine.engine.settle()
+        self.members.forget()  # while a GPU copies
 
     def _bring_again(self) -> None:
         """Carry out once more the copies of what engines make themselves, and compare it with what they then make."""

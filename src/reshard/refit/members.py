@@ -51,7 +51,7 @@ class Members:
         self.names = {r: f"rank {r}" for r in range(size)}
         self.process_group: dist.ProcessGroup | None = None
         self.local_address: str | None = None
-        self.turns = 0
+        self.turns = self._tidied = 0
         self.what = "connect"
         self.version: int | None = None
         self._posted: list[str] = []
@@ -195,7 +195,7 @@ class Members:
         if self.rank:
             with suppress(RuntimeError, dist.DistError):
                 self.store.add(self._seen, 1)
-        self._forget()
+        self.forget()
 
     def _arrive(self, step: str, late: str, before: str, after: str) -> str:
         """Count this member in. The last one moves the verdict on, for which all wait."""
@@ -407,12 +407,15 @@ class Members:
         if self.rank == 0:  # unlike atexit, in processes that multiprocessing has started too
             Finalize(None, self.linger, exitpriority=0)
 
-    def _forget(self) -> None:
-        """Delete what this member has left of earlier turns, which all have ended. The verdict of a failed
-        one stays, for who comes late.
+    def forget(self) -> None:
+        """Delete what this member has left of earlier turns, which all have ended once all have come to this one. The verdict
+        of a failed one stays, for who comes late. Done once a turn, when there is time for it, or at its end.
 
         Who serves the store may be gone by then, after the last refit of a job; the next wait would say so.
         """
+        if self._tidied == self.turns:
+            return
+        self._tidied = self.turns
         earlier = [name for name in self._posted if not name.startswith(self._key(""))]
         self._posted = self._posted[len(earlier) :]
         with suppress(RuntimeError, dist.DistError):
