@@ -117,6 +117,13 @@ def test_what_does_not_fit_is_said_on_every_rank_before_the_first_byte(weights, 
         (str(tmp_path / "nothing"), {}, "is neither a directory nor a hub id"),
         (str(folder / "hf"), {"dtype": "int3"}, "is not one of bf16, fp16, fp32"),
         (str(folder / "hf"), {"workers": 0}, "--workers is 0"),
+        (
+            str(folder / "hf"),
+            {"make_vocab_size_divisible_by": 0},
+            "make_vocab_size_divisible_by is 0; it is a whole number",
+        ),
+        (str(folder / "hf"), {"metadata": 3}, "metadata is 3, not a dictionary"),
+        (str(folder / "hf"), {"optimizer": "adam"}, "optimizer is a str, which has no main parameters"),
     ]
     flags = flags_at(folder / "mcore", f"{TP} 2 {PP} 2")
     results = on_ranks(
@@ -332,6 +339,15 @@ def test_a_rank_that_fails_or_dies_leaves_the_old_destination_and_nothing_else(w
         )
 
 
+def test_a_rank_that_dies_in_an_export_is_said_by_the_others(weights):
+    folder = weights("qwen3")
+    arguments = flags_at(folder / "mcore", f"{TP} 2"), str(folder / "hf")
+    said, none = run_on_ranks(2, "failing_export", *arguments, module="homes_on_cpu", may_die=True)
+    assert none is None and said.startswith(
+        "the export ended early, since another rank was ended, or has not iterated to the end"
+    )
+
+
 def test_a_save_after_the_first_rank_died_starts_anew(weights, tmp_path):
     folder = weights("qwen3")
     flags = flags_at(folder / "mcore", f"{TP} 2")
@@ -436,26 +452,40 @@ def test_what_a_killed_save_has_left_in_a_run_is_removed_by_the_next(weights, tm
     assert names == {"iter_0000021"} and check(tmp_path / "out").ok
 
 
-def test_ranks_that_ask_for_different_saves_are_told_so(weights, tmp_path):
-    folder = weights("qwen3")
-    cases = [
+def test_ranks_that_ask_for_different_saves_or_loads_are_told_so(weights, tmp_path):
+    folder, other = weights("qwen3"), weights("qwen3", seed=1)
+    mine, theirs, out = str(folder / "hf"), str(other / "hf"), tmp_path / "out"
+    renamed = with_config(folder / "hf", tmp_path / "renamed", initializer_range=0.5)
+    saves = [
+        ({"destination": f"{out}-1"}, f"destination is {out} on rank 0, {out}-1 on rank 1"),
+        ({"hf_config": str(renamed)}, "the digest of the config is "),
         ({"layout": Layout(tp=1)}, "layout is TP2 on rank 0, TP1 on rank 1"),
         ({"iteration": 7}, "iteration is None on rank 0, 7 on rank 1"),
         ({"format": "hf"}, "format is torch_dist on rank 0, hf on rank 1"),
         ({"make_vocab_size_divisible_by": 16}, "make_vocab_size_divisible_by is 128 on rank 0, 16 on rank 1"),
         ({"background": True}, "background is False on rank 0, True on rank 1"),
     ]
-    arguments = (
-        flags_at(folder / "mcore", f"{TP} 2"),
-        str(folder / "hf"),
-        str(folder / "mcore"),
-        str(tmp_path),
-    )
-    for said in on_ranks(2, "save_apart", *arguments, [apart for apart, _ in cases]):
+    run = tmp_path / "run"  # in which an iteration is complete by the time that the last rank looks
+    for name, source in (("iter_0000001", folder), ("iter_0000002", other)):
+        shutil.copytree(source / "mcore" / "release", run / name)
+    shutil.copytree(folder / "hf", run / "hf")
+    loads = [
+        ({"source": theirs}, f"source is {mine} on rank 0, {theirs} on rank 1"),
+        ({"source": str(run)}, f"source is {mine} on rank 0, {run / 'iter_0000002'} on rank 1"),
+        ({"dtype": "bf16"}, "dtype is None on rank 0, bfloat16 on rank 1"),
+        ({"skip_mtp": True}, "skip_mtp is False on rank 0, True on rank 1"),
+    ]
+    cases = [("saves", why) for _, why in saves] + [("loads", why) for _, why in loads]
+    arguments = (flags_at(folder / "mcore", f"{TP} 2"), mine, str(folder / "mcore"), str(tmp_path))
+    for said, touched in on_ranks(
+        2, "apart", *arguments, *([one for one, _ in many] for many in (saves, loads))
+    ):
         # All see it; who is the first to say so is not decided.
         said = [sentence.partition(" failed: ")[2] or sentence for sentence in said]
-        assert said == [f"the ranks ask for different saves ({why}): give all the same" for _, why in cases]
-    assert not list(tmp_path.iterdir())
+        for sentence, (what, why) in zip(said, cases, strict=True):
+            assert sentence.startswith(f"the ranks ask for different {what} ({why}"), sentence
+        assert touched == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["renamed", "run"]
 
 
 def test_a_stage_without_layers_does_not_say_which_kind_they_are(weights, tmp_path):
@@ -498,6 +528,12 @@ def test_what_a_save_cannot_do_is_said_before_anything_is_written(weights, tmp_p
         ),
         (good, good, {"iteration": 5}, "is a checkpoint itself, to which no iteration"),
         (str(tmp_path / "no" / "parent"), good, {"iteration": 5}, "is not a directory; create it first"),
+        (
+            out,
+            None,
+            {},
+            "hf_config is a NoneType, which is neither a path, a hub id nor a transformers config",
+        ),
         ("", good, {}, "destination is '', which is no directory's path"),
         (None, good, {}, "destination is None, which is no directory's path"),
         (out, good, {"max_shard_size": "much", "format": "hf"}, "is not a size"),

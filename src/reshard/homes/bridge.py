@@ -34,8 +34,8 @@ class AutoBridge:
         make_vocab_size_divisible_by: int = 128,
         **overrides: Any,
     ) -> None:
-        self.hf_config = hf_config if isinstance(hf_config, (str, Path)) else Published.of(hf_config)
-        self.model = Published.read(self.hf_config).model
+        self.hf_config = hf_config
+        self.model = Published.read(hf_config).model
         self.path = hf_config if isinstance(hf_config, (str, Path)) else None
         self.dtype, self.impl, self.overrides = dtype, transformer_impl, overrides
         self.padding = {"make_vocab_size_divisible_by": make_vocab_size_divisible_by}

@@ -11,12 +11,13 @@ from reshard.core.boxes import Box, whole
 from reshard.core.dtypes import dtype_named
 from reshard.core.errors import ReshardError, listed
 from reshard.core.extras import require
+from reshard.core.limits import MAX_VOCAB_MULTIPLE, check_number
 from reshard.core.placement import LocalTensor
 from reshard.disk.boxes import Rows
 from reshard.disk.team import Team
-from reshard.homes.memory import check_memory
+from reshard.homes.memory import check_one_device
 from reshard.homes.pieces import Piece
-from reshard.live.memory import Region
+from reshard.live.memory import Region, check_memory
 from reshard.megatron.checkpoint import EMBEDDING, OUTPUT
 from reshard.megatron.parameters import padded_vocab_size
 from reshard.models.model import Model
@@ -35,11 +36,11 @@ class Rank:
 
     def __init__(self, models: Models, metadata: Mapping[str, Any] | None) -> None:
         if isinstance(models, MegatronModel):
-            check_memory(models.models)
+            check_memory(models.models)  # it may have been made while they had some
             self.trainer = models
         else:
-            check_memory([models] if isinstance(models, torch.nn.Module) else models)
             self.trainer = MegatronModel(models, metadata)
+        check_one_device(self.trainer.models)
         self.device = self.trainer.device or torch.device("cpu")
         self.pieces: list[Piece] = []
         self.fills: list[tuple[Region, Rows]] = []
@@ -47,6 +48,7 @@ class Rank:
     def describe(self, model: Model, divisible_by: int) -> None:
         """Find what this rank holds of a model's tensors. Raises ReshardError where the live model computes
         something else, or has parameters that are none of that model's."""
+        check_number(divisible_by, "make_vocab_size_divisible_by", MAX_VOCAB_MULTIPLE)
         self.trainer.check_model(model)
         held = self.trainer.publish(model)
         self._check_covered(held)
@@ -144,6 +146,22 @@ def without_resume() -> Iterator[None]:
         if said == str(error):
             raise
         raise ReshardError(said) from error
+
+
+def check_alike(team: Team, what: str, mine: dict[str, Any]) -> None:
+    """Meet, and raise ReshardError everywhere where what the ranks ask for, by name, is not the same."""
+    asked = team.together(lambda: mine)
+
+    def compare() -> None:
+        for rank, one in enumerate(asked):
+            for name, value in one.items():
+                first = asked[0][name]
+                if value != first:
+                    raise ReshardError(
+                        f"the ranks ask for different {what} ({name} is {first} on rank 0, {value} on rank {rank}): give all the same"
+                    )
+
+    team.together(compare)
 
 
 def decide(team: Team, verdict: Callable[[], Any]) -> Any:
