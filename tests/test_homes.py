@@ -115,8 +115,8 @@ def test_what_does_not_fit_is_said_on_every_rank_before_the_first_byte(weights, 
         (str(wide), {}, 'does not hold all of its numbers: pass dtype="bf16"'),
         (str(torn), {}, "lacks the files"),
         (str(tmp_path / "nothing"), {}, "is neither a directory nor a hub id"),
-        (str(folder / "hf"), {"dtype": "int3"}, "is not one of bf16, fp16, fp32"),
-        (str(folder / "hf"), {"workers": 0}, "--workers is 0"),
+        (str(folder / "hf"), {"dtype": "int3"}, "dtype int3 is not one of bf16, fp16, fp32"),
+        (str(folder / "hf"), {"workers": 0}, "workers is 0;"),
         (
             str(folder / "hf"),
             {"make_vocab_size_divisible_by": 0},
@@ -380,9 +380,9 @@ def test_iterations_join_the_others_of_a_run(begun, weights, tmp_path):
         assert latest == replaced == []
         first_failed, last_failed = (f"process {n} of 2 failed: " if rank != n else "" for n in (0, 1))
         assert said == [
-            f"{first_failed}{run}/iter_0000020 exists; pass --overwrite to replace it once the new one is complete",
+            f"{first_failed}{run}/iter_0000020 exists; pass overwrite=True to replace it once the new one is complete",
             'a Hugging Face directory has no iterations: leave iteration out, or pass format="torch_dist"',
-            f"{first_failed}{run} exists; pass --overwrite to replace it once the new one is complete",
+            f"{first_failed}{run} exists; pass overwrite=True to replace it once the new one is complete",
             f"{first_failed}{run} holds iterations of a training run, all of which overwrite=True would replace: pass iteration=, or save to "
             "another directory",
             f"{last_failed}the disk is full: a file could not be written; free some space",
@@ -514,7 +514,7 @@ def test_what_a_save_cannot_do_is_said_before_anything_is_written(weights, tmp_p
     (tmp_path / "taken" / "notes.txt").write_text("mine")
     good, out = str(folder / "hf"), str(tmp_path / "out")
     cases = [
-        (str(tmp_path / "taken"), good, {}, "exists; pass --overwrite"),
+        (str(tmp_path / "taken"), good, {}, "exists; pass overwrite=True"),
         (out, good, {"format": "gguf"}, "format is 'gguf', which is not one of torch_dist, hf"),
         (out, str(tmp_path / "none"), {}, "is neither a directory nor a hub id"),
         (out, str(weights("llama") / "hf"), {}, "the served model's"),

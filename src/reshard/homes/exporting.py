@@ -16,7 +16,7 @@ from reshard.disk.team import Team
 from reshard.homes.agreement import Agreed, Given, agree
 from reshard.homes.config import Published
 from reshard.homes.memory import bytes_of
-from reshard.homes.ranks import Models, Rank, box_of, check_alike, decide, without_resume
+from reshard.homes.ranks import Models, Rank, box_of, check_alike, decide, in_words_of_calls
 
 MAX_BUFFER_BYTES = 1 << 40
 
@@ -46,7 +46,7 @@ def export(
     Raises ReshardError on every rank, before the first tensor, where the models are not that of `hf_config` or
     lack a part of it.
     """
-    with without_resume(), collector_paused(), Team.of_process_group() as team:
+    with in_words_of_calls(), collector_paused(), Team.of_process_group() as team:
         described: list[tuple[Published, Rank]] = []
 
         def describe() -> None:

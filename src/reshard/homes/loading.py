@@ -25,7 +25,7 @@ from reshard.homes.config import config_path, digest_of
 from reshard.homes.filling import Filler
 from reshard.homes.memory import ToDevice, bytes_of
 from reshard.homes.offloading import check_main_parameters
-from reshard.homes.ranks import Models, Rank, check_alike, decide, not_covered, without_resume
+from reshard.homes.ranks import Models, Rank, check_alike, decide, in_words_of_calls, not_covered
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import Model
 
@@ -83,7 +83,7 @@ def load(
     any rank; what fails while weights are read (a disk, an overflow) leaves a model of two kinds, and is said.
     """
     began = time.monotonic()
-    with without_resume(), collector_paused(), Team.of_process_group() as team:
+    with in_words_of_calls(), collector_paused(), Team.of_process_group() as team:
         job = _Load(team, models, source, hf_config, family, dtype, allow_overflow, skip_mtp,
                     make_vocab_size_divisible_by, optimizer, metadata, workers, progress)  # fmt: skip
         return job.run(began)

@@ -1,15 +1,14 @@
 """What a rank of a live Megatron holds, and what all ranks hold together."""
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from reshard.core.boxes import Box, whole
 from reshard.core.dtypes import dtype_named
-from reshard.core.errors import ReshardError, listed
+from reshard.core.errors import ReshardError, listed, said_as
 from reshard.core.extras import require
 from reshard.core.limits import MAX_VOCAB_MULTIPLE, check_number
 from reshard.core.placement import LocalTensor
@@ -136,16 +135,18 @@ def not_covered(held: list[dict[str, list[Told]]], shapes: Mapping[str, tuple[in
     return left
 
 
-@contextmanager
-def without_resume() -> Iterator[None]:
-    """Inside, no sentence speaks of ``--resume``, which conversions have: a load or a save is made anew."""
-    try:
-        yield
-    except ReshardError as error:
-        said = re.sub(r"(;| and|,) run again with --resume", "", str(error))
-        if said == str(error):
-            raise
-        raise ReshardError(said) from error
+def in_words_of_calls() -> AbstractContextManager[None]:
+    """Inside, sentences name the options of `load`, `save` and `export`, not those of the command line. Nothing is
+    resumed: a load or a save is made anew."""
+    return said_as(
+        ("(;| and|,) run again with --resume", ""),
+        ("pass --overwrite", "pass overwrite=True"),
+        ("pass --hf-config with", "pass hf_config= with"),
+        ("--ignore-config-field NAME", "reshard.ignored_config_fields(NAME)"),
+        ("--(dtype|family|workers)", r"\1"),
+        ("--max-shard-size", "max_shard_size"),
+        ("--megatron-version", "megatron_version"),
+    )
 
 
 def check_alike(team: Team, what: str, mine: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ from reshard.homes.agreement import agree
 from reshard.homes.config import Published, implementation_of, layout_of
 from reshard.homes.memory import PINNED_BYTES, FromDevice, bytes_of, on_host, slab_bytes
 from reshard.homes.pieces import Part, Piece, bundles, parts_of
-from reshard.homes.ranks import Models, Rank, check_alike, decide, without_resume
+from reshard.homes.ranks import Models, Rank, check_alike, decide, in_words_of_calls
 from reshard.megatron.args import version_of
 from reshard.megatron.layout import Layout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
@@ -80,7 +80,7 @@ class Saving:
 
     def _run(self, job: "_Save") -> None:
         try:
-            with without_resume():
+            with in_words_of_calls():
                 self.report = job.write()
         except BaseException as error:
             self.error = error
@@ -150,7 +150,7 @@ def save(
         last.result()
     job = _Save(models, destination, hf_config, format, background, layout, iteration, transformer_impl,
                 make_vocab_size_divisible_by, megatron_version, max_shard_size, overwrite, sync, metadata, workers)  # fmt: skip
-    with without_resume(), collector_paused():
+    with in_words_of_calls(), collector_paused():
         job.prepare()
         if background:
             _last = Saving(job)

@@ -33,7 +33,7 @@ from reshard.disk.fp8 import SCALE_SUFFIX, quantizable, quantize
 from reshard.disk.hub import local_directory
 from reshard.disk.quantised import check_finite
 from reshard.disk.reading import Region, Weights, weights_of_huggingface, weights_of_megatron
-from reshard.disk.sources import MegatronSource
+from reshard.disk.sources import MegatronSource, check_huggingface
 from reshard.engines.vllm.compat import compressed_of, method_of
 from reshard.engines.vllm.live import PLAIN_METHODS
 from reshard.engines.vllm.plugin import blocks_wanted, config_directory, megatron_directory
@@ -93,10 +93,15 @@ class ReshardModelLoader(BaseModelLoader):
     def get_all_weights(
         self, model_config: ModelConfig, model: torch.nn.Module
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor by its published name: what vLLM's ``reload_weights`` asks for."""
-        with closing(open_weights(model_config)) as found:
+        """Every tensor by its published name: what vLLM's ``reload_weights`` asks for. Raises ReshardError at once where
+        they are of another model, or cannot be read: vLLM has let go of nothing by then, and serves on."""
+        found = open_weights(model_config)
+        try:
             found.quantise_as(model)
-            yield from found.stream()
+        except BaseException:
+            found.close()
+            raise
+        return found.to_the_end()
 
 
 class _Found:
@@ -143,6 +148,11 @@ class _Found:
             else:
                 yield region.name, tensor_of(raw, info.dtype.name).reshape(info.shape)
 
+    def to_the_end(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same; what was opened is closed afterwards."""
+        with closing(self):
+            yield from self.stream()
+
     def close(self) -> None:
         self.weights.close()
 
@@ -152,6 +162,7 @@ def open_weights(model_config: ModelConfig) -> _Found:
     path = _directory(model_config)
     megatron = megatron_directory(path)
     if megatron is None:
+        check_huggingface(path)
         return _Found(str(path), weights_of_huggingface(path))
     config = model_config.hf_config_path
     source = MegatronSource(
