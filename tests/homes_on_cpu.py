@@ -291,6 +291,7 @@ def apart(
     spoil(models)
     load = {"source": hf}
     said += [caught(partial(reshard.load, wrapped, **(load | (one if last else {})))) for one in loads]
+    said.append(caught(lambda: reshard.load(wrapped, hf) if last else list(reshard.export(wrapped, hf))))
     touched = [p for model in models for p in model.parameters() if not bool((p == UNTOUCHED).all())]
     return said, len(touched)
 

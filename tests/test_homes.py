@@ -476,6 +476,7 @@ def test_ranks_that_ask_for_different_saves_or_loads_are_told_so(weights, tmp_pa
         ({"skip_mtp": True}, "skip_mtp is False on rank 0, True on rank 1"),
     ]
     cases = [("saves", why) for _, why in saves] + [("loads", why) for _, why in loads]
+    cases.append(("calls", "the call is export on rank 0, load on rank 1"))
     arguments = (flags_at(folder / "mcore", f"{TP} 2"), mine, str(folder / "mcore"), str(tmp_path))
     for said, touched in on_ranks(
         2, "apart", *arguments, *([one for one, _ in many] for many in (saves, loads))
@@ -518,6 +519,7 @@ def test_what_a_save_cannot_do_is_said_before_anything_is_written(weights, tmp_p
         (out, good, {"format": "gguf"}, "format is 'gguf', which is not one of torch_dist, hf"),
         (out, str(tmp_path / "none"), {}, "is neither a directory nor a hub id"),
         (out, str(weights("llama") / "hf"), {}, "the served model's"),
+        (out, good, {"overwrite": "no"}, "overwrite is 'no'; it is true or false"),
         (out, good, {"layout": Layout(tp=3)}, "--tp 3 does not divide"),
         (out, good, {"layout": 2}, "not a reshard.Layout"),
         (

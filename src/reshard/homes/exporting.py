@@ -12,11 +12,10 @@ from reshard.core.collector import collector_paused
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.limits import check_number
 from reshard.disk.boxes import Rows
-from reshard.disk.team import Team
 from reshard.homes.agreement import Agreed, Given, agree
 from reshard.homes.config import Published
 from reshard.homes.memory import bytes_of
-from reshard.homes.ranks import Models, Rank, box_of, check_alike, decide, in_words_of_calls
+from reshard.homes.ranks import Models, Rank, box_of, check_alike, decide, in_words_of_calls, meet
 
 MAX_BUFFER_BYTES = 1 << 40
 
@@ -46,7 +45,7 @@ def export(
     Raises ReshardError on every rank, before the first tensor, where the models are not that of `hf_config` or
     lack a part of it.
     """
-    with in_words_of_calls(), collector_paused(), Team.of_process_group() as team:
+    with in_words_of_calls(), collector_paused(), meet("export") as team:
         described: list[tuple[Published, Rank]] = []
 
         def describe() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from reshard.core.collector import collector_paused
 from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import ReshardError, first_line, listed
+from reshard.core.limits import check_switch
 from reshard.disk.boxes import BoxReader, Rows
 from reshard.disk.casts import is_exact, overflow_notice
 from reshard.disk.convert import float_dtype
@@ -25,7 +26,7 @@ from reshard.homes.config import config_path, digest_of
 from reshard.homes.filling import Filler
 from reshard.homes.memory import ToDevice, bytes_of
 from reshard.homes.offloading import check_main_parameters
-from reshard.homes.ranks import Models, Rank, check_alike, decide, in_words_of_calls, not_covered
+from reshard.homes.ranks import Models, Rank, check_alike, decide, in_words_of_calls, meet, not_covered
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import Model
 
@@ -83,7 +84,7 @@ def load(
     any rank; what fails while weights are read (a disk, an overflow) leaves a model of two kinds, and is said.
     """
     began = time.monotonic()
-    with in_words_of_calls(), collector_paused(), Team.of_process_group() as team:
+    with in_words_of_calls(), collector_paused(), meet("load") as team:
         job = _Load(team, models, source, hf_config, family, dtype, allow_overflow, skip_mtp,
                     make_vocab_size_divisible_by, optimizer, metadata, workers, progress)  # fmt: skip
         return job.run(began)
@@ -134,6 +135,8 @@ class _Load:
 
     def _open(self) -> Source:
         allow_many_files()
+        check_switch(self.allow_overflow, "allow_overflow")
+        check_switch(self.skip_mtp, "skip_mtp")
         worker_count(self.workers)
         target = self.target = float_dtype(self.dtype)
         # As in a conversion: to a dtype that holds all that codes stand for, so that the cast can count what overflows.
@@ -167,8 +170,8 @@ class _Load:
         is being written: each reads its own boxes, and all would make a model of several."""
         mine = {
             "source": _taken(self.path, source), "the digest of the config": digest_of(source.model),
-            "dtype": None if self.target is None else self.target.name, "allow_overflow": bool(self.allow_overflow),
-            "skip_mtp": bool(self.skip_mtp), "optimizer": None if self.optimizer is None else "given",
+            "dtype": None if self.target is None else self.target.name, "allow_overflow": self.allow_overflow,
+            "skip_mtp": self.skip_mtp, "optimizer": None if self.optimizer is None else "given",
             "make_vocab_size_divisible_by": self.divisible_by,
         }  # fmt: skip
         check_alike(self.team, "loads", mine)

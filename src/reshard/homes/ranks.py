@@ -165,6 +165,17 @@ def check_alike(team: Team, what: str, mine: dict[str, Any]) -> None:
     team.together(compare)
 
 
+def meet(call: str) -> Team:
+    """The ranks that make this call. Raises ReshardError everywhere where some of them make another."""
+    team = Team.of_process_group()
+    try:
+        check_alike(team, "calls", {"the call": call})
+    except BaseException:
+        team.close()
+        raise
+    return team
+
+
 def decide(team: Team, verdict: Callable[[], Any]) -> Any:
     """Run `verdict` in the first process, which alone knows what all ranks have told; its answer."""
     return team.together(lambda: verdict() if team.process == 0 else None)[0]

@@ -18,14 +18,13 @@ import xxhash
 
 from reshard.core.collector import collector_paused
 from reshard.core.errors import ReshardError, listed
-from reshard.core.limits import MAX_ITERATION, check_number
+from reshard.core.limits import MAX_ITERATION, check_number, check_switch
 from reshard.disk.boxes import Rows, box_bytes, place_of, write_boxes
 from reshard.disk.destinations import Destination, HuggingFaceFiles, MegatronFiles, parse_size
 from reshard.disk.files import EarlySync, NoSync, OpenFiles, allow_many_files, write_error
 from reshard.disk.fp8 import Fp8Blocks
 from reshard.disk.locate import iterations_in
 from reshard.disk.streams import Strip, StripReader
-from reshard.disk.team import Team
 from reshard.disk.verify import checksum_of
 from reshard.disk.workdir import SAVE, AddedIteration, Workdir
 from reshard.disk.workers import run_jobs, worker_count
@@ -33,7 +32,7 @@ from reshard.homes.agreement import agree
 from reshard.homes.config import Published, implementation_of, layout_of
 from reshard.homes.memory import PINNED_BYTES, FromDevice, bytes_of, on_host, slab_bytes
 from reshard.homes.pieces import Part, Piece, bundles, parts_of
-from reshard.homes.ranks import Models, Rank, check_alike, decide, in_words_of_calls
+from reshard.homes.ranks import Models, Rank, check_alike, decide, in_words_of_calls, meet
 from reshard.megatron.args import version_of
 from reshard.megatron.layout import Layout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
@@ -184,7 +183,7 @@ class _Save:
     def prepare(self) -> None:
         """All that comes before the first byte, and the copies of a save in the background."""
         self.began = time.monotonic()
-        self.team = Team.of_process_group()
+        self.team = meet("save")
         try:
             self.team.together(self._describe)
             self._agree_on_options()
@@ -233,6 +232,8 @@ class _Save:
     def _describe(self) -> None:
         allow_many_files()
         worker_count(self.workers)
+        for name in ("background", "overwrite", "sync"):
+            check_switch(getattr(self, name), name)
         if self.format not in FORMATS:
             raise ReshardError(f"format is {self.format!r:.80}, which is not one of {listed(FORMATS)}")
         if not isinstance(self.layout, (Layout, type(None))):

@@ -42,7 +42,9 @@ from reshard.homes.filling import Filler
 from reshard.homes.memory import ToDevice
 from reshard.homes.pieces import Piece
 from reshard.live.memory import Region as Live
+from reshard.megatron.parameters import expand
 from reshard.models.family import families
+from reshard.models.model import Model
 
 logger = logging.getLogger("vllm.reshard")  # below vLLM's own, which shows it
 MAX_THREADS = 8
@@ -97,6 +99,7 @@ class ReshardModelLoader(BaseModelLoader):
         they are of another model, or cannot be read: vLLM has let go of nothing by then, and serves on."""
         found = open_weights(model_config)
         try:
+            _check_shapes(found, model_config)
             found.quantise_as(model)
         except BaseException:
             found.close()
@@ -182,6 +185,20 @@ def open_weights(model_config: ModelConfig) -> _Found:
     except BaseException:
         source.close()
         raise
+
+
+def _check_shapes(found: _Found, model_config: ModelConfig) -> None:
+    """Raise ReshardError where weights are of another model than the engine's, by their shapes."""
+    try:
+        shapes = expand(Model.from_hf(model_config.hf_config.to_dict(), "the engine's config")).shapes
+    except ReshardError:
+        return  # an architecture without a table
+    for name, info in found.weights.tensors.items():
+        if shapes.get(name, info.shape) != info.shape:
+            raise ReshardError(
+                f"{found.name} is of another model than the engine's: {name} has shape {list(info.shape)}, not "
+                f"{list(shapes[name])}"
+            )
 
 
 def _directory(model_config: ModelConfig) -> Path:
