@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from reshard.disk.fp8 import SCALE_SUFFIX, quantizable, quantize
 from reshard.disk.hub import local_directory
 from reshard.disk.quantised import check_finite
 from reshard.disk.reading import Region, Weights, weights_of_huggingface, weights_of_megatron
-from reshard.disk.sources import MegatronSource, check_huggingface
+from reshard.disk.sources import MegatronSource, check_huggingface, read_config
 from reshard.engines.vllm.compat import compressed_of, method_of
 from reshard.engines.vllm.live import PLAIN_METHODS
 from reshard.engines.vllm.plugin import blocks_wanted, config_directory, megatron_directory
@@ -97,9 +98,9 @@ class ReshardModelLoader(BaseModelLoader):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor by its published name: what vLLM's ``reload_weights`` asks for. Raises ReshardError at once where
         they are of another model, or cannot be read: vLLM has let go of nothing by then, and serves on."""
+        _check_same(_directory(model_config), model_config)
         found = open_weights(model_config)
         try:
-            _check_shapes(found, model_config)
             found.quantise_as(model)
         except BaseException:
             found.close()
@@ -187,18 +188,22 @@ def open_weights(model_config: ModelConfig) -> _Found:
         raise
 
 
-def _check_shapes(found: _Found, model_config: ModelConfig) -> None:
-    """Raise ReshardError where weights are of another model than the engine's, by their shapes."""
+def _check_same(path: Path, model_config: ModelConfig) -> None:
+    """Raise ReshardError where a Hugging Face directory is of another model than the engine's, by the tensors that their
+    configs speak of."""
     try:
-        shapes = expand(Model.from_hf(model_config.hf_config.to_dict(), "the engine's config")).shapes
+        theirs = Model.from_hf(read_config(path / "config.json"), str(path))
+        mine = Model.from_hf(model_config.hf_config.to_dict(), "the engine's config")
     except ReshardError:
-        return  # an architecture without a table
-    for name, info in found.weights.tensors.items():
-        if shapes.get(name, info.shape) != info.shape:
-            raise ReshardError(
-                f"{found.name} is of another model than the engine's: {name} has shape {list(info.shape)}, not "
-                f"{list(shapes[name])}"
-            )
+        return  # without a config, or an architecture without a table
+    a, b = (expand(replace(model, mtp_layers=0)).shapes for model in (theirs, mine))
+    unlike = [name for name in (*a, *b) if a.get(name) != b.get(name)]
+    if unlike:
+        said = [f"{list(shapes[unlike[0]])}" if unlike[0] in shapes else "none" for shapes in (a, b)]
+        raise ReshardError(
+            f"{path} is of another model than the engine's: the shape of {unlike[0]} is {said[0]}, and the engine's "
+            f"{said[1]}"
+        )
 
 
 def _directory(model_config: ModelConfig) -> Path:
