@@ -271,6 +271,7 @@ def transfer(pairs: list, url: str, port: int) -> dict:
 
     from reshard import Layout
     from reshard.parity.megatron import Megatron
+    from reshard.refit import Members
     from reshard.trainers import HttpClient, LlmClient, MegatronModel, WeightTransfer
 
     trainer = Megatron(Path(pairs[0][1]), "fp32", Layout(tp=2))
@@ -302,9 +303,11 @@ def transfer(pairs: list, url: str, port: int) -> dict:
         )
         said["no such route"] = caught(HttpClient(url + "/elsewhere").world_size)
         said["nobody"] = caught(HttpClient(f"http://127.0.0.1:{port}").world_size)
+    source = MegatronModel(trainer.models)
+    said["no client"] = caught(lambda: WeightTransfer(source, url, f"127.0.0.1:{port}"))
     clients = [server, LlmClient(llm)] if first else []
     link = WeightTransfer(
-        MegatronModel(trainer.models),
+        source,
         clients,
         f"127.0.0.1:{port}",
         engine_ranks=None if first else [1, 1],
@@ -320,7 +323,10 @@ def transfer(pairs: list, url: str, port: int) -> dict:
         note(f"version {version}")
     said["version"] = report.version
     said["two versions"] = caught(lambda: link.send(7 + dist.get_rank()))
+    said["no version"] = caught(lambda: link.send(True))
     said["then"] = link.send(9).version
+    if first:
+        said["the same port"] = caught(lambda: Members.join(f"127.0.0.1:{port}", 0, 2))
     link.close()
     dist.barrier()
     if first:
@@ -330,7 +336,7 @@ def transfer(pairs: list, url: str, port: int) -> dict:
             client.start_weight_update()
         said["let go"] = [probe.caught(partial(client.update_weights, {"version": 1})) for client in mine]
     dist.barrier()
-    link = WeightTransfer(MegatronModel(trainer.models), clients, f"127.0.0.1:{port + 4}", engine_ranks=None if first else [1, 1], timeout=180)  # fmt: skip
+    link = WeightTransfer(source, clients, f"127.0.0.1:{port + 4}", engine_ranks=None if first else [1, 1], timeout=180)  # fmt: skip
     said["again"] = link.send(10, verify=True).version
 
     def meet(who: list, at: int, **options) -> WeightTransfer:

@@ -279,13 +279,21 @@ def save_iterations(rank: int, flags: list[str], hf: str, first: str, second: st
     return unlike(found, expected), unlike(by_megatron(models, args, run), expected), said
 
 
-def save_apart(rank: int, flags: list[str], hf: str, mcore: str, folder: str, apart: list[dict]) -> list[str]:
-    """What is said where the last rank asks for something else than the others."""
+def apart(
+    rank: int, flags: list[str], hf: str, mcore: str, folder: str, saves: list[dict], loads: list[dict]
+):
+    """What is said where the last rank asks for something else than the others, and how many parameters the loads have touched."""
     models, wrapped, args = chunks(flags)
     by_megatron(models, args, mcore)
     last = rank == torch.distributed.get_world_size() - 1
-    save = partial(reshard.save, wrapped, f"{folder}/out", hf)
-    return [caught(partial(save, **(one if last else {}))) for one in apart]
+    save = {"destination": f"{folder}/out", "hf_config": hf}
+    said = [caught(partial(reshard.save, wrapped, **(save | (one if last else {})))) for one in saves]
+    spoil(models)
+    load = {"source": hf}
+    said += [caught(partial(reshard.load, wrapped, **(load | (one if last else {})))) for one in loads]
+    said.append(caught(lambda: reshard.load(wrapped, hf) if last else list(reshard.export(wrapped, hf))))
+    touched = [p for model in models for p in model.parameters() if not bool((p == UNTOUCHED).all())]
+    return said, len(touched)
 
 
 def save_of_transformer_engine(rank: int, flags: list[str], hf: str, mcore: str, folder: str) -> None:
@@ -297,6 +305,17 @@ def save_of_transformer_engine(rank: int, flags: list[str], hf: str, mcore: str,
         if model.decoder.layers:
             model.decoder.more = kind()
     reshard.save(wrapped, f"{folder}/out", hf)
+
+
+def failing_export(rank: int, flags: list[str], hf: str) -> str:
+    """An export in which the last rank dies between two batches; what is said."""
+    _, wrapped, _ = chunks(flags)
+    stream = reshard.export(wrapped, hf, buffer_bytes=1 << 14)
+    next(stream)
+    if rank == torch.distributed.get_world_size() - 1:
+        os._exit(0)
+    torch.distributed.barrier = lambda *_: None  # one is gone
+    return caught(lambda: list(stream))
 
 
 def full(*arguments):
@@ -319,13 +338,15 @@ def bridge(rank: int, hf: str, folder: str, layout: dict, from_config: bool):
     inside = without_gpu()
     inside.__enter__()  # until this process ends
     sizes = reshard.Layout(**layout)
+    wrong = [caught(lambda: initialize_parallel(reshard.Layout(tp=7)))]
     initialize_parallel(sizes)
     made_of = AutoConfig.from_pretrained(hf) if from_config else hf
     make = reshard.AutoBridge.from_config if from_config else reshard.AutoBridge.from_pretrained
     bridge = make(made_of, transformer_impl="local")
     models = bridge.get_model(None if from_config else hf, wrap_with_ddp=not from_config)
+    wrong.append(caught(lambda: bridge.get_model(layout=reshard.Layout(tp=8))))
     said = caught(lambda: bridge.load_weights(models)) if from_config else ""
     if from_config:
         bridge.load_weights(models, hf)
     bridge.save_weights(models, f"{folder}/saved")
-    return {name: bits(tensor) for name, tensor in bridge.export_weights(models)}, said
+    return {name: bits(tensor) for name, tensor in bridge.export_weights(models)}, said, wrong

@@ -71,7 +71,7 @@ class Training:
         return found
 
 
-def steps(rank: int, flags: list[str], directory: str, move: bool) -> dict:
+def steps(rank: int, flags: list[str], directory: str, config: str, move: bool) -> dict:
     """With little pieces of host memory, three training steps, after each of which the training is moved away and back, in parts too, or not; digests of all that it holds
     before and after, and what is freed."""
     memory.PIECE_BYTES = 1 << 12
@@ -107,18 +107,48 @@ def steps(rank: int, flags: list[str], directory: str, move: bool) -> dict:
         said["dropped"].append({byte for one in now["grads"] for byte in one})
         # The control: a byte that is lost in host memory is seen.
         reshard.offload(model, optimizer)
-        [*_, last] = offloading._offloaded[model[0]].away["optimizer"]
+        kept = offloading._offloaded[training.models[0]]
+        [*_, last] = kept.away["optimizer"]
         last.host[0][0] ^= 1
-        pieces = [piece for kept in offloading._offloaded[model[0]].memory.values() for piece in kept.pieces]
+        pieces = [piece for one in kept.memory.values() for piece in one.pieces]
         said["host"] = sum(piece.numel() for piece in pieces)
         reshard.onload(model)
         said["with a lost byte"] = training.bits()["optimizer"] == before["optimizer"]
+        foreign = torch.nn.Linear(2, 2).requires_grad_(False).apply(_from_file)
         said["refused"] = [
             caught(lambda: reshard.offload([], None)),
+            caught(lambda: reshard.offload(MegatronModel(model))),
             caught(lambda: reshard.offload(model, "adam")),
-            caught(lambda: reshard.offload(torch.nn.Linear(2, 2).requires_grad_(False).apply(_from_file))),
+            caught(lambda: reshard.offload(model, optimizer, grads="dorp")),
+            caught(lambda: reshard.offload(foreign)),
         ]
+        said |= uses_of_what_is_away(training, config)
     return said
+
+
+def uses_of_what_is_away(training: Training, hf: str) -> dict:
+    """What is said by all that needs what was offloaded; what a load leaves in the main parameters after that, and whether they were away."""
+    model, optimizer = training.wrapped, training.optimizer
+    reshard.offload(model, optimizer)
+    uses = [
+        lambda: reshard.save(model, f"{hf}-never", hf),
+        lambda: list(reshard.export(model, hf)),
+        lambda: reshard.load(model, hf),
+        lambda: MegatronModel(model),
+    ]
+    away = [caught(use) for use in uses]
+    assert reshard.onload(training.models, grads=False, states=False), "by the model in its wrappers"
+    away.append(caught(lambda: reshard.load(model, hf, optimizer=optimizer)))
+    reshard.onload(model)
+    reshard.load(model, hf, optimizer=optimizer)
+    reshard.export(model, hf)
+    again = reshard.offload(model, optimizer)  # though the load has written there by numpy
+    reshard.onload(model)
+    [inner] = offloading._torch_optimizers(optimizer)
+    main = inner.param_groups[0]["params"][0]
+    inner.state[main]["master_param"] = main  # as Transformer Engine's keeps it
+    away.append(caught(lambda: reshard.load(model, hf, optimizer=optimizer)))
+    return {"away": away, "again after a load": again}
 
 
 def digest(found: dict[str, list[bytes]]) -> dict[str, str]:

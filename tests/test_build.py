@@ -12,7 +12,7 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 from reshard import Layout, ReshardError, hf_to_mcore, read_model
 from reshard.core.dtypes import DTYPES
 from reshard.megatron.args import arguments, command_line
-from reshard.megatron.build import transformer_config
+from reshard.megatron.build import build_megatron, initialize_parallel, transformer_config
 from reshard.models.model import Model
 from tests.checkpoints import VARIANTS, hf_logits, make
 from tests.ranks import run_on_ranks
@@ -101,3 +101,19 @@ def test_a_field_that_megatron_does_not_have_is_refused():
     with pytest.raises(ReshardError, match="--tp 3 does not divide 8 attention heads"):
         transformer_config(model, Layout(tp=3))
     assert transformer_config(model, Layout(tp=2), sequence_parallel=True).sequence_parallel
+
+
+def test_what_has_to_come_before_a_model_is_said(checkpoint):
+    model, layout = read_model(str(checkpoint("qwen3"))), Layout()
+    with pytest.raises(ReshardError, match="torch.distributed is not initialised: start this with torchrun"):
+        initialize_parallel(layout)
+    with pytest.raises(
+        ReshardError, match="Transformer Engine is not installed: install it, or pass transformer_impl"
+    ):
+        build_megatron(model, layout)
+    with pytest.raises(
+        ReshardError, match="Megatron's parallel state is not initialised: call reshard.megatron.build"
+    ):
+        build_megatron(model, layout, transformer_impl="local")
+    with pytest.raises(ReshardError, match="dtype is 'bf16', not one of torch.bfloat16"):
+        transformer_config(model, layout, dtype="bf16")

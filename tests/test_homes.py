@@ -115,8 +115,15 @@ def test_what_does_not_fit_is_said_on_every_rank_before_the_first_byte(weights, 
         (str(wide), {}, 'does not hold all of its numbers: pass dtype="bf16"'),
         (str(torn), {}, "lacks the files"),
         (str(tmp_path / "nothing"), {}, "is neither a directory nor a hub id"),
-        (str(folder / "hf"), {"dtype": "int3"}, "is not one of bf16, fp16, fp32"),
-        (str(folder / "hf"), {"workers": 0}, "--workers is 0"),
+        (str(folder / "hf"), {"dtype": "int3"}, "dtype int3 is not one of bf16, fp16, fp32"),
+        (str(folder / "hf"), {"workers": 0}, "workers is 0;"),
+        (
+            str(folder / "hf"),
+            {"make_vocab_size_divisible_by": 0},
+            "make_vocab_size_divisible_by is 0; it is a whole number",
+        ),
+        (str(folder / "hf"), {"metadata": 3}, "metadata is 3, not a dictionary"),
+        (str(folder / "hf"), {"optimizer": "adam"}, "optimizer is a str, which has no main parameters"),
     ]
     flags = flags_at(folder / "mcore", f"{TP} 2 {PP} 2")
     results = on_ranks(
@@ -332,6 +339,15 @@ def test_a_rank_that_fails_or_dies_leaves_the_old_destination_and_nothing_else(w
         )
 
 
+def test_a_rank_that_dies_in_an_export_is_said_by_the_others(weights):
+    folder = weights("qwen3")
+    arguments = flags_at(folder / "mcore", f"{TP} 2"), str(folder / "hf")
+    said, none = run_on_ranks(2, "failing_export", *arguments, module="homes_on_cpu", may_die=True)
+    assert none is None and said.startswith(
+        "the export ended early, since another rank was ended, or has not iterated to the end"
+    )
+
+
 def test_a_save_after_the_first_rank_died_starts_anew(weights, tmp_path):
     folder = weights("qwen3")
     flags = flags_at(folder / "mcore", f"{TP} 2")
@@ -364,9 +380,9 @@ def test_iterations_join_the_others_of_a_run(begun, weights, tmp_path):
         assert latest == replaced == []
         first_failed, last_failed = (f"process {n} of 2 failed: " if rank != n else "" for n in (0, 1))
         assert said == [
-            f"{first_failed}{run}/iter_0000020 exists; pass --overwrite to replace it once the new one is complete",
+            f"{first_failed}{run}/iter_0000020 exists; pass overwrite=True to replace it once the new one is complete",
             'a Hugging Face directory has no iterations: leave iteration out, or pass format="torch_dist"',
-            f"{first_failed}{run} exists; pass --overwrite to replace it once the new one is complete",
+            f"{first_failed}{run} exists; pass overwrite=True to replace it once the new one is complete",
             f"{first_failed}{run} holds iterations of a training run, all of which overwrite=True would replace: pass iteration=, or save to "
             "another directory",
             f"{last_failed}the disk is full: a file could not be written; free some space",
@@ -436,26 +452,41 @@ def test_what_a_killed_save_has_left_in_a_run_is_removed_by_the_next(weights, tm
     assert names == {"iter_0000021"} and check(tmp_path / "out").ok
 
 
-def test_ranks_that_ask_for_different_saves_are_told_so(weights, tmp_path):
-    folder = weights("qwen3")
-    cases = [
+def test_ranks_that_ask_for_different_saves_or_loads_are_told_so(weights, tmp_path):
+    folder, other = weights("qwen3"), weights("qwen3", seed=1)
+    mine, theirs, out = str(folder / "hf"), str(other / "hf"), tmp_path / "out"
+    renamed = with_config(folder / "hf", tmp_path / "renamed", initializer_range=0.5)
+    saves = [
+        ({"destination": f"{out}-1"}, f"destination is {out} on rank 0, {out}-1 on rank 1"),
+        ({"hf_config": str(renamed)}, "the digest of the config is "),
         ({"layout": Layout(tp=1)}, "layout is TP2 on rank 0, TP1 on rank 1"),
         ({"iteration": 7}, "iteration is None on rank 0, 7 on rank 1"),
         ({"format": "hf"}, "format is torch_dist on rank 0, hf on rank 1"),
         ({"make_vocab_size_divisible_by": 16}, "make_vocab_size_divisible_by is 128 on rank 0, 16 on rank 1"),
         ({"background": True}, "background is False on rank 0, True on rank 1"),
     ]
-    arguments = (
-        flags_at(folder / "mcore", f"{TP} 2"),
-        str(folder / "hf"),
-        str(folder / "mcore"),
-        str(tmp_path),
-    )
-    for said in on_ranks(2, "save_apart", *arguments, [apart for apart, _ in cases]):
+    run = tmp_path / "run"  # in which an iteration is complete by the time that the last rank looks
+    for name, source in (("iter_0000001", folder), ("iter_0000002", other)):
+        shutil.copytree(source / "mcore" / "release", run / name)
+    shutil.copytree(folder / "hf", run / "hf")
+    loads = [
+        ({"source": theirs}, f"source is {mine} on rank 0, {theirs} on rank 1"),
+        ({"source": str(run)}, f"source is {mine} on rank 0, {run / 'iter_0000002'} on rank 1"),
+        ({"dtype": "bf16"}, "dtype is None on rank 0, bfloat16 on rank 1"),
+        ({"skip_mtp": True}, "skip_mtp is False on rank 0, True on rank 1"),
+    ]
+    cases = [("saves", why) for _, why in saves] + [("loads", why) for _, why in loads]
+    cases.append(("calls", "the call is export on rank 0, load on rank 1"))
+    arguments = (flags_at(folder / "mcore", f"{TP} 2"), mine, str(folder / "mcore"), str(tmp_path))
+    for said, touched in on_ranks(
+        2, "apart", *arguments, *([one for one, _ in many] for many in (saves, loads))
+    ):
         # All see it; who is the first to say so is not decided.
         said = [sentence.partition(" failed: ")[2] or sentence for sentence in said]
-        assert said == [f"the ranks ask for different saves ({why}): give all the same" for _, why in cases]
-    assert not list(tmp_path.iterdir())
+        for sentence, (what, why) in zip(said, cases, strict=True):
+            assert sentence.startswith(f"the ranks ask for different {what} ({why}"), sentence
+        assert touched == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["renamed", "run"]
 
 
 def test_a_stage_without_layers_does_not_say_which_kind_they_are(weights, tmp_path):
@@ -484,10 +515,11 @@ def test_what_a_save_cannot_do_is_said_before_anything_is_written(weights, tmp_p
     (tmp_path / "taken" / "notes.txt").write_text("mine")
     good, out = str(folder / "hf"), str(tmp_path / "out")
     cases = [
-        (str(tmp_path / "taken"), good, {}, "exists; pass --overwrite"),
+        (str(tmp_path / "taken"), good, {}, "exists; pass overwrite=True"),
         (out, good, {"format": "gguf"}, "format is 'gguf', which is not one of torch_dist, hf"),
         (out, str(tmp_path / "none"), {}, "is neither a directory nor a hub id"),
         (out, str(weights("llama") / "hf"), {}, "the served model's"),
+        (out, good, {"overwrite": "no"}, "overwrite is 'no'; it is true or false"),
         (out, good, {"layout": Layout(tp=3)}, "--tp 3 does not divide"),
         (out, good, {"layout": 2}, "not a reshard.Layout"),
         (
@@ -498,6 +530,12 @@ def test_what_a_save_cannot_do_is_said_before_anything_is_written(weights, tmp_p
         ),
         (good, good, {"iteration": 5}, "is a checkpoint itself, to which no iteration"),
         (str(tmp_path / "no" / "parent"), good, {"iteration": 5}, "is not a directory; create it first"),
+        (
+            out,
+            None,
+            {},
+            "hf_config is a NoneType, which is neither a path, a hub id nor a transformers config",
+        ),
         ("", good, {}, "destination is '', which is no directory's path"),
         (None, good, {}, "destination is None, which is no directory's path"),
         (out, good, {"max_shard_size": "much", "format": "hf"}, "is not a size"),
@@ -516,8 +554,10 @@ def test_the_calls_of_mbridge_make_load_export_and_save_a_model(from_config, wei
     variant, layout = ("llama", dict(pp=2)) if from_config else ("qwen3-moe", dict(tp=2, ep=2, etp=1))
     source = weights(variant) / "hf"
     published = {name: bits(tensor) for name, tensor in hf_tensors(source).items()}
-    for exported, said in on_ranks(2, "bridge", str(source), str(tmp_path), layout, from_config):
+    for exported, said, wrong in on_ranks(2, "bridge", str(source), str(tmp_path), layout, from_config):
         assert exported == published
+        assert wrong[0].startswith("2 ranks cannot be laid out as TP7: world_size (2) is not divisible")
+        assert wrong[1].startswith("layout is TP8, but Megatron's parallel state was initialised with tp=")
         assert said == (
             "this bridge was made of a config, which has no weights: give a path" if from_config else ""
         )

@@ -26,7 +26,10 @@ def pair(tmp_path_factory):
 def trained(pair):
     """A training on two data parallel ranks, between whom the optimizer is split; and one that is moved away between its steps."""
     flags = flags_at(Path(pair[1]), "")
-    return [run_on_ranks(2, "steps", flags, pair[1], move, module="offload_on_cpu") for move in (False, True)]
+    return [
+        run_on_ranks(2, "steps", flags, pair[1], pair[0], move, module="offload_on_cpu")
+        for move in (False, True)
+    ]
 
 
 def test_training_goes_on_as_if_nothing_had_been_moved(trained):
@@ -74,10 +77,29 @@ def test_host_memory_of_what_is_needed_whole_fills_the_rest_of_a_piece():
 
 
 def test_what_cannot_be_moved_is_refused_in_a_sentence(trained):
-    nothing, no_optimizer, foreign = trained[1][0]["refused"]
-    assert nothing == "models is a list: give the list of chunks that the trainer holds"
+    nothing, no_list, no_optimizer, no_kind, foreign = trained[1][0]["refused"]
+    assert nothing == "the trainer's list of models is empty"
+    assert no_list == "models is a MegatronModel: give the list of chunks that the trainer holds"
+    assert no_kind == "grads is 'dorp'; it is true or false"
     assert no_optimizer == "optimizer is a str: give Megatron's, or one of torch.optim"
     assert "lie in memory that is not torch's own" in foreign
+
+
+def test_what_needs_the_memory_of_what_is_away_says_so_and_touches_nothing(trained):
+    for rank, said in enumerate(trained[1]):
+        *uses, mains, kept = (
+            sentence.partition(f"process {1 - rank} of 2 failed: ")[2] or sentence
+            for sentence in said["away"]
+        )
+        assert len(uses) == 4
+        for sentence in uses:
+            assert sentence.endswith("has no memory, as after an offload: bring the parameters back first (reshard.onload, where "
+                                     "reshard.offload has moved them)")  # fmt: skip
+        assert mains.startswith("the optimizer's main parameters have no memory, as after an offload")
+        assert kept.startswith(
+            "the optimizer keeps its main parameters to itself (use_precision_aware_optimizer)"
+        )
+        assert said["again after a load"] == said["freed"]
 
 
 def test_a_refit_follows_a_trainer_that_was_away(pair):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import urllib.error
 
 import pytest
 import torch
@@ -98,6 +99,7 @@ def test_a_router_that_the_config_does_not_except_is_in_blocks_too(tmp_path):
 
 def test_what_cannot_be_served_is_refused_in_one_sentence(checkpoint, tmp_path):
     hf_to_mcore(checkpoint("qwen3"), tmp_path / "mcore", Layout(tp=2))
+    (tmp_path / "empty").mkdir()
     shutil.copytree(tmp_path / "mcore", tmp_path / "bare")
     shutil.rmtree(tmp_path / "bare" / "hf")
     shutil.copytree(tmp_path / "mcore", tmp_path / "torn")
@@ -119,6 +121,17 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(checkpoint, tmp_path):
             RESHARD | dict(hf_config_path=str(checkpoint("qwen3-tied"))),
             "which makes another model of the weights",
         ),
+        (
+            tmp_path / "bare",
+            RESHARD | dict(hf_config_path=str(checkpoint("llama"))),
+            ": pass --hf-config-path with the directory of the config.json that it was trained with",
+        ),
+        (
+            tmp_path / "empty",
+            RESHARD,
+            "is neither a Hugging Face directory (config.json) nor a Megatron torch_dist",
+        ),
+        (tmp_path / "nowhere", RESHARD, "is neither a directory nor a hub id such as"),
         (tmp_path / "torn", RESHARD, "is truncated: it has 1000 bytes"),
         (
             tmp_path / "mcore",
@@ -163,12 +176,21 @@ def test_a_training_run_is_served_over_http_while_it_writes(tmp_path):
             return post(url + "/v1/completions", body)["choices"][0]["text"].split()
 
         assert tokens_of() == expected[0]
-        shutil.copytree(tmp_path / "later-mcore" / "iter_0000014", run / "iter_0000014", dirs_exist_ok=True)
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(run / "iter_0000014")}}
+        shutil.copytree(tmp_path / "later-mcore" / "iter_0000014", run / "iter_0000014", dirs_exist_ok=True)
         post(url + "/collective_rpc", reload)
         post(url + "/reset_prefix_cache", {}, answers=False)
         assert tokens_of() == expected[1]
+        (run / "iter_0000021").mkdir()
+        for path in (run / "iter_0000021", make(tmp_path / "other", "served-llama")):
+            reload["kwargs"]["weights_path"] = str(path)
+            with pytest.raises(urllib.error.HTTPError):
+                post(url + "/collective_rpc", reload)
+        post(url + "/reset_prefix_cache", {}, answers=False)
+        assert tokens_of() == expected[1], "what cannot be loaded costs the engine nothing"
     log = (tmp_path / "log").read_text()
+    assert f"{run}/iter_0000021 has no .metadata: it is no torch_dist checkpoint, or is not complete" in log
+    assert f"{tmp_path}/other is of another model than the engine's: the shape of model.layers.0." in log
     assert log.count("each rank its own boxes") == 2 and f"{run}/iter_0000007" in log
 
 

@@ -1,5 +1,9 @@
 """The one error that a user's mistake or a bad file leads to."""
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ReshardError(Exception):
     """Something that the user can act on: what is wrong, where, and what to do.
@@ -11,6 +15,21 @@ class ReshardError(Exception):
     def __init__(self, message: str, resumable: bool = False) -> None:
         super().__init__(message)
         self.resumable = resumable
+
+
+@contextmanager
+def said_as(*words: tuple[str, str]) -> Iterator[None]:
+    """Inside, sentences say the second instead of what matches the first of each pair: what a user acts on has another
+    name on the command line than in a call, or in another program."""
+    try:
+        yield
+    except ReshardError as error:
+        said = str(error)
+        for pattern, instead in words:
+            said = re.sub(pattern, instead, said)
+        if said == str(error):
+            raise
+        raise ReshardError(said, error.resumable) from error
 
 
 def is_resumable(error: BaseException) -> bool:

@@ -24,9 +24,7 @@ def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
         return path
     if os.path.exists(path):
         raise ReshardError(f"{source} is a file, not a directory")
-    match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", source, re.ASCII)
-    if match is None or source.startswith((".", "/")):
-        raise ReshardError(f"{source[:300]!s} is neither a directory nor a hub id such as Qwen/Qwen3-0.6B")
+    name, revision = check_hub_id(source)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -37,7 +35,7 @@ def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
     )
 
     try:
-        return Path(snapshot_download(match[1], revision=match[2], allow_patterns=patterns))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise ReshardError(
             f"{source} is not a directory here, and the hub has no such model or revision (or it is private)"
@@ -48,3 +46,11 @@ def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
         raise ReshardError(
             f"{source} is not a directory here, and the hub could not be reached: {first_line(error)}"
         ) from error
+
+
+def check_hub_id(source: str) -> tuple[str, str | None]:
+    """The name and the revision of what is no directory. Raises ReshardError where it cannot be a hub id either."""
+    match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", source, re.ASCII)
+    if match is None or source.startswith((".", "/")):
+        raise ReshardError(f"{source[:300]!s} is neither a directory nor a hub id such as Qwen/Qwen3-0.6B")
+    return match[1], match[2]

@@ -21,7 +21,15 @@ from reshard.disk.dequantised import compressed, dequantise, fp8_blocks, of_acti
 from reshard.disk.files import OpenFiles
 from reshard.disk.fp8 import SCALE_SUFFIX
 from reshard.disk.hub import local_directory
-from reshard.disk.locate import HF_FILES, OF_TRAINERS, config_beside, config_of_args, locate, model_named
+from reshard.disk.locate import (
+    HF_FILES,
+    ITERATION,
+    OF_TRAINERS,
+    config_beside,
+    config_of_args,
+    locate,
+    model_named,
+)
 from reshard.disk.manifest import NAME as MANIFEST
 from reshard.disk.manifest import read_manifest
 from reshard.disk.streams import Scratch, Strip, StripReader, TensorInfo, strip_of
@@ -525,8 +533,16 @@ def open_source(
         raise ReshardError(f"{path} is not a directory")
     if locate(path) is not None:
         return MegatronSource(path, hf_config, family)
+    check_huggingface(path)
+    return HuggingFaceSource(path, dequantize_to)
+
+
+def check_huggingface(path: Path) -> None:
+    """Raise ReshardError where a directory that is no Megatron checkpoint is none of Hugging Face's either."""
     if (path / "config.json").is_file() or any(path.glob("*.safetensors")):
-        return HuggingFaceSource(path, dequantize_to)
+        return
+    if ITERATION.fullmatch(path.name) or any(path.glob("*.distcp")):
+        raise ReshardError(f"{path} has no .metadata: it is no torch_dist checkpoint, or is not complete")
     raise ReshardError(
         f"{path} is neither a Hugging Face directory (config.json) nor a Megatron torch_dist checkpoint "
         f"({torch_dist.TRACKER})"

@@ -12,7 +12,7 @@ from reshard.homes.config import Published
 from reshard.homes.exporting import export
 from reshard.homes.loading import LoadReport, load
 from reshard.homes.saving import SaveReport, save
-from reshard.megatron.build import build_megatron
+from reshard.megatron.build import build_megatron, parallel_layout
 from reshard.megatron.layout import Layout
 
 Models = Sequence[torch.nn.Module]
@@ -34,8 +34,8 @@ class AutoBridge:
         make_vocab_size_divisible_by: int = 128,
         **overrides: Any,
     ) -> None:
-        self.hf_config = hf_config if isinstance(hf_config, (str, Path)) else Published.of(hf_config)
-        self.model = Published.read(self.hf_config).model
+        self.hf_config = hf_config
+        self.model = Published.read(hf_config).model
         self.path = hf_config if isinstance(hf_config, (str, Path)) else None
         self.dtype, self.impl, self.overrides = dtype, transformer_impl, overrides
         self.padding = {"make_vocab_size_divisible_by": make_vocab_size_divisible_by}
@@ -64,7 +64,7 @@ class AutoBridge:
         Megatron's parallel state must be initialised; `layout` says more than its sizes where stages are
         uneven.
         """
-        layout = layout or _layout()
+        layout = layout or parallel_layout()
         found = build_megatron(
             self.model, layout, transformer_impl=self.impl, dtype=self.dtype,
             vocab_divisible_by=self.padding["make_vocab_size_divisible_by"], **self.overrides,
@@ -90,19 +90,6 @@ class AutoBridge:
         """Write a Hugging Face directory; see `save`."""
         report = save(models, path, self.hf_config, **{"format": "hf", **self.padding, **options})
         return report if isinstance(report, SaveReport) else report.result()
-
-
-def _layout() -> Layout:
-    """The layout that Megatron's parallel state has."""
-    from megatron.core import parallel_state as state
-
-    return Layout(
-        tp=state.get_tensor_model_parallel_world_size(),
-        pp=state.get_pipeline_model_parallel_world_size(),
-        vpp=state.get_virtual_pipeline_model_parallel_world_size() or 1,
-        ep=state.get_expert_model_parallel_world_size(),
-        etp=state.get_expert_tensor_parallel_world_size(),
-    )
 
 
 def _wrapped(chunk: torch.nn.Module, dtype: torch.dtype, ddp: bool, ddp_config: Any) -> torch.nn.Module:

@@ -1,6 +1,8 @@
 """Which model a live Megatron is, by a Hugging Face config: the names and shapes that its weights are published
 under, its layout, and the files that go beside them."""
 
+import hashlib
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,22 +33,29 @@ class Published:
     beside: dict[str, Path]
     stored: frozenset[str]
 
+    @property
+    def digest(self) -> str:
+        """Of what the config says, wherever a rank has it."""
+        return digest_of(self.model)
+
     @staticmethod
     def of(config: Any) -> "Published":
         """Of a transformers config: nothing is beside it."""
         if not hasattr(config, "to_dict"):
             raise ReshardError(
-                f"{type(config).__name__} is neither a path, a hub id nor a transformers config"
+                f"hf_config is a {type(config).__name__}, which is neither a path, a hub id nor a transformers config"
             )
         name = f"the {type(config).__name__}"
         return Published(None, Model.from_hf(config.to_dict(), name), {}, frozenset())
 
     @staticmethod
-    def read(config: "str | Path | Published") -> "Published":
-        """Of a ``config.json``, a directory with one, a Megatron checkpoint with ``hf/``, or a hub id, of which
-        all but the weights is fetched. Raises ReshardError where there is none."""
+    def read(config: "str | Path | Published | Any") -> "Published":
+        """Of a ``config.json``, a directory with one, a Megatron checkpoint with ``hf/``, a hub id, of which
+        all but the weights is fetched, or a transformers config. Raises ReshardError where there is none."""
         if isinstance(config, Published):
             return config
+        if not isinstance(config, str | Path):
+            return Published.of(config)
         root = config_path(config)
         if root.is_file():
             model = Model.from_hf(read_config(root), str(root))
@@ -62,6 +71,12 @@ class Published:
         beside = {p.name: p for p in files_beside(path) if p.stat().st_size <= MAX_COPIED_BYTES}
         stored = (read_manifest(root) or {}).get("tensors") or _stored(path)
         return Published(path, model, beside, frozenset(stored))
+
+
+def digest_of(model: Model) -> str:
+    """A digest of a model's config."""
+    text = json.dumps(model.config, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _stored(path: Path) -> Iterable[str]:

@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 
 from reshard.core.collector import collector_paused
-from reshard.core.errors import ReshardError, listed
+from reshard.core.errors import ReshardError, first_line
 from reshard.core.limits import check_number
 from reshard.disk.boxes import Rows
-from reshard.disk.team import Team
 from reshard.homes.agreement import Agreed, Given, agree
 from reshard.homes.config import Published
 from reshard.homes.memory import bytes_of
-from reshard.homes.ranks import Models, Rank, box_of, decide, without_resume
+from reshard.homes.ranks import Models, Rank, box_of, check_alike, decide, in_words_of_calls, meet
 
 MAX_BUFFER_BYTES = 1 << 40
 
@@ -46,7 +45,7 @@ def export(
     Raises ReshardError on every rank, before the first tensor, where the models are not that of `hf_config` or
     lack a part of it.
     """
-    with without_resume(), collector_paused(), Team.of_process_group() as team:
+    with in_words_of_calls(), collector_paused(), meet("export") as team:
         described: list[tuple[Published, Rank]] = []
 
         def describe() -> None:
@@ -59,13 +58,9 @@ def export(
             described.append((published, rank))
 
         team.together(describe)
-        asked = team.together(lambda: [buffer_bytes, to])
-        if any(one != asked[0] for one in asked):
-            raise ReshardError(
-                f"the ranks ask for different exports (buffer_bytes and to: {listed(map(str, asked), 4)}): "
-                f"give all the same"
-            )
         [(published, rank)] = described
+        mine = {"the digest of the config": published.digest, "buffer_bytes": buffer_bytes, "to": to}
+        check_alike(team, "exports", mine)
         agreed = agree(team, rank, published)
         given = decide(team, lambda: _told(agreed.given))
         takers = list(range(team.size)) if to is None else [to]
@@ -219,5 +214,10 @@ def _copy(mine: torch.Tensor, into: torch.Tensor) -> None:
 
 
 def _wait(exchanges: list[dist.P2POp]) -> None:
-    for work in dist.batch_isend_irecv(exchanges) if exchanges else ():
-        work.wait()
+    try:
+        for work in dist.batch_isend_irecv(exchanges) if exchanges else ():
+            work.wait()
+    except RuntimeError as error:
+        raise ReshardError(
+            f"the export ended early, since another rank was ended, or has not iterated to the end as all have to ({first_line(error)})"
+        ) from error

@@ -1,5 +1,6 @@
 """Weights on disk into a live Megatron: every rank reads its own boxes, straight into its parameters."""
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,20 +11,22 @@ import numpy as np
 
 from reshard.core.collector import collector_paused
 from reshard.core.dtypes import DTYPES, Dtype
-from reshard.core.errors import ReshardError, listed
+from reshard.core.errors import ReshardError, first_line, listed
+from reshard.core.limits import check_switch
 from reshard.disk.boxes import BoxReader, Rows
 from reshard.disk.casts import is_exact, overflow_notice
 from reshard.disk.convert import float_dtype
 from reshard.disk.files import allow_many_files
 from reshard.disk.hub import local_directory
-from reshard.disk.sources import HuggingFaceSource, Source, open_source
+from reshard.disk.sources import HuggingFaceSource, MegatronSource, Source, open_source
 from reshard.disk.team import Team
 from reshard.disk.verify import SourceChecks
 from reshard.disk.workers import Progress, run_jobs, worker_count
-from reshard.homes.config import config_path
+from reshard.homes.config import config_path, digest_of
 from reshard.homes.filling import Filler
 from reshard.homes.memory import ToDevice, bytes_of
-from reshard.homes.ranks import Models, Rank, decide, not_covered, without_resume
+from reshard.homes.offloading import check_main_parameters
+from reshard.homes.ranks import Models, Rank, check_alike, decide, in_words_of_calls, meet, not_covered
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import Model
 
@@ -81,7 +84,7 @@ def load(
     any rank; what fails while weights are read (a disk, an overflow) leaves a model of two kinds, and is said.
     """
     began = time.monotonic()
-    with without_resume(), collector_paused(), Team.of_process_group() as team:
+    with in_words_of_calls(), collector_paused(), meet("load") as team:
         job = _Load(team, models, source, hf_config, family, dtype, allow_overflow, skip_mtp,
                     make_vocab_size_divisible_by, optimizer, metadata, workers, progress)  # fmt: skip
         return job.run(began)
@@ -114,6 +117,7 @@ class _Load:
             team.together(lambda: opened.append(self._open()))
             [source] = opened
             team.together(lambda: self._prepare(source))
+            self._agree_on_options(source)
             held = team.gather(self.rank.told())
             decide(team, lambda: self._check_all_taken(source, held))
             team.together(lambda: self._check_copies(source))
@@ -131,6 +135,8 @@ class _Load:
 
     def _open(self) -> Source:
         allow_many_files()
+        check_switch(self.allow_overflow, "allow_overflow")
+        check_switch(self.skip_mtp, "skip_mtp")
         worker_count(self.workers)
         target = self.target = float_dtype(self.dtype)
         # As in a conversion: to a dtype that holds all that codes stand for, so that the cast can count what overflows.
@@ -151,12 +157,24 @@ class _Load:
             SourceChecks(source)
         self.rank = Rank(self.models, self.metadata)
         self.rank.describe(source.model, self.divisible_by)
+        check_main_parameters(self.optimizer)
         missing = sorted({piece.name for piece in self.rank.pieces} - source.tensors.keys())
         if missing:
             raise ReshardError(
                 f"{source.path} lacks {len(missing)} tensors that the model takes: {listed(missing)}"
             )
         self._check_dtypes(source)
+
+    def _agree_on_options(self, source: Source) -> None:
+        """Raise ReshardError where the ranks were not told the same, or have not found the same iteration of a run that
+        is being written: each reads its own boxes, and all would make a model of several."""
+        mine = {
+            "source": _taken(self.path, source), "the digest of the config": digest_of(source.model),
+            "dtype": None if self.target is None else self.target.name, "allow_overflow": self.allow_overflow,
+            "skip_mtp": self.skip_mtp, "optimizer": None if self.optimizer is None else "given",
+            "make_vocab_size_divisible_by": self.divisible_by,
+        }  # fmt: skip
+        check_alike(self.team, "loads", mine)
 
     def _check_dtypes(self, source: Source) -> None:
         """Raise ReshardError where a cast would round that nobody asked for."""
@@ -240,8 +258,14 @@ class _Load:
         ]
 
     def _follow(self) -> None:
-        if self.optimizer is not None:
+        if self.optimizer is None:
+            return
+        try:
             self.optimizer.reload_model_params()
+        except (NotImplementedError, RuntimeError) as error:
+            raise ReshardError(
+                f"the model has the new weights, but the optimizer's main parameters do not: {first_line(error)}"
+            ) from error
 
     def _report(self, source: Source, read: int, seconds: float) -> LoadReport:
         names = {piece.name for piece in self.rank.pieces}
@@ -250,6 +274,12 @@ class _Load:
         notices = [*source.notices, *self._overflow_notices()]
         return LoadReport(str(self.path), source.model.family.name, self.team.process, self.team.size, len(names), read,
                           len(casts), padding, seconds, notices)  # fmt: skip
+
+
+def _taken(path: str | Path, source: Source) -> str:
+    """The directory that a rank reads; of a hub id, which each host may have elsewhere, the id and the commit."""
+    taken = source.checkpoint.directory if isinstance(source, MegatronSource) else source.path
+    return os.path.abspath(taken) if os.path.isdir(path) else f"{path} at {taken.name}"
 
 
 def of_mtp(name: str, model: Model) -> bool:

@@ -32,18 +32,30 @@ def bytes_of(region: Region, local: Rows) -> torch.Tensor:
     return torch.as_strided(tensor, shape, (pitch, 1), start).view(torch.uint8)
 
 
-def check_memory(models: Iterable[torch.nn.Module]) -> None:
-    """Raise ReshardError where a parameter has no memory, since it is on the meta device or was offloaded, or
-    lies on another device than the first."""
+class _Memory:
+    """What numpy asks of a matrix of bytes on a CPU, which is kept."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        self.target = target
+        self.__array_interface__ = {
+            "data": (target.data_ptr(), False), "shape": tuple(target.shape), "strides": target.stride(), "typestr": "|u1",
+            "version": 3,
+        }  # fmt: skip
+
+
+def array_of(target: torch.Tensor) -> np.ndarray:
+    """Bytes on a CPU as numpy sees them, where they lie. A storage that torch itself has given to numpy could not be
+    offloaded any more: torch no longer resizes it."""
+    return np.asarray(_Memory(target))
+
+
+def check_one_device(models: Iterable[torch.nn.Module]) -> None:
+    """Raise ReshardError where a parameter lies on another device than the first."""
     device: torch.device | None = None
     for model in models:
         for name, parameter in model.named_parameters():
             if not parameter.numel():
                 continue
-            if parameter.device.type == "meta" or not parameter.untyped_storage().size():
-                raise ReshardError(
-                    f"the trainer's {name} has no memory: move the whole model to its device first"
-                )
             device = device or parameter.device
             if parameter.device != device:
                 raise ReshardError(
@@ -66,7 +78,7 @@ class ToDevice:
         """Let `write` fill an array of the shape of each target, bytes ``[rows, bytes of a row]``, and have it
         there by the time of `close`."""
         if self.device.type != "cuda":
-            write([target.numpy() for target in targets])
+            write(list(map(array_of, targets)))
             return
         if not hasattr(self.local, "stream"):
             self._start()
@@ -113,7 +125,7 @@ class FromDevice:
         for."""
         if self.device.type != "cuda":
             for bundle in bundles:
-                yield [target.numpy() for target in bundle]
+                yield list(map(array_of, bundle))
             return
         if not hasattr(self.local, "stream"):
             torch.cuda.set_device(self.device)

@@ -18,8 +18,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from reshard.core.errors import ReshardError, first_line
+from reshard.core.limits import check_switch
 from reshard.homes.memory import HostMemory
-from reshard.live.trainer import Trainer
+from reshard.trainers.megatron import chunks_of
 
 PARAMS, GRADS, STATES = "params", "grads", "optimizer"
 
@@ -59,13 +60,15 @@ def offload(models: Sequence[torch.nn.Module] | torch.nn.Module, optimizer: Any 
 
     Raises ReshardError, with nothing moved, where host memory is short or a storage cannot be resized.
     """
-    chunks = _chunks(models)
+    chunks = chunks_of(models)
+    if grads != "drop":
+        check_switch(grads, "grads")
     device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
     _refuse_registered(chunks)
     if device.type == "cuda":
         # What other streams still do with it, and with the host memory that `onload` has left.
         torch.cuda.synchronize(device)
-    kept = _offloaded.setdefault(chunks[0], Offloaded(pinned=device.type == "cuda"))
+    kept = _offloaded.setdefault(_innermost(chunks[0]), Offloaded(pinned=device.type == "cuda"))
     wanted = {PARAMS: params, GRADS: bool(grads), STATES: states}
     taken: list[tuple[str, Away]] = []
     try:
@@ -75,10 +78,12 @@ def offload(models: Sequence[torch.nn.Module] | torch.nn.Module, optimizer: Any 
                 size = storage.nbytes()
                 host = None if dropped else kept.memory[kind].parts(size)
                 taken.append((kind, Away(storage, size, host)))
-    except (RuntimeError, MemoryError) as error:
+    except (ReshardError, RuntimeError, MemoryError) as error:
         for kind, memory in kept.memory.items():
             if not kept.away[kind]:
                 memory.give_back()
+        if isinstance(error, ReshardError):
+            raise
         raise ReshardError(
             f"no host memory to offload this rank's share to ({first_line(error)}): offload less, or "
             f"grads='drop'"
@@ -101,8 +106,7 @@ def onload(models: Sequence[torch.nn.Module] | torch.nn.Module, *, params: bool 
     On a GPU the copies go on when this returns, before whatever is given to the current stream next. Raises
     ReshardError, with nothing moved, where the device has not enough memory.
     """
-    chunks = _chunks(models)
-    kept = _offloaded.get(chunks[0])
+    kept = _offloaded.get(_innermost(chunks_of(models)[0]))
     if kept is None:
         return 0
     kinds = [kind for kind, wanted in ((PARAMS, params), (GRADS, grads), (STATES, states)) if wanted]
@@ -133,12 +137,11 @@ def onload(models: Sequence[torch.nn.Module] | torch.nn.Module, *, params: bool 
     return sum(away.size for away in back)
 
 
-def _chunks(models: Any) -> list[torch.nn.Module]:
-    chunks = [models] if isinstance(models, torch.nn.Module) else list(models)
-    if not chunks or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
-        given = type(models).__name__ + (" of Trainer" if isinstance(models, Trainer) else "")
-        raise ReshardError(f"models is a {given}: give the list of chunks that the trainer holds")
-    return chunks
+def _innermost(model: torch.nn.Module) -> torch.nn.Module:
+    """What DDP and the like wrap: a trainer may name the model by either."""
+    while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
+        model = inner
+    return model
 
 
 def _refuse_registered(chunks: list[torch.nn.Module]) -> None:
@@ -213,6 +216,29 @@ def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
             f"optimizer is a {type(optimizer).__name__}: give Megatron's, or one of torch.optim"
         )
     return [inner]
+
+
+def check_main_parameters(optimizer: Any) -> None:
+    """Raise ReshardError where the main parameters of an optimizer cannot follow what is loaded into the model."""
+    if optimizer is None:
+        return
+    if not hasattr(optimizer, "reload_model_params"):
+        raise ReshardError(
+            f"optimizer is a {type(optimizer).__name__}, which has no main parameters that follow the model's: give "
+            f"Megatron's, or leave it out where it updates the model's own"
+        )
+    for one in _torch_optimizers(optimizer):
+        if any("master_param" in state for state in one.state.values()):
+            raise ReshardError(
+                "the optimizer keeps its main parameters to itself (use_precision_aware_optimizer), and after its first "
+                "step they do not follow the model's: load before that, or make the optimizer anew"
+            )
+        for parameter in (parameter for group in one.param_groups for parameter in group["params"]):
+            if parameter.numel() and not parameter.untyped_storage().size():
+                raise ReshardError(
+                    "the optimizer's main parameters have no memory, as after an offload: bring them back first "
+                    "(reshard.onload, where reshard.offload has moved them)"
+                )
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

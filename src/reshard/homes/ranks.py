@@ -1,22 +1,22 @@
 """What a rank of a live Megatron holds, and what all ranks hold together."""
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from reshard.core.boxes import Box, whole
 from reshard.core.dtypes import dtype_named
-from reshard.core.errors import ReshardError, listed
+from reshard.core.errors import ReshardError, listed, said_as
 from reshard.core.extras import require
+from reshard.core.limits import MAX_VOCAB_MULTIPLE, check_number
 from reshard.core.placement import LocalTensor
 from reshard.disk.boxes import Rows
 from reshard.disk.team import Team
-from reshard.homes.memory import check_memory
+from reshard.homes.memory import check_one_device
 from reshard.homes.pieces import Piece
-from reshard.live.memory import Region
+from reshard.live.memory import Region, check_memory
 from reshard.megatron.checkpoint import EMBEDDING, OUTPUT
 from reshard.megatron.parameters import padded_vocab_size
 from reshard.models.model import Model
@@ -35,11 +35,11 @@ class Rank:
 
     def __init__(self, models: Models, metadata: Mapping[str, Any] | None) -> None:
         if isinstance(models, MegatronModel):
-            check_memory(models.models)
+            check_memory(models.models)  # it may have been made while they had some
             self.trainer = models
         else:
-            check_memory([models] if isinstance(models, torch.nn.Module) else models)
             self.trainer = MegatronModel(models, metadata)
+        check_one_device(self.trainer.models)
         self.device = self.trainer.device or torch.device("cpu")
         self.pieces: list[Piece] = []
         self.fills: list[tuple[Region, Rows]] = []
@@ -47,6 +47,7 @@ class Rank:
     def describe(self, model: Model, divisible_by: int) -> None:
         """Find what this rank holds of a model's tensors. Raises ReshardError where the live model computes
         something else, or has parameters that are none of that model's."""
+        check_number(divisible_by, "make_vocab_size_divisible_by", MAX_VOCAB_MULTIPLE)
         self.trainer.check_model(model)
         held = self.trainer.publish(model)
         self._check_covered(held)
@@ -134,16 +135,45 @@ def not_covered(held: list[dict[str, list[Told]]], shapes: Mapping[str, tuple[in
     return left
 
 
-@contextmanager
-def without_resume() -> Iterator[None]:
-    """Inside, no sentence speaks of ``--resume``, which conversions have: a load or a save is made anew."""
+def in_words_of_calls() -> AbstractContextManager[None]:
+    """Inside, sentences name the options of `load`, `save` and `export`, not those of the command line. Nothing is
+    resumed: a load or a save is made anew."""
+    return said_as(
+        ("(;| and|,) run again with --resume", ""),
+        ("pass --overwrite", "pass overwrite=True"),
+        ("pass --hf-config with", "pass hf_config= with"),
+        ("--ignore-config-field NAME", "reshard.ignored_config_fields(NAME)"),
+        ("--(dtype|family|workers)", r"\1"),
+        ("--max-shard-size", "max_shard_size"),
+        ("--megatron-version", "megatron_version"),
+    )
+
+
+def check_alike(team: Team, what: str, mine: dict[str, Any]) -> None:
+    """Meet, and raise ReshardError everywhere where what the ranks ask for, by name, is not the same."""
+    asked = team.together(lambda: mine)
+
+    def compare() -> None:
+        for rank, one in enumerate(asked):
+            for name, value in one.items():
+                first = asked[0][name]
+                if value != first:
+                    raise ReshardError(
+                        f"the ranks ask for different {what} ({name} is {first} on rank 0, {value} on rank {rank}): give all the same"
+                    )
+
+    team.together(compare)
+
+
+def meet(call: str) -> Team:
+    """The ranks that make this call. Raises ReshardError everywhere where some of them make another."""
+    team = Team.of_process_group()
     try:
-        yield
-    except ReshardError as error:
-        said = re.sub(r"(;| and|,) run again with --resume", "", str(error))
-        if said == str(error):
-            raise
-        raise ReshardError(said) from error
+        check_alike(team, "calls", {"the call": call})
+    except BaseException:
+        team.close()
+        raise
+    return team
 
 
 def decide(team: Team, verdict: Callable[[], Any]) -> Any:

@@ -18,14 +18,13 @@ import xxhash
 
 from reshard.core.collector import collector_paused
 from reshard.core.errors import ReshardError, listed
-from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE, check_number
+from reshard.core.limits import MAX_ITERATION, check_number, check_switch
 from reshard.disk.boxes import Rows, box_bytes, place_of, write_boxes
 from reshard.disk.destinations import Destination, HuggingFaceFiles, MegatronFiles, parse_size
 from reshard.disk.files import EarlySync, NoSync, OpenFiles, allow_many_files, write_error
 from reshard.disk.fp8 import Fp8Blocks
 from reshard.disk.locate import iterations_in
 from reshard.disk.streams import Strip, StripReader
-from reshard.disk.team import Team
 from reshard.disk.verify import checksum_of
 from reshard.disk.workdir import SAVE, AddedIteration, Workdir
 from reshard.disk.workers import run_jobs, worker_count
@@ -33,7 +32,7 @@ from reshard.homes.agreement import agree
 from reshard.homes.config import Published, implementation_of, layout_of
 from reshard.homes.memory import PINNED_BYTES, FromDevice, bytes_of, on_host, slab_bytes
 from reshard.homes.pieces import Part, Piece, bundles, parts_of
-from reshard.homes.ranks import Models, Rank, decide, without_resume
+from reshard.homes.ranks import Models, Rank, check_alike, decide, in_words_of_calls, meet
 from reshard.megatron.args import version_of
 from reshard.megatron.layout import Layout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
@@ -80,7 +79,7 @@ class Saving:
 
     def _run(self, job: "_Save") -> None:
         try:
-            with without_resume():
+            with in_words_of_calls():
                 self.report = job.write()
         except BaseException as error:
             self.error = error
@@ -128,7 +127,8 @@ def save(
     All ranks of torch's default process group call it, each with the `models` that ``get_model`` returned to
     it, as `load` takes them; all see the same file system. Of what several ranks hold alike one writes each box.
     `hf_config` is the directory, ``config.json`` or hub id that the model started from: it gives names, and the
-    config, tokenizer and generation config that go with the weights. The files are those that `hf_to_mcore` and
+    config, tokenizer and generation config that go with the weights; of a transformers config
+    only the config does. The files are those that `hf_to_mcore` and
     `mcore_to_hf` make of the same weights, byte for byte; the manifest names another source. `layout` is how a
     ``torch_dist`` checkpoint is cut, by default as the model is; `iteration`, `make_vocab_size_divisible_by` and
     `megatron_version` are those of `hf_to_mcore`, `max_shard_size` that of `mcore_to_hf`, and `overwrite` and
@@ -149,7 +149,7 @@ def save(
         last.result()
     job = _Save(models, destination, hf_config, format, background, layout, iteration, transformer_impl,
                 make_vocab_size_divisible_by, megatron_version, max_shard_size, overwrite, sync, metadata, workers)  # fmt: skip
-    with without_resume(), collector_paused():
+    with in_words_of_calls(), collector_paused():
         job.prepare()
         if background:
             _last = Saving(job)
@@ -183,7 +183,7 @@ class _Save:
     def prepare(self) -> None:
         """All that comes before the first byte, and the copies of a save in the background."""
         self.began = time.monotonic()
-        self.team = Team.of_process_group()
+        self.team = meet("save")
         try:
             self.team.together(self._describe)
             self._agree_on_options()
@@ -232,6 +232,8 @@ class _Save:
     def _describe(self) -> None:
         allow_many_files()
         worker_count(self.workers)
+        for name in ("background", "overwrite", "sync"):
+            check_switch(getattr(self, name), name)
         if self.format not in FORMATS:
             raise ReshardError(f"format is {self.format!r:.80}, which is not one of {listed(FORMATS)}")
         if not isinstance(self.layout, (Layout, type(None))):
@@ -248,7 +250,6 @@ class _Save:
                 raise ReshardError(
                     'a Hugging Face directory has no iterations: leave iteration out, or pass format="torch_dist"'
                 )
-        check_number(self.divisible_by, "make_vocab_size_divisible_by", MAX_VOCAB_MULTIPLE)
         self.megatron_lm = version_of(self.megatron_version)
         self.shard_bytes = None if self.max_shard_size is None else parse_size(self.max_shard_size)
         self.published = Published.read(self.hf_config)
@@ -259,14 +260,15 @@ class _Save:
     def _agree_on_options(self) -> None:
         """Raise ReshardError where the ranks were not told the same; which kind of layers they hold."""
         mine = {
+            "destination": os.path.abspath(self.destination), "the digest of the config": self.published.digest,
             "format": self.format, "background": self.background, "layout": str(self.laid_out), "iteration": self.iteration,
             "transformer_impl": self.transformer_impl, "make_vocab_size_divisible_by": self.divisible_by,
             "megatron_version": list(self.megatron_lm), "max_shard_size": self.shard_bytes, "overwrite": self.overwrite, "sync": self.sync,
         }  # fmt: skip
-        told = self.team.together(lambda: [mine, implementation_of(self.rank.trainer.models)])
-        self.team.together(lambda: _check_alike([asked for asked, _ in told]))
+        check_alike(self.team, "saves", mine)
         # A stage without layers does not tell.
-        self.implementation = self.transformer_impl or max(found for _, found in told)
+        told = self.team.together(lambda: implementation_of(self.rank.trainer.models))
+        self.implementation = self.transformer_impl or max(told)
 
     def _place(self) -> str:
         """The destination. Raises ReshardError where it is a training run's, all of which would be replaced."""
@@ -461,14 +463,3 @@ class _Save:
             fields["ignored_config_fields"] = sorted(self.agreed.model.ignored)
         self.new.finish(self.work, fields, checksums, self.sync)
         self.work.publish(self.sync)
-
-
-def _check_alike(asked: list[dict[str, Any]]) -> None:
-    """Raise ReshardError where what the ranks ask for, by rank, is not the same."""
-    for rank, one in enumerate(asked):
-        for name, value in one.items():
-            first = asked[0][name]
-            if value != first:
-                raise ReshardError(
-                    f"the ranks ask for different saves ({name} is {first} on rank 0, {value} on rank {rank}): give all the same"
-                )

@@ -25,6 +25,19 @@ class Region(NamedTuple):
         return self.tensor.data_ptr() + self.offset * self.tensor.element_size()
 
 
+def check_memory(models: Iterable[torch.nn.Module]) -> None:
+    """Raise ReshardError where a parameter has no memory, since it is on the meta device or was offloaded."""
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if parameter.device.type == "meta":
+                raise ReshardError(f"the trainer's {name} is on the meta device: give the model memory first")
+            if parameter.numel() and not parameter.untyped_storage().size():
+                raise ReshardError(
+                    f"the trainer's {name} has no memory, as after an offload: bring the parameters back first "
+                    f"(reshard.onload, where reshard.offload has moved them)"
+                )
+
+
 class Finder:
     """Finds the parameter or buffer that a view looks into."""
 

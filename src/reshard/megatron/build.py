@@ -7,6 +7,7 @@ scaling, shared experts, MTP) come from the family's table, the same that conver
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from importlib.util import find_spec
 from typing import Any
 
 from reshard.core.extras import importing
@@ -15,11 +16,12 @@ with importing("megatron"):
     import megatron.core  # noqa: F401
     import torch
 
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, first_line, listed
 from reshard.megatron.layout import Layout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS, padded_vocab_size
 from reshard.models.model import Model
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 YARN_ATTRIBUTES = {
     "yarn_rotary_scaling_factor": "rotary_scaling_factor", "yarn_mscale": "mscale", "yarn_mscale_all_dim": "mscale_all_dim",
     "yarn_original_max_position_embeddings": "yarn_original_max_position_embeddings", "yarn_beta_fast": "yarn_beta_fast",
@@ -49,6 +51,8 @@ def transformer_config(
         raise ReshardError(
             f"transformer_impl {transformer_impl!r} is not one of {', '.join(TRANSFORMER_IMPLS)}"
         )
+    if dtype not in DTYPES:
+        raise ReshardError(f"dtype is {dtype!r:.80}, not one of {listed(DTYPES)}")
     layout.check(model)
     args = model.megatron_args() | layout.megatron_args()
     kind = MLATransformerConfig if args.get("multi_latent_attention") else TransformerConfig
@@ -103,10 +107,20 @@ def initialize_parallel(layout: Layout, seed: int = 1234, **options: Any) -> Non
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    parallel_state.initialize_model_parallel(
-        layout.tp, layout.pp, layout.virtual_stages if layout.virtual_stages > 1 else None,
-        expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.expert_tp, **options,
-    )  # fmt: skip
+    if not torch.distributed.is_initialized():
+        raise ReshardError(
+            "torch.distributed is not initialised: start this with torchrun, and call "
+            "torch.distributed.init_process_group first"
+        )
+    try:
+        parallel_state.initialize_model_parallel(
+            layout.tp, layout.pp, layout.virtual_stages if layout.virtual_stages > 1 else None,
+            expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.expert_tp, **options,
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise ReshardError(
+            f"{torch.distributed.get_world_size()} ranks cannot be laid out as {layout}: {first_line(error)}"
+        ) from error
     if torch.cuda.is_available():
         model_parallel_cuda_manual_seed(seed)
 
@@ -132,6 +146,11 @@ def build_megatron(
 
     args = model.megatron_args()
     config = transformer_config(model, layout, transformer_impl=transformer_impl, dtype=dtype, **overrides)
+    if transformer_impl == "transformer_engine" and find_spec("transformer_engine") is None:
+        raise ReshardError(
+            'Transformer Engine is not installed: install it, or pass transformer_impl="local"'
+        )
+    _check_parallel(model, layout)
     chunks = []
     for stage in range(layout.virtual_stages):
         vp_stage = stage if layout.virtual_stages > 1 else None
@@ -158,6 +177,36 @@ def build_megatron(
             )
         )
     return chunks
+
+
+def parallel_layout() -> Layout:
+    """The layout that Megatron's parallel state has. Raises ReshardError where it is not initialised."""
+    from megatron.core import parallel_state as state
+
+    if not state.model_parallel_is_initialized():
+        raise ReshardError(
+            "Megatron's parallel state is not initialised: call reshard.megatron.build.initialize_parallel(layout) "
+            "first, or Megatron's own initialize_model_parallel"
+        )
+    return Layout(
+        tp=state.get_tensor_model_parallel_world_size(),
+        pp=state.get_pipeline_model_parallel_world_size(),
+        vpp=state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        ep=state.get_expert_model_parallel_world_size(),
+        etp=state.get_expert_tensor_parallel_world_size(),
+    )
+
+
+def _check_parallel(model: Model, layout: Layout) -> None:
+    """Raise ReshardError where a layout is not that of Megatron's parallel state."""
+    there = parallel_layout()
+    for name in ("tp", "pp", *(("ep", "expert_tp") if model.num_experts else ())):
+        theirs = getattr(there, name)
+        if getattr(layout, name) != theirs:
+            size = name.replace("expert_tp", "etp")
+            raise ReshardError(
+                f"layout is {layout}, but Megatron's parallel state was initialised with {size}={theirs}"
+            )
 
 
 def layer_specs(config: Any, transformer_impl: str, vp_stage: int | None) -> tuple[Any, Any]:

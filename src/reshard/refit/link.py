@@ -338,6 +338,7 @@ def _checked(version: Any) -> int | None:
     """Raise ReshardError where a version is no whole number from 0 on."""
     try:
         wanted = None if version is None else int(operator.index(version))
+        wanted = -1 if isinstance(version, bool) else wanted
     except TypeError:
         wanted = -1
     if wanted is not None and wanted < 0:

@@ -10,6 +10,7 @@ No collective is used here, so that a process that dies or stalls is named by th
 Payloads are JSON and raw arrays; nothing is unpickled.
 """
 
+import errno
 import os
 import socket
 import time
@@ -107,7 +108,9 @@ class Members:
             )
         except (OSError, RuntimeError, ValueError, OverflowError) as error:
             who = "cannot serve" if rank == 0 else "found no member 0"
-            raise ReshardError(f"rank {rank} {who} at {address} ({first_line(error)})") from error
+            taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            hint = ": connect at another port, also after members were replaced" if taken else ""
+            raise ReshardError(f"rank {rank} {who} at {address} ({first_line(error)}){hint}") from error
         members = Members(store, rank, size, timeout)
         members._register(address)
         members.local_address = _address_towards(host, port)

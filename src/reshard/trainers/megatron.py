@@ -18,7 +18,7 @@ from reshard.core.dtypes import dtype_named
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor
 from reshard.formats.torch_dist import Key, Stored
-from reshard.live.memory import Finder, Region
+from reshard.live.memory import Finder, Region, check_memory
 from reshard.live.trainer import Trainer
 from reshard.megatron.checkpoint import EMBEDDING, OUTPUT, placement_of_keys
 from reshard.megatron.parameters import expand
@@ -57,10 +57,10 @@ class MegatronModel(Trainer):
         models: Sequence[torch.nn.Module] | torch.nn.Module,
         metadata: Dictionary[str, Any] | None = None,
     ) -> None:
-        chunks = [models] if isinstance(models, torch.nn.Module) else list(models)
-        self.models = [_unwrapped(chunk) for chunk in chunks]
-        if not self.models:
-            raise ReshardError("the trainer's list of models is empty")
+        self.models = [unwrapped(chunk) for chunk in chunks_of(models)]
+        if not isinstance(metadata, Dictionary | None):
+            raise ReshardError(f"metadata is {metadata!r:.80}, not a dictionary for sharded_state_dict")
+        check_memory(self.models)
         self.config = self.models[0].config
         if getattr(self.config, "moe_mlp_glu_interleave_size", None):
             raise ReshardError(
@@ -280,7 +280,18 @@ def _frequencies(module: torch.nn.Module) -> list[float] | None:
     return [angle / factor for angle in plain.tolist()]
 
 
-def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+def chunks_of(models: Any) -> list[torch.nn.Module]:
+    """A trainer's chunks as a list. Raises ReshardError where these are no modules, or none."""
+    chunks = [models] if isinstance(models, torch.nn.Module) else models
+    if isinstance(chunks, Sequence) and not chunks:
+        raise ReshardError("the trainer's list of models is empty")
+    if isinstance(chunks, Sequence) and all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
+        return list(chunks)
+    raise ReshardError(f"models is a {type(models).__name__}: give the list of chunks that the trainer holds")
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The Megatron-Core model inside DDP, Float16Module and the like. Raises ReshardError where there is none."""
     while not hasattr(model, "sharded_state_dict") or hasattr(model, "module"):
         inner = getattr(model, "module", None)
         if not isinstance(inner, torch.nn.Module):

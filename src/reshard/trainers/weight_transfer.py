@@ -166,7 +166,7 @@ class WeightTransfer:
         check_seconds(timeout, "timeout")
         self.rank = rank if rank is not None else _of_group(dist.get_rank, 0)
         trainers = ranks if ranks is not None else _of_group(dist.get_world_size, 1)
-        self.clients = list(clients) if isinstance(clients, Sequence) else [clients]
+        self.clients = _clients(clients)
         in_group = rank is None and ranks is None and trainers > 1
         sizes = _sizes(self.clients, engine_ranks, in_group)
         size = trainers + sum(sizes)
@@ -216,6 +216,18 @@ def _finish(engine: Any, version: str | None) -> None:
         engine.finish_weight_update(weight_version=version)
     else:
         engine.finish_weight_update()
+
+
+def _clients(given: Any) -> list[Client]:
+    """Raise ReshardError for what is no client of an engine."""
+    clients = list(given) if isinstance(given, list | tuple) else [given]
+    for client in clients:
+        if not hasattr(client, "init_weight_transfer_engine"):
+            raise ReshardError(
+                f"a client is a {type(client).__name__}: give reshard.trainers.HttpClient(url), LlmClient(llm) or one of "
+                f"vLLM's"
+            )
+    return clients
 
 
 def _name(client: Client, index: int) -> str:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from reshard.disk.fp8 import SCALE_SUFFIX, quantizable, quantize
 from reshard.disk.hub import local_directory
 from reshard.disk.quantised import check_finite
 from reshard.disk.reading import Region, Weights, weights_of_huggingface, weights_of_megatron
-from reshard.disk.sources import MegatronSource
+from reshard.disk.sources import MegatronSource, check_huggingface, read_config
 from reshard.engines.vllm.compat import compressed_of, method_of
 from reshard.engines.vllm.live import PLAIN_METHODS
 from reshard.engines.vllm.plugin import blocks_wanted, config_directory, megatron_directory
@@ -42,7 +43,9 @@ from reshard.homes.filling import Filler
 from reshard.homes.memory import ToDevice
 from reshard.homes.pieces import Piece
 from reshard.live.memory import Region as Live
+from reshard.megatron.parameters import expand
 from reshard.models.family import families
+from reshard.models.model import Model
 
 logger = logging.getLogger("vllm.reshard")  # below vLLM's own, which shows it
 MAX_THREADS = 8
@@ -93,10 +96,16 @@ class ReshardModelLoader(BaseModelLoader):
     def get_all_weights(
         self, model_config: ModelConfig, model: torch.nn.Module
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor by its published name: what vLLM's ``reload_weights`` asks for."""
-        with closing(open_weights(model_config)) as found:
+        """Every tensor by its published name: what vLLM's ``reload_weights`` asks for. Raises ReshardError at once where
+        they are of another model, or cannot be read: vLLM has let go of nothing by then, and serves on."""
+        _check_same(_directory(model_config), model_config)
+        found = open_weights(model_config)
+        try:
             found.quantise_as(model)
-            yield from found.stream()
+        except BaseException:
+            found.close()
+            raise
+        return found.to_the_end()
 
 
 class _Found:
@@ -143,6 +152,11 @@ class _Found:
             else:
                 yield region.name, tensor_of(raw, info.dtype.name).reshape(info.shape)
 
+    def to_the_end(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same; what was opened is closed afterwards."""
+        with closing(self):
+            yield from self.stream()
+
     def close(self) -> None:
         self.weights.close()
 
@@ -152,6 +166,7 @@ def open_weights(model_config: ModelConfig) -> _Found:
     path = _directory(model_config)
     megatron = megatron_directory(path)
     if megatron is None:
+        check_huggingface(path)
         return _Found(str(path), weights_of_huggingface(path))
     config = model_config.hf_config_path
     source = MegatronSource(
@@ -171,6 +186,24 @@ def open_weights(model_config: ModelConfig) -> _Found:
     except BaseException:
         source.close()
         raise
+
+
+def _check_same(path: Path, model_config: ModelConfig) -> None:
+    """Raise ReshardError where a Hugging Face directory is of another model than the engine's, by the tensors that their
+    configs speak of."""
+    try:
+        theirs = Model.from_hf(read_config(path / "config.json"), str(path))
+        mine = Model.from_hf(model_config.hf_config.to_dict(), "the engine's config")
+    except ReshardError:
+        return  # without a config, or an architecture without a table
+    a, b = (expand(replace(model, mtp_layers=0)).shapes for model in (theirs, mine))
+    unlike = [name for name in (*a, *b) if a.get(name) != b.get(name)]
+    if unlike:
+        said = [f"{list(shapes[unlike[0]])}" if unlike[0] in shapes else "none" for shapes in (a, b)]
+        raise ReshardError(
+            f"{path} is of another model than the engine's: the shape of {unlike[0]} is {said[0]}, and the engine's "
+            f"{said[1]}"
+        )
 
 
 def _directory(model_config: ModelConfig) -> Path:

@@ -64,15 +64,31 @@ def complete_arguments(arguments: Any) -> None:
     transfer = getattr(arguments, "weight_transfer_config", None)
     if getattr(transfer, "backend", None) == BACKEND and not arguments.worker_extension_cls:
         arguments.worker_extension_cls = EXTENSION
-    if arguments.load_format != LOAD_FORMAT or not Path(arguments.model).is_dir():
+    if arguments.load_format != LOAD_FORMAT:
         return
+    from reshard.core.errors import said_as
+
+    with said_as(
+        ("--hf-config with the config.json", "--hf-config-path with the directory of the config.json"),
+        ("--hf-config with", "--hf-config-path with the directory of"),
+        ("; --ignore-config-field NAME goes on without it", ""),
+    ):
+        _complete(arguments)
+
+
+def _complete(arguments: Any) -> None:
     from reshard.core.errors import ReshardError
+    from reshard.disk.hub import check_hub_id
     from reshard.disk.locate import HF_FILES, config_beside, locate
-    from reshard.disk.sources import MegatronSource
+    from reshard.disk.sources import MegatronSource, check_huggingface
 
     path = Path(arguments.model)
+    if not path.is_dir():
+        check_hub_id(arguments.model)
+        return
     found = locate(path)
     if found is None:
+        check_huggingface(path)
         return
     directory, config, said = found.directory, arguments.hf_config_path, list(found.notices)
     if config is None:
