@@ -22,17 +22,19 @@ from tests import megatron_on_cpu, two_hosts, vllm_on_cpu
 from tests.ranks import caught
 
 
-def trainer(flags: list[str], directory: str, ddp: bool = False):
-    """Megatron's chunks for this rank in bf16, loaded and wrapped; and a function that loads another checkpoint into the same memory.
+def trainer(flags: list[str], directory: str, ddp: bool = False, wide: bool = False):
+    """Megatron's chunks for this rank in bf16, or where they are `wide` in fp32, loaded and wrapped; and a function that loads another
+    checkpoint into the same memory.
 
     With `ddp` they are wrapped as for a distributed optimizer, which makes every parameter a view of one buffer; the embedding and
     one norm are frozen and stay outside of it.
     """
     models, args = megatron_on_cpu.build(flags)
     for model in models:
-        model.bfloat16()
+        if not wide:
+            model.bfloat16()
     megatron_on_cpu.load(models, args, directory)
-    chunks = [Float16Module(model.config, model) for model in models]
+    chunks = models if wide else [Float16Module(model.config, model) for model in models]
     if ddp:
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
@@ -294,14 +296,16 @@ def failing_alone(rank: int, sides: dict, flags: list[str], checkpoint: tuple[st
     return found
 
 
-def blocks_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict):
+def blocks_that_differ(
+    rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict, wide: bool
+):
     """What each member says of verified refits into fp8 blocks: as it is, where a code, or a scale, changes after it has arrived, and at last
     as it is; and the engine's of scales that vLLM has made up, and at connect where ours are made in another way than vLLM's."""
     from reshard.engines.vllm import fp8
     from reshard.refit import blocks
 
     is_trainer, is_engine, members = start(rank, sides)
-    source = MegatronModel(trainer(flags, checkpoint[1])[0]) if is_trainer else None
+    source = MegatronModel(trainer(flags, checkpoint[1], wide=wide)[0]) if is_trainer else None
     by_config, destination = engine.pop("by_config"), None
     changes: list = [None] * 4
     if is_engine:

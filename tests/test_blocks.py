@@ -16,9 +16,22 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from reshard import mcore_to_hf
+from reshard.core.dtypes import DTYPES
 from reshard.disk.fp8 import HIGH_PRECISION
 from reshard.refit.addresses import AT_ONCE
-from reshard.refit.blocks import BF16, BLOCK, E4M3, PLACES, STRIP, cut, quantise, quantise_on_host, strips_of
+from reshard.refit.blocks import (
+    BF16,
+    BLOCK,
+    E4M3,
+    PLACES,
+    SIZE,
+    STRIP,
+    cut,
+    quantise,
+    quantise_on_host,
+    size_of,
+    strips_of,
+)
 from reshard.refit.codecs import CODECS, PLAIN, ROUNDINGS, block_codec, codec_between
 from reshard.refit.parcels import digests_as_made, digests_as_served, places_asked
 from reshard.refit.tables import CODEC, DST, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
@@ -33,13 +46,16 @@ ONLINE = {"quantization": "fp8_per_block"}
 BY_CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
 
-def pieces_of(values: np.ndarray, cuts: list[tuple[int, int, int, int]], shift: int = 0):
-    """A table of pieces (row, column, rows, columns) of a bf16 matrix, each copied to memory of its own with a pitch of its own; into; what
-    must live as long."""
+def pieces_of(
+    values: np.ndarray, cuts: list[tuple[int, int, int, int]], shift: int = 0, sources=("bfloat16",)
+):
+    """A table of pieces (row, column, rows, columns) of a matrix, each copied to memory of its own with a pitch of its own, in these dtypes
+    in turn; into; what must live as long."""
     table, into, held = empty_table(len(cuts)), np.zeros((len(cuts), 3), np.int64), []
-    table[:, CODEC] = block_codec("fp32")
     for number, (row, column, rows, columns) in enumerate(cuts):
-        memory = np.full((rows, columns + 8 * (number % 3) + shift), 1e30, BF16.numpy())
+        source = sources[number % len(sources)]
+        table[number, CODEC] = block_codec("fp32", source)
+        memory = np.full((rows, columns + 8 * (number % 3) + shift), 1e30, DTYPES[source].numpy())
         memory[:, :columns] = values[row : row + rows, column : column + columns]
         held.append(memory)
         table[number, [SRC, SRC_PITCH, ROWS, WIDTH]] = memory.ctypes.data, memory.strides[0], rows, columns
@@ -57,8 +73,16 @@ def places_for(shape: tuple[int, int]):
     return places, codes, scales
 
 
+SOURCES = [("bfloat16",), ("float32",), ("float32", "bfloat16")]
+
+
 def weights(rows: int, columns: int, seed: int = 0) -> np.ndarray:
-    return (np.random.default_rng(seed).standard_normal((rows, columns)) * 0.02).astype(BF16.numpy())
+    return (np.random.default_rng(seed).standard_normal((rows, columns)) * 0.02).astype(np.float32)
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """bf16 of fp32, as torch and with it vLLM's loader make it."""
+    return torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy().view(BF16.numpy())
 
 
 @settings(max_examples=40, deadline=None)
@@ -67,19 +91,30 @@ def weights(rows: int, columns: int, seed: int = 0) -> np.ndarray:
     st.integers(1, 1500),
     st.lists(st.integers(1, 399), max_size=4),
     st.lists(st.integers(1, 1499), max_size=3),
+    st.sampled_from(SOURCES),
 )
-def test_whatever_the_pieces_each_block_is_made_of_all_of_its_own(rows, columns, row_cuts, column_cuts):
+def test_whatever_the_pieces_and_their_dtypes_each_block_is_made_of_bf16_of_all_of_its_own(
+    rows, columns, row_cuts, column_cuts, sources
+):
     values, places = weights(rows, columns), places_for((rows, columns))
     edges = sorted({0, rows, *(cut for cut in row_cuts if cut < rows)})
     sides = sorted({0, columns, *(cut for cut in column_cuts if cut < columns)})
     cuts = [(top, left, bottom - top, right - left) for top, bottom in pairwise(edges)
             for left, right in pairwise(sides)]  # fmt: skip
-    table, into, held = pieces_of(values, cuts)
+    table, into, held = pieces_of(values, cuts, sources=sources)
     strips = strips_of(table, into, np.arange(len(cuts)), places[0])
     quantise_on_host(strips.items, strips.fragments, "fp32")
-    codes, scales = quantise(values, "fp32")
+    codes, scales = quantise(rounded(values), "fp32")
     assert np.array_equal(places[1][:, :columns], codes.view(np.uint8)) and np.array_equal(places[2], scales)
     assert (places[1][:, columns:] == 0xEE).all() and len(held) == len(cuts)
+
+
+def test_fp32_that_is_not_rounded_to_bf16_first_makes_other_codes_and_scales():
+    values = weights(256, 256)
+    for rounding in ROUNDINGS:
+        (codes, scales), (first, factors) = quantise(values, rounding), quantise(rounded(values), rounding)
+        assert (codes.view(np.uint8) != first.view(np.uint8)).any()
+        assert (scales != factors).any() == (rounding == "fp32")
 
 
 def test_blocks_that_no_piece_reaches_stay_as_they_are():
@@ -87,7 +122,7 @@ def test_blocks_that_no_piece_reaches_stay_as_they_are():
     table, into, held = pieces_of(values, [(0, 0, 128, 256), (0, 512, 128, 988)])
     strips = strips_of(table, into, np.arange(2), places[0])
     quantise_on_host(strips.items, strips.fragments, "fp32")
-    codes, scales = quantise(values, "fp32")
+    codes, scales = quantise(rounded(values), "fp32")
     reached = np.ones((256, 1500), bool)
     reached[128:], reached[:, 256:512] = False, False
     assert np.array_equal(places[1][:, :1500][reached], codes.view(np.uint8)[reached]) and len(held) == 2
@@ -105,9 +140,10 @@ def test_both_ends_of_a_pair_cut_alike_and_what_travels_is_what_is_made_in_place
     for number, tensor in enumerate(tensors):
         places.append(tensor.place)
         for piece in tensor.cuts:
-            table, _, memory = pieces_of(tensor.values, [piece])
+            source = ("bfloat16", "float32")[rng.integers(2)]
+            table, _, memory = pieces_of(tensor.values, [piece], sources=[source])
             row, column, rows, columns = piece
-            codec, codes, _, pitch, *_ = tensor.place[-1], *tensor.place
+            codec, codes, _, pitch, *_ = block_codec(tensor.rounding, source), *tensor.place
             ends[0].append([table[0, SRC], 0, rows, columns, table[0, SRC_PITCH], 0, codec])
             ends[1].append([0, codes + row * pitch + column, rows, columns, 0, pitch, codec])
             into.append((number, row, column))
@@ -135,7 +171,7 @@ def test_both_ends_of_a_pair_cut_alike_and_what_travels_is_what_is_made_in_place
         Round.of([(sends, start)], index, cpu).run()
         Round.of([(receives, start)], index, cpu).run()
     for tensor in tensors:
-        codes, scales = quantise(tensor.values, tensor.rounding)
+        codes, scales = quantise(rounded(tensor.values), tensor.rounding)
         rows, columns = codes.shape
         assert np.array_equal(tensor.codes[:, :columns], codes.view(np.uint8)) and np.array_equal(
             tensor.plain, tensor.arrived
@@ -181,16 +217,16 @@ class Sent(NamedTuple):
 def test_a_codec_of_blocks_is_none_of_single_elements():
     assert (
         codec_between("bfloat16", "float8_e4m3fn") is None
-        and codec_between("float32", "float8_e4m3fn", "fp32") is None
+        and codec_between("float16", "float8_e4m3fn", "fp32") is None
     )
-    numbers = [block_codec(rounding) for rounding in ROUNDINGS]
-    assert len(set(numbers)) == 3
+    numbers = [block_codec(rounding, source) for rounding in ROUNDINGS for source in ("bfloat16", "float32")]
+    assert len({str(CODECS[number]) for number in numbers}) == 6
     with pytest.raises(NotImplementedError):
         CODECS[numbers[0]].encode(np.zeros((1, 2), np.uint8))
 
 
 def test_power_of_two_scales_round_up_and_rounding_twice_loses_more():
-    values = weights(512, 512)
+    values = rounded(weights(512, 512))
     error = {}
     for rounding in ROUNDINGS:
         codes, scales = quantise(values, rounding)
@@ -225,14 +261,16 @@ def interpret() -> None:
     power = rng.integers(-12, 4, (2, 10)).repeat(BLOCK, 0).repeat(BLOCK, 1)[:rows, :columns]
     values = np.ldexp(numbers, power).astype(BF16.numpy())
     # the last as what travels is made, a block at a time
-    for rounding, shift, blocks in [
-        *((rounding, 0, STRIP) for rounding in ROUNDINGS),
-        ("fp32", 3, STRIP),
-        ("twice", 0, 1),
+    for rounding, shift, blocks, sources in [
+        ("fp32", 0, STRIP, SOURCES[0]),
+        ("ue8m0", 0, STRIP, SOURCES[1]),
+        ("twice", 0, STRIP, SOURCES[2]),
+        ("fp32", 3, STRIP, SOURCES[2]),
+        ("twice", 0, 1, SOURCES[1]),
     ]:
         cuts = [(0, 0, 128, 1024), (0, 1024, 128, 136), (128, 0, 20, columns), (148, 0, 22, 104 + shift),
                 (148, 104 + shift, 22, columns - 104 - shift)]  # fmt: skip
-        table, into, held = pieces_of(values, cuts, shift)
+        table, into, held = pieces_of(values, cuts, shift, sources)
         places, codes, scales = places_for((rows, columns))
         strips = cut(table, into, np.zeros(len(cuts), np.int64), places, blocks)
         quantise_strips(
@@ -240,6 +278,7 @@ def interpret() -> None:
             rounding,
             not shift,
             blocks,
+            size_of(strips.fragments[:, SIZE]),
         )
         wanted, factors = quantise(values, rounding, divide=False)
         found = codes[:, :columns].view(E4M3.numpy()).astype(np.float32)
@@ -351,15 +390,22 @@ def sides_of(folder: Path, trainers: int, engines: int, together: bool) -> dict:
     }
 
 
-@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(("together", "wide"), [(True, True), (False, False)])
 def test_a_check_sees_a_code_or_a_scale_that_changed_and_connect_sees_other_arithmetic(
-    together, converted, tmp_path
+    together, wide, converted, tmp_path
 ):
     checkpoint = converted("served-blocks")[0]
     flags, engine = flags_at(Path(checkpoint[1]), ""), ONLINE | {"by_config": BY_CONFIG}
     sides = sides_of(tmp_path, 1, 1, together)
     *trainer, said = run_on_ranks(
-        1 if together else 2, "blocks_that_differ", sides, flags, checkpoint, engine, module="refit_on_cpu"
+        1 if together else 2,
+        "blocks_that_differ",
+        sides,
+        flags,
+        checkpoint,
+        engine,
+        wide,
+        module="refit_on_cpu",
     )
     plain, code, scale, mended, cache, arithmetic = said
     assert plain == mended == "no error"

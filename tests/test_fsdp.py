@@ -8,6 +8,7 @@ import torch
 from tests.checkpoints import make
 from tests.ranks import free_port, run_on_ranks
 
+NARROW = ("k_proj", "up_proj", "kv_b_proj")
 CASES = [
     ("llama", {"shard": 2}, {"tp": 2}, 2, False),
     ("llama-rope-tied", {"shard": 3}, {"tp": 1}, 1, False),  # no size divides by 3
@@ -18,12 +19,17 @@ CASES = [
     ("deepseek-v3", {"shard": 2, "tp": 2}, {"tp": 4}, 4, True),
     ("deepseek-v3-no-q-lora", {"replicate": 2, "shard": 2}, {"tp": 2}, 2, False),
 ]
+BLOCKS = {"quantization": "fp8_per_block"}
 # Trainers whose parameters are fp32 of which the engine serves what its loader makes of fp32: bf16, but for MoE's bias.
 WIDE = [
     ("qwen3-moe", {"shard": 4}, {"tp": 2, "enable_expert_parallel": True}, 2, False, "buckets"),
     ("deepseek-v3", {"shard": 2}, {"tp": 2}, 2, True, "auto"),
     ("glm4-moe", {"shard": 3}, {"tp": 1}, 1, False, "staged"),
     ("qwen3-moe", {"shard": 1}, {"tp": 1, "quantization": "fp8_per_channel"}, 1, True, "auto"),
+    # blocks where their memory is read, and made by the trainer; of which some are partly in bf16
+    ("served-moe-blocks", {"shard": 1}, {"tp": 1} | BLOCKS, 1, True, "auto"),
+    ("qwen3", {"shard": 1}, {"tp": 1} | BLOCKS, 1, True, "auto mixed"),
+    ("deepseek-v3", {"shard": 1}, {"tp": 1} | BLOCKS, 1, False, "staged mixed"),
 ]
 
 
@@ -72,7 +78,8 @@ def test_fp32_parameters_arrive_as_vllms_own_loader_casts_them(
 ):
     sides, ranks = sides_of(mesh, engines, together, tmp_path)
     wide = checkpoints(variant, torch.float32)
-    options = {"dtype": torch.float32, "executor": executor}
+    executor, _, mixed = executor.partition(" ")
+    options = {"dtype": torch.float32, "executor": executor, "narrow": NARROW if mixed else ()}
     results = run_on_ranks(
         ranks, "refit_twice", sides, mesh, wide, engine, module="fsdp_on_cpu", options=options
     )

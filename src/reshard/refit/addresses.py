@@ -11,7 +11,7 @@ from reshard.live.cuda import Allocation, allocation_of, exported
 from reshard.live.engine import Engine
 from reshard.live.memory import Region
 from reshard.live.trainer import Trainer
-from reshard.refit.codecs import BLOCKWISE, DESTINATION_SIZES, PLAIN, block_codec, bytes_in_source
+from reshard.refit.codecs import BEFORE_BLOCKS, DESTINATION_SIZES, PLAIN, block_codec, bytes_in_source
 from reshard.refit.tables import CODEC, COLUMNS, DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
 from reshard.refit.transports.mappings import Mappings
 
@@ -93,11 +93,12 @@ class Fills(NamedTuple):
 
 
 def fills_of(destination: Engine, device: torch.device) -> Fills:
-    """The padding of an engine's local tensors; of those in blocks it is quantised like anything else."""
+    """The padding of an engine's local tensors; of those in blocks it is quantised like anything else, as if from fp32:
+    zeros are zeros in whatever is narrower, too."""
     rows, into, longest = [], [], 0
     for index, (identity, region) in enumerate(destination.regions.items()):
         size, scales = region.tensor.element_size(), destination.scales.get(identity)
-        codec = PLAIN if scales is None else block_codec(scales.rounding)
+        codec = PLAIN if scales is None else block_codec(scales.rounding, "float32")
         for fill in destination.placement.tensors[identity].fills:
             (row, column), (n, width) = two(fill.offsets, 0), two(fill.lengths, 1)
             address = region.address + (row * region.pitch + column) * size
@@ -124,10 +125,9 @@ def source_table(memory: np.ndarray, asked: np.ndarray) -> np.ndarray:
 
 
 def as_held(asked: np.ndarray) -> np.ndarray:
-    """Pieces as the source has them, where blocks would be made of them: a fragment of a block says nothing of its
-    codes."""
+    """Pieces as the bf16 that blocks would be made of: a fragment of a block says nothing of its codes."""
     held = asked.copy()
-    held[BLOCKWISE[asked[:, ENCODED]], ENCODED] = PLAIN
+    held[:, ENCODED] = BEFORE_BLOCKS[asked[:, ENCODED]]
     return held
 
 

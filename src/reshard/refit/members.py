@@ -28,7 +28,7 @@ from reshard.core.errors import ReshardError, first_line, listed
 from reshard.core.limits import check_seconds
 from reshard.refit.store import bounded, of_process_group
 
-PROTOCOL = 5
+PROTOCOL = 6
 CHECK_SECONDS = 0.1
 LINGER_SECONDS = 3.0
 MOST_MEMBERS = 1 << 20

@@ -32,8 +32,9 @@ from reshard.refit.blocks import (
     BlockTable,
     Strips,
     cut,
+    size_of,
 )
-from reshard.refit.codecs import BLOCK, CODECS, BlockCodec
+from reshard.refit.codecs import BLOCK, SOURCE_SIZES, by_rounding
 from reshard.refit.digests import Digests
 from reshard.refit.tables import DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
 
@@ -65,10 +66,8 @@ def compile_parcels(codecs: np.ndarray, making_them: bool, device: torch.device)
             f"this trainer's rank has to make the fp8 blocks that it sends, which {torch.cuda.get_device_name(device)} "
             f"cannot: put trainer and engine on one host, or serve in bf16"
         )
-    for codec in np.unique(codecs).tolist():
-        found = CODECS[codec]
-        assert isinstance(found, BlockCodec)
-        compile_quantise(found.rounding, True, device, 1)
+    for rounding, these in by_rounding(codecs):
+        compile_quantise(rounding, True, device, 1, size_of(SOURCE_SIZES[codecs[these]]))
 
 
 def parcels_of(table: np.ndarray, into: np.ndarray, places: np.ndarray) -> Strips:
@@ -136,13 +135,13 @@ def packed(items: np.ndarray, begins: np.ndarray) -> np.ndarray:
 
 
 def making(parcels: Strips, places: np.ndarray, begins: np.ndarray, device: torch.device) -> list[BlockTable]:
-    """What makes these parcels, by codec, each from its address in `begins` on."""
+    """What makes these parcels, by rounding, each from its address in `begins` on."""
     items = packed(parcels.items, begins)
     codecs = places[parcels.tensors, ENCODING]
     found = []
-    for codec in np.unique(codecs).tolist():
-        some = parcels._replace(items=items[codecs == codec])
-        found.append(BlockTable(some, codec, device, np.arange(len(some.items))))
+    for rounding, these in by_rounding(codecs):
+        some = parcels._replace(items=items[these])
+        found.append(BlockTable(some, rounding, device, np.arange(len(some.items))))
     return found
 
 

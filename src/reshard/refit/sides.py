@@ -290,7 +290,7 @@ class EngineSide:
                 if codec is None:
                     other.append(
                         f"{part.name} is {theirs} in the trainer, but {mine} in the engine: use "
-                        f"{'one dtype for both' if scales is None else 'a trainer with parameters in bf16'}"
+                        f"{'one dtype for both' if scales is None else 'a trainer with parameters in bf16 or fp32'}"
                     )
                     continue
                 found[part.name, tensor.id] = codec

@@ -12,7 +12,7 @@ from reshard.live.engine import Engine
 from reshard.refit import parcels
 from reshard.refit.addresses import AT_ONCE, SHARD, fills_of, from_source, rounds_of, shards_here
 from reshard.refit.blocks import FIRST, BlockTable, places_of, strips_of
-from reshard.refit.codecs import BLOCKWISE
+from reshard.refit.codecs import BLOCKWISE, block_codec, by_rounding
 from reshard.refit.copies import CopyTable
 from reshard.refit.tables import CODEC, bytes_read_by, interleaved, tiles_of
 from reshard.refit.transports.base import Incoming, Outgoing, Transport
@@ -117,16 +117,21 @@ class Pull(Transport):
         return CopyTable(tiles[order], self.device, rows.owners[origin][order], self.aside)
 
     def _blocks(self, rows: "Rows") -> list[BlockTable]:
-        """What is quantised, by codec."""
+        """What is quantised, by rounding."""
         if not len(rows.table):
             return []
         places = places_of(self.engine)
         found = []
-        for codec in np.unique(rows.table[:, CODEC]).tolist():
-            some = rows.where(rows.table[:, CODEC] == codec)
+        for rounding, these in by_rounding(rows.table[:, CODEC]):
+            some = rows.where(these)
+            padding = some.ranks == PADDING
+            # as wide as all else, for which there is a kernel of its own
+            some.table[padding, CODEC] = some.table[~padding, CODEC].max(initial=block_codec(rounding))
             strips = strips_of(some.table, some.into, np.stack([some.owners, some.ranks], 1), places)
             order = interleaved(strips.owners[strips.items[:, FIRST], 1])
-            found.append(BlockTable(strips._replace(owners=strips.owners[:, 0]), codec, self.device, order))
+            found.append(
+                BlockTable(strips._replace(owners=strips.owners[:, 0]), rounding, self.device, order)
+            )
         return found
 
     def follow(self, memory: Mapping[int, Mapping[str, Any]]) -> bool:
