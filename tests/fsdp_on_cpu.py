@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 
 from reshard.engines import VllmModel
-from reshard.refit import connect
+from reshard.refit import connect, parts
 from reshard.trainers import FsdpModel
 from tests import vllm_on_cpu
 from tests.ranks import caught
@@ -69,9 +69,11 @@ def refit_twice(
     dtype: torch.dtype = torch.bfloat16,
     executor: str = "auto",
     narrow: tuple[str, ...] = (),
+    slab_bytes: int = parts.SLAB_BYTES,
 ):
     """Refit from each of two Hugging Face directories in turn; as `refit_on_cpu.refit_twice`. With `moving` the model is moved and run
-    before each refit."""
+    before each refit. Blocks in parts come in rounds of `slab_bytes`."""
+    parts.SLAB_BYTES = slab_bytes
     is_trainer, is_engine, members = start(rank, sides)
     source = model = destination = None
     if is_trainer:
@@ -81,7 +83,7 @@ def refit_twice(
         module, config = vllm_on_cpu.build(checkpoints[0], load_format="dummy", **engine)
         destination = VllmModel(module, config)
     link = connect(members, source, destination, executor=executor)
-    held, reports = [], []
+    held = []
     for step, checkpoint in enumerate(checkpoints):
         if step and model is not None:
             copy_shards(sharded(checkpoint, mesh, dtype, narrow), model)
@@ -93,10 +95,10 @@ def refit_twice(
                 name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)
             ]
             assert "lm_head.weight" in whole
-        reports.append(link.refit(verify=True).to_dict())
+        link.refit(verify=True)
         held.append(fingerprint(destination.module) if destination else None)
     expected = [fingerprint(vllm_on_cpu.build(hf, **engine)[0]) for hf in checkpoints] if destination else []
-    return held, expected, reports
+    return held, expected, link.describe()
 
 
 def kept_memory(rank: int, sides: dict, mesh: dict[str, int], checkpoint: str) -> list[str]:

@@ -17,6 +17,7 @@ from reshard.engines.vllm.layout import vllm_placement
 from reshard.engines.vllm.live import VllmModel
 from reshard.refit import Members, connect, copies
 from reshard.refit import members as members_module
+from reshard.refit.tables import DST
 from reshard.trainers.megatron import MegatronModel
 from tests import megatron_on_cpu, two_hosts, vllm_on_cpu
 from tests.ranks import caught
@@ -299,27 +300,32 @@ def failing_alone(rank: int, sides: dict, flags: list[str], checkpoint: tuple[st
 def blocks_that_differ(
     rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict, wide: bool
 ):
-    """What each member says of verified refits into fp8 blocks: as it is, where a code, or a scale, changes after it has arrived, and at last
-    as it is; and the engine's of scales that vLLM has made up, and at connect where ours are made in another way than vLLM's."""
+    """What each member says of verified refits into fp8 blocks: as it is, where a code, or a scale, changes after it has arrived, where parts
+    of blocks that several ranks have do not arrive, if there are any, and at last as it is; and the engine's of scales that vLLM has made up, and at connect where ours are made in another way than vLLM's."""
     from reshard.engines.vllm import fp8
     from reshard.refit import blocks
 
     is_trainer, is_engine, members = start(rank, sides)
     source = MegatronModel(trainer(flags, checkpoint[1], wide=wide)[0]) if is_trainer else None
     by_config, destination = engine.pop("by_config"), None
-    changes: list = [None] * 4
+    changes: list = [None] * 5
     if is_engine:
         module, config = vllm_on_cpu.build(checkpoint[0], load_format="dummy", **engine)
         destination = VllmModel(module, config)
         name, scales = next(iter(destination.scales.items()))
         codes = destination.regions[name].tensor.view(torch.uint8)
-        changes[1:3] = lambda: codes[3].bitwise_xor_(1), lambda: scales.region.tensor[0].mul_(1.5)
-        settle = destination.settle
+        changes[1:3] = lambda: codes[-3].bitwise_xor_(1), lambda: scales.region.tensor[-1].mul_(1.5)
+        settle, plain = destination.settle, copies.copy_on_host
     link, said = connect(members, source, destination), []
-    for change in changes:
+    for number, change in enumerate(changes):
         if is_engine:
-            destination.settle = change or settle
+            destination.settle, slab = change or settle, link.engine.slab.memory
+            if number == 3 and slab is not None:
+                slab.fill_(1)
+                copies.copy_on_host = partial(all_but, slab, plain)
         said.append(caught(lambda: link.refit(verify=True)))
+        if is_engine:
+            copies.copy_on_host = plain
     if not is_engine:
         return said
     cached = {"kv_cache_dtype": "fp8", "hf_overrides": {"quantization_config": by_config}}
@@ -328,6 +334,12 @@ def blocks_that_differ(
     blocks.SMALLEST = 1e-3
     said.append(caught(lambda: VllmModel(module, config)))
     return said
+
+
+def all_but(memory: torch.Tensor, copy, table) -> None:
+    """Copy what does not go into this memory."""
+    into = table[:, DST] - memory.data_ptr()
+    copy(table[(into < 0) | (into >= len(memory))])
 
 
 def connecting(

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from reshard import mcore_to_hf
 from reshard.core.dtypes import DTYPES
 from reshard.disk.fp8 import HIGH_PRECISION
-from reshard.refit.addresses import AT_ONCE
+from reshard.refit import parts
+from reshard.refit.addresses import AT_ONCE, NO_SLOT, PARTS, Pieces
 from reshard.refit.blocks import (
     BF16,
     BLOCK,
@@ -38,7 +39,7 @@ from reshard.refit.tables import CODEC, DST, ROWS, SRC, SRC_PITCH, WIDTH, empty_
 from reshard.refit.transports.base import Incoming, Outgoing
 from reshard.refit.transports.packing import Round, Side
 from tests.ranks import free_port, run_on_ranks
-from tests.test_logits import EP, PP, TP, flags_at
+from tests.test_logits import EP, ETP, PP, TP, flags_at
 from tests.test_refit import converted, refit
 
 __all__ = ["converted"]
@@ -214,6 +215,68 @@ class Sent(NamedTuple):
         return Sent(values, rounding, cuts, place, codes, scales, plain, np.zeros_like(plain))
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_pieces_are_cut_so_that_each_block_is_one_ranks_or_has_a_slot_and_slots_are_apart(seed):
+    rng, limit = np.random.default_rng(seed), 1 << 17
+    shapes = rng.integers(1, 700, (3, 2))
+    said: dict[int, list] = {rank: [] for rank in (4, 5, 9)}
+    for tensor, shape in enumerate(shapes):
+        rows, columns = (sorted({0, n, *rng.integers(0, n + 1, 2).tolist()}) for n in shape.tolist())
+        for (top, bottom), (left, right) in product(pairwise(rows), pairwise(columns)):
+            shard, row, column = rng.integers(100, 200, 3)
+            codec = block_codec("fp32", ("bfloat16", "float32")[rng.integers(2)])
+            asked = shard, row, column, bottom - top, right - left, codec
+            said[int(rng.choice([4, 5, 9]))].append((f"{tensor}", asked, (tensor, top, left)))
+    said = {rank: some for rank, some in said.items() if some}
+    pieces = {
+        rank: Pieces([name for name, *_ in some], np.array([asked for _, asked, _ in some]), np.array([into for *_, into in some]),
+                     np.full((len(some), PARTS), NO_SLOT)) for rank, some in said.items()
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "SLAB_BYTES", limit)
+        found = parts.divided(pieces, shapes, 7)
+
+    def elements(some: dict[int, Pieces]) -> set[tuple]:
+        """What comes from where to where, element by element of every 13th."""
+        seen = set()
+        for rank, (names, asked, into, _) in some.items():
+            for name, (shard, row, column, n, m, codec), (tensor, top, left) in zip(
+                names, asked.tolist(), into.tolist(), strict=True
+            ):
+                assert name == f"{tensor}"
+                for r, c in product(range(n), range(m)):
+                    if (top + r) % 13 == 0 and (left + c) % 13 == 0:
+                        assert (tensor, top + r, left + c) not in seen
+                        seen |= {
+                            (tensor, top + r, left + c),
+                            (rank, tensor, shard, row + r, column + c, top + r, left + c, codec),
+                        }
+        return seen  # fmt: skip
+
+    assert elements(pieces) == elements(found) and found.keys() == pieces.keys()
+    assert sum(int((p.asked[:, 3] * p.asked[:, 4]).sum()) for p in found.values()) == shapes.prod(1).sum()
+    blocks: dict[tuple, set] = {}
+    slab: dict[int, np.ndarray] = {}
+    widest = -(-shapes[:, 1].max() // BLOCK) * BLOCK * BLOCK * 2
+    for rank, (_, asked, into, where) in found.items():
+        for (_, _, _, n, m, _), (tensor, top, left), (slot, number, at, pitch) in zip(
+            asked.tolist(), into.tolist(), where.tolist(), strict=True
+        ):
+            ends = range(top // BLOCK, -(-(top + n) // BLOCK)), range(left // BLOCK, -(-(left + m) // BLOCK))
+            for block in product((tensor,), *ends):
+                blocks.setdefault(block, set()).add((slot, rank))
+            if slot != NO_SLOT:
+                assert number >= 7 and len(ends[0]) == 1
+                taken = slab.setdefault(number, np.zeros(max(limit, widest), np.int64))
+                spots = at + np.arange(n)[:, None] * pitch + np.arange(2 * m)
+                taken[spots] += 1
+    for holders in blocks.values():
+        slots, ranks = ({one[i] for one in holders} for i in (0, 1))
+        assert len(slots) == 1 and (slots == {NO_SLOT}) == (len(ranks) == 1)
+    assert all((taken <= 1).all() for taken in slab.values())
+
+
 def test_a_codec_of_blocks_is_none_of_single_elements():
     assert (
         codec_between("bfloat16", "float8_e4m3fn") is None
@@ -309,7 +372,7 @@ def served_in_blocks(hf: str, mcore: str, folder: Path) -> str:
 
 
 # Blocks across queries, keys and values; experts that vLLM rounds up to whole blocks; kv_b_proj, of which MLA derives matrices. In two processes
-# they travel, with their padding; in two that are both, some of the experts do.
+# they travel, with their padding, or where four ranks have parts in bf16; in two that are both, some of the experts do.
 ONLINE_CASES = [
     ("qwen3", "", 1, True),
     ("qwen3-moe", "", 1, True),
@@ -317,6 +380,8 @@ ONLINE_CASES = [
     ("qwen3-moe", "", 1, False),
     ("deepseek-v3", "", 1, False),
     ("qwen3-moe", f"{EP} 2", 2, True),
+    ("served-blocks", f"{TP} 4", 4, False),  # a head of 64 on each
+    ("qwen3-moe", f"{TP} 2 {ETP} 2", 2, False),  # padding around parts
 ]
 
 
@@ -324,10 +389,9 @@ ONLINE_CASES = [
 def test_a_refit_leaves_what_vllm_makes_of_the_same_weights_while_it_loads_them(
     variant, parallel, ranks, together, converted, tmp_path
 ):
-    moving = variant == "qwen3-moe"
-    refit(
-        converted(variant), parallel, ranks, ONLINE | {"tp": ranks}, ranks, together, tmp_path, moving=moving
-    )
+    moving, engines = variant == "qwen3-moe", ranks if together else 1
+    engine = ONLINE | {"tp": engines}
+    refit(converted(variant), parallel, ranks, engine, engines, together, tmp_path, moving=moving)
 
 
 def published(checkpoints, folder: Path) -> tuple[list[str], dict]:
@@ -390,15 +454,18 @@ def sides_of(folder: Path, trainers: int, engines: int, together: bool) -> dict:
     }
 
 
-@pytest.mark.parametrize(("together", "wide"), [(True, True), (False, False)])
-def test_a_check_sees_a_code_or_a_scale_that_changed_and_connect_sees_other_arithmetic(
-    together, wide, converted, tmp_path
+# In one process, from fp32; in blocks that the trainer makes; and in parts of blocks of two ranks.
+@pytest.mark.parametrize(
+    ("trainers", "together", "wide"), [(1, True, True), (1, False, False), (2, False, True)]
+)
+def test_a_check_sees_what_changed_and_parts_that_were_lost_and_connect_sees_other_arithmetic(
+    trainers, together, wide, converted, tmp_path
 ):
-    checkpoint = converted("served-blocks")[0]
-    flags, engine = flags_at(Path(checkpoint[1]), ""), ONLINE | {"by_config": BY_CONFIG}
-    sides = sides_of(tmp_path, 1, 1, together)
+    checkpoint = converted("qwen3" if trainers > 1 else "served-blocks")[0]
+    flags, engine = flags_at(Path(checkpoint[1]), f"{TP} {trainers}"), ONLINE | {"by_config": BY_CONFIG}
+    sides = sides_of(tmp_path, trainers, 1, together)
     *trainer, said = run_on_ranks(
-        1 if together else 2,
+        1 if together else trainers + 1,
         "blocks_that_differ",
         sides,
         flags,
@@ -407,7 +474,7 @@ def test_a_check_sees_a_code_or_a_scale_that_changed_and_connect_sees_other_arit
         wide,
         module="refit_on_cpu",
     )
-    plain, code, scale, mended, cache, arithmetic = said
+    plain, code, scale, lost, mended, cache, arithmetic = said
     assert plain == mended == "no error"
     assert "tensors did not arrive as they are in the trainer" in code and "q_proj" in code
     assert (
@@ -415,19 +482,11 @@ def test_a_check_sees_a_code_or_a_scale_that_changed_and_connect_sees_other_arit
         and "q_proj" in scale
         and "o_proj" not in scale
     )
+    assert ("k_proj" in lost and "q_proj" not in lost) if trainers > 1 else lost == "no error"
     assert "scales its fp8 keys and values by numbers that load_format='dummy' has made up" in cache
     assert "this vLLM quantises blocks with fp32 scales in another way than reshard" in arithmetic
     for there in trainer:
-        assert there[0] == there[3] == "no error" and "q_proj" in there[1] and "q_proj" in there[2]
-
-
-def test_a_block_of_which_ranks_have_parts_is_refused_in_buckets_on_every_member(converted, tmp_path):
-    checkpoint = converted("served-blocks")[0]
-    arguments = sides_of(tmp_path, 4, 1, False), flags_at(Path(checkpoint[1]), f"{TP} 4"), checkpoint, ONLINE
-    for said in run_on_ranks(5, "connecting", *arguments, module="refit_on_cpu"):
-        assert "in blocks of 128x128, of one of which trainer rank" in said and "comes by buckets" in said, (
-            said
-        )
+        assert there[0] == there[4] == "no error" and "q_proj" in there[1] and "q_proj" in there[2]
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Both ends cut the pieces of a pair alike into blocks, each a *parcel*: its codes, row after row, then its scale. The trainer's
 rank makes it in the bucket or slab, and the inference rank copies it from there to where it serves from. What no piece
-reaches of a block is padding, and zero. A block of which two ranks hold parts cannot travel so.
+reaches of a block is padding, and zero. Blocks of which several ranks hold parts travel otherwise: `parts`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -81,18 +81,6 @@ def places_asked(where: np.ndarray, extents: np.ndarray, codecs: np.ndarray) -> 
     places = np.zeros((int(where[:, 0].max(initial=-1)) + 1, PLACES), np.int64)
     places[where[:, 0], SHAPE], places[where[:, 0], ENCODING] = extents, codecs
     return places
-
-
-def in_parts(pieces: Placed, padding: Placed, places: np.ndarray) -> np.ndarray:
-    """The indices of the local tensors that have a block of which these pieces, with padding, are only a part."""
-    table, into = (np.concatenate(both) for both in zip(pieces, padding, strict=True))
-    of_pieces = np.repeat([1, 0], [len(pieces.table), len(padding.table)])
-    blocks = cut(table, into, of_pieces, places, 1)
-    if not len(blocks.items):
-        return np.zeros(0, np.int64)
-    first, area = blocks.items[:, FIRST], blocks.fragments[:, HIGH] * blocks.fragments[:, WIDE]
-    partial = np.add.reduceat(area, first) != _elements(blocks.items)
-    return np.unique(blocks.tensors[partial & (np.add.reduceat(blocks.owners, first) > 0)])
 
 
 def besides(padding: Placed, sent: Iterable[Strips], places: np.ndarray) -> Placed:

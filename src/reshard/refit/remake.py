@@ -52,7 +52,7 @@ def remade(
     device: torch.device,
 ) -> Remade:
     """Make it of `shards`, the (address, pitch in bytes) of each trainer's rank that is read, which must be
-    mapped; of local tensors in `sent`, which other ranks sent blocks of, only what these pieces are."""
+    mapped; of local tensors in `sent`, of which blocks came in another way, only what these pieces are."""
     found = Remade({rank: np.zeros(len(some.into), np.int64) for rank, some in pieces.items()}, [])
     served = places_of(engine)
     boxes = _boxes(pieces, served, sent)
@@ -87,7 +87,7 @@ def _of(pieces: Mapping[int, Pieces], tensors: np.ndarray) -> Iterator[tuple[int
     for rank, some in pieces.items():
         here = np.flatnonzero(tensors[some.into[:, 0]])
         if len(here):
-            yield rank, here, Pieces([], some.asked[here], some.into[here])
+            yield rank, here, some.where(here)
 
 
 def _gathered(

@@ -76,24 +76,28 @@ class Pull(Transport):
                 self.local_bytes += bytes_read_by(some.table)
             else:
                 self.peer_bytes += bytes_read_by(some.table)
+        rounds = [some.rounds for some in incoming.values()]
         self.fills = fills_of(self.engine, self.device)
         padding = self._padding(sent)
         nobody, no_rank = np.zeros(len(padding.table), np.int64), np.full(len(padding.table), PADDING)
         found.append(Rows(padding.table, padding.into, nobody, no_rank))
         rows = Rows(*(np.concatenate(some) for some in zip(*found, strict=True)))
         blockwise = BLOCKWISE[rows.table[:, CODEC]]
-        rounds = rounds_of(self.engine)[rows.into[:, 0]]
-        self.table = self._copies(rows.where(~blockwise & (rounds == AT_ONCE)))
+        rounds_in_turn = np.concatenate([*rounds, rounds_of(self.engine)[padding.into[:, 0]]])
+        self.table = self._copies(rows.where(~blockwise & (rounds_in_turn == AT_ONCE)))
         self.blocks = self._blocks(rows.where(blockwise))
         # Also of rounds in which all that is not padding comes by another way.
-        self.numbers = set(self.engine.passing.values())
-        self.rounds = {number: self._copies(rows.where(rounds == number)) for number in sorted(self.numbers)}
+        self.numbers = {*self.engine.passing.values(), *np.unique(rounds_in_turn).tolist()} - {AT_ONCE}
+        self.rounds = {
+            number: self._copies(rows.where(rounds_in_turn == number)) for number in sorted(self.numbers)
+        }
         self.received_bytes = self.local_bytes + self.peer_bytes
         tables = [self.table, *self.rounds.values()]
         self.launches = sum(table.launches for table in tables) + len(self.blocks)
 
     def _padding(self, sent: Iterable[Incoming]) -> parcels.Placed:
-        """Rows of padding, but what lies in blocks that are sent."""
+        """Rows of padding, but what lies in blocks that are sent. In blocks that are put together of parts it is written,
+        and written again with them."""
         table, into = self.fills.table, self.fills.into
         blockwise = BLOCKWISE[table[:, CODEC]]
         if not blockwise.any():
