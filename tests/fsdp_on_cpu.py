@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 
 from reshard.engines import VllmModel
-from reshard.refit import connect
+from reshard.refit import connect, parts
 from reshard.trainers import FsdpModel
 from tests import vllm_on_cpu
 from tests.ranks import caught
@@ -21,9 +21,15 @@ COLWISE = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "
 ROWWISE = ("o_proj", "down_proj")
 
 
-def sharded(directory: str, mesh: dict[str, int], dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
-    """The model of a directory on a mesh of ``replicate``, ``shard`` and ``tp``: tensor parallel linear layers, then FSDP around each layer."""
+def sharded(
+    directory: str, mesh: dict[str, int], dtype: torch.dtype = torch.bfloat16, narrow: tuple[str, ...] = ()
+) -> torch.nn.Module:
+    """The model of a directory on a mesh of ``replicate``, ``shard`` and ``tp``: tensor parallel linear layers, then FSDP around each layer.
+    Modules with a name that is `narrow` are in bf16."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in narrow:
+            module.to(torch.bfloat16)
     devices = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     if "tp" in mesh:
         for layer in model.model.layers:
@@ -62,22 +68,25 @@ def refit_twice(
     moving: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     executor: str = "auto",
+    narrow: tuple[str, ...] = (),
+    slab_bytes: int = parts.SLAB_BYTES,
 ):
     """Refit from each of two Hugging Face directories in turn; as `refit_on_cpu.refit_twice`. With `moving` the model is moved and run
-    before each refit."""
+    before each refit. Blocks in parts come in rounds of `slab_bytes`."""
+    parts.SLAB_BYTES = slab_bytes
     is_trainer, is_engine, members = start(rank, sides)
     source = model = destination = None
     if is_trainer:
-        model = sharded(checkpoints[0], mesh, dtype)
+        model = sharded(checkpoints[0], mesh, dtype, narrow)
         source = FsdpModel(model)
     if is_engine:
         module, config = vllm_on_cpu.build(checkpoints[0], load_format="dummy", **engine)
         destination = VllmModel(module, config)
     link = connect(members, source, destination, executor=executor)
-    held, reports = [], []
+    held = []
     for step, checkpoint in enumerate(checkpoints):
         if step and model is not None:
-            copy_shards(sharded(checkpoint, mesh, dtype), model)
+            copy_shards(sharded(checkpoint, mesh, dtype, narrow), model)
         if moving and model is not None:
             model.to(torch.float64).to(torch.bfloat16) if step else model.to("cpu")
             with torch.no_grad():
@@ -86,10 +95,10 @@ def refit_twice(
                 name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)
             ]
             assert "lm_head.weight" in whole
-        reports.append(link.refit(verify=True).to_dict())
+        link.refit(verify=True)
         held.append(fingerprint(destination.module) if destination else None)
     expected = [fingerprint(vllm_on_cpu.build(hf, **engine)[0]) for hf in checkpoints] if destination else []
-    return held, expected, reports
+    return held, expected, link.describe()
 
 
 def kept_memory(rank: int, sides: dict, mesh: dict[str, int], checkpoint: str) -> list[str]:

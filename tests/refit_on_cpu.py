@@ -22,6 +22,7 @@ from reshard.engines.vllm.layout import vllm_placement
 from reshard.engines.vllm.live import VllmModel
 from reshard.refit import Members, connect, copies
 from reshard.refit import members as members_module
+from reshard.refit.tables import DST
 from reshard.trainers.megatron import MegatronModel
 from tests import megatron_on_cpu, two_hosts, vllm_on_cpu
 from tests.ranks import caught
@@ -60,8 +61,9 @@ def loaded(directory: str, **options) -> dict[str, tuple]:
         return fingerprint(vllm_on_cpu.build(directory, **options)[0])
 
 
-def trainer(flags: list[str], directory: str, ddp: bool = False):
-    """Megatron's chunks for this rank in bf16, loaded and wrapped; and a function that loads another checkpoint into the same memory.
+def trainer(flags: list[str], directory: str, ddp: bool = False, wide: bool = False):
+    """Megatron's chunks for this rank in bf16, or where they are `wide` in fp32, loaded and wrapped; and a function that loads another
+    checkpoint into the same memory.
 
     With `ddp` they are wrapped as for a distributed optimizer, which makes every parameter a view of one buffer; the embedding and
     one norm are frozen and stay outside of it.
@@ -69,7 +71,8 @@ def trainer(flags: list[str], directory: str, ddp: bool = False):
     with on_the_cpu():
         models, args = megatron_on_cpu.build(flags)
         for model in models:
-            model.bfloat16()
+            if not wide:
+                model.bfloat16()
         megatron_on_cpu.load(models, args, directory)
 
     def load(other: str) -> None:
@@ -80,7 +83,7 @@ def trainer(flags: list[str], directory: str, ddp: bool = False):
         for model in models:
             model.to(DEVICE)
 
-    chunks = [Float16Module(model.config, model.to(DEVICE)) for model in models]
+    chunks = [model.to(DEVICE) if wide else Float16Module(model.config, model.to(DEVICE)) for model in models]
     if ddp:
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
@@ -360,28 +363,35 @@ def failing_alone(rank: int, sides: dict, flags: list[str], checkpoint: tuple[st
     return found
 
 
-def blocks_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict):
-    """What each member says of verified refits into fp8 blocks: as it is, where a code, or a scale, changes after it has arrived, and at last
-    as it is; and the engine's of scales that vLLM has made up, and at connect where ours are made in another way than vLLM's."""
+def blocks_that_differ(
+    rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict, wide: bool
+):
+    """What each member says of verified refits into fp8 blocks: as it is, where a code, or a scale, changes after it has arrived, where parts
+    of blocks that several ranks have do not arrive, if there are any, and at last as it is; and the engine's of scales that vLLM has made up, and at connect where ours are made in another way than vLLM's."""
     from reshard.engines.vllm import fp8
     from reshard.refit import blocks
 
     is_trainer, is_engine, members = start(rank, sides)
-    source = MegatronModel(trainer(flags, checkpoint[1])[0]) if is_trainer else None
+    source = MegatronModel(trainer(flags, checkpoint[1], wide=wide)[0]) if is_trainer else None
     by_config, destination = engine.pop("by_config"), None
-    changes: list = [None] * 4
+    changes: list = [None] * 5
     if is_engine:
         module, config = engine_of(checkpoint[0], load_format="dummy", **engine)
         destination = VllmModel(module, config)
         name, scales = next(iter(destination.scales.items()))
         codes = destination.regions[name].tensor.view(torch.uint8)
-        changes[1:3] = lambda: codes[3].bitwise_xor_(1), lambda: scales.region.tensor[0].mul_(1.5)
-        settle = destination.settle
+        changes[1:3] = lambda: codes[-3].bitwise_xor_(1), lambda: scales.region.tensor[-1].mul_(1.5)
+        settle, plain = destination.settle, copies.copy_on_host
     link, said = connect(members, source, destination), []
-    for change in changes:
+    for number, change in enumerate(changes):
         if is_engine:
-            destination.settle = change or settle
+            destination.settle, slab = change or settle, link.engine.slab.memory
+            if number == 3 and slab is not None:
+                slab.fill_(1)
+                copies.copy_on_host = partial(all_but, slab, plain)
         said.append(caught(lambda: link.refit(verify=True)))
+        if is_engine:
+            copies.copy_on_host = plain
     if not is_engine:
         return said
     cached = {"kv_cache_dtype": "fp8", "hf_overrides": {"quantization_config": by_config}}
@@ -390,6 +400,12 @@ def blocks_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tup
     blocks.SMALLEST = 1e-3
     said.append(caught(lambda: VllmModel(module, config)))
     return said
+
+
+def all_but(memory: torch.Tensor, copy, table) -> None:
+    """Copy what does not go into this memory."""
+    into = table[:, DST] - memory.data_ptr()
+    copy(table[(into < 0) | (into >= len(memory))])
 
 
 def connecting(

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,16 +16,30 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from reshard import mcore_to_hf
+from reshard.core.dtypes import DTYPES
 from reshard.disk.fp8 import HIGH_PRECISION
-from reshard.refit.addresses import AT_ONCE
-from reshard.refit.blocks import BF16, BLOCK, E4M3, PLACES, STRIP, cut, quantise, quantise_on_host, strips_of
+from reshard.refit import parts
+from reshard.refit.addresses import AT_ONCE, NO_SLOT, PARTS, Pieces
+from reshard.refit.blocks import (
+    BF16,
+    BLOCK,
+    E4M3,
+    PLACES,
+    SIZE,
+    STRIP,
+    cut,
+    quantise,
+    quantise_on_host,
+    size_of,
+    strips_of,
+)
 from reshard.refit.codecs import CODECS, PLAIN, ROUNDINGS, block_codec, codec_between
 from reshard.refit.parcels import digests_as_made, digests_as_served, places_asked
 from reshard.refit.tables import CODEC, DST, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
 from reshard.refit.transports.base import Incoming, Outgoing
 from reshard.refit.transports.packing import Round, Side
 from tests.ranks import free_port, run_on_ranks
-from tests.test_logits import EP, PP, TP, flags_at
+from tests.test_logits import EP, ETP, PP, TP, flags_at
 from tests.test_refit import converted, refit
 
 __all__ = ["converted"]
@@ -33,13 +47,16 @@ ONLINE = {"quantization": "fp8_per_block"}
 BY_CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
 
-def pieces_of(values: np.ndarray, cuts: list[tuple[int, int, int, int]], shift: int = 0):
-    """A table of pieces (row, column, rows, columns) of a bf16 matrix, each copied to memory of its own with a pitch of its own; into; what
-    must live as long."""
+def pieces_of(
+    values: np.ndarray, cuts: list[tuple[int, int, int, int]], shift: int = 0, sources=("bfloat16",)
+):
+    """A table of pieces (row, column, rows, columns) of a matrix, each copied to memory of its own with a pitch of its own, in these dtypes
+    in turn; into; what must live as long."""
     table, into, held = empty_table(len(cuts)), np.zeros((len(cuts), 3), np.int64), []
-    table[:, CODEC] = block_codec("fp32")
     for number, (row, column, rows, columns) in enumerate(cuts):
-        memory = np.full((rows, columns + 8 * (number % 3) + shift), 1e30, BF16.numpy())
+        source = sources[number % len(sources)]
+        table[number, CODEC] = block_codec("fp32", source)
+        memory = np.full((rows, columns + 8 * (number % 3) + shift), 1e30, DTYPES[source].numpy())
         memory[:, :columns] = values[row : row + rows, column : column + columns]
         held.append(memory)
         table[number, [SRC, SRC_PITCH, ROWS, WIDTH]] = memory.ctypes.data, memory.strides[0], rows, columns
@@ -57,8 +74,16 @@ def places_for(shape: tuple[int, int]):
     return places, codes, scales
 
 
+SOURCES = [("bfloat16",), ("float32",), ("float32", "bfloat16")]
+
+
 def weights(rows: int, columns: int, seed: int = 0) -> np.ndarray:
-    return (np.random.default_rng(seed).standard_normal((rows, columns)) * 0.02).astype(BF16.numpy())
+    return (np.random.default_rng(seed).standard_normal((rows, columns)) * 0.02).astype(np.float32)
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """bf16 of fp32, as torch and with it vLLM's loader make it."""
+    return torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy().view(BF16.numpy())
 
 
 @settings(max_examples=40, deadline=None)
@@ -67,19 +92,30 @@ def weights(rows: int, columns: int, seed: int = 0) -> np.ndarray:
     st.integers(1, 1500),
     st.lists(st.integers(1, 399), max_size=4),
     st.lists(st.integers(1, 1499), max_size=3),
+    st.sampled_from(SOURCES),
 )
-def test_whatever_the_pieces_each_block_is_made_of_all_of_its_own(rows, columns, row_cuts, column_cuts):
+def test_whatever_the_pieces_and_their_dtypes_each_block_is_made_of_bf16_of_all_of_its_own(
+    rows, columns, row_cuts, column_cuts, sources
+):
     values, places = weights(rows, columns), places_for((rows, columns))
     edges = sorted({0, rows, *(cut for cut in row_cuts if cut < rows)})
     sides = sorted({0, columns, *(cut for cut in column_cuts if cut < columns)})
     cuts = [(top, left, bottom - top, right - left) for top, bottom in pairwise(edges)
             for left, right in pairwise(sides)]  # fmt: skip
-    table, into, held = pieces_of(values, cuts)
+    table, into, held = pieces_of(values, cuts, sources=sources)
     strips = strips_of(table, into, np.arange(len(cuts)), places[0])
     quantise_on_host(strips.items, strips.fragments, "fp32")
-    codes, scales = quantise(values, "fp32")
+    codes, scales = quantise(rounded(values), "fp32")
     assert np.array_equal(places[1][:, :columns], codes.view(np.uint8)) and np.array_equal(places[2], scales)
     assert (places[1][:, columns:] == 0xEE).all() and len(held) == len(cuts)
+
+
+def test_fp32_that_is_not_rounded_to_bf16_first_makes_other_codes_and_scales():
+    values = weights(256, 256)
+    for rounding in ROUNDINGS:
+        (codes, scales), (first, factors) = quantise(values, rounding), quantise(rounded(values), rounding)
+        assert (codes.view(np.uint8) != first.view(np.uint8)).any()
+        assert (scales != factors).any() == (rounding == "fp32")
 
 
 def test_blocks_that_no_piece_reaches_stay_as_they_are():
@@ -87,7 +123,7 @@ def test_blocks_that_no_piece_reaches_stay_as_they_are():
     table, into, held = pieces_of(values, [(0, 0, 128, 256), (0, 512, 128, 988)])
     strips = strips_of(table, into, np.arange(2), places[0])
     quantise_on_host(strips.items, strips.fragments, "fp32")
-    codes, scales = quantise(values, "fp32")
+    codes, scales = quantise(rounded(values), "fp32")
     reached = np.ones((256, 1500), bool)
     reached[128:], reached[:, 256:512] = False, False
     assert np.array_equal(places[1][:, :1500][reached], codes.view(np.uint8)[reached]) and len(held) == 2
@@ -105,9 +141,10 @@ def test_both_ends_of_a_pair_cut_alike_and_what_travels_is_what_is_made_in_place
     for number, tensor in enumerate(tensors):
         places.append(tensor.place)
         for piece in tensor.cuts:
-            table, _, memory = pieces_of(tensor.values, [piece])
+            source = ("bfloat16", "float32")[rng.integers(2)]
+            table, _, memory = pieces_of(tensor.values, [piece], sources=[source])
             row, column, rows, columns = piece
-            codec, codes, _, pitch, *_ = tensor.place[-1], *tensor.place
+            codec, codes, _, pitch, *_ = block_codec(tensor.rounding, source), *tensor.place
             ends[0].append([table[0, SRC], 0, rows, columns, table[0, SRC_PITCH], 0, codec])
             ends[1].append([0, codes + row * pitch + column, rows, columns, 0, pitch, codec])
             into.append((number, row, column))
@@ -135,7 +172,7 @@ def test_both_ends_of_a_pair_cut_alike_and_what_travels_is_what_is_made_in_place
         Round.of([(sends, start)], index, cpu).run()
         Round.of([(receives, start)], index, cpu).run()
     for tensor in tensors:
-        codes, scales = quantise(tensor.values, tensor.rounding)
+        codes, scales = quantise(rounded(tensor.values), tensor.rounding)
         rows, columns = codes.shape
         assert np.array_equal(tensor.codes[:, :columns], codes.view(np.uint8)) and np.array_equal(
             tensor.plain, tensor.arrived
@@ -178,19 +215,81 @@ class Sent(NamedTuple):
         return Sent(values, rounding, cuts, place, codes, scales, plain, np.zeros_like(plain))
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_pieces_are_cut_so_that_each_block_is_one_ranks_or_has_a_slot_and_slots_are_apart(seed):
+    rng, limit = np.random.default_rng(seed), 1 << 17
+    shapes = rng.integers(1, 700, (3, 2))
+    said: dict[int, list] = {rank: [] for rank in (4, 5, 9)}
+    for tensor, shape in enumerate(shapes):
+        rows, columns = (sorted({0, n, *rng.integers(0, n + 1, 2).tolist()}) for n in shape.tolist())
+        for (top, bottom), (left, right) in product(pairwise(rows), pairwise(columns)):
+            shard, row, column = rng.integers(100, 200, 3)
+            codec = block_codec("fp32", ("bfloat16", "float32")[rng.integers(2)])
+            asked = shard, row, column, bottom - top, right - left, codec
+            said[int(rng.choice([4, 5, 9]))].append((f"{tensor}", asked, (tensor, top, left)))
+    said = {rank: some for rank, some in said.items() if some}
+    pieces = {
+        rank: Pieces([name for name, *_ in some], np.array([asked for _, asked, _ in some]), np.array([into for *_, into in some]),
+                     np.full((len(some), PARTS), NO_SLOT)) for rank, some in said.items()
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "SLAB_BYTES", limit)
+        found = parts.divided(pieces, shapes, 7)
+
+    def elements(some: dict[int, Pieces]) -> set[tuple]:
+        """What comes from where to where, element by element of every 13th."""
+        seen = set()
+        for rank, (names, asked, into, _) in some.items():
+            for name, (shard, row, column, n, m, codec), (tensor, top, left) in zip(
+                names, asked.tolist(), into.tolist(), strict=True
+            ):
+                assert name == f"{tensor}"
+                for r, c in product(range(n), range(m)):
+                    if (top + r) % 13 == 0 and (left + c) % 13 == 0:
+                        assert (tensor, top + r, left + c) not in seen
+                        seen |= {
+                            (tensor, top + r, left + c),
+                            (rank, tensor, shard, row + r, column + c, top + r, left + c, codec),
+                        }
+        return seen  # fmt: skip
+
+    assert elements(pieces) == elements(found) and found.keys() == pieces.keys()
+    assert sum(int((p.asked[:, 3] * p.asked[:, 4]).sum()) for p in found.values()) == shapes.prod(1).sum()
+    blocks: dict[tuple, set] = {}
+    slab: dict[int, np.ndarray] = {}
+    widest = -(-shapes[:, 1].max() // BLOCK) * BLOCK * BLOCK * 2
+    for rank, (_, asked, into, where) in found.items():
+        for (_, _, _, n, m, _), (tensor, top, left), (slot, number, at, pitch) in zip(
+            asked.tolist(), into.tolist(), where.tolist(), strict=True
+        ):
+            ends = range(top // BLOCK, -(-(top + n) // BLOCK)), range(left // BLOCK, -(-(left + m) // BLOCK))
+            for block in product((tensor,), *ends):
+                blocks.setdefault(block, set()).add((slot, rank))
+            if slot != NO_SLOT:
+                assert number >= 7 and len(ends[0]) == 1
+                taken = slab.setdefault(number, np.zeros(max(limit, widest), np.int64))
+                spots = at + np.arange(n)[:, None] * pitch + np.arange(2 * m)
+                taken[spots] += 1
+    for holders in blocks.values():
+        slots, ranks = ({one[i] for one in holders} for i in (0, 1))
+        assert len(slots) == 1 and (slots == {NO_SLOT}) == (len(ranks) == 1)
+    assert all((taken <= 1).all() for taken in slab.values())
+
+
 def test_a_codec_of_blocks_is_none_of_single_elements():
     assert (
         codec_between("bfloat16", "float8_e4m3fn") is None
-        and codec_between("float32", "float8_e4m3fn", "fp32") is None
+        and codec_between("float16", "float8_e4m3fn", "fp32") is None
     )
-    numbers = [block_codec(rounding) for rounding in ROUNDINGS]
-    assert len(set(numbers)) == 3
+    numbers = [block_codec(rounding, source) for rounding in ROUNDINGS for source in ("bfloat16", "float32")]
+    assert len({str(CODECS[number]) for number in numbers}) == 6
     with pytest.raises(NotImplementedError):
         CODECS[numbers[0]].encode(np.zeros((1, 2), np.uint8))
 
 
 def test_power_of_two_scales_round_up_and_rounding_twice_loses_more():
-    values = weights(512, 512)
+    values = rounded(weights(512, 512))
     error = {}
     for rounding in ROUNDINGS:
         codes, scales = quantise(values, rounding)
@@ -225,14 +324,16 @@ def interpret() -> None:
     power = rng.integers(-12, 4, (2, 10)).repeat(BLOCK, 0).repeat(BLOCK, 1)[:rows, :columns]
     values = np.ldexp(numbers, power).astype(BF16.numpy())
     # the last as what travels is made, a block at a time
-    for rounding, shift, blocks in [
-        *((rounding, 0, STRIP) for rounding in ROUNDINGS),
-        ("fp32", 3, STRIP),
-        ("twice", 0, 1),
+    for rounding, shift, blocks, sources in [
+        ("fp32", 0, STRIP, SOURCES[0]),
+        ("ue8m0", 0, STRIP, SOURCES[1]),
+        ("twice", 0, STRIP, SOURCES[2]),
+        ("fp32", 3, STRIP, SOURCES[2]),
+        ("twice", 0, 1, SOURCES[1]),
     ]:
         cuts = [(0, 0, 128, 1024), (0, 1024, 128, 136), (128, 0, 20, columns), (148, 0, 22, 104 + shift),
                 (148, 104 + shift, 22, columns - 104 - shift)]  # fmt: skip
-        table, into, held = pieces_of(values, cuts, shift)
+        table, into, held = pieces_of(values, cuts, shift, sources)
         places, codes, scales = places_for((rows, columns))
         strips = cut(table, into, np.zeros(len(cuts), np.int64), places, blocks)
         quantise_strips(
@@ -240,6 +341,7 @@ def interpret() -> None:
             rounding,
             not shift,
             blocks,
+            size_of(strips.fragments[:, SIZE]),
         )
         wanted, factors = quantise(values, rounding, divide=False)
         found = codes[:, :columns].view(E4M3.numpy()).astype(np.float32)
@@ -270,7 +372,7 @@ def served_in_blocks(hf: str, mcore: str, folder: Path) -> str:
 
 
 # Blocks across queries, keys and values; experts that vLLM rounds up to whole blocks; kv_b_proj, of which MLA derives matrices. In two processes
-# they travel, with their padding; in two that are both, some of the experts do.
+# they travel, with their padding, or where four ranks have parts in bf16; in two that are both, some of the experts do.
 ONLINE_CASES = [
     ("qwen3", "", 1, True),
     ("qwen3-moe", "", 1, True),
@@ -278,6 +380,8 @@ ONLINE_CASES = [
     ("qwen3-moe", "", 1, False),
     ("deepseek-v3", "", 1, False),
     ("qwen3-moe", f"{EP} 2", 2, True),
+    ("served-blocks", f"{TP} 4", 4, False),  # a head of 64 on each
+    ("qwen3-moe", f"{TP} 2 {ETP} 2", 2, False),  # padding around parts
 ]
 
 
@@ -285,10 +389,9 @@ ONLINE_CASES = [
 def test_a_refit_leaves_what_vllm_makes_of_the_same_weights_while_it_loads_them(
     variant, parallel, ranks, together, converted, tmp_path
 ):
-    moving = variant == "qwen3-moe"
-    refit(
-        converted(variant), parallel, ranks, ONLINE | {"tp": ranks}, ranks, together, tmp_path, moving=moving
-    )
+    moving, engines = variant == "qwen3-moe", ranks if together else 1
+    engine = ONLINE | {"tp": engines}
+    refit(converted(variant), parallel, ranks, engine, engines, together, tmp_path, moving=moving)
 
 
 def published(checkpoints, folder: Path) -> tuple[list[str], dict]:
@@ -351,17 +454,27 @@ def sides_of(folder: Path, trainers: int, engines: int, together: bool) -> dict:
     }
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_a_check_sees_a_code_or_a_scale_that_changed_and_connect_sees_other_arithmetic(
-    together, converted, tmp_path
+# In one process, from fp32; in blocks that the trainer makes; and in parts of blocks of two ranks.
+@pytest.mark.parametrize(
+    ("trainers", "together", "wide"), [(1, True, True), (1, False, False), (2, False, True)]
+)
+def test_a_check_sees_what_changed_and_parts_that_were_lost_and_connect_sees_other_arithmetic(
+    trainers, together, wide, converted, tmp_path
 ):
-    checkpoint = converted("served-blocks")[0]
-    flags, engine = flags_at(Path(checkpoint[1]), ""), ONLINE | {"by_config": BY_CONFIG}
-    sides = sides_of(tmp_path, 1, 1, together)
+    checkpoint = converted("qwen3" if trainers > 1 else "served-blocks")[0]
+    flags, engine = flags_at(Path(checkpoint[1]), f"{TP} {trainers}"), ONLINE | {"by_config": BY_CONFIG}
+    sides = sides_of(tmp_path, trainers, 1, together)
     *trainer, said = run_on_ranks(
-        1 if together else 2, "blocks_that_differ", sides, flags, checkpoint, engine, module="refit_on_cpu"
+        1 if together else trainers + 1,
+        "blocks_that_differ",
+        sides,
+        flags,
+        checkpoint,
+        engine,
+        wide,
+        module="refit_on_cpu",
     )
-    plain, code, scale, mended, cache, arithmetic = said
+    plain, code, scale, lost, mended, cache, arithmetic = said
     assert plain == mended == "no error"
     assert "tensors did not arrive as they are in the trainer" in code and "q_proj" in code
     assert (
@@ -369,19 +482,11 @@ def test_a_check_sees_a_code_or_a_scale_that_changed_and_connect_sees_other_arit
         and "q_proj" in scale
         and "o_proj" not in scale
     )
+    assert ("k_proj" in lost and "q_proj" not in lost) if trainers > 1 else lost == "no error"
     assert "scales its fp8 keys and values by numbers that load_format='dummy' has made up" in cache
     assert "this vLLM quantises blocks with fp32 scales in another way than reshard" in arithmetic
     for there in trainer:
-        assert there[0] == there[3] == "no error" and "q_proj" in there[1] and "q_proj" in there[2]
-
-
-def test_a_block_of_which_ranks_have_parts_is_refused_in_buckets_on_every_member(converted, tmp_path):
-    checkpoint = converted("served-blocks")[0]
-    arguments = sides_of(tmp_path, 4, 1, False), flags_at(Path(checkpoint[1]), f"{TP} 4"), checkpoint, ONLINE
-    for said in run_on_ranks(5, "connecting", *arguments, module="refit_on_cpu"):
-        assert "in blocks of 128x128, of one of which trainer rank" in said and "comes by buckets" in said, (
-            said
-        )
+        assert there[0] == there[4] == "no error" and "q_proj" in there[1] and "q_proj" in there[2]
 
 
 if __name__ == "__main__":

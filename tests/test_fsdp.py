@@ -8,6 +8,7 @@ import torch
 from tests.checkpoints import make
 from tests.ranks import free_port, run_on_ranks
 
+NARROW = ("k_proj", "up_proj", "kv_b_proj")
 CASES = [
     ("llama", {"shard": 2}, {"tp": 2}, 2, False),
     ("llama-rope-tied", {"shard": 3}, {"tp": 1}, 1, False),  # no size divides by 3
@@ -18,12 +19,20 @@ CASES = [
     ("deepseek-v3", {"shard": 2, "tp": 2}, {"tp": 4}, 4, True),
     ("deepseek-v3-no-q-lora", {"replicate": 2, "shard": 2}, {"tp": 2}, 2, False),
 ]
+BLOCKS = {"quantization": "fp8_per_block"}
+WIDEST = 256 * 384  # bytes of a row of blocks of the widest matrix that has parts of some
 # Trainers whose parameters are fp32 of which the engine serves what its loader makes of fp32: bf16, but for MoE's bias.
 WIDE = [
-    ("qwen3-moe", {"shard": 4}, {"tp": 2, "enable_expert_parallel": True}, 2, False, "buckets"),
-    ("deepseek-v3", {"shard": 2}, {"tp": 2}, 2, True, "auto"),
-    ("glm4-moe", {"shard": 3}, {"tp": 1}, 1, False, "staged"),
-    ("qwen3-moe", {"shard": 1}, {"tp": 1, "quantization": "fp8_per_channel"}, 1, True, "auto"),
+    ("qwen3-moe", {"shard": 4}, {"tp": 2, "enable_expert_parallel": True}, 2, False, {"executor": "buckets"}),
+    ("deepseek-v3", {"shard": 2}, {"tp": 2}, 2, True, {}),
+    ("glm4-moe", {"shard": 3}, {"tp": 1}, 1, False, {"executor": "staged"}),
+    ("qwen3-moe", {"shard": 1}, {"tp": 1, "quantization": "fp8_per_channel"}, 1, True, {}),
+    # blocks where all of their memory is read; in buckets, of parts, in many rounds; of parts of which some come in buckets and others
+    # are read; and staged. Some are partly in bf16.
+    ("qwen3", {"shard": 1}, BLOCKS, 1, True, {"narrow": NARROW}),
+    ("served-moe-blocks", {"shard": 3}, BLOCKS, 1, False, {"slab_bytes": 1 << 17}),
+    ("qwen3", {"shard": 2}, {"dp": 2} | BLOCKS, 2, True, {"slab_bytes": 1 << 16}),
+    ("deepseek-v3", {"shard": 2}, BLOCKS, 1, False, {"executor": "staged", "narrow": NARROW}),
 ]
 
 
@@ -66,17 +75,23 @@ def test_an_fsdp_model_refits_what_vllms_own_loader_makes_of_its_checkpoint(
     )
 
 
-@pytest.mark.parametrize(("variant", "mesh", "engine", "engines", "together", "executor"), WIDE, ids=str)
+@pytest.mark.parametrize(("variant", "mesh", "engine", "engines", "together", "options"), WIDE, ids=str)
 def test_fp32_parameters_arrive_as_vllms_own_loader_casts_them(
-    variant, mesh, engine, engines, together, executor, checkpoints, tmp_path
+    variant, mesh, engine, engines, together, options, checkpoints, tmp_path
 ):
     sides, ranks = sides_of(mesh, engines, together, tmp_path)
     wide = checkpoints(variant, torch.float32)
-    options = {"dtype": torch.float32, "executor": executor}
+    options = {"dtype": torch.float32, **options}
     results = run_on_ranks(
         ranks, "refit_twice", sides, mesh, wide, engine, module="fsdp_on_cpu", options=options
     )
     check(results, engines)
+    limit, in_blocks = options.get("slab_bytes"), engine.get("quantization") == "fp8_per_block"
+    for *_, described in results[-engines:]:
+        parts = described["parts"]
+        assert (parts["bytes"] > 0) == (parts["slab_bytes"] > 0) == (in_blocks and mesh["shard"] > 1)
+        if limit:
+            assert parts["rounds"] > 2 and parts["slab_bytes"] <= max(limit, WIDEST)
 
 
 def check(results: list, engines: int) -> None:

@@ -1,16 +1,18 @@
 """Refits from an FSDP2 trainer, beside what such trainers do today; all in one run.
 
-    torchrun --nproc-per-node 2 -m benchmarks.refits.fsdp --model qwen3-30b-a3b --vllm-tp 2 [--tp 2] [--fp32] [--json FILE]
+    torchrun --nproc-per-node 2 -m benchmarks.refits.fsdp --model qwen3-30b-a3b --vllm-tp 2 [--tp 2] [--fp32] \\
+        [--quantization fp8_per_block [--exact]] [--json FILE]
 
 Every process holds a rank of a transformers model under ``fully_shard`` (random weights in bf16, or with `--fp32`
 in fp32, which all ways cast; with `--tp` on a mesh of shards and tensor parallelism) and a rank of a real vLLM (`external_launcher`). Reported:
 connect, then warm medians of the slowest rank for
 
-- peer: pulls from peers' memory; buckets: all bytes through NCCL;
+- peer: pulls from peers' memory; buckets: all bytes through NCCL; staged, with `--quantization`: through slabs, but for a process's own;
 - full_tensor: ``full_tensor()`` of each parameter in turn, into vLLM's `load_weights`;
 - gathered: the same with a GiB of parameters gathered at once, asynchronously.
 
-Before the timing, all ways must leave the same bits in vLLM, from different garbage.
+Before the timing, all ways must leave the same bits in vLLM, from different garbage. With `--quantization` vLLM quantises what it loads, in
+the last two by its own reloading; where it serves by DeepGEMM its bits are those of `--exact`.
 """
 
 import argparse
@@ -18,7 +20,8 @@ import statistics
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +33,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from benchmarks.models import config_of, vllm_engine
 from benchmarks.processes import conclude, device, everyone, say, start_processes
-from benchmarks.refits.refit import fingerprints, link_rate, measured, memory_rate, scribble
+from benchmarks.refits.refit import fingerprints, link_rate, measured, memory_rate, reloading, scribble
 
 COLWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWWISE = ("o_proj", "down_proj")
@@ -107,6 +110,10 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--fp32", action="store_true")
     parser.add_argument("--vllm-tp", type=int, required=True)
+    parser.add_argument("--quantization", help="what vLLM serves in: fp8_per_block")
+    parser.add_argument(
+        "--exact", action="store_true", help="quantise as vLLM's own loading does, bit for bit"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--today-rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
@@ -114,7 +121,8 @@ def main() -> None:
     start_processes()
     config = config_of(options.model, options.layers)
     folder = Path(tempfile.gettempdir()) / f"{options.model}-{dist.get_rank()}"
-    llm = vllm_engine(folder, config, tensor_parallel_size=options.vllm_tp)
+    extra = {"quantization": options.quantization} if options.quantization else {}
+    llm = vllm_engine(folder, config, tensor_parallel_size=options.vllm_tp, **extra)
     dtype = torch.float32 if options.fp32 else torch.bfloat16
     model = sharded(folder, options.tp, dtype)
     say("both are up")
@@ -125,12 +133,13 @@ def main() -> None:
 
     cuda = device() == "cuda"
     result: dict = {"model": options.model, "layers": config["num_hidden_layers"], "gpus": dist.get_world_size(), "tp": options.tp, "dtype": str(dtype),
-                    "vllm_tp": options.vllm_tp, "gpu": torch.cuda.get_device_name() if cuda else "none", "connect_seconds": {}}  # fmt: skip
+                    "vllm_tp": options.vllm_tp, "quantization": options.quantization, "exact": options.exact, "gpu": torch.cuda.get_device_name() if cuda else "none", "connect_seconds": {}}  # fmt: skip
     links = {}
-    for executor in ("peer", "buckets") if cuda else ("buckets",):
+    executors = ("peer", "buckets", "staged") if options.quantization else ("peer", "buckets")
+    for executor in executors if cuda else ("buckets",):
         dist.barrier()
         start = time.perf_counter()
-        source, destination = FsdpModel(model), VllmModel.from_llm(llm)
+        source, destination = FsdpModel(model), VllmModel.from_llm(llm, exact=options.exact)
         read = time.perf_counter()
         links[executor] = connect(
             Members.of_process_group(executor), source, destination, executor=executor, release=False
@@ -139,24 +148,34 @@ def main() -> None:
             "read": read - start,
             "connect": time.perf_counter() - read,
         }
-    module = destination.module
-    ways = {name: link.refit for name, link in links.items()}
-    ways["full_tensor"] = lambda: module.load_weights(one_by_one(model))
-    ways["gathered"] = lambda: module.load_weights(gathered(model))
+    module, model_config = destination.module, llm.llm_engine.model_config if options.quantization else None
+
+    def load(parameters: Callable[[torch.nn.Module], Iterator]) -> None:
+        with reloading(module, model_config):
+            module.load_weights(parameters(model))
+
+    ways = {name: partial(link.refit, verify=True) for name, link in links.items()}
+    ways |= {"full_tensor": partial(load, one_by_one), "gathered": partial(load, gathered)}
     found = []
     for index, run in enumerate(ways.values()):
-        scribble(destination.regions, float(index + 3))
+        scribble(destination, float(index + 3))
         run()
         found.append(fingerprints(module))
-    different = [name for name in found[0] if len({one[name] for one in found}) > 1]
+    different = [name for name in found[0] if len({one.get(name) for one in found}) > 1]
     result["parameters"], result["different"] = len(found[0]), max(everyone(len(different)))
+    described = {name: link.describe() for name, link in links.items()}
+    result["cast_bytes"] = {
+        name: everyone([way["cast"] for way in d["ways"]]) for name, d in described.items()
+    }
+    result["parts"] = {name: everyone(d["parts"]) for name, d in described.items()}
+    result["quantised"] = next(iter(described.values()))["quantised"]
     say("bits:", len(found[0]), "parameters and buffers; different:", different[:5])
     if cuda:
         pull = links["peer"].pull
         wire, memory = min(everyone(link_rate())), min(everyone(memory_rate()))
         moved = everyone((pull.local_bytes, pull.peer_bytes))
         result |= {"local_and_peer_bytes": moved, "link_bytes_per_second": wire}
-        written = 2 / dtype.itemsize  # bytes for each that is read
+        written = (1 if options.quantization else 2) / dtype.itemsize  # bytes for each that is read
         floors = (max(p / wire, (n + (n + p) * written) / memory) for n, p in moved)
         result["floor_seconds"] = max(floors)
     for name, link in links.items():

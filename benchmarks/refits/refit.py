@@ -24,6 +24,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -103,6 +104,20 @@ def memory_rate() -> float:
     return 2 * (1 << 30) / statistics.median(times)
 
 
+@contextmanager
+def reloading(vllm_model, model_config=None):
+    """Within it weights go into vLLM's model: with a `model_config` by vLLM's own reloading, which quantises each layer when it
+    has all of it."""
+    if model_config is None:
+        yield
+        return
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    layerwise.initialize_layerwise_reload(vllm_model)
+    yield
+    layerwise.finalize_layerwise_reload(vllm_model, model_config)
+
+
 class Today:
     """Gather every full tensor on every rank, layer by layer, then vLLM's own loader; with a `model_config` by vLLM's
     own reloading, which quantises each layer when it has all of it."""
@@ -129,14 +144,8 @@ class Today:
         self.give = lambda full: self.module.load_weights(iter(full.items()))
 
     def run(self) -> None:
-        if self.model_config is None:
+        with reloading(self.module, self.model_config):
             self._give_all()
-            return
-        from vllm.model_executor.model_loader.reload import layerwise
-
-        layerwise.initialize_layerwise_reload(self.module)
-        self._give_all()
-        layerwise.finalize_layerwise_reload(self.module, self.model_config)
 
     def _give_all(self) -> None:
         me = dist.get_rank()

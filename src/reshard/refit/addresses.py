@@ -11,7 +11,14 @@ from reshard.live.cuda import Allocation, allocation_of, exported
 from reshard.live.engine import Engine
 from reshard.live.memory import Region
 from reshard.live.trainer import Trainer
-from reshard.refit.codecs import BLOCKWISE, DESTINATION_SIZES, PLAIN, block_codec, bytes_in_source
+from reshard.refit.codecs import (
+    BEFORE_BLOCKS,
+    BLOCKWISE,
+    DESTINATION_SIZES,
+    PLAIN,
+    block_codec,
+    bytes_in_source,
+)
 from reshard.refit.tables import CODEC, COLUMNS, DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
 from reshard.refit.transports.mappings import Mappings
 
@@ -19,21 +26,29 @@ from reshard.refit.transports.mappings import Mappings
 ASKED = 6
 SHARD, ROW, COLUMN, COUNT, ELEMENTS, ENCODED = range(ASKED)
 # Of an engine that serves quantised also where a piece goes: the local tensor's index, the first row and column
-# there; that tensor's rows and columns; and the round in which it passes through its region (`rounds_of`).
+# there; that tensor's rows and columns; and the round in which it passes through its region (`rounds_of`), or, of what
+# is made into blocks, in which it comes as bf16 where it is sent (`parts`).
 WHERE, EXTENT, ROUND = slice(ASKED, ASKED + 3), slice(ASKED + 3, ASKED + 5), ASKED + 5
 AT_ONCE = -1  # in the place of a round's number
+# Columns of where pieces lie while blocks are put together of them (`parts`): the slot, its round, the piece's first byte
+# in the slab, and the bytes from one row to the next.
+PARTS = 4
+SLOT, IN_ROUND, AT, APART = range(PARTS)
+NO_SLOT = AT_ONCE  # in all four, of pieces that have none
 
 
 class Pieces(NamedTuple):
     """The copies of a plan from one trainer's rank into this one, `names` being the canonical tensors'.
 
     `asked` is what that rank is asked for: shard, first row, first column, rows, columns and codec of each;
-    `into` the index of the local tensor among the engine's regions, and the first row and column there.
+    `into` the index of the local tensor among the engine's regions, and the first row and column there; `parts` where
+    each is put together with others' (`reshard.refit.parts`).
     """
 
     names: list[str]
     asked: np.ndarray
     into: np.ndarray
+    parts: np.ndarray
 
     @staticmethod
     def of(copies: Sequence[tuple[int, int, Transfer]], index: Mapping[Any, int]) -> "Pieces":
@@ -41,7 +56,22 @@ class Pieces(NamedTuple):
         asked = [(shard, *two(t.src_at, 0), *two(t.box.lengths, 1), codec) for shard, codec, t in copies]
         into = [(index[t.dst], *two(t.dst_at, 0)) for *_, t in copies]
         matrix = np.array(asked, np.int64).reshape(-1, ASKED), np.array(into, np.int64).reshape(-1, 3)
-        return Pieces([t.name for *_, t in copies], *matrix)
+        return Pieces([t.name for *_, t in copies], *matrix, np.full((len(copies), PARTS), NO_SLOT))
+
+    @staticmethod
+    def joined(several: Sequence["Pieces"]) -> "Pieces":
+        """All of them, without their names."""
+        matrices = zip(*((some.asked, some.into, some.parts) for some in several), strict=True)
+        return Pieces([], *map(np.concatenate, matrices)) if several else Pieces.none()
+
+    @staticmethod
+    def none() -> "Pieces":
+        """No pieces."""
+        return Pieces.of([], {})
+
+    def where(self, chosen: np.ndarray) -> "Pieces":
+        """Some of them, without their names."""
+        return Pieces([], self.asked[chosen], self.into[chosen], self.parts[chosen])
 
 
 def two(values: tuple[int, ...], fill: int) -> tuple[int, int]:
@@ -93,11 +123,12 @@ class Fills(NamedTuple):
 
 
 def fills_of(destination: Engine, device: torch.device) -> Fills:
-    """The padding of an engine's local tensors; of those in blocks it is quantised like anything else."""
+    """The padding of an engine's local tensors; of those in blocks it is quantised like anything else, as if from fp32:
+    zeros are zeros in whatever is narrower, too."""
     rows, into, longest = [], [], 0
     for index, (identity, region) in enumerate(destination.regions.items()):
         size, scales = region.tensor.element_size(), destination.scales.get(identity)
-        codec = PLAIN if scales is None else block_codec(scales.rounding)
+        codec = PLAIN if scales is None else block_codec(scales.rounding, "float32")
         for fill in destination.placement.tensors[identity].fills:
             (row, column), (n, width) = two(fill.offsets, 0), two(fill.lengths, 1)
             address = region.address + (row * region.pitch + column) * size
@@ -124,11 +155,20 @@ def source_table(memory: np.ndarray, asked: np.ndarray) -> np.ndarray:
 
 
 def as_held(asked: np.ndarray) -> np.ndarray:
-    """Pieces as the source has them, where blocks would be made of them: a fragment of a block says nothing of its
-    codes."""
+    """Pieces as the bf16 that blocks would be made of: a fragment of a block says nothing of its codes."""
     held = asked.copy()
-    held[BLOCKWISE[asked[:, ENCODED]], ENCODED] = PLAIN
+    held[:, ENCODED] = BEFORE_BLOCKS[asked[:, ENCODED]]
     return held
+
+
+def as_sent(asked: np.ndarray) -> np.ndarray:
+    """Pieces that another rank asked for as they are sent: in blocks, or as bf16 where other ranks have parts of these."""
+    if asked.shape[1] == ASKED:
+        return asked
+    sent = asked.copy()
+    parts = BLOCKWISE[asked[:, ENCODED]] & (asked[:, ROUND] != AT_ONCE)
+    sent[parts, ENCODED] = BEFORE_BLOCKS[asked[parts, ENCODED]]
+    return sent
 
 
 def from_source(table: np.ndarray, asked: np.ndarray, shards: np.ndarray) -> np.ndarray:

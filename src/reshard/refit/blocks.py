@@ -1,9 +1,9 @@
-"""Blocks of fp8 with a scale each, made of a trainer's bf16 on the way into an engine: the tables, and what the
+"""Blocks of fp8 with a scale each, made of a trainer's bf16 or fp32 on the way into an engine: the tables, and what the
 host makes of them. `reshard.refit.kernels` has the kernel.
 
 A block of 128x128 elements of a local tensor may come in fragments, from several shards and ranks. Each is
-gathered, its largest magnitude found, and codes and scale are written where the engine serves from; there is
-no copy in between. An *item* is a strip of up to 8 blocks beside each other, with its fragments.
+gathered, rounded to bf16 where it is wider, its largest magnitude found, and codes and scale are written where the engine
+serves from; there is no copy in between. An *item* is a strip of up to 8 blocks beside each other, with its fragments.
 """
 
 from typing import NamedTuple
@@ -13,23 +13,33 @@ import torch
 
 from reshard.core.dtypes import DTYPES
 from reshard.live.engine import Engine
-from reshard.refit.codecs import BLOCK, CODECS, E4M3_MAX, SMALLEST, BlockCodec, block_codec
+from reshard.refit.codecs import (
+    BEFORE_BLOCKS,
+    BLOCK,
+    CODECS,
+    E4M3_MAX,
+    SMALLEST,
+    SOURCE_SIZES,
+    block_codec,
+)
 from reshard.refit.copies import host_bytes
-from reshard.refit.tables import ROWS, SRC, SRC_PITCH, WIDTH
+from reshard.refit.tables import CODEC, ROWS, SRC, SRC_PITCH, WIDTH
 
 STRIP = 8  # blocks of an item
 # Columns of an item: address and pitch in bytes of its codes, address of its first scale, rows, columns, its first
 # fragment and how many there are.
 ITEM = 7
 CODES, CODES_PITCH, SCALES, HEIGHT, LENGTH, FIRST, COUNT = range(ITEM)
-# Columns of a fragment: address and pitch in elements of the source, first row and column within the item, rows, columns.
-FRAGMENT = 6
-FROM, FROM_PITCH, TOP, LEFT, HIGH, WIDE = range(FRAGMENT)
+# Columns of a fragment: address and pitch in elements of the source, first row and column within the item, rows, columns,
+# and the bytes of an element of the source.
+FRAGMENT = 7
+FROM, FROM_PITCH, TOP, LEFT, HIGH, WIDE, SIZE = range(FRAGMENT)
 # Columns of where quantised tensors lie (`places_of`): of codes and of scales the addresses, then the pitches in
-# elements; rows and columns; the codec.
+# elements; rows and columns; the codec that bf16 would have.
 PLACES = 7
 PLACE, PITCH, SHAPE, ENCODING = slice(0, 2), slice(2, 4), slice(4, 6), 6
 E4M3, BF16 = DTYPES["float8_e4m3fn"], DTYPES["bfloat16"]
+TO_BF16 = CODECS[BEFORE_BLOCKS[block_codec("fp32", "float32")]]
 
 
 def places_of(engine: Engine) -> np.ndarray:
@@ -58,7 +68,7 @@ def strips_of(table: np.ndarray, into: np.ndarray, owners: np.ndarray, places: n
     """Cut pieces at the borders of blocks, and put together what belongs to an item. Blocks that no piece reaches
     are in none: they come by another way.
 
-    `table` has the source's end filled in; `into` are the local tensor's index, row and column of each piece, `places` where
+    `table` has the source's end and the codec filled in; `into` are the local tensor's index, row and column of each piece, `places` where
     the local tensors lie (`places_of`).
     """
     strips = cut(table, into, owners, places, STRIP)
@@ -92,10 +102,10 @@ def cut(table: np.ndarray, into: np.ndarray, owners: np.ndarray, places: np.ndar
     bottom = np.minimum(row[piece] + rows[piece], (block_row + 1) * BLOCK)
     left = np.maximum(column[piece], strip * wide)
     right = np.minimum(column[piece] + columns[piece], (strip + 1) * wide)
-    pitch = table[piece, SRC_PITCH]
+    pitch, size = table[piece, SRC_PITCH], SOURCE_SIZES[table[piece, CODEC]]
     fragments = np.empty((len(piece), FRAGMENT), np.int64)
-    fragments[:, FROM] = table[piece, SRC] + (top - row[piece]) * pitch + (left - column[piece]) * BF16.size
-    fragments[:, FROM_PITCH] = pitch // BF16.size
+    fragments[:, FROM] = table[piece, SRC] + (top - row[piece]) * pitch + (left - column[piece]) * size
+    fragments[:, FROM_PITCH], fragments[:, SIZE] = pitch // size, size
     fragments[:, TOP], fragments[:, LEFT] = top - block_row * BLOCK, left - strip * wide
     fragments[:, HIGH], fragments[:, WIDE] = bottom - top, right - left
     keys = np.stack([index[piece], block_row, strip], 1)
@@ -116,18 +126,18 @@ def cut(table: np.ndarray, into: np.ndarray, owners: np.ndarray, places: np.ndar
 
 
 class BlockTable:
-    """Strips ready to run, of one codec; kept on the GPU. `order` are the items' in which all peers' links are
+    """Strips ready to run, of one rounding; kept on the GPU. `order` are the items' in which all peers' links are
     busy at once."""
 
-    def __init__(self, strips: Strips, codec: int, device: torch.device, order: np.ndarray) -> None:
-        found = CODECS[codec]
-        assert isinstance(found, BlockCodec)
-        self.rounding, self.device = found.rounding, device
+    def __init__(self, strips: Strips, rounding: str, device: torch.device, order: np.ndarray) -> None:
+        self.rounding, self.device = rounding, device
         items = strips.items[order]
         bits = np.bitwise_or.reduce(items[:, [CODES, CODES_PITCH]].ravel(), initial=0)
         sources = strips.fragments
-        moved = sources[:, FROM] | sources[:, FROM_PITCH] * BF16.size | sources[:, LEFT] * BF16.size
+        size = sources[:, SIZE]
+        moved = sources[:, FROM] | sources[:, FROM_PITCH] * size | sources[:, LEFT] * size
         self.aligned = bool((bits | np.bitwise_or.reduce(moved, initial=0)) % 16 == 0)
+        self.size = size_of(size)
         # Programs for an item; two kernels, not one for each width.
         self.blocks = 1 if (items[:, LENGTH] <= BLOCK).all() else STRIP
         self.items: torch.Tensor | np.ndarray = items
@@ -140,7 +150,7 @@ class BlockTable:
         self.items = torch.from_numpy(items).to(device)
         self.fragments = torch.from_numpy(sources).to(device)
         self.owners = torch.from_numpy(strips.owners.astype(np.int32)).to(device)
-        compile_quantise(self.rounding, self.aligned, device, self.blocks)
+        compile_quantise(self.rounding, self.aligned, device, self.blocks, self.size)
 
     def shift(self, deltas: np.ndarray) -> None:
         """Add `deltas` bytes, multiples of 16, by owner, to where the sources are."""
@@ -154,17 +164,26 @@ class BlockTable:
         if isinstance(self.items, torch.Tensor) and isinstance(self.fragments, torch.Tensor):
             from reshard.refit.kernels import quantise_strips
 
-            quantise_strips(self.items, self.fragments, self.rounding, self.aligned, self.blocks)
+            how = self.rounding, self.aligned, self.blocks, self.size
+            quantise_strips(self.items, self.fragments, *how)
         elif isinstance(self.items, np.ndarray) and isinstance(self.fragments, np.ndarray):
             quantise_on_host(self.items, self.fragments, self.rounding)
+
+
+def size_of(sizes: np.ndarray) -> int:
+    """The bytes that elements of all fragments have, for which there is a kernel of its own; 0 where they differ."""
+    known = np.unique(sizes)
+    return int(known[0]) if len(known) == 1 else 0
 
 
 def quantise_on_host(items: np.ndarray, fragments: np.ndarray, rounding: str) -> None:
     """Carry out items whose addresses are this process's memory."""
     for codes, codes_pitch, scales, height, length, first, count in items.tolist():
         values = np.zeros((height, length), BF16.numpy())
-        for source, pitch, top, left, high, wide in fragments[first : first + count].tolist():
-            held = np.ascontiguousarray(host_bytes(source, high, wide * BF16.size, pitch * BF16.size))
+        for source, pitch, top, left, high, wide, size in fragments[first : first + count].tolist():
+            held = np.ascontiguousarray(host_bytes(source, high, wide * size, pitch * size))
+            if size != BF16.size:
+                held = TO_BF16.encode(held)
             values[top : top + high, left : left + wide] = held.view(BF16.numpy())
         quantised, factors = quantise(values, rounding)
         host_bytes(codes, height, length, codes_pitch)[...] = quantised.view(np.uint8)

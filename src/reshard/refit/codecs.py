@@ -3,10 +3,11 @@
 A copy names its codec by its number in `CODECS`. Its widths are counted in bytes of the destination, from
 which the codec tells those of the source. What is packed for another member is encoded on the side where it
 is wider, so that the narrower form travels. Both ends digest what is in the engine's dtype, so that a check
-compares the encoded elements bit for bit; of blocks that the engine's side makes both digest the source, since the
-trainer's may not have them whole, and of blocks that travel what was made.
+compares the encoded elements bit for bit; of blocks that the engine's side makes both digest the bf16 that they are made
+of, since the trainer's may not have them whole, and of blocks that travel what was made.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +38,8 @@ class Codec:
 @dataclass(frozen=True)
 class BlockCodec(Codec):
     """fp8 with an fp32 scale for each block of 128x128 elements of a rank's local tensor, cut off at its end:
-    what vLLM's ``per_block_cast_to_fp8`` makes (``vllm/utils/deep_gemm.py``). `reshard.refit.blocks` carries it
-    out, since a block may come in pieces.
+    what vLLM's ``per_block_cast_to_fp8`` makes (``vllm/utils/deep_gemm.py``) of bf16. fp32 is rounded to that first, as
+    vLLM's loader does. `reshard.refit.blocks` carries it out, since a block may come in pieces.
 
     `rounding` says how a block's largest magnitude / 448 becomes its scale: one of `ROUNDINGS`.
     """
@@ -74,7 +75,11 @@ CODECS = (
     Codec(DTYPES["float32"], DTYPES["bfloat16"]),
     Codec(DTYPES["bfloat16"], DTYPES["float32"]),
     Codec(DTYPES["float16"], DTYPES["float32"]),
-    *(BlockCodec(DTYPES["bfloat16"], DTYPES["float8_e4m3fn"], rounding) for rounding in ROUNDINGS),
+    *(
+        BlockCodec(DTYPES[source], DTYPES["float8_e4m3fn"], rounding)
+        for source in ("bfloat16", "float32")
+        for rounding in ROUNDINGS
+    ),
 )
 BLOCKWISE = np.array([isinstance(codec, BlockCodec) for codec in CODECS])
 SOURCE_SIZES = np.array([codec.source.size for codec in CODECS])
@@ -94,12 +99,35 @@ def codec_between(source: str, destination: str, rounding: str | None = None) ->
     return None
 
 
-def block_codec(rounding: str) -> int:
-    """The number of the codec from bf16 to blocks of fp8 with this rounding."""
-    number = codec_between("bfloat16", "float8_e4m3fn", rounding)
+def block_codec(rounding: str, source: str = "bfloat16") -> int:
+    """The number of the codec from bf16, or fp32, to blocks of fp8 with this rounding."""
+    number = codec_between(source, "float8_e4m3fn", rounding)
     if number is None:
-        raise ValueError(f"{rounding} is none of {sorted(ROUNDINGS)}")
+        raise ValueError(f"{rounding} is none of {sorted(ROUNDINGS)}, or {source} no source of blocks")
     return number
+
+
+def by_rounding(codecs: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """The roundings of codecs of blocks, and the mask of those that have each: a block's fragments may have several
+    sources, but one rounding.
+
+    >>> [(name, some.tolist()) for name, some in by_rounding(np.array([PLAIN, block_codec("fp32", "float32")]))]
+    [('fp32', [False, True])]
+    """
+    for rounding in ROUNDINGS:
+        numbers = [n for n, codec in enumerate(CODECS) if getattr(codec, "rounding", None) == rounding]
+        these = np.isin(codecs, numbers)
+        if these.any():
+            yield rounding, these
+
+
+# By the number of a codec of blocks that of what makes of its source the bf16 that blocks are made of; others as they are.
+BEFORE_BLOCKS = np.array(
+    [
+        codec_between(codec.source.name, "bfloat16") if isinstance(codec, BlockCodec) else number
+        for number, codec in enumerate(CODECS)
+    ]
+)
 
 
 def bytes_in_source(count: Any, codec: Any) -> Any:

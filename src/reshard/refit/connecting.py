@@ -1,6 +1,7 @@
 """Connecting: all members tell each other what they hold, and every inference rank plans what it needs from
 whom."""
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Thread
@@ -15,6 +16,7 @@ from reshard.live.engine import Engine
 from reshard.live.trainer import Trainer
 from reshard.models.model import Model
 from reshard.refit.agreement import agree, one_config
+from reshard.refit.blocks import BF16
 from reshard.refit.link import Link
 from reshard.refit.members import Members, hello
 from reshard.refit.routes import EXECUTORS
@@ -63,7 +65,9 @@ def connect(members: Members, source: "Trainer | Callable[[], Trainer] | None" =
             if device.type == "cuda":
                 from reshard.refit.kernels import compile_ahead
 
-                compiling = compile_ahead(device, _sizes(trains, serves), _roundings(serves))
+                compiling = compile_ahead(
+                    device, _sizes(trains, serves), _roundings(serves), _size_of_most(trains)
+                )
             roles = [name for name, side in (("trainer", trains), ("inference", serves)) if side is not None]
             mine = hello(f"{' and '.join(roles) or 'idle'} rank {members.rank}", roles, device)
             mine |= {
@@ -123,6 +127,12 @@ def _sizes(source: Trainer | None, destination: Engine | None) -> set[int]:
 def _roundings(destination: Engine | None) -> set[str]:
     """Of the blocks that are here."""
     return {some.rounding for some in destination.scales.values()} if destination is not None else set()
+
+
+def _size_of_most(source: Trainer | None) -> int:
+    """Bytes of an element of most of the matrices that are here; of bf16 where there are none."""
+    sizes = Counter(region.tensor.dtype.itemsize for region in (source.regions if source is not None else ()))
+    return sizes.most_common(1)[0][0] if sizes else BF16.size
 
 
 def _device(source: Trainer | None, destination: Engine | None) -> torch.device:

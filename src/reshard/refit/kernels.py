@@ -78,31 +78,56 @@ def _floats(codec: int) -> tuple[tl.dtype, tl.dtype]:
 
 
 @triton.jit
-def _fragment(row, r, c):
-    """Where the elements at rows `r` and columns `c` of an item are in a fragment, and which it has."""
-    src = tl.load(row).to(tl.pointer_type(tl.bfloat16))
+def _inside(row, r, c):
+    """Which of the elements at rows `r` and columns `c` of an item are in a fragment."""
     top, left = tl.load(row + 2).to(tl.int32), tl.load(row + 3).to(tl.int32)
     below, right = top + tl.load(row + 4).to(tl.int32), left + tl.load(row + 5).to(tl.int32)
-    inside = (r >= top) & (r < below) & (c >= left) & (c < right)
-    return src + ((r - top) * tl.load(row + 1) + (c - left)), inside
+    return (r >= top) & (r < below) & (c >= left) & (c < right)
 
 
 @triton.jit
-def _gathered(fragments, count, block, ALIGNED: tl.constexpr):
-    """The elements ``[128, 128]`` of an item's block that starts at a column, zeros where it has none."""
-    r, c = tl.arange(0, 128)[:, None], block + tl.arange(0, 128)[None, :]
-    where, inside = _fragment(fragments, r, c)
+def _read(row, r, c, FROM: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):
+    """bf16 of these elements of a fragment, which has them all where it is `WHOLE`; else zeros where it has none."""
+    src = tl.load(row).to(tl.pointer_type(FROM))
+    top, left = tl.load(row + 2).to(tl.int32), tl.load(row + 3).to(tl.int32)
+    where = src + ((r - top) * tl.load(row + 1) + (c - left))
     if ALIGNED:
         where = tl.multiple_of(tl.max_contiguous(where, [1, 8]), [1, 16])
+    if WHOLE:
+        value = tl.load(where)  # without a mask, which would make many small loads of it
+    else:
+        value = tl.load(where, mask=_inside(row, r, c), other=0.0)
+    return value.to(tl.bfloat16)
+
+
+@triton.jit
+def _part(row, r, c, SIZE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):
+    """As `_read`, by the bytes of an element; where not all fragments have as many, by this one's."""
+    if SIZE == 2:
+        value = _read(row, r, c, tl.bfloat16, ALIGNED, WHOLE)
+    elif SIZE == 4:
+        value = _read(row, r, c, tl.float32, ALIGNED, WHOLE)
+    else:
+        if tl.load(row + 6) == 4:
+            value = _read(row, r, c, tl.float32, ALIGNED, WHOLE)
+        else:
+            value = _read(row, r, c, tl.bfloat16, ALIGNED, WHOLE)
+    return value
+
+
+@triton.jit
+def _gathered(fragments, count, block, SIZE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The elements ``[128, 128]`` of an item's block that starts at a column, in bf16, zeros where it has none."""
+    r, c = tl.arange(0, 128)[:, None], block + tl.arange(0, 128)[None, :]
     top, left = tl.load(fragments + 2), tl.load(fragments + 3)
     rows, right = tl.load(fragments + 4), left + tl.load(fragments + 5)
     if (top == 0) & (rows == 128) & (left <= block) & (right >= block + 128):
-        value = tl.load(where)  # without a mask, which would make many small loads of it
+        value = _part(fragments, r, c, SIZE, ALIGNED, True)
     else:
-        value = tl.load(where, mask=inside, other=0.0)
+        value = _part(fragments, r, c, SIZE, ALIGNED, False)
         for more in range(1, count):
-            where, inside = _fragment(fragments + more * 6, r, c)
-            value = tl.where(inside, tl.load(where, mask=inside, other=0.0), value)
+            row = fragments + more * 7
+            value = tl.where(_inside(row, r, c), _part(row, r, c, SIZE, False, False), value)
     return value
 
 
@@ -120,14 +145,20 @@ def _scaled(value, POWER: tl.constexpr):
 
 @triton.jit
 def _quantise(
-    items, fragments, POWER: tl.constexpr, TWICE: tl.constexpr, ALIGNED: tl.constexpr, STRIP: tl.constexpr
+    items,
+    fragments,
+    POWER: tl.constexpr,
+    TWICE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    STRIP: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
     item = items + (tl.program_id(0) // STRIP).to(tl.int64) * 7
     block = (tl.program_id(0) % STRIP) * 128
     n_rows, n_columns = tl.load(item + 3).to(tl.int32), tl.load(item + 4).to(tl.int32)
     if block < n_columns:
         count = tl.load(item + 6).to(tl.int32)
-        value = _gathered(fragments + tl.load(item + 5) * 6, count, block, ALIGNED).to(tl.float32)
+        value = _gathered(fragments + tl.load(item + 5) * 7, count, block, SIZE, ALIGNED).to(tl.float32)
         codes, scale = _scaled(value, POWER and not TWICE)
         if TWICE:
             codes, scale = _scaled(codes.to(tl.float32) * scale, True)
@@ -143,11 +174,17 @@ def _quantise(
 
 
 def quantise_strips(
-    items: torch.Tensor, fragments: torch.Tensor, rounding: str, aligned: bool, blocks: int = STRIP
+    items: torch.Tensor,
+    fragments: torch.Tensor,
+    rounding: str,
+    aligned: bool,
+    blocks: int = STRIP,
+    size: int = 2,
 ) -> None:
     """Gather the blocks of a table of items (`reshard.refit.blocks`), each of at most so many, and write their codes
-    and scales. `aligned` says that all addresses, pitches and columns are multiples of 16 bytes."""
-    how = rounding != "fp32", rounding == "twice", aligned, blocks
+    and scales. `aligned` says that all addresses, pitches and columns are multiples of 16 bytes, `size` how many an
+    element of the source has: 2 (bf16), 4 (fp32), or 0 where fragments differ."""
+    how = rounding != "fp32", rounding == "twice", aligned, blocks, size
     _quantise[(len(items) * blocks,)](items, fragments, *how, num_warps=8)
 
 
@@ -238,12 +275,14 @@ def compile_copy(unit: int, device: torch.device, programs: int | None = None, c
 
 
 @cache
-def compile_quantise(rounding: str, aligned: bool, device: torch.device, blocks: int = STRIP) -> None:
-    """Compile the quantising of items of so many blocks now, on one of nothing."""
+def compile_quantise(
+    rounding: str, aligned: bool, device: torch.device, blocks: int = STRIP, size: int = 2
+) -> None:
+    """Compile the quantising of items of so many blocks, from elements of so many bytes, now, on one of nothing."""
     with torch.cuda.device(device), expected_compilation():
         items = torch.zeros((1, ITEM), dtype=torch.int64, device=device)
         fragments = torch.zeros((1, FRAGMENT), dtype=torch.int64, device=device)
-        quantise_strips(items, fragments, rounding, aligned, blocks)
+        quantise_strips(items, fragments, rounding, aligned, blocks, size)
         torch.cuda.synchronize(device)
 
 
@@ -260,14 +299,17 @@ def compile_digest(word: int, unit: int, device: torch.device, codec: int = PLAI
         torch.cuda.synchronize(device)
 
 
-def compile_ahead(device: torch.device, sizes: Iterable[int], roundings: Iterable[str]) -> threading.Thread:
+def compile_ahead(
+    device: torch.device, sizes: Iterable[int], roundings: Iterable[str], size: int
+) -> threading.Thread:
     """Begin to compile what nearly every refit launches, in a thread: planning takes as long. `sizes` are
-    bytes of an element, `roundings` of blocks; who needs one of these kernels before it is there waits for it."""
+    bytes of an element, `roundings` of blocks, which are made of elements of `size` bytes; who needs one of these
+    kernels before it is there waits for it."""
 
     def compile_all() -> None:
         compile_copy(16, device)
         for rounding in roundings:
-            compile_quantise(rounding, True, device)
+            compile_quantise(rounding, True, device, size=size)
         for word, unit in ((8, 8), *((size, size) for size in sizes)):
             compile_digest(word, unit, device)
 

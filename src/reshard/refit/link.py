@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from reshard.core.errors import ReshardError, first_line
-from reshard.refit.addresses import AT_ONCE, destination_table, located
+from reshard.refit.addresses import AT_ONCE, located
 from reshard.refit.agreement import Agreement, names_of
 from reshard.refit.codecs import CODECS, PLAIN
 from reshard.refit.copies import wait_for_device
@@ -215,13 +215,13 @@ class Link:
 
     def _bring(self) -> None:
         """Carry out all copies, and let the engine make of them what it makes itself."""
-        self._go_through((AT_ONCE, *self._rounds()), self.engine.engine.take if self.engine else None)
+        self._go_through((AT_ONCE, *self._rounds()), self.engine.take if self.engine else None)
         if self.engine is not None:
             self.engine.engine.settle()
         self.members.forget()  # while a GPU copies
 
     def _bring_again(self) -> None:
-        """Carry out once more the copies of what engines make themselves, and compare it with what they then make."""
+        """Carry out once more the copies of what engines make in rounds, and compare it with what they then make."""
         self._go_through(self._rounds(), self.engine.digest_round if self.engine else None)
 
     def _go_through(self, numbers: Sequence[int], work: Callable[[int], None] | None) -> None:
@@ -255,7 +255,7 @@ class Link:
             raise ReshardError(f"the exchange broke off ({reason}); {silent or 'no member'} is silent")
 
     def _rounds(self) -> list[int]:
-        """The numbers of the rounds in which engines make themselves what they serve, and this member takes part."""
+        """The numbers of the rounds in which engines make what they serve, and this member takes part."""
         return sorted({number for transport in self._transports for number in transport.numbers})
 
     def _run(self, number: int) -> None:
@@ -305,13 +305,14 @@ class Link:
     def describe(self) -> dict[str, Any]:
         """How this member gets its bytes, for logs: the executor, whether mappings are released, and for each
         trainer's rank the way (``same process``, ``peer``, ``staged``, ``buckets``), the bytes that arrive, and of
-        these the bytes that are cast on their way (``float32 to bfloat16``); and what the engine serves quantised,
-        how, and by which kernel."""
+        these the bytes that are cast on their way (``float32 to bfloat16``); what the engine serves quantised,
+        how, and by which kernel; and of blocks of which several ranks send parts their bytes, in how many rounds, and those of
+        the slab in which they are put together."""
         ways = []
         if self.engine is not None:
             memory = located(self.engine.engine.regions.values())
             for rank, way in self.engine.ways().items():
-                table = destination_table(memory, self.engine.pieces[rank])
+                table = self.engine.copies(rank, memory)
                 cast = {
                     str(codec): bytes_of(table[table[:, CODEC] == number])
                     for number, codec in enumerate(CODECS)
@@ -326,6 +327,7 @@ class Link:
             "bucket_bytes": self.agreed.bucket_bytes,
             "ways": ways,
             "quantised": self.engine.engine.quantised() if self.engine is not None else [],
+            "parts": self.engine.slab.described() if self.engine is not None else {},
         }
 
     def close(self) -> None:

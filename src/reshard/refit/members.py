@@ -30,7 +30,7 @@ from reshard.core.limits import check_seconds
 from reshard.refit.roll import LOOK_SECONDS, ROLL, Roll
 from reshard.refit.store import bounded, of_process_group
 
-PROTOCOL = 5
+PROTOCOL = 6
 LINGER_SECONDS = 3.0
 MOST_MEMBERS = 1 << 20
 NOTHING, GO, DONE, FAILED = "-", "go", "done", "failed"

@@ -2,7 +2,7 @@
 
 Both ends cut the pieces of a pair alike into blocks, each a *parcel*: its codes, row after row, then its scale. The trainer's
 rank makes it in the bucket or slab, and the inference rank copies it from there to where it serves from. What no piece
-reaches of a block is padding, and zero. A block of which two ranks hold parts cannot travel so.
+reaches of a block is padding, and zero. Blocks of which several ranks hold parts travel otherwise: `parts`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,8 +32,9 @@ from reshard.refit.blocks import (
     BlockTable,
     Strips,
     cut,
+    size_of,
 )
-from reshard.refit.codecs import BLOCK, CODECS, BlockCodec
+from reshard.refit.codecs import BLOCK, SOURCE_SIZES, by_rounding
 from reshard.refit.digests import Digests
 from reshard.refit.tables import DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
 
@@ -65,10 +66,8 @@ def compile_parcels(codecs: np.ndarray, making_them: bool, device: torch.device)
             f"this trainer's rank has to make the fp8 blocks that it sends, which {torch.cuda.get_device_name(device)} "
             f"cannot: put trainer and engine on one host, or serve in bf16"
         )
-    for codec in np.unique(codecs).tolist():
-        found = CODECS[codec]
-        assert isinstance(found, BlockCodec)
-        compile_quantise(found.rounding, True, device, 1)
+    for rounding, these in by_rounding(codecs):
+        compile_quantise(rounding, True, device, 1, size_of(SOURCE_SIZES[codecs[these]]))
 
 
 def parcels_of(table: np.ndarray, into: np.ndarray, places: np.ndarray) -> Strips:
@@ -82,18 +81,6 @@ def places_asked(where: np.ndarray, extents: np.ndarray, codecs: np.ndarray) -> 
     places = np.zeros((int(where[:, 0].max(initial=-1)) + 1, PLACES), np.int64)
     places[where[:, 0], SHAPE], places[where[:, 0], ENCODING] = extents, codecs
     return places
-
-
-def in_parts(pieces: Placed, padding: Placed, places: np.ndarray) -> np.ndarray:
-    """The indices of the local tensors that have a block of which these pieces, with padding, are only a part."""
-    table, into = (np.concatenate(both) for both in zip(pieces, padding, strict=True))
-    of_pieces = np.repeat([1, 0], [len(pieces.table), len(padding.table)])
-    blocks = cut(table, into, of_pieces, places, 1)
-    if not len(blocks.items):
-        return np.zeros(0, np.int64)
-    first, area = blocks.items[:, FIRST], blocks.fragments[:, HIGH] * blocks.fragments[:, WIDE]
-    partial = np.add.reduceat(area, first) != _elements(blocks.items)
-    return np.unique(blocks.tensors[partial & (np.add.reduceat(blocks.owners, first) > 0)])
 
 
 def besides(padding: Placed, sent: Iterable[Strips], places: np.ndarray) -> Placed:
@@ -136,13 +123,13 @@ def packed(items: np.ndarray, begins: np.ndarray) -> np.ndarray:
 
 
 def making(parcels: Strips, places: np.ndarray, begins: np.ndarray, device: torch.device) -> list[BlockTable]:
-    """What makes these parcels, by codec, each from its address in `begins` on."""
+    """What makes these parcels, by rounding, each from its address in `begins` on."""
     items = packed(parcels.items, begins)
     codecs = places[parcels.tensors, ENCODING]
     found = []
-    for codec in np.unique(codecs).tolist():
-        some = parcels._replace(items=items[codecs == codec])
-        found.append(BlockTable(some, codec, device, np.arange(len(some.items))))
+    for rounding, these in by_rounding(codecs):
+        some = parcels._replace(items=items[these])
+        found.append(BlockTable(some, rounding, device, np.arange(len(some.items))))
     return found
 
 

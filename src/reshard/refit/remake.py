@@ -14,6 +14,7 @@ from reshard.refit.addresses import (
     ELEMENTS,
     ENCODED,
     Pieces,
+    as_read,
     from_source,
 )
 from reshard.refit.blocks import (
@@ -27,7 +28,7 @@ from reshard.refit.blocks import (
     places_of,
     strips_of,
 )
-from reshard.refit.codecs import PLAIN
+from reshard.refit.codecs import BEFORE_BLOCKS, PLAIN, by_rounding
 from reshard.refit.copies import CopyTable
 from reshard.refit.digests import Digests
 from reshard.refit.tables import CODEC, DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, empty_table, tiles_of
@@ -51,7 +52,7 @@ def remade(
     device: torch.device,
 ) -> Remade:
     """Make it of `shards`, the (address, pitch in bytes) of each trainer's rank that is read, which must be
-    mapped; of local tensors in `sent`, which other ranks sent blocks of, only what these pieces are."""
+    mapped; of local tensors in `sent`, of which blocks came in another way, only what these pieces are."""
     found = Remade({rank: np.zeros(len(some.into), np.int64) for rank, some in pieces.items()}, [])
     served = places_of(engine)
     boxes = _boxes(pieces, served, sent)
@@ -86,7 +87,7 @@ def _of(pieces: Mapping[int, Pieces], tensors: np.ndarray) -> Iterator[tuple[int
     for rank, some in pieces.items():
         here = np.flatnonzero(tensors[some.into[:, 0]])
         if len(here):
-            yield rank, here, Pieces([], some.asked[here], some.into[here])
+            yield rank, here, some.where(here)
 
 
 def _gathered(
@@ -99,16 +100,16 @@ def _gathered(
 ) -> np.ndarray:
     """Copy pieces to where they belong in local tensors that begin at `first` elements of `held`; their digests."""
     asked, (index, row, column) = pieces.asked.copy(), pieces.into.T
-    asked[:, ENCODED] = PLAIN
+    asked[:, ENCODED] = BEFORE_BLOCKS[asked[:, ENCODED]]
     pitch = served[index, SHAPE][:, 1] * BF16.size
     table = empty_table(len(asked))
     table[:, DST_PITCH] = pitch
     table[:, DST] = held.data_ptr() + (first[index] + column) * BF16.size + row * pitch
     table[:, ROWS], table[:, WIDTH] = asked[:, COUNT], asked[:, ELEMENTS] * BF16.size
+    table[:, CODEC] = asked[:, ENCODED]
     table = from_source(table, asked, shards)
     CopyTable(tiles_of(table)[0], device).run()
-    table[:, SRC], table[:, SRC_PITCH] = table[:, DST], table[:, DST_PITCH]
-    return Digests(table, asked[:, ELEMENTS], device).result()
+    return Digests(as_read(table), asked[:, ELEMENTS], device).result()
 
 
 def _unlike(
@@ -133,10 +134,9 @@ def _unlike(
     table[:, SRC] = held.data_ptr() + (first[boxes[:, 0]] + row * width + column) * BF16.size
     table[:, SRC_PITCH], table[:, ROWS], table[:, WIDTH] = width * BF16.size, rows, columns
     table[:, CODEC] = there[inverse, ENCODING]
-    for codec in np.unique(table[:, CODEC]).tolist():
-        these = table[:, CODEC] == codec
+    for rounding, these in by_rounding(table[:, CODEC]):
         strips = strips_of(table[these], into[these], np.zeros(these.sum(), np.int64), here)
-        BlockTable(strips, codec, device, np.arange(len(strips.items))).run()
+        BlockTable(strips, rounding, device, np.arange(len(strips.items))).run()
     at = np.stack([row, column], 1)
     of_scales = at // BLOCK, -(-(at + boxes[:, 3:]) // BLOCK) - at // BLOCK
     wrong = np.zeros(len(boxes), bool)

@@ -25,6 +25,8 @@ from reshard.refit.addresses import (
     ELEMENTS,
     ENCODED,
     EXTENT,
+    IN_ROUND,
+    NO_SLOT,
     ROUND,
     SHARD,
     WHERE,
@@ -32,8 +34,8 @@ from reshard.refit.addresses import (
     allocations_of,
     as_held,
     as_read,
+    as_sent,
     destination_table,
-    fills_of,
     located,
     memory_of,
     rounds_of,
@@ -45,14 +47,13 @@ from reshard.refit.codecs import BLOCKWISE, codec_between
 from reshard.refit.digests import Digests
 from reshard.refit.members import Members
 from reshard.refit.parcels import (
-    Placed,
     compile_parcels,
     digests_as_made,
     digests_as_served,
-    in_parts,
     parcels_of,
     places_asked,
 )
+from reshard.refit.parts import Slab, divided
 from reshard.refit.remake import remade
 from reshard.refit.routes import BUCKETS, HERE, PEER, SENT, STAGED, nearest
 from reshard.refit.tables import CODEC
@@ -172,6 +173,7 @@ class TrainerSide:
         return found
 
     def _outgoing(self, memory: np.ndarray, asked: np.ndarray) -> Outgoing:
+        asked = as_sent(asked)
         table, n = source_table(memory, asked), len(asked)
         if asked.shape[1] == ASKED:
             return Outgoing(
@@ -188,7 +190,7 @@ class TrainerSide:
         memory = located(self.source.regions)
         for rank, way in self.ways().items():
             asked = self.asked[rank]
-            made = BLOCKWISE[asked[:, ENCODED]] & (way in SENT)
+            made = BLOCKWISE[as_sent(asked)[:, ENCODED]] & (way in SENT)
             of_pieces = Digests(
                 source_table(memory, as_held(asked[~made])), asked[~made, ELEMENTS], self.device
             )
@@ -210,10 +212,10 @@ class EngineSide:
     def __init__(self, engine: Engine, members: Members, agreed: Agreement, device: torch.device) -> None:
         self.engine, self.members, self.agreed, self.device = engine, members, agreed, device
         self.pieces: dict[int, Pieces] = {}
+        self.slab = Slab(engine, device)
         self.memory: dict[int, dict[str, Any]] = {}
         self.digests: dict[int, tuple[Digests, np.ndarray]] = {}
         self.passed: dict[int, np.ndarray] = {}
-        self.checked: set[tuple[int, str]] = set()
         self.unlike: list[int] = []
 
     def plan(self, where: str) -> None:
@@ -226,7 +228,10 @@ class EngineSide:
         position = self.agreed.engines.index(self.members.rank)
         distances = {rank: self.agreed.distance(rank) for rank in self.agreed.trainers}
         roundings = sorted({some.rounding for some in self.engine.scales.values()})
-        key = _digest([position, distances, roundings], *(text for both in said.values() for text in both))
+        key = _digest(
+            [position, distances, roundings, self._may_be_sent()],
+            *(text for both in said.values() for text in both),
+        )
         known, self.pieces = _planned.get(self.engine, ("", {}))
         if known != key:
             published = {rank: unpack_held(*both) for rank, both in said.items()}
@@ -240,9 +245,25 @@ class EngineSide:
         """What a trainer's rank is told of its pieces."""
         if not self.engine.scales and not self.engine.passing:
             return pieces.asked
-        index = pieces.into[:, 0]
-        more = places_of(self.engine)[index, SHAPE], rounds_of(self.engine)[index, None]
-        return np.concatenate([pieces.asked, pieces.into, *more], 1)
+        index, in_parts = pieces.into[:, 0], pieces.parts[:, IN_ROUND]
+        rounds = np.where(in_parts != NO_SLOT, in_parts, rounds_of(self.engine)[index])
+        return np.concatenate(
+            [pieces.asked, pieces.into, places_of(self.engine)[index, SHAPE], rounds[:, None]], 1
+        )
+
+    def _may_be_sent(self) -> bool:
+        """Whether a trainer's rank may come to send blocks to this one."""
+        others = [rank for rank in self.agreed.trainers if rank != self.members.rank]
+        if not self.engine.scales or self.agreed.executor == PEER:
+            return False
+        if self.agreed.executor == STAGED:
+            return bool(others)
+        both = (
+            self.agreed.way(rank, self.members.rank, exported)
+            for rank in others
+            for exported in (True, False)
+        )
+        return any(way in SENT for way in both)
 
     def _plan(
         self, published: Mapping[int, Held], distances: Mapping[int, int], position: int, where: str
@@ -269,7 +290,11 @@ class EngineSide:
             rank, shard = holders[choices[ranks]]
             copies[rank].append((shard, codecs[transfer.name, transfer.dst], transfer))
         index = {identity: index for index, identity in enumerate(self.engine.regions)}
-        return {rank: Pieces.of(some, index) for rank, some in copies.items()}
+        found = {rank: Pieces.of(some, index) for rank, some in copies.items()}
+        if not self._may_be_sent():
+            return found
+        first_round = max(self.engine.passing.values(), default=AT_ONCE) + 1
+        return divided(found, places_of(self.engine)[:, SHAPE], first_round)
 
     def _codecs(self, sources: "Sources", where: str) -> dict[tuple[str, Any], int]:
         """How each part of each local tensor is encoded, by the part's name and the tensor's id. Raises
@@ -290,7 +315,7 @@ class EngineSide:
                 if codec is None:
                     other.append(
                         f"{part.name} is {theirs} in the trainer, but {mine} in the engine: use "
-                        f"{'one dtype for both' if scales is None else 'a trainer with parameters in bf16'}"
+                        f"{'one dtype for both' if scales is None else 'a trainer with parameters in bf16 or fp32'}"
                     )
                     continue
                 found[part.name, tensor.id] = codec
@@ -320,69 +345,61 @@ class EngineSide:
         """What this rank gets, by way and trainer's rank, from where everything is now."""
         found: dict[str, dict[int, Incoming]] = {way: {} for way in (HERE, PEER, STAGED, BUCKETS)}
         memory, places = located(self.engine.regions.values()), places_of(self.engine)
-        rounds = rounds_of(self.engine)
-        for rank, way in self.ways().items():
+        ways = self.ways()
+        self.slab.arrange(self.pieces, [rank for rank, way in ways.items() if way in SENT])
+        for rank, way in ways.items():
             pieces = self.pieces[rank]
-            some = Incoming(
-                destination_table(memory, pieces),
-                rounds[pieces.into[:, 0]],
-                pieces.asked,
-                pieces.into,
-                self.memory[rank],
-                places,
-            )
+            table, rounds = self.copies(rank, memory), self._rounds(rank)
+            found[way][rank] = Incoming(table, rounds, pieces.asked, pieces.into, self.memory[rank], places)
             if way in SENT:
-                self._check_sent(rank, way, some)
-            found[way][rank] = some
+                compile_parcels(table[BLOCKWISE[table[:, CODEC]], CODEC], False, self.device)
         return found
 
-    def _check_sent(self, rank: int, way: str, some: Incoming) -> None:
-        """Raise ReshardError where what a trainer's rank sends can only be quantised here."""
-        if (rank, way) in self.checked:
-            return
-        blockwise, name = BLOCKWISE[some.asked[:, ENCODED]], self.members.names[rank]
-        fills = fills_of(self.engine, self.device)
-        quantised = BLOCKWISE[fills.table[:, CODEC]]
-        parts = in_parts(
-            Placed(some.table[blockwise], some.into[blockwise]),
-            Placed(fills.table[quantised], fills.into[quantised]),
-            some.places,
-        )
-        for index in np.flatnonzero(np.isin(some.into[:, 0], parts))[:1]:
-            raise ReshardError(
-                f"the engine serves {self.pieces[rank].names[index]} with others in blocks of 128x128, of one of which {name} has "
-                f"only a part, so that it can only be quantised where the trainer's memory can be read, but what {name} holds comes "
-                f"by {way}: put both on one host, with executor='auto' and without expandable segments, split the trainer's "
-                f"tensors between blocks (--tp), or serve in bf16"
-            )
-        compile_parcels(some.asked[blockwise, ENCODED], False, self.device)
-        self.checked.add((rank, way))
+    def copies(self, rank: int, memory: np.ndarray) -> np.ndarray:
+        """The table of what comes from a trainer's rank, with the destination's end filled in; `memory` is `located` of
+        the engine's regions."""
+        pieces = self.pieces[rank]
+        return self.slab.placed(rank, destination_table(memory, pieces), pieces)
+
+    def _rounds(self, rank: int) -> np.ndarray:
+        """The round in which each piece of a trainer's rank comes."""
+        pieces = self.pieces[rank]
+        of_regions = rounds_of(self.engine)[pieces.into[:, 0]]
+        found: np.ndarray = np.where(self.slab.through[rank], pieces.parts[:, IN_ROUND], of_regions)
+        return found
 
     @property
     def rounds(self) -> set[int]:
-        """The numbers of those in which this engine makes itself what it serves."""
-        return set(self.engine.passing.values())
+        """The numbers of those in which something is made here of what has come."""
+        return {*self.engine.passing.values(), *self.slab.numbers}
 
-    def _passes(self, pieces: Pieces) -> np.ndarray:
-        """Of each piece, whether the engine quantises it itself."""
-        found: np.ndarray = rounds_of(self.engine)[pieces.into[:, 0]] != AT_ONCE
+    def take(self, number: int) -> None:
+        """Make what is served of what has come in a round: blocks, whose parts are together now, or what the engine makes
+        itself."""
+        if number in self.slab.numbers:
+            self.slab.make(number)
+        else:
+            self.engine.take(number)
+
+    def _passes(self, rank: int) -> np.ndarray:
+        """Of each piece of a trainer's rank, whether it comes in a round, after which something is made of it."""
+        found: np.ndarray = self._rounds(rank) != AT_ONCE
         return found
 
     def _is_made_here(self, rank: int) -> np.ndarray:
         """Of each piece of a trainer's rank, whether what this engine serves is made of it here, with others."""
-        pieces = self.pieces[rank]
-        return self._passes(pieces) | (BLOCKWISE[pieces.asked[:, ENCODED]] & ~self._travels(rank))
+        blockwise = BLOCKWISE[self.pieces[rank].asked[:, ENCODED]]
+        return self._passes(rank) | (blockwise & ~self._travels(rank))
 
     def _travels(self, rank: int) -> np.ndarray:
         """Of each piece of a trainer's rank, whether it comes in blocks that were made there."""
-        sent = self.ways()[rank] in SENT
-        found: np.ndarray = BLOCKWISE[self.pieces[rank].asked[:, ENCODED]] & sent
+        sent, blockwise = self.ways()[rank] in SENT, BLOCKWISE[self.pieces[rank].asked[:, ENCODED]]
+        found: np.ndarray = blockwise & ~self.slab.through[rank] & sent
         return found
 
     def _parcels(self, rank: int, memory: np.ndarray) -> Strips:
         """The blocks that come from a trainer's rank."""
-        pieces, sent = self.pieces[rank], self._travels(rank)
-        some = Pieces([], pieces.asked[sent], pieces.into[sent])
+        some = self.pieces[rank].where(self._travels(rank))
         return parcels_of(destination_table(memory, some), some.into, places_of(self.engine))
 
     def digest(self) -> None:
@@ -397,33 +414,37 @@ class EngineSide:
             self.digests[rank] = Digests(table, pieces.asked[whole, ELEMENTS], self.device), served
 
     def digest_round(self, number: int) -> None:
-        """The digests of what has come to pass through its regions in a round, and the local tensors of which
-        something else is served."""
+        """The digests of what has come in a round, and the local tensors of which something else is served."""
         places = {identity: index for index, identity in enumerate(self.engine.regions)}
-        rounds, memory = rounds_of(self.engine), located(self.engine.regions.values())
+        memory = located(self.engine.regions.values())
         for rank, pieces in self.pieces.items():
-            here = rounds[pieces.into[:, 0]] == number
-            some = Pieces([], pieces.asked[here], pieces.into[here])
-            digests = Digests(as_read(destination_table(memory, some)), some.asked[:, ELEMENTS], self.device)
+            here = self._rounds(rank) == number
+            table = as_read(self.copies(rank, memory)[here])
+            digests = Digests(table, pieces.asked[here, ELEMENTS], self.device)
             self.passed.setdefault(rank, np.zeros(len(here), np.int64))[here] = digests.result()
+        if number in self.slab.numbers:
+            self.unlike.extend(self.slab.unlike(number))
+            return
         self.unlike.extend(places[identity] for identity in self.engine.unlike(number))
 
     def compare_digests(self, shards: Mapping[int, np.ndarray]) -> None:
         """Wait for the digests, and make the blocks that were made here once more from `shards`, by trainer's rank.
         Raises ReshardError where one differs from the trainer's, or another comes of it."""
         bad: set[str] = set()
-        sent = [some.into[self._travels(rank), 0] for rank, some in self.pieces.items()]
-        read = {rank: self.pieces[rank] for rank in shards}
+        sent = [
+            some.into[self._travels(rank) | self.slab.through[rank], 0] for rank, some in self.pieces.items()
+        ]
+        read = {rank: self.pieces[rank].where(~self.slab.through[rank]) for rank in shards}
         again = remade(self.engine, read, shards, np.concatenate([*sent, np.zeros(0, np.int64)]), self.device)
         unlike = [*again.unlike, *self.unlike]
         for rank, (of_pieces, of_parcels) in self.digests.items():
-            pieces, passes, travels = self.pieces[rank], self._passes(self.pieces[rank]), self._travels(rank)
+            pieces, passes, travels = self.pieces[rank], self._passes(rank), self._travels(rank)
             there = np.frombuffer(self.members.read(f"digests/{self.members.rank}", rank), np.int64)
             here = np.zeros(len(travels), np.int64)
             made = self._is_made_here(rank) & ~passes
             here[~made & ~passes & ~travels] = of_pieces.result()
             if made.any():
-                here[made] = again.digests[rank][made]
+                here[made] = again.digests[rank][made[~self.slab.through[rank]]]
             if passes.any():
                 here[passes] = self.passed[rank][passes]
             wrong = np.isin(pieces.into[:, 0], unlike)

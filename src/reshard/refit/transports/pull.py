@@ -12,7 +12,7 @@ from reshard.live.engine import Engine
 from reshard.refit import parcels
 from reshard.refit.addresses import AT_ONCE, SHARD, fills_of, from_source, rounds_of, shards_here
 from reshard.refit.blocks import FIRST, BlockTable, places_of, strips_of
-from reshard.refit.codecs import BLOCKWISE
+from reshard.refit.codecs import BLOCKWISE, block_codec, by_rounding
 from reshard.refit.copies import CopyTable
 from reshard.refit.tables import CODEC, bytes_read_by, interleaved, tiles_of
 from reshard.refit.transports.base import Incoming, Outgoing, Transport
@@ -76,24 +76,28 @@ class Pull(Transport):
                 self.local_bytes += bytes_read_by(some.table)
             else:
                 self.peer_bytes += bytes_read_by(some.table)
+        rounds = [some.rounds for some in incoming.values()]
         self.fills = fills_of(self.engine, self.device)
         padding = self._padding(sent)
         nobody, no_rank = np.zeros(len(padding.table), np.int64), np.full(len(padding.table), PADDING)
         found.append(Rows(padding.table, padding.into, nobody, no_rank))
         rows = Rows(*(np.concatenate(some) for some in zip(*found, strict=True)))
         blockwise = BLOCKWISE[rows.table[:, CODEC]]
-        rounds = rounds_of(self.engine)[rows.into[:, 0]]
-        self.table = self._copies(rows.where(~blockwise & (rounds == AT_ONCE)))
+        rounds_in_turn = np.concatenate([*rounds, rounds_of(self.engine)[padding.into[:, 0]]])
+        self.table = self._copies(rows.where(~blockwise & (rounds_in_turn == AT_ONCE)))
         self.blocks = self._blocks(rows.where(blockwise))
         # Also of rounds in which all that is not padding comes by another way.
-        self.numbers = set(self.engine.passing.values())
-        self.rounds = {number: self._copies(rows.where(rounds == number)) for number in sorted(self.numbers)}
+        self.numbers = {*self.engine.passing.values(), *np.unique(rounds_in_turn).tolist()} - {AT_ONCE}
+        self.rounds = {
+            number: self._copies(rows.where(rounds_in_turn == number)) for number in sorted(self.numbers)
+        }
         self.received_bytes = self.local_bytes + self.peer_bytes
         tables = [self.table, *self.rounds.values()]
         self.launches = sum(table.launches for table in tables) + len(self.blocks)
 
     def _padding(self, sent: Iterable[Incoming]) -> parcels.Placed:
-        """Rows of padding, but what lies in blocks that are sent."""
+        """Rows of padding, but what lies in blocks that are sent. In blocks that are put together of parts it is written,
+        and written again with them."""
         table, into = self.fills.table, self.fills.into
         blockwise = BLOCKWISE[table[:, CODEC]]
         if not blockwise.any():
@@ -117,16 +121,21 @@ class Pull(Transport):
         return CopyTable(tiles[order], self.device, rows.owners[origin][order], self.aside)
 
     def _blocks(self, rows: "Rows") -> list[BlockTable]:
-        """What is quantised, by codec."""
+        """What is quantised, by rounding."""
         if not len(rows.table):
             return []
         places = places_of(self.engine)
         found = []
-        for codec in np.unique(rows.table[:, CODEC]).tolist():
-            some = rows.where(rows.table[:, CODEC] == codec)
+        for rounding, these in by_rounding(rows.table[:, CODEC]):
+            some = rows.where(these)
+            padding = some.ranks == PADDING
+            # as wide as all else, for which there is a kernel of its own
+            some.table[padding, CODEC] = some.table[~padding, CODEC].max(initial=block_codec(rounding))
             strips = strips_of(some.table, some.into, np.stack([some.owners, some.ranks], 1), places)
             order = interleaved(strips.owners[strips.items[:, FIRST], 1])
-            found.append(BlockTable(strips._replace(owners=strips.owners[:, 0]), codec, self.device, order))
+            found.append(
+                BlockTable(strips._replace(owners=strips.owners[:, 0]), rounding, self.device, order)
+            )
         return found
 
     def follow(self, memory: Mapping[int, Mapping[str, Any]]) -> bool:
