@@ -20,14 +20,14 @@ from tests.refit_on_cpu import distributed
 UNTOUCHED = -77.0
 
 
-def chunks(flags: list[str], dtype: torch.dtype = torch.bfloat16, ddp: bool = False):
+def chunks(flags: list[str], dtype: torch.dtype = torch.bfloat16, ddp: bool = False, **options):
     """This rank's chunks with numbers in them that no checkpoint has, bare and as a trainer wraps them, and Megatron's args."""
     models, args = megatron_on_cpu.build(flags)
     for model in models:
         model.to(dtype)
     wrapped = [Float16Module(model.config, model) for model in models] if dtype == torch.bfloat16 else models
     if ddp:
-        wrapped = [distributed(chunk) for chunk in wrapped]
+        wrapped = [distributed(chunk, **options) for chunk in wrapped]
     spoil(models)
     return models, wrapped, args
 
