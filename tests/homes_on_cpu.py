@@ -1,6 +1,7 @@
 """Live Megatron models as a home of weights, on the CPU: what a load leaves in them, held against Megatron's own loader."""
 
 import errno
+import logging
 import os
 import time
 from functools import partial
@@ -20,14 +21,14 @@ from tests.refit_on_cpu import distributed
 UNTOUCHED = -77.0
 
 
-def chunks(flags: list[str], dtype: torch.dtype = torch.bfloat16, ddp: bool = False):
+def chunks(flags: list[str], dtype: torch.dtype = torch.bfloat16, ddp: bool = False, **options):
     """This rank's chunks with numbers in them that no checkpoint has, bare and as a trainer wraps them, and Megatron's args."""
     models, args = megatron_on_cpu.build(flags)
     for model in models:
         model.to(dtype)
     wrapped = [Float16Module(model.config, model) for model in models] if dtype == torch.bfloat16 else models
     if ddp:
-        wrapped = [distributed(chunk) for chunk in wrapped]
+        wrapped = [distributed(chunk, **options) for chunk in wrapped]
     spoil(models)
     return models, wrapped, args
 
@@ -199,6 +200,17 @@ def save_each(rank: int, flags: list[str], hf: str, mcore: str, folder: str, ddp
     return [report.to_dict() for report in reports], exported, lying[2]
 
 
+class Heard(logging.Handler):
+    """What is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
 def failing_save(
     rank: int,
     flags: list[str],
@@ -230,8 +242,14 @@ def failing_save(
     saving.write_boxes = write
     said = []
     if background:
+        heard = Heard()
+        logging.getLogger("reshard").addHandler(heard)
         handle = reshard.save(wrapped, f"{folder}/out", hf, background=True, overwrite=True, workers=1)
-        said += [caught(handle.result), caught(lambda: reshard.save(wrapped, f"{folder}/out", hf))]
+        said += [
+            caught(handle.result),
+            caught(lambda: reshard.save(wrapped, f"{folder}/out", hf)),
+            *heard.said,
+        ]
     else:
         said.append(
             caught(lambda: reshard.save(wrapped, f"{folder}/out", hf, overwrite=True, workers=1, **options))

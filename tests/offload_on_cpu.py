@@ -3,6 +3,7 @@
 import hashlib
 
 import torch
+from safetensors.torch import load_file
 
 import reshard
 from reshard.homes import memory, offloading
@@ -17,14 +18,19 @@ from tests.refit_on_cpu import fingerprint
 class Training:
     """A model under Megatron's DDP with its distributed optimizer, and what each step does to them."""
 
-    def __init__(self, flags: list[str], directory: str) -> None:
+    def __init__(self, flags: list[str], directory: str, **ddp) -> None:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         torch.cuda.current_stream = lambda *_: None  # asked for before gradients are reduced
-        self.models, self.wrapped, args = chunks(flags, ddp=True)
+        self.models, self.wrapped, args = chunks(flags, ddp=True, **ddp)
         megatron_on_cpu.load(self.models, args, directory)
         config = OptimizerConfig(
-            optimizer="adam", lr=1e-2, bf16=True, use_distributed_optimizer=True, clip_grad=0.0
+            optimizer="adam",
+            lr=1e-2,
+            bf16=True,
+            use_distributed_optimizer=True,
+            clip_grad=0.0,
+            overlap_param_gather=bool(ddp.get("overlap_param_gather")),
         )
         plain_type = torch.Tensor.type  # it takes parameters on a GPU only
         torch.Tensor.type = lambda self, *a, **k: plain_type(self, *a, **k) if a else plain_type(self).replace("torch.", "torch.cuda.")  # fmt: skip
@@ -195,3 +201,46 @@ def refits(rank: int, flags: list[str], checkpoint: tuple[str, str]) -> dict:
     )
     said["expected"] = fingerprint(other)
     return said
+
+
+def put_off(rank: int, flags: list[str], checkpoint: tuple[str, str], folder: str) -> dict:
+    """A training whose parameters are gathered when they are next needed (``overlap_param_gather``): after each of three steps what this rank
+    holds; what an export, a save and a refit of a vLLM at TP2 have of that; what it holds once all is gathered, and what that would be."""
+    from reshard.engines.vllm.live import VllmModel
+
+    hf = checkpoint[0]
+    training = Training(flags, checkpoint[1], overlap_param_gather=True, overlap_grad_reduce=True)
+    [model] = training.wrapped
+    module, config = vllm_on_cpu.build(hf, load_format="dummy", tp=2)
+    source = MegatronModel(training.wrapped)
+    link = connect(Members.of_process_group(timeout=180), source, VllmModel(module, config))
+    published = lambda: {name: tensor.clone() for name, tensor in reshard.export(training.wrapped, hf)}  # noqa: E731
+    said: dict = {"held": [], "gathered": [], "found": [], "expected": []}
+    for number, way in enumerate(("export", "save", "refit")):
+        training.step(number)
+        said["held"].append(fingerprint(training.models[0]))
+        if way == "export":
+            found = published()
+        elif way == "save":
+            reshard.save(training.wrapped, folder, hf, format="hf")
+            found = load_file(f"{folder}/model.safetensors")
+        else:
+            link.refit(verify=True)
+            found = fingerprint(module)
+        with torch.no_grad():
+            model.start_param_sync(force_sync=True)
+        said["gathered"].append(fingerprint(training.models[0]))
+        expected = published()
+        if way == "refit":
+            other, _ = vllm_on_cpu.build(hf, load_format="dummy", tp=2)
+            other.load_weights(expected.items())
+            said["found"].append(found)
+            said["expected"].append(fingerprint(other))
+        else:
+            said["found"].append({name: bits_of(tensor) for name, tensor in found.items()})
+            said["expected"].append({name: bits_of(tensor) for name, tensor in expected.items()})
+    return said
+
+
+def bits_of(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

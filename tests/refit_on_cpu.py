@@ -94,14 +94,12 @@ def trainer(flags: list[str], directory: str, ddp: bool = False, wide: bool = Fa
     return chunks, load
 
 
-def distributed(chunk: torch.nn.Module) -> torch.nn.Module:
+def distributed(chunk: torch.nn.Module, **options) -> torch.nn.Module:
     """Megatron's DDP around a chunk, with its parameters in the distributed optimizer's buffer."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    options = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, overlap_grad_reduce=False, bucket_size=None
-    )
-    wrapped = DistributedDataParallel(chunk.config, options, chunk)
+    plain = {"use_distributed_optimizer": True, "overlap_grad_reduce": False, "bucket_size": None}
+    wrapped = DistributedDataParallel(chunk.config, DistributedDataParallelConfig(**plain | options), chunk)
     storages = {p.untyped_storage().data_ptr() for p in chunk.parameters() if p.requires_grad}
     assert len(storages) == len(wrapped.buffers) + len(wrapped.expert_parallel_buffers), (
         "the parameters are views of the buffers"

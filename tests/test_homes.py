@@ -331,7 +331,11 @@ def test_a_rank_that_fails_or_dies_leaves_the_old_destination_and_nothing_else(w
                 assert fault == "dies" and rank == at
                 continue
             assert sentences[0] == expected
-            assert not background or sentences[1] == expected  # the next save raises it too
+            # The next save raises it too, and the log has it.
+            assert not background or sentences[1:3] == [
+                expected,
+                f"the save to {place}/out failed: {expected}",
+            ]
             assert fault == "dies" or sentences[-1] == "no error"  # and the one after that succeeds
         assert tree(place / "out") == before
         assert sorted(path.name for path in place.iterdir()) == (

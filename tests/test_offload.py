@@ -106,3 +106,11 @@ def test_a_refit_follows_a_trainer_that_was_away(pair):
     [said] = run_on_ranks(1, "refits", flags_at(Path(pair[1]), ""), pair, module="offload_on_cpu")
     assert said["held"][1] == said["expected"] != said["held"][0]
     assert said["moved"] and "has no memory, and a refit reads from cpu" in said["away"]
+
+
+def test_what_is_gathered_only_when_it_is_needed_is_gathered_before_it_is_read(pair, tmp_path):
+    out = str(tmp_path / "out")
+    for said in run_on_ranks(2, "put_off", flags_at(Path(pair[1]), ""), pair, out, module="offload_on_cpu"):
+        assert said["found"] == said["expected"]
+        # The control: what a rank holds after a step is in part what it was before.
+        assert all(held != gathered for held, gathered in zip(said["held"], said["gathered"], strict=True))

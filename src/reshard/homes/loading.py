@@ -121,6 +121,8 @@ class _Load:
             held = team.gather(self.rank.told())
             decide(team, lambda: self._check_all_taken(source, held))
             team.together(lambda: self._check_copies(source))
+            # What is still on its way would come after what is loaded.
+            team.together(self.rank.trainer.settle)
             try:
                 read = team.together(lambda: self._read(source))[team.process]
             except ReshardError as error:

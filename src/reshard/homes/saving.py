@@ -1,6 +1,7 @@
 """A live Megatron to disk: every rank writes its own boxes into the common files, which appear whole or not at
 all."""
 
+import logging
 import os
 import threading
 import time
@@ -17,7 +18,7 @@ import torch
 import xxhash
 
 from reshard.core.collector import collector_paused
-from reshard.core.errors import ReshardError, listed
+from reshard.core.errors import ReshardError, first_line, listed
 from reshard.core.limits import MAX_ITERATION, check_number, check_switch
 from reshard.disk.boxes import Rows, box_bytes, place_of, write_boxes
 from reshard.disk.destinations import Destination, HuggingFaceFiles, MegatronFiles, parse_size
@@ -37,6 +38,7 @@ from reshard.megatron.args import version_of
 from reshard.megatron.layout import Layout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
 
+log = logging.getLogger("reshard")
 FORMATS = ("torch_dist", "hf")
 # What a manifest says of where the weights came from.
 LIVE = "a live Megatron-Core model"
@@ -83,6 +85,7 @@ class Saving:
                 self.report = job.write()
         except BaseException as error:
             self.error = error
+            log.error("the save to %s failed: %s", self.destination, first_line(error))
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -192,6 +195,7 @@ class _Save:
             self.team.together(lambda: self._lay_out(Path(place)))
             self.share = self._mine(self.team.scatter(self._shares()))
             self.team.together(self._open)
+            self.team.together(self.rank.trainer.settle)
             if self.background:
                 self.team.together(self._copy)
         except BaseException as error:

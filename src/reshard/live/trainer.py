@@ -55,6 +55,11 @@ class Trainer(ABC):
             for tensor in {id(region.tensor): region.tensor for region in self.regions}.values()
         ]
 
+    def settle(self) -> None:
+        """Before anything is read: finish what training has put off. All ranks of the trainer call it, and some may wait
+        for others. Raises ReshardError where it fails. Most put nothing off."""
+        return
+
     def check_memory(self, device: torch.device) -> None:
         """Raise ReshardError, naming one, where parameters are not in this device's memory: offloaded, or
         never moved there."""

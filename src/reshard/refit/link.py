@@ -175,6 +175,8 @@ class Link:
     def _ready(self) -> tuple[bool, bool]:
         """Finish what this GPU has to do first, and tell where the trainer's memory is if that changed;
         whether the trainer's side, and the engine's, have moved."""
+        if self.trainer is not None:
+            self.trainer.source.settle()
         if self.device.type == "cuda":
             # the optimizer's work, or the engine's last step, on whatever stream
             torch.cuda.synchronize(self.device)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reshard.core.dtypes import dtype_named
-from reshard.core.errors import ReshardError, listed
+from reshard.core.errors import ReshardError, first_line, listed
 from reshard.core.placement import LocalTensor
 from reshard.formats.torch_dist import Key, Stored
 from reshard.live.memory import Finder, Region, check_memory
@@ -46,7 +46,8 @@ class MegatronModel(Trainer):
     """The weights of one rank of a trainer.
 
     `models` is what Megatron's ``get_model`` returns: one chunk for each virtual stage, wrapped (DDP,
-    Float16Module) or bare. `metadata` is handed to ``sharded_state_dict``; a trainer that keeps its process
+    Float16Module) or bare; wrapped where DDP has ``overlap_param_gather``, which bare ones do not say.
+    `metadata` is handed to ``sharded_state_dict``; a trainer that keeps its process
     groups out of ``parallel_state`` passes ``{"dp_cp_group": group}``.
 
     Raises ReshardError for what has no plain memory: quantised parameters, interleaved gate and up rows.
@@ -57,7 +58,8 @@ class MegatronModel(Trainer):
         models: Sequence[torch.nn.Module] | torch.nn.Module,
         metadata: Dictionary[str, Any] | None = None,
     ) -> None:
-        self.models = [unwrapped(chunk) for chunk in chunks_of(models)]
+        self.wrapped = chunks_of(models)
+        self.models = [unwrapped(chunk) for chunk in self.wrapped]
         if not isinstance(metadata, Dictionary | None):
             raise ReshardError(f"metadata is {metadata!r:.80}, not a dictionary for sharded_state_dict")
         check_memory(self.models)
@@ -115,6 +117,20 @@ class MegatronModel(Trainer):
         if not all(map(operator.is_, now, self._tensors)):
             self._look_into(now)
         return self._regions
+
+    def settle(self) -> None:
+        """See `Trainer.settle`: with ``overlap_param_gather`` a rank has what the others have stepped only from the next
+        forward on. As Megatron-LM does it before it saves."""
+        for chunk in self.wrapped:
+            if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
+                check_memory([chunk])
+                try:
+                    with torch.no_grad():
+                        chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+                except RuntimeError as error:
+                    raise ReshardError(
+                        f"the trainer's parameters could not be gathered after its last step ({first_line(error)})"
+                    ) from error
 
     def addresses(self) -> list[int]:
         """Where the parameters are now; asked before every refit, so that their places are kept at hand."""

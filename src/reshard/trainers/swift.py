@@ -74,7 +74,7 @@ class ReshardGRPOTrainer(MegatronGRPOTrainer):
             if self._reshard_link is None:
                 self._reshard_link = connect(
                     Members.of_process_group(timeout=self.reshard_timeout),
-                    lambda: SwiftModel(self.unwrapped_models),
+                    lambda: SwiftModel(self.wrapped_models),
                     lambda: VllmModel.from_llm(self.engine.engine),
                 )
             self._reshard_link.refit(self._step, self.reshard_verify)
