@@ -87,7 +87,7 @@ def hf_to_mcore(
     progress: Progress | None = None,
 ) -> Report:
     """Convert a Hugging Face checkpoint (a directory or a hub id) to a Megatron ``torch_dist`` checkpoint; weights in fp8 blocks, or in
-    fp8 or int8 by compressed-tensors, are dequantised.
+    fp8, int8 or int4 by compressed-tensors, are dequantised.
 
     `layout` decides how the tensors are cut into chunks and files, `dtype` (``bf16``, ``fp16``, ``fp32``)
     casts, `iteration` writes a numbered iteration where None writes a release. The flags file is for
@@ -163,7 +163,7 @@ def hf_to_mcore(
             new.write_frames(work.tree, mine, files)
 
         def finish(checksums: dict[str, str]) -> None:
-            fields = new.fields(src.model.family.name, source, sorted(src.scales)) | _ignored_field(src)
+            fields = new.fields(src.model.family.name, source, sorted(src.codes)) | _ignored_field(src)
             new.finish(work, fields, checksums, sync)
 
         with Aside(new.rank_files.metadata) as metadata:  # while tensors are written
