@@ -277,17 +277,25 @@ def test_other_shapes_and_dtypes_of_scales_mean_the_same(checkpoint, tmp_path):
         assert torch.equal(ours[name], exact) and not torch.equal(exact, exact.bfloat16().float())
 
 
-@pytest.mark.parametrize("way", ["fp8_per_channel", "int8_per_channel", "fp8_per_tensor"])
+@pytest.mark.parametrize("way", ["fp8_per_channel", "int8_per_channel", "fp8_per_tensor", "int4_per_channel"])
 def test_what_a_conversion_writes_is_a_source(way, checkpoint, tmp_path):
     hf_to_mcore(
         checkpoint("deepseek-v3", dtype=torch.bfloat16, mtp=True), tmp_path / "mcore", Layout(ep=2, etp=1)
     )
     mcore_to_hf(tmp_path / "mcore", tmp_path / "source", quantize=way, max_shard_size="200KB")
-    tensors = hf_tensors(tmp_path / "source")
+    tensors, wanted = hf_tensors(tmp_path / "source"), {}
     scales = [name for name in tensors if name.endswith("_scale")]
-    wanted = {name: tensor for name, tensor in tensors.items() if name not in scales}
     for name in (name.removesuffix("_scale") for name in scales):
-        wanted[name] = of_package(tensors[name], tensors[f"{name}_scale"], way.rpartition("_")[2])
+        stored = {
+            end: tensors.pop(name + end)
+            for end in ("", "_packed", "_scale", "_shape")
+            if name + end in tensors
+        }
+        if "" in stored:
+            wanted[name] = of_package(stored[""], stored["_scale"], way.rpartition("_")[2])
+        else:
+            wanted[name] = unpacked_by_package(stored, num_bits=4, strategy="channel")
+    wanted |= tensors
     plain = plain_twin(tmp_path / "source", tmp_path / "plain", wanted)
     assert check(tmp_path / "source").ok and diff(tmp_path / "source", plain).equal
     hf_to_mcore(tmp_path / "source", tmp_path / "again", Layout(tp=2, pp=2, ep=2, etp=1))
@@ -305,7 +313,7 @@ def test_what_no_scale_can_hold_is_not_quantised(number, checkpoint, tmp_path):
     tensors[NAME][-1, 3] = number
     save_file(tensors, source / "model.safetensors")
     hf_to_mcore(source, tmp_path / "mcore")
-    for way in ("fp8", "fp8_per_channel", "int8_per_channel", "fp8_per_tensor"):
+    for way in ("fp8", "fp8_per_channel", "int8_per_channel", "fp8_per_tensor", "int4_per_channel"):
         refused(
             lambda way=way: mcore_to_hf(tmp_path / "mcore", tmp_path / "out", quantize=way),
             f"{NAME} holds infinities or NaN, .*drop --quantize",

@@ -42,9 +42,9 @@ def fingerprints(model: torch.nn.Module) -> dict[str, int]:
     """A position-weighted sum of the bits of every parameter and buffer."""
     found = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if not tensor.numel() or not tensor.is_floating_point():
+        if not tensor.numel():
             continue
-        word = {1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+        word = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
         flat = tensor.detach().contiguous().view(-1).view(word)
         total = torch.zeros((), dtype=torch.int64, device=flat.device)
         for start in range(0, len(flat), 1 << 26):

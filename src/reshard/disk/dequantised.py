@@ -13,19 +13,17 @@ import numpy as np
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError, listed
 from reshard.disk import channels, fp8, packed
+from reshard.disk.channels import PACKED, PACKED_END, SHAPE_END, ZEROS_END
 from reshard.formats.safetensors import Tensor
 from reshard.formats.small_files import whole_numbers
 
 MAX_BLOCK = 1 << 20
 # Formats of compressed-tensors that store codes as numbers of their own dtype, or none; groups may each have one.
 FORMATS = (None, "dense", "float-quantized", "int-quantized", "naive-quantized", "mixed-precision")
-PACKED = "pack-quantized"  # the format that stores them in words
 STRATEGIES = ("channel", "tensor", "block")
 PACKED_STRATEGIES = ("channel", "group")
-TYPES = {kind: dtype for dtype, kind in channels.TYPES.items()}
+TYPES = {"float": "float8_e4m3fn", "int": "int8"}
 SCALE_DTYPES = ("bfloat16", "float16", "float32")
-# What is stored beside the codes and scales of a weight whose codes are packed.
-PACKED_END, SHAPE_END, ZEROS_END = "_packed", "_shape", "_zero_point"
 # What else of a weight is stored where its codes are reordered, or mean something else.
 OF_OTHER_CODES = ("weight_g_idx", "weight_global_scale")
 # What quantises activations, and keys and values, while a model is served.

@@ -134,14 +134,19 @@ class _Found:
                 yield region.name, torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e4m3fn)
                 yield region.name + SCALE_SUFFIX, torch.from_numpy(scales)
             elif region.name in self.schemes:
-                plain = raw.view(info.dtype.numpy()).astype(self.dtype.numpy())
-                scheme = self.schemes[region.name]
-                codes, scales = channels.quantize(plain, scheme)
-                check_finite(region.name, scales)
-                yield region.name, tensor_of(codes.view(np.uint8), scheme.codes.name)
-                yield region.name + channels.SUFFIX, tensor_of(scales.view(np.uint8), self.dtype.name)
+                yield from self._compressed(region.name, raw.view(info.dtype.numpy()))
             else:
                 yield region.name, tensor_of(raw, info.dtype.name).reshape(info.shape)
+
+    def _compressed(self, name: str, weight: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a checkpoint by compressed-tensors has of a weight."""
+        scheme = self.schemes[name]
+        made = channels.stored_as(weight.astype(self.dtype.numpy()), scheme)
+        check_finite(name, made[channels.SUFFIX])
+        dtypes = {channels.SUFFIX: self.dtype.name, channels.SHAPE_END: "int64"}
+        for end, array in made.items():
+            found = torch.from_numpy(np.ascontiguousarray(array).view(np.uint8))
+            yield name + end, found.view(getattr(torch, dtypes.get(end, scheme.dtype().name)))
 
     def close(self) -> None:
         self.weights.close()
@@ -206,8 +211,9 @@ def _schemes(model: torch.nn.Module, canonical: Canonical) -> dict[str, Scheme]:
                 f"{name} is loaded by {method_of(module)}, for which reshard cannot quantise Megatron's weights"
             )
         if how is not None:
-            codes = dtype_named(str(how.codes))
-            found |= {f"{name}.{weight}": Scheme(codes, how.strategy) for weight in how.weights}
+            columns = 0 if how.packed is None else how.packed.columns
+            scheme = Scheme(how.codes, how.strategy, columns, how.packed is not None)
+            found |= {f"{name}.{weight}": scheme for weight in how.weights}
     copies = trace_load(model, canonical).copies
     return {copy.name: found[copy.parameter] for copy in copies if copy.parameter in found}
 
