@@ -19,8 +19,14 @@ from reshard.core.boxes import Box
 from reshard.core.dtypes import dtype_named
 from reshard.disk import channels
 from reshard.disk import quantised as quantised_slabs
-from reshard.engines.vllm.compat import Compressed, Packed
-from reshard.engines.vllm.compressed import Held, codes_of, refuse_parts_of_groups, scales_of, words_of
+from reshard.engines.vllm.compressed import (
+    Held,
+    codes_of,
+    codes_of_blocks,
+    refuse_parts_of_blocks,
+    scales_of,
+    words_of,
+)
 from tests.checkpoints import make
 from tests.oracle import hf_tensors, same
 from tests.ranks import free_port, run_on_ranks
@@ -29,9 +35,15 @@ from tests.test_logits import EP, ETP, PP, TP, flags_at
 from tests.test_refit import converted, refit
 
 __all__ = ["converted"]
-DTYPES = {"float": torch.float8_e4m3fn, "int": torch.int8}
-# What codes are; the last two are packed.
-CODES = {"float": "float8_e4m3fn", "int": "int8", "int4": "int4", "packed int8": "int8"}
+DTYPES = {"float": torch.float8_e4m3fn, "float alone": torch.float8_e4m3fn, "int": torch.int8}
+# What codes are; the last two are packed, and like `float alone` of weights only.
+CODES = {
+    "float": "float8_e4m3fn",
+    "float alone": "float8_e4m3fn",
+    "int": "int8",
+    "int4": "int4",
+    "packed int8": "int8",
+}
 # Those that published configs name, and routers, whose plain weights vLLM's own class of a router serves.
 IGNORED = ["lm_head", "re:.*mlp.gate$"]
 # vLLM makes up scales of the key-value cache of dummy weights, which nobody reads unless it is in fp8.
@@ -45,23 +57,34 @@ def is_packed(kind: str) -> bool:
 
 
 def arguments(kind: str, strategy: str) -> QuantizationArgs:
-    strategy, _, columns = strategy.partition(" ")
-    bits, number = 4 if kind == "int4" else 8, "float" if kind == "float" else "int"
+    strategy, *sizes = strategy.split()
+    bits, number = 4 if kind == "int4" else 8, "float" if "float" in kind else "int"
     return QuantizationArgs(num_bits=bits, type=number, strategy=strategy, symmetric=True, dynamic=False,
-                            group_size=int(columns) if columns else None)  # fmt: skip
+                            group_size=int(sizes[0]) if strategy == "group" else None,
+                            block_structure=[int(size) for size in sizes] if strategy == "block" else None)  # fmt: skip
+
+
+def block_of(how: QuantizationArgs) -> tuple[int, int] | None:
+    """The rows and columns of a block or group."""
+    return (1, how.group_size) if how.group_size else how.block_structure and tuple(how.block_structure)
+
+
+def magnitudes(weight: torch.Tensor, how: QuantizationArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and largest number of all that shares a scale."""
+    if how.strategy == "tensor":
+        return torch.aminmax(weight)
+    rows, columns = block_of(how) or (1, weight.shape[1])
+    padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % columns, 0, -len(weight) % rows))
+    blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    return blocks.amin((1, 3)), blocks.amax((1, 3))
 
 
 def quantised(weight: torch.Tensor, kind: str, strategy: str) -> dict[str, torch.Tensor]:
     """What a matrix is stored as, by the package's own functions and the ends of names; codes come first, then scales."""
     how = arguments(kind, strategy)
-    groups = weight.unflatten(1, (-1, how.group_size or weight.shape[1]))
-    if how.strategy == "tensor":
-        least, most = torch.aminmax(weight)
-    else:
-        least, most = groups.amin(2), groups.amax(2)
-    scales, zeros = calculate_qparams(least, most, how)
+    scales, zeros = calculate_qparams(*magnitudes(weight, how), how)
     if not is_packed(kind):
-        return {"": quantize(weight, scales, zeros, how, dtype=DTYPES[kind]), "_scale": scales}
+        return {"": quantize(weight, scales, zeros, how, dtype=DTYPES[kind]).contiguous(), "_scale": scales}
     plain = {"weight": weight, "weight_scale": scales, "weight_zero_point": zeros}
     made = PackedQuantizationCompressor.compress(plain, QuantizationScheme(targets=["Linear"], weights=how))
     assert made.keys() == {"weight_packed", "weight_scale", "weight_shape"}
@@ -89,7 +112,8 @@ def hard(dtype: torch.dtype) -> torch.Tensor:
 
 
 WAYS = [
-    *[(kind, strategy) for kind in DTYPES for strategy in ("channel", "tensor")],
+    *[(kind, strategy) for kind in ("float", "int") for strategy in ("channel", "tensor")],
+    ("float", "block 16 32"), ("float", "block 24 40"),
     ("int4", "channel"), ("int4", "group 32"), ("int4", "group 4"), ("packed int8", "channel"), ("packed int8", "group 16"),
 ]  # fmt: skip
 
@@ -98,7 +122,7 @@ WAYS = [
 @pytest.mark.parametrize("kind, strategy", WAYS)
 def test_codes_and_scales_are_those_of_the_package(kind, strategy, dtype):
     values, how = hard(dtype), arguments(kind, strategy)
-    size, words = how.group_size, is_packed(kind)
+    size, block, words = how.group_size, block_of(how), is_packed(kind)
     cases = [
         values,
         values[44:],
@@ -113,20 +137,21 @@ def test_codes_and_scales_are_those_of_the_package(kind, strategy, dtype):
     def codes_by(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         if words:
             return words_of(weight, scales, CODES[kind], how.num_bits)
-        return codes_of(weight, scales, CODES[kind]).view(torch.uint8)
+        if how.strategy == "block":
+            return codes_of_blocks(weight, scales, block, CODES[kind]).view(torch.uint8)
+        return codes_of(weight, scales.expand(len(weight), -1), CODES[kind]).view(torch.uint8)
 
     for number, weight in enumerate(cases):
         weight = weight.contiguous()
         stored = quantised(weight, kind, strategy)
         codes, scales, *_ = stored.values()
-        magnitudes = weight.abs().unflatten(1, (-1, size or weight.shape[1])).amax(2)
-        ours = scales_of(magnitudes.amax().reshape(1) if strategy == "tensor" else magnitudes, CODES[kind])
+        least, most = magnitudes(weight, how)
+        ours = scales_of(torch.maximum(-least, most).reshape(scales.shape), CODES[kind])
         assert ours.dtype == scales.dtype == dtype and torch.equal(ours, scales), number
-        made = codes_by(weight, ours.expand(len(weight), -1))
-        assert torch.equal(made, codes if words else codes.view(torch.uint8)), number
+        assert torch.equal(codes_by(weight, ours), codes if words else codes.view(torch.uint8)), number
         # As a conversion makes them, in numpy.
         plain = weight.view(torch.int32 if dtype == torch.float32 else torch.int16)
-        scheme = channels.Scheme(CODES[kind], how.strategy, size or 0, words)
+        scheme = channels.Scheme(CODES[kind], how.strategy, block, words)
         written = channels.stored_as(plain.numpy().view(dtype_named(str(dtype)).numpy()), scheme)
         assert written.keys() == stored.keys()
         for end, theirs in stored.items():
@@ -136,18 +161,19 @@ def test_codes_and_scales_are_those_of_the_package(kind, strategy, dtype):
     weight = values[44:]
     codes, scales, *_ = quantised(weight, kind, strategy).values()
     other = scales.reshape(-1, scales.shape[-1]) * (1.01 if dtype == torch.float32 else 1)
-    other = torch.nextafter(other, 2 * other).expand(20, -1)
+    other = torch.nextafter(other, 2 * other)
     assert not torch.equal(codes_by(weight, other), codes if words else codes.view(torch.uint8))
 
 
-def test_a_part_of_a_group_of_columns_is_refused():
-    how = Compressed(("weight",), "int4", "group", (), "", Packed(4, 32, False, ()))
-    whole = Held("weight", "some.weight", (64, 128), Box((0, 64), (64, 64)), 0)
-    refuse_parts_of_groups("a layer", how, [whole])
-    for offset, length in ((48, 80), (64, 48)):
-        part = whole._replace(box=Box((0, offset), (64, length)))
-        with pytest.raises(ReshardError, match="some.weight that begins or ends within a group of 32"):
-            refuse_parts_of_groups("a layer", how, [whole, part])
+@pytest.mark.parametrize("offset, length, row", [(48, 80, 0), (64, 48, 0), (64, 64, 8)])
+def test_a_part_of_what_has_one_scale_is_refused(offset, length, row):
+    whole = Held("weight", "some.weight", (64, 130), Box((0, 64), (64, 66)), 0)
+    refuse_parts_of_blocks("a layer", (16, 32), 64, [whole])
+    part = whole._replace(box=Box((0, offset), (64, length)), row=row)
+    with pytest.raises(
+        ReshardError, match="some.weight that begins or ends within what has one scale, 16 rows and 32"
+    ):
+        refuse_parts_of_blocks("a layer", (16, 32), 64, [whole, part])
 
 
 def test_many_rows_are_divided_a_few_at_a_time(monkeypatch):
@@ -171,15 +197,20 @@ def config_of(kind: str, strategy: str, static: bool = False, **more) -> dict:
         "symmetric": True,
         "dynamic": False,
     }
-    tensorwise = static or (kind == "float" and strategy == "tensor")
-    inputs = weights | {"strategy": "tensor" if tensorwise else "token", "dynamic": not static}
+    strategies = {"tensor": "tensor", "block": "group"} if "float" in kind else {}
+    inputs = weights | {
+        "strategy": "tensor" if static else strategies.get(how.strategy, "token"),
+        "dynamic": not static,
+    }
+    if how.strategy == "block":
+        weights["block_structure"], inputs["group_size"] = how.block_structure, how.block_structure[1]
     group = {
         "targets": ["Linear"],
         "weights": weights | ({"group_size": how.group_size} if how.group_size else {}),
-        "input_activations": None if is_packed(kind) else inputs,
+        "input_activations": None if is_packed(kind) or kind == "float alone" else inputs,
         "output_activations": None,
     }
-    form = "pack-quantized" if is_packed(kind) else f"{kind}-quantized"
+    form = "pack-quantized" if is_packed(kind) else f"{how.type}-quantized"
     return {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed", "ignore": IGNORED,
             "config_groups": {"group_0": group}} | more  # fmt: skip
 
@@ -300,6 +331,11 @@ CASES = [
         {"experts": True},
     ),
     ("qwen3", "packed int8", "channel", "", 1, {}, 1, True, {}),
+    ("qwen3", "float", "block 16 16", f"{TP} 2", 2, {"tp": 2}, 2, True, {}),
+    ("qwen3", "float", "block 32 40", "", 1, {}, 1, False, {}),
+    ("qwen3-moe", "float", "block 16 16", f"{EP} 2 {ETP} 1", 2, {"tp": 2, **EXPERTS}, 2, True, {}),
+    ("deepseek-v3", "float", "block 8 8", f"{TP} 2", 2, {"tp": 2}, 2, False, {}),
+    ("qwen3", "float alone", "channel", f"{TP} 2", 2, {"tp": 2}, 2, True, {}),
 ]
 
 
@@ -399,7 +435,7 @@ def test_a_rank_that_fails_keeps_nobody_waiting_and_a_check_sees_what_changed(co
 
 QKV = "model.layers.0.self_attn.qkv_proj"
 NOT_MADE = [
-    (("float", "channel"), {"weights": {"strategy": "block", "block_structure": [32, 32]}}, QKV, "W8A8Fp8"),
+    (("float alone", "channel"), {"weights": {"strategy": "tensor"}}, QKV, "W8A16Fp8"),
     (("float", "channel"), {"targets": ["Linear", "re:.*lm_head"]}, "lm_head", "W8A8Fp8"),
     (("int4", "group 32"), {"weights": {"symmetric": False}}, QKV, "WNA16, asymmetric"),
     (("int4", "group 32"), {"weights": {"actorder": "group"}}, QKV, "WNA16"),
@@ -452,6 +488,7 @@ WRITTEN = [
     ("qwen3-moe", "float", "channel", "fp8_per_channel"),
     ("deepseek-v3", "int", "channel", "int8_per_channel"),
     ("qwen3-moe", "float", "tensor", "fp8_per_tensor"),
+    ("served-blocks", "float", "block 128 128", "fp8_per_block"),
     ("served-int8", "int4", "group 32", "int4_per_group_32"),
     ("qwen3-moe", "int4", "channel", "int4_per_channel"),
 ]
@@ -475,9 +512,9 @@ def test_a_conversion_writes_what_the_package_makes(
     if is_packed(kind):
         assert scheme.input_activations is None and read.format == "pack-quantized"
     else:
-        inputs = "token" if strategy == "channel" else "tensor"
+        inputs = {"channel": "token", "tensor": "tensor"}.get(strategy, "group")
         assert scheme.input_activations.strategy == inputs and scheme.input_activations.dynamic is True
-    layers = range(1, 4) if variant == "deepseek-v3" else range(4)
+    layers = {"deepseek-v3": range(1, 4), "served-blocks": range(0)}.get(variant, range(4))
     assert read.ignore == ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in layers)]
     assert inspect(tmp_path / "out").details["compressed"] == sum(name.endswith("_scale") for name in wanted)
     file = next((tmp_path / "out").glob("*00002-of*.safetensors"))
@@ -491,7 +528,7 @@ def test_a_conversion_refuses_what_it_cannot_quantise(converted, tmp_path):
     mcore = converted("qwen3-moe")[0][1]
     with pytest.raises(
         ReshardError,
-        match="--quantize int2 is none of fp8, fp8_per_channel, int8_per_channel, fp8_per_tensor, int4_per_group, int4_per_group_32, int4_per_channel",
+        match="--quantize int2 is none of fp8, fp8_per_channel, int8_per_channel, fp8_per_tensor, fp8_per_block, int4_per_group, int4_per_group_32, int4_per_channel",
     ):
         mcore_to_hf(mcore, tmp_path / "out", quantize="int2")
     for way, name in (
@@ -518,6 +555,7 @@ def test_an_engine_that_loads_a_megatron_checkpoint_holds_what_it_has_of_the_com
         ("qwen3-moe", "float", "channel"),
         ("deepseek-v3", "float", "tensor"),
         ("served-int8", "int4", "group 32"),
+        ("served-blocks", "float", "block 128 128"),
     ):
         (hf, mcore), (_, other) = converted(variant)
         folder = tmp_path / variant
@@ -529,7 +567,7 @@ def test_an_engine_that_loads_a_megatron_checkpoint_holds_what_it_has_of_the_com
             "other": (other, served),
         }
         if kind != "int":
-            way = f"fp8_per_{strategy}" if kind == "float" else "int4_per_group_32"
+            way = f"fp8_per_{strategy.split()[0]}" if kind == "float" else "int4_per_group_32"
             mcore_to_hf(mcore, folder / "converted", quantize=way)
             directories |= {"converted": (folder / "converted", {"hf_overrides": {}}), "by our loader": (package, RESHARD | {"hf_overrides": {}}),
                             "by its config": (mcore, RESHARD | {"hf_config_path": package, "hf_overrides": {}})}  # fmt: skip

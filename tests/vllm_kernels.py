@@ -65,3 +65,7 @@ linear_kernels._POSSIBLE_INT8_KERNELS[PlatformEnum.OOT] = [linear_kernels.Cutlas
 linear_kernels.MarlinLinearKernel.can_implement = classmethod(lambda cls, layer: (True, None))
 linear_kernels._POSSIBLE_KERNELS[PlatformEnum.OOT] = [linear_kernels.MarlinLinearKernel]
 MarlinExperts._supports_current_device = staticmethod(lambda: True)
+linear_kernels.MarlinFP8ScaledMMLinearKernel.is_supported = classmethod(
+    lambda cls, capability=None: (True, None)
+)
+linear_kernels._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.OOT] = [linear_kernels.MarlinFP8ScaledMMLinearKernel]

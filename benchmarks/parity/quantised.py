@@ -6,7 +6,7 @@ them from a Megatron checkpoint, or is refitted; and how far are its logprobs fr
 Random weights at a published shape, with fewer layers (and experts), are written as a Hugging Face checkpoint
 and converted to Megatron-Core. `published` is the checkpoint in fp8 blocks, made by vLLM's own function, which
 vLLM then reads from a config; `published-fp8_per_channel`, `published-int8_per_channel`, `published-fp8_per_tensor`,
-`published-int4_per_group`, `published-int4_per_group_32` and `published-int4_per_channel` are in the format of
+`published-fp8_per_block`, `published-int4_per_group`, `published-int4_per_group_32` and `published-int4_per_channel` are in the format of
 compressed-tensors, as ``mcore-to-hf --quantize`` writes it; any other way is vLLM's own ``quantization=``. Every engine scores the same
 prompts and goes on with some of them by CUDA graphs. Checked: an engine that started with other weights and
 is refitted (blocks: exactly) has the loaded one's parameters, logprobs and tokens to the last bit, in the
@@ -36,7 +36,8 @@ REFITS = 20
 PUBLISHED = "published"
 # Checkpoints by compressed-tensors, as ``mcore-to-hf --quantize`` writes them, with that package's own bits.
 INT4 = ("published-int4_per_group", "published-int4_per_group_32", "published-int4_per_channel")
-COMPRESSED = ("published-fp8_per_channel", "published-int8_per_channel", "published-fp8_per_tensor", *INT4)
+FP8 = ("published-fp8_per_channel", "published-fp8_per_tensor", "published-fp8_per_block")
+COMPRESSED = (*FP8, "published-int8_per_channel", *INT4)
 # Served, or its experts are, by Marlin: may differ from itself.
 UNSTEADY = ("mxfp8", "published-fp8_per_tensor", *INT4)
 
@@ -275,7 +276,7 @@ def refitted(way: str, engines: Engines, llm, trainer, loaded: dict, numbers: di
     module = module_of(llm)
     engines.check(f"{way}: dummy weights are others", held_by(module) != loaded)
     addresses = {key: parameter.data_ptr() for key, parameter in module.named_parameters()}
-    blocks = way == PUBLISHED or "block" in way
+    blocks = way == PUBLISHED or ("block" in way and way not in COMPRESSED)
     for mode in ("exact", "best") if blocks else ("exact",):
         engine = VllmModel.from_llm(llm, exact=mode == "exact")
         link = connect(Members.of_process_group(), MegatronModel(trainer.models), engine)

@@ -14,6 +14,7 @@ import xxhash
 
 from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import ReshardError
+from reshard.disk.fp8 import BLOCK
 from reshard.disk.packed import pack, words
 from reshard.disk.quantised import Quantised, Reader, check_finite
 from reshard.disk.streams import SLAB_BYTES, StripWriter, TensorInfo
@@ -34,37 +35,42 @@ BITS = {"float8_e4m3fn": 8, "int8": 8, "int4": 4}
 
 
 class Scheme(NamedTuple):
-    """What codes are (a name of `RANGES`), whether a scale is for a ``channel`` of the output, for a ``group`` of so many
-    `columns` of one, or for a whole ``tensor``; and whether codes are packed into words."""
+    """What codes are (a name of `RANGES`), whether a scale is for a ``channel`` of the output, for a ``group`` of columns of one,
+    for a ``block``, or for a whole ``tensor``; the rows and columns of a group or block; and whether codes are packed into
+    words."""
 
     codes: str
     strategy: str
-    columns: int = 0
+    block: tuple[int, int] | None = None
     packed: bool = False
 
     def dtype(self) -> Dtype:
         """That in which codes are stored."""
         return DTYPES["int32" if self.packed else self.codes]
 
-    def groups(self, columns: int) -> int:
-        """How many scales a row of so many columns has, where it has any of its own."""
-        return columns // self.columns if self.strategy == "group" else 1
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the scales of a weight."""
+        if self.strategy == "tensor":
+            return (1,)
+        rows, columns = self.block or (1, shape[1])
+        return -(-shape[0] // rows), -(-shape[1] // columns)
 
 
 def quantize(weight: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray]:
-    """Codes of rows, or of a whole matrix, ``[rows, columns]``, or words of them ``[rows, words]``; and the scales in its dtype,
-    ``[rows, 1]``, ``[rows, groups]`` or ``[1]``."""
+    """Codes of rows, of rows that begin where blocks do, or of a whole matrix, ``[rows, columns]``, or words of them ``[rows,
+    words]``; and the scales in its dtype, of the shape `Scheme.scale_shape`."""
     rows, columns = weight.shape
-    groups = scheme.groups(columns)
-    of_groups = weight.reshape(rows * groups, columns // groups)
-    largest = np.abs(of_groups.astype(np.float32)).max(
-        None if scheme.strategy == "tensor" else 1, keepdims=True
-    )
-    scales = _scales(largest, scheme, weight.dtype)
-    codes = _codes(of_groups, scales, scheme).reshape(rows, columns)
+    height, width = (rows, columns) if scheme.strategy == "tensor" else scheme.block or (1, columns)
+    more = (0, -rows % height), (0, -columns % width)
+    padded = np.pad(weight, more) if rows % height or columns % width else weight
+    blocks = padded.reshape(len(padded) // height, height, -1, width).transpose(0, 2, 1, 3)
+    apart = blocks.reshape(-1, height * width)
+    scales = _scales(np.abs(apart.astype(np.float32)).max(1, keepdims=True), scheme, weight.dtype)
+    codes = _codes(apart, scales, scheme).reshape(blocks.shape).transpose(0, 2, 1, 3)
+    codes = np.ascontiguousarray(codes.reshape(padded.shape)[:rows, :columns])
     if scheme.packed:
         codes = pack(codes, BITS[scheme.codes])
-    return codes, scales.reshape(1) if scheme.strategy == "tensor" else scales.reshape(rows, groups)
+    return codes, scales.reshape(scheme.scale_shape(weight.shape))
 
 
 def stored_as(weight: np.ndarray, scheme: Scheme) -> dict[str, np.ndarray]:
@@ -110,7 +116,7 @@ class Channels(Quantised):
         return self.scheme.dtype(), info.dtype
 
     def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
-        return info.rows, self.scheme.groups(info.columns)
+        return self.scheme.scale_shape(info.shape)
 
     def config(self, original: Any, kept: list[str]) -> dict[str, Any]:
         """As llm-compressor writes it, with activations that are quantised by token, or as a whole, as they come; or not at
@@ -123,13 +129,16 @@ class Channels(Quantised):
             "symmetric": True,
             "dynamic": False,
         }
-        if self.strategy == "group":
-            weights |= {"group_size": self.scheme.columns}
-        inputs = None if self.scheme.packed else weights | {"strategy": self.inputs, "dynamic": True}
+        inputs = weights | {"strategy": self.inputs, "dynamic": True}
+        if self.scheme.block is not None and self.strategy == "block":
+            weights |= {"block_structure": list(self.scheme.block)}
+            inputs |= {"group_size": self.scheme.block[1]}
+        elif self.scheme.block is not None:
+            weights |= {"group_size": self.scheme.block[1]}
         group = {
             "targets": ["Linear"],
             "weights": weights,
-            "input_activations": inputs,
+            "input_activations": None if self.scheme.packed else inputs,
             "output_activations": None,
         }
         return {
@@ -141,15 +150,25 @@ class Channels(Quantised):
         }
 
 
+class Blocks(Channels):
+    """Weights that are stored with a scale for each 128x128 block, and activations that are quantised by as many columns."""
+
+    strategy, inputs, rows = "block", "group", BLOCK
+
+    def __init__(self, names: Iterable[str], codes: str) -> None:
+        super().__init__(names, codes)
+        self.scheme = Scheme(codes, self.strategy, (BLOCK, BLOCK))
+
+
 class PackedChannels(Channels):
     """Weights that are stored in words, with a scale for each output channel."""
 
     codes_end = PACKED_END
     more_ends = (SHAPE_END,)
 
-    def __init__(self, names: Iterable[str], codes: str, columns: int = 0) -> None:
+    def __init__(self, names: Iterable[str], codes: str) -> None:
         super().__init__(names, codes)
-        self.scheme = Scheme(codes, self.strategy, columns, True)
+        self.scheme = Scheme(codes, self.strategy, None, True)
 
     def codes_shape(self, info: TensorInfo) -> tuple[int, ...]:
         return info.rows, words(info.columns, BITS[self.scheme.codes])
@@ -164,8 +183,8 @@ class PackedGroups(PackedChannels):
     strategy = "group"
 
     def __init__(self, names: Iterable[str], codes: str, columns: int) -> None:
-        super().__init__(names, codes, columns)
-        self.columns = columns
+        super().__init__(names, codes)
+        self.scheme, self.columns = Scheme(codes, self.strategy, (1, columns), True), columns
 
 
 class Tensors(Channels):
@@ -212,13 +231,13 @@ def check_wanted(config: Mapping[str, Any], what: str) -> None:
             known = bits in (4, 8) and how["type"] == "int" and strategy in ("channel", "group")
             known = known and weights.get("actorder") not in ("group", "dynamic")
         else:
-            known = bits == 8 and how["type"] in TYPES.values() and strategy in ("channel", "tensor")
-            known = known and bool(inputs)
+            known = bits == 8 and how["type"] in TYPES.values() and strategy in ("channel", "tensor", "block")
+            known = known and (bool(inputs) or (strategy == "channel" and how["type"] == "float"))
         if not known or how["symmetric"] is False:
             raise ReshardError(
                 f"{what} wants weights of {name} quantised by {METHOD} as {how}, and of these reshard makes 8 bits for each "
-                f"channel or tensor, with activations in 8 bits too, and packed int4 or int8 for each channel or group, with "
-                f"plain activations, all symmetric"
+                f"channel, tensor or block, with activations in 8 bits too, fp8 for each channel, and packed int4 or int8 for "
+                f"each channel or group, with plain activations, all symmetric"
             )
         if inputs and not inputs.get("dynamic"):
             raise ReshardError(

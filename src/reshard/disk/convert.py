@@ -12,7 +12,7 @@ from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE, check_number
 from reshard.disk.casts import overflow_notice
-from reshard.disk.channels import Channels, PackedChannels, PackedGroups, Tensors
+from reshard.disk.channels import Blocks, Channels, PackedChannels, PackedGroups, Tensors
 from reshard.disk.destinations import HuggingFaceFiles, MegatronFiles, parse_size
 from reshard.disk.files import OpenFiles, allow_many_files
 from reshard.disk.fp8 import Fp8Blocks, quantizable
@@ -30,13 +30,14 @@ from reshard.megatron.layout import Layout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
 from reshard.models.config_fields import check_ignored
 
-# Ways to quantise: blocks of fp8; codes with a scale for each output channel or for all of a weight; and in words, with one
-# for each output channel, or for so many of its columns.
+# Ways to quantise: blocks of fp8; codes with a scale for each output channel, for all of a weight, or for a block, in another
+# format; and in words, with one for each output channel, or for so many of its columns.
 BLOCKS = "fp8"
 COMPRESSED: dict[str, Callable[[list[str]], Quantised]] = {
     "fp8_per_channel": lambda names: Channels(names, "float8_e4m3fn"),
     "int8_per_channel": lambda names: Channels(names, "int8"),
     "fp8_per_tensor": lambda names: Tensors(names, "float8_e4m3fn"),
+    "fp8_per_block": lambda names: Blocks(names, "float8_e4m3fn"),
     "int4_per_group": lambda names: PackedGroups(names, "int4", 128),
     "int4_per_group_32": lambda names: PackedGroups(names, "int4", 32),
     "int4_per_channel": lambda names: PackedChannels(names, "int4"),
@@ -205,10 +206,10 @@ def mcore_to_hf(
     else the one that the checkpoint's ``args`` describe. `quantize` writes linear weights as fp8 with a scale
     for each 128x128 block (True, or ``fp8``), or, in the format of compressed-tensors, as fp8 or int8 with a scale
     for each output channel (``fp8_per_channel``, ``int8_per_channel``), as fp8 with one for each weight
-    (``fp8_per_tensor``), or as int4 in words with one for 128 or 32 columns of an output channel, or all of
-    them (``int4_per_group``, ``int4_per_group_32``, ``int4_per_channel``). `max_shard_size` is bytes or text like
-    ``5GB``; None is 5 GB, or less where a model would not fill 16 files, which are written at once, but not less
-    than 1 GB. The other options are those of `hf_to_mcore`, and so is what it raises.
+    (``fp8_per_tensor``) or 128x128 block (``fp8_per_block``), or as int4 in words with one for 128 or 32 columns of an
+    output channel, or all of them (``int4_per_group``, ``int4_per_group_32``, ``int4_per_channel``).
+    `max_shard_size` is bytes or text like ``5GB``; None is 5 GB, or less where a model would not fill 16 files, which
+    are written at once, but not less than 1 GB. The other options are those of `hf_to_mcore`, and so is what it raises.
     """
     allow_many_files()
     way = BLOCKS if quantize is True else quantize or None

@@ -170,7 +170,11 @@ def blocks_of(module: torch.nn.Module, method: Any) -> Blocks | None:
 
 # Formats of checkpoints by ``compressed-tensors`` whose codes and scales can be made of plain weights: those of linear
 # layers and of experts, and those whose codes are packed.
-COMPRESSED_SCHEMES = {"CompressedTensorsW8A8Fp8": "float8_e4m3fn", "CompressedTensorsW8A8Int8": "int8"}
+COMPRESSED_SCHEMES = {
+    "CompressedTensorsW8A8Fp8": "float8_e4m3fn",
+    "CompressedTensorsW8A8Int8": "int8",
+    "CompressedTensorsW8A16Fp8": "float8_e4m3fn",
+}
 COMPRESSED_EXPERTS = {
     "CompressedTensorsW8A8Fp8MoEMethod": "float8_e4m3fn",
     "CompressedTensorsW8A8Int8MoEMethod": "int8",
@@ -183,26 +187,26 @@ HANDLE = "dnnl_handler"
 
 
 class Packed(NamedTuple):
-    """How codes are packed: the bits of each, how many columns of a row share a scale, 0 where all do, whether vLLM loads them
-    turned, inputs before outputs; and the names of what else it makes for its loader, of which kernels read nothing."""
+    """How codes are packed: the bits of each, whether vLLM loads them turned, inputs before outputs; and the names of what else
+    it makes for its loader, of which kernels read nothing."""
 
     bits: int
-    columns: int
     turned: bool
     others: tuple[str, ...]
 
 
 class Compressed(NamedTuple):
     """A layer that vLLM loads codes and scales of: the names of its matrices, as those of plain weights would be called, what
-    their codes are, whether a scale is for a ``channel`` of the output, a ``group`` of its columns, or for a published
-    ``tensor``, the names of scales of its input that come with a checkpoint (static ones), vLLM's name for all this, and how
-    codes are packed, if they are."""
+    their codes are, whether a scale is for a ``channel`` of the output, a ``group`` of its columns, a ``block``, or for a
+    published ``tensor``, the names of scales of its input that come with a checkpoint (static ones), vLLM's name for all this,
+    the rows and columns of a group or block, and how codes are packed, if they are."""
 
     weights: tuple[str, ...]
     codes: str
     strategy: str
     inputs: tuple[str, ...]
     scheme: str
+    block: tuple[int, int] | None = None
     packed: Packed | None = None
 
 
@@ -224,20 +228,22 @@ def compressed_of(module: torch.nn.Module) -> Compressed | None:
             scheme = type(one).__name__
             if scheme not in COMPRESSED_SCHEMES:
                 return None
-            codes, strategy, static = (
-                COMPRESSED_SCHEMES[scheme],
-                one.strategy,
-                bool(one.is_static_input_scheme),
-            )
+            codes, static = COMPRESSED_SCHEMES[scheme], bool(one.is_static_input_scheme)
+            # A scheme that multiplies with plain inputs forgets what its scales were for.
+            strategy = getattr(one, "weight_quant", one).strategy
             if static and not getattr(one, "input_symmetric", True):
                 return None  # vLLM does not leave zero points as they were when it processes them once more
         else:
             return None
     strategy = str(getattr(strategy, "value", strategy))
-    if strategy not in ("channel", "tensor"):
+    owner = method if kind in COMPRESSED_EXPERTS else module.scheme
+    block = tuple(getattr(owner, "weight_block_size", None) or ()) if strategy == "block" else None
+    # Of weight-only fp8 vLLM does not process twice what is by tensor, and renames the scales of blocks.
+    known_ones = ("channel",) if scheme == "CompressedTensorsW8A16Fp8" else ("channel", "tensor", "block")
+    if strategy not in known_ones or (block is not None and len(block) != 2):
         return None
     inputs = tuple(name.replace("weight", "input_scale") for name in weights) if static else ()
-    return Compressed(weights, codes, strategy, inputs, scheme)
+    return Compressed(weights, codes, strategy, inputs, scheme, block)
 
 
 def _packed(module: torch.nn.Module, owner: Any, weights: tuple[str, ...]) -> Compressed | None:
@@ -250,7 +256,7 @@ def _packed(module: torch.nn.Module, owner: Any, weights: tuple[str, ...]) -> Co
     if not quantised.symmetric or ordered or owner.num_bits not in PACKED_CODES or not templates:
         return None
     strategy = str(getattr(owner.strategy, "value", owner.strategy))
-    columns = int(owner.group_size) if strategy == "group" else 0
+    block = (1, int(owner.group_size)) if strategy == "group" else None
     # In place of the weights' shapes, and of columns' orders, there is something that nobody has to load.
     made = {f"{name}_{end}" for name in weights for end in ("packed", "scale")}
     others = tuple(
@@ -259,8 +265,8 @@ def _packed(module: torch.nn.Module, owner: Any, weights: tuple[str, ...]) -> Co
     )  # fmt: skip
     turned = bool(getattr(templates[f"{weights[0]}_packed"], "is_transposed", False))
     codes = PACKED_CODES[owner.num_bits]
-    packed = Packed(owner.num_bits, columns, turned, others)
-    return Compressed(weights, codes, strategy, (), type(owner).__name__, packed)
+    packed = Packed(owner.num_bits, turned, others)
+    return Compressed(weights, codes, strategy, (), type(owner).__name__, block, packed)
 
 
 def plain_templates(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """Layers that vLLM loads from checkpoints in the format of ``compressed-tensors``, with a scale for each output channel, for
-each published matrix, or, packed, for so many columns of a channel: codes and scales are made here of plain weights, as that
-package makes them.
+each published matrix, for each block, or, packed, for so many columns of a channel: codes and scales are made here of plain
+weights, as that package makes them.
 
 A scale is the largest magnitude that it is for, divided by 448 (e4m3), 127.5 (int8) or 7.5 (int4), in the weights' dtype; 0
 becomes that dtype's epsilon. Codes are the weights divided by it, in that dtype too, clamped and rounded to the nearest, ties
@@ -81,14 +81,13 @@ def _codes(values: torch.Tensor, scales: torch.Tensor, codes: str) -> torch.Tens
 
 class Matrix(NamedTuple):
     """A parameter of plain weights by its name, with the names of those of codes and of their scales, whose shape as they are
-    made; the scale of each row, experts below each other, None where each row has its own, and how many a row has then."""
+    made; and the scale of each row, experts below each other, None where each row or block has its own."""
 
     name: str
     codes: str
     scales: str
     shape: tuple[int, ...]
     scale_of_row: torch.Tensor | None
-    groups: int = 1
 
 
 class Held(NamedTuple):
@@ -150,8 +149,9 @@ class Recipe:
                 _refuse_shared_scales(f"{self.name}.{matrix.name}", matrix.scale_of_row, parts)
             if self.how.packed is not None:
                 self.shapes |= _shapes(matrix, self.templates, parts)
-            if self.how.strategy == "group":
-                refuse_parts_of_groups(f"{self.name}.{matrix.name}", self.how, parts)
+            if self.how.block is not None:
+                rows = self._rows(matrix)
+                refuse_parts_of_blocks(f"{self.name}.{matrix.name}", self.how.block, rows, parts)
             elif split:
                 self.split.add(matrix.name)
         if not self.split:
@@ -163,14 +163,20 @@ class Recipe:
                 f"cannot find scales together: pass enable_expert_parallel=True, or serve in bf16"
             )
 
+    def _rows(self, matrix: Matrix) -> int:
+        """The rows of a matrix, or of one of its experts."""
+        of_plain = plain_templates(self.module) if self.how.packed is not None else self.templates
+        return int(of_plain[matrix.name].shape[-2])
+
     def largest(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """For each scale the largest magnitude among the plain `values`, in fp32, by matrix."""
         found = {}
         for matrix in self.matrices:
-            rows = values[matrix.name].flatten(0, -2).unflatten(1, (matrix.groups, -1)).flatten(0, 1)
-            largest = torch.maximum(rows.amax(1), -rows.amin(1)).float()
+            plain = values[matrix.name]
+            blocks = _in_blocks(plain, self.how.block or (1, plain.shape[-1]))
+            largest = torch.maximum(blocks.amax((-3, -1)), -blocks.amin((-3, -1))).float().flatten()
             if matrix.scale_of_row is not None:
-                zeros = torch.zeros(prod(matrix.shape), dtype=torch.float32, device=rows.device)
+                zeros = torch.zeros(prod(matrix.shape), dtype=torch.float32, device=plain.device)
                 largest = zeros.scatter_reduce_(0, matrix.scale_of_row, largest, "amax")
             found[matrix.name] = largest
         return found
@@ -192,8 +198,11 @@ class Recipe:
                     made = made.mT.contiguous() if self.how.packed.turned else made
                     found[key] = alike(made, self.templates[key])
                 continue
-            of_rows = scales if matrix.scale_of_row is None else scales[matrix.scale_of_row]
-            made = codes_of(rows, of_rows[:, None], codes).view(plain.shape)
+            if self.how.block is not None:
+                made = codes_of_blocks(plain, scales.view(matrix.shape), self.how.block, codes)
+            else:
+                of_rows = scales if matrix.scale_of_row is None else scales[matrix.scale_of_row]
+                made = codes_of(rows, of_rows[:, None], codes).view(plain.shape)
             found[matrix.codes] = alike(made, self.templates[matrix.codes])
             found[matrix.scales] = alike(scales.float().view(matrix.shape), self.templates[matrix.scales])
         if self.how.packed is not None:
@@ -231,6 +240,26 @@ def find_together(vectors: Sequence[torch.Tensor], group: Any, timeout: float) -
         vector.copy_(largest)
 
 
+def _in_blocks(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Matrices ``[..., rows, columns]`` as ``[..., blocks, height, blocks, width]``, padded with zeros to whole ones."""
+    (rows, columns), (height, width) = values.shape[-2:], block
+    if rows % height or columns % width:
+        values = torch.nn.functional.pad(values, (0, -columns % width, 0, -rows % height))
+    return values.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
+
+
+def codes_of_blocks(
+    values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], codes: str
+) -> torch.Tensor:
+    """What matrices ``[..., rows, columns]`` become by scales ``[..., blocks, blocks]``."""
+    rows, columns = values.shape[-2:]
+    if columns % block[1]:
+        values = torch.nn.functional.pad(values, (0, -columns % block[1]))
+    of_rows = scales.repeat_interleave(block[0], -2)[..., :rows, :]
+    made = codes_of(values.flatten(0, -2), of_rows.flatten(0, -2), codes).view(values.shape)
+    return made[..., :columns].contiguous()
+
+
 def _packed_matrix(
     name: str, module: torch.nn.Module, how: Compressed, templates: Mapping[str, torch.Tensor], key: str
 ) -> Matrix:
@@ -238,7 +267,7 @@ def _packed_matrix(
     plain = plain_templates(module)[key]
     codes, scales = f"{key}_packed", f"{key}_scale"
     *rows, columns = plain.shape
-    groups = columns // how.packed.columns if how.packed.columns else 1
+    groups = 1 if how.block is None else columns // how.block[1]
     wanted = {codes: -(-columns * how.packed.bits // 32), scales: groups}
     for one, width in wanted.items():
         shape = (*rows[:-1], width, rows[-1]) if how.packed.turned else (*rows, width)
@@ -247,7 +276,7 @@ def _packed_matrix(
             raise ReshardError(
                 f"vLLM keeps the packed codes or scales of {name}.{key} in another way than is known to a refit: serve in bf16"
             )
-    return Matrix(key, codes, scales, (*rows, groups), None, groups)
+    return Matrix(key, codes, scales, (*rows, groups), None)
 
 
 def _shapes(
@@ -265,14 +294,22 @@ def _shapes(
     return {key: made}
 
 
-def refuse_parts_of_groups(what: str, how: Compressed, parts: Sequence[Held]) -> None:
-    """Raise ReshardError where a rank holds a part of the columns that have one scale."""
-    size = 0 if how.packed is None else how.packed.columns
+def refuse_parts_of_blocks(what: str, block: tuple[int, int], rows: int, parts: Sequence[Held]) -> None:
+    """Raise ReshardError where a rank holds a part of what has one scale, or the blocks of a published tensor, in a matrix of
+    so many `rows`, are not those of the matrix."""
     for part in parts:
-        if part.box.offsets[1] % size or part.box.lengths[1] % size:
+        starts, lengths = part.box.offsets, part.box.lengths
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        within = any(
+            start % size for start, size in zip((*starts, part.row % rows), (*block, block[0]), strict=True)
+        )
+        within |= any(
+            end % size and end != length for end, size, length in zip(ends, block, part.shape, strict=True)
+        )
+        if within:
             raise ReshardError(
-                f"{what} has a part of {part.name} that begins or ends within a group of {size} columns, which a refit does not "
-                f"quantise: serve at another tensor parallel size, or in bf16"
+                f"{what} has a part of {part.name} that begins or ends within what has one scale, {block[0]} rows and {block[1]} "
+                f"columns, which a refit does not quantise: serve at another tensor parallel size, or in bf16"
             )
 
 
@@ -286,6 +323,11 @@ def _matrix(
     if scales is None or scales.dtype != torch.float32 or templates[key].dtype != DTYPES[how.codes]:
         raise unknown
     shape, count = tuple(scales.shape), prod(scales.shape)
+    if how.block is not None:
+        blocks = (-(-n // size) for n, size in zip(templates[key].shape[-2:], how.block, strict=True))
+        if shape != (*templates[key].shape[:-2], *blocks):
+            raise unknown
+        return Matrix(key, key, f"{key}_scale", shape, None)
     if how.strategy == "channel":
         if count != rows:
             raise unknown

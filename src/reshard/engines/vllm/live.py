@@ -393,8 +393,8 @@ def _processed_as(module: torch.nn.Module) -> str:
     if how is None:
         return method_of(module)
     inputs = ", scales of the input as they were loaded" if how.inputs else ""
-    columns = f" of {how.packed.columns}" if how.packed is not None and how.packed.columns else ""
-    return f"{how.scheme} ({how.codes}, a scale for each {how.strategy}{columns}{inputs})"
+    size = "" if how.block is None else f" of {how.block[0]}x{how.block[1]}"
+    return f"{how.scheme} ({how.codes}, a scale for each {how.strategy}{size}{inputs})"
 
 
 def _home(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:

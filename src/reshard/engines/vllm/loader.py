@@ -211,8 +211,7 @@ def _schemes(model: torch.nn.Module, canonical: Canonical) -> dict[str, Scheme]:
                 f"{name} is loaded by {method_of(module)}, for which reshard cannot quantise Megatron's weights"
             )
         if how is not None:
-            columns = 0 if how.packed is None else how.packed.columns
-            scheme = Scheme(how.codes, how.strategy, columns, how.packed is not None)
+            scheme = Scheme(how.codes, how.strategy, how.block, how.packed is not None)
             found |= {f"{name}.{weight}": scheme for weight in how.weights}
     copies = trace_load(model, canonical).copies
     return {copy.name: found[copy.parameter] for copy in copies if copy.parameter in found}
