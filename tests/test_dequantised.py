@@ -362,6 +362,29 @@ def published(checkpoint, tmp_path_factory):
     }
 
 
+def test_one_checkpoint_may_have_weights_of_several_formats(published, tmp_path):
+    tensors, others = (load_file(published[way] / "model.safetensors") for way in ("int4", "fp8"))
+    for end in ("_packed", "_scale", "_shape", "_zero_point"):
+        tensors.pop(NAME + end)
+    tensors |= {name: others[name] for name in (NAME, f"{NAME}_scale")}
+    config, other = (json.loads((published[way] / "config.json").read_text()) for way in ("int4", "fp8"))
+    quantization, other = config["quantization_config"], other["quantization_config"]
+    quantization["config_groups"]["group_1"] = other["config_groups"]["group_0"] | {
+        "format": "float-quantized"
+    }
+    quantization["format"] = "mixed-precision"
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed" / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "mixed" / "model.safetensors")
+    wanted = {name: one for name, one in tensors.items() if ".weight_" not in name}
+    wanted[NAME] = of_package(tensors[NAME], tensors[f"{NAME}_scale"], "channel")
+    for name in (name.removesuffix("_packed") for name in tensors if name.endswith("_packed")):
+        stored = {end: tensors[name + end] for end in ("_packed", "_scale", "_shape", "_zero_point")}
+        wanted[name] = unpacked_by_package(stored, **INT4, strategy="group", symmetric=False)
+    twin = plain_twin(tmp_path / "mixed", tmp_path / "twin", wanted)
+    assert diff(tmp_path / "mixed", twin).equal and not diff(published["int4"], twin).equal
+
+
 def of_group(**weights):
     return lambda config, tensors: config["config_groups"]["group_0"]["weights"].update(weights)
 

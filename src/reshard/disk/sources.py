@@ -294,13 +294,18 @@ class HuggingFaceSource(Source):
     def _numbers(self, names: list[str]) -> dict[str, tuple[int, ...]]:
         """The whole numbers that small tensors hold; many are read at once, since they lie all over the files."""
 
-        def read(name: str) -> tuple[int, ...]:
-            tensor = self.stored[name]
-            return tuple(self._rows(tensor, 0, tensor.shape[0], 1)[:, 0].tolist())
+        def read(some: list[str]) -> list[tuple[str, tuple[int, ...]]]:
+            tensors = [(name, self.stored[name]) for name in some]
+            return [
+                (name, tuple(self._rows(tensor, 0, tensor.shape[0], 1)[:, 0].tolist()))
+                for name, tensor in tensors
+            ]
 
         names = sorted(names, key=lambda name: (self.stored[name].file, self.stored[name].offset))
+        step = -(-len(names) // READERS) or 1
+        runs = [names[start : start + step] for start in range(0, len(names), step)]
         with ThreadPoolExecutor(READERS, "reshard-read") as pool:
-            return dict(zip(names, pool.map(read, names), strict=True))
+            return dict(found for run in pool.map(read, runs) for found in run)
 
     def _rows(
         self, stored: safetensors.Tensor, start: int, stop: int, columns: int, use: str = ""
