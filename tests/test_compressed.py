@@ -19,12 +19,14 @@ from reshard.core.boxes import Box
 from reshard.core.dtypes import dtype_named
 from reshard.disk import channels
 from reshard.disk import quantised as quantised_slabs
+from reshard.engines.vllm.compat import Compressed, Packed
 from reshard.engines.vllm.compressed import (
     Held,
     codes_of,
     codes_of_blocks,
     refuse_parts_of_blocks,
     scales_of,
+    stored_as,
     words_of,
 )
 from tests.checkpoints import make
@@ -152,11 +154,19 @@ def test_codes_and_scales_are_those_of_the_package(kind, strategy, dtype):
         # As a conversion makes them, in numpy.
         plain = weight.view(torch.int32 if dtype == torch.float32 else torch.int16)
         scheme = channels.Scheme(CODES[kind], how.strategy, block, words)
-        written = channels.stored_as(plain.numpy().view(dtype_named(str(dtype)).numpy()), scheme)
-        assert written.keys() == stored.keys()
+        written = channels.quantize(plain.numpy().view(dtype_named(str(dtype)).numpy()), scheme)
+        for ours_too, theirs in zip(written, (codes, scales), strict=True):
+            assert ours_too.shape == tuple(theirs.shape)
+            assert ours_too.tobytes() == theirs.contiguous().view(torch.uint8).numpy().tobytes(), number
+        # As vLLM is given them.
+        compressed = Compressed(
+            (), CODES[kind], how.strategy, (), "", block, Packed(how.num_bits, False, ()) if words else None
+        )
+        given = stored_as(weight, compressed)
+        assert given.keys() == stored.keys()
         for end, theirs in stored.items():
-            assert written[end].shape == tuple(theirs.shape)
-            assert written[end].tobytes() == theirs.contiguous().view(torch.uint8).numpy().tobytes(), number
+            assert given[end].dtype == theirs.dtype and given[end].shape == theirs.shape
+            assert torch.equal(given[end].view(torch.uint8), theirs.view(torch.uint8)), number
     # The next scale of that dtype makes other codes, but in fp32, where the one after some does.
     weight = values[44:]
     codes, scales, *_ = quantised(weight, kind, strategy).values()

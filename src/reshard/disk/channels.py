@@ -73,14 +73,6 @@ def quantize(weight: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray
     return codes, scales.reshape(scheme.scale_shape(weight.shape))
 
 
-def stored_as(weight: np.ndarray, scheme: Scheme) -> dict[str, np.ndarray]:
-    """What a checkpoint has of a weight, by the ends of names."""
-    codes, scales = quantize(weight, scheme)
-    if scheme.packed:
-        return {PACKED_END: codes, SUFFIX: scales, SHAPE_END: np.array(weight.shape)}
-    return {"": codes, SUFFIX: scales}
-
-
 def _scales(largest: np.ndarray, scheme: Scheme, dtype: np.dtype) -> np.ndarray:
     """The scales of magnitudes in fp32, in a dtype."""
     scales = (largest / np.float32(RANGES[scheme.codes][2])).astype(dtype)

@@ -64,6 +64,18 @@ def words_of(values: torch.Tensor, scales: torch.Tensor, codes: str, bits: int) 
     return made
 
 
+def stored_as(values: torch.Tensor, how: Compressed) -> dict[str, torch.Tensor]:
+    """What a checkpoint has of a weight ``[rows, columns]``, by the ends of names, with scales in the weight's dtype."""
+    rows, columns = values.shape
+    block = (rows, columns) if how.strategy == "tensor" else how.block or (1, columns)
+    scales = scales_of(_magnitudes(values, block), how.codes)
+    if how.packed is not None:
+        words = words_of(values, scales, how.codes, how.packed.bits)
+        return {"_packed": words, "_scale": scales, "_shape": torch.tensor(values.shape)}
+    codes = codes_of_blocks(values, scales, block, how.codes)
+    return {"": codes, "_scale": scales.flatten() if how.strategy == "tensor" else scales}
+
+
 def _at_once(values: torch.Tensor) -> list[slice]:
     """Runs of rows that are divided at a time."""
     step = max(1, AT_ONCE // max(1, values.shape[1]))
@@ -173,8 +185,7 @@ class Recipe:
         found = {}
         for matrix in self.matrices:
             plain = values[matrix.name]
-            blocks = _in_blocks(plain, self.how.block or (1, plain.shape[-1]))
-            largest = torch.maximum(blocks.amax((-3, -1)), -blocks.amin((-3, -1))).float().flatten()
+            largest = _magnitudes(plain, self.how.block or (1, plain.shape[-1])).float().flatten()
             if matrix.scale_of_row is not None:
                 zeros = torch.zeros(prod(matrix.shape), dtype=torch.float32, device=plain.device)
                 largest = zeros.scatter_reduce_(0, matrix.scale_of_row, largest, "amax")
@@ -240,12 +251,14 @@ def find_together(vectors: Sequence[torch.Tensor], group: Any, timeout: float) -
         vector.copy_(largest)
 
 
-def _in_blocks(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Matrices ``[..., rows, columns]`` as ``[..., blocks, height, blocks, width]``, padded with zeros to whole ones."""
+def _magnitudes(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """The largest of each block of matrices ``[..., rows, columns]``, where the last ones may be smaller: ``[..., blocks,
+    blocks]``."""
     (rows, columns), (height, width) = values.shape[-2:], block
     if rows % height or columns % width:
         values = torch.nn.functional.pad(values, (0, -columns % width, 0, -rows % height))
-    return values.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
+    blocks = values.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
+    return torch.maximum(blocks.amax((-3, -1)), -blocks.amin((-3, -1)))
 
 
 def codes_of_blocks(
