@@ -25,7 +25,7 @@ from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE
 @click.option(
     "--dtype",
     type=click.Choice(["bf16", "fp16", "fp32"]),
-    help="Cast (default: as it is; fp8 and int8 become what their scales and config say, bf16 as a rule).",
+    help="Cast (default: as it is; fp8, int8 and int4 become what their scales and config say, bf16 as a rule).",
 )
 @click.option(
     "--transformer-impl",

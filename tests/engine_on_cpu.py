@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import zlib
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from tests import probe, vllm_models
@@ -190,8 +190,34 @@ def int8_experts(pairs: list) -> dict:
     return found
 
 
-def int8_layers(pairs: list) -> dict:
-    """For each pair of a Megatron checkpoint and the same weights as compressed-tensors quantises them by int8: what a vLLM on two ranks answers
+def multiply_int4(values, words, output, scales, zeros, order, bias, codes_in_a_word, how) -> None:
+    """Values times int4, by torch: sixteen outputs lie together, for all inputs, in two words for each."""
+    import torch
+
+    assert zeros is None and order is None and codes_in_a_word == 8
+    codes = (words.view(-1, values.shape[1], 2, 1) >> (torch.arange(8) * 4)) & 15
+    weights = (codes.flatten(2) - 8).transpose(0, 1).flatten(1).float()  # [inputs, outputs]
+    weights = weights.unflatten(0, (len(scales), -1)) * scales.float()[:, None]
+    output.copy_(values.float() @ weights.flatten(0, 1) + (0 if bias is None else bias.float()))
+
+
+@cache
+def with_int4():
+    """Let vLLM's build for the CPU multiply with int4 where it does not, for want of AVX-512; what does it has to be kept."""
+    import torch
+    from vllm import _custom_ops  # noqa: F401
+
+    if hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        return None
+    kernels = torch.library.Library("_C", "FRAGMENT")
+    kernels.define("cpu_gemm_wna16(Tensor input, Tensor words, Tensor! output, Tensor scales, Tensor? zeros, Tensor? order, Tensor? bias, "
+                   "int codes_in_a_word, str how) -> ()")  # fmt: skip
+    kernels.impl("cpu_gemm_wna16", multiply_int4, "CPU")
+    return kernels
+
+
+def compressed_layers(pairs: list) -> dict:
+    """For each pair of a Megatron checkpoint and the same weights as compressed-tensors quantises them: what a vLLM on two ranks answers
     and serves from, which has started with dummy weights, after a refit, and what one answers and serves from that has loaded the compressed ones;
     what is said of a layer that serves from another's weights; and the names of what lies elsewhere afterwards."""
     import torch
@@ -207,12 +233,14 @@ def int8_layers(pairs: list) -> dict:
     keep_imports_frozen()
 
     def kernels(model) -> dict:
-        return {
+        """Those that keep weights in handles, of which torch knows nothing."""
+        found = {
             name: module.scheme.kernel for name, module in model.named_modules() if hasattr(module, "scheme")
         }
+        return {name: kernel for name, kernel in found.items() if hasattr(kernel, "dnnl_handler")}
 
     def served(llm, model) -> dict:
-        """Every parameter and buffer, bit by bit, and what the layers multiply with, which are none of these."""
+        """Every parameter and buffer, bit by bit, and what the layers multiply with that is none of these."""
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
         tensors |= {
             name: multiplied(kernel.dnnl_handler, torch.bfloat16) for name, kernel in kernels(model).items()
@@ -225,6 +253,7 @@ def int8_layers(pairs: list) -> dict:
         dist.all_gather_object(both, mine)
         return {"served": both, "answers": answers(llm)}
 
+    with_int4()
     how = {"dtype": "bfloat16", "tensor_parallel_size": dist.get_world_size()}
     trainer = Megatron(Path(pairs[0][0]), "bf16", Layout(tp=dist.get_world_size()))
     with plain_weights():
@@ -242,12 +271,16 @@ def int8_layers(pairs: list) -> dict:
     # In rank 0 layer 1 serves from what layer 2 does: all are told.
     settle = destination.settle
 
-    def mixed_up(of: dict) -> None:
-        if not dist.get_rank():
-            one, other = (of[f"model.layers.{n}.mlp.down_proj"] for n in (1, 2))
-            one.dnnl_handler = other.dnnl_handler
+    def mixed_up(model) -> None:
+        if dist.get_rank():
+            return
+        one, other = (model.get_submodule(f"model.layers.{n}.mlp.down_proj") for n in (1, 2))
+        if kernels(model):
+            one.scheme.kernel.dnnl_handler = other.scheme.kernel.dnnl_handler
+        else:
+            one.weight_packed.data.copy_(other.weight_packed.data)
 
-    destination.settle = partial(mixed_up, kernels(destination.module))
+    destination.settle = partial(mixed_up, destination.module)
     found["mixed up"] = caught(partial(link.refit, verify=True))
     destination.settle = settle
     link.refit(verify=True)

@@ -8,6 +8,11 @@ from vllm.model_executor.kernels import linear as linear_kernels
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.platforms.interface import PlatformEnum
 
+try:
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+except ImportError:  # where older versions have it
+    from vllm.model_executor.layers.fused_moe.fused_marlin_moe import MarlinExperts
+
 
 def quantised(output, values, scale, largest, least: float = 0.0) -> None:
     """The e4m3 of a matrix and its scale for each row, or for all of it: in the place of vLLM's kernels for GPUs."""
@@ -28,6 +33,12 @@ def as_it_is(output, values, scale, group_shape=None) -> None:
     output.copy_((values.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn))
 
 
+def repacked(words, order, inputs, outputs, bits, of_8_bits):
+    """Words of codes ``[inputs, outputs]``, in another order, in the place of Marlin's: each one of all."""
+    assert not of_8_bits and words.shape == (inputs * bits // 32, outputs)
+    return words.T.reshape(inputs // 16, -1).flip(0).contiguous()
+
+
 TritonExperts._supports_quant_scheme = staticmethod(lambda weight_key, activation_key: True)
 os.environ["VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD"] = "0"
 linear_kernels._POSSIBLE_MXFP8_KERNELS[PlatformEnum.OOT] = [linear_kernels.EmulationMxfp8LinearKernel]
@@ -35,6 +46,7 @@ KERNELS = torch.library.Library("_C", "FRAGMENT")
 for definition, kernel in (
     ("dynamic_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale) -> ()", by_tensor),
     ("static_scaled_fp8_quant(Tensor! result, Tensor input, Tensor scale, int[]? group_shape=None) -> ()", as_it_is),
+    ("gptq_marlin_repack(Tensor words, Tensor order, SymInt inputs, SymInt outputs, int bits, bool of_8_bits) -> Tensor", repacked),
     ("dynamic_per_token_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()", by_token),
 ):  # fmt: skip
     KERNELS.define(definition)
@@ -49,3 +61,11 @@ linear_kernels.CutlassInt8ScaledMMLinearKernel.is_supported = classmethod(
     lambda cls, capability=None: (True, None)
 )
 linear_kernels._POSSIBLE_INT8_KERNELS[PlatformEnum.OOT] = [linear_kernels.CutlassInt8ScaledMMLinearKernel]
+# Marlin's for packed codes, of linear layers and, where their sizes are its, of experts.
+linear_kernels.MarlinLinearKernel.can_implement = classmethod(lambda cls, layer: (True, None))
+linear_kernels._POSSIBLE_KERNELS[PlatformEnum.OOT] = [linear_kernels.MarlinLinearKernel]
+MarlinExperts._supports_current_device = staticmethod(lambda: True)
+linear_kernels.MarlinFP8ScaledMMLinearKernel.is_supported = classmethod(
+    lambda cls, capability=None: (True, None)
+)
+linear_kernels._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.OOT] = [linear_kernels.MarlinFP8ScaledMMLinearKernel]

@@ -74,7 +74,8 @@ torch._dynamo.config.disable = True  # what quantises them is compiled on a GPU
 
 def multiplied(kernel, A, B, As, Bs):
     """A bf16 matrix times blocks, for what MLA derives from them."""
-    spread = Bs.repeat_interleave(128, 0).repeat_interleave(128, 1)[: B.shape[0], : B.shape[1]]
+    height, width = kernel.weight_group_shape
+    spread = Bs.repeat_interleave(height, 0).repeat_interleave(width, 1)[: B.shape[0], : B.shape[1]]
     return (A.float() @ (B.float() * spread).T).to(torch.bfloat16)
 
 

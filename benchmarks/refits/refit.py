@@ -43,9 +43,9 @@ def fingerprints(model: torch.nn.Module) -> dict[str, int]:
     """A position-weighted sum of the bits of every parameter and buffer."""
     found = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if not tensor.numel() or not tensor.is_floating_point():
+        if not tensor.numel():
             continue
-        word = {1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+        word = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
         flat = tensor.detach().contiguous().view(-1).view(word)
         total = torch.zeros((), dtype=torch.int64, device=flat.device)
         for start in range(0, len(flat), 1 << 26):
@@ -63,7 +63,10 @@ def scribble(engine, value: float) -> None:
 
 
 def link_rate(n: int = 1 << 30) -> float:
-    """Bytes a second and GPU of one large copy of n bytes from the neighbour's memory, all GPUs at once."""
+    """Bytes a second and GPU of one large copy of n bytes from the neighbour's memory, all GPUs at once; infinite where there
+    is none."""
+    if dist.get_world_size() == 1:
+        return float("inf")
     from reshard.live.cuda import allocation_of, driver, exported
     from reshard.refit.transports.mappings import Mappings
 

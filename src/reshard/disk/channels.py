@@ -1,5 +1,5 @@
 """Weights in the format of ``compressed-tensors``: fp8 (e4m3) or int8, with a scale for each row, an output channel, or for
-all of a matrix, as llm-compressor publishes them for vLLM.
+all of a matrix, and int4, packed, with one for so many columns of a row, as llm-compressor publishes them for vLLM.
 
 The arithmetic is that of ``calculate_qparams`` and ``quantize`` of compressed-tensors 0.17: in the weights' own dtype, whose
 numbers each step rounds to.
@@ -12,48 +12,83 @@ import ml_dtypes
 import numpy as np
 import xxhash
 
-from reshard.core.dtypes import Dtype
+from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import ReshardError
+from reshard.disk.fp8 import BLOCK
+from reshard.disk.packed import pack, words
 from reshard.disk.quantised import Quantised, Reader, check_finite
 from reshard.disk.streams import SLAB_BYTES, StripWriter, TensorInfo
 
 SUFFIX = "_scale"
 METHOD = "compressed-tensors"
+# Of what is packed: the codes, the shape that the weight has, and zero points; and the format that says so.
+PACKED_END, SHAPE_END, ZEROS_END = "_packed", "_shape", "_zero_point"
+PACKED = "pack-quantized"
 # Least and largest number that is coded, and what the largest magnitude is divided by.
-RANGES = {"float8_e4m3fn": (-448.0, 448.0, 448.0), "int8": (-128.0, 127.0, 127.5)}
-TYPES = {"float8_e4m3fn": "float", "int8": "int"}
+RANGES = {
+    "float8_e4m3fn": (-448.0, 448.0, 448.0),
+    "int8": (-128.0, 127.0, 127.5),
+    "int4": (-8.0, 7.0, 7.5),
+}
+TYPES = {"float8_e4m3fn": "float", "int8": "int", "int4": "int"}
+BITS = {"float8_e4m3fn": 8, "int8": 8, "int4": 4}
 
 
 class Scheme(NamedTuple):
-    """The dtype of codes, and whether a scale is for a ``channel`` of the output or for a whole ``tensor``."""
+    """What codes are (a name of `RANGES`), whether a scale is for a ``channel`` of the output, for a ``group`` of columns of one,
+    for a ``block``, or for a whole ``tensor``; the rows and columns of a group or block; and whether codes are packed into
+    words."""
 
-    codes: Dtype
+    codes: str
     strategy: str
+    block: tuple[int, int] | None = None
+    packed: bool = False
+
+    def dtype(self) -> Dtype:
+        """That in which codes are stored."""
+        return DTYPES["int32" if self.packed else self.codes]
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the scales of a weight."""
+        if self.strategy == "tensor":
+            return (1,)
+        rows, columns = self.block or (1, shape[1])
+        return -(-shape[0] // rows), -(-shape[1] // columns)
 
 
 def quantize(weight: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray]:
-    """Codes of rows, or of a whole matrix, ``[rows, columns]``; and the scales in its dtype, ``[rows, 1]`` or ``[1]``."""
-    largest = np.abs(weight.astype(np.float32)).max(
-        1 if scheme.strategy == "channel" else None, keepdims=True
-    )
-    scales = _scales(largest, scheme, weight.dtype)
-    return _codes(weight, scales, scheme), scales if scheme.strategy == "channel" else scales.reshape(1)
+    """Codes of rows, of rows that begin where blocks do, or of a whole matrix, ``[rows, columns]``, or words of them ``[rows,
+    words]``; and the scales in its dtype, of the shape `Scheme.scale_shape`."""
+    rows, columns = weight.shape
+    height, width = (rows, columns) if scheme.strategy == "tensor" else scheme.block or (1, columns)
+    more = (0, -rows % height), (0, -columns % width)
+    padded = np.pad(weight, more) if rows % height or columns % width else weight
+    blocks = padded.reshape(len(padded) // height, height, -1, width).transpose(0, 2, 1, 3)
+    apart = blocks.reshape(-1, height * width)
+    scales = _scales(np.abs(apart.astype(np.float32)).max(1, keepdims=True), scheme, weight.dtype)
+    codes = _codes(apart, scales, scheme).reshape(blocks.shape).transpose(0, 2, 1, 3)
+    codes = np.ascontiguousarray(codes.reshape(padded.shape)[:rows, :columns])
+    if scheme.packed:
+        codes = pack(codes, BITS[scheme.codes])
+    return codes, scales.reshape(scheme.scale_shape(weight.shape))
 
 
 def _scales(largest: np.ndarray, scheme: Scheme, dtype: np.dtype) -> np.ndarray:
     """The scales of magnitudes in fp32, in a dtype."""
-    scales = (largest / np.float32(RANGES[scheme.codes.name][2])).astype(dtype)
+    scales = (largest / np.float32(RANGES[scheme.codes][2])).astype(dtype)
     return np.where(scales == 0, ml_dtypes.finfo(dtype).eps, scales).astype(dtype)
 
 
 def _codes(weight: np.ndarray, scales: np.ndarray, scheme: Scheme) -> np.ndarray:
     """What rows become by scales ``[rows, 1]`` or ``[1, 1]``."""
-    least, most, _ = map(np.float32, RANGES[scheme.codes.name])
+    least, most, _ = map(np.float32, RANGES[scheme.codes])
     wide = weight.astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):  # of infinities and NaN, which the scales tell of
         scaled = (wide / scales.astype(np.float32)).astype(weight.dtype).astype(np.float32)
         scaled = (scaled + np.float32(0)).clip(least, most)  # the zero point, which makes 0 of -0
-        return (np.rint(scaled) if scheme.codes.name == "int8" else scaled).astype(scheme.codes.numpy())
+        if TYPES[scheme.codes] == "int":
+            return np.rint(scaled).astype(np.int8)
+        return scaled.astype(DTYPES[scheme.codes].numpy())
 
 
 class Channels(Quantised):
@@ -62,7 +97,7 @@ class Channels(Quantised):
     suffix, rows = SUFFIX, 1
     strategy, inputs = "channel", "token"
 
-    def __init__(self, names: Iterable[str], codes: Dtype) -> None:
+    def __init__(self, names: Iterable[str], codes: str) -> None:
         super().__init__(names)
         self.scheme = Scheme(codes, self.strategy)
 
@@ -70,34 +105,78 @@ class Channels(Quantised):
         return quantize(rows, self.scheme)
 
     def dtypes(self, info: TensorInfo) -> tuple[Dtype, Dtype]:
-        return self.scheme.codes, info.dtype
+        return self.scheme.dtype(), info.dtype
 
     def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
-        return info.rows, 1
+        return self.scheme.scale_shape(info.shape)
 
     def config(self, original: Any, kept: list[str]) -> dict[str, Any]:
-        """As llm-compressor writes it, with activations that are quantised by token, or as a whole, as they come."""
-        kind = TYPES[self.scheme.codes.name]
+        """As llm-compressor writes it, with activations that are quantised by token, or as a whole, as they come; or not at
+        all, where codes are packed."""
+        kind = TYPES[self.scheme.codes]
         weights = {
-            "num_bits": 8,
+            "num_bits": BITS[self.scheme.codes],
             "type": kind,
             "strategy": self.strategy,
             "symmetric": True,
             "dynamic": False,
         }
+        inputs = weights | {"strategy": self.inputs, "dynamic": True}
+        if self.scheme.block is not None and self.strategy == "block":
+            weights |= {"block_structure": list(self.scheme.block)}
+            inputs |= {"group_size": self.scheme.block[1]}
+        elif self.scheme.block is not None:
+            weights |= {"group_size": self.scheme.block[1]}
         group = {
             "targets": ["Linear"],
             "weights": weights,
-            "input_activations": weights | {"strategy": self.inputs, "dynamic": True},
+            "input_activations": None if self.scheme.packed else inputs,
             "output_activations": None,
         }
         return {
             "config_groups": {"group_0": group},
-            "format": f"{kind}-quantized",
+            "format": PACKED if self.scheme.packed else f"{kind}-quantized",
             "ignore": [name for name in kept if not name.endswith("embed_tokens")],
             "quant_method": METHOD,
             "quantization_status": "compressed",
         }
+
+
+class Blocks(Channels):
+    """Weights that are stored with a scale for each 128x128 block, and activations that are quantised by as many columns."""
+
+    strategy, inputs, rows = "block", "group", BLOCK
+
+    def __init__(self, names: Iterable[str], codes: str) -> None:
+        super().__init__(names, codes)
+        self.scheme = Scheme(codes, self.strategy, (BLOCK, BLOCK))
+
+
+class PackedChannels(Channels):
+    """Weights that are stored in words, with a scale for each output channel."""
+
+    codes_end = PACKED_END
+    more_ends = (SHAPE_END,)
+
+    def __init__(self, names: Iterable[str], codes: str) -> None:
+        super().__init__(names, codes)
+        self.scheme = Scheme(codes, self.strategy, None, True)
+
+    def codes_shape(self, info: TensorInfo) -> tuple[int, ...]:
+        return info.rows, words(info.columns, BITS[self.scheme.codes])
+
+    def more(self, info: TensorInfo) -> dict[str, np.ndarray]:
+        return {SHAPE_END: np.array(info.shape)}
+
+
+class PackedGroups(PackedChannels):
+    """Weights that are stored in words, with a scale for so many columns of each output channel."""
+
+    strategy = "group"
+
+    def __init__(self, names: Iterable[str], codes: str, columns: int) -> None:
+        super().__init__(names, codes)
+        self.scheme, self.columns = Scheme(codes, self.strategy, (1, columns), True), columns
 
 
 class Tensors(Channels):
@@ -137,18 +216,22 @@ def check_wanted(config: Mapping[str, Any], what: str) -> None:
         raise ReshardError(f"{what} wants weights quantised by {METHOD}, but has no config_groups")
     for name, group in groups.items():
         weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
-        how = {key: weights.get(key) for key in ("num_bits", "type", "strategy", "symmetric")}
-        known = (
-            how["num_bits"] == 8
-            and how["type"] in TYPES.values()
-            and how["strategy"] in ("channel", "tensor")
-        )
-        if not known or how["symmetric"] is False or not inputs:
+        how = {key: weights.get(key) for key in ("num_bits", "type", "strategy", "symmetric", "group_size")}
+        bits, strategy = how["num_bits"], how["strategy"]
+        if (group.get("format") or config.get("format")) == PACKED and not inputs:
+            # columns that are quantised in the order of what passes them would lie in another one
+            known = bits in (4, 8) and how["type"] == "int" and strategy in ("channel", "group")
+            known = known and weights.get("actorder") not in ("group", "dynamic")
+        else:
+            known = bits == 8 and how["type"] in TYPES.values() and strategy in ("channel", "tensor", "block")
+            known = known and (bool(inputs) or (strategy == "channel" and how["type"] == "float"))
+        if not known or how["symmetric"] is False:
             raise ReshardError(
-                f"{what} wants weights of {name} quantised by {METHOD} as {how}, and of these reshard makes 8 bits "
-                f"for each channel or tensor, symmetric, with activations in 8 bits too"
+                f"{what} wants weights of {name} quantised by {METHOD} as {how}, and of these reshard makes 8 bits for each "
+                f"channel, tensor or block, with activations in 8 bits too, fp8 for each channel, and packed int4 or int8 for "
+                f"each channel or group, with plain activations, all symmetric"
             )
-        if not inputs.get("dynamic"):
+        if inputs and not inputs.get("dynamic"):
             raise ReshardError(
                 f"{what} wants activations of {name} quantised by scales that come with a checkpoint, which a Megatron "
                 f"checkpoint has not: serve it with a config whose input_activations are dynamic"

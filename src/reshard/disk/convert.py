@@ -2,6 +2,7 @@
 GPU or torch."""
 
 import os
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE, check_number
 from reshard.disk.casts import overflow_notice
-from reshard.disk.channels import Channels, Tensors
+from reshard.disk.channels import Blocks, Channels, PackedChannels, PackedGroups, Tensors
 from reshard.disk.destinations import HuggingFaceFiles, MegatronFiles, parse_size
 from reshard.disk.files import OpenFiles, allow_many_files
 from reshard.disk.fp8 import Fp8Blocks, quantizable
@@ -29,12 +30,17 @@ from reshard.megatron.layout import Layout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
 from reshard.models.config_fields import check_ignored
 
-# Ways to quantise: blocks of fp8, and codes with a scale for each output channel or for all of a weight.
+# Ways to quantise: blocks of fp8; codes with a scale for each output channel, for all of a weight, or for a block, in another
+# format; and in words, with one for each output channel, or for so many of its columns.
 BLOCKS = "fp8"
-COMPRESSED = {
-    "fp8_per_channel": (Channels, "float8_e4m3fn"),
-    "int8_per_channel": (Channels, "int8"),
-    "fp8_per_tensor": (Tensors, "float8_e4m3fn"),
+COMPRESSED: dict[str, Callable[[list[str]], Quantised]] = {
+    "fp8_per_channel": lambda names: Channels(names, "float8_e4m3fn"),
+    "int8_per_channel": lambda names: Channels(names, "int8"),
+    "fp8_per_tensor": lambda names: Tensors(names, "float8_e4m3fn"),
+    "fp8_per_block": lambda names: Blocks(names, "float8_e4m3fn"),
+    "int4_per_group": lambda names: PackedGroups(names, "int4", 128),
+    "int4_per_group_32": lambda names: PackedGroups(names, "int4", 32),
+    "int4_per_channel": lambda names: PackedChannels(names, "int4"),
 }
 QUANTISATIONS = (BLOCKS, *COMPRESSED)
 
@@ -87,7 +93,7 @@ def hf_to_mcore(
     progress: Progress | None = None,
 ) -> Report:
     """Convert a Hugging Face checkpoint (a directory or a hub id) to a Megatron ``torch_dist`` checkpoint; weights in fp8 blocks, or in
-    fp8 or int8 by compressed-tensors, are dequantised.
+    fp8, int8 or int4 by compressed-tensors, are dequantised.
 
     `layout` decides how the tensors are cut into chunks and files, `dtype` (``bf16``, ``fp16``, ``fp32``)
     casts, `iteration` writes a numbered iteration where None writes a release. The flags file is for
@@ -163,7 +169,7 @@ def hf_to_mcore(
             new.write_frames(work.tree, mine, files)
 
         def finish(checksums: dict[str, str]) -> None:
-            fields = new.fields(src.model.family.name, source, sorted(src.scales)) | _ignored_field(src)
+            fields = new.fields(src.model.family.name, source, sorted(src.codes)) | _ignored_field(src)
             new.finish(work, fields, checksums, sync)
 
         with Aside(new.rank_files.metadata) as metadata:  # while tensors are written
@@ -199,10 +205,11 @@ def mcore_to_hf(
     Without `hf_config` (a ``config.json`` or a directory with one) the config is the one beside the weights,
     else the one that the checkpoint's ``args`` describe. `quantize` writes linear weights as fp8 with a scale
     for each 128x128 block (True, or ``fp8``), or, in the format of compressed-tensors, as fp8 or int8 with a scale
-    for each output channel (``fp8_per_channel``, ``int8_per_channel``) or as fp8 with one for each weight
-    (``fp8_per_tensor``). `max_shard_size` is bytes or text like
-    ``5GB``; None is 5 GB, or less where a model would not fill 16 files, which are written at once, but not less
-    than 1 GB. The other options are those of `hf_to_mcore`, and so is what it raises.
+    for each output channel (``fp8_per_channel``, ``int8_per_channel``), as fp8 with one for each weight
+    (``fp8_per_tensor``) or 128x128 block (``fp8_per_block``), or as int4 in words with one for 128 or 32 columns of an
+    output channel, or all of them (``int4_per_group``, ``int4_per_group_32``, ``int4_per_channel``).
+    `max_shard_size` is bytes or text like ``5GB``; None is 5 GB, or less where a model would not fill 16 files, which
+    are written at once, but not less than 1 GB. The other options are those of `hf_to_mcore`, and so is what it raises.
     """
     allow_many_files()
     way = BLOCKS if quantize is True else quantize or None
@@ -227,6 +234,12 @@ def mcore_to_hf(
             raise ReshardError(
                 f"--quantize {way} goes with bf16 or fp16 for what stays as it is, and that is "
                 "fp32 here: add --dtype bf16"
+            )
+        uneven = [name for name in sorted(quantised.names) if tensors[name].columns % quantised.columns]
+        if uneven:
+            raise ReshardError(
+                f"--quantize {way}: {uneven[0]} has {tensors[uneven[0]].columns} columns, which groups of {quantised.columns} "
+                f"do not divide ({len(uneven)} such weights): choose another"
             )
         new = HuggingFaceFiles(src.model, src.mapping.fp32, tensors, quantised, shard_bytes, src.hf_files())
         report = _report(
@@ -353,10 +366,7 @@ def _identity(src: Source) -> tuple[list, list]:
 
 def _quantised(way: str | None, names: list[str]) -> Quantised:
     """How these weights are stored, none of them as it is by default."""
-    if way not in COMPRESSED:
-        return Fp8Blocks(names)
-    kind, codes = COMPRESSED[way]
-    return kind(names, DTYPES[codes])
+    return COMPRESSED[way](names) if way in COMPRESSED else Fp8Blocks(names)
 
 
 def _quantized(src: MegatronSource, tensors: dict[str, TensorInfo]) -> list[str]:

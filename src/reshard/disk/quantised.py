@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from reshard.core.dtypes import Dtype
+from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import ReshardError
 from reshard.disk.streams import SLAB_BYTES, StripWriter, TensorInfo
 
@@ -16,18 +16,22 @@ Reader = Callable[[int, int], np.ndarray]
 
 
 class Quantised(ABC):
-    """How the weights with these `names` are stored: their codes under the weight's name, with an end that says `suffix`
-    their scales, of which there is a row for so many `rows` of the weight."""
+    """How the weights with these `names` are stored: their codes under the weight's name, with `codes_end` where that says
+    more, with an end that says `suffix` their scales, of which there is a row for so many `rows` of the weight, and, with
+    `more_ends`, small tensors."""
 
     suffix: str
     rows: int
+    codes_end = ""
+    more_ends: tuple[str, ...] = ()
+    columns = 1  # which a weight has so many times, or cannot be stored so
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = frozenset(names)
 
     @abstractmethod
     def quantize(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Codes of rows that begin where a row of scales does, of the same shape, and their scales."""
+        """Codes of rows that begin where a row of scales does, of the shape that they are stored in, and their scales."""
 
     @abstractmethod
     def dtypes(self, info: TensorInfo) -> tuple[Dtype, Dtype]:
@@ -41,16 +45,29 @@ class Quantised(ABC):
     def config(self, original: Any, kept: list[str]) -> dict[str, Any]:
         """The ``quantization_config`` of a checkpoint that had `original`, where the modules `kept` are as they were."""
 
+    def codes_shape(self, info: TensorInfo) -> tuple[int, ...]:
+        """The shape of the codes of such a weight, as they are stored."""
+        return info.shape
+
+    def more(self, info: TensorInfo) -> dict[str, np.ndarray]:
+        """What else is stored of such a weight, whole numbers in one dim, by the ends `more_ends`."""
+        return {}
+
     def parts(self, name: str) -> tuple[str, ...]:
-        """The stored tensors that a canonical tensor becomes."""
-        return (name, name + self.suffix) if name in self.names else (name,)
+        """The stored tensors that a canonical tensor becomes, its codes first."""
+        ends = (self.codes_end, self.suffix, *self.more_ends)
+        return tuple(name + end for end in ends) if name in self.names else (name,)
 
     def stored(self, name: str, info: TensorInfo) -> dict[str, tuple[Dtype, tuple[int, ...]]]:
         """Their dtypes and shapes."""
         if name not in self.names:
             return {name: (info.dtype, info.shape)}
         codes, scales = self.dtypes(info)
-        return {name: (codes, info.shape), name + self.suffix: (scales, self.scale_shape(info))}
+        found = {
+            name + self.codes_end: (codes, self.codes_shape(info)),
+            name + self.suffix: (scales, self.scale_shape(info)),
+        }
+        return found | {name + end: (DTYPES["int64"], one.shape) for end, one in self.more(info).items()}
 
     def copy(
         self, name: str, info: TensorInfo, read: Reader, writer: StripWriter, look: Reader
@@ -58,16 +75,21 @@ class Quantised(ABC):
         """Stream one quantised weight, each row of which `read` reads once and in order; the checksums of its parts. Who needs
         to know more of it before may `look`, as often as needed."""
         weight_digest, scale_digest = xxhash.xxh3_128(), xxhash.xxh3_128()
+        codes_name, scales_name = name + self.codes_end, name + self.suffix
         for start, stop in info.slabs(SLAB_BYTES, self.rows):
             weight, scales = self.quantize(read(start, stop))
             check_finite(name, scales, "; drop --quantize")
             for part, row, values, digest in (
-                (name, start, weight, weight_digest),
-                (name + self.suffix, start // self.rows, scales, scale_digest),
+                (codes_name, start, weight, weight_digest),
+                (scales_name, start // self.rows, scales, scale_digest),
             ):
                 digest.update(memoryview(np.ascontiguousarray(values).view(np.uint8).reshape(-1)))
                 writer.write_rows(part, row, np.ascontiguousarray(values))
-        return {name: weight_digest.hexdigest(), name + self.suffix: scale_digest.hexdigest()}
+        checksums = {codes_name: weight_digest.hexdigest(), scales_name: scale_digest.hexdigest()}
+        for end, numbers in self.more(info).items():
+            writer.write_rows(name + end, 0, numbers.astype(np.int64)[:, None])
+            checksums[name + end] = xxhash.xxh3_128_hexdigest(numbers.astype(np.int64).tobytes())
+        return checksums
 
 
 def check_finite(name: str, scales: np.ndarray, advice: str = "") -> None:

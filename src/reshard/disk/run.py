@@ -314,11 +314,13 @@ class Run:
                 f"{overflow_notice(name, overflowed, info.dtype)}; choose another --dtype, "
                 f"or pass --allow-overflow"
             )
-        return {part: Done(value, overflowed if part == name else 0) for part, value in checksums.items()}
+        first = self.quantised.parts(name)[0]
+        return {part: Done(value, overflowed if part == first else 0) for part, value in checksums.items()}
 
     def _check_copies(self, checksums: dict[str, str]) -> None:
         for name, primary in self.source.copies.items():
-            if checksums[name] != checksums[primary]:
+            parts = [[checksums[part] for part in self.quantised.parts(n)] for n in (name, primary)]
+            if parts[0] != parts[1]:
                 raise ReshardError(
                     f"{self.source.path}: {name} differs from {primary}, but Megatron holds "
                     f"the two as one parameter"

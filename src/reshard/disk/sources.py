@@ -5,6 +5,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -16,8 +17,9 @@ from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import Placement
 from reshard.core.planner import PlanError, Transfer, make_plan
+from reshard.disk import packed
 from reshard.disk.channels import METHOD, SUFFIX
-from reshard.disk.dequantised import compressed, dequantise, fp8_blocks, of_activations
+from reshard.disk.dequantised import Codes, compressed, dequantise, fp8_blocks, of_activations
 from reshard.disk.files import OpenFiles
 from reshard.disk.fp8 import SCALE_SUFFIX
 from reshard.disk.hub import local_directory
@@ -40,6 +42,7 @@ from reshard.megatron.parameters import Mapping, expand
 from reshard.models.config_fields import ignored_config_fields
 from reshard.models.model import Model
 
+READERS = 16  # of small tensors, which wait for a disk or a network, not for a core
 WEIGHT_SUFFIXES = (
     ".safetensors",
     ".bin",
@@ -189,7 +192,7 @@ class HuggingFaceSource(Source):
         method = config.get("quant_method")
         self.compressed, self.left, dtype = method == METHOD, list[str](), "bfloat16"
         if self.compressed:
-            self.codes = compressed(config, self.stored, str(self.path))
+            self.codes = compressed(config, self.stored, str(self.path), self._numbers)
             self.left = of_activations(self.stored)
             named = self.config.get("dtype") or self.config.get("torch_dtype")
             dtype = named if named in ("float16", "float32") else dtype
@@ -198,10 +201,9 @@ class HuggingFaceSource(Source):
         else:
             raise ReshardError(
                 f"{self.path}: weights quantised as {method!r:.80} are not supported, only "
-                f"fp8 with block scales, and fp8 and int8 by {METHOD}"
+                f"fp8 with block scales, and fp8, int8 and int4 by {METHOD}"
             )
         self.dequantize_to = dequantize_to or DTYPES[dtype]
-        self.scales = {name: codes.scales for name, codes in self.codes.items()}
         if self.left:
             self.notices.append(
                 "left behind, since only weights are converted: scales of activations and of the key-value cache, "
@@ -210,8 +212,9 @@ class HuggingFaceSource(Source):
 
     def _check(self) -> None:
         """Raise ReshardError unless the files hold exactly the table's tensors, with its shapes."""
-        apart = {*self.scales.values(), *self.left}
+        apart = {name for codes in self.codes.values() for name in codes.stored} | {*self.left}
         expected, found = self.mapping.shapes, {n: t for n, t in self.stored.items() if n not in apart}
+        found |= {name: self._codes_of(name) for name in self.codes}
         missing = [n for n in expected if n not in found and n not in self.mapping.optional]
         extra = [n for n in found if n not in expected and n not in self.mapping.ignored]
         family = self.model.family.name
@@ -231,36 +234,57 @@ class HuggingFaceSource(Source):
                 )
             dtype = tensor.dtype
             coded = dtype.name.startswith("float8") or (self.compressed and dtype.name == "int8")
-            if coded and name not in self.scales:
+            if coded and name not in self.codes:
                 suffix = SUFFIX if self.compressed else SCALE_SUFFIX
                 raise ReshardError(f"{self.path}: {name} is {dtype.name} without {name}{suffix}")
-            if not dtype.floating and name not in self.scales:
+            if not dtype.floating and name not in self.codes:
                 raise ReshardError(f"{self.path}: {name} has dtype {dtype.name}, which is not a weight's")
-            self.tensors[name] = TensorInfo(shape, self.dequantize_to if name in self.scales else dtype)
+            self.tensors[name] = TensorInfo(shape, self.dequantize_to if name in self.codes else dtype)
         self.copies = {name: primary for name, primary in self.mapping.copies.items() if name in self.tensors}
         ignored = sorted(self.mapping.ignored & set(found))
         if ignored:
             self.notices.append(f"ignored on purpose: {listed(ignored, 3)}")
 
-    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        stored = self.stored[name]
-        columns = self.tensors[name].columns
-        if name not in self.scales:
-            return self._rows(stored, start, stop, columns)
+    def _codes_of(self, name: str) -> safetensors.Tensor:
+        """The stored codes of a weight, with the shape that they have once they are unpacked."""
         codes = self.codes[name]
-        scales, rows_per_block = self.stored[codes.scales], codes.block[0]
-        first, last = start // rows_per_block, -(-stop // rows_per_block)
-        factors = self._rows(scales, first, last, codes.columns(columns))
-        quantised = self._rows(stored, start, stop, columns).view(np.uint8)
+        stored = self.stored[codes.stored[0]]
+        return stored if codes.words is None else replace(stored, shape=codes.words.shape)
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        columns, codes = self.tensors[name].columns, self.codes.get(name)
+        if codes is None:
+            return self._rows(self.stored[name], start, stop, columns)
+        stored, scales = (self.stored[part] for part in codes.stored[:2])
         weight = self.scratch.array("dequantised", stop - start, columns * self.dequantize_to.size)
         weight = weight.view(self.dequantize_to.numpy())
-        dequantise(quantised, factors, codes.block, start - first * rows_per_block, weight, stored.dtype)
+        first, last = start // codes.block[0], -(-stop // codes.block[0])
+        factors = self._rows(scales, first, last, codes.columns(columns), "scales")
+        if not np.isfinite(factors.astype(np.float32)).all():
+            raise ReshardError(f"{self.path}: {codes.stored[1]} holds infinities or NaN, which are no scales")
+        if codes.words is None:
+            quantised = self._rows(stored, start, stop, columns).view(np.uint8)
+            row = start - first * codes.block[0]
+            dequantise(quantised, factors, codes.block, row, weight, stored.dtype)
+        else:
+            self._unpack(codes, start, factors, weight)
         # fp16 alone has less room than the products.
         if "float16" in (scales.dtype.name, self.dequantize_to.name) and np.isinf(weight).any():
             raise ReshardError(
                 f"{self.path}: {name} has numbers that are too large for float16 once dequantised"
             )
         return weight
+
+    def _unpack(self, codes: Codes, start: int, factors: np.ndarray, weight: np.ndarray) -> None:
+        """Write rows of a weight whose codes are packed, from row `start` on."""
+        assert codes.words is not None
+        bits, stop, zeros = codes.words.bits, start + len(weight), None
+        stored, together = self.stored[codes.stored[0]], 32 // bits
+        if codes.words.zeros is not None:
+            points = self.stored[codes.words.zeros]
+            zeros = self._rows(points, start // together, -(-stop // together), factors.shape[1], "zeros")
+        words = self._rows(stored, start, stop, packed.words(weight.shape[1], bits))
+        packed.dequantise(words, factors, bits, weight, zeros, start % together)
 
     def row_multiple(self, name: str) -> int:
         codes = self.codes.get(name)
@@ -270,14 +294,33 @@ class HuggingFaceSource(Source):
         return -(-codes.block[0] // 4)
 
     def strips(self, name: str) -> list[Strip] | None:
-        info, stored = self.tensors[name], self.stored[name]
-        if name in self.scales:
+        if name in self.codes:
             return None
+        info, stored = self.tensors[name], self.stored[name]
         return [Strip(0, info.rows, 0, info.columns, self.paths[stored.file], stored.offset, info.columns)]
 
-    def _rows(self, stored: safetensors.Tensor, start: int, stop: int, columns: int) -> np.ndarray:
+    def _numbers(self, names: list[str]) -> dict[str, tuple[int, ...]]:
+        """The whole numbers that small tensors hold; many are read at once, since they lie all over the files."""
+
+        def read(some: list[str]) -> list[tuple[str, tuple[int, ...]]]:
+            tensors = [(name, self.stored[name]) for name in some]
+            return [
+                (name, tuple(self._rows(tensor, 0, tensor.shape[0], 1)[:, 0].tolist()))
+                for name, tensor in tensors
+            ]
+
+        names = sorted(names, key=lambda name: (self.stored[name].file, self.stored[name].offset))
+        step = -(-len(names) // READERS) or 1
+        runs = [names[start : start + step] for start in range(0, len(names), step)]
+        with ThreadPoolExecutor(READERS, "reshard-read") as pool:
+            return dict(found for run in pool.map(read, runs) for found in run)
+
+    def _rows(
+        self, stored: safetensors.Tensor, start: int, stop: int, columns: int, use: str = ""
+    ) -> np.ndarray:
+        """Rows of a stored tensor, valid until the thread asks for others of its dtype and `use`."""
         width = columns * stored.dtype.size
-        rows = self.scratch.array(stored.dtype.name, stop - start, width)
+        rows = self.scratch.array(use + stored.dtype.name, stop - start, width)
         self.files.read_into(
             self.paths[stored.file], stored.offset + start * width, memoryview(rows.reshape(-1))
         )
@@ -305,7 +348,7 @@ class HuggingFaceSource(Source):
     def describe(self) -> dict[str, Any]:
         described: dict[str, Any] = {"files": len({t.file for t in self.stored.values()})}
         what = "compressed" if self.compressed else "fp8_blocks"
-        return described | ({what: len(self.scales)} if self.scales else {})
+        return described | ({what: len(self.codes)} if self.codes else {})
 
     def close(self) -> None:
         self.files.close()

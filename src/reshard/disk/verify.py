@@ -144,9 +144,9 @@ class SourceChecks:
         return name not in (TRACKER, FLAGS_FILE) and name.startswith(within)
 
     def names(self, name: str) -> list[str]:
-        """The listed tensors that a canonical tensor is read from: itself, and the scales of codes."""
-        scale = self.source.scales.get(name) if isinstance(self.source, HuggingFaceSource) else None
-        return [n for n in (name, scale) if n is not None and n in self.entries]
+        """The listed tensors that a canonical tensor is read from: itself, or its codes and what belongs to them."""
+        codes = self.source.codes.get(name) if isinstance(self.source, HuggingFaceSource) else None
+        return [n for n in ((name,) if codes is None else codes.stored) if n in self.entries]
 
     def compare(self, name: str, found: str) -> None:
         """Raise ReshardError where a tensor's checksum is not the listed one."""
@@ -158,7 +158,7 @@ class SourceChecks:
 
     def plain(self, name: str) -> bool:
         """Whether a tensor is listed with the bytes that are read of it, not as codes."""
-        return not (isinstance(self.source, HuggingFaceSource) and name in self.source.scales)
+        return not (isinstance(self.source, HuggingFaceSource) and name in self.source.codes)
 
     def watch(self, name: str) -> "Watch | None":
         """What checks a tensor while it is read, None where nothing is listed."""
@@ -169,14 +169,15 @@ class Watch:
     """Checks the stored bytes of a tensor whose rows are read in order."""
 
     def __init__(self, checks: SourceChecks, name: str) -> None:
-        self.checks, self.name = checks, name
-        self.blocks = not checks.plain(name)
+        self.checks = checks
+        self.name, *self.others = checks.names(name)
+        self.coded = not checks.plain(name)
         self.digest = xxhash.xxh3_128()
 
     def rows(self, rows: np.ndarray, start: int, stop: int) -> None:
         """Rows `start` .. `stop` were read; of codes, the stored ones are read again, from the page
         cache."""
-        if self.blocks:
+        if self.coded:
             assert isinstance(self.checks.source, HuggingFaceSource)
             rows = self.checks.source.read_stored_rows(self.name, start, stop)
         self.digest.update(memoryview(rows.view(np.uint8).reshape(-1)))
@@ -184,7 +185,7 @@ class Watch:
     def end(self) -> None:
         """All rows were read. Raises ReshardError where the bytes are not those of the manifest."""
         self.checks.compare(self.name, self.digest.hexdigest())
-        for name in self.checks.names(self.name)[1:]:
+        for name in self.others:
             infos, read = stored_tensors(self.checks.source)
             self.checks.compare(name, checksum_of(name, infos[name], read))
 

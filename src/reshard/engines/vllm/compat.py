@@ -169,29 +169,45 @@ def blocks_of(module: torch.nn.Module, method: Any) -> Blocks | None:
 
 
 # Formats of checkpoints by ``compressed-tensors`` whose codes and scales can be made of plain weights: those of linear
-# layers and of experts.
+# layers and of experts, and those whose codes are packed.
 COMPRESSED_SCHEMES = {
-    "CompressedTensorsW8A8Fp8": torch.float8_e4m3fn,
-    "CompressedTensorsW8A8Int8": torch.int8,
+    "CompressedTensorsW8A8Fp8": "float8_e4m3fn",
+    "CompressedTensorsW8A8Int8": "int8",
+    "CompressedTensorsW8A16Fp8": "float8_e4m3fn",
 }
 COMPRESSED_EXPERTS = {
-    "CompressedTensorsW8A8Fp8MoEMethod": torch.float8_e4m3fn,
-    "CompressedTensorsW8A8Int8MoEMethod": torch.int8,
+    "CompressedTensorsW8A8Fp8MoEMethod": "float8_e4m3fn",
+    "CompressedTensorsW8A8Int8MoEMethod": "int8",
 }
+PACKED_SCHEME = "CompressedTensorsWNA16"
+PACKED_EXPERTS = ("CompressedTensorsWNA16MarlinMoEMethod", "CompressedTensorsWNA16MoEMethod")
+PACKED_CODES = {4: "int4", 8: "int8"}
 # What a kernel of the build for the CPU keeps packed weights in, which are none of torch's tensors.
 HANDLE = "dnnl_handler"
 
 
+class Packed(NamedTuple):
+    """How codes are packed: the bits of each, whether vLLM loads them turned, inputs before outputs; and the names of what else
+    it makes for its loader, of which kernels read nothing."""
+
+    bits: int
+    turned: bool
+    others: tuple[str, ...]
+
+
 class Compressed(NamedTuple):
-    """A layer that vLLM loads codes and scales of: the names of its matrices, the dtype of their codes, whether a scale is
-    for a ``channel`` of the output or for a published ``tensor``, the names of scales of its input that come with a
-    checkpoint (static ones), and vLLM's name for all this."""
+    """A layer that vLLM loads codes and scales of: the names of its matrices, as those of plain weights would be called, what
+    their codes are, whether a scale is for a ``channel`` of the output, a ``group`` of its columns, a ``block``, or for a
+    published ``tensor``, the names of scales of its input that come with a checkpoint (static ones), vLLM's name for all this,
+    the rows and columns of a group or block, and how codes are packed, if they are."""
 
     weights: tuple[str, ...]
-    codes: torch.dtype
+    codes: str
     strategy: str
     inputs: tuple[str, ...]
     scheme: str
+    block: tuple[int, int] | None = None
+    packed: Packed | None = None
 
 
 def compressed_of(module: torch.nn.Module) -> Compressed | None:
@@ -199,37 +215,88 @@ def compressed_of(module: torch.nn.Module) -> Compressed | None:
     refit cannot make what it is loaded from."""
     method: Any = getattr(module, "quant_method", None)
     kind = type(method).__name__
+    linear = kind == "CompressedTensorsLinearMethod" and not hasattr(module, "org_vocab_size")
+    weights = ("weight",) if linear else ("w13_weight", "w2_weight")
     with known("says in another way how a layer is quantised"):
+        if kind in PACKED_EXPERTS or (linear and type(module.scheme).__name__ == PACKED_SCHEME):
+            return _packed(module, method if not linear else module.scheme, weights)
         if kind in COMPRESSED_EXPERTS:
             scheme, codes = kind, COMPRESSED_EXPERTS[kind]
-            weights: tuple[str, ...] = ("w13_weight", "w2_weight")
             strategy, static = method.weight_quant.strategy, bool(method.static_input_scales)
-        elif kind == "CompressedTensorsLinearMethod" and not hasattr(module, "org_vocab_size"):
+        elif linear:
             one: Any = module.scheme
-            scheme, weights = type(one).__name__, ("weight",)
+            scheme = type(one).__name__
             if scheme not in COMPRESSED_SCHEMES:
                 return None
-            codes, strategy, static = (
-                COMPRESSED_SCHEMES[scheme],
-                one.strategy,
-                bool(one.is_static_input_scheme),
-            )
+            codes, static = COMPRESSED_SCHEMES[scheme], bool(one.is_static_input_scheme)
+            # A scheme that multiplies with plain inputs forgets what its scales were for.
+            strategy = getattr(one, "weight_quant", one).strategy
             if static and not getattr(one, "input_symmetric", True):
                 return None  # vLLM does not leave zero points as they were when it processes them once more
         else:
             return None
     strategy = str(getattr(strategy, "value", strategy))
-    if strategy not in ("channel", "tensor"):
+    owner = method if kind in COMPRESSED_EXPERTS else module.scheme
+    block = tuple(getattr(owner, "weight_block_size", None) or ()) if strategy == "block" else None
+    # Of weight-only fp8 vLLM does not process twice what is by tensor, and renames the scales of blocks.
+    known_ones = ("channel",) if scheme == "CompressedTensorsW8A16Fp8" else ("channel", "tensor", "block")
+    if strategy not in known_ones or (block is not None and len(block) != 2):
         return None
     inputs = tuple(name.replace("weight", "input_scale") for name in weights) if static else ()
-    return Compressed(weights, codes, strategy, inputs, scheme)
+    return Compressed(weights, codes, strategy, inputs, scheme, block)
+
+
+def _packed(module: torch.nn.Module, owner: Any, weights: tuple[str, ...]) -> Compressed | None:
+    """How a layer is loaded whose codes are packed; None where they have zero points, or lie in another order."""
+    experts = weights != ("weight",)
+    quantised = owner.weight_quant if experts else owner
+    ordered = getattr(quantised, "actorder", None) if experts else owner.has_g_idx
+    ordered = getattr(ordered, "value", ordered) in (True, "group", "dynamic")
+    templates = loading_templates(module)
+    if not quantised.symmetric or ordered or owner.num_bits not in PACKED_CODES or not templates:
+        return None
+    strategy = str(getattr(owner.strategy, "value", owner.strategy))
+    block = (1, int(owner.group_size)) if strategy == "group" else None
+    # In place of the weights' shapes, and of columns' orders, there is something that nobody has to load.
+    made = {f"{name}_{end}" for name in weights for end in ("packed", "scale")}
+    others = tuple(
+        name for name in templates
+        if name not in made and name.endswith(("weight_shape", "_g_idx", "_g_idx_sort_indices"))
+    )  # fmt: skip
+    turned = bool(getattr(templates[f"{weights[0]}_packed"], "is_transposed", False))
+    codes = PACKED_CODES[owner.num_bits]
+    packed = Packed(owner.num_bits, turned, others)
+    return Compressed(weights, codes, strategy, (), type(owner).__name__, block, packed)
+
+
+def plain_templates(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Of a layer whose codes are packed the parameters that it would be loaded into were it not quantised, by name, on the
+    meta device; none for other layers."""
+    how = compressed_of(module)
+    if how is None or how.packed is None:
+        return {}
+    found, templates = {}, loading_templates(module)
+    for name in how.weights:
+        packed, scales = templates[f"{name}_packed"], templates[f"{name}_scale"]
+        *rows, width = packed.mT.shape if how.packed.turned else packed.shape
+        linear = name == "weight"
+        columns = int(module.input_size_per_partition) if linear else width * (32 // how.packed.bits)  # type: ignore[arg-type]
+        plain = torch.empty((*rows, columns), dtype=scales.dtype, device="meta")
+        plain.__class__, plain.__dict__ = packed.__class__, dict(packed.__dict__)
+        vars(plain).pop("is_transposed", None)
+        found[name] = plain
+    return found
 
 
 def method_of(module: torch.nn.Module) -> str:
     """How vLLM quantises a layer, by its own names."""
     scheme: Any = getattr(module, "scheme", None)
     name = type(module.quant_method).__name__
-    return name if scheme is None else f"{name} ({type(scheme).__name__})"
+    owner = module.quant_method if scheme is None else scheme
+    asymmetric = getattr(getattr(owner, "weight_quant", owner), "symmetric", True) is False
+    ends = [] if scheme is None else [type(scheme).__name__]
+    ends += ["asymmetric"] if asymmetric else []
+    return f"{name} ({', '.join(ends)})" if ends else name
 
 
 def tensor_parallel_group() -> Any:
@@ -303,7 +370,8 @@ def multiplied(handle: Any, outcome: torch.dtype) -> torch.Tensor:
 def kernel_of(module: torch.nn.Module) -> str:
     """What multiplies with a layer's weights, for logs."""
     method = module.quant_method
-    backends = (getattr(method, name, None) for name in ("fp8_backend", "int8_backend", "nvfp4_backend"))
+    names = ("fp8_backend", "int8_backend", "nvfp4_backend", "wna16_backend")
+    backends = (getattr(method, name, None) for name in names)
     backend = next((one.name for one in backends if one is not None), None)
     scheme = getattr(module, "scheme", None) or method
     linear = getattr(scheme, "fp8_linear", None) or getattr(scheme, "kernel", None)

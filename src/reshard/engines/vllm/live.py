@@ -393,8 +393,8 @@ def _processed_as(module: torch.nn.Module) -> str:
     if how is None:
         return method_of(module)
     inputs = ", scales of the input as they were loaded" if how.inputs else ""
-    codes = str(how.codes).removeprefix("torch.")
-    return f"{how.scheme} ({codes}, a scale for each {how.strategy}{inputs})"
+    size = "" if how.block is None else f" of {how.block[0]}x{how.block[1]}"
+    return f"{how.scheme} ({how.codes}, a scale for each {how.strategy}{size}{inputs})"
 
 
 def _home(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
@@ -467,6 +467,7 @@ def _derived_attention(model: torch.nn.Module) -> list[tuple[Any, torch.dtype]]:
         absorbed, projection = absorbed_of(module), getattr(module, "kv_b_proj", None)
         if absorbed is None or projection is None:
             continue
-        if absorbed.untyped_storage().data_ptr() != projection.weight.untyped_storage().data_ptr():
+        weight = getattr(projection, "weight", None)  # none where codes are packed
+        if weight is None or absorbed.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
             found.append((module, absorbed.dtype))
     return found

@@ -29,13 +29,13 @@ from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError, listed
 from reshard.disk import channels
 from reshard.disk.boxes import Rows
-from reshard.disk.channels import Scheme
 from reshard.disk.fp8 import SCALE_SUFFIX, quantizable, quantize
 from reshard.disk.hub import local_directory
 from reshard.disk.quantised import check_finite
 from reshard.disk.reading import Region, Weights, weights_of_huggingface, weights_of_megatron
 from reshard.disk.sources import MegatronSource, check_huggingface, read_config
-from reshard.engines.vllm.compat import compressed_of, method_of
+from reshard.engines.vllm.compat import Compressed, compressed_of, method_of
+from reshard.engines.vllm.compressed import stored_as
 from reshard.engines.vllm.live import PLAIN_METHODS
 from reshard.engines.vllm.plugin import blocks_wanted, config_directory, megatron_directory
 from reshard.engines.vllm.trace import Canonical, Trace, TracedCopy, trace_load
@@ -122,11 +122,14 @@ class _Found:
     ) -> None:
         self.name, self.weights, self.quantised, self.compressed = name, weights, quantised, compressed
         self.dtype = dtype
-        self.schemes: dict[str, Scheme] = {}
+        self.schemes: dict[str, Compressed] = {}
+        self.device = torch.device("cpu")
 
     def quantise_as(self, model: torch.nn.Module) -> None:
         """Quantise also what published checkpoints keep and this model, by its config, does not: vLLM would cast a
         router's plain weights into its fp8. Raises ReshardError where a layer wants what cannot be made."""
+        device = next(model.parameters()).device
+        self.device = self.device if device.type == "meta" else device  # while vLLM loads anew
         if self.compressed:
             self.schemes = _schemes(model, _canonical(self.weights))
         if self.quantised:
@@ -143,12 +146,7 @@ class _Found:
                 yield region.name, torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e4m3fn)
                 yield region.name + SCALE_SUFFIX, torch.from_numpy(scales)
             elif region.name in self.schemes:
-                plain = raw.view(info.dtype.numpy()).astype(self.dtype.numpy())
-                scheme = self.schemes[region.name]
-                codes, scales = channels.quantize(plain, scheme)
-                check_finite(region.name, scales)
-                yield region.name, tensor_of(codes.view(np.uint8), scheme.codes.name)
-                yield region.name + channels.SUFFIX, tensor_of(scales.view(np.uint8), self.dtype.name)
+                yield from self._compressed(region.name, tensor_of(raw, info.dtype.name))
             else:
                 yield region.name, tensor_of(raw, info.dtype.name).reshape(info.shape)
 
@@ -156,6 +154,13 @@ class _Found:
         """The same; what was opened is closed afterwards."""
         with closing(self):
             yield from self.stream()
+
+    def _compressed(self, name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a checkpoint by compressed-tensors has of a weight, made where the model is."""
+        made = stored_as(weight.to(self.device, getattr(torch, self.dtype.name)), self.schemes[name])
+        check_finite(name, made[channels.SUFFIX].float().cpu().numpy())
+        for end, tensor in made.items():
+            yield name + end, tensor
 
     def close(self) -> None:
         self.weights.close()
@@ -228,10 +233,10 @@ def _quantised(name: str, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes, scales
 
 
-def _schemes(model: torch.nn.Module, canonical: Canonical) -> dict[str, Scheme]:
+def _schemes(model: torch.nn.Module, canonical: Canonical) -> dict[str, Compressed]:
     """The published weights that a model loads codes and scales of, and how, by where vLLM's own loader would copy them.
     Raises ReshardError for a layer that wants what cannot be made of plain weights."""
-    found: dict[str, Scheme] = {}
+    found: dict[str, Compressed] = {}
     for name, module in model.named_modules():
         how, kind = compressed_of(module), type(getattr(module, "quant_method", None)).__name__
         if how is None and kind not in ("NoneType", *PLAIN_METHODS) and not kind.endswith("KVCacheMethod"):
@@ -239,8 +244,7 @@ def _schemes(model: torch.nn.Module, canonical: Canonical) -> dict[str, Scheme]:
                 f"{name} is loaded by {method_of(module)}, for which reshard cannot quantise Megatron's weights"
             )
         if how is not None:
-            codes = dtype_named(str(how.codes))
-            found |= {f"{name}.{weight}": Scheme(codes, how.strategy) for weight in how.weights}
+            found |= {f"{name}.{weight}": how for weight in how.weights}
     copies = trace_load(model, canonical).copies
     return {copy.name: found[copy.parameter] for copy in copies if copy.parameter in found}
 

@@ -111,8 +111,8 @@ def _complete(arguments: Any) -> None:
 
 
 def blocks_wanted(config: Mapping[str, Any], directory: Path) -> bool:
-    """Whether a config wants weights as fp8 blocks; False where it wants them as they are, or by compressed-tensors with
-    a scale for each channel or tensor, all of which can be made of Megatron's. Raises ReshardError where it wants them
+    """Whether a config wants weights as fp8 blocks; False where it wants them as they are, or by compressed-tensors in a
+    way of `check_wanted`, all of which can be made of Megatron's. Raises ReshardError where it wants them
     quantised in another way."""
     from reshard.core.errors import ReshardError
     from reshard.disk.channels import METHOD, check_wanted

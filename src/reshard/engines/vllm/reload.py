@@ -23,6 +23,7 @@ from reshard.engines.vllm.compat import (
     loading_templates,
     made_online,
     multiplied,
+    plain_templates,
     process,
     processing_objects,
     tensor_parallel_group,
@@ -158,8 +159,8 @@ def _plan(
     if how is None:
         return templates, None
     recipe = Recipe(name, module, how, templates, _inputs(name, module, how.inputs, whole))
-    plain = {key: templates[key] for key in recipe.plain}
-    for key in how.weights:
+    plain = {key: templates[key] for key in recipe.plain} | plain_templates(module)
+    for key in how.weights if how.packed is None else ():
         plain[key] = alike(torch.empty(templates[key].shape, dtype=dtype, device="meta"), templates[key])
     return plain, recipe
 

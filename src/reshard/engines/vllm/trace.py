@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
-from reshard.engines.vllm.compat import bound_to, loading_templates
+from reshard.engines.vllm.compat import bound_to, loading_templates, plain_templates
 
 
 class TracedCopy(NamedTuple):
@@ -86,9 +86,18 @@ def _stand_ins(model: torch.nn.Module) -> Iterator[dict[int, str]]:
     keep: list[torch.Tensor] = []
     try:
         for path, module, parameters, buffers in aside:
-            templates = loading_templates(module)
+            templates, plain = loading_templates(module), plain_templates(module)
+            for name in [one for one in parameters if one.startswith(tuple(plain))]:
+                del module._parameters[name]  # codes, and what belongs to them
+            for name, unquantised in plain.items():
+                bound = bound_to(unquantised, module)
+                names[_storage(bound)] = f"{path}.{name}"
+                module._parameters[name] = bound  # type: ignore[assignment]
+                keep.append(bound)
             for here, held in ((module._parameters, parameters), (module._buffers, buffers)):
                 for name, tensor in held.items():
+                    if name.startswith(tuple(plain)):
+                        continue
                     # One stand-in for all the names of a tensor; those that vLLM derives while it processes
                     # have no template. What it has packed into something else has nothing but that.
                     template = templates.get(name, tensor)
