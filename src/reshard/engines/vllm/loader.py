@@ -138,7 +138,10 @@ class _Found:
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(published name, full tensor) one after the other."""
-        regions = (self.weights.whole(name) for name in self.weights.tensors)
+        # As vLLM takes them from files: where several say one thing, as the shapes of packed weights do that it fuses, the last one
+        # counts.
+        names = sorted(self.weights.tensors) if self.schemes else self.weights.tensors
+        regions = (self.weights.whole(name) for name in names)
         for region, raw in self.weights.read_ahead(regions, _memory, threads()):
             info = self.weights.tensors[region.name]
             if region.name in self.quantised:
