@@ -24,7 +24,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Files whose tests start Megatron, vLLM, FSDP or many processes, those that take longest first: each worker takes a file at a time.
 # `-m "not slow"` leaves what answers in a minute or two.
 SLOW = (
-    "refit", "engine", "resume", "homes", "parity", "members", "megatron_saves", "logits", "swift", "roll", "fsdp", "verl", "nemo_rl",
+    "refit", "refit_faults", "engine", "resume", "homes", "parity", "members", "megatron_saves", "logits", "swift", "roll", "fsdp", "verl", "nemo_rl",
     "weight_transfer", "serving", "published", "build", "compat", "blocks", "reloads", "install", "meaning", "examples", "input_faults",
     "disk_faults", "processes", "source_changes", "surface", "offload", "families", "report", "trainers_checkpoints",
 )  # fmt: skip
@@ -97,3 +97,27 @@ def mcore(source, tmp_path):
 
     hf_to_mcore(source, tmp_path / "mcore", Layout(tp=2))
     return tmp_path / "mcore"
+
+
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory):
+    """Two checkpoints of a variant in bf16, each as (Hugging Face directory, Megatron directory)."""
+    import torch
+
+    from reshard import hf_to_mcore
+    from tests.checkpoints import make
+
+    made = {}
+
+    def get(variant: str, **options) -> list[tuple[str, str]]:
+        key = (variant, *sorted(options))
+        if key not in made:
+            made[key] = []
+            for seed in (0, 1):
+                folder = tmp_path_factory.mktemp(variant)
+                make(folder / "hf", variant, torch.bfloat16, seed=seed, **options)
+                hf_to_mcore(folder / "hf", folder / "mcore", transformer_impl="local")
+                made[key].append((str(folder / "hf"), str(folder / "mcore")))
+        return made[key]
+
+    return get

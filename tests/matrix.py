@@ -39,6 +39,7 @@ LIVE = ("tests/test_build.py", "tests/test_logits.py", "tests/test_megatron_save
 LIVE_BEFORE_0_19 = (*LIVE, "-k", "not qwen3-yarn")
 REFIT = (
     "tests/test_refit.py",
+    "tests/test_refit_faults.py",
     "-k",
     "leaves_what_vllms_own_loader or mtp_layers or traced_layout or do_not_fit",
 )

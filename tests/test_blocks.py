@@ -40,9 +40,8 @@ from reshard.refit.transports.base import Incoming, Outgoing
 from reshard.refit.transports.packing import Round, Side
 from tests.ranks import free_port, run_on_ranks
 from tests.test_logits import EP, ETP, PP, TP, flags_at
-from tests.test_refit import converted, refit
+from tests.test_refit import refit
 
-__all__ = ["converted"]
 ONLINE = {"quantization": "fp8_per_block"}
 BY_CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 

@@ -34,9 +34,8 @@ from tests.oracle import hf_tensors, same
 from tests.ranks import free_port, run_on_ranks
 from tests.test_engine import run
 from tests.test_logits import EP, ETP, PP, TP, flags_at
-from tests.test_refit import converted, refit
+from tests.test_refit import refit
 
-__all__ = ["converted"]
 DTYPES = {"float": torch.float8_e4m3fn, "float alone": torch.float8_e4m3fn, "int": torch.int8}
 # What codes are; the last two are packed, and like `float alone` of weights only.
 CODES = {

@@ -6,9 +6,8 @@ import pytest
 
 from tests.ranks import free_port, run_on_ranks
 from tests.test_logits import flags_at
-from tests.test_refit import EP, PP, TP, converted, refit
+from tests.test_refit import EP, PP, TP, refit
 
-__all__ = ["converted"]
 CASES = [
     ("qwen3", "fp8_per_channel"),
     ("qwen3", "mxfp8"),

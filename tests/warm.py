@@ -24,7 +24,7 @@ FILES = 512  # those that are passed have lower numbers
 OF_ENGINES = ("tests.entry_points", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "megatron.core", "transformers")  # fmt: skip
 WITH_RAY = ("tests.without_ray", *OF_ENGINES, "tests.with_ray")  # in an environment that has Ray
 OF_TRAINERS = ("reshard.parity.megatron", "reshard.parity.huggingface", "megatron.core", "transformers")
-OF_RANKS = ("tests.megatron_on_cpu", "tests.parity_on_cpu", "tests.refit_on_cpu", "tests.disk")
+OF_RANKS = ("tests.megatron_on_cpu", "tests.parity_on_cpu", "tests.refit_faults_on_cpu", "tests.disk")
 OF_WORKERS = ("tests.megatron_on_cpu", "vllm.distributed.weight_transfer", "bokeh.plotting")
 servers: list = []  # with their standard inputs, at whose end they end
 

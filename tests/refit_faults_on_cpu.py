@@ -1,0 +1,345 @@
+"""What goes wrong in a refit, on the CPU as `refit_on_cpu` runs them: members that fail, are late, die, or do not fit each other."""
+
+import os
+import time
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from reshard.core.errors import ReshardError
+from reshard.engines.vllm import live as live_vllm
+from reshard.engines.vllm.live import VllmModel
+from reshard.refit import connect, copies
+from reshard.refit import members as members_module
+from reshard.trainers.megatron import MegatronModel
+from tests.ranks import caught
+from tests.refit_on_cpu import Steps, engine_of, fingerprint, loaded, start, trainer
+
+
+def joining(rank: int, sides: dict) -> str:
+    """What is said where the members cannot meet."""
+    said = caught(lambda: start(rank, sides))
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+    return said
+
+
+def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], what: str):
+    """One trainer and two engine ranks (TP2), something wrong, and what each of them says, with what it says next."""
+    steps = Steps(sides, rank, 3)
+    if what == "protocol" and rank == 2:
+        members_module.PROTOCOL = 99
+    is_trainer, is_engine, members = start(rank, sides)
+    source = destination = None
+    if is_trainer:
+        chunks, _ = trainer(flags, checkpoint[1])
+        source = MegatronModel(chunks)
+        if what == "lacks a parameter":
+            dropped = next(i for i, shard in enumerate(source.shards) if "linear_proj" in shard.key)
+            del source.shards[dropped], source.regions[dropped]
+        if what == "lies elsewhere":
+            source.regions[3] = source.regions[3]._replace(tensor=source.regions[3].tensor.to("meta"))
+        if what == "has one too many":
+            source.shards.append(source.shards[0]._replace(key="decoder.layers.adapter.weight"))
+            source.regions.append(source.regions[0])
+    else:
+        model, config = engine_of(
+            checkpoint[0],
+            load_format="dummy",
+            tp=2,
+            **({"hf_overrides": {"rms_norm_eps": 0.5}} if what == "config" else {}),
+            **({"dtype": "float16"} if what == "dtype" else {}),
+        )
+        destination = VllmModel(model, config)
+    steps.meet("built")
+    if what == "never comes" and rank == 2:
+        steps.wait("said")
+        return ["absent"]
+    holder: dict = {}
+    said = [caught(lambda: holder.update(link=connect(members, source, destination)))]
+    steps.reach("said")
+    if "link" not in holder:
+        return said
+    link = holder["link"]
+    link.refit(version=1)
+    if what in ("trainer dies", "stalls"):
+        steps.reach("refitted")
+        if rank == (0 if what == "trainer dies" else 2):
+            # Not before the others know how the first refit ended: they ask the store, which one of these serves.
+            steps.wait("refitted" if what != "stalls" else "refitted again")
+            os._exit(0)
+        said.append(caught(lambda: link.refit(version=2)))
+        steps.reach("refitted again")
+        return [*said, destination.fit if destination else None]
+    if what == "is offloaded":
+        if is_trainer:
+            weight = source.models[0].output_layer.weight
+            aside = weight.data.clone()
+            weight.untyped_storage().resize_(0)
+        said.append(caught(lambda: link.refit(version=2)))
+        if is_trainer:
+            weight.data = aside
+        said.append(caught(lambda: link.refit(version=2, verify=True)))
+        return [*said, destination.fit if destination else None]
+    if is_trainer:
+        with torch.no_grad():  # else what was lost would be there from the first refit
+            for tensor in source.models[0].parameters():
+                tensor.mul_(-1.5)
+    plain = copies.copy_on_host
+    if rank == 1:
+        if what == "fails in the middle":
+
+            def broken(table):
+                raise ReshardError("the device is gone")
+
+            copies.copy_on_host = broken
+        if what == "loses a tile":
+            copies.copy_on_host = lambda table: plain(table[:-1])
+    said.append(caught(lambda: link.refit(version=2, verify=True)))
+    copies.copy_on_host = plain
+    if is_engine:
+        said.append(
+            caught(
+                lambda: destination.module(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
+            )
+        )
+        said.append(str((destination.fit, destination.version)))
+    link.refit(version=3, verify=True)
+    if is_engine:
+        said.append(str((destination.fit, destination.version)))
+    return said
+
+
+def death(
+    rank: int,
+    sides: dict,
+    flags: list[str],
+    checkpoint: tuple[str, str],
+    engine: dict,
+    victim: int,
+    moment: str,
+):
+    """A member dies at a moment of a connection's life. Of every other one: what the call said in which that was, after how many seconds, and
+    whether the engine is fit, with which version."""
+    is_trainer, _, members = start(rank, sides)
+    source = MegatronModel(trainer(flags, checkpoint[1])[0]) if is_trainer else None
+    destination = None
+    if not is_trainer:
+        destination = SlowEngine(*engine_of(checkpoint[0], load_format="dummy", **engine))
+    steps = Steps(sides, rank, sides["trainer"] + sides["engine"])
+    steps.meet("built")
+    where, call, *key = moment.split()
+    (steps.folder / f"process {rank}").write_text(str(os.getpid()))
+    steps.meet("named")
+
+    def run(name: str, action) -> str:
+        if rank == victim and name == where:
+            DEATHS[call](members, destination, *key)
+        return caught(action)
+
+    began, links = time.monotonic(), []
+    said = run("connect", lambda: links.append(connect(members, source, destination, **sides.get("how", {}))))
+    if where == "refit":
+        assert said == "no error", said
+        [link] = links
+        link.refit(version=1)
+        steps.meet("refitted")
+        if moment == "refit between" and destination:  # the first byte is copied when the victim has ended
+            destination.wait = partial(steps.wait_for_the_end_of, victim)
+        began = time.monotonic()
+        said = run("refit", lambda: link.refit(version=2, verify=True))
+    took = time.monotonic() - began
+    if torch.cuda.is_initialized():
+        assert torch.ones(1, device="cuda").item() == 1, "this process can go on with its GPU"
+    return said, took, (destination.fit, destination.version) if destination else None
+
+
+def dies_at(owner, name: str, key: str = "", after: bool = False) -> None:
+    """End this process, without a word, when a method of an object is called, or when that is over; with a key as its first argument, where one is given."""
+    plain = getattr(owner, name)
+
+    def last(*args, **options):
+        if key and args[0].partition("/")[0] != key:
+            return plain(*args, **options)
+        if after:
+            plain(*args, **options)
+        os._exit(0)
+
+    setattr(owner, name, last)
+
+
+# How a member dies, by the word for it: what it says and does last.
+DEATHS = {
+    "posts": lambda members, engine, key: dies_at(members, "post", key),
+    "comes": lambda members, engine: dies_at(members, "go"),
+    "between": lambda members, engine: dies_at(members, "go", after=True),
+    "copies": lambda members, engine: dies_at(engine, "settle"),
+    "ends": lambda members, engine: dies_at(members, "done"),
+    "over": lambda members, engine: dies_at(members, "done", after=True),
+}  # fmt: skip
+
+
+class SlowTrainer(MegatronModel):
+    """A trainer that waits, where it is given something to wait for, before it says what lies where; but not before it says that it is there."""
+
+    wait, waits = None, False
+
+    def addresses(self):
+        waits, self.waits = self.waits, False
+        try:
+            return super().addresses()
+        finally:
+            self.waits = waits
+
+    @property
+    def regions(self):
+        if self.wait and self.waits:
+            self.waits = False
+            self.wait()
+        return self._regions
+
+    @regions.setter
+    def regions(self, value):
+        self._regions = value
+
+
+class SlowEngine(VllmModel):
+    """An engine that waits between saying that it is there and taking the first byte."""
+
+    wait = None
+
+    def begin(self):
+        if self.wait:
+            self.wait()
+        super().begin()
+
+
+def lateness(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]]):
+    """A trainer (rank 0) and an engine (rank 1), one of whom comes when the other has given up, in one phase after the other; what each
+    says, how long that took, and whether the engine is fit, its version, and which checkpoint's weights it holds."""
+    is_trainer, _, members = start(rank, sides)
+    steps, said = Steps(sides, rank, 2), {}
+    source = destination = None
+    if is_trainer:
+        chunks, load = trainer(flags, checkpoints[0][1])
+        source = SlowTrainer(chunks)
+    else:
+        model, config = engine_of(checkpoints[0][0], load_format="dummy")
+        destination = SlowEngine(model, config)
+        known = [loaded(hf) for hf, _ in checkpoints]
+
+    def now(step: str, action, late: str = "", slow: str = "") -> None:
+        """What is said, after how long; and the engine's state. One side may come late, or be slow in the middle, by all of the others' wait."""
+        steps.meet(f"before {step}")
+        me = "trainer" if is_trainer else "engine"
+        if late == me:
+            steps.wait(step)
+        if slow == me:
+            side = source or destination
+            side.wait, side.waits = partial(steps.wait, step), True
+        began = time.monotonic()
+        heard = caught(action)
+        took = time.monotonic() - began
+        if slow == me:
+            side.wait = None
+        state = None
+        if destination:
+            held = fingerprint(destination.module)
+            state = destination.fit, destination.version, known.index(held) if held in known else None
+        said[step] = heard, round(took, 1), state
+        steps.meet(step)
+
+    links: list = []
+    for who in ("engine", "trainer"):
+        now(f"{who} late at connect", lambda: connect(members, source, destination), late=who)
+    now("both connect", lambda: links.append(connect(members, source, destination)))
+    [link] = links
+    now("both refit", lambda: link.refit(version=5, verify=True))
+    if is_trainer:
+        load(checkpoints[1][1])
+    for version, who in ((6, "engine"), (7, "trainer")):
+        now(f"{who} late at a refit", partial(link.refit, version=version), late=who)
+    now("they disagree", lambda: link.refit(version=41 if is_trainer else 8))
+    now("only one says", lambda: link.refit(version=42 if is_trainer else None))
+    now("none says", lambda: link.refit())
+    if is_trainer:
+        load(checkpoints[0][1])
+    for who in ("engine", "trainer"):
+        now(f"{who} late in the middle", lambda: link.refit(version=50, verify=True), slow=who)
+        now(f"after {who} was late in the middle", lambda: link.refit(version=51, verify=True))
+    # After a refit that failed for the engine it may connect anew, with another look at the same model.
+    now("engine late once more", lambda: link.refit(version=60), slow="engine")
+    if destination:
+        destination = VllmModel(model, config)
+    now(
+        "they want other ways",
+        lambda: connect(members, source, destination, executor="staged" if is_trainer else "buckets"),
+    )
+    more = {"executor": "staged", "bucket_bytes": 1 << 19} if is_trainer else {}
+    now("connect anew", lambda: links.append(connect(members, source, destination, **more)))
+    link = links[-1]
+    now("refit anew", lambda: link.refit(version=61))
+    if is_trainer:
+        load(checkpoints[1][1])
+        for parameter in source.models[0].parameters():
+            parameter.data = parameter.data.clone()
+    else:
+        for parameter in model.parameters():
+            parameter.data = torch.zeros_like(parameter.data)
+        layer = model.get_submodule("model.layers.1.mlp.gate_up_proj")
+        layer.weight = torch.nn.Parameter(layer.weight.clone(), requires_grad=False)
+    now("both sides moved", lambda: link.refit(verify=True))
+    if destination:
+        kept, layer.weight = (
+            layer.weight,
+            torch.nn.Parameter(layer.weight.T.contiguous(), requires_grad=False),
+        )
+    now("the engine has another parameter", lambda: link.refit())
+    if destination:
+        layer.weight = kept
+    now("and has it back", lambda: link.refit())
+    said["ways"] = link.describe()["ways"]
+    return said
+
+
+def agreement(rank: int, sides: dict, checkpoint: str, engine: dict, change: str):
+    """What is said where our rules, or vLLM's state, are not what they should be."""
+    start(rank, sides | {"together": True, "engine": sides["trainer"]})
+    model, config = engine_of(checkpoint, **engine)
+    before = fingerprint(model)
+    plain = live_vllm.vllm_placement
+    if change in ("gate and up", "expert"):
+
+        def changed(*args):
+            placement = plain(*args)
+            name = next(
+                i
+                for i in placement.tensors
+                if i[0].endswith("gate_up_proj.weight" if change == "gate and up" else "w13_weight")
+            )
+            tensor = placement.tensors[name]
+            gate, up = tensor.parts
+            if change == "gate and up":
+                parts = gate._replace(at=up.at), up._replace(at=gate.at)
+            else:
+                parts = gate._replace(name=gate.name.replace("experts.0", "experts.1")), up
+            return replace(placement, tensors={**placement.tensors, name: tensor._replace(parts=parts)})
+
+        live_vllm.vllm_placement = changed
+    if change == "fp8":
+        from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+
+        layer = model.get_submodule("model.layers.0.self_attn.qkv_proj")
+        layer.quant_method = object.__new__(Fp8LinearMethod)  # its kernels ask for a GPU when it is made
+    if change == "backend":
+        from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+        for module in model.modules():
+            if hasattr(getattr(module, "quant_method", None), "unquantized_backend"):
+                module.quant_method.unquantized_backend = UnquantizedMoeBackend.FLASHINFER_CUTLASS
+    said = caught(lambda: VllmModel(model, config))
+    live_vllm.vllm_placement = plain
+    return said, fingerprint(model) == before

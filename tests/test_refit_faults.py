@@ -1,0 +1,221 @@
+"""Members of a refit that fail, come late, die, or do not fit each other: all are told, and nothing torn is served."""
+
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from reshard.refit.members import PROTOCOL
+from tests.ranks import free_port, run_on_ranks
+from tests.test_logits import PP, TP, flags_at
+
+
+def fault(converted, folder, what: str, variant: str = "qwen3", timeout: float = 60, flags: str = ""):
+    checkpoint = converted(variant)[0]
+    sides = {"trainer": 1, "engine": 2, "folder": str(folder), "port": free_port(), "timeout": timeout}
+    return run_on_ranks(
+        3,
+        "fault",
+        sides,
+        flags_at(Path(checkpoint[1]), flags),
+        checkpoint,
+        what,
+        module="refit_faults_on_cpu",
+        may_die=what in ("stalls", "trainer dies"),
+    )
+
+
+@pytest.mark.parametrize(("what", "flags", "sentence"), [
+    ("config", "", "the trainer's layernorm_epsilon is 1e-06, but the served model's is 0.5"),
+    ("another trainer", "--rotary-base 50000", "the trainer's rotary_base is 50000, but the served model's is 10000"),
+    ("dtype", "", "is bfloat16 in the trainer, but float16 in the engine"),
+    ("protocol", "", f"has protocol {PROTOCOL}, inference rank 2 has 99"),
+    ("lacks a parameter", "", "the trainer's model lacks 1 parameters that the config of inference rank 1 calls for: model.layers.0.self_attn.o_proj.weight"),
+    ("lies elsewhere", "", "is on meta, and a refit reads from cpu: move the whole model there first"),
+    ("has one too many", "", "holds 1 parameters that qwen3 does not have: decoder.layers.adapter.weight"),
+])  # fmt: skip
+def test_two_sides_that_do_not_fit_are_refused_at_connect_everywhere(
+    what, flags, sentence, converted, tmp_path
+):
+    for said in fault(converted, tmp_path, what, flags=flags):
+        assert sentence in said[0] or (what == "protocol" and "has protocol 99, " in said[0]), said
+
+
+def test_a_member_that_never_comes_is_named_within_the_time_limit(converted, tmp_path):
+    for said in fault(converted, tmp_path, "never comes", timeout=5)[:2]:
+        assert "rank 2 did not reach 'hello' within 5 s" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("what", "who"),
+    [("stalls", "inference rank 2"), ("trainer dies", "trainer rank 0")],
+)
+def test_a_member_that_stalls_or_takes_the_store_with_it_is_named_within_the_time_limit(
+    what, who, converted, tmp_path
+):
+    results = fault(converted, tmp_path, what, timeout=5)
+    for rank, said in enumerate(results):
+        if who.endswith(str(rank)):
+            continue
+        sentences = f"{who} is silent", f"{who} did not come to refit 2 within 5 s", f"{who}, which serves"
+        assert said[0] == "no error" and any(sentence in said[1] for sentence in sentences), said
+        # Nothing is written before all have come: an engine's rank serves what it has.
+        assert said[2] is (True if rank else None), said
+
+
+@pytest.mark.parametrize(("what", "sentence"), [
+    ("fails in the middle", "inference rank 1: the device is gone"),
+    ("loses a tile", "tensors did not arrive as they are in the trainer: "),
+])  # fmt: skip
+def test_an_engine_serves_no_half_written_model_until_a_whole_refit_succeeded(
+    what, sentence, converted, tmp_path
+):
+    trainer, first, second = fault(converted, tmp_path, what)
+    for said in (trainer, second):
+        assert said[0] == "no error" and sentence in said[1], said
+    for said in (first, second):
+        assert "holds a half-written model" in said[2] and said[3:] == ["(False, 1)", "(True, 3)"], said
+
+
+def test_offloaded_parameters_are_refused_before_a_byte_moves_and_refitted_when_they_are_back(
+    converted, tmp_path
+):
+    for rank, said in enumerate(fault(converted, tmp_path, "is offloaded")):
+        assert said[0] == said[2] == "no error" and "output_layer.weight has no memory" in said[1], said
+        assert said[3] is (True if rank else None), said
+
+
+@pytest.mark.parametrize(("variant", "change", "sentence"), [
+    ("qwen3", "gate and up", "disagree on model.layers.0.mlp.gate_up_proj.weight"),
+    ("qwen3-moe", "expert", "disagree on model.layers.0.mlp.experts.routed_experts.w13_weight"),
+    ("qwen3-moe", "backend", "keeps its experts in the order of FLASHINFER_CUTLASS"),
+    ("qwen3-moe", "nothing", "no error"),
+    ("qwen3", "fp8", "model.layers.0.self_attn.qkv_proj serves from weights that Fp8LinearMethod has changed"),
+])  # fmt: skip
+def test_a_disagreement_with_vllms_own_loader_is_refused_and_changes_nothing(
+    variant, change, sentence, converted, tmp_path
+):
+    sides = {"trainer": 1, "folder": str(tmp_path), "port": free_port()}
+    [(said, unchanged)] = run_on_ranks(
+        1, "agreement", sides, converted(variant)[0][0], {}, change, module="refit_faults_on_cpu"
+    )
+    assert sentence in said and unchanged
+
+
+# Moments of a connect and of a refit, and whose rank dies then.
+DEATHS = {
+    "connect posts held": "trainer",
+    "connect posts pieces": "engine",
+    "connect ends": "engine",
+    "refit comes": "trainer",
+    "refit between": "trainer",
+    "refit copies": "engine",
+    "refit posts digests": "trainer",
+    "refit ends": "trainer",
+    "refit over": "engine",
+}
+RANKS = int(os.environ.get("RESHARD_TEST_RANKS", "2"))  # on either side
+PATIENCE = 4 * RANKS  # seconds that one waits for another
+
+
+@pytest.fixture(scope="module")
+def deaths(converted, tmp_path_factory):
+    """By the moment of a member's death, who it was, and what all say: so many ranks of a trainer (PP2), and of an engine (TP)."""
+    checkpoint = converted("qwen3")[0]
+    flags = flags_at(Path(checkpoint[1]), f"{PP} 2 {TP} {RANKS // 2}")
+
+    def run(moment: str):
+        victim = {"trainer": 1, "engine": 2 * RANKS - 1}[DEATHS[moment]]
+        sides = {
+            "trainer": RANKS,
+            "engine": RANKS,
+            "folder": str(tmp_path_factory.mktemp("death")),
+            "port": free_port(),
+            "timeout": PATIENCE,
+        }
+        arguments = sides, flags, checkpoint, {"tp": RANKS}, victim, moment
+        return victim, run_on_ranks(
+            2 * RANKS, "death", *arguments, module="refit_faults_on_cpu", may_die=True
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        return dict(zip(DEATHS, pool.map(run, DEATHS), strict=True))
+
+
+@pytest.mark.parametrize("moment", DEATHS)
+def test_a_member_that_is_killed_in_the_middle_is_named_in_time_and_nothing_torn_is_served(moment, deaths):
+    victim, results = deaths[moment]
+    assert results[victim] is None, "it has died"
+    for said, seconds, state in (results[rank] for rank in range(2 * RANKS) if rank != victim):
+        if moment == "refit over":
+            assert said == "no error" and state in (None, (True, 2)), (said, state)
+            continue
+        assert blamed(said) == {victim}, said
+        assert seconds < 3 * PATIENCE
+        assert state in (None, (moment == "refit comes", 1 if moment.startswith("refit") else None)), state
+
+
+def blamed(sentence: str) -> set[int]:
+    """The ranks that a sentence says are dead; before a colon is who says it."""
+    found = re.search(r"(?:: |^|; )([^:;]*?) (?:is silent|did not)", sentence)
+    return {int(rank) for rank in re.findall(r"rank (\d)", found[1])} if found else set()
+
+
+LIMIT = 4  # seconds that one waits for the other
+
+
+@pytest.fixture(scope="module")
+def lateness(converted, tmp_path_factory):
+    """What a trainer and an engine say where one of them is late by more than the time limit."""
+    checkpoints, folder = converted("qwen3"), tmp_path_factory.mktemp("lateness")
+    # Over IPv6, as an address in brackets.
+    sides = {
+        "trainer": 1,
+        "engine": 1,
+        "folder": str(folder),
+        "port": free_port(),
+        "timeout": LIMIT,
+        "host": "[::1]",
+    }
+    return run_on_ranks(
+        2, "lateness", sides, flags_at(Path(checkpoints[0][1]), ""), checkpoints, module="refit_faults_on_cpu"
+    )
+
+
+@pytest.mark.parametrize(("step", "trainer", "engine", "state"), [
+    # A connection that one has given up is nobody's: who comes later is told at once, and both may connect again.
+    ("engine late at connect", "rank 1 did not reach 'hello' within 4 s", "rank 0: ", (False, None, None)),
+    ("trainer late at connect", "rank 1: ", "rank 0 did not reach 'hello' within 4 s", (False, None, None)),
+    ("both connect", "no error", "no error", (False, None, None)),
+    ("both refit", "no error", "no error", (True, 5, 0)),
+    # Before the first byte: the engine serves what it had.
+    ("engine late at a refit", "inference rank 1 did not come to refit 2 within 4 s", "trainer rank 0: ", (True, 5, 0)),
+    ("trainer late at a refit", "inference rank 1: ", "trainer rank 0 did not come to refit 3 within 4 s", (True, 5, 0)),
+    ("they disagree", "version 41", "version 8", (True, 5, 0)),
+    ("only one says", "no error", "no error", (True, 42, 1)),
+    ("none says", "no error", "no error", (True, 43, 1)),
+    # After it: the engine holds what nobody vouches for, and does not serve it, though every byte may have come.
+    ("engine late in the middle", "inference rank 1 ", "trainer rank 0: ", (False, 43, None)),
+    ("after engine was late in the middle", "no error", "no error", (True, 51, 0)),
+    ("trainer late in the middle", "inference rank 1: ", "trainer rank 0 did not", (False, 51, None)),
+    ("after trainer was late in the middle", "no error", "no error", (True, 51, 0)),
+    ("engine late once more", "inference rank 1 ", "trainer rank 0: ", (False, 51, None)),
+    ("they want other ways", "asks for executor='staged', inference rank 1 for 'buckets'", "give all the same", (False, 51, None)),
+    ("connect anew", "no error", "no error", (False, 51, None)),
+    ("refit anew", "no error", "no error", (True, 61, 0)),
+    ("both sides moved", "no error", "no error", (True, 62, 1)),
+    ("the engine has another parameter", "inference rank 1: vLLM's", "has been replaced by one of another shape", (True, 62, None)),
+    ("and has it back", "no error", "no error", (True, 63, 1)),
+])  # fmt: skip
+def test_a_member_that_is_late_in_any_phase_takes_no_torn_model_for_a_good_one(
+    step, trainer, engine, state, lateness
+):
+    (says, _, _), (hears, seconds, now) = (side[step] for side in lateness)
+    assert trainer in says and engine in hears, (says, hears)
+    assert now[:2] == state[:2] and (state[2] is None or now[2] == state[2]), now
+    if "late at" in step:
+        # Within the limit and little more; and who comes late is told at once.
+        waited, came_late = (seconds, lateness[0][step][1])[:: -1 if step.startswith("engine") else 1]
+        assert LIMIT <= waited < 5 * LIMIT and came_late < LIMIT, (waited, came_late)
