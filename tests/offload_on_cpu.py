@@ -1,6 +1,7 @@
 """Offload on the CPU: real Megatron models under DDP and the distributed optimizer, which train, refit and train again."""
 
 import hashlib
+import time
 
 import torch
 from safetensors.torch import load_file
@@ -205,7 +206,8 @@ def refits(rank: int, flags: list[str], checkpoint: tuple[str, str]) -> dict:
 
 def put_off(rank: int, flags: list[str], checkpoint: tuple[str, str], folder: str) -> dict:
     """A training whose parameters are gathered when they are next needed (``overlap_param_gather``): after each of three steps what this rank
-    holds; what an export, a save and a refit of a vLLM at TP2 have of that; what it holds once all is gathered, and what that would be."""
+    holds; what an export, a save and a refit of a vLLM at TP2 have of that; what it holds once all is gathered, and what that would be. Then what is
+    said of a refit of which one rank has another idea, after how many seconds, and of chunks without their DDP, and whether one in a wrapper is known."""
     from reshard.engines.vllm.live import VllmModel
 
     hf = checkpoint[0]
@@ -239,6 +241,12 @@ def put_off(rank: int, flags: list[str], checkpoint: tuple[str, str], folder: st
         else:
             said["found"].append({name: bits_of(tensor) for name, tensor in found.items()})
             said["expected"].append({name: bits_of(tensor) for name, tensor in expected.items()})
+    began = time.monotonic()
+    said["one is wrong"] = caught(lambda: link.refit(version="x" if rank else None)), time.monotonic() - began
+    said["bare"] = caught(lambda: MegatronModel(training.models))
+    outer = torch.nn.Module()
+    outer.module = model
+    said["wrapped"] = MegatronModel([outer]).gathering == [model]
     return said
 
 

@@ -114,3 +114,6 @@ def test_what_is_gathered_only_when_it_is_needed_is_gathered_before_it_is_read(p
         assert said["found"] == said["expected"]
         # The control: what a rank holds after a step is in part what it was before.
         assert all(held != gathered for held, gathered in zip(said["held"], said["gathered"], strict=True))
+        sentence, seconds = said["one is wrong"]
+        assert "version is 'x', which is not a whole number" in sentence and seconds < 60
+        assert "was taken off the chunks that are given here" in said["bare"] and said["wrapped"]

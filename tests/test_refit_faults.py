@@ -112,6 +112,7 @@ DEATHS = {
     "refit comes": "trainer",
     "refit between": "trainer",
     "refit copies": "engine",
+    "refit posts packed": "trainer",  # through slabs, where all wait for each other in turn
     "refit posts digests": "trainer",
     "refit ends": "trainer",
     "refit over": "engine",
@@ -135,6 +136,8 @@ def deaths(converted, tmp_path_factory):
             "port": free_port(),
             "timeout": PATIENCE,
         }
+        if moment.endswith("packed"):
+            sides["how"] = {"executor": "staged"}
         arguments = sides, flags, checkpoint, {"tp": RANKS}, victim, moment
         return victim, run_on_ranks(
             2 * RANKS, "death", *arguments, module="refit_faults_on_cpu", may_die=True

@@ -170,18 +170,19 @@ def _packed(
 ) -> dict[str, Codes]:
     """The weights whose codes are packed, by name. Raises ReshardError where what belongs to one does not add up."""
     names = [name.removesuffix(PACKED_END) for name in stored if name.endswith(f".weight{PACKED_END}")]
-    ends = [
-        name for end in (SHAPE_END, ZEROS_END) for name in stored
+    ends = {
+        name: name.removesuffix(end) + PACKED_END for end in (SHAPE_END, ZEROS_END) for name in stored
         if name.endswith(f".weight{end}") and name.removesuffix(end) + PACKED_END not in stored
-    ]  # fmt: skip
+    }  # fmt: skip
     if (names or ends) and not ways:
         raise ReshardError(
             f"{where} holds {listed([*(n + PACKED_END for n in names), *ends], 3)}, which none of its config_groups has packed"
         )
-    if ends:
-        raise ReshardError(
-            f"{where}: {ends[0]} does not belong to codes, {ends[0].rpartition('_')[0]}{PACKED_END}"
-        )
+    for name, codes_name in ends.items():
+        raise ReshardError(f"{where}: {name} does not belong to codes, {codes_name}")
+    twice = [name for name in names if name in stored]
+    if twice:
+        raise ReshardError(f"{where} holds both {twice[0]} and {twice[0]}{PACKED_END}: remove one of them")
     for name in names:
         for end in (channels.SUFFIX, SHAPE_END):
             if name + end not in stored:
@@ -263,6 +264,12 @@ def _way(where: str, name: str, weights: Mapping[str, Any], in_words: bool) -> _
         known = kind == "int" and bits in (4, 8) and strategy in PACKED_STRATEGIES
     else:
         known = kind in TYPES and bits == 8 and strategy in STRATEGIES and not zeros
+    known &= isinstance(how["symmetric"], bool | None) and weights.get("actorder") in (
+        None,
+        False,
+        "weight",
+        "static",
+    )
     if not known or not whole_numbers([bits]):
         raise ReshardError(f"{where}{name} quantises weights as {how!r:.200}, and {READ}")
     if strategy == "group":

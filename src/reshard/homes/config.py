@@ -74,8 +74,11 @@ class Published:
 
 
 def digest_of(model: Model) -> str:
-    """A digest of a model's config."""
-    text = json.dumps(model.config, sort_keys=True, default=str)
+    """A digest of what a model's config says, but for where it lay and what wrote it."""
+    said = {
+        key: value for key, value in model.config.items() if key[0] != "_" and key != "transformers_version"
+    }
+    text = json.dumps(said, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -281,7 +281,7 @@ class _Load:
 def _taken(path: str | Path, source: Source) -> str:
     """The directory that a rank reads; of a hub id, which each host may have elsewhere, the id and the commit."""
     taken = source.checkpoint.directory if isinstance(source, MegatronSource) else source.path
-    return os.path.abspath(taken) if os.path.isdir(path) else f"{path} at {taken.name}"
+    return os.path.realpath(taken) if os.path.isdir(path) else f"{path} at {taken.name}"
 
 
 def of_mtp(name: str, model: Model) -> bool:

@@ -46,7 +46,7 @@ class _Memory:
 def array_of(target: torch.Tensor) -> np.ndarray:
     """Bytes on a CPU as numpy sees them, where they lie. A storage that torch itself has given to numpy could not be
     offloaded any more: torch no longer resizes it."""
-    return np.asarray(_Memory(target))
+    return np.asarray(_Memory(target)) if target.numel() else np.zeros(target.shape, np.uint8)
 
 
 def check_one_device(models: Iterable[torch.nn.Module]) -> None:

@@ -143,9 +143,9 @@ def in_words_of_calls() -> AbstractContextManager[None]:
         ("pass --overwrite", "pass overwrite=True"),
         ("pass --hf-config with", "pass hf_config= with"),
         ("--ignore-config-field NAME", "reshard.ignored_config_fields(NAME)"),
-        ("--(dtype|family|workers)", r"\1"),
-        ("--max-shard-size", "max_shard_size"),
-        ("--megatron-version", "megatron_version"),
+        (r"(?<![\w-])--(dtype|family|workers)\b", r"\1"),
+        (r"(?<![\w-])--max-shard-size\b", "max_shard_size"),
+        (r"(?<![\w-])--megatron-version\b", "megatron_version"),
     )
 
 

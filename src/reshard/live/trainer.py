@@ -55,6 +55,11 @@ class Trainer(ABC):
             for tensor in {id(region.tensor): region.tensor for region in self.regions}.values()
         ]
 
+    @property
+    def puts_off(self) -> bool:
+        """Whether training may have left something to `settle`; the same on all ranks."""
+        return False
+
     def settle(self) -> None:
         """Before anything is read: finish what training has put off. All ranks of the trainer call it, and some may wait
         for others. Raises ReshardError where it fails. Most put nothing off."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 from importlib import import_module, metadata
 from typing import Any
 
+import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
@@ -31,6 +32,7 @@ LINEARS = {
         "InferenceLayerNormColumnParallelLinear",
     ),
 }
+GATHERS = "DistributedDataParallel._make_forward_pre_hook."
 OLDEST, NEWEST = "0.16", "0.20"  # that models were built and refitted from with
 
 
@@ -121,3 +123,9 @@ class _NoRandomStates:
 
     def is_initialized(self) -> bool:
         return True
+
+
+def gathers_at_forward(model: torch.nn.Module) -> bool:
+    """Whether a DDP has hooks at a model's modules by which it gathers parameters at the next forward."""
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    return any(getattr(hook, "__qualname__", "").startswith(GATHERS) for hook in hooks)

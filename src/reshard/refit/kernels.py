@@ -309,7 +309,7 @@ def compile_ahead(
     def compile_all() -> None:
         compile_copy(16, device)
         for rounding in roundings:
-            compile_quantise(rounding, True, device, size=size)
+            compile_quantise(rounding, True, device, STRIP, size)
         for word, unit in ((8, 8), *((size, size) for size in sizes)):
             compile_digest(word, unit, device)
 

@@ -175,13 +175,26 @@ class Link:
     def _ready(self) -> tuple[bool, bool]:
         """Finish what this GPU has to do first, and tell where the trainer's memory is if that changed;
         whether the trainer's side, and the engine's, have moved."""
-        if self.trainer is not None:
-            self.trainer.source.settle()
+        if self.trainer is not None and self.trainer.source.puts_off:
+            self._settle(self.trainer)
         if self.device.type == "cuda":
             # the optimizer's work, or the engine's last step, on whatever stream
             torch.cuda.synchronize(self.device)
         engine_moved = self.engine is not None and self.engine.engine.follow()
         return self.trainer is not None and self.trainer.tell_if_moved(), engine_moved
+
+    def _settle(self, trainer: TrainerSide) -> None:
+        """Let the trainer's ranks finish what they have put off, together: not before all have come so far, since torch
+        bounds their wait for each other by a limit of its own."""
+        trainer.source.check_memory(self.device)
+        self.members.post("settles")
+        self.members.wait("settles", self.agreed.trainers)
+        with self.members.roll.answering():
+            trainer.source.settle()
+            if not wait_for_device(self.device, self.members.timeout):
+                raise ReshardError(
+                    f"the trainer's parameters were not gathered after its last step within {self.members.timeout:g} s"
+                )
 
     def _follow(self, trainer_moved: bool, engine_moved: bool) -> None:
         """After all are here: find again what has moved, on either side, and map what was unmapped."""
@@ -242,18 +255,20 @@ class Link:
 
     def _bounded(self, work: Callable[[], None]) -> None:
         """Do it to its end. Raises ReshardError, naming who is silent, where a partner dies or stalls."""
-        # A GPU's work is waited for below; over Gloo an exchange returns when it has ended.
-        answering = self.members.roll.answering() if self.device.type == "cpu" else nullcontext()
+        # A GPU's work is waited for below; over Gloo an exchange returns when it has ended, and NCCL's first when all have met.
+        blocks = self.device.type == "cpu" or self.buckets.group is not None
+        answering = self.members.roll.answering() if blocks else nullcontext()
         try:
             with answering:
                 work()
-            done = wait_for_device(self.device, self.members.timeout, self.members.answer)
+            done = wait_for_device(self.device, self.members.timeout, self.members.roll.answer)
             reason = f"nothing arrived within {self.members.timeout:g} s"
         except RuntimeError as error:
             done, reason = False, first_line(error)
         if not done:
             self.members.check()
             silent = names_of(self.members, self.members.silent())
+            self.members.check()  # somebody may have said why meanwhile
             raise ReshardError(f"the exchange broke off ({reason}); {silent or 'no member'} is silent")
 
     def _rounds(self) -> list[int]:

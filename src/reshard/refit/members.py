@@ -213,22 +213,23 @@ class Members:
         def missing() -> list[int]:
             return [rank for rank in range(self.size) if not self._has_reached(rank, step)]
 
-        while (verdict := self._verdict()) == before:
-            now = time.monotonic()
-            if now - told > LOOK_SECONDS:
-                told = now
-                self.roll.answer(missing)
-                if heard := self._heard():
-                    verdict = self._give_up(heard)
+        with self.roll.waits_for(missing):
+            while (verdict := self._verdict()) == before:
+                now = time.monotonic()
+                if now - told > LOOK_SECONDS:
+                    told = now
+                    self.roll.answer()
+                    if heard := self._heard():
+                        verdict = self._give_up(heard)
+                        break
+                if now > deadline:
+                    said = self._late(missing, late)
+                    if (verdict := self._verdict()) == before:
+                        verdict = self._give_up(said)
                     break
-            if now > deadline:
-                said = self._late(missing, late)
-                if (verdict := self._verdict()) == before:
-                    verdict = self._give_up(said)
-                break
-            # Soon at first, since a refit takes milliseconds; then without a load on the store.
-            time.sleep(pause)
-            pause = min(pause * 1.2, 5e-3)
+                # Soon at first, since a refit takes milliseconds; then without a load on the store.
+                time.sleep(pause)
+                pause = min(pause * 1.2, 5e-3)
         self._raise_failed(verdict)
         return verdict
 
@@ -242,10 +243,6 @@ class Members:
             return False
         turn, at, _ = self._call(self.store.get, f"at/{rank}").decode().split(" ", 2)
         return int(turn) >= self.turns and (step == "here" or at == "done")
-
-    def answer(self) -> None:
-        """Say, if somebody asks, that this member is not dead, while it waits for no other in particular."""
-        self.roll.answer(list)
 
     def silent(self) -> list[int]:
         """Those that do not answer, of all members."""
@@ -360,22 +357,23 @@ class Members:
         self.check()
         start = time.monotonic()
         pause, told = 50e-6, start
-        while not reached():
-            now = time.monotonic()
-            if now - told > LOOK_SECONDS:
-                self.check()
-                self.roll.answer(awaited)
-                if heard := self._heard():
-                    self._raise_failed(self._give_up(heard))
-                told = now
-            if now - start > self.timeout:
-                late = self._late(awaited, f"did not reach '{key.partition('/')[0]}'")
-                if reached():  # the last of them has come meanwhile
-                    return
-                self.check()
-                raise ReshardError(late)
-            time.sleep(pause)
-            pause = min(pause * 1.2, 5e-3)
+        with self.roll.waits_for(awaited):
+            while not reached():
+                now = time.monotonic()
+                if now - told > LOOK_SECONDS:
+                    self.check()
+                    self.roll.answer()
+                    if heard := self._heard():
+                        self._raise_failed(self._give_up(heard))
+                    told = now
+                if now - start > self.timeout:
+                    late = self._late(awaited, f"did not reach '{key.partition('/')[0]}'")
+                    if reached():  # the last of them has come meanwhile
+                        return
+                    self.check()
+                    raise ReshardError(late)
+                time.sleep(pause)
+                pause = min(pause * 1.2, 5e-3)
 
     def said(self, key: str, ranks: Iterable[int]) -> dict[int, bytes]:
         """What those of these ranks that have published under `key` have published; waits for nobody."""

@@ -27,13 +27,23 @@ class Roll:
     def __init__(self, members: "Members") -> None:
         self.members = members
         self.answered = 0, 0  # the turn, and how often the roll had been called in it
+        self.awaited: Callable[[], list[int]] = list  # whom this member waits for now: nobody in particular
 
-    def answer(self, awaited: Callable[[], list[int]]) -> None:
-        """Where the roll has been called, say that this member only waits, for these ranks."""
+    @contextmanager
+    def waits_for(self, awaited: Callable[[], list[int]]) -> Iterator[None]:
+        """While it is open this member waits for these ranks."""
+        before, self.awaited = self.awaited, awaited
+        try:
+            yield
+        finally:
+            self.awaited = before
+
+    def answer(self) -> None:
+        """Where the roll has been called, say that this member only waits, and for whom."""
         called = self.members.turns, self.members.tally(ROLL)
         if called[1] and called != self.answered:
             self.answered = called
-            self._say(called[1], awaited())
+            self._say(called[1], self.awaited())
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -43,7 +53,7 @@ class Roll:
         def answer() -> None:
             with suppress(ReshardError):  # who serves the store is gone, as all will find out
                 while not ended.wait(LOOK_SECONDS):
-                    self.answer(list)
+                    self.answer()
 
         thread = threading.Thread(target=answer, name="reshard answers", daemon=True)
         thread.start()
@@ -58,12 +68,13 @@ class Roll:
         answer within `ANSWER_SECONDS`."""
         number = self.members.tally(ROLL, 1)
         deadline = time.monotonic() + ANSWER_SECONDS
-        while True:
-            self.answer(awaited)  # others may call it too
-            silent = self._followed(awaited(), number)
-            if not silent or time.monotonic() > deadline:
-                return silent
-            time.sleep(0.01)
+        with self.waits_for(awaited):
+            while True:
+                self.answer()  # others may call it too
+                silent = self._followed(awaited(), number)
+                if not silent or time.monotonic() > deadline:
+                    return silent
+                time.sleep(LOOK_SECONDS / 5)
 
     def _followed(self, awaited: list[int], number: int) -> list[int]:
         """Those that have not answered, from the awaited ones on."""

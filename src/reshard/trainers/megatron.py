@@ -7,8 +7,8 @@ the layers' implementation. Nothing is copied and no collective runs.
 
 import math
 import operator
+from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as Dictionary
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ class MegatronModel(Trainer):
     """The weights of one rank of a trainer.
 
     `models` is what Megatron's ``get_model`` returns: one chunk for each virtual stage, wrapped (DDP,
-    Float16Module) or bare; wrapped where DDP has ``overlap_param_gather``, which bare ones do not say.
+    Float16Module) or bare; wrapped where DDP has ``overlap_param_gather``.
     `metadata` is handed to ``sharded_state_dict``; a trainer that keeps its process
     groups out of ``parallel_state`` passes ``{"dp_cp_group": group}``.
 
@@ -58,8 +58,16 @@ class MegatronModel(Trainer):
         models: Sequence[torch.nn.Module] | torch.nn.Module,
         metadata: Dictionary[str, Any] | None = None,
     ) -> None:
-        self.wrapped = chunks_of(models)
-        self.models = [unwrapped(chunk) for chunk in self.wrapped]
+        from reshard.megatron.compat import gathers_at_forward
+
+        chunks = chunks_of(models)
+        self.models = [unwrapped(chunk) for chunk in chunks]
+        self.gathering = [layer for chunk in chunks for layer in _layers(chunk) if _gathers_late(layer)]
+        if not self.gathering and any(map(gathers_at_forward, self.models)):
+            raise ReshardError(
+                "the trainer's DDP gathers parameters at the next forward (overlap_param_gather), and was taken off the chunks that "
+                "are given here: give them in it, as get_model returned them"
+            )
         if not isinstance(metadata, Dictionary | None):
             raise ReshardError(f"metadata is {metadata!r:.80}, not a dictionary for sharded_state_dict")
         check_memory(self.models)
@@ -118,19 +126,22 @@ class MegatronModel(Trainer):
             self._look_into(now)
         return self._regions
 
+    @property
+    def puts_off(self) -> bool:
+        """With ``overlap_param_gather`` a rank has what the others have stepped only from the next forward on."""
+        return bool(self.gathering)
+
     def settle(self) -> None:
-        """See `Trainer.settle`: with ``overlap_param_gather`` a rank has what the others have stepped only from the next
-        forward on. As Megatron-LM does it before it saves."""
-        for chunk in self.wrapped:
-            if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
-                check_memory([chunk])
-                try:
-                    with torch.no_grad():
-                        chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
-                except RuntimeError as error:
-                    raise ReshardError(
-                        f"the trainer's parameters could not be gathered after its last step ({first_line(error)})"
-                    ) from error
+        """See `Trainer.settle`: gather now, as Megatron-LM does before it saves."""
+        for chunk in self.gathering:
+            check_memory([chunk])
+            try:
+                with torch.no_grad():
+                    chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+            except RuntimeError as error:
+                raise ReshardError(
+                    f"the trainer's parameters could not be gathered after its last step ({first_line(error)})"
+                ) from error
 
     def addresses(self) -> list[int]:
         """Where the parameters are now; asked before every refit, so that their places are kept at hand."""
@@ -217,7 +228,8 @@ def _homes(
     found: dict[int, tuple[dict[str, Any], str]] = {}
     for module in (module for model in models for module in model.modules()):
         for held in (module._parameters, module._buffers):
-            found |= {id(tensor): (held, name) for name, tensor in held.items()}
+            for name, tensor in held.items():
+                found.setdefault(id(tensor), (held, name))  # of what modules share the first
     homes = [found[id(tensor)] for tensor in tensors]
     return [held for held, _ in homes], [name for _, name in homes]
 
@@ -304,6 +316,17 @@ def chunks_of(models: Any) -> list[torch.nn.Module]:
     if isinstance(chunks, Sequence) and all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
         return list(chunks)
     raise ReshardError(f"models is a {type(models).__name__}: give the list of chunks that the trainer holds")
+
+
+def _layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """A chunk as it is given, and what each wrapper has inside."""
+    while isinstance(model, torch.nn.Module):
+        yield model
+        model = getattr(model, "module", None)  # type: ignore[assignment]
+
+
+def _gathers_late(layer: torch.nn.Module) -> bool:
+    return bool(getattr(getattr(layer, "ddp_config", None), "overlap_param_gather", False))
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
