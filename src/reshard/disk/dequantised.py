@@ -21,6 +21,7 @@ MAX_BLOCK = 1 << 20
 # Formats of compressed-tensors that store codes as numbers of their own dtype, or none; groups may each have one.
 FORMATS = (None, "dense", "float-quantized", "int-quantized", "naive-quantized", "mixed-precision")
 STRATEGIES = ("channel", "tensor", "block")
+IN_ORDER = (None, False, "weight", "static")  # activation orders that leave columns where they are
 PACKED_STRATEGIES = ("channel", "group")
 TYPES = {"float": "float8_e4m3fn", "int": "int8"}
 SCALE_DTYPES = ("bfloat16", "float16", "float32")
@@ -253,7 +254,9 @@ def _ways(config: Mapping[str, Any], where: str) -> list[_Way]:
 
 def _way(where: str, name: str, weights: Mapping[str, Any], in_words: bool) -> _Way:
     """How one group of weights is quantised. Raises ReshardError where that is not read."""
-    how: dict[str, Any] = {key: weights.get(key) for key in ("num_bits", "type", "strategy", "symmetric")}
+    how: dict[str, Any] = {
+        key: weights.get(key) for key in ("num_bits", "type", "strategy", "symmetric", "actorder")
+    }
     kind, strategy, bits, zeros = (
         str(how["type"]),
         str(how["strategy"]),
@@ -264,12 +267,7 @@ def _way(where: str, name: str, weights: Mapping[str, Any], in_words: bool) -> _
         known = kind == "int" and bits in (4, 8) and strategy in PACKED_STRATEGIES
     else:
         known = kind in TYPES and bits == 8 and strategy in STRATEGIES and not zeros
-    known &= isinstance(how["symmetric"], bool | None) and weights.get("actorder") in (
-        None,
-        False,
-        "weight",
-        "static",
-    )
+    known &= isinstance(how["symmetric"], bool | None) and how["actorder"] in IN_ORDER
     if not known or not whole_numbers([bits]):
         raise ReshardError(f"{where}{name} quantises weights as {how!r:.200}, and {READ}")
     if strategy == "group":
