@@ -161,9 +161,11 @@ def test_a_member_that_is_killed_in_the_middle_is_named_in_time_and_nothing_torn
 
 
 def blamed(sentence: str) -> set[int]:
-    """The ranks that a sentence says are dead; before a colon is who says it."""
-    found = re.search(r"(?:: |^|; )([^:;]*?) (?:is silent|did not)", sentence)
-    return {int(rank) for rank in re.findall(r"rank (\d)", found[1])} if found else set()
+    """The ranks that a sentence says are dead, or whose memory is gone; before a colon is who says it."""
+    found = re.search(
+        r"(?:: |^|; )([^:;]*?) (?:is silent|did not)|cannot map the memory of (.*?) \(", sentence
+    )
+    return {int(rank) for rank in re.findall(r"rank (\d)", found[1] or found[2])} if found else set()
 
 
 LIMIT = 4  # seconds that one waits for the other
