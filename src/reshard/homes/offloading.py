@@ -20,7 +20,7 @@ import torch
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.limits import check_switch
 from reshard.homes.memory import HostMemory
-from reshard.trainers.megatron import chunks_of
+from reshard.trainers.megatron import chunks_of, layers_of
 
 PARAMS, GRADS, STATES = "params", "grads", "optimizer"
 
@@ -139,9 +139,7 @@ def onload(models: Sequence[torch.nn.Module] | torch.nn.Module, *, params: bool 
 
 def _innermost(model: torch.nn.Module) -> torch.nn.Module:
     """What DDP and the like wrap: a trainer may name the model by either."""
-    while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
-        model = inner
-    return model
+    return list(layers_of(model))[-1]
 
 
 def _refuse_registered(chunks: list[torch.nn.Module]) -> None:

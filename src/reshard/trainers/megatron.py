@@ -62,7 +62,7 @@ class MegatronModel(Trainer):
 
         chunks = chunks_of(models)
         self.models = [unwrapped(chunk) for chunk in chunks]
-        self.gathering = [layer for chunk in chunks for layer in _layers(chunk) if _gathers_late(layer)]
+        self.gathering = [layer for chunk in chunks for layer in layers_of(chunk) if _gathers_late(layer)]
         if not self.gathering and any(map(gathers_at_forward, self.models)):
             raise ReshardError(
                 "the trainer's DDP gathers parameters at the next forward (overlap_param_gather), and was taken off the chunks that "
@@ -318,7 +318,7 @@ def chunks_of(models: Any) -> list[torch.nn.Module]:
     raise ReshardError(f"models is a {type(models).__name__}: give the list of chunks that the trainer holds")
 
 
-def _layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def layers_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """A chunk as it is given, and what each wrapper has inside."""
     while isinstance(model, torch.nn.Module):
         yield model
