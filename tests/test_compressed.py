@@ -20,15 +20,8 @@ from reshard.core.dtypes import dtype_named
 from reshard.disk import channels
 from reshard.disk import quantised as quantised_slabs
 from reshard.engines.vllm.compat import Compressed, Packed
-from reshard.engines.vllm.compressed import (
-    Held,
-    codes_of,
-    codes_of_blocks,
-    refuse_parts_of_blocks,
-    scales_of,
-    stored_as,
-    words_of,
-)
+from reshard.engines.vllm.compressed import codes_of, codes_of_blocks, scales_of, stored_as, words_of
+from reshard.engines.vllm.recipes import Held, refuse_parts_of_blocks
 from tests.checkpoints import make
 from tests.oracle import hf_tensors, same
 from tests.ranks import free_port, run_on_ranks

@@ -69,3 +69,9 @@ linear_kernels.MarlinFP8ScaledMMLinearKernel.is_supported = classmethod(
     lambda cls, capability=None: (True, None)
 )
 linear_kernels._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.OOT] = [linear_kernels.MarlinFP8ScaledMMLinearKernel]
+# Those of nvfp4 that multiply with plain inputs, as Marlin does on a GPU before sm100, and that quantise them.
+linear_kernels.MarlinNvFp4LinearKernel.is_supported = classmethod(lambda cls, capability=None: (True, None))
+linear_kernels._POSSIBLE_NVFP4_KERNELS[PlatformEnum.OOT] = [
+    linear_kernels.MarlinNvFp4LinearKernel,
+    linear_kernels.EmulationNvFp4LinearKernel,
+]

@@ -182,6 +182,10 @@ COMPRESSED_EXPERTS = {
 PACKED_SCHEME = "CompressedTensorsWNA16"
 PACKED_EXPERTS = ("CompressedTensorsWNA16MarlinMoEMethod", "CompressedTensorsWNA16MoEMethod")
 PACKED_CODES = {4: "int4", 8: "int8"}
+NVFP4 = "nvfp4"  # what codes are called that are numbers of 4 bits with scales of two kinds
+NVFP4_METHODS = ("CompressedTensorsW4A4Fp4", "CompressedTensorsW4A4Nvfp4MoEMethod")
+# Kernels that multiply with plain inputs, whatever scales a checkpoint has for them.
+PLAIN_INPUTS = ("MarlinNvFp4LinearKernel", "HummingNvFp4LinearKernel", "MARLIN", "HUMMING")
 # What a kernel of the build for the CPU keeps packed weights in, which are none of torch's tensors.
 HANDLE = "dnnl_handler"
 
@@ -199,7 +203,8 @@ class Compressed(NamedTuple):
     """A layer that vLLM loads codes and scales of: the names of its matrices, as those of plain weights would be called, what
     their codes are, whether a scale is for a ``channel`` of the output, a ``group`` of its columns, a ``block``, or for a
     published ``tensor``, the names of scales of its input that come with a checkpoint (static ones), vLLM's name for all this,
-    the rows and columns of a group or block, and how codes are packed, if they are."""
+    the rows and columns of a group or block, how codes are packed, if they are, and whether its kernel reads the scales of
+    its input."""
 
     weights: tuple[str, ...]
     codes: str
@@ -208,6 +213,7 @@ class Compressed(NamedTuple):
     scheme: str
     block: tuple[int, int] | None = None
     packed: Packed | None = None
+    reads_inputs: bool = True
 
 
 def compressed_of(module: torch.nn.Module) -> Compressed | None:
@@ -220,6 +226,8 @@ def compressed_of(module: torch.nn.Module) -> Compressed | None:
     with known("says in another way how a layer is quantised"):
         if kind in PACKED_EXPERTS or (linear and type(module.scheme).__name__ == PACKED_SCHEME):
             return _packed(module, method if not linear else module.scheme, weights)
+        if kind in NVFP4_METHODS or (linear and type(module.scheme).__name__ in NVFP4_METHODS):
+            return _nvfp4(module, method if not linear else module.scheme, weights)
         if kind in COMPRESSED_EXPERTS:
             scheme, codes = kind, COMPRESSED_EXPERTS[kind]
             strategy, static = method.weight_quant.strategy, bool(method.static_input_scales)
@@ -269,6 +277,31 @@ def _packed(module: torch.nn.Module, owner: Any, weights: tuple[str, ...]) -> Co
     return Compressed(weights, codes, strategy, (), type(owner).__name__, block, packed)
 
 
+def _nvfp4(module: torch.nn.Module, owner: Any, weights: tuple[str, ...]) -> Compressed | None:
+    """How a layer is loaded whose codes are nvfp4; None where vLLM has not noted it."""
+    templates = loading_templates(module)
+    if not templates:
+        return None
+    inputs = tuple(name for name in templates if name.endswith("input_global_scale"))
+    read = kernel_of(module) not in PLAIN_INPUTS
+    packed = Packed(4, False, ())
+    return Compressed(
+        weights, NVFP4, "group", inputs, type(owner).__name__, (1, owner.group_size), packed, read
+    )
+
+
+def inputs_as_loaded(module: torch.nn.Module, how: Compressed) -> dict[str, torch.Tensor]:
+    """The scales of a layer's input, by name, as a checkpoint has brought them."""
+    found = {}
+    for key in how.inputs:
+        if how.codes == NVFP4:
+            # Of linear layers vLLM serves from its inverse, and keeps what it was.
+            found[key] = getattr(module, f"{key}_inv", getattr(module, key)).detach().clone()
+        else:
+            found[key] = getattr(module, key).detach().max().clone()
+    return found
+
+
 def plain_templates(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Of a layer whose codes are packed the parameters that it would be loaded into were it not quantised, by name, on the
     meta device; none for other layers."""
@@ -280,8 +313,10 @@ def plain_templates(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         packed, scales = templates[f"{name}_packed"], templates[f"{name}_scale"]
         *rows, width = packed.mT.shape if how.packed.turned else packed.shape
         linear = name == "weight"
-        columns = int(module.input_size_per_partition) if linear else width * (32 // how.packed.bits)  # type: ignore[arg-type]
-        plain = torch.empty((*rows, columns), dtype=scales.dtype, device="meta")
+        in_words = width * (8 * packed.element_size() // how.packed.bits)
+        columns = int(module.input_size_per_partition) if linear else in_words  # type: ignore[arg-type]
+        dtype: Any = scales.dtype if how.codes != NVFP4 else module.params_dtype
+        plain = torch.empty((*rows, columns), dtype=dtype, device="meta")
         plain.__class__, plain.__dict__ = packed.__class__, dict(packed.__dict__)
         vars(plain).pop("is_transposed", None)
         found[name] = plain

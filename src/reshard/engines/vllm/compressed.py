@@ -9,16 +9,14 @@ parts of what has one scale, the largest of theirs is found together.
 """
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
-from reshard.engines.vllm.compat import Compressed, experts_of, plain_templates, tensor_parallel
+from reshard.engines.vllm.compat import Compressed, plain_templates
+from reshard.engines.vllm.recipes import Held, Recipe, alike, refuse_parts_of_blocks
 
 # Least and largest number that is coded, and what the largest magnitude is divided by.
 RANGES = {
@@ -43,7 +41,7 @@ def scales_of(largest: torch.Tensor, codes: str) -> torch.Tensor:
 def codes_of(values: torch.Tensor, scales: torch.Tensor, codes: str) -> torch.Tensor:
     """What weights ``[rows, columns]`` become by scales ``[rows, groups]`` of the same dtype, each for as many columns."""
     made = torch.empty(values.shape, dtype=DTYPES[codes], device=values.device)
-    for rows in _at_once(values):
+    for rows in at_once(values):
         made[rows] = _codes(values[rows], scales[rows], codes)
     return made
 
@@ -54,7 +52,7 @@ def words_of(values: torch.Tensor, scales: torch.Tensor, codes: str, bits: int) 
     count, columns = values.shape
     each, width = 8 // bits, -(-columns * bits // 32)
     made = torch.empty((count, width), dtype=torch.int32, device=values.device)
-    for rows in _at_once(values):
+    for rows in at_once(values):
         unsigned = (_codes(values[rows], scales[rows], codes) + (1 << (bits - 1))).view(torch.uint8)
         unsigned = torch.nn.functional.pad(unsigned, (0, width * 4 * each - columns))
         packed = unsigned[:, ::each].clone()
@@ -68,7 +66,7 @@ def stored_as(values: torch.Tensor, how: Compressed) -> dict[str, torch.Tensor]:
     """What a checkpoint has of a weight ``[rows, columns]``, by the ends of names, with scales in the weight's dtype."""
     rows, columns = values.shape
     block = (rows, columns) if how.strategy == "tensor" else how.block or (1, columns)
-    scales = scales_of(_magnitudes(values, block), how.codes)
+    scales = scales_of(magnitudes(values, block), how.codes)
     if how.packed is not None:
         words = words_of(values, scales, how.codes, how.packed.bits)
         return {"_packed": words, "_scale": scales, "_shape": torch.tensor(values.shape)}
@@ -76,7 +74,7 @@ def stored_as(values: torch.Tensor, how: Compressed) -> dict[str, torch.Tensor]:
     return {"": codes, "_scale": scales.flatten() if how.strategy == "tensor" else scales}
 
 
-def _at_once(values: torch.Tensor) -> list[slice]:
+def at_once(values: torch.Tensor) -> list[slice]:
     """Runs of rows that are divided at a time."""
     step = max(1, AT_ONCE // max(1, values.shape[1]))
     return [slice(start, start + step) for start in range(0, len(values), step)]
@@ -102,23 +100,8 @@ class Matrix(NamedTuple):
     scale_of_row: torch.Tensor | None
 
 
-class Held(NamedTuple):
-    """A part of a parameter: the published tensor's name and shape, the box of it, and the part's first row, experts below
-    each other."""
-
-    parameter: str
-    name: str
-    shape: tuple[int, ...]
-    box: Box
-    row: int
-
-
-class Recipe:
-    """How a layer's parameters, as vLLM would load them, are made of plain weights.
-
-    `templates` are all its parameters as vLLM made them, `kept` the scales of its input, which come with a checkpoint and
-    stay.
-    """
+class CompressedRecipe(Recipe):
+    """How a layer's codes and scales are made of plain weights, where there is one kind of scales."""
 
     def __init__(
         self,
@@ -128,26 +111,19 @@ class Recipe:
         templates: Mapping[str, torch.Tensor],
         kept: Mapping[str, torch.Tensor],
     ) -> None:
-        self.name, self.module, self.how, self.templates, self.kept = name, module, how, templates, kept
+        super().__init__(name, module, how, templates, kept)
         self.matrices = [
             (_matrix if how.packed is None else _packed_matrix)(name, module, how, templates, key)
             for key in how.weights
         ]
-        # The matrices of which other tensor parallel ranks hold parts with the same scales.
-        self.split: set[str] = set()
         # Of packed ones, the shapes of the published weights, by the names of the parameters that say them.
         self.shapes: dict[str, torch.Tensor] = {}
 
     @property
-    def plain(self) -> list[str]:
-        """The names of the parameters that a refit fills and that vLLM would load as they are, such as biases."""
-        made = {*self.kept, *(name for one in self.matrices for name in (one.codes, one.scales))}
-        made |= set(() if self.how.packed is None else self.how.packed.others)
-        return [key for key in self.templates if key not in made]
+    def coded(self) -> set[str]:
+        return {name for one in self.matrices for name in (one.codes, one.scales)}
 
-    def share(self, held: Sequence[Held]) -> None:
-        """Find out of the layer's parts of which matrices other ranks hold the rest. Raises ReshardError where parts of
-        two published tensors would have one scale, and where ranks cannot find scales together."""
+    def share_matrices(self, held: Sequence[Held]) -> None:
         for matrix in self.matrices:
             parts = [part for part in held if part.parameter == matrix.name]
             if matrix.scale_of_row is None:
@@ -166,14 +142,6 @@ class Recipe:
                 refuse_parts_of_blocks(f"{self.name}.{matrix.name}", self.how.block, rows, parts)
             elif split:
                 self.split.add(matrix.name)
-        if not self.split:
-            return
-        experts, (ranks, _) = experts_of(self.module), tensor_parallel()
-        if experts is not None and experts.tp != ranks:
-            raise ReshardError(
-                f"{self.name} splits its experts over {experts.tp} ranks, not over the {ranks} of tensor parallelism, and those "
-                f"cannot find scales together: pass enable_expert_parallel=True, or serve in bf16"
-            )
 
     def _rows(self, matrix: Matrix) -> int:
         """The rows of a matrix, or of one of its experts."""
@@ -181,23 +149,20 @@ class Recipe:
         return int(of_plain[matrix.name].shape[-2])
 
     def largest(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """For each scale the largest magnitude among the plain `values`, in fp32, by matrix."""
         found = {}
         for matrix in self.matrices:
             plain = values[matrix.name]
-            largest = _magnitudes(plain, self.how.block or (1, plain.shape[-1])).float().flatten()
+            largest = magnitudes(plain, self.how.block or (1, plain.shape[-1])).float().flatten()
             if matrix.scale_of_row is not None:
                 zeros = torch.zeros(prod(matrix.shape), dtype=torch.float32, device=plain.device)
                 largest = zeros.scatter_reduce_(0, matrix.scale_of_row, largest, "amax")
             found[matrix.name] = largest
         return found
 
-    def made(
+    def coded_of(
         self, values: Mapping[str, torch.Tensor], largest: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """The layer's parameters as vLLM would have loaded them, of plain `values` and the largest magnitudes of all
-        ranks."""
-        found = {key: values[key] for key in self.plain}
+        found = {}
         for matrix in self.matrices:
             plain, codes = values[matrix.name], self.how.codes
             rows = plain.flatten(0, -2)
@@ -216,42 +181,13 @@ class Recipe:
                 made = codes_of(rows, of_rows[:, None], codes).view(plain.shape)
             found[matrix.codes] = alike(made, self.templates[matrix.codes])
             found[matrix.scales] = alike(scales.float().view(matrix.shape), self.templates[matrix.scales])
-        if self.how.packed is not None:
-            device = next(iter(values.values())).device
-            for key in set(self.how.packed.others).intersection(self.templates):
-                template = self.templates[key]
-                blank = torch.zeros(template.shape, dtype=template.dtype)
-                said = self.shapes.get(key, blank).to(device, template.dtype, copy=True)
-                found[key] = alike(said, template)
-        for key, value in self.kept.items():
-            template = self.templates[key]
-            found[key] = alike(value.expand(template.shape).clone(), template)
+        for key, shapes in self.shapes.items():
+            template, device = self.templates[key], next(iter(values.values())).device
+            found[key] = alike(shapes.to(device, template.dtype, copy=True), template)
         return found
 
 
-def alike(tensor: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
-    """The tensor, as a parameter of the template's kind."""
-    tensor.__class__ = template.__class__
-    tensor.__dict__ = dict(template.__dict__)
-    return tensor
-
-
-def find_together(vectors: Sequence[torch.Tensor], group: Any, timeout: float) -> None:
-    """Let each element of these become the largest of all ranks in the group, which have as many in the same order. Waits
-    for no longer than `timeout` seconds; on a GPU, enqueues it on the current stream."""
-    if not vectors:
-        return
-    both = torch.cat(list(vectors))
-    work = dist.all_reduce(both, dist.ReduceOp.MAX, group, async_op=True)
-    if both.device.type == "cpu":
-        work.wait(timedelta(seconds=timeout))
-    else:
-        work.wait()
-    for vector, largest in zip(vectors, both.split([len(one) for one in vectors]), strict=True):
-        vector.copy_(largest)
-
-
-def _magnitudes(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+def magnitudes(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """The largest of each block of matrices ``[..., rows, columns]``, where the last ones may be smaller: ``[..., blocks,
     blocks]``."""
     (rows, columns), (height, width) = values.shape[-2:], block
@@ -305,25 +241,6 @@ def _shapes(
     for part in sorted(parts, key=lambda part: part.name):
         made.view(-1, 2)[part.row // rows] = torch.tensor(part.shape)
     return {key: made}
-
-
-def refuse_parts_of_blocks(what: str, block: tuple[int, int], rows: int, parts: Sequence[Held]) -> None:
-    """Raise ReshardError where a rank holds a part of what has one scale, or the blocks of a published tensor, in a matrix of
-    so many `rows`, are not those of the matrix."""
-    for part in parts:
-        starts, lengths = part.box.offsets, part.box.lengths
-        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-        within = any(
-            start % size for start, size in zip((*starts, part.row % rows), (*block, block[0]), strict=True)
-        )
-        within |= any(
-            end % size and end != length for end, size, length in zip(ends, block, part.shape, strict=True)
-        )
-        if within:
-            raise ReshardError(
-                f"{what} has a part of {part.name} that begins or ends within what has one scale, {block[0]} rows and {block[1]} "
-                f"columns, which a refit does not quantise: serve at another tensor parallel size, or in bf16"
-            )
 
 
 def _matrix(

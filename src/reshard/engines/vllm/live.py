@@ -33,10 +33,10 @@ from reshard.engines.vllm.compat import (
     method_of,
     tensor_parallel,
 )
-from reshard.engines.vllm.compressed import Held
 from reshard.engines.vllm.fp8 import check_blocks
 from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.layout import WITHOUT_PARAMETER, VllmRank, outer_rows, padded, vllm_placement
+from reshard.engines.vllm.recipes import Held
 from reshard.engines.vllm.reload import Reloads
 from reshard.engines.vllm.trace import Trace
 from reshard.live.cuda import is_mapped

@@ -17,8 +17,11 @@ import torch
 from reshard.core.errors import ReshardError, first_line
 from reshard.engines.vllm.compat import (
     HANDLE,
+    NVFP4,
+    Compressed,
     compressed_of,
     experts_of,
+    inputs_as_loaded,
     loaded_aside,
     loading_templates,
     made_online,
@@ -28,7 +31,9 @@ from reshard.engines.vllm.compat import (
     processing_objects,
     tensor_parallel_group,
 )
-from reshard.engines.vllm.compressed import Held, Recipe, alike, find_together
+from reshard.engines.vllm.compressed import CompressedRecipe
+from reshard.engines.vllm.nvfp4 import Nvfp4Recipe
+from reshard.engines.vllm.recipes import Held, Recipe, alike, find_together
 
 # Of a round, unless one layer alone is larger.
 ROUND_BYTES = 128 << 20
@@ -155,10 +160,12 @@ def _plan(
     name: str, module: torch.nn.Module, dtype: torch.dtype, whole: bool
 ) -> tuple[dict[str, torch.Tensor], Recipe | None]:
     """The parameters that a layer is filled with, and how those that it is loaded into are made of them."""
-    templates, how = _templates(name, module), compressed_of(module)
+    how = compressed_of(module)
+    templates = _templates(name, module, how)
     if how is None:
         return templates, None
-    recipe = Recipe(name, module, how, templates, _inputs(name, module, how.inputs, whole))
+    kind = Nvfp4Recipe if how.codes == NVFP4 else CompressedRecipe
+    recipe = kind(name, module, how, templates, _inputs(name, module, how, whole))
     plain = {key: templates[key] for key in recipe.plain} | plain_templates(module)
     for key in how.weights if how.packed is None else ():
         plain[key] = alike(torch.empty(templates[key].shape, dtype=dtype, device="meta"), templates[key])
@@ -169,25 +176,32 @@ def _plan(
 _known_inputs: WeakKeyDictionary[torch.nn.Module, dict[str, torch.Tensor]] = WeakKeyDictionary()
 
 
-def _inputs(
-    name: str, module: torch.nn.Module, keys: tuple[str, ...], whole: bool
-) -> dict[str, torch.Tensor]:
-    """The scales of a layer's input that a checkpoint has brought. Raises ReshardError where none has."""
-    if not keys:
+def _inputs(name: str, module: torch.nn.Module, how: Compressed, whole: bool) -> dict[str, torch.Tensor]:
+    """The scales of a layer's input that a checkpoint has brought; 1 where none has and its kernel reads none. Raises
+    ReshardError where it needs them."""
+    if not how.inputs:
         return {}
     if whole:
-        _known_inputs[module] = {key: getattr(module, key).detach().max().clone() for key in keys}
-    if module not in _known_inputs:
+        _known_inputs[module] = inputs_as_loaded(module, how)
+    if module in _known_inputs:
+        return _known_inputs[module]
+    if how.reads_inputs:
         raise ReshardError(
             f"{name} quantises its input by a scale that comes with a checkpoint and that no trainer has, and this vLLM holds "
             f"none that it has loaded: load the checkpoint once, or serve one whose activations are quantised dynamically"
         )
-    return _known_inputs[module]
+    device = next(module.parameters()).device
+    return {key: torch.ones((), dtype=torch.float32, device=device) for key in how.inputs}
 
 
-def _templates(name: str, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _templates(name: str, module: torch.nn.Module, how: Compressed | None) -> dict[str, torch.Tensor]:
     templates = loading_templates(module)
-    found = {key: templates[key] for key, tensor in module._parameters.items() if key in templates}
+    # Packed codes may be called otherwise once they are processed.
+    held = [
+        *module._parameters,
+        *(f"{key}_packed" for key in (() if how is None or how.packed is None else how.weights)),
+    ]
+    found = {key: templates[key] for key in templates if key in held}
     if not found or any(not one.is_contiguous() for one in found.values()):
         raise ReshardError(
             f"vLLM did not note how {name} is loaded, which is quantised after loading: serve in bf16"

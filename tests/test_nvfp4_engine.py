@@ -1,0 +1,195 @@
+"""Engines that vLLM serves from checkpoints in nvfp4: a refit makes codes and both kinds of scales as compressed-tensors makes them, and leaves what
+vLLM makes of its checkpoints."""
+
+import json
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.compressors import NVFP4PackedCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from safetensors.torch import load_file, save_file
+
+from reshard.engines.vllm import compressed, nvfp4
+from tests.ranks import run_on_ranks
+from tests.test_compressed import EXPERTS, IGNORED, MADE_UP, hard, sides
+from tests.test_logits import EP, ETP, PP, TP, flags_at
+from tests.test_refit import refit
+
+HOW = QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", symmetric=True, dynamic=False, group_size=16,
+                       scale_dtype=torch.float8_e4m3fn, zp_dtype=torch.float8_e4m3fn)  # fmt: skip
+WEIGHTS = {
+    "num_bits": 4,
+    "type": "float",
+    "strategy": "tensor_group",
+    "symmetric": True,
+    "dynamic": False,
+    "group_size": 16,
+}
+# What vLLM multiplies at once, and what therefore shares a scale.
+FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up",
+         "q_a_proj": "qkv_a", "kv_a_proj_with_mqa": "qkv_a"}  # fmt: skip
+
+
+def fused(name: str) -> str:
+    before, _, layer = name.removesuffix(".weight").rpartition(".")
+    return f"{before}.{FUSED.get(layer, layer)}"
+
+
+def packaged(weight: torch.Tensor, one: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a matrix is stored as, by the package's own functions and the ends of names, beside the scale of all of it."""
+    groups = weight.unflatten(1, (-1, 16))
+    scales, zeros = calculate_qparams(groups.amin(2), groups.amax(2), HOW, global_scale=one)
+    plain = {"weight": weight, "weight_scale": scales, "weight_zero_point": zeros, "weight_global_scale": one}
+    made = NVFP4PackedCompressor.compress(plain, QuantizationScheme(targets=["Linear"], weights=HOW))
+    assert made.keys() == {"weight_packed", "weight_scale", "weight_global_scale"}
+    return {end: made[f"weight{end}"].contiguous() for end in ("_packed", "_scale", "_global_scale")}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_codes_and_scales_are_those_of_the_package(dtype, monkeypatch):
+    values = hard(dtype)
+    edges = (torch.arange(-112, 112).view(14, 16) / 8).to(dtype)  # what lies on and between two codes
+    edges[:, 0] = 6 * 448
+    cases = [
+        values,
+        values[44:],
+        values[8:16] * 1e-3,
+        values[:1],
+        values[:2],
+        values[3:4],
+        values[:, :16],
+        0 * values,
+        edges,
+    ]
+    for number, weight in enumerate(cases):
+        largest = weight.abs().max().view(1)
+        for all_of_it in (largest, 3 * largest):  # its own, and that of something larger beside it
+            one = generate_gparam(-all_of_it, all_of_it)
+            wanted, made = packaged(weight.contiguous(), one), nvfp4.stored_as(weight.contiguous(), all_of_it)
+            assert made.keys() == wanted.keys()
+            for end, theirs in wanted.items():
+                assert (made[end].shape, made[end].dtype) == (theirs.shape, theirs.dtype), (number, end)
+                assert torch.equal(made[end].view(torch.uint8), theirs.view(torch.uint8)), (number, end)
+    # Other divisors, scales and signs make something else.
+    weight = values[44:].contiguous()
+    wanted = packaged(weight, generate_gparam(*torch.aminmax(weight)))
+    half = nvfp4.stored_as(weight, 2 * weight.abs().max().view(1))
+    assert all(not torch.equal(half[end], wanted[end]) for end in wanted if end != "_packed")
+    assert not torch.equal(nvfp4.stored_as(-weight, weight.abs().max().view(1))["_packed"], wanted["_packed"])
+    monkeypatch.setattr(compressed, "AT_ONCE", 96 * 5)  # a few rows at a time
+    assert torch.equal(nvfp4.stored_as(weight, weight.abs().max().view(1))["_packed"], wanted["_packed"])
+
+
+def config_of(inputs: bool = False, **more) -> dict:
+    """The ``quantization_config`` of a checkpoint, as those are published, where inputs are quantised too or not."""
+    group = {"targets": ["Linear"], "weights": WEIGHTS, "output_activations": None,
+             "input_activations": WEIGHTS | {"dynamic": "local"} if inputs else None}  # fmt: skip
+    return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "quantization_status": "compressed", "ignore": IGNORED,
+            "config_groups": {"group_0": group}} | more  # fmt: skip
+
+
+def published(
+    directory: str, folder: Path, inputs: bool = False, seed: int = 0, only: str = "_proj", **more
+) -> str:
+    """A checkpoint as llm-compressor writes it, quantised by the package's own functions: weights with `only` in their names."""
+    folder.mkdir(parents=True)
+    for file in Path(directory).iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(Path(directory) / "model.safetensors")
+    weights = {
+        name: one
+        for name, one in tensors.items()
+        if only in name and name.endswith(".weight") and one.ndim == 2
+    }
+    ones: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        own = generate_gparam(*torch.aminmax(weight))
+        ones[fused(name)] = torch.minimum(ones.get(fused(name), own), own)
+    for name in weights:
+        tensors |= {
+            name + end: one.clone() for end, one in packaged(tensors.pop(name), ones[fused(name)]).items()
+        }
+        if inputs:
+            number = zlib.crc32(f"{seed} {fused(name)}".encode()) / 2**32 + 0.01
+            tensors[f"{name.removesuffix('weight')}input_global_scale"] = torch.tensor([1000 * number])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((Path(directory) / "config.json").read_text())
+    config["quantization_config"] = config_of(inputs, **more)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return str(folder)
+
+
+# MLA's projections that vLLM multiplies at once, and no others.
+LATENT = {
+    "only": "a_proj",
+    "ignore": [*IGNORED, r"re:.*(b|o|gate|up|gate_up|down)_proj$", "re:.*mlp.experts.*"],
+}
+# Fused layers that are one rank's and several ranks', whole experts and parts of them, MLA's fused projections, with biases; with inputs that a
+# kernel quantises, whose scales an engine that started with dummy weights has not, and that Marlin ignores.
+CASES = [
+    ("llama-bias", False, "", 1, {}, 1, True, {}),
+    ("qwen3", False, f"{TP} 2", 2, {"tp": 2}, 2, True, {"round_bytes": 50_000}),
+    ("qwen2", True, f"{PP} 2", 2, {"tp": 2}, 2, False, {"round_bytes": 1, "bucket_bytes": 1 << 20}),
+    (
+        "qwen3-moe",
+        False,
+        f"{EP} 2 {ETP} 1",
+        2,
+        {"tp": 2, **EXPERTS},
+        2,
+        True,
+        {"round_bytes": 1, "moving": True},
+    ),
+    ("qwen3-moe", True, f"{TP} 2", 2, {}, 1, False, {}),
+    ("served-int8", False, f"{TP} 2", 2, {"tp": 2}, 2, True, {}),
+    ("deepseek-v3", False, f"{TP} 2", 2, {"tp": 2}, 2, True, LATENT),
+]
+
+
+@pytest.mark.parametrize("variant, inputs, parallel, trainers, engine, engines, together, options", CASES)
+def test_a_refit_leaves_what_vllm_loads_from_a_checkpoint_in_nvfp4(
+    variant, inputs, parallel, trainers, engine, engines, together, options, converted, tmp_path
+):
+    checkpoints = converted(variant)
+    only = {name: options[name] for name in ("only", "ignore") if name in options}
+    options = {name: value for name, value in options.items() if name not in only}
+    directories = [
+        published(hf, tmp_path / f"hf {n}", inputs, **only) for n, (hf, _) in enumerate(checkpoints)
+    ]
+    ignored = {"ignore": only["ignore"]} if only else {}
+    engine = engine | {"hf_overrides": {"quantization_config": config_of(inputs, **ignored)}}
+    options = {
+        "published": directories,
+        "ignored": [*MADE_UP, "input_global_scale", "input_global_scale_inv", "alpha"],
+    } | options
+    refit(checkpoints, parallel, trainers, engine, engines, together, tmp_path / "run", **options)
+
+
+@pytest.mark.parametrize("variant, backend", [("qwen3-moe", "moe_backend"), ("qwen3", "linear_backend")])
+def test_scales_of_inputs_stay_as_they_were_loaded(variant, backend, converted, tmp_path):
+    (first, _), (second, mcore) = converted(variant)
+    made = [(first, 0), (second, 0), (second, 1)]  # weights, and the inputs' scales
+    directories = [published(hf, tmp_path / str(n), True, seed) for n, (hf, seed) in enumerate(made)]
+    engine = {"tp": 1, "hf_overrides": {}, backend: "emulation"}
+    [[held, loaded, described, again, dummy]] = run_on_ranks(
+        1,
+        "static_inputs",
+        sides(tmp_path, 1),
+        flags_at(Path(mcore), ""),
+        mcore,
+        directories,
+        engine,
+        module="refit_on_cpu",
+    )
+    assert held == loaded[0] and again == "no error"
+    other = {name for name in held if held[name] != loaded[1][name]}
+    assert other and all(name.endswith(("input_global_scale", "_inv", "alpha")) for name in other)
+    assert any(
+        "nvfp4, a scale for each group of 1x16, scales of the input as they were loaded" in one["how"]
+        for one in described
+    )
+    assert "quantises its input by a scale that comes with a checkpoint and that no trainer has" in dummy
