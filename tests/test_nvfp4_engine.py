@@ -48,43 +48,78 @@ def packaged(weight: torch.Tensor, one: torch.Tensor) -> dict[str, torch.Tensor]
     return {end: made[f"weight{end}"].contiguous() for end in ("_packed", "_scale", "_global_scale")}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_codes_and_scales_are_those_of_the_package(dtype, monkeypatch):
+def cases(dtype: torch.dtype) -> list[torch.Tensor]:
+    """What is hard to quantise."""
     values = hard(dtype)
     edges = (torch.arange(-112, 112).view(14, 16) / 8).to(dtype)  # what lies on and between two codes
     edges[:, 0] = 6 * 448
-    cases = [
-        values,
-        values[44:],
-        values[8:16] * 1e-3,
-        values[:1],
-        values[:2],
-        values[3:4],
-        values[:, :16],
-        0 * values,
-        edges,
-    ]
-    for number, weight in enumerate(cases):
-        largest = weight.abs().max().view(1)
-        for all_of_it in (largest, 3 * largest):  # its own, and that of something larger beside it
-            one = generate_gparam(-all_of_it, all_of_it)
-            wanted, made = packaged(weight.contiguous(), one), nvfp4.stored_as(weight.contiguous(), all_of_it)
+    some = [values, values[44:], values[8:16] * 1e-3, values[:1], values[:2], values[3:4], values[:, :16], 0 * values, edges]  # fmt: skip
+    return [weight.contiguous() for weight in some]
+
+
+def beside(weight: torch.Tensor) -> list[torch.Tensor]:
+    """The largest magnitude of a matrix, and one that it could have together with another."""
+    return [weight.abs().max().view(1), 3 * weight.abs().max().view(1)]
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_and_scales_are_those_of_compressed_tensors(dtype, monkeypatch):
+    scaling = nvfp4.CompressedTensors()
+    for number, weight in enumerate(cases(dtype)):
+        for largest in beside(weight):
+            wanted = packaged(weight, generate_gparam(-largest, largest))
+            made = nvfp4.stored_as(weight, largest, scaling)
             assert made.keys() == wanted.keys()
             for end, theirs in wanted.items():
                 assert (made[end].shape, made[end].dtype) == (theirs.shape, theirs.dtype), (number, end)
                 assert torch.equal(made[end].view(torch.uint8), theirs.view(torch.uint8)), (number, end)
     # Other divisors, scales and signs make something else.
-    weight = values[44:].contiguous()
-    wanted = packaged(weight, generate_gparam(*torch.aminmax(weight)))
-    half = nvfp4.stored_as(weight, 2 * weight.abs().max().view(1))
+    weight = cases(dtype)[1]
+    [largest, _], wanted = beside(weight), packaged(weight, generate_gparam(*torch.aminmax(weight)))
+    half = nvfp4.stored_as(weight, 2 * largest, scaling)
     assert all(not torch.equal(half[end], wanted[end]) for end in wanted if end != "_packed")
-    assert not torch.equal(nvfp4.stored_as(-weight, weight.abs().max().view(1))["_packed"], wanted["_packed"])
-    monkeypatch.setattr(compressed, "AT_ONCE", 96 * 5)  # a few rows at a time
-    assert torch.equal(nvfp4.stored_as(weight, weight.abs().max().view(1))["_packed"], wanted["_packed"])
+    assert not torch.equal(nvfp4.stored_as(-weight, largest, scaling)["_packed"], wanted["_packed"])
+    # Matrices below each other, each with its own; and a few rows at a time.
+    twice = nvfp4.stored_as(torch.cat([weight, weight]), torch.cat([largest, 2 * largest]), scaling)
+    for end in wanted:
+        assert torch.equal(
+            twice[end].view(torch.uint8), torch.cat([wanted[end], half[end]]).view(torch.uint8)
+        )
+    monkeypatch.setattr(compressed, "AT_ONCE", 96 * 5)
+    assert torch.equal(nvfp4.stored_as(weight, largest, scaling)["_packed"], wanted["_packed"])
 
 
-def config_of(inputs: bool = False, **more) -> dict:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_and_scales_are_those_of_modelopt(dtype):
+    """What that package made of the same weights, as `tests.modelopt_reference` writes it down."""
+    recorded = json.loads(Path(__file__).with_name("modelopt_reference.json").read_text())
+    for number, weight in enumerate(cases(dtype)):
+        for largest in beside(weight):
+            made = nvfp4.stored_as(weight, largest, nvfp4.ModelOpt())
+            found = [zlib.crc32(one.view(torch.uint8).numpy().tobytes()) for one in made.values()]
+            if largest.item() == 0:  # of which ModelOpt's scales are NaN
+                assert (
+                    made["_scale_2"].item() == 1
+                    and not made[""].any()
+                    and (made["_scale"].float() == 1).all()
+                )
+            else:
+                assert found == recorded[str(dtype)].pop(0), number
+    assert recorded[str(dtype)] == []
+
+
+def config_of(inputs: bool = False, modelopt: bool = False, **more) -> dict:
     """The ``quantization_config`` of a checkpoint, as those are published, where inputs are quantised too or not."""
+    if modelopt:
+        ignored = {"ignore": ["lm_head", "*.mlp.gate"]} | more
+        return {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4" if inputs else "W4A16_NVFP4",
+            "group_size": 16,
+        } | ignored
     group = {"targets": ["Linear"], "weights": WEIGHTS, "output_activations": None,
              "input_activations": WEIGHTS | {"dynamic": "local"} if inputs else None}  # fmt: skip
     return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "quantization_status": "compressed", "ignore": IGNORED,
@@ -92,9 +127,15 @@ def config_of(inputs: bool = False, **more) -> dict:
 
 
 def published(
-    directory: str, folder: Path, inputs: bool = False, seed: int = 0, only: str = "_proj", **more
+    directory: str,
+    folder: Path,
+    inputs: bool = False,
+    seed: int = 0,
+    only: str = "_proj",
+    modelopt: bool = False,
+    **more,
 ) -> str:
-    """A checkpoint as llm-compressor writes it, quantised by the package's own functions: weights with `only` in their names."""
+    """A checkpoint as llm-compressor writes it, quantised by the package's own functions, or as ModelOpt does: weights with `only` in their names."""
     folder.mkdir(parents=True)
     for file in Path(directory).iterdir():
         if file.suffix != ".safetensors":
@@ -105,20 +146,25 @@ def published(
         for name, one in tensors.items()
         if only in name and name.endswith(".weight") and one.ndim == 2
     }
-    ones: dict[str, torch.Tensor] = {}
+    most: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
-        own = generate_gparam(*torch.aminmax(weight))
-        ones[fused(name)] = torch.minimum(ones.get(fused(name), own), own)
+        own = weight.abs().max().view(1)
+        most[fused(name)] = torch.maximum(most.get(fused(name), own), own)
     for name in weights:
-        tensors |= {
-            name + end: one.clone() for end, one in packaged(tensors.pop(name), ones[fused(name)]).items()
-        }
+        weight, largest = tensors.pop(name), most[fused(name)]
+        made = (
+            nvfp4.stored_as(weight, largest, nvfp4.ModelOpt())
+            if modelopt
+            else packaged(weight, generate_gparam(-largest, largest))
+        )
+        tensors |= {name + end: one.clone() for end, one in made.items()}
         if inputs:
             number = zlib.crc32(f"{seed} {fused(name)}".encode()) / 2**32 + 0.01
-            tensors[f"{name.removesuffix('weight')}input_global_scale"] = torch.tensor([1000 * number])
+            scale, value = ("input_scale", number) if modelopt else ("input_global_scale", 1000 * number)
+            tensors[f"{name.removesuffix('weight')}{scale}"] = torch.tensor([value])
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((Path(directory) / "config.json").read_text())
-    config["quantization_config"] = config_of(inputs, **more)
+    config["quantization_config"] = config_of(inputs, modelopt, **more)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return str(folder)
 
@@ -147,6 +193,8 @@ CASES = [
     ("qwen3-moe", True, f"{TP} 2", 2, {}, 1, False, {}),
     ("served-int8", False, f"{TP} 2", 2, {"tp": 2}, 2, True, {}),
     ("deepseek-v3", False, f"{TP} 2", 2, {"tp": 2}, 2, True, LATENT),
+    ("qwen3", False, f"{TP} 2", 2, {"tp": 2}, 2, True, {"modelopt": True}),
+    ("qwen3-moe", True, f"{EP} 2 {ETP} 1", 2, {"tp": 2, **EXPERTS}, 2, True, {"modelopt": True}),
 ]
 
 
@@ -155,25 +203,32 @@ def test_a_refit_leaves_what_vllm_loads_from_a_checkpoint_in_nvfp4(
     variant, inputs, parallel, trainers, engine, engines, together, options, converted, tmp_path
 ):
     checkpoints = converted(variant)
-    only = {name: options[name] for name in ("only", "ignore") if name in options}
+    only = {name: options[name] for name in ("only", "ignore", "modelopt") if name in options}
     options = {name: value for name, value in options.items() if name not in only}
     directories = [
         published(hf, tmp_path / f"hf {n}", inputs, **only) for n, (hf, _) in enumerate(checkpoints)
     ]
-    ignored = {"ignore": only["ignore"]} if only else {}
-    engine = engine | {"hf_overrides": {"quantization_config": config_of(inputs, **ignored)}}
-    options = {
-        "published": directories,
-        "ignored": [*MADE_UP, "input_global_scale", "input_global_scale_inv", "alpha"],
-    } | options
+    only.pop("only", None)
+    engine = engine | {"hf_overrides": {"quantization_config": config_of(inputs, **only)}}
+    made_up = [*MADE_UP, "input_global_scale", "input_scale", "input_global_scale_inv", "alpha"]
+    options = {"published": directories, "ignored": made_up} | options
     refit(checkpoints, parallel, trainers, engine, engines, together, tmp_path / "run", **options)
 
 
-@pytest.mark.parametrize("variant, backend", [("qwen3-moe", "moe_backend"), ("qwen3", "linear_backend")])
-def test_scales_of_inputs_stay_as_they_were_loaded(variant, backend, converted, tmp_path):
+INPUTS = [
+    ("qwen3-moe", "moe_backend", False),
+    ("qwen3", "linear_backend", False),
+    ("qwen3", "linear_backend", True),
+]
+
+
+@pytest.mark.parametrize("variant, backend, modelopt", INPUTS)
+def test_scales_of_inputs_stay_as_they_were_loaded(variant, backend, modelopt, converted, tmp_path):
     (first, _), (second, mcore) = converted(variant)
     made = [(first, 0), (second, 0), (second, 1)]  # weights, and the inputs' scales
-    directories = [published(hf, tmp_path / str(n), True, seed) for n, (hf, seed) in enumerate(made)]
+    directories = [
+        published(hf, tmp_path / str(n), True, seed, modelopt=modelopt) for n, (hf, seed) in enumerate(made)
+    ]
     engine = {"tp": 1, "hf_overrides": {}, backend: "emulation"}
     [[held, loaded, described, again, dummy]] = run_on_ranks(
         1,

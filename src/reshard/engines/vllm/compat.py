@@ -184,6 +184,7 @@ PACKED_EXPERTS = ("CompressedTensorsWNA16MarlinMoEMethod", "CompressedTensorsWNA
 PACKED_CODES = {4: "int4", 8: "int8"}
 NVFP4 = "nvfp4"  # what codes are called that are numbers of 4 bits with scales of two kinds
 NVFP4_METHODS = ("CompressedTensorsW4A4Fp4", "CompressedTensorsW4A4Nvfp4MoEMethod")
+MODELOPT_METHODS = ("ModelOptNvFp4LinearMethod", "ModelOptNvFp4W4A16LinearMethod", "ModelOptNvFp4FusedMoE")
 # Kernels that multiply with plain inputs, whatever scales a checkpoint has for them.
 PLAIN_INPUTS = ("MarlinNvFp4LinearKernel", "HummingNvFp4LinearKernel", "MARLIN", "HUMMING")
 # What a kernel of the build for the CPU keeps packed weights in, which are none of torch's tensors.
@@ -191,12 +192,13 @@ HANDLE = "dnnl_handler"
 
 
 class Packed(NamedTuple):
-    """How codes are packed: the bits of each, whether vLLM loads them turned, inputs before outputs; and the names of what else
-    it makes for its loader, of which kernels read nothing."""
+    """How codes are packed: the bits of each, whether vLLM loads them turned, inputs before outputs; the names of what else it
+    makes for its loader, of which kernels read nothing; and what the names of codes end in."""
 
     bits: int
     turned: bool
     others: tuple[str, ...]
+    end: str = "_packed"
 
 
 class Compressed(NamedTuple):
@@ -217,8 +219,8 @@ class Compressed(NamedTuple):
 
 
 def compressed_of(module: torch.nn.Module) -> Compressed | None:
-    """How a layer is loaded from a checkpoint that ``compressed-tensors`` has quantised; None where it is not, or where a
-    refit cannot make what it is loaded from."""
+    """How a layer is loaded from a checkpoint that ``compressed-tensors``, or in nvfp4 ModelOpt, has quantised; None where it
+    is not, or where a refit cannot make what it is loaded from."""
     method: Any = getattr(module, "quant_method", None)
     kind = type(method).__name__
     linear = kind == "CompressedTensorsLinearMethod" and not hasattr(module, "org_vocab_size")
@@ -228,6 +230,8 @@ def compressed_of(module: torch.nn.Module) -> Compressed | None:
             return _packed(module, method if not linear else module.scheme, weights)
         if kind in NVFP4_METHODS or (linear and type(module.scheme).__name__ in NVFP4_METHODS):
             return _nvfp4(module, method if not linear else module.scheme, weights)
+        if kind in MODELOPT_METHODS and not hasattr(module, "org_vocab_size"):
+            return _nvfp4(module, method, weights if kind == MODELOPT_METHODS[-1] else ("weight",))
         if kind in COMPRESSED_EXPERTS:
             scheme, codes = kind, COMPRESSED_EXPERTS[kind]
             strategy, static = method.weight_quant.strategy, bool(method.static_input_scales)
@@ -278,27 +282,31 @@ def _packed(module: torch.nn.Module, owner: Any, weights: tuple[str, ...]) -> Co
 
 
 def _nvfp4(module: torch.nn.Module, owner: Any, weights: tuple[str, ...]) -> Compressed | None:
-    """How a layer is loaded whose codes are nvfp4; None where vLLM has not noted it."""
-    templates = loading_templates(module)
-    if not templates:
+    """How a layer is loaded whose codes are nvfp4; None where vLLM has not noted it, or no longer has the scales of inputs
+    that its kernel reads."""
+    templates, kernel = loading_templates(module), kernel_of(module)
+    reads = kernel not in PLAIN_INPUTS
+    modelopt = type(owner).__name__ in MODELOPT_METHODS
+    if not templates or (modelopt and reads and weights != ("weight",)):
         return None
-    inputs = tuple(name for name in templates if name.endswith("input_global_scale"))
-    read = kernel_of(module) not in PLAIN_INPUTS
-    packed = Packed(4, False, ())
-    return Compressed(
-        weights, NVFP4, "group", inputs, type(owner).__name__, (1, owner.group_size), packed, read
-    )
+    inputs = tuple(name for name in templates if name.endswith(("input_global_scale", "input_scale")))
+    packed = Packed(4, False, (), "" if modelopt else "_packed")
+    return Compressed(weights, NVFP4, "group", inputs, type(owner).__name__, (1, 16), packed, reads)
 
 
 def inputs_as_loaded(module: torch.nn.Module, how: Compressed) -> dict[str, torch.Tensor]:
-    """The scales of a layer's input, by name, as a checkpoint has brought them."""
+    """The scales of a layer's input, by name, as a checkpoint has brought them; none where no kernel reads them and vLLM has
+    let go of them."""
     found = {}
     for key in how.inputs:
-        if how.codes == NVFP4:
-            # Of linear layers vLLM serves from its inverse, and keeps what it was.
-            found[key] = getattr(module, f"{key}_inv", getattr(module, key)).detach().clone()
-        else:
+        if how.codes != NVFP4:
             found[key] = getattr(module, key).detach().max().clone()
+            continue
+        # Of linear layers vLLM serves from an inverse, or under another name.
+        kept = "input_global_scale" if key == "input_scale" else f"{key}_inv"
+        value = getattr(module, kept, None) if how.weights == ("weight",) else getattr(module, key, None)
+        if value is not None:
+            found[key] = value.detach().clone()
     return found
 
 
@@ -310,7 +318,7 @@ def plain_templates(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         return {}
     found, templates = {}, loading_templates(module)
     for name in how.weights:
-        packed, scales = templates[f"{name}_packed"], templates[f"{name}_scale"]
+        packed, scales = templates[name + how.packed.end], templates[f"{name}_scale"]
         *rows, width = packed.mT.shape if how.packed.turned else packed.shape
         linear = name == "weight"
         in_words = width * (8 * packed.element_size() // how.packed.bits)

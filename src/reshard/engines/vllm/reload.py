@@ -183,24 +183,22 @@ def _inputs(name: str, module: torch.nn.Module, how: Compressed, whole: bool) ->
         return {}
     if whole:
         _known_inputs[module] = inputs_as_loaded(module, how)
-    if module in _known_inputs:
-        return _known_inputs[module]
-    if how.reads_inputs:
+    known = _known_inputs.get(module, {})
+    if how.reads_inputs and len(known) < len(how.inputs):
         raise ReshardError(
             f"{name} quantises its input by a scale that comes with a checkpoint and that no trainer has, and this vLLM holds "
             f"none that it has loaded: load the checkpoint once, or serve one whose activations are quantised dynamically"
         )
-    device = next(module.parameters()).device
-    return {key: torch.ones((), dtype=torch.float32, device=device) for key in how.inputs}
+    one = torch.ones((), dtype=torch.float32, device=next(module.parameters()).device)
+    return {key: known.get(key, one) for key in how.inputs}
 
 
 def _templates(name: str, module: torch.nn.Module, how: Compressed | None) -> dict[str, torch.Tensor]:
     templates = loading_templates(module)
     # Packed codes may be called otherwise once they are processed.
-    held = [
-        *module._parameters,
-        *(f"{key}_packed" for key in (() if how is None or how.packed is None else how.weights)),
-    ]
+    held = {*module._parameters, *(() if how is None else how.inputs)}
+    if how is not None and how.packed is not None:
+        held |= {name for name in templates if name.startswith(how.weights)}
     found = {key: templates[key] for key in templates if key in held}
     if not found or any(not one.is_contiguous() for one in found.values()):
         raise ReshardError(
