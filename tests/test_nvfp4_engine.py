@@ -12,6 +12,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
 
+from reshard import mcore_to_hf
 from reshard.engines.vllm import compressed, nvfp4
 from tests.ranks import run_on_ranks
 from tests.test_compressed import EXPERTS, IGNORED, MADE_UP, hard, sides
@@ -248,3 +249,66 @@ def test_scales_of_inputs_stay_as_they_were_loaded(variant, backend, modelopt, c
         for one in described
     )
     assert "quantises its input by a scale that comes with a checkpoint and that no trainer has" in dummy
+
+
+RESHARD = {"load_format": "reshard"}
+
+
+def test_an_engine_that_loads_a_megatron_checkpoint_holds_what_it_has_of_the_one_in_nvfp4(
+    converted, tmp_path
+):
+    cases = []
+    latent = {name: LATENT[name] for name in ("only", "ignore")}
+    for variant, modelopt, only in (
+        ("qwen3-moe", False, {}),
+        ("deepseek-v3", False, latent),
+        ("qwen3", True, {}),
+        ("qwen3-moe", True, {}),
+    ):
+        (hf, mcore), (_, other) = converted(variant)
+        folder, ignored = tmp_path / f"{variant} {modelopt}", {"ignore": only["ignore"]} if only else {}
+        package = published(hf, folder / "package", modelopt=modelopt, **only)
+        served = RESHARD | {"hf_overrides": {"quantization_config": config_of(modelopt=modelopt, **ignored)}}
+        directories = {
+            "package": (package, {"hf_overrides": {}}),
+            "megatron": (mcore, served),
+            "other": (other, served),
+        }
+        if not modelopt and not only:
+            mcore_to_hf(mcore, folder / "converted", quantize="nvfp4")
+            directories |= {"converted": (folder / "converted", {"hf_overrides": {}}), "by our loader": (package, RESHARD | {"hf_overrides": {}}),
+                            "by its config": (mcore, RESHARD | {"hf_config_path": package, "hf_overrides": {}})}  # fmt: skip
+        cases.append(({"tp": 1 if variant == "qwen3-moe" else 2}, directories))
+    for rank in run_on_ranks(2, "loaded", cases, module="serving_on_cpu"):
+        for found in rank:
+            wanted, *_ = found.pop("package")
+            other, *_ = found.pop("other")
+            assert other != wanted and other.keys() == wanted.keys()
+            wrong = {which: differing(held, wanted) for which, (held, *_) in found.items()}
+            assert {which: names for which, names in wrong.items() if names} == {}
+
+
+def test_configs_that_no_megatron_checkpoint_can_serve_are_refused_in_one_sentence(converted, tmp_path):
+    mcore = converted("qwen3")[0][1]
+    sentences = {
+        "wants activations of group_0 quantised by scales that come with a checkpoint": config_of(inputs=True),
+        "wants weights quantised by modelopt as 'NVFP4', and of these reshard makes W4A16_NVFP4": config_of(True, modelopt=True),
+        "lm_head is loaded by ModelOptNvFp4W4A16LinearMethod, for which reshard cannot quantise": config_of(modelopt=True, ignore=["*.mlp.gate"]),
+    }  # fmt: skip
+    cases = []
+    for number, quantisation in enumerate(sentences.values()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        config = json.loads((Path(mcore) / "hf" / "config.json").read_text()) | {
+            "quantization_config": quantisation
+        }
+        (folder / "config.json").write_text(json.dumps(config))
+        cases.append((mcore, RESHARD | {"hf_config_path": str(folder), "hf_overrides": {}}))
+    [found] = run_on_ranks(1, "refused", cases, module="serving_on_cpu")
+    for sentence, said in zip(sentences, found, strict=True):
+        assert sentence in said and "\n" not in said, said
+
+
+def differing(held: dict, wanted: dict) -> list[str]:
+    """Names of what is not the same, but for scales of inputs that a layer with plain inputs has room for, and nobody fills."""
+    return [name for name in wanted if held.get(name) != wanted[name] and "input_" not in name]

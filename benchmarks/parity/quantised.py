@@ -6,8 +6,8 @@ them from a Megatron checkpoint, or is refitted; and how far are its logprobs fr
 Random weights at a published shape, with fewer layers (and experts), are written as a Hugging Face checkpoint
 and converted to Megatron-Core. `published` is the checkpoint in fp8 blocks, made by vLLM's own function, which
 vLLM then reads from a config; `published-fp8_per_channel`, `published-int8_per_channel`, `published-fp8_per_tensor`,
-`published-fp8_per_block`, `published-int4_per_group`, `published-int4_per_group_32` and `published-int4_per_channel` are in the format of
-compressed-tensors, as ``mcore-to-hf --quantize`` writes it; any other way is vLLM's own ``quantization=``. Every engine scores the same
+`published-fp8_per_block`, `published-int4_per_group`, `published-int4_per_group_32`, `published-int4_per_channel` and `published-nvfp4` are
+in the format of compressed-tensors, as ``mcore-to-hf --quantize`` writes it; `modelopt-nvfp4` is as ModelOpt writes it; any other way is vLLM's own ``quantization=``. Every engine scores the same
 prompts and goes on with some of them by CUDA graphs. Checked: an engine that started with other weights and
 is refitted (blocks: exactly) has the loaded one's parameters, logprobs and tokens to the last bit, in the
 same graphs, with no parameter elsewhere, also after 20 refits; and so has one that vLLM's loader fills from
@@ -37,9 +37,11 @@ PUBLISHED = "published"
 # Checkpoints by compressed-tensors, as ``mcore-to-hf --quantize`` writes them, with that package's own bits.
 INT4 = ("published-int4_per_group", "published-int4_per_group_32", "published-int4_per_channel")
 FP8 = ("published-fp8_per_channel", "published-fp8_per_tensor", "published-fp8_per_block")
-COMPRESSED = (*FP8, "published-int8_per_channel", *INT4)
+COMPRESSED = (*FP8, "published-int8_per_channel", *INT4, "published-nvfp4")
+MODELOPT = "modelopt-nvfp4"
+ALL_PUBLISHED = (PUBLISHED, *COMPRESSED, MODELOPT)
 # Served, or its experts are, by Marlin: may differ from itself.
-UNSTEADY = ("mxfp8", "published-fp8_per_tensor", *INT4)
+UNSTEADY = ("mxfp8", "published-fp8_per_tensor", *INT4, "published-nvfp4", MODELOPT)
 
 
 def serve(path: Path, **options):
@@ -64,10 +66,18 @@ def module_of(llm) -> torch.nn.Module:
 
 def held_by(module: torch.nn.Module) -> dict[str, int]:
     """Fingerprints. Dummy weights make up scales of attention too, which nobody reads unless the key-value cache is in
-    fp8; nor orders of columns, where experts have room for them and no kernel takes any."""
+    fp8; nor orders of columns and scales of inputs, where layers have room for them and no kernel takes any."""
     from benchmarks.refits.refit import fingerprints
 
-    unread = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale", "_g_idx", "_g_idx_sort_indices")
+    unread = (
+        "_k_scale",
+        "_v_scale",
+        "_q_scale",
+        "_prob_scale",
+        "_g_idx",
+        "_g_idx_sort_indices",
+        "input_global_scale",
+    )
     return {k: v for k, v in fingerprints(module).items() if not k.endswith(unread)}
 
 
@@ -110,6 +120,8 @@ def measure(name: str, options: argparse.Namespace) -> dict:
         publish(places)
     for way in set(COMPRESSED).intersection(options.ways):
         mcore_to_hf(places.mcore, places.compressed(way), quantize=way.removeprefix("published-"))
+    if MODELOPT in options.ways:
+        publish_by_modelopt(places)
     model = Model.from_hf(config)
     engines = Engines(name, model, random_prompts(9, config["vocab_size"], [32, 128, 512]))
     with engines.one("bf16", places.hf) as llm:
@@ -130,7 +142,7 @@ class Places(NamedTuple):
     converted: Path
 
     def compressed(self, way: str) -> Path:
-        """The checkpoint of a way of `COMPRESSED`."""
+        """The checkpoint of a way of `COMPRESSED`, or `MODELOPT`."""
         return self.converted.with_name(way)
 
 
@@ -149,6 +161,31 @@ def publish(places: Places) -> None:
         codes, scales = own_blocks(plain[name].to(device()), "fp32")
         plain |= {name: codes.cpu(), f"{name}_scale_inv": scales.cpu()}
     save_file(plain, places.fp8 / "model.safetensors", metadata={"format": "pt"})
+
+
+def publish_by_modelopt(places: Places) -> None:
+    """The same weights in nvfp4, by ModelOpt's arithmetic and names, as W4A16."""
+    from safetensors.torch import load_file, save_file
+
+    from benchmarks.processes import device
+    from reshard.disk.fp8 import quantizable
+    from reshard.disk.nvfp4 import fused
+    from reshard.engines.vllm.nvfp4 import ModelOpt, stored_as
+
+    folder = places.compressed(MODELOPT)
+    folder.mkdir()
+    plain = load_file(places.hf / "model.safetensors")
+    quantised = [name for name, weight in plain.items() if quantizable(name, weight)]
+    largest = {name: plain[name].abs().max().view(1) for name in quantised}
+    stored = {name: weight for name, weight in plain.items() if name not in largest}
+    for name in quantised:
+        together = torch.stack([largest[one] for one in fused(name) if one in largest]).max().view(1)
+        made = stored_as(plain[name].to(device()), together.to(device()), ModelOpt())
+        stored |= {name + end: one.cpu() for end, one in made.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    how = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "group_size": 16, "ignore": ["lm_head", "*.mlp.gate"]}  # fmt: skip
+    config = json.loads((places.hf / "config.json").read_text()) | {"quantization_config": how}
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 
 class Engines:
@@ -219,7 +256,7 @@ class Engines:
 
 def compare(way: str, engines: Engines, places: Places, trainer) -> dict:
     """Loaded by vLLM, loaded from Megatron's checkpoint, and refitted, all quantised in one way."""
-    published = way in (PUBLISHED, *COMPRESSED)
+    published = way in ALL_PUBLISHED
     config = places.hf
     if published:
         config = places.fp8 if way == PUBLISHED else places.compressed(way)
@@ -276,7 +313,7 @@ def refitted(way: str, engines: Engines, llm, trainer, loaded: dict, numbers: di
     module = module_of(llm)
     engines.check(f"{way}: dummy weights are others", held_by(module) != loaded)
     addresses = {key: parameter.data_ptr() for key, parameter in module.named_parameters()}
-    blocks = way == PUBLISHED or ("block" in way and way not in COMPRESSED)
+    blocks = way == PUBLISHED or ("block" in way and way not in ALL_PUBLISHED)
     for mode in ("exact", "best") if blocks else ("exact",):
         engine = VllmModel.from_llm(llm, exact=mode == "exact")
         link = connect(Members.of_process_group(), MegatronModel(trainer.models), engine)
@@ -307,7 +344,7 @@ def refitted(way: str, engines: Engines, llm, trainer, loaded: dict, numbers: di
         link.close()
     now = {key: parameter.data_ptr() for key, parameter in module.named_parameters()}
     engines.check(f"{way}: addresses as before", now == addresses)
-    if way not in (PUBLISHED, *COMPRESSED):
+    if way not in ALL_PUBLISHED:
         today = Today(MegatronModel(trainer.models), engines.model, module, llm.llm_engine.model_config)
         today.run()
         if torch.cuda.is_available():

@@ -31,13 +31,15 @@ from reshard.disk import channels
 from reshard.disk.boxes import Rows
 from reshard.disk.fp8 import SCALE_SUFFIX, quantizable, quantize
 from reshard.disk.hub import local_directory
+from reshard.disk.nvfp4 import fused
 from reshard.disk.quantised import check_finite
 from reshard.disk.reading import Region, Weights, weights_of_huggingface, weights_of_megatron
 from reshard.disk.sources import MegatronSource, check_huggingface, read_config
-from reshard.engines.vllm.compat import Compressed, compressed_of, method_of
+from reshard.engines.vllm import nvfp4
+from reshard.engines.vllm.compat import NVFP4, Compressed, compressed_of, method_of
 from reshard.engines.vllm.compressed import stored_as
 from reshard.engines.vllm.live import PLAIN_METHODS
-from reshard.engines.vllm.plugin import blocks_wanted, config_directory, megatron_directory
+from reshard.engines.vllm.plugin import MODELOPT, blocks_wanted, config_directory, megatron_directory
 from reshard.engines.vllm.trace import Canonical, Trace, TracedCopy, trace_load
 from reshard.homes.filling import Filler
 from reshard.homes.memory import ToDevice
@@ -110,7 +112,7 @@ class ReshardModelLoader(BaseModelLoader):
 
 class _Found:
     """Opened weights: `name` says which, `quantised` are those that the config wants as fp8 blocks, `compressed` whether it
-    wants some as compressed-tensors makes them of weights in `dtype`."""
+    wants some as compressed-tensors or ModelOpt makes them of weights in `dtype`."""
 
     def __init__(
         self,
@@ -139,15 +141,23 @@ class _Found:
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(published name, full tensor) one after the other."""
         # As vLLM takes them from files: where several say one thing, as the shapes of packed weights do that it fuses, the last one
-        # counts.
-        names = sorted(self.weights.tensors) if self.schemes else self.weights.tensors
+        # counts. And what shares a scale comes together.
+        names: list[str] = list(self.weights.tensors)
+        if self.schemes:
+            names.sort(key=lambda name: (fused(name)[0] if self._in_nvfp4(name) else name, name))
         regions = (self.weights.whole(name) for name in names)
+        together: dict[str, torch.Tensor] = {}
         for region, raw in self.weights.read_ahead(regions, _memory, threads()):
             info = self.weights.tensors[region.name]
             if region.name in self.quantised:
                 codes, scales = _quantised(region.name, raw.view(info.dtype.numpy()))
                 yield region.name, torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e4m3fn)
                 yield region.name + SCALE_SUFFIX, torch.from_numpy(scales)
+            elif self._in_nvfp4(region.name):
+                together[region.name] = self._on_device(tensor_of(raw, info.dtype.name))
+                if len(together) == sum(map(self._in_nvfp4, fused(region.name))):
+                    yield from self._nvfp4(together)
+                    together = {}
             elif region.name in self.schemes:
                 yield from self._compressed(region.name, tensor_of(raw, info.dtype.name))
             else:
@@ -158,9 +168,25 @@ class _Found:
         with closing(self):
             yield from self.stream()
 
+    def _on_device(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.to(self.device, getattr(torch, self.dtype.name))
+
+    def _in_nvfp4(self, name: str) -> bool:
+        return name in self.schemes and self.schemes[name].codes == NVFP4
+
+    def _nvfp4(self, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a checkpoint has of weights that share a scale."""
+        for name, weight in weights.items():
+            # infinities and NaN, which such scales do not tell of
+            check_finite(name, weight.abs().max().float().cpu().numpy())
+        largest = torch.stack([weight.abs().max() for weight in weights.values()]).max().view(1)
+        for name, weight in weights.items():
+            for end, tensor in nvfp4.stored_as(weight, largest, nvfp4.scaling_of(self.schemes[name])).items():
+                yield name + end, tensor
+
     def _compressed(self, name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """What a checkpoint by compressed-tensors has of a weight, made where the model is."""
-        made = stored_as(weight.to(self.device, getattr(torch, self.dtype.name)), self.schemes[name])
+        made = stored_as(self._on_device(weight), self.schemes[name])
         check_finite(name, made[channels.SUFFIX].float().cpu().numpy())
         for end, tensor in made.items():
             yield name + end, tensor
@@ -188,7 +214,7 @@ def open_weights(model_config: ModelConfig) -> _Found:
             str(megatron),
             weights_of_megatron(source),
             _to_quantise(source, wanted),
-            wanted.get("quant_method") == channels.METHOD,
+            wanted.get("quant_method") in (channels.METHOD, MODELOPT),
             dtype_named(str(model_config.dtype)),
         )
     except BaseException:

@@ -84,11 +84,17 @@ class ModelOpt(Scaling):
         return scales.float() * one
 
 
+def scaling_of(how: Compressed) -> Scaling:
+    """That of the package which writes what a layer is loaded from."""
+    assert how.packed is not None
+    return CompressedTensors() if how.packed.end else ModelOpt()
+
+
 def codes_of(values: torch.Tensor, factors: Callable[[slice], torch.Tensor]) -> torch.Tensor:
     """The codes of weights ``[rows, columns]``, two in a byte, the first in its lower half: uint8 ``[rows, columns / 2]``.
     `factors` gives what some of the rows are divided by: ``[rows, groups]`` in fp32."""
     made = torch.empty((len(values), values.shape[1] // 2), dtype=torch.uint8, device=values.device)
-    edges = torch.tensor(EDGES, device=values.device)
+    edges = torch.tensor(EDGES, dtype=torch.float32, device=values.device)
     # the next lower number, so that these edges themselves lie above
     edges[1::2] = torch.nextafter(edges[1::2], torch.zeros_like(edges[1::2]))
     for rows in at_once(values):
@@ -131,8 +137,7 @@ class Nvfp4Recipe(Recipe):
         kept: Mapping[str, torch.Tensor],
     ) -> None:
         super().__init__(name, module, how, templates, kept)
-        assert how.packed is not None
-        self.scaling = CompressedTensors() if how.packed.end else ModelOpt()
+        self.scaling = scaling_of(how)
         self.matrices = []
         for key, plain in plain_templates(module).items():
             *experts, rows, columns = plain.shape

@@ -110,10 +110,14 @@ def _complete(arguments: Any) -> None:
     arguments.tokenizer = arguments.tokenizer or config
 
 
+# As NVIDIA publishes weights in nvfp4, here those that are served with activations as they are.
+MODELOPT, MODELOPT_NVFP4 = "modelopt", "W4A16_NVFP4"
+
+
 def blocks_wanted(config: Mapping[str, Any], directory: Path) -> bool:
-    """Whether a config wants weights as fp8 blocks; False where it wants them as they are, or by compressed-tensors in a
-    way of `check_wanted`, all of which can be made of Megatron's. Raises ReshardError where it wants them
-    quantised in another way."""
+    """Whether a config wants weights as fp8 blocks; False where it wants them as they are, by compressed-tensors in a
+    way of `check_wanted`, or by ModelOpt in nvfp4 alone, all of which can be made of Megatron's. Raises ReshardError
+    where it wants them quantised in another way."""
     from reshard.core.errors import ReshardError
     from reshard.disk.channels import METHOD, check_wanted
     from reshard.disk.fp8 import BLOCK
@@ -123,6 +127,14 @@ def blocks_wanted(config: Mapping[str, Any], directory: Path) -> bool:
         return False
     if wanted.get("quant_method") == METHOD:
         check_wanted(wanted, f"the config for {directory}")
+        return False
+    if wanted.get("quant_method") == MODELOPT:
+        algorithm = (wanted.get("quantization") or wanted).get("quant_algo")
+        if algorithm != MODELOPT_NVFP4:
+            raise ReshardError(
+                f"the config for {directory} wants weights quantised by {MODELOPT} as {algorithm!r:.80}, and of these reshard makes "
+                f"{MODELOPT_NVFP4}: a Megatron checkpoint has no scales of activations, nor weights in another format"
+            )
         return False
     if wanted.get("quant_method") != "fp8" or list(wanted.get("weight_block_size") or ()) != [BLOCK, BLOCK]:
         raise ReshardError(
