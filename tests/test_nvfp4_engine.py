@@ -245,7 +245,8 @@ def test_scales_of_inputs_stay_as_they_were_loaded(variant, backend, modelopt, c
     other = {name for name in held if held[name] != loaded[1][name]}
     assert other and all(name.endswith(("input_global_scale", "_inv", "alpha")) for name in other)
     assert any(
-        "nvfp4, a scale for each group of 1x16, scales of the input as they were loaded" in one["how"]
+        "nvfp4, a scale for each group of 1x16 and one for all of it, scales of the input as they were loaded"
+        in one["how"]
         for one in described
     )
     assert "quantises its input by a scale that comes with a checkpoint and that no trainer has" in dummy

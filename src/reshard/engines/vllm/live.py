@@ -19,6 +19,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.engines.vllm.alike import ExpertLayer, trace_alike
 from reshard.engines.vllm.compat import (
+    NVFP4,
     Blocks,
     absorbed_of,
     always_packed,
@@ -392,8 +393,9 @@ def _processed_as(module: torch.nn.Module) -> str:
     how = compressed_of(module)
     if how is None:
         return method_of(module)
-    inputs = ", scales of the input as they were loaded" if how.inputs else ""
+    inputs = ", scales of the input as they were loaded" if how.inputs and how.reads_inputs else ""
     size = "" if how.block is None else f" of {how.block[0]}x{how.block[1]}"
+    size += " and one for all of it" if how.codes == NVFP4 else ""
     return f"{how.scheme} ({how.codes}, a scale for each {how.strategy}{size}{inputs})"
 
 
