@@ -31,11 +31,12 @@ from reshard.cli.places import Place, check_command
             "int4_per_group",
             "int4_per_group_32",
             "int4_per_channel",
+            "nvfp4",
         ]
     ),
     help="Write linear weights as fp8 with 128x128 block scales, or, as compressed-tensors does, as fp8 or int8 with "
-    "a scale for each output channel, as fp8 with one for each weight or 128x128 block, or as int4 with one for 128 or 32 columns "
-    "of an output channel, or all of them.",
+    "a scale for each output channel, as fp8 with one for each weight or 128x128 block, as int4 with one for 128 or 32 columns "
+    "of an output channel, or all of them, or as nvfp4.",
 )
 @click.option(
     "--max-shard-size",

@@ -430,7 +430,7 @@ FAULTS = {
     "a type that is a list": (of_group(type=["float"]), r"'type': \['float'\]"),
     "blocks of nothing": (of_group(strategy="block", block_structure=[0, 32]), r"block_structure of group_0 is \[0, 32\], not two positive"),
     "blocks of several sizes": (of_blocks, f"its groups have blocks of several sizes, and {INSTEAD}"),
-    "nvfp4": (lambda config, tensors: config["config_groups"]["group_0"].update(format="nvfp4-pack-quantized"), "group_0 format is 'nvfp4-pack-quantized'"),
+    "mxfp4": (lambda config, tensors: config["config_groups"]["group_0"].update(format="mxfp4-pack-quantized"), "group_0 format is 'mxfp4-pack-quantized'"),
     "a format that is a list": (of_config(format=[[]]), r"its format is \[\[\]\]"),
     "sparse": (of_config(sparsity_config={"format": "sparse-24-bitmask"}), "weights are stored as sparse ones, .*sparse-24-bitmask"),
     "transformed": (of_config(transform_config={"config_groups": {"R4": {}}}), "weights are transformed, by transform_config"),

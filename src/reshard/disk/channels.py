@@ -6,6 +6,7 @@ numbers each step rounds to.
 """
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -16,14 +17,15 @@ from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import ReshardError
 from reshard.disk.fp8 import BLOCK
 from reshard.disk.packed import pack, words
-from reshard.disk.quantised import Quantised, Reader, check_finite
+from reshard.disk.quantised import Look, Quantised, Quantize, Reader, check_finite
 from reshard.disk.streams import SLAB_BYTES, StripWriter, TensorInfo
 
 SUFFIX = "_scale"
 METHOD = "compressed-tensors"
-# Of what is packed: the codes, the shape that the weight has, and zero points; and the format that says so.
-PACKED_END, SHAPE_END, ZEROS_END = "_packed", "_shape", "_zero_point"
-PACKED = "pack-quantized"
+# Of what is packed: the codes, the shape that the weight has, zero points, and what all scales are divided by; and the formats that say
+# so, of whole numbers in words and of 4 bits in bytes.
+PACKED_END, SHAPE_END, ZEROS_END, GLOBAL_END = "_packed", "_shape", "_zero_point", "_global_scale"
+PACKED, NVFP4 = "pack-quantized", "nvfp4-pack-quantized"
 # Least and largest number that is coded, and what the largest magnitude is divided by.
 RANGES = {
     "float8_e4m3fn": (-448.0, 448.0, 448.0),
@@ -101,8 +103,8 @@ class Channels(Quantised):
         super().__init__(names)
         self.scheme = Scheme(codes, self.strategy)
 
-    def quantize(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return quantize(rows, self.scheme)
+    def prepare(self, name: str, info: TensorInfo, look: Look) -> tuple[Quantize, dict[str, np.ndarray]]:
+        return partial(quantize, scheme=self.scheme), {}
 
     def dtypes(self, info: TensorInfo) -> tuple[Dtype, Dtype]:
         return self.scheme.dtype(), info.dtype
@@ -127,19 +129,9 @@ class Channels(Quantised):
             inputs |= {"group_size": self.scheme.block[1]}
         elif self.scheme.block is not None:
             weights |= {"group_size": self.scheme.block[1]}
-        group = {
-            "targets": ["Linear"],
-            "weights": weights,
-            "input_activations": None if self.scheme.packed else inputs,
-            "output_activations": None,
-        }
-        return {
-            "config_groups": {"group_0": group},
-            "format": PACKED if self.scheme.packed else f"{kind}-quantized",
-            "ignore": [name for name in kept if not name.endswith("embed_tokens")],
-            "quant_method": METHOD,
-            "quantization_status": "compressed",
-        }
+        if self.scheme.packed:
+            return config_of(weights, None, PACKED, kept)
+        return config_of(weights, inputs, f"{kind}-quantized", kept)
 
 
 class Blocks(Channels):
@@ -165,8 +157,11 @@ class PackedChannels(Channels):
     def codes_shape(self, info: TensorInfo) -> tuple[int, ...]:
         return info.rows, words(info.columns, BITS[self.scheme.codes])
 
-    def more(self, info: TensorInfo) -> dict[str, np.ndarray]:
-        return {SHAPE_END: np.array(info.shape)}
+    def prepare(self, name: str, info: TensorInfo, look: Look) -> tuple[Quantize, dict[str, np.ndarray]]:
+        return partial(quantize, scheme=self.scheme), {SHAPE_END: np.array(info.shape, np.int64)}
+
+    def more(self, info: TensorInfo) -> dict[str, tuple[Dtype, tuple[int, ...]]]:
+        return {SHAPE_END: (DTYPES["int64"], (len(info.shape),))}
 
 
 class PackedGroups(PackedChannels):
@@ -188,12 +183,12 @@ class Tensors(Channels):
         return (1,)
 
     def copy(
-        self, name: str, info: TensorInfo, read: Reader, writer: StripWriter, look: Reader
+        self, name: str, info: TensorInfo, read: Reader, writer: StripWriter, look: Look
     ) -> dict[str, str]:
         largest = np.zeros((1, 1), np.float32)
-        for start, stop in info.slabs(SLAB_BYTES):
+        for slab in look(name):
             # not Python's max, which may pass over NaN
-            largest = np.maximum(largest, np.abs(look(start, stop).astype(np.float32)).max())
+            largest = np.maximum(largest, np.abs(slab.astype(np.float32)).max())
         scales = _scales(largest, self.scheme, info.dtype.numpy())
         check_finite(name, scales, "; drop --quantize")
         digest = xxhash.xxh3_128()
@@ -203,6 +198,25 @@ class Tensors(Channels):
             writer.write_rows(name, start, codes)
         writer.write_rows(name + self.suffix, 0, scales)
         return {name: digest.hexdigest(), name + self.suffix: xxhash.xxh3_128_hexdigest(scales.tobytes())}
+
+
+def config_of(
+    weights: dict[str, Any], inputs: dict[str, Any] | None, form: str, kept: Iterable[str]
+) -> dict[str, Any]:
+    """The ``quantization_config`` of one group of all linear layers but those that are `kept`."""
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": inputs,
+        "output_activations": None,
+    }
+    return {
+        "config_groups": {"group_0": group},
+        "format": form,
+        "ignore": [name for name in kept if not name.endswith("embed_tokens")],
+        "quant_method": METHOD,
+        "quantization_status": "compressed",
+    }
 
 
 def check_wanted(config: Mapping[str, Any], what: str) -> None:
@@ -218,10 +232,15 @@ def check_wanted(config: Mapping[str, Any], what: str) -> None:
         weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
         how = {key: weights.get(key) for key in ("num_bits", "type", "strategy", "symmetric", "group_size")}
         bits, strategy = how["num_bits"], how["strategy"]
-        if (group.get("format") or config.get("format")) == PACKED and not inputs:
-            # columns that are quantised in the order of what passes them would lie in another one
+        form = group.get("format") or config.get("format")
+        # columns that are quantised in the order of what passes them would lie in another one
+        in_order = weights.get("actorder") not in ("group", "dynamic")
+        if form == NVFP4:
+            known = bits == 4 and how["type"] == "float" and strategy == "tensor_group"
+            known = known and how["group_size"] == 16 and in_order
+        elif form == PACKED and not inputs:
             known = bits in (4, 8) and how["type"] == "int" and strategy in ("channel", "group")
-            known = known and weights.get("actorder") not in ("group", "dynamic")
+            known = known and in_order
         else:
             known = bits == 8 and how["type"] in TYPES.values() and strategy in ("channel", "tensor", "block")
             known = known and (bool(inputs) or (strategy == "channel" and how["type"] == "float"))
@@ -229,10 +248,12 @@ def check_wanted(config: Mapping[str, Any], what: str) -> None:
             raise ReshardError(
                 f"{what} wants weights of {name} quantised by {METHOD} as {how}, and of these reshard makes 8 bits for each "
                 f"channel, tensor or block, with activations in 8 bits too, fp8 for each channel, and packed int4 or int8 for "
-                f"each channel or group, with plain activations, all symmetric"
+                f"each channel or group, with plain activations, all symmetric, and nvfp4 with plain activations"
             )
-        if inputs and not inputs.get("dynamic"):
+        if inputs and (
+            form == NVFP4 or not inputs.get("dynamic")
+        ):  # "local" of nvfp4 has a global scale that is not
             raise ReshardError(
                 f"{what} wants activations of {name} quantised by scales that come with a checkpoint, which a Megatron "
-                f"checkpoint has not: serve it with a config whose input_activations are dynamic"
+                f"checkpoint has not: serve it with a config whose input_activations are {'null' if form == NVFP4 else 'dynamic'}"
             )

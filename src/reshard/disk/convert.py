@@ -17,6 +17,7 @@ from reshard.disk.destinations import HuggingFaceFiles, MegatronFiles, parse_siz
 from reshard.disk.files import OpenFiles, allow_many_files
 from reshard.disk.fp8 import Fp8Blocks, quantizable
 from reshard.disk.hub import local_directory
+from reshard.disk.nvfp4 import Nvfp4
 from reshard.disk.quantised import Quantised
 from reshard.disk.run import Run
 from reshard.disk.sources import HuggingFaceSource, MegatronSource, Source
@@ -31,7 +32,7 @@ from reshard.megatron.parameters import TRANSFORMER_IMPLS
 from reshard.models.config_fields import check_ignored
 
 # Ways to quantise: blocks of fp8; codes with a scale for each output channel, for all of a weight, or for a block, in another
-# format; and in words, with one for each output channel, or for so many of its columns.
+# format; in words, with one for each output channel, or for so many of its columns; and 4 bits in bytes.
 BLOCKS = "fp8"
 COMPRESSED: dict[str, Callable[[list[str]], Quantised]] = {
     "fp8_per_channel": lambda names: Channels(names, "float8_e4m3fn"),
@@ -41,6 +42,7 @@ COMPRESSED: dict[str, Callable[[list[str]], Quantised]] = {
     "int4_per_group": lambda names: PackedGroups(names, "int4", 128),
     "int4_per_group_32": lambda names: PackedGroups(names, "int4", 32),
     "int4_per_channel": lambda names: PackedChannels(names, "int4"),
+    "nvfp4": Nvfp4,
 }
 QUANTISATIONS = (BLOCKS, *COMPRESSED)
 
@@ -93,7 +95,7 @@ def hf_to_mcore(
     progress: Progress | None = None,
 ) -> Report:
     """Convert a Hugging Face checkpoint (a directory or a hub id) to a Megatron ``torch_dist`` checkpoint; weights in fp8 blocks, or in
-    fp8, int8 or int4 by compressed-tensors, are dequantised.
+    fp8, int8, int4 or nvfp4 by compressed-tensors, are dequantised.
 
     `layout` decides how the tensors are cut into chunks and files, `dtype` (``bf16``, ``fp16``, ``fp32``)
     casts, `iteration` writes a numbered iteration where None writes a release. The flags file is for
@@ -207,7 +209,7 @@ def mcore_to_hf(
     for each 128x128 block (True, or ``fp8``), or, in the format of compressed-tensors, as fp8 or int8 with a scale
     for each output channel (``fp8_per_channel``, ``int8_per_channel``), as fp8 with one for each weight
     (``fp8_per_tensor``) or 128x128 block (``fp8_per_block``), or as int4 in words with one for 128 or 32 columns of an
-    output channel, or all of them (``int4_per_group``, ``int4_per_group_32``, ``int4_per_channel``).
+    output channel, or all of them (``int4_per_group``, ``int4_per_group_32``, ``int4_per_channel``), or as ``nvfp4``.
     `max_shard_size` is bytes or text like ``5GB``; None is 5 GB, or less where a model would not fill 16 files, which
     are written at once, but not less than 1 GB. The other options are those of `hf_to_mcore`, and so is what it raises.
     """

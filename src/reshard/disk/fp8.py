@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from reshard.core.dtypes import DTYPES, Dtype
-from reshard.disk.quantised import Quantised
+from reshard.disk.quantised import Look, Quantised, Quantize
 from reshard.disk.streams import TensorInfo
 
 BLOCK = 128
@@ -53,8 +53,8 @@ class Fp8Blocks(Quantised):
 
     suffix, rows = SCALE_SUFFIX, BLOCK
 
-    def quantize(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return quantize(rows)
+    def prepare(self, name: str, info: TensorInfo, look: Look) -> tuple[Quantize, dict[str, np.ndarray]]:
+        return quantize, {}
 
     def dtypes(self, info: TensorInfo) -> tuple[Dtype, Dtype]:
         return FP8, FP32

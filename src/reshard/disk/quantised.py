@@ -1,18 +1,22 @@
 """Weights of an output that are stored as codes with scales, each made of a slab of rows."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from reshard.core.dtypes import DTYPES, Dtype
+from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
 from reshard.disk.streams import SLAB_BYTES, StripWriter, TensorInfo
 
 # Reads rows `start` .. `stop` of a weight, in the dtype that is to be quantised; valid until the next call.
 Reader = Callable[[int, int], np.ndarray]
+# Reads the slabs of any weight of the source, by its name, in the dtype that it has in the output; each is valid until the next.
+Look = Callable[[str], Iterator[np.ndarray]]
+# Makes codes and scales of rows.
+Quantize = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class Quantised(ABC):
@@ -30,8 +34,10 @@ class Quantised(ABC):
         self.names = frozenset(names)
 
     @abstractmethod
-    def quantize(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Codes of rows that begin where a row of scales does, of the shape that they are stored in, and their scales."""
+    def prepare(self, name: str, info: TensorInfo, look: Look) -> tuple[Quantize, dict[str, np.ndarray]]:
+        """What quantises the rows of a weight, a run of them that begins where a row of scales does, to codes of the shape that they
+        are stored in and their scales; and what else is stored of it, by the ends `more_ends`. Who needs to know more of this weight,
+        or of others, may `look`, as often as needed."""
 
     @abstractmethod
     def dtypes(self, info: TensorInfo) -> tuple[Dtype, Dtype]:
@@ -49,8 +55,8 @@ class Quantised(ABC):
         """The shape of the codes of such a weight, as they are stored."""
         return info.shape
 
-    def more(self, info: TensorInfo) -> dict[str, np.ndarray]:
-        """What else is stored of such a weight, whole numbers in one dim, by the ends `more_ends`."""
+    def more(self, info: TensorInfo) -> dict[str, tuple[Dtype, tuple[int, ...]]]:
+        """The dtypes and shapes of what else is stored of such a weight, in one dim, by the ends `more_ends`."""
         return {}
 
     def parts(self, name: str) -> tuple[str, ...]:
@@ -67,17 +73,17 @@ class Quantised(ABC):
             name + self.codes_end: (codes, self.codes_shape(info)),
             name + self.suffix: (scales, self.scale_shape(info)),
         }
-        return found | {name + end: (DTYPES["int64"], one.shape) for end, one in self.more(info).items()}
+        return found | {name + end: one for end, one in self.more(info).items()}
 
     def copy(
-        self, name: str, info: TensorInfo, read: Reader, writer: StripWriter, look: Reader
+        self, name: str, info: TensorInfo, read: Reader, writer: StripWriter, look: Look
     ) -> dict[str, str]:
-        """Stream one quantised weight, each row of which `read` reads once and in order; the checksums of its parts. Who needs
-        to know more of it before may `look`, as often as needed."""
+        """Stream one quantised weight, each row of which `read` reads once and in order; the checksums of its parts."""
+        quantize, more = self.prepare(name, info, look)
         weight_digest, scale_digest = xxhash.xxh3_128(), xxhash.xxh3_128()
         codes_name, scales_name = name + self.codes_end, name + self.suffix
         for start, stop in info.slabs(SLAB_BYTES, self.rows):
-            weight, scales = self.quantize(read(start, stop))
+            weight, scales = quantize(read(start, stop))
             check_finite(name, scales, "; drop --quantize")
             for part, row, values, digest in (
                 (codes_name, start, weight, weight_digest),
@@ -86,9 +92,9 @@ class Quantised(ABC):
                 digest.update(memoryview(np.ascontiguousarray(values).view(np.uint8).reshape(-1)))
                 writer.write_rows(part, row, np.ascontiguousarray(values))
         checksums = {codes_name: weight_digest.hexdigest(), scales_name: scale_digest.hexdigest()}
-        for end, numbers in self.more(info).items():
-            writer.write_rows(name + end, 0, numbers.astype(np.int64)[:, None])
-            checksums[name + end] = xxhash.xxh3_128_hexdigest(numbers.astype(np.int64).tobytes())
+        for end, numbers in more.items():
+            writer.write_rows(name + end, 0, numbers[:, None])
+            checksums[name + end] = xxhash.xxh3_128_hexdigest(numbers.tobytes())
         return checksums
 
 

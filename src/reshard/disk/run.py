@@ -2,7 +2,7 @@
 publish."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -293,8 +293,10 @@ class Run:
             overflowed += overflow(rows, slab, source_dtype, info.dtype)
             return slab
 
-        def look(start: int, stop: int) -> np.ndarray:
-            return cast(self.source.read_rows(name, start, stop), source_dtype, info.dtype)
+        def look(other: str) -> Iterator[np.ndarray]:
+            stored, info = self.source.tensors[other].dtype, self.tensors[other]
+            for start, stop in info.slabs(SLAB_BYTES, self.source.row_multiple(other)):
+                yield cast(self.source.read_rows(other, start, stop), stored, info.dtype)
 
         if name in self.quantised.names:
             checksums = self.quantised.copy(name, info, read, writer, look)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -17,9 +17,10 @@ from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import Placement
 from reshard.core.planner import PlanError, Transfer, make_plan
-from reshard.disk import packed
+from reshard.disk import nvfp4, packed
 from reshard.disk.channels import METHOD, SUFFIX
-from reshard.disk.dequantised import Codes, compressed, dequantise, fp8_blocks, of_activations
+from reshard.disk.compressed import compressed, of_activations
+from reshard.disk.dequantised import Codes, Fp4, Words, dequantise, fp8_blocks
 from reshard.disk.files import OpenFiles
 from reshard.disk.fp8 import SCALE_SUFFIX
 from reshard.disk.hub import local_directory
@@ -201,7 +202,7 @@ class HuggingFaceSource(Source):
         else:
             raise ReshardError(
                 f"{self.path}: weights quantised as {method!r:.80} are not supported, only "
-                f"fp8 with block scales, and fp8, int8 and int4 by {METHOD}"
+                f"fp8 with block scales, and fp8, int8, int4 and nvfp4 by {METHOD}"
             )
         self.dequantize_to = dequantize_to or DTYPES[dtype]
         if self.left:
@@ -249,7 +250,7 @@ class HuggingFaceSource(Source):
         """The stored codes of a weight, with the shape that they have once they are unpacked."""
         codes = self.codes[name]
         stored = self.stored[codes.stored[0]]
-        return stored if codes.words is None else replace(stored, shape=codes.words.shape)
+        return stored if codes.packed is None else replace(stored, shape=codes.packed.shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         columns, codes = self.tensors[name].columns, self.codes.get(name)
@@ -260,31 +261,59 @@ class HuggingFaceSource(Source):
         weight = weight.view(self.dequantize_to.numpy())
         first, last = start // codes.block[0], -(-stop // codes.block[0])
         factors = self._rows(scales, first, last, codes.columns(columns), "scales")
-        if not np.isfinite(factors.astype(np.float32)).all():
-            raise ReshardError(f"{self.path}: {codes.stored[1]} holds infinities or NaN, which are no scales")
-        if codes.words is None:
+        if isinstance(codes.packed, Fp4):
+            self._fp4(name, codes, codes.packed.divides, start, factors, weight)
+            return weight
+        self._check_scales(codes, factors.astype(np.float32))
+        if isinstance(codes.packed, Words):
+            self._unpack(codes, codes.packed, start, factors, weight)
+        else:
             quantised = self._rows(stored, start, stop, columns).view(np.uint8)
             row = start - first * codes.block[0]
             dequantise(quantised, factors, codes.block, row, weight, stored.dtype)
-        else:
-            self._unpack(codes, start, factors, weight)
         # fp16 alone has less room than the products.
         if "float16" in (scales.dtype.name, self.dequantize_to.name) and np.isinf(weight).any():
-            raise ReshardError(
-                f"{self.path}: {name} has numbers that are too large for float16 once dequantised"
-            )
+            self._too_large(name, "float16")
         return weight
 
-    def _unpack(self, codes: Codes, start: int, factors: np.ndarray, weight: np.ndarray) -> None:
-        """Write rows of a weight whose codes are packed, from row `start` on."""
-        assert codes.words is not None
-        bits, stop, zeros = codes.words.bits, start + len(weight), None
+    def _check_scales(self, codes: Codes, scales: Any) -> None:
+        if not np.isfinite(scales).all():
+            raise ReshardError(f"{self.path}: {codes.stored[1]} holds infinities or NaN, which are no scales")
+
+    def _too_large(self, name: str, dtype: str) -> NoReturn:
+        raise ReshardError(f"{self.path}: {name} has numbers that are too large for {dtype} once dequantised")
+
+    def _unpack(
+        self, codes: Codes, words: Words, start: int, factors: np.ndarray, weight: np.ndarray
+    ) -> None:
+        """Write rows of a weight whose codes are packed in words, from row `start` on."""
+        bits, stop, zeros = words.bits, start + len(weight), None
         stored, together = self.stored[codes.stored[0]], 32 // bits
-        if codes.words.zeros is not None:
-            points = self.stored[codes.words.zeros]
+        if words.zeros is not None:
+            points = self.stored[words.zeros]
             zeros = self._rows(points, start // together, -(-stop // together), factors.shape[1], "zeros")
-        words = self._rows(stored, start, stop, packed.words(weight.shape[1], bits))
-        packed.dequantise(words, factors, bits, weight, zeros, start % together)
+        found = self._rows(stored, start, stop, packed.words(weight.shape[1], bits))
+        packed.dequantise(found, factors, bits, weight, zeros, start % together)
+
+    def _fp4(
+        self, name: str, codes: Codes, divides: bool, start: int, factors: np.ndarray, weight: np.ndarray
+    ) -> None:
+        """Write rows of a weight that is nvfp4, from row `start` on."""
+        largest = nvfp4.largest(factors)
+        self._check_scales(codes, largest)
+        number = self._rows(self.stored[codes.stored[2]], 0, 1, 1, "number")[0, 0]
+        if not (np.isfinite(number) and number > 0):
+            raise ReshardError(
+                f"{self.path}: {codes.stored[2]} is {number}, and what {'divides' if divides else 'multiplies'} all scales of a weight "
+                f"is a positive number: take the checkpoint from where it came once more"
+            )
+        stored, stop = self.stored[codes.stored[0]], start + len(weight)
+        found = self._rows(stored, start, stop, weight.shape[1] // 2)
+        nvfp4.dequantise(found, factors, number, divides, weight)
+        with np.errstate(over="ignore"):
+            largest = (largest / number if divides else largest * number) * nvfp4.LARGEST
+        if not np.isfinite(largest.astype(weight.dtype)) and not np.isfinite(weight).all():
+            self._too_large(name, self.dequantize_to.name)
 
     def row_multiple(self, name: str) -> int:
         codes = self.codes.get(name)
