@@ -503,6 +503,7 @@ WANTED = {
     "fp8 activations": (config_of(num_bits=8, type="float", strategy="token", dynamic=True), "whose input_activations are null"),
     **{f"{name} {value}": (({**config_of()}, name, value), f"quantised by compressed-tensors as .*{value}.*, all symmetric, and nvfp4 with plain activations$")
        for name, value in (("group_size", 32), ("num_bits", 8), ("symmetric", False), ("type", "int"))},
+    "another order": (({**config_of()}, "actorder", "group"), "all symmetric, and nvfp4 with plain activations$"),
 }  # fmt: skip
 
 
@@ -516,3 +517,110 @@ def test_of_a_megatron_checkpoint_nvfp4_is_served_with_plain_activations(what):
         channels.check_wanted(config, "the config")
     else:
         refused(lambda: channels.check_wanted(config, "the config"), message)
+
+
+def by_modelopt(stored: dict[str, torch.Tensor], scalar: bool) -> dict[str, torch.Tensor]:
+    """The same as NVIDIA publishes it: with what scales are multiplied by, and scales of activations and of keys and values."""
+    made = {}
+    for name, tensor in stored.items():
+        if name.endswith("_global_scale"):
+            factor = 1 / tensor * 1.0123
+            layer = name.removesuffix(".weight_global_scale")
+            made |= {
+                f"{layer}.weight_scale_2": factor.reshape(()) if scalar else factor,
+                f"{layer}.input_scale": torch.tensor(0.02),
+            }
+            made |= {f"{layer}.k_scale": torch.tensor(1.0)} if layer.endswith("k_proj") else {}
+        else:
+            made[name.replace("_packed", "")] = tensor
+    return made
+
+
+def of_vllm(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The tensors that those of NVIDIA stand for, by vLLM's emulation."""
+    from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import dequantize_to_dtype
+
+    names = [name.removesuffix("_scale_2") for name in tensors if name.endswith("_scale_2")]
+    plain = {name: tensor for name, tensor in tensors.items() if "_scale" not in name and name not in names}
+    return plain | {
+        name: dequantize_to_dtype(tensors[name], tensors[f"{name}_scale"], tensors[f"{name}_scale_2"], dtype, 16, swizzle=False)
+        for name in names
+    }  # fmt: skip
+
+
+IGNORE = {"ignore": ["lm_head", "model.layers.*.mlp.gate"]}
+NESTED = {
+    "quant_algo": "NVFP4",
+    "kv_cache_quant_algo": "FP8",
+    "group_size": 16,
+    "exclude_modules": ["lm_head"],
+}
+FORMS = {
+    "flat": {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}, **IGNORE,
+             "config_groups": {"group_0": {"weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}, "targets": ["Linear"]}}},
+    "weights only": {"quant_method": "modelopt", "quant_algo": "w4a16_nvfp4", "group_size": 16, **IGNORE},
+    "nested": {"quant_method": "modelopt", "quantization": NESTED},
+    "in a file": None,
+}  # fmt: skip
+
+
+def published_by_nvidia(hf: Path, folder: Path, form: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    tensors = by_modelopt(stored_by_package(hf_tensors(hf)), form != "nested")
+    source = directory(hf, folder, tensors, FORMS[form])
+    if form == "in a file":
+        said = {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": NESTED}
+        (source / "hf_quant_config.json").write_text(json.dumps(said))
+    return source, tensors
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_nvidia_publishes_is_read_as_vllm_dequantises(form, checkpoint, tmp_path, monkeypatch):
+    hf = checkpoint("qwen3-moe" if form == "in a file" else "deepseek-v3-even", dtype=torch.bfloat16)
+    source, tensors = published_by_nvidia(hf, tmp_path / "source", form)
+    wanted = of_vllm(tensors, torch.bfloat16)
+    plain = directory(hf, tmp_path / "plain", wanted, None)
+    monkeypatch.setattr(run, "SLAB_BYTES", 1024)
+    report = hf_to_mcore(source, tmp_path / "mcore", Layout(tp=2, ep=2, etp=1), workers=2)
+    left = [notice for notice in report.notices if "left behind, since only weights are converted" in notice]
+    assert len(left) == 1 and "input_scale" in left[0]
+    assert inspect(source).details["modelopt"] == sum(name.endswith("_scale_2") for name in tensors)
+    assert diff(source, plain).equal and diff(tmp_path / "mcore", plain).equal
+    # What says how weights are quantised is not left beside those that are not.
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    assert same(hf_tensors(tmp_path / "back"), wanted) == []
+    assert not [*tmp_path.glob("mcore/**/hf_quant_config.json"), *tmp_path.glob("back/hf_quant_config.json")]
+    assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+    name = next(name for name in tensors if name.endswith("_scale_2"))
+    other = tensors | {name: tensors[name] * 1.01}
+    save_file(other, source / "model.safetensors")
+    assert [one.name for one in diff(source, plain).differences] == [name.removesuffix("_scale_2")]
+
+
+OF_NVIDIA = (
+    "of modelopt reshard reads NVFP4 and W4A16_NVFP4: convert the checkpoint that this one was made of"
+)
+NVIDIA_FAULTS = {
+    "fp8": (lambda config, tensors: config.update(quant_algo="FP8"), f"its quant_algo is 'FP8', and {OF_NVIDIA}"),
+    "no algorithm": (lambda config, tensors: config.pop("quant_algo"), "its quant_algo is None, and"),
+    "an algorithm that is a list": (lambda config, tensors: config.update(quant_algo=["NVFP4"]), r"its quant_algo is \['NVFP4'\], and"),
+    "a quantisation that is text": (lambda config, tensors: config.update(quantization="NVFP4"), "its quant_algo is None, and"),
+    "other groups": (lambda config, tensors: config.update(group_size=32), f"its group_size is 32, not 16, and {OF_NVIDIA}"),
+    "no scales": (without("_scale"), f"holds {NAME} without {NAME}_scale, and nvfp4 weights need both"),
+    "no second scale": (without("_scale_2"), f"holds {NAME} without {NAME}_scale_2, and nvfp4 weights need both"),
+    "codes alone": (lambda config, tensors: [without(end)(config, tensors) for end in ("_scale", "_scale_2")], f"holds {NAME} without {NAME}_scale"),
+    "no codes": (without(""), f"{NAME}_scale(_2)? does not belong to codes, {NAME}"),
+    "a plain weight": (of_part("", lambda codes: torch.ones(64, 256)), rf"{NAME} is float32 \[64, 256\], which are no codes of nvfp4"),
+    "a second scale of 0": (of_part("_scale_2", lambda one: one * 0), f"{NAME}_scale_2 is 0.0, and what multiplies all scales of a weight is a positive number"),
+    "what awq multiplies by": (extra("model.layers.1.self_attn.o_proj.pre_quant_scale", torch.ones(256)), "holds 1 that qwen3 does not have"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", NVIDIA_FAULTS)
+def test_what_does_not_add_up_of_nvidia_is_refused_in_one_sentence(what, checkpoint, tmp_path):
+    change, message = NVIDIA_FAULTS[what]
+    hf = checkpoint("qwen3", dtype=torch.bfloat16)
+    tensors, quantization = by_modelopt(stored_by_package(hf_tensors(hf)), True), {**FORMS["flat"]}
+    change(quantization, tensors)
+    source = directory(hf, tmp_path / "source", tensors, quantization)
+    refused(lambda: hf_to_mcore(source, tmp_path / "out"), message)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -233,13 +233,14 @@ def check_wanted(config: Mapping[str, Any], what: str) -> None:
         how = {key: weights.get(key) for key in ("num_bits", "type", "strategy", "symmetric", "group_size")}
         bits, strategy = how["num_bits"], how["strategy"]
         form = group.get("format") or config.get("format")
+        # columns that are quantised in the order of what passes them would lie in another one
+        in_order = weights.get("actorder") not in ("group", "dynamic")
         if form == NVFP4:
             known = bits == 4 and how["type"] == "float" and strategy == "tensor_group"
-            known = known and how["group_size"] == 16
+            known = known and how["group_size"] == 16 and in_order
         elif form == PACKED and not inputs:
-            # columns that are quantised in the order of what passes them would lie in another one
             known = bits in (4, 8) and how["type"] == "int" and strategy in ("channel", "group")
-            known = known and weights.get("actorder") not in ("group", "dynamic")
+            known = known and in_order
         else:
             known = bits == 8 and how["type"] in TYPES.values() and strategy in ("channel", "tensor", "block")
             known = known and (bool(inputs) or (strategy == "channel" and how["type"] == "float"))

@@ -95,7 +95,7 @@ def hf_to_mcore(
     progress: Progress | None = None,
 ) -> Report:
     """Convert a Hugging Face checkpoint (a directory or a hub id) to a Megatron ``torch_dist`` checkpoint; weights in fp8 blocks, or in
-    fp8, int8, int4 or nvfp4 by compressed-tensors, are dequantised.
+    fp8, int8, int4 or nvfp4 by compressed-tensors, or in nvfp4 by modelopt, are dequantised.
 
     `layout` decides how the tensors are cut into chunks and files, `dtype` (``bf16``, ``fp16``, ``fp32``)
     casts, `iteration` writes a numbered iteration where None writes a release. The flags file is for

@@ -1,7 +1,7 @@
 """Weights of a Hugging Face directory that are stored as codes with scales: where those are, and what they stand for.
 
 Block-wise fp8 (e4m3) as DeepSeek-V3 publishes it: ``weight = fp8 * weight_scale_inv`` (its technical report, section 3.3;
-``weight_dequant`` in its inference code). What compressed-tensors writes is found by `reshard.disk.compressed`.
+``weight_dequant`` in its inference code). What other packages write is found by `reshard.disk.compressed` and `reshard.disk.modelopt`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -56,7 +56,7 @@ def global_scale(largest: np.float32, dtype: np.dtype) -> np.float32:
 
     with np.errstate(over="ignore"):
         # a quotient by way of the reciprocal, as torch divides a number by a tensor
-        inverse = rounded(1 / max(largest, np.float32(ml_dtypes.finfo(dtype).tiny)))
+        inverse = rounded(np.float32(1) / max(largest, np.float32(ml_dtypes.finfo(dtype).tiny)))
         found = rounded(inverse * (LARGEST_SCALE * LARGEST))
     return found if np.isfinite(found) else np.float32(1)
 
@@ -109,12 +109,10 @@ def dequantise(codes: np.ndarray, scales: np.ndarray, number: np.float32, divide
     np.take(pairs, entries, out=out.view(pairs.dtype), mode="clip")
 
 
-def largest_of(scales: np.ndarray, number: np.float32, divides: bool) -> np.float32:
-    """The largest magnitude that codes may stand for; NaN where a scale is that. The bits of magnitudes have the order of their numbers."""
+def largest(scales: np.ndarray) -> np.float32:
+    """The largest magnitude among scales; NaN where one is that. The bits of magnitudes have the order of their numbers."""
     bits = (scales.view(np.uint8) & np.uint8(0x7F)).max(initial=0)
-    scale = np.float32(np.uint8(bits).view(SCALES.numpy()))
-    with np.errstate(over="ignore"):
-        return LARGEST * (scale / number if divides else scale * number)
+    return np.float32(np.uint8(bits).view(SCALES.numpy()))
 
 
 class Nvfp4(Quantised):

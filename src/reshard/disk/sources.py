@@ -35,6 +35,9 @@ from reshard.disk.locate import (
 )
 from reshard.disk.manifest import NAME as MANIFEST
 from reshard.disk.manifest import read_manifest
+from reshard.disk.modelopt import CONFIG as MODELOPT_CONFIG
+from reshard.disk.modelopt import METHOD as MODELOPT
+from reshard.disk.modelopt import optimized, quantisation_beside
 from reshard.disk.streams import Scratch, Strip, StripReader, TensorInfo, strip_of
 from reshard.formats import safetensors, torch_dist, torch_zip
 from reshard.formats.small_files import MAX_COPIED_BYTES, read_json
@@ -132,8 +135,9 @@ class Source(ABC):
 
 
 def files_beside(directory: Path) -> list[Path]:
-    """The files of a Hugging Face directory that are no weights: config, tokenizer, whatever else."""
-    apart = (MANIFEST, *OF_TRAINERS)
+    """The files of a Hugging Face directory that are no weights: config, tokenizer, whatever else but how weights are quantised, which
+    vLLM would take for that of the next weights."""
+    apart = (MANIFEST, MODELOPT_CONFIG, *OF_TRAINERS)
     files = [p for p in sorted(directory.iterdir()) if p.is_file() and p.name not in apart]
     return [p for p in files if not p.name.startswith(".") and not p.name.endswith(WEIGHT_SUFFIXES)]
 
@@ -145,7 +149,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 class HuggingFaceSource(Source):
     """A Hugging Face directory. Weights that are stored as codes with scales read as `dequantize_to`; without it fp8 with
-    128x128 block scales as bf16, and what compressed-tensors has quantised in the config's dtype."""
+    128x128 block scales as bf16, and what compressed-tensors or modelopt has quantised in the config's dtype."""
 
     kind = "huggingface"
 
@@ -187,13 +191,17 @@ class HuggingFaceSource(Source):
 
     def _quantization(self, dequantize_to: Dtype | None) -> None:
         """Find weights that are stored as codes, and their scales."""
-        config = self.config.get("quantization_config") or {}
+        config = self.config.get("quantization_config") or quantisation_beside(self.path, self.stored)
         if not isinstance(config, dict):
             raise ReshardError(f"{self.path}: quantization_config is {config!r:.80}, not an object")
         method = config.get("quant_method")
-        self.compressed, self.left, dtype = method == METHOD, list[str](), "bfloat16"
-        if self.compressed:
-            self.codes = compressed(config, self.stored, str(self.path), self._numbers)
+        self.compressed, self.optimized = method == METHOD, method == MODELOPT
+        self.left, dtype = list[str](), "bfloat16"
+        if self.compressed or self.optimized:
+            if self.compressed:
+                self.codes = compressed(config, self.stored, str(self.path), self._numbers)
+            else:
+                self.codes = optimized(config, self.stored, str(self.path))
             self.left = of_activations(self.stored)
             named = self.config.get("dtype") or self.config.get("torch_dtype")
             dtype = named if named in ("float16", "float32") else dtype
@@ -202,7 +210,7 @@ class HuggingFaceSource(Source):
         else:
             raise ReshardError(
                 f"{self.path}: weights quantised as {method!r:.80} are not supported, only "
-                f"fp8 with block scales, and fp8, int8, int4 and nvfp4 by {METHOD}"
+                f"fp8 with block scales, and fp8, int8, int4 and nvfp4 by {METHOD}, and nvfp4 by {MODELOPT}"
             )
         self.dequantize_to = dequantize_to or DTYPES[dtype]
         if self.left:
@@ -236,7 +244,7 @@ class HuggingFaceSource(Source):
             dtype = tensor.dtype
             coded = dtype.name.startswith("float8") or (self.compressed and dtype.name == "int8")
             if coded and name not in self.codes:
-                suffix = SUFFIX if self.compressed else SCALE_SUFFIX
+                suffix = SUFFIX if self.compressed or self.optimized else SCALE_SUFFIX
                 raise ReshardError(f"{self.path}: {name} is {dtype.name} without {name}{suffix}")
             if not dtype.floating and name not in self.codes:
                 raise ReshardError(f"{self.path}: {name} has dtype {dtype.name}, which is not a weight's")
@@ -261,11 +269,10 @@ class HuggingFaceSource(Source):
         weight = weight.view(self.dequantize_to.numpy())
         first, last = start // codes.block[0], -(-stop // codes.block[0])
         factors = self._rows(scales, first, last, codes.columns(columns), "scales")
-        if not np.isfinite(factors.astype(np.float32)).all():
-            raise ReshardError(f"{self.path}: {codes.stored[1]} holds infinities or NaN, which are no scales")
         if isinstance(codes.packed, Fp4):
             self._fp4(name, codes, codes.packed.divides, start, factors, weight)
             return weight
+        self._check_scales(codes, factors.astype(np.float32))
         if isinstance(codes.packed, Words):
             self._unpack(codes, codes.packed, start, factors, weight)
         else:
@@ -276,6 +283,10 @@ class HuggingFaceSource(Source):
         if "float16" in (scales.dtype.name, self.dequantize_to.name) and np.isinf(weight).any():
             self._too_large(name, "float16")
         return weight
+
+    def _check_scales(self, codes: Codes, scales: Any) -> None:
+        if not np.isfinite(scales).all():
+            raise ReshardError(f"{self.path}: {codes.stored[1]} holds infinities or NaN, which are no scales")
 
     def _too_large(self, name: str, dtype: str) -> NoReturn:
         raise ReshardError(f"{self.path}: {name} has numbers that are too large for {dtype} once dequantised")
@@ -296,6 +307,8 @@ class HuggingFaceSource(Source):
         self, name: str, codes: Codes, divides: bool, start: int, factors: np.ndarray, weight: np.ndarray
     ) -> None:
         """Write rows of a weight that is nvfp4, from row `start` on."""
+        largest = nvfp4.largest(factors)
+        self._check_scales(codes, largest)
         number = self._rows(self.stored[codes.stored[2]], 0, 1, 1, "number")[0, 0]
         if not (np.isfinite(number) and number > 0):
             raise ReshardError(
@@ -305,8 +318,9 @@ class HuggingFaceSource(Source):
         stored, stop = self.stored[codes.stored[0]], start + len(weight)
         found = self._rows(stored, start, stop, weight.shape[1] // 2)
         nvfp4.dequantise(found, factors, number, divides, weight)
-        largest = nvfp4.largest_of(factors, number, divides).astype(weight.dtype)
-        if not np.isfinite(largest) and not np.isfinite(weight).all():
+        with np.errstate(over="ignore"):
+            largest = (largest / number if divides else largest * number) * nvfp4.LARGEST
+        if not np.isfinite(largest.astype(weight.dtype)) and not np.isfinite(weight).all():
             self._too_large(name, self.dequantize_to.name)
 
     def row_multiple(self, name: str) -> int:
@@ -362,7 +376,7 @@ class HuggingFaceSource(Source):
         return self.path
 
     def read_files(self) -> list[Path]:
-        small = [self.path / name for name in ("config.json", safetensors.INDEX, MANIFEST)]
+        small = [self.path / n for n in ("config.json", MODELOPT_CONFIG, safetensors.INDEX, MANIFEST)]
         return [*small, *self.paths.values(), *self._beside()]
 
     def manifest(self) -> dict[str, Any] | None:
@@ -370,7 +384,7 @@ class HuggingFaceSource(Source):
 
     def describe(self) -> dict[str, Any]:
         described: dict[str, Any] = {"files": len({t.file for t in self.stored.values()})}
-        what = "compressed" if self.compressed else "fp8_blocks"
+        what = "compressed" if self.compressed else MODELOPT if self.optimized else "fp8_blocks"
         return described | ({what: len(self.codes)} if self.codes else {})
 
     def close(self) -> None:
