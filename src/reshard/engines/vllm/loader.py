@@ -27,7 +27,7 @@ import numpy as np
 
 from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError, listed
-from reshard.disk import channels
+from reshard.disk import channels, modelopt
 from reshard.disk.boxes import Rows
 from reshard.disk.fp8 import SCALE_SUFFIX, quantizable, quantize
 from reshard.disk.hub import local_directory
@@ -39,7 +39,7 @@ from reshard.engines.vllm import nvfp4
 from reshard.engines.vllm.compat import NVFP4, Compressed, compressed_of, method_of
 from reshard.engines.vllm.compressed import stored_as
 from reshard.engines.vllm.live import PLAIN_METHODS
-from reshard.engines.vllm.plugin import MODELOPT, blocks_wanted, config_directory, megatron_directory
+from reshard.engines.vllm.plugin import blocks_wanted, config_directory, megatron_directory
 from reshard.engines.vllm.trace import Canonical, Trace, TracedCopy, trace_load
 from reshard.homes.filling import Filler
 from reshard.homes.memory import ToDevice
@@ -181,7 +181,11 @@ class _Found:
             check_finite(name, weight.abs().max().float().cpu().numpy())
         largest = torch.stack([weight.abs().max() for weight in weights.values()]).max().view(1)
         for name, weight in weights.items():
-            for end, tensor in nvfp4.stored_as(weight, largest, nvfp4.scaling_of(self.schemes[name])).items():
+            try:
+                made = nvfp4.stored_as(weight, largest, nvfp4.scaling_of(self.schemes[name]))
+            except ReshardError as error:
+                raise ReshardError(f"{name} cannot be quantised ({error})") from error
+            for end, tensor in made.items():
                 yield name + end, tensor
 
     def _compressed(self, name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -214,7 +218,7 @@ def open_weights(model_config: ModelConfig) -> _Found:
             str(megatron),
             weights_of_megatron(source),
             _to_quantise(source, wanted),
-            wanted.get("quant_method") in (channels.METHOD, MODELOPT),
+            wanted.get("quant_method") in (channels.METHOD, modelopt.METHOD),
             dtype_named(str(model_config.dtype)),
         )
     except BaseException:

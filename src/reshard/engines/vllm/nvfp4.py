@@ -39,7 +39,7 @@ class Scaling(ABC):
 
     @abstractmethod
     def one(self, largest: torch.Tensor) -> torch.Tensor:
-        """The one scale, in fp32, of all that has these magnitudes."""
+        """The one scale, in fp32, of all that has these magnitudes. Raises ReshardError where their dtype holds none."""
 
     @abstractmethod
     def scales(self, largest: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,14 @@ class CompressedTensors(Scaling):
 
     def one(self, largest: torch.Tensor) -> torch.Tensor:
         divisors = E4M3_MAX * E2M1_MAX / largest.clamp(min=torch.finfo(largest.dtype).tiny)
-        return torch.nan_to_num(divisors, nan=1.0, posinf=1.0, neginf=1.0).float()
+        divisors = torch.nan_to_num(divisors, nan=1.0, posinf=1.0, neginf=1.0).float()
+        if largest.dtype == torch.float16:
+            lost = (largest > 0) & (largest.float() * divisors < 1)
+            if bool(lost.any()):
+                raise ReshardError(
+                    f"weights are {float(largest[lost][0]):.3g} at most, for which float16 holds no scale of nvfp4: serve in bf16"
+                )
+        return divisors
 
     def scales(self, largest: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
         scales = (one * (largest / E2M1_MAX)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()

@@ -110,8 +110,8 @@ def _complete(arguments: Any) -> None:
     arguments.tokenizer = arguments.tokenizer or config
 
 
-# As NVIDIA publishes weights in nvfp4, here those that are served with activations as they are.
-MODELOPT, MODELOPT_NVFP4 = "modelopt", "W4A16_NVFP4"
+# As NVIDIA publishes weights in nvfp4 that are served with activations as they are.
+WITH_PLAIN_INPUTS = "W4A16_NVFP4"
 
 
 def blocks_wanted(config: Mapping[str, Any], directory: Path) -> bool:
@@ -121,6 +121,7 @@ def blocks_wanted(config: Mapping[str, Any], directory: Path) -> bool:
     from reshard.core.errors import ReshardError
     from reshard.disk.channels import METHOD, check_wanted
     from reshard.disk.fp8 import BLOCK
+    from reshard.disk.modelopt import METHOD as MODELOPT
 
     wanted = config.get("quantization_config")
     if not wanted:
@@ -130,10 +131,10 @@ def blocks_wanted(config: Mapping[str, Any], directory: Path) -> bool:
         return False
     if wanted.get("quant_method") == MODELOPT:
         algorithm = (wanted.get("quantization") or wanted).get("quant_algo")
-        if algorithm != MODELOPT_NVFP4:
+        if str(algorithm).upper() != WITH_PLAIN_INPUTS:
             raise ReshardError(
                 f"the config for {directory} wants weights quantised by {MODELOPT} as {algorithm!r:.80}, and of these reshard makes "
-                f"{MODELOPT_NVFP4}: a Megatron checkpoint has no scales of activations, nor weights in another format"
+                f"{WITH_PLAIN_INPUTS}: a Megatron checkpoint has no scales of activations, nor weights in another format"
             )
         return False
     if wanted.get("quant_method") != "fp8" or list(wanted.get("weight_block_size") or ()) != [BLOCK, BLOCK]:

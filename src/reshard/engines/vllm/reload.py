@@ -240,7 +240,7 @@ def _processed(layer: Layer, largest: Mapping[str, torch.Tensor], config: Any) -
     if layer.recipe is not None:
         try:
             loaded = layer.recipe.made(loaded, largest)
-        except RuntimeError as error:
+        except (ReshardError, RuntimeError) as error:
             raise ReshardError(f"{layer.name} cannot be quantised ({first_line(error)})") from error
     parameters, before = dict(module._parameters), [(one, _kept(one)) for one in processing_objects(module)]
     aside = loaded_aside()
