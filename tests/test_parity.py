@@ -92,13 +92,33 @@ def test_a_converted_model_is_the_model_at_any_layout(variant, written, loaded, 
         assert report["routing"] is None
 
 
-def test_of_a_checkpoint_by_compressed_tensors_the_weights_are_compared(converted, tmp_path):
-    _, mcore = converted("qwen3-moe")
-    mcore_to_hf(mcore, tmp_path / "fp8", quantize="fp8_per_channel", dtype="bf16")
-    hf_to_mcore(tmp_path / "fp8", tmp_path / "mcore", transformer_impl="local")
-    report = run(tmp_path / "fp8", tmp_path / "mcore")
+@pytest.mark.parametrize("variant, way", [("qwen3-moe", "fp8_per_channel"), ("qwen3", "nvfp4")])
+def test_of_a_checkpoint_by_compressed_tensors_the_weights_are_compared(variant, way, converted, tmp_path):
+    _, mcore = converted(variant)
+    mcore_to_hf(mcore, tmp_path / "quantised", quantize=way, dtype="bf16")
+    hf_to_mcore(tmp_path / "quantised", tmp_path / "mcore", transformer_impl="local")
+    report = run(tmp_path / "quantised", tmp_path / "mcore")
     assert report["ok"] and report["overall"]["max_abs"] < 1e-4 and report["overall"]["tokens"] == 80
-    assert not run(tmp_path / "fp8", mcore)["ok"], "other weights: those before they were quantised"
+    assert not run(tmp_path / "quantised", mcore)["ok"], "other weights: those before they were quantised"
+
+
+def test_weights_that_transformers_would_read_as_others_are_refused(converted, tmp_path):
+    (dense, mcore), (_, experts) = converted("qwen3"), converted("qwen3-moe")
+    mcore_to_hf(experts, tmp_path / "experts", quantize="nvfp4", dtype="bf16")
+    with pytest.raises(
+        ReshardError,
+        match="experts in nvfp4 without their global scale, as those of .*experts: compare the Mega",
+    ):
+        parity(str(tmp_path / "experts"), str(experts))
+    (tmp_path / "modelopt").mkdir()
+    config = json.loads((Path(dense) / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    (tmp_path / "modelopt" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ReshardError,
+        match="does not read weights that ModelOpt has quantised, as those of .*modelopt: compare",
+    ):
+        parity(str(tmp_path / "modelopt"), str(mcore))
 
 
 def swapped(tensors, one: str, two: str) -> None:

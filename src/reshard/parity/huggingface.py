@@ -1,6 +1,6 @@
 """transformers as a system: a Hugging Face directory, run by the published modelling code."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,8 @@ import torch
 
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.core.extras import importing
-from reshard.disk.channels import METHOD
+from reshard.disk import modelopt
+from reshard.disk.channels import METHOD, NVFP4
 from reshard.disk.sources import read_config
 from reshard.models.model import Model
 from reshard.parity.systems import DTYPES, ForwardSystem, device, release_memory
@@ -24,6 +25,7 @@ class HuggingFace(ForwardSystem):
         self.name = f"transformers, {path}, {dtype}"
         self.model = Model.from_hf(read_config(path / "config.json"), str(path / "config.json"))
         self.path, self.dtype = path, dtype
+        _refuse_unread(path, self.model)
 
     @cached_property
     def module(self) -> torch.nn.Module:
@@ -51,8 +53,7 @@ class HuggingFace(ForwardSystem):
 
     def _compressed(self) -> bool:
         """Whether the weights are quantised by compressed-tensors, whose config has transformers quantise activations too."""
-        quantization = self.model.config.get("quantization_config")
-        return isinstance(quantization, dict) and quantization.get("quant_method") == METHOD
+        return _quantization(self.model).get("quant_method") == METHOD  # type: ignore[no-any-return]
 
     def logits(self, tokens: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor:
         # Right padding: no token before it sees it, so that no mask is needed. Packed prompts are told apart
@@ -78,6 +79,28 @@ class HuggingFace(ForwardSystem):
     def close(self) -> None:
         vars(self).pop("module", None)
         release_memory()
+
+
+def _quantization(model: Model) -> Mapping[str, Any]:
+    found = model.config.get("quantization_config")
+    return found if isinstance(found, dict) else {}
+
+
+def _refuse_unread(path: Path, model: Model) -> None:
+    """Raise ReshardError for weights that transformers would read as others, or not at all."""
+    config = _quantization(model)
+    groups = config.get("config_groups")
+    forms = [config, *(groups.values() if isinstance(groups, dict) else ())]
+    what = None
+    if config.get("quant_method") == modelopt.METHOD or (path / modelopt.CONFIG).is_file():
+        what = "does not read weights that ModelOpt has quantised"
+    elif model.num_experts and any(isinstance(form, dict) and form.get("format") == NVFP4 for form in forms):
+        what = "dequantises experts in nvfp4 without their global scale"
+    if what is not None:
+        raise ReshardError(
+            f"transformers {what}, as those of {path}: compare the Megatron checkpoint that hf-to-mcore makes of it, or what it was "
+            f"made of"
+        )
 
 
 def _dequantised() -> Any:
