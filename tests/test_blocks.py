@@ -24,8 +24,8 @@ from reshard.refit.blocks import (
     BF16,
     BLOCK,
     E4M3,
+    ELEMENT_BYTES,
     PLACES,
-    SIZE,
     STRIP,
     cut,
     quantise,
@@ -340,7 +340,7 @@ def interpret() -> None:
             rounding,
             not shift,
             blocks,
-            size_of(strips.fragments[:, SIZE]),
+            size_of(strips.fragments[:, ELEMENT_BYTES]),
         )
         wanted, factors = quantise(values, rounding, divide=False)
         found = codes[:, :columns].view(E4M3.numpy()).astype(np.float32)

@@ -53,7 +53,7 @@ from reshard.refit.parcels import (
     parcels_of,
     places_asked,
 )
-from reshard.refit.parts import Slab, divided
+from reshard.refit.parts import PartsSlab, divided
 from reshard.refit.remake import remade
 from reshard.refit.routes import BUCKETS, HERE, PEER, SENT, STAGED, nearest
 from reshard.refit.tables import CODEC
@@ -212,7 +212,7 @@ class EngineSide:
     def __init__(self, engine: Engine, members: Members, agreed: Agreement, device: torch.device) -> None:
         self.engine, self.members, self.agreed, self.device = engine, members, agreed, device
         self.pieces: dict[int, Pieces] = {}
-        self.slab = Slab(engine, device)
+        self.slab = PartsSlab(engine, device)
         self.memory: dict[int, dict[str, Any]] = {}
         self.digests: dict[int, tuple[Digests, np.ndarray]] = {}
         self.passed: dict[int, np.ndarray] = {}

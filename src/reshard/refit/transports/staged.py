@@ -31,7 +31,7 @@ SLOTS = 2
 _numbers = itertools.count()
 
 
-class Slab:
+class SharedSlab:
     """`size` bytes of this process that others of its host may map: `address`, and `handle` for `Views`.
 
     `number` tells it from a later one of this process, which may get the same handle.
@@ -110,7 +110,7 @@ class Staged(Transport):
         self.members, self.device, self.bucket_bytes = members, device, bucket_bytes
         self.outgoing: dict[int, Outgoing] = {}
         self.incoming: dict[int, Incoming] = {}
-        self.slab: Slab | None = None
+        self.slab: SharedSlab | None = None
         self.views = Views(device)
         self.made: dict[tuple[int, int], tuple[int, int, dict[int, list[Round]]]] = {}
         # Of the refit that goes on: the rounds by the engine's round and partner, and how many each pair has had.
@@ -171,7 +171,7 @@ class Staged(Transport):
         members = self.members
         if self.outgoing:
             if self.slab is None:
-                self.slab = Slab(SLOTS * self.limit * len(self.outgoing), self.device)
+                self.slab = SharedSlab(SLOTS * self.limit * len(self.outgoing), self.device)
             starts = {peer: SLOTS * self.limit * i for i, peer in enumerate(self.outgoing)}
             slab = {
                 "number": self.slab.number,
