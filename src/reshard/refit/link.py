@@ -15,10 +15,11 @@ from reshard.refit.addresses import AT_ONCE, located
 from reshard.refit.agreement import Agreement, names_of
 from reshard.refit.codecs import CODECS, PLAIN
 from reshard.refit.copies import wait_for_device
+from reshard.refit.engine_side import EngineSide
 from reshard.refit.members import Members
 from reshard.refit.routes import BUCKETS, HERE, PEER, SENT, STAGED
-from reshard.refit.sides import EngineSide, TrainerSide
 from reshard.refit.tables import CODEC, bytes_of
+from reshard.refit.trainer_side import TrainerSide
 from reshard.refit.transports.base import Incoming, Outgoing, Transport
 from reshard.refit.transports.buckets import Buckets
 from reshard.refit.transports.pull import Pull
@@ -237,7 +238,7 @@ class Link:
 
     def _bring_again(self) -> None:
         """Carry out once more the copies of what engines make in rounds, and compare it with what they then make."""
-        self._go_through(self._rounds(), self.engine.digest_round if self.engine else None)
+        self._go_through(self._rounds(), self.engine.digests.add_round if self.engine else None)
 
     def _go_through(self, numbers: Sequence[int], work: Callable[[int], None] | None) -> None:
         """The copies of these rounds, and after each of this engine's `work`. Where that fails both go on, since others
@@ -299,14 +300,14 @@ class Link:
         made anew."""
         for side in (self.trainer, self.engine):
             if side is not None:
-                side.digest()
+                side.digests.begin()
         if self.trainer is not None:
-            self.trainer.post_digests()
+            self.trainer.digests.post()
         # Nobody begins to exchange once more with one that has failed.
         self.members.gather("moved", b"")
         self._bounded(self._bring_again)
         if self.engine is not None:
-            self.engine.compare_digests(self.pull.at if self.pull is not None else {})
+            self.engine.digests.compare(self.pull.at if self.pull is not None else {})
 
     def release(self) -> None:
         """Unmap the trainers' memory, where mappings were to stay (`connect(release=False)`). Every member
