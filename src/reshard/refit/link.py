@@ -31,9 +31,12 @@ log = logging.getLogger("reshard")
 
 @dataclass(frozen=True)
 class Report:
-    """One refit as a member saw it: seconds waiting for the others, moving bytes, and in all; bytes pulled
-    within the process and from peers' memory, received through slabs of the same host and in buckets; the
-    version that the engine now has."""
+    """One refit as a member saw it: the version that the engine now has; seconds waiting for the others, moving bytes, and in
+    all; bytes pulled within the process and from peers' memory, received through slabs of the same host and in buckets.
+
+    `launches` are the kernels of ours that copied these bytes, sent them off, and made blocks of them; not those of a check, of
+    torch, or of an engine that processes its layers anew.
+    """
 
     version: int
     wait_seconds: float
@@ -161,6 +164,9 @@ class Link:
     def _report(self, version: int, waited: float, moved: float, total: float) -> Report:
         local, peer = (self.pull.local_bytes, self.pull.peer_bytes) if self.pull is not None else (0, 0)
         staged, buckets = self.staged.received_bytes, self.buckets.received_bytes
+        launches = sum(transport.launches for transport in self._transports)
+        if self.engine is not None:
+            launches += self.engine.slab.launches
         return Report(
             version,
             waited,
@@ -170,7 +176,7 @@ class Link:
             peer,
             staged,
             buckets,
-            sum(t.launches for t in self._transports),
+            launches,
         )
 
     def _ready(self) -> tuple[bool, bool]:

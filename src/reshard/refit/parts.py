@@ -214,6 +214,11 @@ class PartsSlab:
         self.numbers = set(parts[:, IN_ROUND].tolist())
         self.made = {number: self._tables(number) for number in self.numbers}
 
+    @property
+    def launches(self) -> int:
+        """Kernels that make the blocks of all rounds."""
+        return sum(len(tables) for tables in self.made.values())
+
     def described(self) -> dict[str, int]:
         """For logs: the bytes of parts that come through it, in how many rounds, and its own."""
         moved = int(self.pieces.asked[:, [COUNT, ELEMENTS]].prod(1).sum()) * BF16.size

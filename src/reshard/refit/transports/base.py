@@ -70,10 +70,14 @@ class Transport(ABC):
     """
 
     received_bytes = 0  # by this rank, in each refit
-    launches = 0  # kernels in each refit that are not within `run`'s own rounds
     numbers: Set[int] = (
         frozenset()
     )  # the rounds of engines in which there is something to do, besides `AT_ONCE`
+
+    @property
+    @abstractmethod
+    def launches(self) -> int:
+        """Kernels that a refit launches, once `run` has been through it."""
 
     @abstractmethod
     def prepare(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming]) -> None:

@@ -92,8 +92,11 @@ class Pull(Transport):
             number: self._copies(rows.where(rounds_in_turn == number)) for number in sorted(self.numbers)
         }
         self.received_bytes = self.local_bytes + self.peer_bytes
-        tables = [self.table, *self.rounds.values()]
-        self.launches = sum(table.launches for table in tables) + len(self.blocks)
+
+    @property
+    def launches(self) -> int:
+        """Kernels that a refit launches."""
+        return sum(table.launches for table in (self.table, *self.rounds.values())) + len(self.blocks)
 
     def _padding(self, sent: Iterable[Incoming]) -> parcels.Placed:
         """Rows of padding, but what lies in blocks that are sent. In blocks that are put together of parts it is written,

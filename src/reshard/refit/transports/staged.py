@@ -118,6 +118,12 @@ class Staged(Transport):
         self.receives: dict[int, dict[int, list[Round]]] = {}
         self.done: Counter[tuple[int, int]] = Counter()
 
+    @property
+    def launches(self) -> int:
+        """Kernels that a refit launches, once `run` has been through it."""
+        pairs = [*self.sends.values(), *self.receives.values()]
+        return sum(one.launches for pair in pairs for rounds in pair.values() for one in rounds)
+
     def prepare(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming]) -> None:
         """Take these tables; the slab is made when it is first used. One of the right size stays, since
         others may have it mapped."""
