@@ -10,8 +10,8 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm import live as live_vllm
 from reshard.engines.vllm.live import VllmModel
+from reshard.refit import agreement as agreement_module
 from reshard.refit import connect, copies
-from reshard.refit import members as members_module
 from reshard.trainers.megatron import MegatronModel
 from tests.ranks import caught
 from tests.refit_on_cpu import Steps, engine_of, fingerprint, loaded, start, trainer
@@ -31,7 +31,7 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
     """One trainer and two engine ranks (TP2), something wrong, and what each of them says, with what it says next."""
     steps = Steps(sides, rank, 3)
     if what == "protocol" and rank == 2:
-        members_module.PROTOCOL = 99
+        agreement_module.PROTOCOL = 99
     is_trainer, is_engine, members = start(rank, sides)
     source = destination = None
     if is_trainer:

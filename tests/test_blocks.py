@@ -24,8 +24,8 @@ from reshard.refit.blocks import (
     BF16,
     BLOCK,
     E4M3,
+    ELEMENT_BYTES,
     PLACES,
-    SIZE,
     STRIP,
     cut,
     quantise,
@@ -340,7 +340,7 @@ def interpret() -> None:
             rounding,
             not shift,
             blocks,
-            size_of(strips.fragments[:, SIZE]),
+            size_of(strips.fragments[:, ELEMENT_BYTES]),
         )
         wanted, factors = quantise(values, rounding, divide=False)
         found = codes[:, :columns].view(E4M3.numpy()).astype(np.float32)
@@ -440,6 +440,7 @@ def test_a_refit_leaves_what_vllm_loads_from_a_checkpoint_in_fp8(
     )
     sent = sum(report["staged_bytes"] + report["bucket_bytes"] for some in reports for report in some)
     assert (sent > 0) == (not together or ranks > 1)
+    assert all(report["launches"] > 0 for some in reports for report in some), "of members that only send, too"
 
 
 def sides_of(folder: Path, trainers: int, engines: int, together: bool) -> dict:

@@ -9,10 +9,12 @@ import time
 import traceback
 
 import pytest
+import torch.distributed as dist
 
 from reshard import ReshardError
 from reshard.engines import VllmModel
 from reshard.refit import Members, connect
+from reshard.refit.roll import ROLL, Roll
 from tests.ranks import caught, free_port
 
 
@@ -275,6 +277,55 @@ def test_all_members_agree_on_how_every_turn_ended(who, phase):
     for first, second in Turns(who, phase).said.values():
         assert ("no luck" if phase == "fails" else f"rank {who} did not") in first
         assert second == "no error"
+
+
+class Counting:
+    """A store that counts what is asked of it."""
+
+    def __init__(self, store) -> None:
+        self.store, self.calls = store, 0
+
+    def __getattr__(self, name: str):
+        self.calls += 1
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("tcp", 24), ("hash", 24), ("file", 4)])
+def test_who_is_waited_for_is_found_by_one_roll_for_all_and_few_calls_of_the_store(
+    kind, size, monkeypatch, tmp_path
+):
+    """The time of all is over at once, but for one who does not come; whom each waits for is on one list in the store."""
+    port, asked, said = free_port(), [], []
+    one = {"hash": dist.HashStore, "file": lambda: dist.FileStore(str(tmp_path / "store"), size)}
+    shared = one[kind]() if kind in one else None
+    plain = Roll.silent
+
+    def silent(roll, awaited) -> list[int]:
+        before = roll.members.store.calls
+        found = plain(roll, awaited)
+        asked.append(roll.members.store.calls - before)
+        return found
+
+    def take_part(rank: int) -> None:
+        said.append(caught(lambda: waits(members[rank], "go")))
+
+    monkeypatch.setattr(Roll, "silent", silent)
+    members = [
+        Members(shared, rank, size, 60)
+        if shared
+        else Members.join(f"127.0.0.1:{port}", rank, size, timeout=60)
+        for rank in range(size - 1)
+    ]
+    for one in members:
+        one.store, one.timeout = Counting(one.store), 0.5
+    threads = [threading.Thread(target=take_part, args=(rank,), daemon=True) for rank in range(size - 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(90)
+    sentence = f"rank {size - 1} did not come to a refit within 0.5 s: dead, stalled or not started"
+    assert len(said) == size - 1 and all(one.endswith(sentence) for one in said), said
+    assert members[0].tally(ROLL) < 3 <= len(asked) and max(asked) < 200
 
 
 def waits(members: Members, phase: str) -> None:

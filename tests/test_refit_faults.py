@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.refit.members import PROTOCOL
+from reshard.refit.agreement import PROTOCOL
 from tests.ranks import free_port, run_on_ranks
 from tests.test_logits import PP, TP, flags_at
 

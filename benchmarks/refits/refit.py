@@ -128,7 +128,7 @@ class Today:
     def __init__(self, source, model, vllm_model, model_config=None) -> None:
         from reshard.core.dtypes import dtype_named
         from reshard.megatron.parameters import expand
-        from reshard.refit.sides import Sources
+        from reshard.refit.needs import Sources
         from reshard.refit.wire import Held
 
         self.source, self.module, self.model_config = source, vllm_model, model_config

@@ -1,17 +1,23 @@
 """What all members agree on before anything is planned: who has which side, and by which way bytes may go."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from reshard.core.errors import ReshardError, listed
+from reshard.refit.hosts import this_host
 from reshard.refit.members import Members
 from reshard.refit.routes import Seat, distance, way_between
 from reshard.refit.wire import pack_json, unpack_json
 
+PROTOCOL = 7
+
 
 @dataclass(frozen=True)
 class Agreement:
-    """`peers` are the members' own words (`members.hello`), `trainers` and `engines` the ranks that have a
+    """`peers` are the members' own words (`hello`), `trainers` and `engines` the ranks that have a
     side, `executor` what one has chosen or ``auto``, `bucket_bytes` the least that one gives, `releases`
     whether a trainer wants its memory for itself."""
 
@@ -93,3 +99,15 @@ def one_config(members: Members, engines: list[int]) -> dict[str, Any]:
 def names_of(members: Members, ranks: Any) -> str:
     """Members by name, for a sentence."""
     return listed(members.names[rank] for rank in ranks)
+
+
+def hello(name: str, roles: list[str], device: torch.device) -> dict[str, Any]:
+    """What a member says of itself."""
+    from importlib.metadata import version
+
+    gpu = ""
+    if device.type == "cuda":
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+    mine = {"name": name, "roles": roles, "device": device.type, "gpu": gpu}
+    process = {"host": this_host(), "user": os.getuid(), "pid": os.getpid()}
+    return {"protocol": PROTOCOL, "reshard": version("reshard"), **mine, **process}

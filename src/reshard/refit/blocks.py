@@ -29,11 +29,11 @@ STRIP = 8  # blocks of an item
 # Columns of an item: address and pitch in bytes of its codes, address of its first scale, rows, columns, its first
 # fragment and how many there are.
 ITEM = 7
-CODES, CODES_PITCH, SCALES, HEIGHT, LENGTH, FIRST, COUNT = range(ITEM)
+CODES, CODES_PITCH, SCALES, HEIGHT, LENGTH, FIRST_FRAGMENT, FRAGMENTS = range(ITEM)
 # Columns of a fragment: address and pitch in elements of the source, first row and column within the item, rows, columns,
 # and the bytes of an element of the source.
 FRAGMENT = 7
-FROM, FROM_PITCH, TOP, LEFT, HIGH, WIDE, SIZE = range(FRAGMENT)
+SOURCE, SOURCE_PITCH, TOP, LEFT, HIGH, WIDE, ELEMENT_BYTES = range(FRAGMENT)
 # Columns of where quantised tensors lie (`places_of`): of codes and of scales the addresses, then the pitches in
 # elements; rows and columns; the codec that bf16 would have.
 PLACES = 7
@@ -81,7 +81,7 @@ def _reached(strips: Strips) -> bool:
     if not len(items):
         return True
     first, last = fragments[:, LEFT] // BLOCK, (fragments[:, LEFT] + fragments[:, WIDE] - 1) // BLOCK
-    blocks = np.bitwise_or.reduceat((2 << last) - (1 << first), items[:, FIRST])
+    blocks = np.bitwise_or.reduceat((2 << last) - (1 << first), items[:, FIRST_FRAGMENT])
     return bool((blocks == (1 << -(-items[:, LENGTH] // BLOCK)) - 1).all())
 
 
@@ -104,8 +104,8 @@ def cut(table: np.ndarray, into: np.ndarray, owners: np.ndarray, places: np.ndar
     right = np.minimum(column[piece] + columns[piece], (strip + 1) * wide)
     pitch, size = table[piece, SRC_PITCH], SOURCE_SIZES[table[piece, CODEC]]
     fragments = np.empty((len(piece), FRAGMENT), np.int64)
-    fragments[:, FROM] = table[piece, SRC] + (top - row[piece]) * pitch + (left - column[piece]) * size
-    fragments[:, FROM_PITCH], fragments[:, SIZE] = pitch // size, size
+    fragments[:, SOURCE] = table[piece, SRC] + (top - row[piece]) * pitch + (left - column[piece]) * size
+    fragments[:, SOURCE_PITCH], fragments[:, ELEMENT_BYTES] = pitch // size, size
     fragments[:, TOP], fragments[:, LEFT] = top - block_row * BLOCK, left - strip * wide
     fragments[:, HIGH], fragments[:, WIDE] = bottom - top, right - left
     keys = np.stack([index[piece], block_row, strip], 1)
@@ -120,8 +120,8 @@ def cut(table: np.ndarray, into: np.ndarray, owners: np.ndarray, places: np.ndar
     items[:, SCALES] = scales + (at_row * scales_pitch + at_strip * blocks) * 4
     items[:, HEIGHT] = np.minimum(BLOCK, height - at_row * BLOCK)
     items[:, LENGTH] = np.minimum(wide, width - at_strip * wide)
-    items[:, FIRST] = starts
-    items[:, COUNT] = np.diff(np.append(starts, len(keys)))
+    items[:, FIRST_FRAGMENT] = starts
+    items[:, FRAGMENTS] = np.diff(np.append(starts, len(keys)))
     return Strips(items, fragments[order], owners[piece][order], tensor)
 
 
@@ -134,8 +134,8 @@ class BlockTable:
         items = strips.items[order]
         bits = np.bitwise_or.reduce(items[:, [CODES, CODES_PITCH]].ravel(), initial=0)
         sources = strips.fragments
-        size = sources[:, SIZE]
-        moved = sources[:, FROM] | sources[:, FROM_PITCH] * size | sources[:, LEFT] * size
+        size = sources[:, ELEMENT_BYTES]
+        moved = sources[:, SOURCE] | sources[:, SOURCE_PITCH] * size | sources[:, LEFT] * size
         self.aligned = bool((bits | np.bitwise_or.reduce(moved, initial=0)) % 16 == 0)
         self.size = size_of(size)
         # Programs for an item; two kernels, not one for each width.
@@ -155,9 +155,9 @@ class BlockTable:
     def shift(self, deltas: np.ndarray) -> None:
         """Add `deltas` bytes, multiples of 16, by owner, to where the sources are."""
         if isinstance(self.fragments, torch.Tensor):
-            self.fragments[:, FROM] += torch.from_numpy(deltas).to(self.device)[self.owners]
+            self.fragments[:, SOURCE] += torch.from_numpy(deltas).to(self.device)[self.owners]
         else:
-            self.fragments[:, FROM] += deltas[self.owners]
+            self.fragments[:, SOURCE] += deltas[self.owners]
 
     def run(self) -> None:
         """Quantise all; on a GPU, enqueue it on the current stream."""

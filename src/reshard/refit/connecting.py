@@ -15,12 +15,13 @@ from reshard.core.limits import check_number
 from reshard.live.engine import Engine
 from reshard.live.trainer import Trainer
 from reshard.models.model import Model
-from reshard.refit.agreement import agree, one_config
+from reshard.refit.agreement import agree, hello, one_config
 from reshard.refit.blocks import BF16
+from reshard.refit.engine_side import EngineSide
 from reshard.refit.link import Link
-from reshard.refit.members import Members, hello
+from reshard.refit.members import Members
 from reshard.refit.routes import EXECUTORS
-from reshard.refit.sides import EngineSide, TrainerSide
+from reshard.refit.trainer_side import TrainerSide
 from reshard.refit.wire import pack_json
 
 BUCKET_BYTES = 512 << 20

@@ -16,6 +16,10 @@ from reshard.refit.tables import CODEC, DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WI
 WORD = 8
 # Larger than those of copies: the table is made anew at each check, and nothing waits for a link.
 TILE_BYTES = 1 << 20
+# Columns of a tile: its address, the row of the table that it is of, rows, words in a row, the pitch in loads, and the index of
+# its first word.
+TILE = 6
+ADDRESS, PIECE, TILE_ROWS, TILE_WORDS, TILE_PITCH, FIRST_WORD = range(TILE)
 
 
 class Digests:
@@ -44,8 +48,6 @@ def word_tiles(
 ) -> dict[tuple[int, int, int], np.ndarray]:
     """What lies at a table's source end, cut into tiles: by the bytes of a word, those of it that are loaded at
     once, which the addresses decide, and the codec, which loads an element at once.
-
-    A tile is (address, row of the table, rows, words in a row, pitch in loads, index of its first word).
     """
     packed = table.copy()
     packed[:, DST_PITCH] = packed[:, WIDTH]
@@ -57,9 +59,11 @@ def word_tiles(
     aligned = (codec == PLAIN) & ((tiles[:, SRC] | tiles[:, SRC_PITCH]) % WORD == 0)
     unit = np.where(aligned, word, itemsize)
     loaded = np.where(codec == PLAIN, unit, SOURCE_SIZES[codec])
-    rows = [tiles[:, SRC], origin, tiles[:, ROWS], tiles[:, WIDTH] // word, tiles[:, SRC_PITCH] // loaded,
-            tiles[:, DST] // word]  # fmt: skip
-    found, kinds = np.stack(rows, 1), np.stack([word, unit, codec], 1)
+    found = np.empty((len(tiles), TILE), np.int64)
+    found[:, ADDRESS], found[:, PIECE], found[:, TILE_ROWS] = tiles[:, SRC], origin, tiles[:, ROWS]
+    found[:, TILE_WORDS], found[:, TILE_PITCH] = tiles[:, WIDTH] // word, tiles[:, SRC_PITCH] // loaded
+    found[:, FIRST_WORD] = tiles[:, DST] // word
+    kinds = np.stack([word, unit, codec], 1)
     return {
         (kind[0], kind[1], kind[2]): found[(kinds == kind).all(1)]
         for kind in np.unique(kinds, axis=0).tolist()

@@ -8,14 +8,15 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import ModuleType
 
 import torch
 import triton
 import triton.language as tl
 from triton import knobs
 
-from reshard.refit import mix
-from reshard.refit.blocks import FRAGMENT, ITEM, STRIP
+from reshard.refit import blocks, codecs, digests, mix, tables
+from reshard.refit.blocks import STRIP
 from reshard.refit.codecs import CODECS, PLAIN
 
 WORDS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
@@ -24,12 +25,33 @@ BLOCK = 2048
 _compiling = threading.Lock()  # one at a time: the hook that is put away belongs to the process
 
 
+def _columns(module: ModuleType, names: str) -> list[tl.constexpr]:
+    """Columns of a module's tables as a kernel may name them: as constants of Triton's."""
+    return [tl.constexpr(getattr(module, name)) for name in names.split()]
+
+
+# Copies, without the codec at their end, of which those in one launch all have the same; items and fragments; tiles of digests.
+COPY, SRC, DST, ROWS, WIDTH, SRC_PITCH, DST_PITCH = _columns(
+    tables, "CODEC SRC DST ROWS WIDTH SRC_PITCH DST_PITCH"
+)
+ITEM, CODES, CODES_PITCH, SCALES, HEIGHT, LENGTH, FIRST_FRAGMENT, FRAGMENTS = _columns(
+    blocks, "ITEM CODES CODES_PITCH SCALES HEIGHT LENGTH FIRST_FRAGMENT FRAGMENTS"
+)
+FRAGMENT, SOURCE, SOURCE_PITCH, TOP, LEFT, HIGH, WIDE, ELEMENT_BYTES = _columns(
+    blocks, "FRAGMENT SOURCE SOURCE_PITCH TOP LEFT HIGH WIDE ELEMENT_BYTES"
+)
+TILE, ADDRESS, PIECE, TILE_ROWS, TILE_WORDS, TILE_PITCH, FIRST_WORD = _columns(
+    digests, "TILE ADDRESS PIECE TILE_ROWS TILE_WORDS TILE_PITCH FIRST_WORD"
+)
+EDGE = tl.constexpr(codecs.BLOCK)  # elements along an edge of a block with a scale
+
+
 @triton.jit
 def _copy_tile(row, FROM: tl.constexpr, INTO: tl.constexpr, PAIR: tl.constexpr, BLOCK: tl.constexpr):
-    src = tl.load(row).to(tl.pointer_type(FROM))
-    dst = tl.load(row + 1).to(tl.pointer_type(INTO))
-    n_rows, width = tl.load(row + 2).to(tl.int32), tl.load(row + 3).to(tl.int32)
-    src_pitch, dst_pitch = tl.load(row + 4), tl.load(row + 5)
+    src = tl.load(row + SRC).to(tl.pointer_type(FROM))
+    dst = tl.load(row + DST).to(tl.pointer_type(INTO))
+    n_rows, width = tl.load(row + ROWS).to(tl.int32), tl.load(row + WIDTH).to(tl.int32)
+    src_pitch, dst_pitch = tl.load(row + SRC_PITCH), tl.load(row + DST_PITCH)
     half = tl.arange(0, PAIR)[None, :]
     total = n_rows * width
     if n_rows == 1:
@@ -49,7 +71,7 @@ def _copy_tile(row, FROM: tl.constexpr, INTO: tl.constexpr, PAIR: tl.constexpr, 
 
 @triton.jit
 def _copy(table, FROM: tl.constexpr, INTO: tl.constexpr, PAIR: tl.constexpr, BLOCK: tl.constexpr):
-    _copy_tile(table + tl.program_id(0).to(tl.int64) * 6, FROM, INTO, PAIR, BLOCK)
+    _copy_tile(table + tl.program_id(0).to(tl.int64) * COPY, FROM, INTO, PAIR, BLOCK)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -57,7 +79,7 @@ def _copy_aside(
     table, tiles, FROM: tl.constexpr, INTO: tl.constexpr, PAIR: tl.constexpr, BLOCK: tl.constexpr
 ):
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        _copy_tile(table + tile * 6, FROM, INTO, PAIR, BLOCK)
+        _copy_tile(table + tile * COPY, FROM, INTO, PAIR, BLOCK)
 
 
 def copy_tiles(tiles: torch.Tensor, unit: int, programs: int | None = None, codec: int = PLAIN) -> None:
@@ -80,17 +102,17 @@ def _floats(codec: int) -> tuple[tl.dtype, tl.dtype]:
 @triton.jit
 def _inside(row, r, c):
     """Which of the elements at rows `r` and columns `c` of an item are in a fragment."""
-    top, left = tl.load(row + 2).to(tl.int32), tl.load(row + 3).to(tl.int32)
-    below, right = top + tl.load(row + 4).to(tl.int32), left + tl.load(row + 5).to(tl.int32)
+    top, left = tl.load(row + TOP).to(tl.int32), tl.load(row + LEFT).to(tl.int32)
+    below, right = top + tl.load(row + HIGH).to(tl.int32), left + tl.load(row + WIDE).to(tl.int32)
     return (r >= top) & (r < below) & (c >= left) & (c < right)
 
 
 @triton.jit
 def _read(row, r, c, FROM: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):
     """bf16 of these elements of a fragment, which has them all where it is `WHOLE`; else zeros where it has none."""
-    src = tl.load(row).to(tl.pointer_type(FROM))
-    top, left = tl.load(row + 2).to(tl.int32), tl.load(row + 3).to(tl.int32)
-    where = src + ((r - top) * tl.load(row + 1) + (c - left))
+    src = tl.load(row + SOURCE).to(tl.pointer_type(FROM))
+    top, left = tl.load(row + TOP).to(tl.int32), tl.load(row + LEFT).to(tl.int32)
+    where = src + ((r - top) * tl.load(row + SOURCE_PITCH) + (c - left))
     if ALIGNED:
         where = tl.multiple_of(tl.max_contiguous(where, [1, 8]), [1, 16])
     if WHOLE:
@@ -108,7 +130,7 @@ def _part(row, r, c, SIZE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.conste
     elif SIZE == 4:
         value = _read(row, r, c, tl.float32, ALIGNED, WHOLE)
     else:
-        if tl.load(row + 6) == 4:
+        if tl.load(row + ELEMENT_BYTES) == 4:
             value = _read(row, r, c, tl.float32, ALIGNED, WHOLE)
         else:
             value = _read(row, r, c, tl.bfloat16, ALIGNED, WHOLE)
@@ -118,15 +140,15 @@ def _part(row, r, c, SIZE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.conste
 @triton.jit
 def _gathered(fragments, count, block, SIZE: tl.constexpr, ALIGNED: tl.constexpr):
     """The elements ``[128, 128]`` of an item's block that starts at a column, in bf16, zeros where it has none."""
-    r, c = tl.arange(0, 128)[:, None], block + tl.arange(0, 128)[None, :]
-    top, left = tl.load(fragments + 2), tl.load(fragments + 3)
-    rows, right = tl.load(fragments + 4), left + tl.load(fragments + 5)
-    if (top == 0) & (rows == 128) & (left <= block) & (right >= block + 128):
+    r, c = tl.arange(0, EDGE)[:, None], block + tl.arange(0, EDGE)[None, :]
+    top, left = tl.load(fragments + TOP), tl.load(fragments + LEFT)
+    rows, right = tl.load(fragments + HIGH), left + tl.load(fragments + WIDE)
+    if (top == 0) & (rows == EDGE) & (left <= block) & (right >= block + EDGE):
         value = _part(fragments, r, c, SIZE, ALIGNED, True)
     else:
         value = _part(fragments, r, c, SIZE, ALIGNED, False)
         for more in range(1, count):
-            row = fragments + more * 7
+            row = fragments + more * FRAGMENT
             value = tl.where(_inside(row, r, c), _part(row, r, c, SIZE, False, False), value)
     return value
 
@@ -153,24 +175,26 @@ def _quantise(
     STRIP: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    item = items + (tl.program_id(0) // STRIP).to(tl.int64) * 7
-    block = (tl.program_id(0) % STRIP) * 128
-    n_rows, n_columns = tl.load(item + 3).to(tl.int32), tl.load(item + 4).to(tl.int32)
+    item = items + (tl.program_id(0) // STRIP).to(tl.int64) * ITEM
+    block = (tl.program_id(0) % STRIP) * EDGE
+    n_rows, n_columns = tl.load(item + HEIGHT).to(tl.int32), tl.load(item + LENGTH).to(tl.int32)
     if block < n_columns:
-        count = tl.load(item + 6).to(tl.int32)
-        value = _gathered(fragments + tl.load(item + 5) * 7, count, block, SIZE, ALIGNED).to(tl.float32)
+        count, first = tl.load(item + FRAGMENTS).to(tl.int32), tl.load(item + FIRST_FRAGMENT)
+        value = _gathered(fragments + first * FRAGMENT, count, block, SIZE, ALIGNED).to(tl.float32)
         codes, scale = _scaled(value, POWER and not TWICE)
         if TWICE:
             codes, scale = _scaled(codes.to(tl.float32) * scale, True)
-        r, c = tl.arange(0, 128)[:, None], block + tl.arange(0, 128)[None, :]
-        where = tl.load(item).to(tl.pointer_type(tl.float8e4nv)) + (r * tl.load(item + 1) + c)
+        r, c = tl.arange(0, EDGE)[:, None], block + tl.arange(0, EDGE)[None, :]
+        where = tl.load(item + CODES).to(tl.pointer_type(tl.float8e4nv)) + (
+            r * tl.load(item + CODES_PITCH) + c
+        )
         if ALIGNED:
             where = tl.multiple_of(tl.max_contiguous(where, [1, 16]), [1, 16])
-        if (n_rows == 128) & (n_columns >= block + 128):
+        if (n_rows == EDGE) & (n_columns >= block + EDGE):
             tl.store(where, codes)
         else:
             tl.store(where, codes, mask=(r < n_rows) & (c < n_columns))
-        tl.store(tl.load(item + 2).to(tl.pointer_type(tl.float32)) + block // 128, scale)
+        tl.store(tl.load(item + SCALES).to(tl.pointer_type(tl.float32)) + block // EDGE, scale)
 
 
 def quantise_strips(
@@ -210,11 +234,12 @@ def _digest(
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
 ):
-    row = table + tl.program_id(0).to(tl.int64) * 6
-    src = tl.load(row).to(tl.pointer_type(FROM))
-    piece = tl.load(row + 1)
-    n_rows, width, pitch = tl.load(row + 2).to(tl.int32), tl.load(row + 3).to(tl.int32), tl.load(row + 4)
-    place = (tl.load(row + 5) + tl.arange(0, BLOCK)) * POSITION
+    row = table + tl.program_id(0).to(tl.int64) * TILE
+    src = tl.load(row + ADDRESS).to(tl.pointer_type(FROM))
+    piece = tl.load(row + PIECE)
+    n_rows, width = tl.load(row + TILE_ROWS).to(tl.int32), tl.load(row + TILE_WORDS).to(tl.int32)
+    pitch = tl.load(row + TILE_PITCH)
+    place = (tl.load(row + FIRST_WORD) + tl.arange(0, BLOCK)) * POSITION
     total = n_rows * width
     found = tl.zeros([BLOCK], tl.int64)
     for start in range(0, total, BLOCK):
@@ -237,8 +262,7 @@ def _digest(
 
 
 def digest_tiles(tiles: torch.Tensor, out: torch.Tensor, word: int, unit: int, codec: int = PLAIN) -> None:
-    """Add the digests of tiles to `out`, by piece. A tile is (address, piece, rows, words in a row, pitch in
-    units, index of its first word); a word is loaded in units of so many bytes, or put together from elements
+    """Add the digests of tiles to `out`, by piece. A word is loaded in units of so many bytes, or put together from elements
     of so many bytes as the codec makes them."""
     if not len(tiles):
         return
@@ -268,8 +292,8 @@ def compile_copy(unit: int, device: torch.device, programs: int | None = None, c
     """Compile the copies of this word size now, on nothing, so that the first refit does not wait for it:
     those that may use all of the GPU, or with `programs` the others."""
     with torch.cuda.device(device), expected_compilation():
-        nothing = torch.zeros((1, 6), dtype=torch.int64, device=device)
-        nothing[0, :2] = nothing.data_ptr()
+        nothing = torch.zeros((1, COPY.value), dtype=torch.int64, device=device)
+        nothing[0, [SRC.value, DST.value]] = nothing.data_ptr()
         copy_tiles(nothing.repeat(2, 1), unit, programs, codec)
         torch.cuda.synchronize(device)
 
@@ -280,8 +304,8 @@ def compile_quantise(
 ) -> None:
     """Compile the quantising of items of so many blocks, from elements of so many bytes, now, on one of nothing."""
     with torch.cuda.device(device), expected_compilation():
-        items = torch.zeros((1, ITEM), dtype=torch.int64, device=device)
-        fragments = torch.zeros((1, FRAGMENT), dtype=torch.int64, device=device)
+        items = torch.zeros((1, ITEM.value), dtype=torch.int64, device=device)
+        fragments = torch.zeros((1, FRAGMENT.value), dtype=torch.int64, device=device)
         quantise_strips(items, fragments, rounding, aligned, blocks, size)
         torch.cuda.synchronize(device)
 
@@ -291,10 +315,10 @@ def compile_digest(word: int, unit: int, device: torch.device, codec: int = PLAI
     """Compile the digests of words of this size, loaded in such units, now, on nothing."""
     with torch.cuda.device(device), expected_compilation():
         nothing, out = (
-            torch.zeros((1, 6), dtype=torch.int64, device=device),
+            torch.zeros((1, TILE.value), dtype=torch.int64, device=device),
             torch.zeros(1, dtype=torch.int64, device=device),
         )
-        nothing[0, 0] = nothing.data_ptr()
+        nothing[0, ADDRESS.value] = nothing.data_ptr()
         digest_tiles(nothing, out, word, unit, codec)
         torch.cuda.synchronize(device)
 

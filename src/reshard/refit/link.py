@@ -15,10 +15,11 @@ from reshard.refit.addresses import AT_ONCE, located
 from reshard.refit.agreement import Agreement, names_of
 from reshard.refit.codecs import CODECS, PLAIN
 from reshard.refit.copies import wait_for_device
+from reshard.refit.engine_side import EngineSide
 from reshard.refit.members import Members
 from reshard.refit.routes import BUCKETS, HERE, PEER, SENT, STAGED
-from reshard.refit.sides import EngineSide, TrainerSide
 from reshard.refit.tables import CODEC, bytes_of
+from reshard.refit.trainer_side import TrainerSide
 from reshard.refit.transports.base import Incoming, Outgoing, Transport
 from reshard.refit.transports.buckets import Buckets
 from reshard.refit.transports.pull import Pull
@@ -30,9 +31,12 @@ log = logging.getLogger("reshard")
 
 @dataclass(frozen=True)
 class Report:
-    """One refit as a member saw it: seconds waiting for the others, moving bytes, and in all; bytes pulled
-    within the process and from peers' memory, received through slabs of the same host and in buckets; the
-    version that the engine now has."""
+    """One refit as a member saw it: the version that the engine now has; seconds waiting for the others, moving bytes, and in
+    all; bytes pulled within the process and from peers' memory, received through slabs of the same host and in buckets.
+
+    `launches` are the kernels of ours that copied these bytes, sent them off, and made blocks of them; not those of a check, of
+    torch, or of an engine that processes its layers anew.
+    """
 
     version: int
     wait_seconds: float
@@ -160,6 +164,9 @@ class Link:
     def _report(self, version: int, waited: float, moved: float, total: float) -> Report:
         local, peer = (self.pull.local_bytes, self.pull.peer_bytes) if self.pull is not None else (0, 0)
         staged, buckets = self.staged.received_bytes, self.buckets.received_bytes
+        launches = sum(transport.launches for transport in self._transports)
+        if self.engine is not None:
+            launches += self.engine.slab.launches
         return Report(
             version,
             waited,
@@ -169,7 +176,7 @@ class Link:
             peer,
             staged,
             buckets,
-            sum(t.launches for t in self._transports),
+            launches,
         )
 
     def _ready(self) -> tuple[bool, bool]:
@@ -237,7 +244,7 @@ class Link:
 
     def _bring_again(self) -> None:
         """Carry out once more the copies of what engines make in rounds, and compare it with what they then make."""
-        self._go_through(self._rounds(), self.engine.digest_round if self.engine else None)
+        self._go_through(self._rounds(), self.engine.digests.add_round if self.engine else None)
 
     def _go_through(self, numbers: Sequence[int], work: Callable[[int], None] | None) -> None:
         """The copies of these rounds, and after each of this engine's `work`. Where that fails both go on, since others
@@ -299,14 +306,14 @@ class Link:
         made anew."""
         for side in (self.trainer, self.engine):
             if side is not None:
-                side.digest()
+                side.digests.begin()
         if self.trainer is not None:
-            self.trainer.post_digests()
+            self.trainer.digests.post()
         # Nobody begins to exchange once more with one that has failed.
         self.members.gather("moved", b"")
         self._bounded(self._bring_again)
         if self.engine is not None:
-            self.engine.compare_digests(self.pull.at if self.pull is not None else {})
+            self.engine.digests.compare(self.pull.at if self.pull is not None else {})
 
     def release(self) -> None:
         """Unmap the trainers' memory, where mappings were to stay (`connect(release=False)`). Every member

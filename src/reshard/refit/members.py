@@ -1,5 +1,4 @@
-"""The processes that take part in a refit, and what they tell each other: small messages through a key-value
-store.
+"""The processes that take part in a refit: how they meet, take turns, and wait for each other's messages.
 
 A connect or a refit is a *turn*, in which all members take part in the same order. Each turn has one verdict,
 a key that all read and that only changes by compare-and-set: from nothing to `GO` (all are here), from there
@@ -7,7 +6,6 @@ to `DONE` (all have what they need), or, from either, to failed. So no member ca
 another has given up, however late it comes.
 
 No collective is used here, so that a process that dies or stalls is named by the others, within a time limit.
-Payloads are JSON and raw arrays; nothing is unpickled.
 """
 
 import errno
@@ -15,22 +13,21 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.util import Finalize
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.core.limits import check_seconds
-from reshard.refit.roll import LOOK_SECONDS, ROLL, Roll
+from reshard.refit.hosts import address_towards, family_of, parsed, wait_for_server
+from reshard.refit.messages import Messages
+from reshard.refit.roll import ALIVE, LOOK_SECONDS, ROLL, Roll
 from reshard.refit.store import bounded, of_process_group
 
-PROTOCOL = 6
 LINGER_SECONDS = 3.0
 MOST_MEMBERS = 1 << 20
 NOTHING, GO, DONE, FAILED = "-", "go", "done", "failed"
@@ -38,7 +35,7 @@ TOLD = "told"
 _made: Counter[str] = Counter()
 
 
-class Members:
+class Members(Messages):
     """The trainer's and the inference engine's processes under one numbering.
 
     `store` is any torch store that all of them reach, `rank` and `size` count over both sides. `timeout` in
@@ -48,15 +45,13 @@ class Members:
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float = 60.0) -> None:
         _check_rank(rank, size)
         check_seconds(timeout, "timeout")
-        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
-        self.names = {r: f"rank {r}" for r in range(size)}
+        super().__init__(store, rank, size)
+        self.timeout = timeout
         self.process_group: dist.ProcessGroup | None = None
         self.local_address: str | None = None
-        self.turns = self._tidied = 0
         self.what = "connect"
         self.version: int | None = None
-        self._posted: list[str] = []
-        self._note = self._seen = self._lost = ""
+        self._note = self._seen = ""
         self._failed: Callable[[], str] = str  # of what this process knows beside the store: nothing
         self._gone = NOTHING  # the verdict of this turn, as this member has last seen it
         self.roll = Roll(self)
@@ -88,7 +83,7 @@ class Members:
         A host of ``127.0.0.1``, ``::1`` or ``localhost`` is served to this host only. Raises ReshardError
         where nobody answers in time, and where another process has joined as this rank.
         """
-        host, port = _parsed(address)
+        host, port = parsed(address)
         _check_rank(rank, size)
         check_seconds(timeout, "timeout")
         deadline = time.monotonic() + timeout
@@ -98,7 +93,7 @@ class Members:
                 options: dict[str, Any] = {"is_master": True, "master_listen_fd": listener.detach()}
             else:
                 # torch's own client prints stacks, and waits twice as long
-                _wait_for_server(host, port, deadline)
+                wait_for_server(host, port, deadline)
                 options = {}
             seconds = timedelta(seconds=max(1.0, deadline - time.monotonic()))
             store = bounded(
@@ -113,7 +108,7 @@ class Members:
             raise ReshardError(f"rank {rank} {who} at {address} ({first_line(error)}){hint}") from error
         members = Members(store, rank, size, timeout)
         members._register(address)
-        members.local_address = _address_towards(host, port)
+        members.local_address = address_towards(host, port)
         members._linger_at_exit()
         return members
 
@@ -121,9 +116,9 @@ class Members:
     def tell(address: str, sentence: str, timeout: float = 10.0) -> None:
         """Say to those who meet at an address, as none of them, that one of them will not come: their turn fails with that
         sentence, as do all later ones. Nothing where they meet no more, or nobody serves there within `timeout` seconds."""
-        host, port = _parsed(address)
+        host, port = parsed(address)
         with suppress(OSError, RuntimeError, dist.DistError):
-            _wait_for_server(host, port, time.monotonic() + timeout)
+            wait_for_server(host, port, time.monotonic() + timeout)
             seconds = timedelta(seconds=max(1.0, timeout))
             store = bounded(
                 lambda: dist.TCPStore(host, port, None, wait_for_workers=False, timeout=seconds),
@@ -210,8 +205,11 @@ class Members:
         told = time.monotonic()
         deadline, pause = told + self.timeout, 20e-6
 
+        awaited = [*range(self.size)]
+
         def missing() -> list[int]:
-            return [rank for rank in range(self.size) if not self._has_reached(rank, step)]
+            awaited[:] = self._before(step, awaited)  # who has come is not asked for again
+            return [*awaited]
 
         with self.roll.waits_for(missing):
             while (verdict := self._verdict()) == before:
@@ -238,11 +236,16 @@ class Members:
             return int(self._call(self.store.get, self._key("version")).decode().partition(" ")[0])
         return (self.version or 0) + 1
 
-    def _has_reached(self, rank: int, step: str) -> bool:
-        if not self._call(self.store.check, [f"at/{rank}"]):
-            return False
-        turn, at, _ = self._call(self.store.get, f"at/{rank}").decode().split(" ", 2)
-        return int(turn) >= self.turns and (step == "here" or at == "done")
+    def _before(self, step: str, ranks: Sequence[int]) -> list[int]:
+        """Those of these members that have not come to a step of this turn."""
+        never = self._absent(ranks, "at/{}".format)
+        others = sorted({*ranks} - {*never})
+        marks = self._call(self.store.multi_get, [f"at/{rank}" for rank in others]) if others else []
+        for rank, mark in zip(others, marks, strict=True):
+            turn, at, _ = mark.decode().split(" ", 2)
+            if int(turn) < self.turns or (step == "done" and at != "done"):
+                never.append(rank)
+        return sorted(never)
 
     def silent(self) -> list[int]:
         """Those that do not answer, of all members."""
@@ -294,50 +297,36 @@ class Members:
             said = verdict.removeprefix(f"{FAILED} ")
             raise ReshardError(said.removeprefix(f"{self.names[self.rank]}: "))
 
-    def _swap(self, key: str, expected: str, desired: str) -> str:
-        """Compare and set; the value that the key has then."""
-        return self._call(self.store.compare_set, key, expected, desired).decode()
-
-    def _key(self, name: str) -> str:
-        return f"{self.turns}/{name}"
-
     # Messages within a turn
-
-    def post(self, key: str, payload: bytes = b"") -> None:
-        """Publish a payload under a key of this rank."""
-        name = self._key(f"{key}/{self.rank}")
-        self._call(self.store.set, name, payload or b"-")
-        if name not in self._posted:
-            self._posted.append(name)
 
     def read(self, key: str, rank: int) -> bytes:
         """What a rank published; waits for it. Raises ReshardError where some member failed or `rank` is
         late."""
-        self.wait(key, [rank])
-        payload = self._call(self.store.get, self._key(f"{key}/{rank}"))
-        return b"" if payload == b"-" else payload
+        return self.read_all(key, [rank])[0]
+
+    def read_all(self, key: str, ranks: Iterable[int]) -> list[bytes]:
+        """What these ranks published, in their order; waits for them."""
+        ranks = [*ranks]
+        self.wait(key, ranks)
+        return self.posted(key, ranks)
 
     def wait(self, key: str, ranks: Iterable[int]) -> None:
         """Wait until these ranks have published under `key`; raises ReshardError naming those that are late,
         or that failed."""
-        names = {self._key(f"{key}/{rank}"): rank for rank in ranks}
+        awaited = [*ranks]
 
         def late() -> list[int]:
-            return sorted(rank for name, rank in names.items() if not self._call(self.store.check, [name]))
+            awaited[:] = self.lacking(key, awaited)  # who has published is not asked for again
+            return [*awaited]
 
-        self._until(lambda: self._call(self.store.check, list(names)), late, key)
-
-    def count(self, key: str, value: int) -> None:
-        """Publish how far this rank has come: a number that grows."""
-        self.post(key, str(value).encode())
+        self._until(lambda: self.have_posted(key, awaited), late, key)
 
     def wait_for_count(self, key: str, rank: int, value: int) -> None:
         """Wait until a rank has come so far. Raises ReshardError where some member failed or `rank` is
         late."""
-        name = self._key(f"{key}/{rank}")
 
         def reached() -> bool:
-            return self._call(self.store.check, [name]) and int(self._call(self.store.get, name)) >= value
+            return self.have_posted(key, [rank]) and int(self.posted(key, [rank])[0]) >= value
 
         self._until(reached, lambda: [] if reached() else [rank], key)
 
@@ -375,24 +364,20 @@ class Members:
                 time.sleep(pause)
                 pause = min(pause * 1.2, 5e-3)
 
-    def said(self, key: str, ranks: Iterable[int]) -> dict[int, bytes]:
-        """What those of these ranks that have published under `key` have published; waits for nobody."""
-        names = {rank: self._key(f"{key}/{rank}") for rank in ranks}
-        return {
-            rank: self._call(self.store.get, name)
-            for rank, name in names.items()
-            if self._call(self.store.check, [name])
-        }
-
-    def tally(self, key: str, more: int = 0) -> int:
-        """A number that all members add to in a turn, from 0 on: what it is now, with `more`."""
-        return int(self._call(self.store.add, self._key(key), more))
-
     def gather(self, key: str, payload: bytes) -> list[bytes]:
         """Publish, and get what everyone published, by rank."""
         self.post(key, payload)
-        self.wait(key, range(self.size))
-        return [self.read(key, rank) for rank in range(self.size)]
+        return self.read_all(key, range(self.size))
+
+    def _left_by_all(self) -> list[str]:
+        """By the first member; the verdict of a turn that failed stays, for who comes late."""
+        if self.rank or self.turns < 2:
+            return []
+        before = f"{self.turns - 1}/"
+        names = ["here", "done", "version", "seen", ROLL, ALIVE]
+        if self.store.compare_set(f"{before}verdict", NOTHING, NOTHING).decode() == DONE:
+            names.append("verdict")
+        return [before + name for name in names]
 
     def linger(self) -> None:
         """As rank 0, at its exit, stay until the others know how the last turn ended: they ask the store that
@@ -408,37 +393,6 @@ class Members:
         if self.rank == 0:  # unlike atexit, in processes that multiprocessing has started too
             Finalize(None, self.linger, exitpriority=0)
 
-    def forget(self) -> None:
-        """Delete what this member has left of earlier turns, which all have ended once all have come to this one. The verdict
-        of a failed one stays, for who comes late. Done once a turn, when there is time for it, or at its end.
-
-        Who serves the store may be gone by then, after the last refit of a job; the next wait would say so.
-        """
-        if self._tidied == self.turns:
-            return
-        self._tidied = self.turns
-        earlier = [name for name in self._posted if not name.startswith(self._key(""))]
-        self._posted = self._posted[len(earlier) :]
-        with suppress(RuntimeError, dist.DistError):
-            if self.rank == 0 and self.turns > 1:
-                before = f"{self.turns - 1}/"
-                earlier += [before + name for name in ("here", "done", "version", "seen", ROLL)]
-                if self.store.compare_set(f"{before}verdict", NOTHING, NOTHING).decode() == DONE:
-                    earlier.append(f"{before}verdict")
-            for name in earlier:
-                self.store.delete_key(name)
-
-    def _call(self, function: Callable, *args: Any) -> Any:
-        server, me = self.names[0], self.names[self.rank]
-        who = f"{server}, which serves the store that the members meet at, does not answer {me}"
-        if self._lost:
-            raise ReshardError(f"{who} ({self._lost}): meet again to go on")
-        try:
-            return function(*args)
-        except (RuntimeError, dist.DistError) as error:
-            self._lost = first_line(error)
-            raise ReshardError(f"{who} ({self._lost})") from error
-
 
 def _check_rank(rank: int, size: int) -> None:
     if not (isinstance(rank, int) and isinstance(size, int)) or size > MOST_MEMBERS:
@@ -447,57 +401,3 @@ def _check_rank(rank: int, size: int) -> None:
         )
     if not 0 <= rank < size:
         raise ReshardError(f"rank {rank} is not one of {size} members, which count from 0")
-
-
-def family_of(host: str) -> socket.AddressFamily:
-    """The kind of socket for an address of a host, without brackets."""
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _parsed(address: str) -> tuple[str, int]:
-    host, _, port = str(address).rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        host = ""
-    if not host or not port.isascii() or not port.isdigit() or len(port) > 5 or not 0 < int(port) < 1 << 16:
-        raise ReshardError(f"{address!s:.100} is not an address such as 10.0.0.1:29600 or [::1]:29600")
-    return host, int(port)
-
-
-def _wait_for_server(host: str, port: int, deadline: float) -> None:
-    """Wait until something listens there. Raises OSError where nothing does in time."""
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
-            return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
-
-
-def _address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to a host; nothing is sent."""
-    [(family, kind, _, _, there), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-    with socket.socket(family, kind) as probe:
-        probe.connect(there)
-        return str(probe.getsockname()[0])
-
-
-def this_host() -> str:
-    """Names the machine as long as it runs: two containers on it share memory and links."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text(encoding="utf-8").strip() if boot.exists() else socket.gethostname()
-
-
-def hello(name: str, roles: list[str], device: torch.device) -> dict[str, Any]:
-    """What a member says of itself."""
-    from importlib.metadata import version
-
-    gpu = ""
-    if device.type == "cuda":
-        gpu = str(torch.cuda.get_device_properties(device).uuid)
-    mine = {"name": name, "roles": roles, "device": device.type, "gpu": gpu}
-    process = {"host": this_host(), "user": os.getuid(), "pid": os.getpid()}
-    return {"protocol": PROTOCOL, "reshard": version("reshard"), **mine, **process}

@@ -15,9 +15,9 @@ from reshard.core.errors import ReshardError
 from reshard.refit.blocks import (
     CODES,
     CODES_PITCH,
-    COUNT,
     ENCODING,
-    FIRST,
+    FIRST_FRAGMENT,
+    FRAGMENTS,
     HEIGHT,
     HIGH,
     LEFT,
@@ -87,7 +87,7 @@ def besides(padding: Placed, sent: Iterable[Strips], places: np.ndarray) -> Plac
     """Of rows of padding what lies in no block that is sent, which brings its own."""
     blocks = cut(padding.table, padding.into, np.arange(len(padding.table)), places, 1)
     taken = np.concatenate([*(some.items[:, CODES] for some in sent), np.zeros(0, np.int64)])
-    item = np.repeat(np.arange(len(blocks.items)), blocks.items[:, COUNT])
+    item = np.repeat(np.arange(len(blocks.items)), blocks.items[:, FRAGMENTS])
     kept = ~np.isin(blocks.items[:, CODES], taken)[item]
     fragments, tensor, row = blocks.fragments[kept], blocks.tensors[item[kept]], blocks.owners[kept]
     at = blocks.items[item[kept], CODES] - places[tensor, PLACE.start]
@@ -149,8 +149,8 @@ def run_of(parcels: Strips, first: int, last: int) -> Strips:
     items = parcels.items[first:last].copy()
     if not len(items):
         return Strips(items, parcels.fragments[:0], parcels.owners[:0], parcels.tensors[:0])
-    start, end = items[0, FIRST], items[-1, FIRST] + items[-1, COUNT]
-    items[:, FIRST] -= start
+    start, end = items[0, FIRST_FRAGMENT], items[-1, FIRST_FRAGMENT] + items[-1, FRAGMENTS]
+    items[:, FIRST_FRAGMENT] -= start
     return Strips(items, parcels.fragments[start:end], parcels.owners[start:end], parcels.tensors[first:last])
 
 

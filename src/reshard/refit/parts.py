@@ -104,7 +104,7 @@ def divided(pieces: Mapping[int, Pieces], shapes: np.ndarray, first_round: int) 
 
 
 # Columns of slots: the round, the first byte in the slab, the bytes from one row to the next, and the first column of blocks.
-TURN, BEGIN, PITCH, LEFT = range(4)
+SLOT_ROUND, SLOT_BEGIN, SLOT_PITCH, FIRST_BLOCK = range(4)
 
 
 def _slots(blocks: np.ndarray, first_round: int) -> tuple[np.ndarray, np.ndarray]:
@@ -115,8 +115,8 @@ def _slots(blocks: np.ndarray, first_round: int) -> tuple[np.ndarray, np.ndarray
     lengths = np.diff(np.append(starts, len(blocks)))
     rounds, offsets = packing.rounds_of(lengths * BLOCK_BYTES, SLAB_BYTES)
     slots = np.empty((len(starts), 4), np.int64)
-    slots[:, TURN], slots[:, BEGIN] = first_round + rounds, offsets
-    slots[:, PITCH], slots[:, LEFT] = lengths * ROW_BYTES, blocks[starts] & 0xFFFFF
+    slots[:, SLOT_ROUND], slots[:, SLOT_BEGIN] = first_round + rounds, offsets
+    slots[:, SLOT_PITCH], slots[:, FIRST_BLOCK] = lengths * ROW_BYTES, blocks[starts] & 0xFFFFF
     return np.cumsum(begins) - 1, slots
 
 
@@ -148,9 +148,13 @@ def _placed(slots: np.ndarray, slot: np.ndarray, begins: np.ndarray) -> np.ndarr
     found = np.full((len(slot), PARTS), NO_SLOT)
     held = np.flatnonzero(slot != NO_SLOT)
     some = slots[slot[held]]
-    row, column = begins[held, 0] % BLOCK, begins[held, 1] - some[:, LEFT] * BLOCK
-    found[held, SLOT], found[held, IN_ROUND], found[held, APART] = slot[held], some[:, TURN], some[:, PITCH]
-    found[held, AT] = some[:, BEGIN] + row * some[:, PITCH] + column * BF16.size
+    row, column = begins[held, 0] % BLOCK, begins[held, 1] - some[:, FIRST_BLOCK] * BLOCK
+    found[held, SLOT], found[held, IN_ROUND], found[held, APART] = (
+        slot[held],
+        some[:, SLOT_ROUND],
+        some[:, SLOT_PITCH],
+    )
+    found[held, AT] = some[:, SLOT_BEGIN] + row * some[:, SLOT_PITCH] + column * BF16.size
     return found
 
 
@@ -180,7 +184,7 @@ def _cut_blocks(begins: np.ndarray, ends: np.ndarray, inner: np.ndarray) -> np.n
     return np.concatenate(found)
 
 
-class Slab:
+class PartsSlab:
     """The slab of an inference rank, in which parts of blocks wait for each other, and what is made of them: a round at a
     time. It has no memory where no part is sent.
 
@@ -209,6 +213,11 @@ class Slab:
             self.memory = torch.zeros(size, dtype=torch.uint8, device=self.device) if size else None
         self.numbers = set(parts[:, IN_ROUND].tolist())
         self.made = {number: self._tables(number) for number in self.numbers}
+
+    @property
+    def launches(self) -> int:
+        """Kernels that make the blocks of all rounds."""
+        return sum(len(tables) for tables in self.made.values())
 
     def described(self) -> dict[str, int]:
         """For logs: the bytes of parts that come through it, in how many rounds, and its own."""

@@ -15,7 +15,7 @@ def way_between(
     trainer: Mapping[str, Any], engine: Mapping[str, Any], same_process: bool, executor: str, exported: bool
 ) -> str:
     """How bytes get from a trainer's rank to an inference rank, by what both have said of themselves
-    (`members.hello`); `exported` says whether other processes can map the trainer's memory. Raises
+    (`agreement.hello`); `exported` says whether other processes can map the trainer's memory. Raises
     ReshardError where the executor that was asked for cannot."""
     if same_process:
         return HERE

@@ -5,7 +5,7 @@ from contextlib import closing
 
 import ray
 
-from reshard.refit.members import family_of
+from reshard.refit.hosts import family_of
 
 
 def this_host() -> str:

@@ -28,7 +28,7 @@ class Outgoing(NamedTuple):
 class Incoming(NamedTuple):
     """What an inference rank gets from one trainer's rank: the copies with the destination's end filled in, and this
     engine's round of each (`addresses.rounds_of`, `parts`); the pieces as that rank was asked for them and where they go
-    (`addresses.Pieces`), what it has said of its memory (`sides.TrainerSide.tell`), and where blocks of fp8 are served
+    (`addresses.Pieces`), what it has said of its memory (`trainer_side.TrainerSide`), and where blocks of fp8 are served
     from (`blocks.places_of`)."""
 
     table: np.ndarray
@@ -70,10 +70,14 @@ class Transport(ABC):
     """
 
     received_bytes = 0  # by this rank, in each refit
-    launches = 0  # kernels in each refit that are not within `run`'s own rounds
     numbers: Set[int] = (
         frozenset()
     )  # the rounds of engines in which there is something to do, besides `AT_ONCE`
+
+    @property
+    @abstractmethod
+    def launches(self) -> int:
+        """Kernels that a refit launches, once `run` has been through it."""
 
     @abstractmethod
     def prepare(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming]) -> None:

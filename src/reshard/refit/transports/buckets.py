@@ -93,6 +93,12 @@ class Buckets(Transport):
         self.addresses: list[tuple[int, int]] = []
         self.lanes = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
 
+    @property
+    def launches(self) -> int:
+        """Kernels that a refit launches, once `run` has been through it."""
+        steps = [step for some in self.steps.values() for step in some]
+        return sum(step.pack.launches + step.unpack.launches for step in steps)
+
     def agree(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming]) -> None:
         """Agree with all members on the size of the buckets and the number of rounds, and meet those that
         take part.

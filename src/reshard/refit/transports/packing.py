@@ -140,6 +140,11 @@ class Round(NamedTuple):
         blocks = [table for side, start in sides for table in side.blocks(index, start, device)]
         return Round(CopyTable(np.concatenate(tables), device, aside=aside), blocks)
 
+    @property
+    def launches(self) -> int:
+        """Kernels that `run` launches."""
+        return self.copies.launches + len(self.blocks)
+
     def run(self, programs: int | None = None) -> None:
         """Carry it out; on a GPU, enqueue it on the current stream (`CopyTable.run`)."""
         self.copies.run(programs)

@@ -11,7 +11,7 @@ import torch
 from reshard.live.engine import Engine
 from reshard.refit import parcels
 from reshard.refit.addresses import AT_ONCE, SHARD, fills_of, from_source, rounds_of, shards_here
-from reshard.refit.blocks import FIRST, BlockTable, places_of, strips_of
+from reshard.refit.blocks import FIRST_FRAGMENT, BlockTable, places_of, strips_of
 from reshard.refit.codecs import BLOCKWISE, block_codec, by_rounding
 from reshard.refit.copies import CopyTable
 from reshard.refit.tables import CODEC, bytes_read_by, interleaved, tiles_of
@@ -92,8 +92,11 @@ class Pull(Transport):
             number: self._copies(rows.where(rounds_in_turn == number)) for number in sorted(self.numbers)
         }
         self.received_bytes = self.local_bytes + self.peer_bytes
-        tables = [self.table, *self.rounds.values()]
-        self.launches = sum(table.launches for table in tables) + len(self.blocks)
+
+    @property
+    def launches(self) -> int:
+        """Kernels that a refit launches."""
+        return sum(table.launches for table in (self.table, *self.rounds.values())) + len(self.blocks)
 
     def _padding(self, sent: Iterable[Incoming]) -> parcels.Placed:
         """Rows of padding, but what lies in blocks that are sent. In blocks that are put together of parts it is written,
@@ -132,7 +135,7 @@ class Pull(Transport):
             # as wide as all else, for which there is a kernel of its own
             some.table[padding, CODEC] = some.table[~padding, CODEC].max(initial=block_codec(rounding))
             strips = strips_of(some.table, some.into, np.stack([some.owners, some.ranks], 1), places)
-            order = interleaved(strips.owners[strips.items[:, FIRST], 1])
+            order = interleaved(strips.owners[strips.items[:, FIRST_FRAGMENT], 1])
             found.append(
                 BlockTable(strips._replace(owners=strips.owners[:, 0]), rounding, self.device, order)
             )

@@ -31,7 +31,7 @@ SLOTS = 2
 _numbers = itertools.count()
 
 
-class Slab:
+class SharedSlab:
     """`size` bytes of this process that others of its host may map: `address`, and `handle` for `Views`.
 
     `number` tells it from a later one of this process, which may get the same handle.
@@ -110,13 +110,19 @@ class Staged(Transport):
         self.members, self.device, self.bucket_bytes = members, device, bucket_bytes
         self.outgoing: dict[int, Outgoing] = {}
         self.incoming: dict[int, Incoming] = {}
-        self.slab: Slab | None = None
+        self.slab: SharedSlab | None = None
         self.views = Views(device)
         self.made: dict[tuple[int, int], tuple[int, int, dict[int, list[Round]]]] = {}
         # Of the refit that goes on: the rounds by the engine's round and partner, and how many each pair has had.
         self.sends: dict[int, dict[int, list[Round]]] = {}
         self.receives: dict[int, dict[int, list[Round]]] = {}
         self.done: Counter[tuple[int, int]] = Counter()
+
+    @property
+    def launches(self) -> int:
+        """Kernels that a refit launches, once `run` has been through it."""
+        pairs = [*self.sends.values(), *self.receives.values()]
+        return sum(one.launches for pair in pairs for rounds in pair.values() for one in rounds)
 
     def prepare(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming]) -> None:
         """Take these tables; the slab is made when it is first used. One of the right size stays, since
@@ -171,7 +177,7 @@ class Staged(Transport):
         members = self.members
         if self.outgoing:
             if self.slab is None:
-                self.slab = Slab(SLOTS * self.limit * len(self.outgoing), self.device)
+                self.slab = SharedSlab(SLOTS * self.limit * len(self.outgoing), self.device)
             starts = {peer: SLOTS * self.limit * i for i, peer in enumerate(self.outgoing)}
             slab = {
                 "number": self.slab.number,

@@ -1,0 +1,158 @@
+"""A member as a rank of the trainer: what it tells of its memory, what it is asked for, and the copies that follow."""
+
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from reshard.core.dtypes import dtype_named
+from reshard.core.errors import ReshardError
+from reshard.live.cuda import Allocation, frees_of, generation_of, is_exportable
+from reshard.live.trainer import Trainer
+from reshard.models.model import Model
+from reshard.refit.addresses import (
+    ASKED,
+    AT_ONCE,
+    ENCODED,
+    EXTENT,
+    ROUND,
+    SHARD,
+    WHERE,
+    allocations_of,
+    as_sent,
+    located,
+    memory_of,
+    source_table,
+)
+from reshard.refit.agreement import Agreement
+from reshard.refit.blocks import PLACES
+from reshard.refit.codecs import BLOCKWISE
+from reshard.refit.members import Members
+from reshard.refit.parcels import compile_parcels, places_asked
+from reshard.refit.routes import PEER, SENT
+from reshard.refit.transports.base import Outgoing
+from reshard.refit.verification import TrainerDigests
+from reshard.refit.wire import pack_array, pack_held, pack_json, unpack_array
+
+# What has been published of a model, for who connects the same trainer again.
+_published: WeakKeyDictionary[Trainer, tuple[tuple[Model, list[torch.dtype]], bytes, bytes]] = (
+    WeakKeyDictionary()
+)
+
+
+class TrainerSide:
+    """A trainer's rank in a connection: what inference ranks ask it for, and where its memory is."""
+
+    def __init__(self, source: Trainer, members: Members, agreed: Agreement, device: torch.device) -> None:
+        self.source, self.members, self.agreed, self.device = source, members, agreed, device
+        self.asked: dict[int, np.ndarray] = {}
+        # Where the parameters were, and the allocations that they are in, when this rank last told the
+        # others.
+        self.told: tuple[list[int], list[Allocation]] = [], []
+        self.frees: int | None = None
+        self.exported = False
+        self.digests = TrainerDigests(self)
+
+    def publish(self, model: Model) -> None:
+        """Tell what this rank holds of the model."""
+        self.source.check_memory(self.device)
+        self.source.check_model(model)
+        dtypes = [region.tensor.dtype for region in self.source.regions]
+        known, header, parts = _published.get(self.source, (None, b"", b""))
+        if known != (model, dtypes):
+            names = {dtype: dtype_named(str(dtype)).name for dtype in set(dtypes)}
+            header, parts = pack_held(self.source.publish(model), [names[dtype] for dtype in dtypes])
+            _published[self.source] = (model, dtypes), header, parts
+        self.members.post("held", header)
+        self.members.post("parts", parts)
+
+    def hear_what_is_asked(self) -> None:
+        """Read which pieces every inference rank asks for, and tell where they are."""
+        me = self.members.rank
+        asked = {rank: unpack_array(self.members.read(f"pieces/{me}", rank)) for rank in self.agreed.engines}
+        self.asked = {rank: pieces for rank, pieces in asked.items() if len(pieces)}
+        self.told = self._look()
+        self._tell()
+
+    def tell_if_moved(self) -> bool:
+        """Look where the memory is now; whether it has moved, which the others are then told.
+
+        Raises ReshardError where parameters are not in the device's memory.
+        """
+        now = self._look()
+        moved = now != self.told
+        if moved:
+            self.source.check_memory(self.device)
+            self.told = now
+            self._tell()
+        return moved
+
+    def forget(self) -> None:
+        """After a refit that failed: tell everything again at the next."""
+        self.told = [], []
+
+    def _look(self) -> tuple[list[int], list[Allocation]]:
+        """Where the parameters are now, and the allocations that other processes map as the driver knows
+        them."""
+        addresses, frees = (
+            self.source.addresses(),
+            frees_of(self.device) if self.device.type == "cuda" else None,
+        )
+        before, allocations = self.told
+        unfreed, self.frees = frees is not None and frees == self.frees, frees
+        # Asking the driver takes a while for each; what was never freed is what it was.
+        if addresses == before and (
+            unfreed or all(generation_of(a.base) == a.generation for a in allocations)
+        ):
+            return addresses, allocations
+        return addresses, allocations_of(self.source, self._read_by_others())
+
+    def _read_by_others(self) -> list[int]:
+        """The shards of this rank that other processes read where they lie, if they can."""
+        me = self.members.rank
+        readers = [
+            asked[:, SHARD] for rank, asked in self.asked.items() if self.agreed.way(me, rank, True) == PEER
+        ]
+        return np.unique(np.concatenate(readers)).tolist() if readers else []
+
+    def _tell(self) -> None:
+        """Publish where the shards lie, with handles to what another process is going to read: each takes the
+        driver a while."""
+        allocations = self.told[1]
+        hidden = [a for a in allocations if not is_exportable(a.base)]
+        if hidden and self.agreed.executor == PEER:
+            raise ReshardError(
+                "the trainer's weights lie in memory that cannot be shared with other "
+                "processes (expandable segments, or a virtual memory pool): use "
+                "executor='auto', or unset PYTORCH_CUDA_ALLOC_CONF"
+            )
+        self.exported = not hidden
+        memory = memory_of(self.source, allocations if self.exported else [])
+        self.members.post("regions", pack_array(memory.pop("regions")))
+        self.members.post("memory", pack_json(memory | {"exported": self.exported}))
+
+    def ways(self) -> dict[int, str]:
+        """How inference ranks get their pieces from here."""
+        return {rank: self.agreed.way(self.members.rank, rank, self.exported) for rank in self.asked}
+
+    def outgoing(self) -> dict[str, dict[int, Outgoing]]:
+        """What this rank sends, by way and inference rank."""
+        found: dict[str, dict[int, Outgoing]] = {way: {} for way in SENT}
+        memory = located(self.source.regions)
+        for rank, way in self.ways().items():
+            if way in SENT:
+                found[way][rank] = self.sent(memory, self.asked[rank])
+        return found
+
+    def sent(self, memory: np.ndarray, asked: np.ndarray) -> Outgoing:
+        """What an inference rank gets that asks for these pieces; `memory` is `located` of this rank's regions."""
+        asked = as_sent(asked)
+        table, n = source_table(memory, asked), len(asked)
+        if asked.shape[1] == ASKED:
+            return Outgoing(
+                table, np.full(n, AT_ONCE), np.zeros((n, 3), np.int64), np.zeros((0, PLACES), np.int64)
+            )
+        blocks = asked[BLOCKWISE[asked[:, ENCODED]]]
+        compile_parcels(blocks[:, ENCODED], True, self.device)
+        places = places_asked(blocks[:, WHERE], blocks[:, EXTENT], blocks[:, ENCODED])
+        return Outgoing(table, asked[:, ROUND], asked[:, WHERE], places)
