@@ -7,7 +7,8 @@ Random weights at a published shape, with fewer layers (and experts), are writte
 and converted to Megatron-Core. `published` is the checkpoint in fp8 blocks, made by vLLM's own function, which
 vLLM then reads from a config; `published-fp8_per_channel`, `published-int8_per_channel`, `published-fp8_per_tensor`,
 `published-fp8_per_block`, `published-int4_per_group`, `published-int4_per_group_32`, `published-int4_per_channel` and `published-nvfp4` are
-in the format of compressed-tensors, as ``mcore-to-hf --quantize`` writes it; `modelopt-nvfp4` is as ModelOpt writes it; any other way is vLLM's own ``quantization=``. Every engine scores the same
+in the format of compressed-tensors, as ``mcore-to-hf --quantize`` writes it; `published-fp8_weight_only` and
+`published-nvfp4_w4a4` are of these the ones with plain and with quantised activations; `modelopt-nvfp4` is as ModelOpt writes it; any other way is vLLM's own ``quantization=``. Every engine scores the same
 prompts and goes on with some of them by CUDA graphs. Checked: an engine that started with other weights and
 is refitted (blocks: exactly) has the loaded one's parameters, logprobs and tokens to the last bit, in the
 same graphs, with no parameter elsewhere, also after 20 refits; and so has one that vLLM's loader fills from
@@ -38,10 +39,10 @@ PUBLISHED = "published"
 INT4 = ("published-int4_per_group", "published-int4_per_group_32", "published-int4_per_channel")
 FP8 = ("published-fp8_per_channel", "published-fp8_per_tensor", "published-fp8_per_block")
 COMPRESSED = (*FP8, "published-int8_per_channel", *INT4, "published-nvfp4")
-MODELOPT = "modelopt-nvfp4"
-ALL_PUBLISHED = (PUBLISHED, *COMPRESSED, MODELOPT)
+WEIGHT_ONLY, W4A4, MODELOPT = "published-fp8_weight_only", "published-nvfp4_w4a4", "modelopt-nvfp4"
+ALL_PUBLISHED = (PUBLISHED, *COMPRESSED, WEIGHT_ONLY, W4A4, MODELOPT)
 # Served, or its experts are, by Marlin: may differ from itself.
-UNSTEADY = ("mxfp8", "published-fp8_per_tensor", *INT4, "published-nvfp4", MODELOPT)
+UNSTEADY = ("mxfp8", "published-fp8_per_tensor", *INT4, "published-nvfp4", WEIGHT_ONLY, W4A4, MODELOPT)
 
 
 def serve(path: Path, **options):
@@ -77,6 +78,8 @@ def held_by(module: torch.nn.Module) -> dict[str, int]:
         "_g_idx",
         "_g_idx_sort_indices",
         "input_global_scale",
+        "input_global_scale_inv",
+        "alpha",
     )
     return {k: v for k, v in fingerprints(module).items() if not k.endswith(unread)}
 
@@ -120,6 +123,13 @@ def measure(name: str, options: argparse.Namespace) -> dict:
         publish(places)
     for way in set(COMPRESSED).intersection(options.ways):
         mcore_to_hf(places.mcore, places.compressed(way), quantize=way.removeprefix("published-"))
+    if WEIGHT_ONLY in options.ways:
+        mcore_to_hf(places.mcore, places.compressed(WEIGHT_ONLY), quantize="fp8_per_channel")
+        set_inputs(places.compressed(WEIGHT_ONLY), None)
+    if W4A4 in options.ways:
+        mcore_to_hf(places.mcore, places.compressed(W4A4), quantize="nvfp4")
+        set_inputs(places.compressed(W4A4), "local")
+        add_input_scales(places.compressed(W4A4))
     if MODELOPT in options.ways:
         publish_by_modelopt(places)
     model = Model.from_hf(config)
@@ -161,6 +171,32 @@ def publish(places: Places) -> None:
         codes, scales = own_blocks(plain[name].to(device()), "fp32")
         plain |= {name: codes.cpu(), f"{name}_scale_inv": scales.cpu()}
     save_file(plain, places.fp8 / "model.safetensors", metadata={"format": "pt"})
+
+
+def set_inputs(folder: Path, dynamic: str | None) -> None:
+    """Let a checkpoint by compressed-tensors say that activations are as they are, or quantised as its weights are."""
+    config = json.loads((folder / "config.json").read_text())
+    [group] = config["quantization_config"]["config_groups"].values()
+    group["input_activations"] = None if dynamic is None else group["weights"] | {"dynamic": dynamic}
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+
+
+def add_input_scales(folder: Path) -> None:
+    """Write scales of inputs beside a checkpoint in nvfp4, as if they had been measured: all the same."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    names = []
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names += [name for name in opened.keys() if name.endswith("weight_global_scale")]  # noqa: SIM118
+    scales = {name.replace("weight_global", "input_global"): torch.tensor([1000.0]) for name in names}
+    save_file(scales, folder / "inputs.safetensors", metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        said = json.loads(index.read_text())
+        said["weight_map"] |= dict.fromkeys(scales, "inputs.safetensors")
+        index.write_text(json.dumps(said), encoding="utf-8")
 
 
 def publish_by_modelopt(places: Places) -> None:
@@ -278,15 +314,16 @@ def compare(way: str, engines: Engines, places: Places, trainer) -> dict:
     if published:
         read = json.loads((config / "config.json").read_text())
         served = {"hf_overrides": {"quantization_config": read["quantization_config"]}}
-    with engines.one(f"{way} served", places.mcore, load_format="reshard", **served) as llm:
-        engines.note(f"{way} served", llm)
-        wrong = others(held_by(module_of(llm)), as_file)
-        what = f"{way}, from the Megatron checkpoint"
-        engines.check(f"{what}: parameters as {source} (others: {wrong[:4]})", not wrong)
-        engines.check_same(
-            f"{what}: logprobs and tokens as {source}", way, f"{way} {source}", f"{way} served"
-        )
-        del llm
+    if way != W4A4:  # for which a Megatron checkpoint has no scales of inputs
+        with engines.one(f"{way} served", places.mcore, load_format="reshard", **served) as llm:
+            engines.note(f"{way} served", llm)
+            wrong = others(held_by(module_of(llm)), as_file)
+            what = f"{way}, from the Megatron checkpoint"
+            engines.check(f"{what}: parameters as {source} (others: {wrong[:4]})", not wrong)
+            engines.check_same(
+                f"{what}: logprobs and tokens as {source}", way, f"{way} {source}", f"{way} served"
+            )
+            del llm
     with (
         tempfile.TemporaryDirectory() as empty,
         engines.one(f"{way} refitted", _alone(config, empty), load_format="dummy", **options) as llm,
