@@ -440,7 +440,9 @@ def test_a_refit_leaves_what_vllm_loads_from_a_checkpoint_in_fp8(
     )
     sent = sum(report["staged_bytes"] + report["bucket_bytes"] for some in reports for report in some)
     assert (sent > 0) == (not together or ranks > 1)
-    assert all(report["launches"] > 0 for some in reports for report in some), "of members that only send, too"
+    assert all(report["launches"] > 0 for some in reports for report in some), (
+        "of members that only send, too"
+    )
 
 
 def sides_of(folder: Path, trainers: int, engines: int, together: bool) -> dict:
