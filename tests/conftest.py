@@ -24,9 +24,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Files whose tests start Megatron, vLLM, FSDP or many processes, those that take longest first: each worker takes a file at a time.
 # `-m "not slow"` leaves what answers in a minute or two.
 SLOW = (
-    "refit", "refit_faults", "engine", "resume", "homes", "parity", "members", "megatron_saves", "logits", "swift", "roll", "fsdp", "verl", "nemo_rl",
-    "weight_transfer", "serving", "published", "build", "compat", "blocks", "reloads", "install", "meaning", "examples", "input_faults",
-    "disk_faults", "processes", "source_changes", "surface", "offload", "families", "report", "trainers_checkpoints",
+    "refit", "refit_faults", "compressed", "homes", "engine", "members", "fsdp", "parity", "blocks", "logits", "weight_transfer",
+    "megatron_saves", "serving", "roll", "swift", "reloads", "verl", "resume", "nemo_rl", "build", "meaning", "install", "published",
+    "examples", "compat", "families", "offload", "input_faults", "disk_faults", "processes", "source_changes", "surface", "report",
+    "trainers_checkpoints",
 )  # fmt: skip
 
 

@@ -43,8 +43,8 @@ def test_two_sides_that_do_not_fit_are_refused_at_connect_everywhere(
         assert sentence in said[0] or (what == "protocol" and "has protocol 99, " in said[0]), said
 
 
-def test_a_member_that_never_comes_is_named_within_the_time_limit(converted, tmp_path):
-    for said in fault(converted, tmp_path, "never comes", timeout=5)[:2]:
+def test_a_member_that_never_comes_is_named_within_the_time_limit(begun):
+    for said in begun["never comes"].result()[:2]:
         assert "rank 2 did not reach 'hello' within 5 s" in said[0]
 
 
@@ -52,11 +52,8 @@ def test_a_member_that_never_comes_is_named_within_the_time_limit(converted, tmp
     ("what", "who"),
     [("stalls", "inference rank 2"), ("trainer dies", "trainer rank 0")],
 )
-def test_a_member_that_stalls_or_takes_the_store_with_it_is_named_within_the_time_limit(
-    what, who, converted, tmp_path
-):
-    results = fault(converted, tmp_path, what, timeout=5)
-    for rank, said in enumerate(results):
+def test_a_member_that_stalls_or_takes_the_store_with_it_is_named_within_the_time_limit(what, who, begun):
+    for rank, said in enumerate(begun[what].result()):
         if who.endswith(str(rank)):
             continue
         sentences = f"{who} is silent", f"{who} did not come to refit 2 within 5 s", f"{who}, which serves"
@@ -119,37 +116,68 @@ DEATHS = {
 }
 RANKS = int(os.environ.get("RESHARD_TEST_RANKS", "2"))  # on either side
 PATIENCE = 4 * RANKS  # seconds that one waits for another
+LIMIT = 4  # of two, one of whom is late
+
+
+def death(checkpoint, folder, moment: str):
+    """Of a member's death at a moment, who it was, and what all say: so many ranks of a trainer (PP2), and of an engine (TP)."""
+    flags = flags_at(Path(checkpoint[1]), f"{PP} 2 {TP} {RANKS // 2}")
+    victim = {"trainer": 1, "engine": 2 * RANKS - 1}[DEATHS[moment]]
+    sides = {
+        "trainer": RANKS,
+        "engine": RANKS,
+        "folder": str(folder),
+        "port": free_port(),
+        "timeout": PATIENCE,
+    }
+    if moment.endswith("packed"):
+        sides["how"] = {"executor": "staged"}
+    arguments = sides, flags, checkpoint, {"tp": RANKS}, victim, moment
+    return victim, run_on_ranks(2 * RANKS, "death", *arguments, module="refit_faults_on_cpu", may_die=True)
+
+
+def lateness(checkpoints, folder):
+    """What a trainer and an engine say where one of them is late by more than the time limit."""
+    # Over IPv6, as an address in brackets.
+    sides = {
+        "trainer": 1,
+        "engine": 1,
+        "folder": str(folder),
+        "port": free_port(),
+        "timeout": LIMIT,
+        "host": "[::1]",
+    }
+    return run_on_ranks(
+        2, "lateness", sides, flags_at(Path(checkpoints[0][1]), ""), checkpoints, module="refit_faults_on_cpu"
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def at_once(request):
+    """What waits has begun before the first test that does not."""
+    if any(item.path == request.path and "begun" in item.fixturenames for item in request.session.items):
+        request.getfixturevalue("begun")
 
 
 @pytest.fixture(scope="module")
-def deaths(converted, tmp_path_factory):
-    """By the moment of a member's death, who it was, and what all say: so many ranks of a trainer (PP2), and of an engine (TP)."""
-    checkpoint = converted("qwen3")[0]
-    flags = flags_at(Path(checkpoint[1]), f"{PP} 2 {TP} {RANKS // 2}")
-
-    def run(moment: str):
-        victim = {"trainer": 1, "engine": 2 * RANKS - 1}[DEATHS[moment]]
-        sides = {
-            "trainer": RANKS,
-            "engine": RANKS,
-            "folder": str(tmp_path_factory.mktemp("death")),
-            "port": free_port(),
-            "timeout": PATIENCE,
-        }
-        if moment.endswith("packed"):
-            sides["how"] = {"executor": "staged"}
-        arguments = sides, flags, checkpoint, {"tp": RANKS}, victim, moment
-        return victim, run_on_ranks(
-            2 * RANKS, "death", *arguments, module="refit_faults_on_cpu", may_die=True
-        )
-
+def begun(converted, tmp_path_factory):
+    """What mostly waits for time limits to run out, by name: four at a time, of which the first takes as long as all others, while the
+    tests go on that ask for nothing of it."""
+    checkpoints = converted("qwen3")
     with ThreadPoolExecutor(4) as pool:
-        return dict(zip(DEATHS, pool.map(run, DEATHS), strict=True))
+        made = tmp_path_factory.mktemp
+        work = {"lateness": (lateness, checkpoints, made("lateness"))}
+        work |= {
+            what: (fault, converted, made("fault"), what, "qwen3", 5)
+            for what in ("never comes", "stalls", "trainer dies")
+        }
+        work |= {moment: (death, checkpoints[0], made("death"), moment) for moment in DEATHS}
+        yield {name: pool.submit(*some) for name, some in work.items()}
 
 
 @pytest.mark.parametrize("moment", DEATHS)
-def test_a_member_that_is_killed_in_the_middle_is_named_in_time_and_nothing_torn_is_served(moment, deaths):
-    victim, results = deaths[moment]
+def test_a_member_that_is_killed_in_the_middle_is_named_in_time_and_nothing_torn_is_served(moment, begun):
+    victim, results = begun[moment].result()
     assert results[victim] is None, "it has died"
     for said, seconds, state in (results[rank] for rank in range(2 * RANKS) if rank != victim):
         if moment == "refit over":
@@ -166,27 +194,6 @@ def blamed(sentence: str) -> set[int]:
         r"(?:: |^|; )([^:;]*?) (?:is silent|did not)|cannot map the memory of (.*?) \(", sentence
     )
     return {int(rank) for rank in re.findall(r"rank (\d)", found[1] or found[2])} if found else set()
-
-
-LIMIT = 4  # seconds that one waits for the other
-
-
-@pytest.fixture(scope="module")
-def lateness(converted, tmp_path_factory):
-    """What a trainer and an engine say where one of them is late by more than the time limit."""
-    checkpoints, folder = converted("qwen3"), tmp_path_factory.mktemp("lateness")
-    # Over IPv6, as an address in brackets.
-    sides = {
-        "trainer": 1,
-        "engine": 1,
-        "folder": str(folder),
-        "port": free_port(),
-        "timeout": LIMIT,
-        "host": "[::1]",
-    }
-    return run_on_ranks(
-        2, "lateness", sides, flags_at(Path(checkpoints[0][1]), ""), checkpoints, module="refit_faults_on_cpu"
-    )
 
 
 @pytest.mark.parametrize(("step", "trainer", "engine", "state"), [
@@ -215,12 +222,13 @@ def lateness(converted, tmp_path_factory):
     ("and has it back", "no error", "no error", (True, 63, 1)),
 ])  # fmt: skip
 def test_a_member_that_is_late_in_any_phase_takes_no_torn_model_for_a_good_one(
-    step, trainer, engine, state, lateness
+    step, trainer, engine, state, begun
 ):
-    (says, _, _), (hears, seconds, now) = (side[step] for side in lateness)
+    sides = begun["lateness"].result()
+    (says, _, _), (hears, seconds, now) = (side[step] for side in sides)
     assert trainer in says and engine in hears, (says, hears)
     assert now[:2] == state[:2] and (state[2] is None or now[2] == state[2]), now
     if "late at" in step:
         # Within the limit and little more; and who comes late is told at once.
-        waited, came_late = (seconds, lateness[0][step][1])[:: -1 if step.startswith("engine") else 1]
+        waited, came_late = (seconds, sides[0][step][1])[:: -1 if step.startswith("engine") else 1]
         assert LIMIT <= waited < 5 * LIMIT and came_late < LIMIT, (waited, came_late)

@@ -24,7 +24,12 @@ FILES = 512  # those that are passed have lower numbers
 OF_ENGINES = ("tests.entry_points", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "megatron.core", "transformers")  # fmt: skip
 WITH_RAY = ("tests.without_ray", *OF_ENGINES, "tests.with_ray")  # in an environment that has Ray
 OF_TRAINERS = ("reshard.parity.megatron", "reshard.parity.huggingface", "megatron.core", "transformers")
-OF_RANKS = ("tests.megatron_on_cpu", "tests.parity_on_cpu", "tests.refit_faults_on_cpu", "tests.disk")
+OF_RANKS = (
+    "tests.entry_points", "tests.megatron_on_cpu", "tests.parity_on_cpu", "tests.refit_faults_on_cpu", "tests.homes_on_cpu", "tests.fsdp_on_cpu",
+    "tests.disk", "tests.docstrings", "reshard.engines.vllm.loader", "vllm.v1.executor", "vllm.distributed.weight_transfer",
+    "vllm.plugins.lora_resolvers.filesystem_resolver", "vllm.plugins.lora_resolvers.hf_hub_resolver", "vllm.v1.attention.backends.triton_attn",
+    "vllm.v1.attention.backends.mla.triton_mla", "megatron.core.dist_checkpointing.gpt_checkpoint_interop", "transformers.generation.utils",
+)  # fmt: skip
 OF_WORKERS = ("tests.megatron_on_cpu", "vllm.distributed.weight_transfer", "bokeh.plotting")
 servers: list = []  # with their standard inputs, at whose end they end
 
@@ -179,7 +184,7 @@ class Server:
         held = [os.open(os.devnull, os.O_RDONLY) for _ in range(FILES)]
         gc.disable()
         for module in modules:
-            with contextlib.suppress(ImportError):  # who needs it will say so
+            with contextlib.suppress(ImportError, AttributeError):  # who needs it will say so
                 import_module(module)
         gc.enable()
         gc.freeze()  # a collection would look at all of that, and so copy its memory
