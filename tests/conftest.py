@@ -24,7 +24,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Files whose tests start Megatron, vLLM, FSDP or many processes, those that take longest first: each worker takes a file at a time.
 # `-m "not slow"` leaves what answers in a minute or two.
 SLOW = (
-    "refit", "refit_faults", "compressed", "homes", "engine", "members", "fsdp", "parity", "blocks", "logits", "weight_transfer",
+    "refit", "refit_faults", "compressed", "homes", "engine", "nvfp4_engine", "members", "fsdp", "parity", "blocks", "logits", "weight_transfer",
     "megatron_saves", "serving", "roll", "swift", "reloads", "verl", "resume", "nemo_rl", "build", "meaning", "install", "published",
     "examples", "compat", "families", "offload", "input_faults", "disk_faults", "processes", "source_changes", "surface", "report",
     "trainers_checkpoints",
