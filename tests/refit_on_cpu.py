@@ -16,6 +16,7 @@ from megatron.core.transformer.module import Float16Module
 
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm import compat, reload
+from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.layout import vllm_placement
 from reshard.engines.vllm.live import VllmModel
 from reshard.refit import Members, connect, copies
@@ -305,10 +306,19 @@ def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tu
     return [*found, said(), objects() == before, link.describe()["quantised"]]
 
 
-def static_inputs(rank: int, sides: dict, flags: list[str], mcore: str, directories: list[str], engine: dict):
+def static_inputs(
+    rank: int,
+    sides: dict,
+    flags: list[str],
+    mcore: str,
+    directories: list[str],
+    engine: dict,
+    reloads: bool = True,
+):
     """An engine that has loaded the first of these compressed checkpoints, refitted, from a checkpoint of other weights: what it holds, what
     engines hold that have loaded the others, what is said of it, whether a new look at it that a refit has spoiled finds the scales of its inputs,
-    and what is said of one that has loaded nothing."""
+    and what is said of one that has loaded nothing; whether what its kernels keep of scales is there after its memory was discarded, and what it
+    holds after another refit since it has loaded the third one, where vLLM `reloads` such checkpoints."""
     _, _, members = start(rank, sides)
     module, config = engine_of(directories[0], **engine)
     source, destination = MegatronModel(trainer(flags, mcore)[0]), VllmModel(module, config)
@@ -319,7 +329,61 @@ def static_inputs(rank: int, sides: dict, flags: list[str], mcore: str, director
     again = caught(lambda: VllmModel(module, config))
     fresh = [loaded(directory, **engine) for directory in directories[1:]]
     dummy = caught(lambda: VllmModel(*engine_of(directories[0], load_format="dummy", **engine)))
-    return held, fresh, described, again, dummy
+    kept = [
+        tensor
+        for layer in module.modules()
+        for tensor in compat.scales_in(
+            getattr(getattr(layer, "quant_method", None), "moe_quant_config", None)
+        ).values()
+    ]
+    before = [tensor.clone() for tensor in kept]
+    for tensor in [*module.parameters(), *kept]:
+        tensor.data[(0,) * tensor.ndim].fill_(77)
+    guard = guard_of(module, config)
+    guard._slept(2)
+    guard._woken()
+    link.refit(verify=True)
+    woken = fingerprint(module) == held and all(map(torch.equal, kept, before))
+    if reloads:
+        load_anew(module, config, engine_of(directories[2], **engine)[1])
+        guard.loaded()
+        link.refit(verify=True)
+    return held, fresh, described, again, dummy, (len(kept), woken), fingerprint(module)
+
+
+def load_anew(module: torch.nn.Module, config, theirs) -> None:
+    """As vLLM's ``reload_weights`` loads the weights of another config."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    with set_current_vllm_config(config), torch.device("cpu"), torch.no_grad():
+        weights = get_model_loader(config.load_config).get_all_weights(theirs.model_config, module)
+        initialize_layerwise_reload(module)
+        module.load_weights(weights)
+        finalize_layerwise_reload(module, config.model_config)
+
+
+def of_infinities(
+    rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict, number: float
+):
+    """What each rank says of a refit where the first one's part of a weight holds such a number, and of the next, without it; and whether the
+    engine is fit after each."""
+    _, _, members = start(rank, sides)
+    chunks = trainer(flags, checkpoint[1])[0]
+    destination = VllmModel(*engine_of(checkpoint[0], load_format="dummy", **engine))
+    link, found = connect(members, MegatronModel(chunks), destination), []
+    weight = next(
+        one for name, one in chunks[0].named_parameters() if "layers.0.mlp.linear_fc2.weight" in name
+    )
+    kept = weight.data.view(-1)[7].clone()
+    for value in (kept if rank else torch.tensor(number), kept):
+        weight.data.view(-1)[7] = value
+        found.append((caught(link.refit), destination.fit))
+    return found
 
 
 def failing_alone(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict):

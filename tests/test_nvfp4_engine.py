@@ -2,6 +2,7 @@
 vLLM makes of its checkpoints."""
 
 import json
+import re
 import zlib
 from pathlib import Path
 
@@ -153,7 +154,7 @@ def published(
     weights = {
         name: one
         for name, one in tensors.items()
-        if only in name and name.endswith(".weight") and one.ndim == 2
+        if re.search(only, name) and name.endswith(".weight") and one.ndim == 2
     }
     most: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
@@ -224,22 +225,27 @@ def test_a_refit_leaves_what_vllm_loads_from_a_checkpoint_in_nvfp4(
     refit(checkpoints, parallel, trainers, engine, engines, together, tmp_path / "run", **options)
 
 
+# Attention of MLA, of whose kv_b_proj it derives matrices.
+MLA = {"only": r"self_attn\.(?!q_b_proj).*proj", "ignore": ["lm_head", "re:.*mlp.*", "re:.*q_b_proj$"]}
 INPUTS = [
-    ("qwen3-moe", "moe_backend", False),
-    ("qwen3", "linear_backend", False),
-    ("qwen3", "linear_backend", True),
+    ("qwen3-moe", "moe_backend", "emulation", {}),
+    ("served-int8", "moe_backend", "cutlass", {}),
+    ("served-int8", "moe_backend", "flashinfer_cutlass", {}),
+    ("qwen3", "linear_backend", "emulation", {}),
+    ("qwen3", "linear_backend", "emulation", {"modelopt": True}),
+    ("served-deepseek-v3", "linear_backend", "emulation", MLA),
 ]
 
 
-@pytest.mark.parametrize("variant, backend, modelopt", INPUTS)
-def test_scales_of_inputs_stay_as_they_were_loaded(variant, backend, modelopt, converted, tmp_path):
+@pytest.mark.parametrize("variant, kernels, name, options", INPUTS)
+def test_scales_of_inputs_stay_as_they_were_loaded(variant, kernels, name, options, converted, tmp_path):
     (first, _), (second, mcore) = converted(variant)
     made = [(first, 0), (second, 0), (second, 1)]  # weights, and the inputs' scales
     directories = [
-        published(hf, tmp_path / str(n), True, seed, modelopt=modelopt) for n, (hf, seed) in enumerate(made)
+        published(hf, tmp_path / str(n), True, seed, **options) for n, (hf, seed) in enumerate(made)
     ]
-    engine = {"tp": 1, "hf_overrides": {}, backend: "emulation"}
-    [[held, loaded, described, again, dummy]] = run_on_ranks(
+    engine = {"tp": 1, "hf_overrides": {}, kernels: name}
+    [[held, loaded, described, again, dummy, (kept, woken), anew]] = run_on_ranks(
         1,
         "static_inputs",
         sides(tmp_path, 1),
@@ -251,13 +257,27 @@ def test_scales_of_inputs_stay_as_they_were_loaded(variant, backend, modelopt, c
     )
     assert held == loaded[0] and again == "no error"
     other = {name for name in held if held[name] != loaded[1][name]}
-    assert other and all(name.endswith(("input_global_scale", "_inv", "alpha")) for name in other)
+    assert other and all(
+        name.endswith(("input_global_scale", "_inv", "alpha", "W_UV", "W_UK_T")) for name in other
+    )
+    assert woken and (kept > 0) == ("moe" in kernels), "also what kernels of experts keep"
+    assert anew == loaded[1], "with the inputs' scales of what it has loaded since"
     assert any(
         "nvfp4, a scale for each group of 1x16 and one for all of it, scales of the input as they were loaded"
         in one["how"]
         for one in described
     )
     assert "quantises its input by a scale that comes with a checkpoint and that no trainer has" in dummy
+
+
+@pytest.mark.parametrize("modelopt", [False, True])
+def test_infinities_and_nan_in_the_trainer_are_named_by_all_ranks(modelopt, converted, tmp_path):
+    checkpoint = converted("qwen3")[0]
+    engine = {"tp": 2, "hf_overrides": {"quantization_config": config_of(modelopt=modelopt)}}
+    arguments = sides(tmp_path, 2), flags_at(Path(checkpoint[1]), f"{TP} 2"), checkpoint, engine, torch.nan
+    for (said, whole), after in run_on_ranks(2, "of_infinities", *arguments, module="refit_on_cpu"):
+        assert "for model.layers.0.mlp.down_proj.weight hold infinities or NaN" in said and not whole
+        assert after == ("no error", True)
 
 
 RESHARD = {"load_format": "reshard"}
@@ -268,11 +288,11 @@ def test_an_engine_that_loads_a_megatron_checkpoint_holds_what_it_has_of_the_one
 ):
     cases = []
     latent = {name: LATENT[name] for name in ("only", "ignore")}
-    for variant, modelopt, only in (
-        ("qwen3-moe", False, {}),
-        ("deepseek-v3", False, latent),
-        ("qwen3", True, {}),
-        ("qwen3-moe", True, {}),
+    for variant, modelopt, only, parallel in (
+        ("qwen3-moe", False, {}, {"tp": 2, **EXPERTS}),
+        ("deepseek-v3", False, latent, {"tp": 2}),
+        ("qwen3", True, {}, {"tp": 2}),
+        ("qwen3-moe", True, {}, {"tp": 1}),
     ):
         (hf, mcore), (_, other) = converted(variant)
         folder, ignored = tmp_path / f"{variant} {modelopt}", {"ignore": only["ignore"]} if only else {}
@@ -287,7 +307,7 @@ def test_an_engine_that_loads_a_megatron_checkpoint_holds_what_it_has_of_the_one
             mcore_to_hf(mcore, folder / "converted", quantize="nvfp4")
             directories |= {"converted": (folder / "converted", {"hf_overrides": {}}), "by our loader": (package, RESHARD | {"hf_overrides": {}}),
                             "by its config": (mcore, RESHARD | {"hf_config_path": package, "hf_overrides": {}})}  # fmt: skip
-        cases.append(({"tp": 1 if variant == "qwen3-moe" else 2}, directories))
+        cases.append((parallel, directories))
     for rank in run_on_ranks(2, "loaded", cases, module="serving_on_cpu"):
         for found in rank:
             wanted, *_ = found.pop("package")
@@ -301,6 +321,7 @@ def test_configs_that_no_megatron_checkpoint_can_serve_are_refused_in_one_senten
     mcore = converted("qwen3")[0][1]
     sentences = {
         "wants activations of group_0 quantised by scales that come with a checkpoint": config_of(inputs=True),
+        "wants weights quantised by modelopt as 'MXFP8', and of these reshard makes W4A16_NVFP4 alone": {"quant_method": "modelopt", "quantization": "MXFP8"},
         "wants weights quantised by modelopt as 'NVFP4', and of these reshard makes W4A16_NVFP4": config_of(True, modelopt=True),
         "lm_head is loaded by ModelOptNvFp4W4A16LinearMethod, for which reshard cannot quantise": config_of(modelopt=True, ignore=["*.mlp.gate"]),
     }  # fmt: skip

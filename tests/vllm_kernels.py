@@ -5,6 +5,8 @@ import os
 
 import torch
 from vllm.model_executor.kernels import linear as linear_kernels
+from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp4
+from vllm.model_executor.layers.fused_moe.experts.flashinfer_cutlass_moe import FlashInferExperts
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.platforms.interface import PlatformEnum
 
@@ -75,3 +77,10 @@ linear_kernels._POSSIBLE_NVFP4_KERNELS[PlatformEnum.OOT] = [
     linear_kernels.MarlinNvFp4LinearKernel,
     linear_kernels.EmulationNvFp4LinearKernel,
 ]
+# Those of experts that quantise what comes in, where they are asked for by name.
+for experts, name in ((FlashInferExperts, "flashinfer_cutlass"), (CutlassExpertsFp4, "cutlass")):
+    experts.is_supported_config = staticmethod(
+        lambda cls, config, *rest, name=name: (config.moe_backend == name, None)
+    )
+if not torch.cuda.is_available():
+    torch.Tensor.cuda = lambda self, *args, **options: self

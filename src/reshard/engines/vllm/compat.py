@@ -184,9 +184,14 @@ PACKED_EXPERTS = ("CompressedTensorsWNA16MarlinMoEMethod", "CompressedTensorsWNA
 PACKED_CODES = {4: "int4", 8: "int8"}
 NVFP4 = "nvfp4"  # what codes are called that are numbers of 4 bits with scales of two kinds
 NVFP4_METHODS = ("CompressedTensorsW4A4Fp4", "CompressedTensorsW4A4Nvfp4MoEMethod")
-MODELOPT_METHODS = ("ModelOptNvFp4LinearMethod", "ModelOptNvFp4W4A16LinearMethod", "ModelOptNvFp4FusedMoE")
+MODELOPT_EXPERTS = "ModelOptNvFp4FusedMoE"
+# The last one is of vLLM 0.33, for all its formats.
+MODELOPT_LINEAR = ("ModelOptNvFp4LinearMethod", "ModelOptNvFp4W4A16LinearMethod", "ModelOptLinearMethod")
 # Kernels that multiply with plain inputs, whatever scales a checkpoint has for them.
-PLAIN_INPUTS = ("MarlinNvFp4LinearKernel", "HummingNvFp4LinearKernel", "MARLIN", "HUMMING")
+PLAIN_INPUTS = (
+    "MarlinNvFp4LinearKernel", "HummingNvFp4LinearKernel", "FlashInferCuteDslNvFp4W4A16LinearKernel", "B12xNvFp4W4A16LinearKernel",
+    "MARLIN", "HUMMING",
+)  # fmt: skip
 # What a kernel of the build for the CPU keeps packed weights in, which are none of torch's tensors.
 HANDLE = "dnnl_handler"
 
@@ -230,8 +235,10 @@ def compressed_of(module: torch.nn.Module) -> Compressed | None:
             return _packed(module, method if not linear else module.scheme, weights)
         if kind in NVFP4_METHODS or (linear and type(module.scheme).__name__ in NVFP4_METHODS):
             return _nvfp4(module, method if not linear else module.scheme, weights)
-        if kind in MODELOPT_METHODS and not hasattr(module, "org_vocab_size"):
-            return _nvfp4(module, method, weights if kind == MODELOPT_METHODS[-1] else ("weight",))
+        if kind == MODELOPT_EXPERTS:
+            return _nvfp4(module, method, weights)
+        if kind in MODELOPT_LINEAR and not hasattr(module, "org_vocab_size"):
+            return _nvfp4(module, method, ("weight",))
         if kind in COMPRESSED_EXPERTS:
             scheme, codes = kind, COMPRESSED_EXPERTS[kind]
             strategy, static = method.weight_quant.strategy, bool(method.static_input_scales)
@@ -286,7 +293,9 @@ def _nvfp4(module: torch.nn.Module, owner: Any, weights: tuple[str, ...]) -> Com
     that its kernel reads."""
     templates, kernel = loading_templates(module), kernel_of(module)
     reads = kernel not in PLAIN_INPUTS
-    modelopt = type(owner).__name__ in MODELOPT_METHODS
+    modelopt = type(owner).__name__ in (*MODELOPT_LINEAR, MODELOPT_EXPERTS)
+    if modelopt and any(f"{name}_scale_2" not in templates for name in weights):
+        return None
     if not templates or (modelopt and reads and weights != ("weight",)):
         return None
     inputs = tuple(name for name in templates if name.endswith(("input_global_scale", "input_scale")))
@@ -381,6 +390,16 @@ def processing_objects(module: torch.nn.Module) -> list[Any]:
         if type(one).__module__.startswith("vllm.") and hasattr(one, "__dict__")
     ]
     return [module, *owners, *(one for one in kernels if not isinstance(one, torch.nn.Module | type))]
+
+
+def scales_in(config: Any) -> dict[str, torch.Tensor]:
+    """The tensors that a ``FusedMoEQuantConfig`` holds, by name: kernels of experts read scales from there."""
+    found: dict[str, torch.Tensor] = {}
+    for side, description in (vars(config) if hasattr(config, "__dict__") else {}).items():
+        if type(description).__name__ == "FusedMoEQuantDesc":
+            named = vars(description).items()
+            found |= {f"{side}.{key}": value for key, value in named if isinstance(value, torch.Tensor)}
+    return found
 
 
 def process(module: torch.nn.Module, config: Any) -> None:

@@ -1,9 +1,9 @@
 """Whether a running vLLM holds whole weights, and what keeps it from serving others."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 
@@ -19,6 +19,9 @@ class Guard:
     fit: bool
     why: str = ""
     version: int | None = None
+    # What wants to know when all weights have been loaded, as long as it is there.
+    when_loaded: list[WeakMethod] = field(default_factory=list)
+    losses: int = 0  # how often weights have been forgotten
     asleep: bool = False
     warming_up: bool = False
     watched: bool = False
@@ -31,6 +34,9 @@ class Guard:
     def loaded(self) -> None:
         """All weights are there, and no refit has brought them."""
         self.fit, self.version = True, None
+        for note in [note() for note in self.when_loaded]:
+            if note is not None:
+                note()
 
     def refuse_unfit(self) -> None:
         """Raise ReshardError where the weights are not whole."""
@@ -87,8 +93,11 @@ class Guard:
         """Level 2 discards the weights."""
         self.asleep = True
         if level > 1:
-            self.spoil(f"no weights since it slept (level {level})")
-            self.version = None
+            self._lose(f"no weights since it slept (level {level})")
+
+    def _lose(self, why: str) -> None:
+        self.spoil(why)
+        self.version, self.losses = None, self.losses + 1
 
     def _woken(self, tags: list[str] | None = None, *_: Any, **__: Any) -> None:
         """The weights have memory again."""
@@ -98,13 +107,12 @@ class Guard:
     def _discarded(self, tags: Sequence[str] = (), *_: Any, **__: Any) -> None:
         """From 0.31 on: the memory of some tags is given back, and what was in it forgotten."""
         if "weights" in tags:
-            self.asleep, self.version = True, None
-            self.spoil("no weights since it discarded them")
+            self.asleep = True
+            self._lose("no weights since it discarded them")
 
     def _zeroed(self, *_: Any, **__: Any) -> None:
         """From 0.32 on: for a check that an update brings all of them."""
-        self.version = None
-        self.spoil("zeros since its weights were reset")
+        self._lose("zeros since its weights were reset")
 
     def _reloaded(self, *args: Any, **kwargs: Any) -> None:
         """vLLM has loaded all weights from the disk itself."""

@@ -7,6 +7,7 @@ say the same.
 
 from collections import Counter
 from typing import Any
+from weakref import WeakMethod
 
 from reshard.core.extras import importing
 
@@ -77,6 +78,7 @@ class VllmModel(Engine):
         self.blocks = _blocks_of(model)
         _refuse_processed(model, config)
         self.reloads = Reloads(model, config, self._guard.fit)
+        self._guard.when_loaded.append(WeakMethod(self._keep))
         named = [*model.named_parameters(remove_duplicate=True), *model.named_buffers()]
         self.tensors: dict[str, torch.Tensor] = dict(named)
         # As vLLM's loader knows them: of what it quantises after loading, what it loads into.
@@ -91,6 +93,7 @@ class VllmModel(Engine):
         layers = {identity: identity[0].rpartition(".")[0] for identity in self.regions}
         self.passing = {identity: rounds[layer] for identity, layer in layers.items() if layer in rounds}
         self.derived = _derived_attention(model)
+        self._apart, self._losses = self._not_brought(), self._guard.losses
         self._homes = {name: _home(model, name) for name in self.tensors}
         self._addresses = self.addresses()
 
@@ -291,6 +294,24 @@ class VllmModel(Engine):
             check_blocks(rounding, next(iter(self.tensors.values())).device)
         return found
 
+    def _not_brought(self) -> dict[str, torch.Tensor] | None:
+        """What parameters hold that no trainer has, such as scales of keys and values, on the host; None where it has no
+        meaning, or cannot be read."""
+        if not self._guard.fit or self._guard.asleep:
+            return None
+        brought = {identity[0] for identity in self.regions}
+        layers = {*self.reloads.round_of, *self.blocks}
+        return {
+            name: parameter.detach().cpu().clone()
+            for name, parameter in self.module.named_parameters()
+            if name not in brought and name.rpartition(".")[0] not in layers
+        }
+
+    def _keep(self) -> None:
+        """Keep what a checkpoint has brought that vLLM has loaded since."""
+        self.reloads.keep_inputs()
+        self._apart = self._not_brought()
+
     @property
     def version(self) -> int | None:
         """The version of the weights that the last whole refit brought; None before."""
@@ -354,6 +375,8 @@ class VllmModel(Engine):
 
     def begin(self) -> None:
         """Mark the model unfit: from now on it refuses to run, until `end`."""
+        if self._apart is None:
+            self._apart = self._not_brought()
         self._guard.spoil("a half-written model, since a refit failed or is under way")
 
     def quantised(self) -> list[dict[str, Any]]:
@@ -379,7 +402,12 @@ class VllmModel(Engine):
         return [identity for identity in self.passing if identity[0].rpartition(".")[0] in layers]
 
     def settle(self) -> None:
-        """After the bytes have come: make again what vLLM keeps derived from them."""
+        """After the bytes have come: make again what vLLM keeps derived from them, and write again what it has forgotten and no
+        trainer has."""
+        if self._losses != self._guard.losses:
+            for name, value in (self._apart or {}).items():
+                self.tensors[name].data.copy_(value)
+            self._losses = self._guard.losses
         for module, dtype in self.derived:
             module.process_weights_after_loading(dtype)
 

@@ -125,6 +125,9 @@ class _Found:
         self.name, self.weights, self.quantised, self.compressed = name, weights, quantised, compressed
         self.dtype = dtype
         self.schemes: dict[str, Compressed] = {}
+        self.taken: frozenset[str] | None = (
+            None  # what this rank takes a part of; all where nobody has looked
+        )
         self.device = torch.device("cpu")
 
     def quantise_as(self, model: torch.nn.Module) -> None:
@@ -133,7 +136,7 @@ class _Found:
         device = next(model.parameters()).device
         self.device = self.device if device.type == "meta" else device  # while vLLM loads anew
         if self.compressed:
-            self.schemes = _schemes(model, _canonical(self.weights))
+            self.schemes, self.taken = _schemes(model, _canonical(self.weights))
         if self.quantised:
             held = {name for name, _ in model.named_parameters()}
             self.quantised |= {name for name in self.weights.tensors if name + SCALE_SUFFIX in held}
@@ -142,7 +145,8 @@ class _Found:
         """(published name, full tensor) one after the other."""
         # As vLLM takes them from files: where several say one thing, as the shapes of packed weights do that it fuses, the last one
         # counts. And what shares a scale comes together.
-        names: list[str] = list(self.weights.tensors)
+        # What others have alone, as experts, would be plain weights, for which packed layers have no place.
+        names = [name for name in self.weights.tensors if self.taken is None or name in self.taken]
         if self.schemes:
             names.sort(key=lambda name: (fused(name)[0] if self._in_nvfp4(name) else name, name))
         regions = (self.weights.whole(name) for name in names)
@@ -266,9 +270,9 @@ def _quantised(name: str, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes, scales
 
 
-def _schemes(model: torch.nn.Module, canonical: Canonical) -> dict[str, Compressed]:
-    """The published weights that a model loads codes and scales of, and how, by where vLLM's own loader would copy them.
-    Raises ReshardError for a layer that wants what cannot be made of plain weights."""
+def _schemes(model: torch.nn.Module, canonical: Canonical) -> tuple[dict[str, Compressed], frozenset[str]]:
+    """The published weights that a model loads codes and scales of, and how, by where vLLM's own loader would copy them; and
+    all that it would copy any of. Raises ReshardError for a layer that wants what cannot be made of plain weights."""
     found: dict[str, Compressed] = {}
     for name, module in model.named_modules():
         how, kind = compressed_of(module), type(getattr(module, "quant_method", None)).__name__
@@ -278,8 +282,11 @@ def _schemes(model: torch.nn.Module, canonical: Canonical) -> dict[str, Compress
             )
         if how is not None:
             found |= {f"{name}.{weight}": how for weight in how.weights}
+            if how.codes == NVFP4:
+                nvfp4.check_columns(name, module)
     copies = trace_load(model, canonical).copies
-    return {copy.name: found[copy.parameter] for copy in copies if copy.parameter in found}
+    schemes = {copy.name: found[copy.parameter] for copy in copies if copy.parameter in found}
+    return schemes, frozenset(copy.name for copy in copies)
 
 
 def _canonical(weights: Weights) -> Canonical:

@@ -122,6 +122,16 @@ def stored_as(values: torch.Tensor, largest: torch.Tensor, scaling: Scaling) -> 
     return dict(zip(scaling.ends, (codes, scales, one), strict=True))
 
 
+def check_columns(name: str, module: torch.nn.Module) -> None:
+    """Raise ReshardError where a rank has a part of what has one scale: vLLM takes other columns' scales then."""
+    for key, plain in plain_templates(module).items():
+        if plain.shape[-1] % GROUP:
+            raise ReshardError(
+                f"{name}.{key} has {plain.shape[-1]} columns on this rank, which groups of {GROUP} do not divide: serve at another "
+                f"tensor parallel size, or in bf16"
+            )
+
+
 class Matrix(NamedTuple):
     """A matrix, or those of as many `experts`, by the name that its plain weights have, with the names of what it is loaded
     into: codes, scales, and the one scale, which each expert has, however often vLLM keeps it; and the rows of one."""
@@ -144,15 +154,11 @@ class Nvfp4Recipe(Recipe):
         kept: Mapping[str, torch.Tensor],
     ) -> None:
         super().__init__(name, module, how, templates, kept)
+        check_columns(name, module)
         self.scaling = scaling_of(how)
         self.matrices = []
         for key, plain in plain_templates(module).items():
             *experts, rows, columns = plain.shape
-            if columns % GROUP:
-                raise ReshardError(
-                    f"{name}.{key} has {columns} columns on this rank, which groups of {GROUP} do not divide: serve at another "
-                    f"tensor parallel size, or in bf16"
-                )
             codes_end, scales_end, one_end = self.scaling.ends
             parts = key + codes_end, key + scales_end, key + one_end
             codes, scales, one = map(templates.get, parts)

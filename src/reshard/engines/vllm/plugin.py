@@ -130,11 +130,13 @@ def blocks_wanted(config: Mapping[str, Any], directory: Path) -> bool:
         check_wanted(wanted, f"the config for {directory}")
         return False
     if wanted.get("quant_method") == MODELOPT:
-        algorithm = (wanted.get("quantization") or wanted).get("quant_algo")
+        said = wanted.get("quantization", wanted)
+        algorithm = said.get("quant_algo") if isinstance(said, Mapping) else said
         if str(algorithm).upper() != WITH_PLAIN_INPUTS:
             raise ReshardError(
                 f"the config for {directory} wants weights quantised by {MODELOPT} as {algorithm!r:.80}, and of these reshard makes "
-                f"{WITH_PLAIN_INPUTS}: a Megatron checkpoint has no scales of activations, nor weights in another format"
+                f"{WITH_PLAIN_INPUTS} alone, since a Megatron checkpoint has no scales of activations: serve it with a config that "
+                f"says that, or none"
             )
         return False
     if wanted.get("quant_method") != "fp8" or list(wanted.get("weight_block_size") or ()) != [BLOCK, BLOCK]:

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from reshard.core.errors import ReshardError, first_line
+from reshard.core.errors import ReshardError, first_line, listed
 from reshard.engines.vllm.compat import (
     HANDLE,
     NVFP4,
@@ -29,6 +29,7 @@ from reshard.engines.vllm.compat import (
     plain_templates,
     process,
     processing_objects,
+    scales_in,
     tensor_parallel_group,
 )
 from reshard.engines.vllm.compressed import CompressedRecipe
@@ -100,6 +101,12 @@ class Reloads:
                 "several of them: serve in bf16"
             )
 
+    def keep_inputs(self) -> None:
+        """Keep the scales of inputs that the layers have now, as a checkpoint has brought them that vLLM has loaded since."""
+        for layer in (layer for layers in self.rounds for layer in layers):
+            if layer.recipe is not None:
+                layer.recipe.kept = _inputs(layer.name, layer.module, layer.recipe.how, True)
+
     def _views(self, templates: Mapping[str, torch.Tensor], start: int) -> dict[str, torch.Tensor]:
         """Parameters as these, in the slab from this byte on."""
         found = {}
@@ -117,8 +124,8 @@ class Reloads:
         has one scale do this together, and wait for each other no longer than `timeout` seconds."""
         for layer, largest in self._largest(number, timeout):
             with _processed(layer, largest, self.config) as (made, handles):
-                for now, wanted in made.values():
-                    now.copy_(wanted)
+                for key, (now, wanted) in made.items():
+                    _put(f"{layer.name}.{key}", now, wanted)
             for owner, handle in handles:
                 setattr(owner, HANDLE, handle)
 
@@ -146,6 +153,11 @@ class Reloads:
             (layer, {} if layer.recipe is None else layer.recipe.largest(layer.loaded))
             for layer in self.rounds[number]
         ]
+        for _, largest in found:
+            for magnitudes in largest.values():
+                magnitudes.nan_to_num_(
+                    torch.inf, torch.inf, torch.inf
+                )  # which all ranks find, where one has it
         together = [
             largest[key]
             for layer, largest in found
@@ -153,7 +165,21 @@ class Reloads:
             for key in sorted(layer.recipe.split)
         ]
         find_together(together, self.group, timeout)
+        _check_finite(found)
         return found
+
+
+def _check_finite(found: list[tuple[Layer, dict[str, torch.Tensor]]]) -> None:
+    """Raise ReshardError where weights have infinities or NaN, of which quantised ones would not tell."""
+    named = [(f"{layer.name}.{key}", one) for layer, largest in found for key, one in largest.items()]
+    if not named:
+        return
+    finite = torch.stack([one.isfinite().all() for _, one in named]).tolist()
+    wrong = [name for (name, _), good in zip(named, finite, strict=True) if not good]
+    if wrong:
+        raise ReshardError(
+            f"the trainer's weights for {listed(wrong, 3)} hold infinities or NaN, and quantising would spread or hide them"
+        )
 
 
 def _plan(
@@ -213,6 +239,20 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _put(name: str, now: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Write what vLLM has made where it is served from, once where one number stands for many. Raises ReshardError where those
+    are several now."""
+    for dim, stride in enumerate(now.stride()):
+        if stride == 0 and now.shape[dim] > 1:
+            first = wanted.narrow(dim, 0, 1)
+            if not _equal(wanted, first.expand_as(wanted)):
+                raise ReshardError(
+                    f"vLLM keeps {name} as one number for many, and makes several when it processes it once more: serve in bf16"
+                )
+            now, wanted = now.narrow(dim, 0, 1), first
+    now.copy_(wanted)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -316,6 +356,9 @@ def _changed(
                 continue
             if isinstance(value, torch.Tensor):
                 found[key] = value, now if isinstance(now, torch.Tensor) else None
+            elif scales_in(value):
+                made = scales_in(now)
+                found |= {f"{key}.{which}": (one, made.get(which)) for which, one in scales_in(value).items()}
             elif isinstance(value, int | float | str) and now != value:
                 raise ReshardError(
                     f"vLLM keeps {key} beside the weights of {name}, {value!r} before and {now!r} when it processes them "
