@@ -2,8 +2,10 @@
 are chosen and never run."""
 
 import os
+from inspect import signature
 
 import torch
+from vllm import _custom_ops
 from vllm.model_executor.kernels import linear as linear_kernels
 from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp4
 from vllm.model_executor.layers.fused_moe.experts.flashinfer_cutlass_moe import FlashInferExperts
@@ -35,8 +37,10 @@ def as_it_is(output, values, scale, group_shape=None) -> None:
     output.copy_((values.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn))
 
 
-def repacked(words, order, inputs, outputs, bits, of_8_bits):
-    """Words of codes ``[inputs, outputs]``, in another order, in the place of Marlin's: each one of all."""
+def repacked(words, *rest):
+    """Words of codes ``[inputs, outputs]``, in another order, in the place of Marlin's: each one of all. Before vLLM 0.33 an order of columns
+    comes first."""
+    inputs, outputs, bits, of_8_bits = rest[-4:]
     assert not of_8_bits and words.shape == (inputs * bits // 32, outputs)
     return words.T.reshape(inputs // 16, -1).flip(0).contiguous()
 
@@ -44,11 +48,12 @@ def repacked(words, order, inputs, outputs, bits, of_8_bits):
 TritonExperts._supports_quant_scheme = staticmethod(lambda weight_key, activation_key: True)
 os.environ["VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD"] = "0"
 linear_kernels._POSSIBLE_MXFP8_KERNELS[PlatformEnum.OOT] = [linear_kernels.EmulationMxfp8LinearKernel]
+ORDER = "Tensor order, " if "perm" in signature(_custom_ops.gptq_marlin_repack).parameters else ""
 KERNELS = torch.library.Library("_C", "FRAGMENT")
 for definition, kernel in (
     ("dynamic_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale) -> ()", by_tensor),
     ("static_scaled_fp8_quant(Tensor! result, Tensor input, Tensor scale, int[]? group_shape=None) -> ()", as_it_is),
-    ("gptq_marlin_repack(Tensor words, Tensor order, SymInt inputs, SymInt outputs, int bits, bool of_8_bits) -> Tensor", repacked),
+    (f"gptq_marlin_repack(Tensor words, {ORDER}SymInt inputs, SymInt outputs, int bits, bool of_8_bits) -> Tensor", repacked),
     ("dynamic_per_token_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()", by_token),
 ):  # fmt: skip
     KERNELS.define(definition)

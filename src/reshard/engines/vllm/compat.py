@@ -269,7 +269,8 @@ def _packed(module: torch.nn.Module, owner: Any, weights: tuple[str, ...]) -> Co
     """How a layer is loaded whose codes are packed; None where they have zero points, or lie in another order."""
     experts = weights != ("weight",)
     quantised = owner.weight_quant if experts else owner
-    ordered = getattr(quantised, "actorder", None) if experts else owner.has_g_idx
+    # vLLM 0.33 takes no columns in another order
+    ordered = getattr(quantised, "actorder", None) if experts else getattr(owner, "has_g_idx", False)
     ordered = getattr(ordered, "value", ordered) in (True, "group", "dynamic")
     templates = loading_templates(module)
     if not quantised.symmetric or ordered or owner.num_bits not in PACKED_CODES or not templates:
