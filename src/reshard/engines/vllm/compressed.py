@@ -103,18 +103,10 @@ class Matrix(NamedTuple):
 class CompressedRecipe(Recipe):
     """How a layer's codes and scales are made of plain weights, where there is one kind of scales."""
 
-    def __init__(
-        self,
-        name: str,
-        module: torch.nn.Module,
-        how: Compressed,
-        templates: Mapping[str, torch.Tensor],
-        kept: Mapping[str, torch.Tensor],
-    ) -> None:
-        super().__init__(name, module, how, templates, kept)
+    def find_matrices(self) -> None:
+        find = _matrix if self.how.packed is None else _packed_matrix
         self.matrices = [
-            (_matrix if how.packed is None else _packed_matrix)(name, module, how, templates, key)
-            for key in how.weights
+            find(self.name, self.module, self.how, self.templates, key) for key in self.how.weights
         ]
         # Of packed ones, the shapes of the published weights, by the names of the parameters that say them.
         self.shapes: dict[str, torch.Tensor] = {}

@@ -145,23 +145,15 @@ class Matrix(NamedTuple):
 class Nvfp4Recipe(Recipe):
     """How a layer's codes and scales in nvfp4 are made of plain weights."""
 
-    def __init__(
-        self,
-        name: str,
-        module: torch.nn.Module,
-        how: Compressed,
-        templates: Mapping[str, torch.Tensor],
-        kept: Mapping[str, torch.Tensor],
-    ) -> None:
-        super().__init__(name, module, how, templates, kept)
-        check_columns(name, module)
-        self.scaling = scaling_of(how)
+    def find_matrices(self) -> None:
+        check_columns(self.name, self.module)
+        self.scaling = scaling_of(self.how)
         self.matrices = []
-        for key, plain in plain_templates(module).items():
+        for key, plain in plain_templates(self.module).items():
             *experts, rows, columns = plain.shape
             codes_end, scales_end, one_end = self.scaling.ends
             parts = key + codes_end, key + scales_end, key + one_end
-            codes, scales, one = map(templates.get, parts)
+            codes, scales, one = map(self.templates.get, parts)
             known = _is(codes, (*experts, rows, columns // 2), torch.uint8)
             known &= _is(scales, (*experts, rows, columns // GROUP), torch.float8_e4m3fn)
             if (
@@ -171,7 +163,7 @@ class Nvfp4Recipe(Recipe):
                 or list(one.shape[: len(experts)]) != experts
             ):
                 raise ReshardError(
-                    f"vLLM keeps the codes or scales of {name}.{key} in another way than is known to a refit: serve in bf16"
+                    f"vLLM keeps the codes or scales of {self.name}.{key} in another way than is known to a refit: serve in bf16"
                 )
             self.matrices.append(Matrix(key, parts, prod(experts), rows))
 

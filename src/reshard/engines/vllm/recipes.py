@@ -42,6 +42,12 @@ class Recipe(ABC):
         self.name, self.module, self.how, self.templates, self.kept = name, module, how, templates, kept
         # The matrices of which other tensor parallel ranks hold parts with the same scales.
         self.split: set[str] = set()
+        self.find_matrices()
+
+    @abstractmethod
+    def find_matrices(self) -> None:
+        """Find out which parameters belong to which matrix. Raises ReshardError where vLLM keeps them in a way that is not
+        known."""
 
     @property
     @abstractmethod

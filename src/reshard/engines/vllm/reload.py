@@ -155,9 +155,8 @@ class Reloads:
         ]
         for _, largest in found:
             for magnitudes in largest.values():
-                magnitudes.nan_to_num_(
-                    torch.inf, torch.inf, torch.inf
-                )  # which all ranks find, where one has it
+                # What one rank has, all then find.
+                magnitudes.nan_to_num_(torch.inf, torch.inf, torch.inf)
         together = [
             largest[key]
             for layer, largest in found
@@ -356,9 +355,9 @@ def _changed(
                 continue
             if isinstance(value, torch.Tensor):
                 found[key] = value, now if isinstance(now, torch.Tensor) else None
-            elif scales_in(value):
+            elif scales := scales_in(value):
                 made = scales_in(now)
-                found |= {f"{key}.{which}": (one, made.get(which)) for which, one in scales_in(value).items()}
+                found |= {f"{key}.{which}": (one, made.get(which)) for which, one in scales.items()}
             elif isinstance(value, int | float | str) and now != value:
                 raise ReshardError(
                     f"vLLM keeps {key} beside the weights of {name}, {value!r} before and {now!r} when it processes them "
