@@ -1,5 +1,6 @@
 """How members meet, and what is said where they cannot."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -191,6 +192,44 @@ for what in ("refit 1", "refit 2"):
     except Exception as error:
         print(round(time.monotonic() - began, 1), type(error).__name__, error, flush=True)
 """
+
+
+def of_one_meeting() -> None:
+    """Two members meet, take a turn, and are no more."""
+    address, together = f"127.0.0.1:{free_port()}", threading.Barrier(2)
+
+    def member(rank: int) -> None:
+        members = Members.join(address, rank, 2, timeout=60)
+        with members.turn("connect"):
+            members.go()
+            members.done()
+        together.wait()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(member, range(2)))
+
+
+def test_nothing_stays_open_of_meetings_that_are_over_and_who_comes_late_to_one_that_failed_is_told():
+    before = len(os.listdir("/proc/self/fd"))
+    address = f"127.0.0.1:{free_port()}"
+    first = Members.join(address, 0, 2, timeout=0.2)
+    with pytest.raises(ReshardError, match="rank 1 did not come to connect"), first.turn("connect"):
+        first.go()
+    del first
+    of_one_meeting()
+    two = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        of_one_meeting()
+    assert before < len(os.listdir("/proc/self/fd")) <= two
+    late = Members.join(address, 1, 2, timeout=60)
+    with (
+        pytest.raises(ReshardError, match="rank 0: rank 1 did not come to connect within 0.2 s"),
+        late.turn("connect"),
+    ):
+        late.go()
+    del late
+    of_one_meeting()
+    assert len(os.listdir("/proc/self/fd")) < two
 
 
 def test_a_member_0_that_is_stopped_is_named_within_the_time_limit():

@@ -16,19 +16,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from multiprocessing.util import Finalize
 from typing import Any
 
 import torch.distributed as dist
 
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.core.limits import check_seconds
+from reshard.refit.endings import Ending, endings
 from reshard.refit.hosts import address_towards, family_of, parsed, wait_for_server
 from reshard.refit.messages import Messages
 from reshard.refit.roll import ALIVE, LOOK_SECONDS, ROLL, Roll
 from reshard.refit.store import bounded, of_process_group
 
-LINGER_SECONDS = 3.0
 MOST_MEMBERS = 1 << 20
 NOTHING, GO, DONE, FAILED = "-", "go", "done", "failed"
 TOLD = "told"
@@ -51,7 +50,8 @@ class Members(Messages):
         self.local_address: str | None = None
         self.what = "connect"
         self.version: int | None = None
-        self._note = self._seen = ""
+        self._note = ""
+        self._ending: Ending | None = None  # of the first member
         self._failed: Callable[[], str] = str  # of what this process knows beside the store: nothing
         self._gone = NOTHING  # the verdict of this turn, as this member has last seen it
         self.roll = Roll(self)
@@ -73,7 +73,7 @@ class Members(Messages):
         store = dist.PrefixStore(f"{name}/{_made[name]}", of_process_group(timeout))
         members = Members(store, dist.get_rank(), dist.get_world_size(), timeout)
         members.process_group = dist.group.WORLD
-        members._linger_at_exit()
+        members._keep_the_store()
         return members
 
     @staticmethod
@@ -109,7 +109,7 @@ class Members(Messages):
         members = Members(store, rank, size, timeout)
         members._register(address)
         members.local_address = address_towards(host, port)
-        members._linger_at_exit()
+        members._keep_the_store()
         return members
 
     @staticmethod
@@ -189,10 +189,7 @@ class Members(Messages):
         self._arrive("done", f"did not end {self.what}", self._gone, DONE)
         if self._gone.startswith(GO):
             self.version = int(self._gone.removeprefix(GO))
-        self._seen = self._key("seen")
-        if self.rank:
-            with suppress(RuntimeError, dist.DistError):
-                self.store.add(self._seen, 1)
+        self._note_the_end()
         self.forget()
 
     def _arrive(self, step: str, late: str, before: str, after: str) -> str:
@@ -274,11 +271,9 @@ class Members(Messages):
 
     def fail(self, error: BaseException) -> None:
         """Tell the others why this member gives up."""
-        self._seen = self._key("seen")
-        with suppress(RuntimeError, dist.DistError, ReshardError):
+        with suppress(ReshardError):
             self._give_up(str(error) or type(error).__name__)
-            if self.rank:
-                self.store.add(self._seen, 1)
+            self._note_the_end()
 
     def _give_up(self, sentence: str) -> str:
         """Fail this turn for everyone, unless that is decided already; the verdict as it is then."""
@@ -379,19 +374,18 @@ class Members(Messages):
             names.append("verdict")
         return [before + name for name in names]
 
-    def linger(self) -> None:
-        """As rank 0, at its exit, stay until the others know how the last turn ended: they ask the store that
-        this process serves."""
-        deadline = time.monotonic() + LINGER_SECONDS
-        with suppress(RuntimeError, dist.DistError):
-            while (
-                self._seen and self.store.add(self._seen, 0) < self.size - 1 and time.monotonic() < deadline
-            ):
-                time.sleep(1e-3)
+    def _note_the_end(self) -> None:
+        """That this member knows how the turn ended; of the first one, that the others may ask it."""
+        if self.rank:
+            with suppress(RuntimeError, dist.DistError):
+                self.store.add(self._key("seen"), 1)
+        elif self._ending is not None:
+            self._ending.seen = self._key("seen")
 
-    def _linger_at_exit(self) -> None:
-        if self.rank == 0:  # unlike atexit, in processes that multiprocessing has started too
-            Finalize(None, self.linger, exitpriority=0)
+    def _keep_the_store(self) -> None:
+        """As the first member, for the others, beyond the end of these members in this process."""
+        if self.rank == 0:
+            self._ending = endings.begin(self, self.store, self.size)
 
 
 def _check_rank(rank: int, size: int) -> None:
