@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from compressed_tensors.compressors import ModelCompressor, PackedQuantizationCompressor
@@ -499,6 +500,7 @@ def test_what_does_not_add_up_is_refused_in_one_sentence(way, what, published, t
     if what not in READ_LATER:
         refused(lambda: inspect(source), message)
     refused(lambda: diff(published[way], source), message)
+    assert not [one.path for one in psutil.Process().open_files() if one.path.startswith(str(source))]
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

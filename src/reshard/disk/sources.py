@@ -349,8 +349,11 @@ class HuggingFaceSource(Source):
         names = sorted(names, key=lambda name: (self.stored[name].file, self.stored[name].offset))
         step = -(-len(names) // READERS) or 1
         runs = [names[start : start + step] for start in range(0, len(names), step)]
-        with ThreadPoolExecutor(READERS, "reshard-read") as pool:
-            return dict(found for run in pool.map(read, runs) for found in run)
+        try:
+            with ThreadPoolExecutor(READERS, "reshard-read") as pool:
+                return dict(found for run in pool.map(read, runs) for found in run)
+        finally:
+            self.files.close()  # nobody else would, where the source is refused by what was found
 
     def _rows(
         self, stored: safetensors.Tensor, start: int, stop: int, columns: int, use: str = ""
