@@ -137,8 +137,16 @@ def death(
 
     def run(name: str, action) -> str:
         if rank == victim and name == where:
-            DEATHS[call](members, destination, *key)
+            DEATHS[call](members, destination, *key, last=last)
         return caught(action)
+
+    def last() -> None:
+        if where == "refit" and call in (
+            "posts",
+            "copies",
+        ):  # else an engine's rank may hear of it before it has begun
+            engines = range(sides["trainer"], steps.size)
+            steps.wait("begun", *(other for other in engines if other != victim))
 
     began, links = time.monotonic(), []
     said = run("connect", lambda: links.append(connect(members, source, destination, **sides.get("how", {}))))
@@ -149,6 +157,8 @@ def death(
         steps.meet("refitted")
         if moment == "refit between" and destination:  # the first byte is copied when the victim has ended
             destination.wait = partial(steps.wait_for_the_end_of, victim)
+        if destination:
+            destination.begun = partial(steps.reach, "begun")
         began = time.monotonic()
         said = run("refit", lambda: link.refit(version=2, verify=True))
     took = time.monotonic() - began
@@ -157,28 +167,30 @@ def death(
     return said, took, (destination.fit, destination.version) if destination else None
 
 
-def dies_at(owner, name: str, key: str = "", after: bool = False) -> None:
-    """End this process, without a word, when a method of an object is called, or when that is over; with a key as its first argument, where one is given."""
+def dies_at(owner, name: str, last, key: str = "", after: bool = False) -> None:
+    """End this process, without a word, when a method of an object is called and `last` is done, or when both are over; with a key as the
+    method's first argument, where one is given."""
     plain = getattr(owner, name)
 
-    def last(*args, **options):
+    def dying(*args, **options):
         if key and args[0].partition("/")[0] != key:
             return plain(*args, **options)
         if after:
             plain(*args, **options)
+        last()
         os._exit(0)
 
-    setattr(owner, name, last)
+    setattr(owner, name, dying)
 
 
 # How a member dies, by the word for it: what it says and does last.
 DEATHS = {
-    "posts": lambda members, engine, key: dies_at(members, "post", key),
-    "comes": lambda members, engine: dies_at(members, "go"),
-    "between": lambda members, engine: dies_at(members, "go", after=True),
-    "copies": lambda members, engine: dies_at(engine, "settle"),
-    "ends": lambda members, engine: dies_at(members, "done"),
-    "over": lambda members, engine: dies_at(members, "done", after=True),
+    "posts": lambda members, engine, key, last: dies_at(members, "post", last, key),
+    "comes": lambda members, engine, last: dies_at(members, "go", last),
+    "between": lambda members, engine, last: dies_at(members, "go", last, after=True),
+    "copies": lambda members, engine, last: dies_at(engine, "settle", last),
+    "ends": lambda members, engine, last: dies_at(members, "done", last),
+    "over": lambda members, engine, last: dies_at(members, "done", last, after=True),
 }  # fmt: skip
 
 
@@ -207,14 +219,16 @@ class SlowTrainer(MegatronModel):
 
 
 class SlowEngine(VllmModel):
-    """An engine that waits between saying that it is there and taking the first byte."""
+    """An engine that waits between saying that it is there and taking the first byte, and says that it begins; where it is given what to do."""
 
-    wait = None
+    wait = begun = None
 
     def begin(self):
         if self.wait:
             self.wait()
         super().begin()
+        if self.begun:
+            self.begun()
 
 
 def lateness(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]]):

@@ -13,13 +13,16 @@ Pytest's workers are forked so as well, and have the servers that `share` starts
 import contextlib
 import functools
 import os
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
 
 PASSED_ON = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGCONT")
-FILES = 512  # those that are passed have lower numbers
+FILES = min(
+    4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+)  # those that are passed have lower numbers
 # What takes long to import in processes of an engine, of a trainer, on ranks (ranks.py), and in pytest's workers.
 OF_ENGINES = ("tests.entry_points", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "megatron.core", "transformers")  # fmt: skip
 WITH_RAY = ("tests.without_ray", *OF_ENGINES, "tests.with_ray")  # in an environment that has Ray
