@@ -172,6 +172,31 @@ def test_after_a_failed_turn_the_version_is_one_more_than_the_last_good_one():
         assert caught(turn) == ("no luck" if fails else "no error") and said == [agreed]
 
 
+FORKED = """
+import os
+from reshard.refit import Members
+
+def meet(port):
+    members = Members.join(f"127.0.0.1:{port}", 0, 1, timeout=20)
+    with members.turn("connect"):
+        members.go()
+        members.done()
+
+meet(PORT)
+pid = os.fork()
+if not pid:
+    meet(OTHER)
+    print("has met", flush=True)
+    os._exit(0)
+os.waitpid(pid, 0)
+"""
+
+
+def test_a_forked_process_leaves_the_meetings_of_the_one_that_forked_it_alone():
+    code = FORKED.replace("PORT", str(free_port())).replace("OTHER", str(free_port()))
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120) == "has met\n"
+
+
 STOPPED = """
 import sys, time
 from reshard.refit import Members

@@ -23,6 +23,7 @@ class Ending:
         self.store, self.size = store, size
         self.seen = ""
         self.left: float | None = None  # when the members of this process were no more
+        self.process = os.getpid()
 
     def leave(self) -> None:
         """The members of this process are no more."""
@@ -37,7 +38,8 @@ class Ending:
 
     def is_over(self) -> bool:
         """Whether nobody needs the store any more."""
-        if self.left is None:
+        # A forked process has no thread that serves the store of the one that forked it, and would wait for its end.
+        if self.left is None or self.process != os.getpid():
             return False
         return self.is_known() or time.monotonic() - self.left > KEPT_SECONDS
 
@@ -55,8 +57,8 @@ class Endings:
         ending = Ending(store, size)
         weakref.finalize(members, ending.leave).atexit = False
         with self.lock:
-            if self.process != os.getpid():  # not what a forked process has of the one that forked it
-                self.process, self.kept = os.getpid(), []
+            if self.process != ending.process:
+                self.process = ending.process
                 # unlike atexit, in processes that multiprocessing has started too
                 Finalize(None, self.linger, exitpriority=0)
             self.kept = [ending, *(one for one in self.kept if not one.is_over())]
@@ -65,7 +67,7 @@ class Endings:
     def linger(self) -> None:
         """Stay until the others know how their last turns ended."""
         deadline = time.monotonic() + LINGER_SECONDS
-        for ending in self.kept:
+        for ending in (one for one in self.kept if one.process == os.getpid()):
             while not ending.is_known() and time.monotonic() < deadline:
                 time.sleep(1e-3)
 
