@@ -224,7 +224,8 @@ def compressed_layers(pairs: list) -> dict:
     import torch.distributed as dist
 
     from reshard import Layout
-    from reshard.engines.vllm.compat import multiplied, plain_weights
+    from reshard.engines.vllm.compat import plain_weights
+    from reshard.engines.vllm.layers import multiplied
     from reshard.engines.vllm.live import VllmModel
     from reshard.parity.megatron import Megatron
     from reshard.refit import Members, connect

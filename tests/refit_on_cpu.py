@@ -15,7 +15,7 @@ import torch
 from megatron.core.transformer.module import Float16Module
 
 from reshard.core.errors import ReshardError
-from reshard.engines.vllm import compat, reload
+from reshard.engines.vllm import layers, reload
 from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.layout import vllm_placement
 from reshard.engines.vllm.live import VllmModel
@@ -192,7 +192,7 @@ def refit_twice(
     """
     reload.ROUND_BYTES = options.pop("round_bytes", reload.ROUND_BYTES)
     if options.pop("unknown", False):
-        compat.BLOCK_KERNELS = compat.BLOCK_BACKENDS = ()
+        layers.BLOCK_KERNELS = layers.BLOCK_BACKENDS = ()
     traced, published, ignored = (options.pop(name, None) for name in ("traced", "published", "ignored"))
     if traced:
         without_vllm_names()
@@ -261,7 +261,7 @@ def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tu
     def objects() -> list[int]:
         # in an order that says nothing
         return sorted(id(one) for some in destination.reloads.round_of
-                      for owner in compat.processing_objects(module.get_submodule(some))
+                      for owner in layers.processing_objects(module.get_submodule(some))
                       for one in (owner, *vars(owner).values(), *getattr(owner, "_parameters", {}).values()))  # fmt: skip
 
     def said() -> str:
@@ -276,7 +276,7 @@ def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tu
         destination.settle = change
         found.append(said())
     destination.settle = settle
-    process = compat.process
+    process = layers.process
 
     def fails(*of):
         process(*of)
@@ -332,7 +332,7 @@ def static_inputs(
     kept = [
         tensor
         for layer in module.modules()
-        for tensor in compat.scales_in(
+        for tensor in layers.scales_in(
             getattr(getattr(layer, "quant_method", None), "moe_quant_config", None)
         ).values()
     ]
@@ -395,7 +395,7 @@ def failing_alone(rank: int, sides: dict, flags: list[str], checkpoint: tuple[st
     destination = VllmModel(module, config)
     link = connect(members, MegatronModel(trainer(flags, checkpoint[1])[0]), destination)
     layer = module.get_submodule(next(iter(destination.reloads.round_of)))
-    process, settle, found = compat.process, destination.settle, []
+    process, settle, found = layers.process, destination.settle, []
 
     def fails(*of):
         if of[0] is layer:

@@ -19,8 +19,8 @@ from reshard.core.boxes import Box
 from reshard.core.dtypes import dtype_named
 from reshard.disk import channels
 from reshard.disk import quantised as quantised_slabs
-from reshard.engines.vllm.compat import Compressed, Packed
 from reshard.engines.vllm.compressed import codes_of, codes_of_blocks, scales_of, stored_as, words_of
+from reshard.engines.vllm.layers import Compressed, Packed
 from reshard.engines.vllm.recipes import Held, refuse_parts_of_blocks
 from tests.checkpoints import make
 from tests.oracle import hf_tensors, same

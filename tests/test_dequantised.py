@@ -29,7 +29,7 @@ from reshard import Layout, check, diff, hf_to_mcore, inspect, mcore_to_hf
 from reshard.core.dtypes import dtype_named
 from reshard.disk import packed
 from reshard.disk.dequantised import dequantise
-from reshard.disk.sources import HuggingFaceSource
+from reshard.disk.huggingface import HuggingFaceSource
 from tests.checkpoints import make
 from tests.oracle import hf_tensors, megatron_tensors, same, stored_tensors
 from tests.test_faults import refused

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Deepseek
 from reshard import Layout, check, diff, hf_to_mcore, inspect, mcore_to_hf
 from reshard.core.dtypes import dtype_named
 from reshard.disk import channels, nvfp4, quantised, run
-from reshard.disk.sources import HuggingFaceSource
+from reshard.disk.huggingface import HuggingFaceSource
 from reshard.engines.vllm.names import vllm_name
 from reshard.models.model import Model
 from tests import checkpoints

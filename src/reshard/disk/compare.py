@@ -12,9 +12,12 @@ from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError, listed
 from reshard.disk.files import allow_many_files
 from reshard.disk.hub import local_directory
-from reshard.disk.locate import config_beside, iterations_in, locate, tracked_iteration
+from reshard.disk.huggingface import HuggingFaceSource
+from reshard.disk.locate import HF_FILES, config_beside, iterations_in, locate, tracked_iteration
 from reshard.disk.manifest import CHECKSUM, NAME, read_manifest
-from reshard.disk.sources import HF_FILES, HuggingFaceSource, MegatronSource, Source, open_source
+from reshard.disk.megatron import MegatronSource
+from reshard.disk.source import Source
+from reshard.disk.sources import open_source
 from reshard.disk.verify import changed_files, checksum_of, differences, manifest_of, stored_tensors
 from reshard.disk.workers import Progress, run_jobs, worker_count
 from reshard.models.config_fields import check_ignored

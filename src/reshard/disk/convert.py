@@ -17,10 +17,12 @@ from reshard.disk.destinations import HuggingFaceFiles, MegatronFiles, parse_siz
 from reshard.disk.files import OpenFiles, allow_many_files
 from reshard.disk.fp8 import Fp8Blocks, quantizable
 from reshard.disk.hub import local_directory
+from reshard.disk.huggingface import HuggingFaceSource
+from reshard.disk.megatron import MegatronSource
 from reshard.disk.nvfp4 import Nvfp4
 from reshard.disk.quantised import Quantised
 from reshard.disk.run import Run
-from reshard.disk.sources import HuggingFaceSource, MegatronSource, Source
+from reshard.disk.source import Source
 from reshard.disk.streams import SLAB_BYTES, TensorInfo
 from reshard.disk.team import Team
 from reshard.disk.verify import SourceChecks

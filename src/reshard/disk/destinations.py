@@ -16,11 +16,11 @@ from reshard.core.errors import ReshardError
 from reshard.core.placement import Placement
 from reshard.core.planner import make_plan
 from reshard.disk.files import OpenFiles
+from reshard.disk.locate import HF_FILES
 from reshard.disk.manifest import NAME as MANIFEST
 from reshard.disk.manifest import file_entry, manifest_json, printable
 from reshard.disk.quantised import Quantised
 from reshard.disk.rank_files import RankFiles, file_bytes
-from reshard.disk.sources import HF_FILES
 from reshard.disk.streams import Strip, TensorInfo, grouped_strips, strip_of
 from reshard.disk.workdir import Workdir
 from reshard.formats import safetensors, torch_dist

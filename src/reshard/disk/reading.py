@@ -17,7 +17,7 @@ import numpy as np
 
 from reshard.disk.boxes import BoxReader, Rows
 from reshard.disk.files import OpenFiles
-from reshard.disk.sources import MegatronSource
+from reshard.disk.megatron import MegatronSource
 from reshard.disk.streams import Strip, TensorInfo
 from reshard.formats import safetensors
 

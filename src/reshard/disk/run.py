@@ -16,7 +16,7 @@ from reshard.disk.files import EarlySync, NoSync, OpenFiles, write_error
 from reshard.disk.fp8 import Fp8Blocks
 from reshard.disk.journal import Done, Journal
 from reshard.disk.quantised import Quantised
-from reshard.disk.sources import Source
+from reshard.disk.source import Source
 from reshard.disk.streams import SLAB_BYTES, Strip, StripReader, StripWriter, TensorInfo
 from reshard.disk.team import Team
 from reshard.disk.verify import SourceChecks, checksum_of

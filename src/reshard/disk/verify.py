@@ -11,9 +11,12 @@ import xxhash
 
 from reshard.core.errors import ReshardError, listed
 from reshard.disk.files import OpenFiles
+from reshard.disk.huggingface import HuggingFaceSource
+from reshard.disk.locate import HF_FILES
 from reshard.disk.manifest import CHECKSUM, file_entry
 from reshard.disk.manifest import NAME as MANIFEST
-from reshard.disk.sources import HF_FILES, HuggingFaceSource, MegatronSource, Source
+from reshard.disk.megatron import MegatronSource
+from reshard.disk.source import Source
 from reshard.disk.streams import TensorInfo
 from reshard.disk.workers import BATCH_BYTES, run_jobs
 from reshard.formats.torch_dist import TRACKER

@@ -12,9 +12,9 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.disk.hub import BESIDE_WEIGHTS, local_directory
-from reshard.disk.locate import locate
+from reshard.disk.locate import HF_FILES, locate
 from reshard.disk.manifest import read_manifest
-from reshard.disk.sources import HF_FILES, files_beside, ignored_as_recorded, read_config
+from reshard.disk.source import files_beside, ignored_as_recorded, read_config
 from reshard.formats import safetensors
 from reshard.formats.small_files import MAX_COPIED_BYTES, MAX_INDEX_BYTES, read_json
 from reshard.megatron.layout import Layout

@@ -18,7 +18,10 @@ from reshard.disk.casts import is_exact, overflow_notice
 from reshard.disk.convert import float_dtype
 from reshard.disk.files import allow_many_files
 from reshard.disk.hub import local_directory
-from reshard.disk.sources import HuggingFaceSource, MegatronSource, Source, open_source
+from reshard.disk.huggingface import HuggingFaceSource
+from reshard.disk.megatron import MegatronSource
+from reshard.disk.source import Source
+from reshard.disk.sources import open_source
 from reshard.disk.team import Team
 from reshard.disk.verify import SourceChecks
 from reshard.disk.workers import Progress, run_jobs, worker_count

@@ -11,7 +11,7 @@ from reshard.core.errors import ReshardError, first_line, listed
 from reshard.core.extras import importing
 from reshard.disk import modelopt
 from reshard.disk.channels import METHOD, NVFP4
-from reshard.disk.sources import read_config
+from reshard.disk.source import read_config
 from reshard.models.model import Model
 from reshard.parity.systems import DTYPES, ForwardSystem, device, release_memory
 

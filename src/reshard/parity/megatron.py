@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from reshard.core.errors import ReshardError, first_line, listed
-from reshard.disk.sources import MegatronSource, open_source
+from reshard.disk.megatron import MegatronSource
+from reshard.disk.sources import open_source
 from reshard.formats.torch_dist import Checkpoint
 from reshard.megatron.build import build_megatron, initialize_parallel, without_gpu
 from reshard.megatron.layout import Layout

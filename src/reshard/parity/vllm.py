@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.extras import require
-from reshard.disk.sources import read_config
+from reshard.disk.source import read_config
 from reshard.engines.vllm.compat import end_groups, own_shared_memory, plain_weights
 from reshard.engines.vllm.layout import VllmLayout
 from reshard.engines.vllm.live import VllmModel

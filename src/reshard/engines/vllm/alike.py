@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from reshard.engines.vllm.compat import experts_of, loading_templates
+from reshard.engines.vllm.layers import experts_of, loading_templates
 from reshard.engines.vllm.trace import Canonical, Trace, TracedCopy, trace_load
 
 

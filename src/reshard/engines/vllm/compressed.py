@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.engines.vllm.compat import Compressed, plain_templates
+from reshard.engines.vllm.layers import Compressed, plain_templates
 from reshard.engines.vllm.recipes import Held, Recipe, alike, refuse_parts_of_blocks
 
 # Least and largest number that is coded, and what the largest magnitude is divided by.

@@ -19,24 +19,23 @@ from reshard.core.collector import collector_paused
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.engines.vllm.alike import ExpertLayer, trace_alike
-from reshard.engines.vllm.compat import (
+from reshard.engines.vllm.compat import driver_worker, tensor_parallel
+from reshard.engines.vllm.fp8 import check_blocks
+from reshard.engines.vllm.guard import guard_of
+from reshard.engines.vllm.layers import (
     NVFP4,
     Blocks,
     absorbed_of,
     always_packed,
     blocks_of,
     compressed_of,
-    driver_worker,
     expert_backend,
     experts_of,
     is_packed,
     kernel_of,
     made_online,
     method_of,
-    tensor_parallel,
 )
-from reshard.engines.vllm.fp8 import check_blocks
-from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.layout import WITHOUT_PARAMETER, VllmRank, outer_rows, padded, vllm_placement
 from reshard.engines.vllm.recipes import Held
 from reshard.engines.vllm.reload import Reloads

@@ -31,13 +31,15 @@ from reshard.disk import channels, modelopt
 from reshard.disk.boxes import Rows
 from reshard.disk.fp8 import SCALE_SUFFIX, quantizable, quantize
 from reshard.disk.hub import local_directory
+from reshard.disk.megatron import MegatronSource
 from reshard.disk.nvfp4 import fused
 from reshard.disk.quantised import check_finite
 from reshard.disk.reading import Region, Weights, weights_of_huggingface, weights_of_megatron
-from reshard.disk.sources import MegatronSource, check_huggingface, read_config
+from reshard.disk.source import read_config
+from reshard.disk.sources import check_huggingface
 from reshard.engines.vllm import nvfp4
-from reshard.engines.vllm.compat import NVFP4, Compressed, compressed_of, method_of
 from reshard.engines.vllm.compressed import stored_as
+from reshard.engines.vllm.layers import NVFP4, Compressed, compressed_of, method_of
 from reshard.engines.vllm.live import PLAIN_METHODS
 from reshard.engines.vllm.plugin import blocks_wanted, config_directory, megatron_directory
 from reshard.engines.vllm.trace import Canonical, Trace, TracedCopy, trace_load

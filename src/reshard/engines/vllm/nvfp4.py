@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.engines.vllm.compat import Compressed, plain_templates
 from reshard.engines.vllm.compressed import at_once, magnitudes
+from reshard.engines.vllm.layers import Compressed, plain_templates
 from reshard.engines.vllm.recipes import Held, Recipe, alike, refuse_parts_of_blocks
 
 GROUP = 16  # columns that share a scale

@@ -80,7 +80,8 @@ def _complete(arguments: Any) -> None:
     from reshard.core.errors import ReshardError
     from reshard.disk.hub import check_hub_id
     from reshard.disk.locate import HF_FILES, config_beside, locate
-    from reshard.disk.sources import MegatronSource, check_huggingface
+    from reshard.disk.megatron import MegatronSource
+    from reshard.disk.sources import check_huggingface
 
     path = Path(arguments.model)
     if not path.is_dir():

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
-from reshard.engines.vllm.compat import Compressed, experts_of, tensor_parallel
+from reshard.engines.vllm.compat import tensor_parallel
+from reshard.engines.vllm.layers import Compressed, experts_of
 
 
 class Held(NamedTuple):

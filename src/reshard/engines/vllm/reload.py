@@ -15,7 +15,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from reshard.core.errors import ReshardError, first_line, listed
-from reshard.engines.vllm.compat import (
+from reshard.engines.vllm.compat import tensor_parallel_group
+from reshard.engines.vllm.compressed import CompressedRecipe
+from reshard.engines.vllm.layers import (
     HANDLE,
     NVFP4,
     Compressed,
@@ -30,9 +32,7 @@ from reshard.engines.vllm.compat import (
     process,
     processing_objects,
     scales_in,
-    tensor_parallel_group,
 )
-from reshard.engines.vllm.compressed import CompressedRecipe
 from reshard.engines.vllm.nvfp4 import Nvfp4Recipe
 from reshard.engines.vllm.recipes import Held, Recipe, alike, find_together
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
-from reshard.engines.vllm.compat import bound_to, loading_templates, plain_templates
+from reshard.engines.vllm.layers import bound_to, loading_templates, plain_templates
 
 
 class TracedCopy(NamedTuple):

@@ -1,0 +1,424 @@
+"""What vLLM's layers do not say through its interface: which experts they hold, how they are quantised and by which kernel they serve, and
+how their parameters are loaded and processed; for vLLM 0.24 to 0.33, as `reshard.engines.vllm.compat` has the rest.
+"""
+
+from typing import Any, NamedTuple
+
+from reshard.core.extras import importing
+from reshard.engines.vllm.compat import known
+
+with importing("vllm"):
+    import torch
+
+
+class Experts(NamedTuple):
+    """How a layer's experts lie: its tensor parallel size and rank, whether it has redundant ones (EPLB), how
+    many there are in all, the expert of each place on this rank (None: all, in order), and whether all ranks have as many."""
+
+    tp: int
+    tp_rank: int
+    redundant: bool
+    total: int
+    placed: tuple[int, ...] | None
+    even: bool
+
+
+def experts_of(module: Any) -> Experts | None:
+    """What a layer says of its experts; None where it has none."""
+    if getattr(module, "moe_config", None) is None or not hasattr(module, "expert_map_manager"):
+        return None
+    with known("does not say where a layer's experts are as it did"):
+        config = module.moe_config
+        sizes, table = config.moe_parallel_config, module.expert_map_manager.expert_map
+        placed = None
+        if table is not None:
+            here = sorted((local, expert) for expert, local in enumerate(table.tolist()) if local >= 0)
+            placed = tuple(expert for _, expert in here)
+        even = config.num_experts % sizes.ep_size == 0
+        return Experts(
+            sizes.tp_size, sizes.tp_rank, bool(sizes.enable_eplb), config.num_experts, placed, even
+        )
+
+
+def expert_backend(method: Any) -> str | None:
+    """The kernels that a layer's method has chosen for experts as they are loaded, which decides their order;
+    None where it has none."""
+    return getattr(getattr(method, "unquantized_backend", None), "name", None)
+
+
+def always_packed(method: Any) -> bool:
+    """Whether these experts are of a build for the CPU that has no other way than to pack them: vLLM's from 0.28 on."""
+    return expert_backend(method) == "CPU" and not hasattr(method, "cpu_fused_moe")
+
+
+def is_packed(module: Any, method: Any) -> bool:
+    """Whether a layer serves from weights that the build for the CPU has packed."""
+    experts = (
+        expert_backend(method) == "CPU"
+        and getattr(getattr(method, "cpu_fused_moe", None), "isa", None) != "none"
+    )
+    return experts or (hasattr(module, "cpu_linear") and not module.weight.numel())
+
+
+# Kernels that read 128x128 blocks of e4m3 ``[rows, columns]`` with fp32 scales, both as they were loaded; and those
+# before which vLLM quantises once more, to scales that are powers of two, where it says so.
+BLOCK_KERNELS = ("CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel")
+DEEP_GEMM_KERNELS = ("DeepGemmFp8BlockScaledMMKernel", "FlashInferFp8DeepGEMMDynamicBlockScaledKernel")
+BLOCK_BACKENDS = ("TRITON", "BATCHED_TRITON")
+DEEP_GEMM_BACKENDS = ("DEEPGEMM", "BATCHED_DEEPGEMM")
+BLOCK_METHODS = (
+    "Fp8LinearMethod",
+    "Fp8PerBlockOnlineLinearMethod",
+    "Fp8MoEMethod",
+    "Fp8PerBlockOnlineMoEMethod",
+)
+
+
+class Blocks(NamedTuple):
+    """A layer that serves from fp8 blocks: by the name of each such parameter that of its scales, what multiplies
+    with them, and whether vLLM makes the scales powers of two after loading."""
+
+    scales: dict[str, str]
+    kernel: str
+    powers_of_two: bool
+
+
+def blocks_of(module: torch.nn.Module, method: Any) -> Blocks | None:
+    """How a layer serves from fp8 blocks in the order in which they are loaded; None where it does not."""
+    block = list(
+        getattr(method, "weight_block_size", None) or getattr(module, "weight_block_size", None) or []
+    )
+    if type(method).__name__ not in BLOCK_METHODS or block != [128, 128]:
+        return None
+    names = [name for name in ("weight", "w13_weight", "w2_weight") if hasattr(module, name)]
+    scales = {name: f"{name}_scale_inv" for name in names if hasattr(module, f"{name}_scale_inv")}
+    if not scales or len(scales) != len(names):
+        return None
+    backend = getattr(getattr(method, "fp8_backend", None), "name", None)
+    if backend is not None:
+        plain, deep = backend in BLOCK_BACKENDS, backend in DEEP_GEMM_BACKENDS
+        kernel, used = backend, None
+    else:
+        kernel, used = type(method.fp8_linear).__name__, method.fp8_linear
+        plain, deep = kernel in BLOCK_KERNELS, kernel in DEEP_GEMM_KERNELS
+    if plain:
+        return Blocks(scales, kernel, False)
+    if not deep:
+        return None
+    with known("does not say whether DeepGEMM's scales are powers of two"):
+        if used is None:
+            from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+            return Blocks(scales, kernel, bool(is_deep_gemm_e8m0_used()))
+        return Blocks(scales, kernel, bool(getattr(used, "fallback", used).use_deep_gemm_e8m0))
+
+
+# Formats of checkpoints by ``compressed-tensors`` whose codes and scales can be made of plain weights: those of linear
+# layers and of experts, and those whose codes are packed.
+COMPRESSED_SCHEMES = {
+    "CompressedTensorsW8A8Fp8": "float8_e4m3fn",
+    "CompressedTensorsW8A8Int8": "int8",
+    "CompressedTensorsW8A16Fp8": "float8_e4m3fn",
+}
+COMPRESSED_EXPERTS = {
+    "CompressedTensorsW8A8Fp8MoEMethod": "float8_e4m3fn",
+    "CompressedTensorsW8A8Int8MoEMethod": "int8",
+}
+PACKED_SCHEME = "CompressedTensorsWNA16"
+PACKED_EXPERTS = ("CompressedTensorsWNA16MarlinMoEMethod", "CompressedTensorsWNA16MoEMethod")
+PACKED_CODES = {4: "int4", 8: "int8"}
+NVFP4 = "nvfp4"  # what codes are called that are numbers of 4 bits with scales of two kinds
+NVFP4_METHODS = ("CompressedTensorsW4A4Fp4", "CompressedTensorsW4A4Nvfp4MoEMethod")
+MODELOPT_EXPERTS = "ModelOptNvFp4FusedMoE"
+# The last one is of vLLM 0.33, for all its formats.
+MODELOPT_LINEAR = ("ModelOptNvFp4LinearMethod", "ModelOptNvFp4W4A16LinearMethod", "ModelOptLinearMethod")
+# Kernels that multiply with plain inputs, whatever scales a checkpoint has for them.
+PLAIN_INPUTS = (
+    "MarlinNvFp4LinearKernel", "HummingNvFp4LinearKernel", "FlashInferCuteDslNvFp4W4A16LinearKernel", "B12xNvFp4W4A16LinearKernel",
+    "MARLIN", "HUMMING",
+)  # fmt: skip
+# What a kernel of the build for the CPU keeps packed weights in, which are none of torch's tensors.
+HANDLE = "dnnl_handler"
+
+
+class Packed(NamedTuple):
+    """How codes are packed: the bits of each, whether vLLM loads them turned, inputs before outputs; the names of what else it
+    makes for its loader, of which kernels read nothing; and what the names of codes end in."""
+
+    bits: int
+    turned: bool
+    others: tuple[str, ...]
+    end: str = "_packed"
+
+
+class Compressed(NamedTuple):
+    """A layer that vLLM loads codes and scales of: the names of its matrices, as those of plain weights would be called, what
+    their codes are, whether a scale is for a ``channel`` of the output, a ``group`` of its columns, a ``block``, or for a
+    published ``tensor``, the names of scales of its input that come with a checkpoint (static ones), vLLM's name for all this,
+    the rows and columns of a group or block, how codes are packed, if they are, and whether its kernel reads the scales of
+    its input."""
+
+    weights: tuple[str, ...]
+    codes: str
+    strategy: str
+    inputs: tuple[str, ...]
+    scheme: str
+    block: tuple[int, int] | None = None
+    packed: Packed | None = None
+    reads_inputs: bool = True
+
+
+def compressed_of(module: torch.nn.Module) -> Compressed | None:
+    """How a layer is loaded from a checkpoint that ``compressed-tensors``, or in nvfp4 ModelOpt, has quantised; None where it
+    is not, or where a refit cannot make what it is loaded from."""
+    method: Any = getattr(module, "quant_method", None)
+    kind = type(method).__name__
+    linear = kind == "CompressedTensorsLinearMethod" and not hasattr(module, "org_vocab_size")
+    weights = ("weight",) if linear else ("w13_weight", "w2_weight")
+    with known("says in another way how a layer is quantised"):
+        if kind in PACKED_EXPERTS or (linear and type(module.scheme).__name__ == PACKED_SCHEME):
+            return _packed(module, method if not linear else module.scheme, weights)
+        if kind in NVFP4_METHODS or (linear and type(module.scheme).__name__ in NVFP4_METHODS):
+            return _nvfp4(module, method if not linear else module.scheme, weights)
+        if kind == MODELOPT_EXPERTS:
+            return _nvfp4(module, method, weights)
+        if kind in MODELOPT_LINEAR and not hasattr(module, "org_vocab_size"):
+            return _nvfp4(module, method, ("weight",))
+        if kind in COMPRESSED_EXPERTS:
+            scheme, codes = kind, COMPRESSED_EXPERTS[kind]
+            strategy, static = method.weight_quant.strategy, bool(method.static_input_scales)
+        elif linear:
+            one: Any = module.scheme
+            scheme = type(one).__name__
+            if scheme not in COMPRESSED_SCHEMES:
+                return None
+            codes, static = COMPRESSED_SCHEMES[scheme], bool(one.is_static_input_scheme)
+            # A scheme that multiplies with plain inputs forgets what its scales were for.
+            strategy = getattr(one, "weight_quant", one).strategy
+            if static and not getattr(one, "input_symmetric", True):
+                return None  # vLLM does not leave zero points as they were when it processes them once more
+        else:
+            return None
+    strategy = str(getattr(strategy, "value", strategy))
+    owner = method if kind in COMPRESSED_EXPERTS else module.scheme
+    block = tuple(getattr(owner, "weight_block_size", None) or ()) if strategy == "block" else None
+    # Of weight-only fp8 vLLM does not process twice what is by tensor, and renames the scales of blocks.
+    known_ones = ("channel",) if scheme == "CompressedTensorsW8A16Fp8" else ("channel", "tensor", "block")
+    if strategy not in known_ones or (block is not None and len(block) != 2):
+        return None
+    inputs = tuple(name.replace("weight", "input_scale") for name in weights) if static else ()
+    return Compressed(weights, codes, strategy, inputs, scheme, block)
+
+
+def _packed(module: torch.nn.Module, owner: Any, weights: tuple[str, ...]) -> Compressed | None:
+    """How a layer is loaded whose codes are packed; None where they have zero points, or lie in another order."""
+    experts = weights != ("weight",)
+    quantised = owner.weight_quant if experts else owner
+    # vLLM 0.33 takes no columns in another order
+    ordered = getattr(quantised, "actorder", None) if experts else getattr(owner, "has_g_idx", False)
+    ordered = getattr(ordered, "value", ordered) in (True, "group", "dynamic")
+    templates = loading_templates(module)
+    if not quantised.symmetric or ordered or owner.num_bits not in PACKED_CODES or not templates:
+        return None
+    strategy = str(getattr(owner.strategy, "value", owner.strategy))
+    block = (1, int(owner.group_size)) if strategy == "group" else None
+    # In place of the weights' shapes, and of columns' orders, there is something that nobody has to load.
+    made = {f"{name}_{end}" for name in weights for end in ("packed", "scale")}
+    others = tuple(
+        name for name in templates
+        if name not in made and name.endswith(("weight_shape", "_g_idx", "_g_idx_sort_indices"))
+    )  # fmt: skip
+    turned = bool(getattr(templates[f"{weights[0]}_packed"], "is_transposed", False))
+    codes = PACKED_CODES[owner.num_bits]
+    packed = Packed(owner.num_bits, turned, others)
+    return Compressed(weights, codes, strategy, (), type(owner).__name__, block, packed)
+
+
+def _nvfp4(module: torch.nn.Module, owner: Any, weights: tuple[str, ...]) -> Compressed | None:
+    """How a layer is loaded whose codes are nvfp4; None where vLLM has not noted it, or no longer has the scales of inputs
+    that its kernel reads."""
+    templates, kernel = loading_templates(module), kernel_of(module)
+    reads = kernel not in PLAIN_INPUTS
+    modelopt = type(owner).__name__ in (*MODELOPT_LINEAR, MODELOPT_EXPERTS)
+    if modelopt and any(f"{name}_scale_2" not in templates for name in weights):
+        return None
+    if not templates or (modelopt and reads and weights != ("weight",)):
+        return None
+    inputs = tuple(name for name in templates if name.endswith(("input_global_scale", "input_scale")))
+    packed = Packed(4, False, (), "" if modelopt else "_packed")
+    return Compressed(weights, NVFP4, "group", inputs, type(owner).__name__, (1, 16), packed, reads)
+
+
+def inputs_as_loaded(module: torch.nn.Module, how: Compressed) -> dict[str, torch.Tensor]:
+    """The scales of a layer's input, by name, as a checkpoint has brought them; none where no kernel reads them and vLLM has
+    let go of them."""
+    found = {}
+    for key in how.inputs:
+        if how.codes != NVFP4:
+            found[key] = getattr(module, key).detach().max().clone()
+            continue
+        # Of linear layers vLLM serves from an inverse, or under another name.
+        kept = "input_global_scale" if key == "input_scale" else f"{key}_inv"
+        value = getattr(module, kept, None) if how.weights == ("weight",) else getattr(module, key, None)
+        if value is not None:
+            found[key] = value.detach().clone()
+    return found
+
+
+def plain_templates(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Of a layer whose codes are packed the parameters that it would be loaded into were it not quantised, by name, on the
+    meta device; none for other layers."""
+    how = compressed_of(module)
+    if how is None or how.packed is None:
+        return {}
+    found, templates = {}, loading_templates(module)
+    for name in how.weights:
+        packed, scales = templates[name + how.packed.end], templates[f"{name}_scale"]
+        *rows, width = packed.mT.shape if how.packed.turned else packed.shape
+        linear = name == "weight"
+        in_words = width * (8 * packed.element_size() // how.packed.bits)
+        columns = int(module.input_size_per_partition) if linear else in_words  # type: ignore[arg-type]
+        dtype: Any = scales.dtype if how.codes != NVFP4 else module.params_dtype
+        plain = torch.empty((*rows, columns), dtype=dtype, device="meta")
+        plain.__class__, plain.__dict__ = packed.__class__, dict(packed.__dict__)
+        vars(plain).pop("is_transposed", None)
+        found[name] = plain
+    return found
+
+
+def method_of(module: torch.nn.Module) -> str:
+    """How vLLM quantises a layer, by its own names."""
+    scheme: Any = getattr(module, "scheme", None)
+    name = type(module.quant_method).__name__
+    owner = module.quant_method if scheme is None else scheme
+    asymmetric = getattr(getattr(owner, "weight_quant", owner), "symmetric", True) is False
+    ends = [] if scheme is None else [type(scheme).__name__]
+    ends += ["asymmetric"] if asymmetric else []
+    return f"{name} ({', '.join(ends)})" if ends else name
+
+
+ONLINE = "vllm.model_executor.layers.quantization.online."
+PROCESSED = "_already_called_process_weights_after_loading"
+
+
+def made_online(module: torch.nn.Module) -> bool:
+    """Whether vLLM has quantised a layer itself, of plain weights after it had loaded them, in an order that only
+    its own processing knows."""
+    method = getattr(module, "quant_method", None)
+    return type(method).__module__.startswith(ONLINE) and blocks_of(module, method) is None
+
+
+def loaded_aside() -> frozenset[str]:
+    """Names of a layer's tensors that vLLM leaves alone when it loads and processes the layer anew."""
+    with known("does not say what it keeps while it loads a layer anew"):
+        from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+
+        return frozenset(SKIP_TENSORS)
+
+
+def processing_objects(module: torch.nn.Module) -> list[Any]:
+    """A layer and what holds its kernels: all that vLLM's processing of its weights writes to."""
+    owners = [module.quant_method]
+    if getattr(module, "scheme", None) is not None:
+        owners.append(module.scheme)
+    kernels = [
+        one
+        for owner in owners
+        for one in vars(owner).values()
+        if type(one).__module__.startswith("vllm.") and hasattr(one, "__dict__")
+    ]
+    return [module, *owners, *(one for one in kernels if not isinstance(one, torch.nn.Module | type))]
+
+
+def scales_in(config: Any) -> dict[str, torch.Tensor]:
+    """The tensors that a ``FusedMoEQuantConfig`` holds, by name: kernels of experts read scales from there."""
+    found: dict[str, torch.Tensor] = {}
+    for side, description in (vars(config) if hasattr(config, "__dict__") else {}).items():
+        if type(description).__name__ == "FusedMoEQuantDesc":
+            named = vars(description).items()
+            found |= {f"{side}.{key}": value for key, value in named if isinstance(value, torch.Tensor)}
+    return found
+
+
+def process(module: torch.nn.Module, config: Any) -> None:
+    """Let vLLM make of a layer's parameters, as they were loaded, what it serves from, under its ``VllmConfig`` as when
+    it had loaded them. The processing starts anew, as in vLLM's own ``reload/layerwise.py``."""
+    vars(module).pop(PROCESSED, None)
+    with known("processes weights in another way"):
+        from vllm.config import set_current_vllm_config
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(config.model_config.dtype)
+    try:
+        with torch.no_grad(), set_current_vllm_config(config):
+            module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
+    finally:
+        torch.set_default_dtype(before)
+
+
+def multiplied(handle: Any, outcome: torch.dtype) -> torch.Tensor:
+    """What a layer serves from, of which nothing but a handle of the CPU's kernels is known: its weights ``[inputs,
+    outputs]``, times their scales."""
+    with known("multiplies in another way on the CPU"):
+        from vllm import _custom_ops
+
+        one = torch.eye(handle.k, dtype=torch.int8)
+        found = torch.empty((handle.k, handle.n), dtype=outcome)
+        _custom_ops.onednn_scaled_mm(handle, one, found, torch.ones(handle.k, 1), None, None, None)
+        return found
+
+
+def kernel_of(module: torch.nn.Module) -> str:
+    """What multiplies with a layer's weights, for logs."""
+    method = module.quant_method
+    names = ("fp8_backend", "int8_backend", "nvfp4_backend", "wna16_backend")
+    backends = (getattr(method, name, None) for name in names)
+    backend = next((one.name for one in backends if one is not None), None)
+    scheme = getattr(module, "scheme", None) or method
+    linear = getattr(scheme, "fp8_linear", None) or getattr(scheme, "kernel", None)
+    return backend or (type(linear).__name__ if linear is not None else "unknown")
+
+
+def own_blocks(values: torch.Tensor, rounding: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What vLLM's own functions make of a bf16 matrix: e4m3, and the scales of its blocks."""
+    with known("quantises blocks elsewhere"):
+        from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
+        from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+        codes, scales = per_block_cast_to_fp8(values, [128, 128], use_ue8m0=rounding == "ue8m0")
+        if rounding == "twice":
+            requant_weight_ue8m0_inplace(codes, scales)
+        return codes, scales
+
+
+def absorbed_of(module: torch.nn.Module) -> torch.Tensor | None:
+    """One of the two matrices that MLA makes of ``kv_b_proj``; None where the module is no such attention, or
+    has not made it."""
+    absorbed = getattr(module, "W_UV", None)
+    return absorbed if isinstance(absorbed, torch.Tensor) else None
+
+
+def loading_templates(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A module's parameters and buffers, by name, as vLLM made them before any processing, on the meta
+    device; those it noted."""
+    with known("does not note how its parameters are loaded"):
+        from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+        info = LAYERWISE_INFO.get(module)
+        templates: dict[str, torch.Tensor] = {}
+        for some in info.restore_metadata if info is not None else ():
+            templates |= some
+        return templates
+
+
+def bound_to(tensor: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
+    """A template whose loader is the method of `module` that it was made with."""
+    with known("binds a parameter's loader in another way"):
+        from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+        bound = restore_layer_refs(tensor, module)
+        loader: Any = getattr(bound, "weight_loader", None)
+        while getattr(loader, "__name__", "") == "online_process_loader":
+            # Of a layer that is quantised while it is loaded: this one waits for all of the layer's weights.
+            loader = loader.__wrapped__
+            setattr(bound, "weight_loader", loader)  # noqa: B010
+        return bound
