@@ -15,6 +15,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from reshard.core.errors import ReshardError
+from reshard.core.extras import importing
+
+with importing("vllm"):
+    import torch.distributed as dist
 
 OLDEST, NEWEST = "0.24", "0.33"  # that refits were tested with
 
@@ -142,8 +146,6 @@ def own_shared_memory() -> Iterator[None]:
     plain = shared.make_group_name
 
     def named(communicator: Any) -> str:
-        import torch.distributed as dist
-
         if not hasattr(communicator, "reshard_name"):
             own = [f"reshard-{os.getpid()}-{time.time_ns()}"]
             dist.broadcast_object_list(own, communicator.ranks[0], communicator.device_group)
