@@ -191,6 +191,7 @@ class Server:
                 import_module(module)
         gc.enable()
         gc.freeze()  # a collection would look at all of that, and so copy its memory
+        forget_what_imports_leave_to_the_end()
         for file in held:
             os.close(file)
         # By process: the connection to its stand-in, and a file that is readable when it has ended.
@@ -253,6 +254,23 @@ class Server:
             connection.sendall(ended.to_bytes(4, "big", signed=True))
         connection.close()
         os.close(process)
+
+
+def forget_what_imports_leave_to_the_end() -> None:
+    """What modules have registered for the end of the interpreter takes apart what is not taken apart here, or prints what nobody reads; but
+    for the standard library's, which serves what a program will make."""
+    import atexit
+    import logging
+    import multiprocessing.util
+    import weakref
+
+    for finalizer in list(weakref.finalize._registry):
+        finalizer.atexit = False
+    atexit._clear()
+    atexit.register(logging.shutdown)
+    if weakref.finalize._registered_with_atexit:
+        atexit.register(weakref.finalize._exitfunc)
+    atexit.register(multiprocessing.util._exit_function)
 
 
 def kill(pid: int) -> None:
