@@ -23,8 +23,13 @@ PASSED_ON = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SI
 FILES = min(
     4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 )  # those that are passed have lower numbers
+# What vLLM imports where a config says that weights are quantised, whatever it says.
+QUANTISED = (
+    "vllm.model_executor.layers.quantization.auto_awq", "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "vllm.model_executor.layers.quantization.quark.quark", "vllm.models.deepseek_v4.quant_config",
+)  # fmt: skip
 # What takes long to import in processes of an engine, of a trainer, on ranks (ranks.py), and in pytest's workers.
-OF_ENGINES = ("tests.entry_points", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "megatron.core", "transformers")  # fmt: skip
+OF_ENGINES = ("tests.entry_points", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "megatron.core", "transformers", *QUANTISED)  # fmt: skip
 WITH_RAY = ("tests.without_ray", *OF_ENGINES, "tests.with_ray")  # in an environment that has Ray
 OF_TRAINERS = ("reshard.parity.megatron", "reshard.parity.huggingface", "megatron.core", "transformers")
 OF_RANKS = (
@@ -32,6 +37,7 @@ OF_RANKS = (
     "tests.disk", "tests.docstrings", "reshard.engines.vllm.loader", "vllm.v1.executor", "vllm.distributed.weight_transfer",
     "vllm.plugins.lora_resolvers.filesystem_resolver", "vllm.plugins.lora_resolvers.hf_hub_resolver", "vllm.v1.attention.backends.triton_attn",
     "vllm.v1.attention.backends.mla.triton_mla", "megatron.core.dist_checkpointing.gpt_checkpoint_interop", "transformers.generation.utils",
+    *QUANTISED,
 )  # fmt: skip
 OF_WORKERS = ("tests.megatron_on_cpu", "vllm.distributed.weight_transfer", "bokeh.plotting")
 servers: list = []  # with their standard inputs, at whose end they end
