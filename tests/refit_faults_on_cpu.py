@@ -1,9 +1,11 @@
 """What goes wrong in a refit, on the CPU as `refit_on_cpu` runs them: members that fail, are late, die, or do not fit each other."""
 
+import gc
 import os
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -122,8 +124,8 @@ def death(
     victim: int,
     moment: str,
 ):
-    """A member dies at a moment of a connection's life. Of every other one: what the call said in which that was, after how many seconds, and
-    whether the engine is fit, with which version."""
+    """A member dies at a moment of a connection's life. Of every other one: what the call said in which that was, after how many seconds,
+    whether the engine is fit, with which version, and how many slabs are left once it has let go of the connection."""
     is_trainer, _, members = start(rank, sides)
     source = MegatronModel(trainer(flags, checkpoint[1])[0]) if is_trainer else None
     destination = None
@@ -152,19 +154,21 @@ def death(
     said = run("connect", lambda: links.append(connect(members, source, destination, **sides.get("how", {}))))
     if where == "refit":
         assert said == "no error", said
-        [link] = links
-        link.refit(version=1)
+        links[0].refit(version=1)
         steps.meet("refitted")
         if moment == "refit between" and destination:  # the first byte is copied when the victim has ended
             destination.wait = partial(steps.wait_for_the_end_of, victim)
         if destination:
             destination.begun = partial(steps.reach, "begun")
         began = time.monotonic()
-        said = run("refit", lambda: link.refit(version=2, verify=True))
+        said = run("refit", lambda: links[0].refit(version=2, verify=True))
     took = time.monotonic() - began
     if torch.cuda.is_initialized():
         assert torch.ones(1, device="cuda").item() == 1, "this process can go on with its GPU"
-    return said, took, (destination.fit, destination.version) if destination else None
+    links.clear()
+    gc.collect()
+    slabs = [file for file in Path("/proc/self/fd").iterdir() if "memfd:reshard" in os.path.realpath(file)]
+    return said, took, (destination.fit, destination.version) if destination else None, len(slabs)
 
 
 def dies_at(owner, name: str, last, key: str = "", after: bool = False) -> None:

@@ -179,7 +179,8 @@ def begun(converted, tmp_path_factory):
 def test_a_member_that_is_killed_in_the_middle_is_named_in_time_and_nothing_torn_is_served(moment, begun):
     victim, results = begun[moment].result()
     assert results[victim] is None, "it has died"
-    for said, seconds, state in (results[rank] for rank in range(2 * RANKS) if rank != victim):
+    for said, seconds, state, slabs in (results[rank] for rank in range(2 * RANKS) if rank != victim):
+        assert not slabs
         if moment == "refit over":
             assert said == "no error" and state in (None, (True, 2)), (said, state)
             continue
