@@ -1,6 +1,5 @@
 """What goes wrong in a refit, on the CPU as `refit_on_cpu` runs them: members that fail, are late, die, or do not fit each other."""
 
-import gc
 import os
 import time
 from dataclasses import replace
@@ -125,7 +124,7 @@ def death(
     moment: str,
 ):
     """A member dies at a moment of a connection's life. Of every other one: what the call said in which that was, after how many seconds,
-    whether the engine is fit, with which version, and how many slabs are left once it has let go of the connection."""
+    whether the engine is fit, with which version, and how many slabs are left."""
     is_trainer, _, members = start(rank, sides)
     source = MegatronModel(trainer(flags, checkpoint[1])[0]) if is_trainer else None
     destination = None
@@ -165,8 +164,6 @@ def death(
     took = time.monotonic() - began
     if torch.cuda.is_initialized():
         assert torch.ones(1, device="cuda").item() == 1, "this process can go on with its GPU"
-    links.clear()
-    gc.collect()
     slabs = [file for file in Path("/proc/self/fd").iterdir() if "memfd:reshard" in os.path.realpath(file)]
     return said, took, (destination.fit, destination.version) if destination else None, len(slabs)
 

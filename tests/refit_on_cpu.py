@@ -7,6 +7,7 @@ mapping of other processes' memory.
 import contextlib
 import os
 import time
+import weakref
 import zlib
 from functools import partial
 from pathlib import Path
@@ -237,7 +238,13 @@ def refit_twice(
         if destination
         else []
     )
-    return held, expected, moved, reports, link.version
+    version, ends = (
+        link.version,
+        [weakref.ref(one) for one in (members, link.trainer, link.engine) if one is not None],
+    )
+    del members, link
+    assert not any(one() for one in ends), "they end with the link, and wait for no garbage collector"
+    return held, expected, moved, reports, version
 
 
 def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict):

@@ -173,7 +173,7 @@ def test_after_a_failed_turn_the_version_is_one_more_than_the_last_good_one():
 
 
 FORKED = """
-import os
+import os, sys
 from reshard.refit import Members
 
 def meet(port):
@@ -187,14 +187,14 @@ pid = os.fork()
 if not pid:
     meet(OTHER)
     print("has met", flush=True)
-    os._exit(0)
-os.waitpid(pid, 0)
+    sys.exit(0)
+print(os.waitpid(pid, 0)[1])
 """
 
 
 def test_a_forked_process_leaves_the_meetings_of_the_one_that_forked_it_alone():
     code = FORKED.replace("PORT", str(free_port())).replace("OTHER", str(free_port()))
-    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120) == "has met\n"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120) == "has met\n0\n"
 
 
 STOPPED = """

@@ -312,7 +312,8 @@ def take(passed: list[int], numbers: list[int]) -> None:
     """Give files that have come the numbers that they had."""
     import fcntl
 
-    aside = [fcntl.fcntl(file, fcntl.F_DUPFD, FILES) for file in passed]
+    above = max(*numbers, *passed) + 1
+    aside = [fcntl.fcntl(file, fcntl.F_DUPFD, above) for file in passed]
     for file in passed:
         os.close(file)
     for file, number in zip(aside, numbers, strict=True):

@@ -4,6 +4,7 @@ The others ask it how the last turn ended, and who comes late asks it whether th
 nobody uses here any more is kept until all others know, or some minutes; and a process that ends waits a moment for them.
 """
 
+import ctypes
 import os
 import threading
 import time
@@ -13,17 +14,16 @@ from multiprocessing.util import Finalize
 import torch.distributed as dist
 
 LINGER_SECONDS = 3.0  # at the end of the process, in all
-KEPT_SECONDS = 600.0
+KEPT_SECONDS = 600.0  # or as long as members wait for each other, where that is longer
 
 
 class Ending:
     """How the last turn of some members ended: `seen` is the key under which the others count themselves who know."""
 
-    def __init__(self, store: dist.Store, size: int) -> None:
-        self.store, self.size = store, size
+    def __init__(self, store: dist.Store, size: int, timeout: float) -> None:
+        self.store, self.size, self.kept_seconds = store, size, max(KEPT_SECONDS, timeout)
         self.seen = ""
         self.left: float | None = None  # when the members of this process were no more
-        self.process = os.getpid()
 
     def leave(self) -> None:
         """The members of this process are no more."""
@@ -38,10 +38,9 @@ class Ending:
 
     def is_over(self) -> bool:
         """Whether nobody needs the store any more."""
-        # A forked process has no thread that serves the store of the one that forked it, and would wait for its end.
-        if self.left is None or self.process != os.getpid():
+        if self.left is None:
             return False
-        return self.is_known() or time.monotonic() - self.left > KEPT_SECONDS
+        return self.is_known() or time.monotonic() - self.left > self.kept_seconds
 
 
 class Endings:
@@ -49,16 +48,17 @@ class Endings:
 
     def __init__(self) -> None:
         self.kept: list[Ending] = []
-        self.process, self.lock = 0, threading.Lock()
+        self.lock, self.lingers = threading.Lock(), False
+        os.register_at_fork(after_in_child=self._leave_to_the_other)
 
-    def begin(self, members: object, store: dist.Store, size: int) -> Ending:
+    def begin(self, members: object, store: dist.Store, size: int, timeout: float) -> Ending:
         """That of new members, of which this process is the first; the store is kept as long as they are, and longer. Those that
         are over are let go."""
-        ending = Ending(store, size)
+        ending = Ending(store, size, timeout)
         weakref.finalize(members, ending.leave).atexit = False
         with self.lock:
-            if self.process != ending.process:
-                self.process = ending.process
+            if not self.lingers:
+                self.lingers = True
                 # unlike atexit, in processes that multiprocessing has started too
                 Finalize(None, self.linger, exitpriority=0)
             self.kept = [ending, *(one for one in self.kept if not one.is_over())]
@@ -67,9 +67,16 @@ class Endings:
     def linger(self) -> None:
         """Stay until the others know how their last turns ended."""
         deadline = time.monotonic() + LINGER_SECONDS
-        for ending in (one for one in self.kept if one.process == os.getpid()):
+        for ending in self.kept:
             while not ending.is_known() and time.monotonic() < deadline:
                 time.sleep(1e-3)
+
+    def _leave_to_the_other(self) -> None:
+        """In a forked process: the stores of the one that forked it never end here, where no thread serves them, and their end
+        would wait for that thread."""
+        for ending in self.kept:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(ending.store))
+        self.kept, self.lock, self.lingers = [], threading.Lock(), False
 
 
 endings = Endings()

@@ -292,14 +292,18 @@ class Link:
                 self.pull.join()
 
     def _clear_up(self) -> None:
-        """After a refit that failed: a communicator that lost a partner is not used again, and the trainers'
-        memory is let go."""
+        """After a refit that failed: a communicator that lost a partner is not used again, the trainers' memory is let go,
+        and the slab is given back, since a link that failed may not be used again, nor be closed."""
         self.broken = True
         if self.trainer is not None:
             self.trainer.forget()
         with suppress(ReshardError, RuntimeError):
             if wait_for_device(self.device, self.members.timeout):  # not under a kernel that reads it
                 self._unmap()
+                if (
+                    self.buckets.group is None
+                ):  # whose kernels may wait for a dead partner for ever, and the driver for them
+                    self.staged.close()
 
     def _verify(self) -> None:
         """Compare digests of every piece, which both sides take from their own memory by their own addresses,

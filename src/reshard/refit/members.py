@@ -385,7 +385,7 @@ class Members(Messages):
     def _keep_the_store(self) -> None:
         """As the first member, for the others, beyond the end of these members in this process."""
         if self.rank == 0:
-            self._ending = endings.begin(self, self.store, self.size)
+            self._ending = endings.begin(self, self.store, self.size, self.timeout)
 
 
 def _check_rank(rank: int, size: int) -> None:

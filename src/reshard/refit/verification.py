@@ -1,6 +1,7 @@
 """The check of a refit: digests that both sides take of the same pieces, from their own memory by their own addresses, made anew,
 and compared where the engine is."""
 
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ class TrainerDigests:
     """Those of a trainer's rank, by inference rank: of pieces, then of parcels."""
 
     def __init__(self, side: "TrainerSide") -> None:
-        self.side = side
+        self.side = weakref.proxy(side)  # which holds this one
         self.begun: dict[int, tuple[Digests, np.ndarray]] = {}
 
     def begin(self) -> None:
@@ -62,7 +63,7 @@ class EngineDigests:
     """Those of an inference rank, by trainer's rank; of what was made of several pieces here it is seen whether it comes of them."""
 
     def __init__(self, side: "EngineSide") -> None:
-        self.side = side
+        self.side = weakref.proxy(side)  # which holds this one
         self.begun: dict[int, tuple[Digests, np.ndarray]] = {}
         self.passed: dict[int, np.ndarray] = {}
         self.unlike: list[int] = []

@@ -9,7 +9,6 @@ same place by the driver's id.
 """
 
 import ctypes
-import weakref
 
 import torch
 
@@ -17,12 +16,10 @@ from reshard.live.cuda import HANDLE_BYTES, checked, driver, make_current
 
 
 class Mappings:
-    """Peers' allocations that this process has mapped, by handle; closed together, at the latest when this ends, since a link
-    that has failed may be let go as it is."""
+    """Peers' allocations that this process has mapped, by handle; closed together."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.addresses = device, dict[str, int]()
-        weakref.finalize(self, _unmap, self.addresses, device).atexit = False
 
     def address(self, handle: str, whose: str) -> int:
         """Where an allocation is mapped here, mapping it at the first call. Raises ReshardError where that
@@ -40,15 +37,11 @@ class Mappings:
     def close(self, but: set[str] | None = None) -> None:
         """Unmap all, or all but those handles. Raises ReshardError, after the others are closed, where one
         cannot be."""
-        _unmap(self.addresses, self.device, but)
-
-
-def _unmap(addresses: dict[str, int], device: torch.device, but: set[str] | None = None) -> None:
-    closing = [handle for handle in addresses if not but or handle not in but]
-    if not closing:
-        return
-    make_current(device)
-    with torch.cuda.device(device):
-        answers = [driver().cuIpcCloseMemHandle(addresses.pop(handle)) for handle in closing]
-    for answer in answers:
-        checked(answer, "a peer's memory cannot be unmapped")
+        closing = [handle for handle in self.addresses if not but or handle not in but]
+        if not closing:
+            return
+        make_current(self.device)
+        with torch.cuda.device(self.device):
+            answers = [driver().cuIpcCloseMemHandle(self.addresses.pop(handle)) for handle in closing]
+        for answer in answers:
+            checked(answer, "a peer's memory cannot be unmapped")

@@ -10,7 +10,6 @@ import ctypes
 import itertools
 import mmap
 import os
-import weakref
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -35,24 +34,28 @@ _numbers = itertools.count()
 class SharedSlab:
     """`size` bytes of this process that others of its host may map: `address`, and `handle` for `Views`.
 
-    `number` tells it from a later one of this process, which may get the same handle. `close()` gives the memory back, which
-    nobody may have mapped any more; so does the end of the slab, since a link that has failed may be let go as it is.
+    `number` tells it from a later one of this process, which may get the same handle.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size, self.device, self.number = size, device, next(_numbers)
         if device.type == "cuda":
             self.address = cuda_memory(size, device)
-            self.close: weakref.finalize = weakref.finalize(self, cuda_free, self.address, device)
             self.handle = exported(self.address)
+            return
+        self.file = os.memfd_create("reshard")
+        os.ftruncate(self.file, size)
+        self.memory = mmap.mmap(self.file, size)
+        self.address = _address(self.memory)
+        self.handle = f"/proc/{os.getpid()}/fd/{self.file}"
+
+    def close(self) -> None:
+        """Give the memory back, which nobody may have mapped any more."""
+        if self.device.type == "cuda":
+            cuda_free(self.address, self.device)
         else:
-            file = os.memfd_create("reshard")
-            self.close = weakref.finalize(self, os.close, file)
-            os.ftruncate(file, size)
-            self.memory = mmap.mmap(file, size)
-            self.address = _address(self.memory)
-            self.handle = f"/proc/{os.getpid()}/fd/{file}"
-        self.close.atexit = False
+            self.memory.close()
+            os.close(self.file)
 
 
 class Views:
