@@ -20,9 +20,8 @@ import sys
 from collections.abc import Callable, Mapping
 
 PASSED_ON = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGCONT")
-FILES = min(
-    4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
-)  # those that are passed have lower numbers
+# Those that are passed have lower numbers.
+FILES = min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 # What vLLM imports where a config says that weights are quantised, whatever it says.
 QUANTISED = (
     "vllm.model_executor.layers.quantization.auto_awq", "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",

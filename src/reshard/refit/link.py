@@ -300,9 +300,8 @@ class Link:
         with suppress(ReshardError, RuntimeError):
             if wait_for_device(self.device, self.members.timeout):  # not under a kernel that reads it
                 self._unmap()
-                if (
-                    self.buckets.group is None
-                ):  # whose kernels may wait for a dead partner for ever, and the driver for them
+                # With buckets a kernel may wait for a dead partner for ever, and the driver would wait for that.
+                if self.buckets.group is None:
                     self.staged.close()
 
     def _verify(self) -> None:
