@@ -197,28 +197,6 @@ def test_a_forked_process_leaves_the_meetings_of_the_one_that_forked_it_alone():
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120) == "has met\n0\n"
 
 
-STOPPED = """
-import sys, time
-from reshard.refit import Members
-rank = int(sys.argv[1])
-print("here", flush=True)
-sys.stdin.readline()
-members = Members.join("127.0.0.1:{port}", rank, 2, timeout=5)
-with members.turn("connect"):
-    members.go()
-    members.done()
-print("connected", flush=True)
-sys.stdin.readline()
-began = time.monotonic()
-for what in ("refit 1", "refit 2"):
-    try:
-        with members.turn(what):
-            members.go()
-    except Exception as error:
-        print(round(time.monotonic() - began, 1), type(error).__name__, error, flush=True)
-"""
-
-
 def of_one_meeting() -> None:
     """Two members meet, take a turn, and are no more."""
     address, together = f"127.0.0.1:{free_port()}", threading.Barrier(2)
@@ -255,6 +233,28 @@ def test_nothing_stays_open_of_meetings_that_are_over_and_who_comes_late_to_one_
     del late
     of_one_meeting()
     assert len(os.listdir("/proc/self/fd")) < two
+
+
+STOPPED = """
+import sys, time
+from reshard.refit import Members
+rank = int(sys.argv[1])
+print("here", flush=True)
+sys.stdin.readline()
+members = Members.join("127.0.0.1:{port}", rank, 2, timeout=5)
+with members.turn("connect"):
+    members.go()
+    members.done()
+print("connected", flush=True)
+sys.stdin.readline()
+began = time.monotonic()
+for what in ("refit 1", "refit 2"):
+    try:
+        with members.turn(what):
+            members.go()
+    except Exception as error:
+        print(round(time.monotonic() - began, 1), type(error).__name__, error, flush=True)
+"""
 
 
 def test_a_member_0_that_is_stopped_is_named_within_the_time_limit():

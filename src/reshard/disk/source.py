@@ -10,9 +10,7 @@ import numpy as np
 
 from reshard.core.errors import listed
 from reshard.disk.files import OpenFiles
-from reshard.disk.locate import (
-    OF_TRAINERS,
-)
+from reshard.disk.locate import OF_TRAINERS
 from reshard.disk.manifest import NAME as MANIFEST
 from reshard.disk.manifest import read_manifest
 from reshard.disk.modelopt import CONFIG as MODELOPT_CONFIG

@@ -6,10 +6,7 @@ from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
 from reshard.disk.hub import local_directory
 from reshard.disk.huggingface import HuggingFaceSource
-from reshard.disk.locate import (
-    ITERATION,
-    locate,
-)
+from reshard.disk.locate import ITERATION, locate
 from reshard.disk.megatron import MegatronSource
 from reshard.disk.source import Source, ignored_as_recorded, read_config
 from reshard.formats import torch_dist

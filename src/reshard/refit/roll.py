@@ -36,7 +36,7 @@ class Roll:
     """The roll of the members, in the turn that they are in."""
 
     def __init__(self, members: "Members") -> None:
-        self.members = weakref.proxy(members)  # which end when nobody else holds them
+        self.members: Members = weakref.proxy(members)  # which end when nobody else holds them
         self.last = Call(0, 0, LONG_AGO)
         self.looked = LONG_AGO
         self.answered = 0, 0  # the turn, and the number of the call in it

@@ -35,7 +35,7 @@ class TrainerDigests:
     """Those of a trainer's rank, by inference rank: of pieces, then of parcels."""
 
     def __init__(self, side: "TrainerSide") -> None:
-        self.side = weakref.proxy(side)  # which holds this one
+        self.side: TrainerSide = weakref.proxy(side)  # which holds this one
         self.begun: dict[int, tuple[Digests, np.ndarray]] = {}
 
     def begin(self) -> None:
@@ -63,7 +63,7 @@ class EngineDigests:
     """Those of an inference rank, by trainer's rank; of what was made of several pieces here it is seen whether it comes of them."""
 
     def __init__(self, side: "EngineSide") -> None:
-        self.side = weakref.proxy(side)  # which holds this one
+        self.side: EngineSide = weakref.proxy(side)  # which holds this one
         self.begun: dict[int, tuple[Digests, np.ndarray]] = {}
         self.passed: dict[int, np.ndarray] = {}
         self.unlike: list[int] = []
