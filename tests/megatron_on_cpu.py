@@ -402,6 +402,7 @@ def as_trainers(
 
     said, served, trainers = [], Model.from_hf(config, "the config"), []
     for flags in command_lines:
+        torch.distributed.barrier()  # all have made the groups that now end
         mpu.destroy_model_parallel()
         unset_num_microbatches_calculator()
         trainers.append(MegatronModel(build(flags)[0]))

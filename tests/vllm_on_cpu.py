@@ -129,6 +129,8 @@ def build(
         else:
             parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(tp, pp)
+        # torch waits for nobody after it has made a group: a rank that has ended its own would fail one that is still connecting
+        torch.distributed.barrier()
         model = get_model_loader(config.load_config).load_model(
             vllm_config=config, model_config=config.model_config
         )
