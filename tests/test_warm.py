@@ -1,6 +1,7 @@
 """A Python whose imports are done runs what a Python runs."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -107,3 +108,20 @@ def test_who_is_ended_ends_with_what_it_has_started(end, status, python):
             time.sleep(0.01)
         if end == "terminate":
             psutil.Process(pids[1]).kill()
+
+
+def test_a_signal_that_comes_after_the_end_changes_nothing_of_it(python):
+    code = "import os, sys; print(os.getpid(), flush=True); sys.stdin.read(); sys.exit(7)"
+    with subprocess.Popen(
+        [python, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        pid = int(process.stdout.readline())
+        process.send_signal(signal.SIGSTOP)
+        process.stdin.close()
+        deadline = time.monotonic() + 30
+        while psutil.pid_exists(pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.terminate()
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(30) == 7

@@ -154,8 +154,13 @@ def stand_in(address: str, arguments: list[str]) -> int:
     server, pid = ask(address, arguments, files)
     if not pid:
         return 1
+
+    def pass_on(number: int, _: object) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile, as will be said
+            os.kill(pid, number)
+
     for name in PASSED_ON:
-        signal.signal(getattr(signal, name), lambda number, _: os.kill(pid, number))
+        signal.signal(getattr(signal, name), pass_on)
     for file in files:  # else nobody would see that the other has closed them
         os.close(file)
     status = how_ended(server)
