@@ -238,10 +238,8 @@ def refit_twice(
         if destination
         else []
     )
-    version, ends = (
-        link.version,
-        [weakref.ref(one) for one in (members, link.trainer, link.engine) if one is not None],
-    )
+    version = link.version
+    ends = [weakref.ref(one) for one in (members, link.trainer, link.engine) if one is not None]
     del members, link
     assert not any(one() for one in ends), "they end with the link, and wait for no garbage collector"
     return held, expected, moved, reports, version

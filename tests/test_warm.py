@@ -89,6 +89,13 @@ def test_what_it_runs_has_the_imports_behind_it(python):
         assert subprocess.run([one, *asked], capture_output=True, text=True).stdout == expected
 
 
+def wait_for_the_end_of(*pids: int) -> None:
+    deadline = time.monotonic() + 30
+    while any(map(psutil.pid_exists, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize(("end", "status"), [("terminate", -15), ("kill", -9)])
 def test_who_is_ended_ends_with_what_it_has_started(end, status, python):
     code = (
@@ -101,11 +108,7 @@ def test_who_is_ended_ends_with_what_it_has_started(end, status, python):
         assert all(map(psutil.pid_exists, pids))
         getattr(process, end)()
         assert process.wait(30) == status
-        deadline = time.monotonic() + 30
-        gone = pids if end == "kill" else pids[:1]  # as with any Python
-        while any(map(psutil.pid_exists, gone)):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for_the_end_of(*(pids if end == "kill" else pids[:1]))  # as with any Python
         if end == "terminate":
             psutil.Process(pids[1]).kill()
 
@@ -117,11 +120,10 @@ def test_a_signal_that_comes_after_the_end_changes_nothing_of_it(python):
     ) as process:
         pid = int(process.stdout.readline())
         process.send_signal(signal.SIGSTOP)
-        process.stdin.close()
-        deadline = time.monotonic() + 30
-        while psutil.pid_exists(pid):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        process.terminate()
-        process.send_signal(signal.SIGCONT)
+        try:
+            process.stdin.close()
+            wait_for_the_end_of(pid)
+            process.terminate()
+        finally:
+            process.send_signal(signal.SIGCONT)
         assert process.wait(30) == 7
