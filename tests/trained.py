@@ -26,12 +26,14 @@ def gguf_file() -> Path:
 
 def make(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write the model and its tokenizer to `directory` as a Hugging Face checkpoint, and return it."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder, name = gguf_file().parent, gguf_file().name
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=name, dtype=dtype, quantization_config=GgufConfig(dequantize=True)
-    )
+    # Newer versions keep the weights packed unless they are told not to.
+    packed = hasattr(transformers, "GgufConfig")
+    options = {"quantization_config": transformers.GgufConfig(dequantize=True)} if packed else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=dtype, **options)
     model.save_pretrained(directory)
     AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(directory)
     return directory

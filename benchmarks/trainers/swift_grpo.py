@@ -46,13 +46,25 @@ FIGURES = (
 )  # fmt: skip
 
 
-def lines(out: Path, run: str, steps: int, sleep: int) -> list[str]:
-    """What ms-swift is started with."""
-    data = [
+def repeating(steps: int, sleep: int) -> tuple[list[dict], dict]:
+    """Return the rows of words to repeat, and the options of ms-swift that go with them."""
+    rows = [
         {"messages": [{"role": "user", "content": prompt(row)}], "worth": wanted(row)}
         for row in range(4 * PROMPTS)
     ]
-    (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data), encoding="utf-8")
+    options = {
+        "model_type": "qwen3", "template": "dummy", "reward_funcs": "repeats", "train_iters": steps, "lr": 1e-5,
+        "global_batch_size": PROMPTS * ANSWERS, "micro_batch_size": 4, "num_generations": ANSWERS, "max_completion_length": 64,
+        "offload_model": "true", "offload_optimizer": "true", "sleep_level": sleep,
+        "vllm_gpu_memory_utilization": 0.4, "vllm_enforce_eager": "true",
+    }  # fmt: skip
+    return rows, options
+
+
+def arguments(out: Path, run: str, rows: list[dict], chosen: dict) -> list[str]:
+    """Write the rows and the plugin of a run under `out`; return the command line of ms-swift."""
+    data = out / f"{run}.rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     # ms-swift puts a plugin's folder first among those that modules are imported from: nothing else lies there.
     (out / f"plugin-{run}").mkdir(exist_ok=True)
     plugin = out / f"plugin-{run}" / "plugin_of_benchmark.py"
@@ -60,19 +72,16 @@ def lines(out: Path, run: str, steps: int, sleep: int) -> list[str]:
         f"from benchmarks.trainers import swift_watch\n\nswift_watch.use({run!r})\n", encoding="utf-8"
     )
     options = {
-        "rlhf_type": "grpo", "model": out / "model", "model_type": "qwen3", "template": "dummy", "use_hf": "true", "check_model": "false",
-        "dataset": out / "rows.jsonl", "load_from_cache_file": "false", "split_dataset_ratio": 0, "dataset_num_proc": 1, "dataloader_num_workers": 0,
-        "external_plugins": plugin, "reward_funcs": "repeats", "report_to": "steps",
-        "bf16": "true", "finetune": "true", "train_iters": steps, "lr": 1e-5, "logging_steps": 1, "save_steps": 1000000, "eval_iters": 0,
-        "global_batch_size": PROMPTS * ANSWERS, "micro_batch_size": 4, "steps_per_generation": 1, "num_generations": ANSWERS,
-        "max_length": 64, "max_completion_length": 64, "temperature": 1.0,
+        "rlhf_type": "grpo", "model": out / "model", "use_hf": "true", "check_model": "false",
+        "dataset": data, "load_from_cache_file": "false", "split_dataset_ratio": 0, "dataset_num_proc": 1, "dataloader_num_workers": 0,
+        "external_plugins": plugin, "report_to": "steps",
+        "bf16": "true", "finetune": "true", "logging_steps": 1, "save_steps": 1000000, "eval_iters": 0,
+        "steps_per_generation": 1, "max_length": 64, "temperature": 1.0,
         "attention_backend": "auto", "padding_free": "false",  # its own, flash with packed rows, need flash-attn
         "log_rollout_offpolicy_metrics": "true", "log_entropy": "true",
-        "offload_model": "true", "offload_optimizer": "true", "sleep_level": sleep,
-        "use_vllm": "true", "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4, "vllm_max_model_len": 256,
-        "vllm_enforce_eager": "true", "output_dir": out / run, "add_version": "false",
+        "use_vllm": "true", "vllm_mode": "colocate", "vllm_max_model_len": 256, "output_dir": out / run, "add_version": "false",
     }  # fmt: skip
-    return [part for key, value in options.items() for part in (f"--{key}", str(value))]
+    return [part for key, value in (options | chosen).items() for part in (f"--{key}", str(value))]
 
 
 def main() -> int:
@@ -96,7 +105,10 @@ def main() -> int:
             old.unlink()
         shutil.rmtree(out / run, ignore_errors=True)
         code = started(
-            out, run, [*lines(out, run, options.steps, options.sleep), *options.options], options.limit
+            out,
+            run,
+            [*arguments(out, run, *repeating(options.steps, options.sleep)), *options.options],
+            options.limit,
         )
         codes.append(code)
         print(f"{run}: exit {code}", flush=True)
@@ -106,15 +118,15 @@ def main() -> int:
     return int(any(codes))
 
 
-def started(out: Path, run: str, arguments: list[str], limit: float) -> int:
-    """ms-swift's own entry as ``megatron`` calls it, to its end, or for so many seconds."""
+def started(out: Path, run: str, line: list[str], limit: float) -> int:
+    """Run ms-swift's own entry with this command line, as ``megatron`` calls it, for at most `limit` seconds; return its exit code."""
     paths = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
     with socket.socket() as free:
         free.bind(("", 0))
         port = str(free.getsockname()[1])
     variables = os.environ | {"RESHARD_WATCH": str(out / f"{run}.watch"), "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": paths,
                               "NPROC_PER_NODE": "1", "MASTER_PORT": port}  # fmt: skip
-    command = [sys.executable, "-m", "swift.cli._megatron.main", "rlhf", *arguments]
+    command = [sys.executable, "-m", "swift.cli._megatron.main", "rlhf", *line]
     with open(out / f"{run}.log", "w", encoding="utf-8") as log, memory(out / f"{run}.memory"):
         running = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True

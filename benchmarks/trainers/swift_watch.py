@@ -1,6 +1,7 @@
 """ms-swift's trainer of GRPO, noting its phases, its syncs and what vLLM serves after each: `use` is called in a plugin that
 `benchmarks.trainers.swift_grpo` writes."""
 
+import re
 import time
 from typing import Any
 
@@ -90,6 +91,16 @@ class Steps(MegatronCallback):
         phase("between steps")
 
 
+class Sums(ORM):
+    """1 for an answer whose last number is the sum that was asked for, else 0."""
+
+    def __call__(self, completions: list[str], total: list[str], **kwargs: Any) -> list[float]:
+        return [
+            float(re.findall(r"\d+", answer)[-1:] == [wanted])
+            for answer, wanted in zip(completions, total, strict=True)
+        ]
+
+
 class Repeats(ORM):
     """A reward for each word of the answer that is wanted."""
 
@@ -98,7 +109,7 @@ class Repeats(ORM):
 
 
 def use(run: str) -> None:
-    """From now on ms-swift makes this trainer, and knows the reward `repeats` and what to report to as `steps`."""
+    """Have ms-swift make this trainer, and know the rewards `repeats` and `sums` and what to report to as `steps`."""
     trainers.MegatronGRPOTrainer = {"stock": Watched, "refit": Refit, "both": Both}[run]
-    orms["repeats"] = Repeats
+    orms["repeats"], orms["sums"] = Repeats, Sums
     megatron_callbacks_map["steps"] = Steps

@@ -1,0 +1,109 @@
+"""GRPO of a trained model by ms-swift's Megatron on one GPU, with its own weight sync and with a refit: does the reward rise alike?
+
+    python -m benchmarks.trainers.swift_learning OUT [--steps 150] [--limit 500] [--after SECONDS] [--options OPTIONS OF MS-SWIFT]
+
+SmolLM2-135M-Instruct (tests/trained.py) is asked for sums of two numbers up to 20; an answer whose last number is the sum is worth 1. Three runs
+with the same seeds go side by side on the GPU: `stock` with ms-swift's own sync, `refit` with a refit in its place, and `both`, where each
+step overwrites vLLM's weights, refits, overwrites them again, and lets ms-swift's own sync fill them. Attention, matrix products and sums are
+deterministic, so that runs differ only by what their syncs leave.
+
+Written under OUT: each run's log and ms-swift's own figures of each step, what vLLM serves after every sync, as digests, and `curves.json`:
+each run's reward by step. Printed: these rewards in tens of steps, and whether the served weights and the rewards were equal.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks.trainers.grpo import noted
+from benchmarks.trainers.swift_grpo import RUNS, arguments, started
+
+PROMPTS, ANSWERS = 32, 8
+DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+def sums(steps: int) -> tuple[list[dict], dict]:
+    """Return the rows of sums to compute, and the options of ms-swift that go with them."""
+    draw = random.Random(0)
+    rows = []
+    for _ in range(PROMPTS * steps):
+        a, b = draw.randint(1, 20), draw.randint(1, 20)
+        question = f"What is {a} + {b}? Answer with the number only."
+        rows.append({"messages": [{"role": "user", "content": question}], "total": str(a + b)})
+    options = {
+        "model_type": "llama", "template": "chatml", "reward_funcs": "sums", "train_iters": steps, "lr": 5e-6, "lr_warmup_iters": 0,
+        "lr_decay_style": "constant", "beta": 0.0, "seed": 1, "weight_decay": 0.0,
+        "global_batch_size": PROMPTS * ANSWERS, "micro_batch_size": PROMPTS, "num_generations": ANSWERS, "max_completion_length": 24,
+        "recompute_granularity": "none", "sleep_level": 0, "vllm_gpu_memory_utilization": 0.12, "vllm_enforce_eager": "false",
+    }  # fmt: skip
+    return rows, options
+
+
+def rewards(out: Path, run: str) -> list[float]:
+    """Return a run's mean reward of each step, as ms-swift has noted them."""
+    figures = out / run / "logging.jsonl"
+    lines = figures.read_text(encoding="utf-8").splitlines() if figures.exists() else []
+    steps = [json.loads(line) for line in lines]
+    return [step["reward"] for step in steps if "reward" in step]
+
+
+def tell(out: Path) -> None:
+    """Print the rewards in tens of steps, and what was equal; write the curves."""
+    curves = {run: rewards(out, run) for run in RUNS}
+    digests = {run: [(sync["way"], sync["weights"]) for sync in noted(out, run).get("0", [])] for run in RUNS}
+    (out / "curves.json").write_text(json.dumps({"rewards": curves, "served": digests}), encoding="utf-8")
+    for run, curve in curves.items():
+        tens = [curve[at : at + 10] for at in range(0, len(curve), 10)]
+        print(f"{run}: {len(curve)} steps, reward " + " ".join(f"{sum(ten) / len(ten):.3f}" for ten in tens))
+    refits, stocks = (
+        [weights for way, weights in digests["both"] if way == kind] for kind in ("refit", "stock")
+    )
+    equal = sum(a == b for a, b in zip(refits, stocks))
+    print(
+        f"both: equal after {equal} of {len(refits)} syncs, {len(set(refits))} of them different from one another"
+    )
+    pairs = list(zip(digests["refit"], digests["stock"]))
+    print(
+        f"refit and stock: the same weights after {sum(a[1] == b[1] for a, b in pairs)} of {len(pairs)} syncs"
+    )
+    both = list(zip(curves["refit"], curves["stock"]))
+    print(f"refit and stock: the same reward in {sum(a == b for a, b in both)} of {len(both)} steps")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--limit", type=float, default=500.0, help="seconds that a run may take")
+    parser.add_argument("--after", type=float, default=0.0, help="seconds between the starts of two runs")
+    parser.add_argument("--options", nargs=argparse.REMAINDER, default=[])
+    chosen = parser.parse_args()
+    out = chosen.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    if not (out / "model").exists():
+        from tests.trained import make
+
+        make(out / "model")
+    os.environ.update(DETERMINISTIC)
+
+    def run(number: int) -> int:
+        time.sleep(number * chosen.after)
+        line = [*arguments(out, RUNS[number], *sums(chosen.steps)), *chosen.options]
+        return started(out, RUNS[number], line, chosen.limit)
+
+    with ThreadPoolExecutor(len(RUNS)) as pool:
+        codes = list(pool.map(run, range(len(RUNS))))
+    print("exit codes: " + ", ".join(f"{name} {code}" for name, code in zip(RUNS, codes)), flush=True)
+    tell(out)
+    return int(any(codes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
