@@ -184,6 +184,8 @@ def sleep(options) -> None:
     from reshard.trainers.megatron import MegatronModel
 
     config = config_of(options.model, options.layers)
+    if "n_routed_experts" in config:
+        config |= {"n_routed_experts": 64}
     llm = vllm_engine(options.folder / "dummy", config, tensor_parallel_size=1, enable_sleep_mode=True)
     source = MegatronModel(megatron_models(config, Layout()))
     link = connect(Members.of_process_group(), source, VllmModel.from_llm(llm))
@@ -214,6 +216,19 @@ def sleep(options) -> None:
         link.refit()
         llm.reset_prefix_cache()
         found[f"refitted after level {level}, says the same"] = spoken(llm, config["vocab_size"]) == said
+        # Other weights, by the first refit after a sleep and by a later one: whatever the sleep leaves behind differs.
+        llm.sleep(level=level)
+        llm.wake_up()
+        change(source, level)
+        link.refit()
+        llm.reset_prefix_cache()
+        first = spoken(llm, config["vocab_size"])
+        link.refit()
+        llm.reset_prefix_cache()
+        second = spoken(llm, config["vocab_size"])
+        found[f"other weights after level {level}, the same after one more refit"] = first == second
+        found[f"other weights after level {level}, says something else than before"] = first != said
+        said = second
     print(json.dumps(found, indent=1), flush=True)
 
 
