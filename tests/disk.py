@@ -108,13 +108,14 @@ def journal(folder, process=0):
 
 
 @contextlib.contextmanager
-def held_run(source, out, *faults, workers=1):
+def held_run(source, out, *faults, workers=1, direction="hf-to-mcore"):
     """A run of the qwen3-moe checkpoint at TP2 EP2 that stays in one of its writes, half of the tensors being finished, and what lets it go on:
     that gives what it says on stderr."""
     held = out.parent / "held"
+    nth = {"hf-to-mcore": 380, "mcore-to-hf": 90}[direction]
     process = subprocess.Popen(
-        command("hf-to-mcore", source, out, "--tp", "2", "--ep", "2", "--workers", workers),
-        env=environment("pwrite:*:380:hold", *faults, held=held), stderr=subprocess.PIPE, text=True,
+        command(direction, source, out, *DIRECTIONS[direction], "--workers", workers),
+        env=environment(f"pwrite:*:{nth}:hold", *faults, held=held), stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
     def go():
@@ -161,6 +162,15 @@ def resumed(direction, whole, out):
         report = mcore_to_hf(source, out, max_shard_size="200KB", resume=True)
     assert tree(out) == expected and beside(out.parent) == ["out"]
     return report.resumed_tensors
+
+
+def scribble(path):
+    """Change a byte in the middle of a file, in place."""
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
 
 
 def flip(path, at):

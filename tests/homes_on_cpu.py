@@ -14,6 +14,7 @@ import reshard
 from reshard.disk import files
 from reshard.homes import filling, saving
 from tests import megatron_on_cpu
+from tests.disk import scribble
 from tests.oracle import bits
 from tests.ranks import caught
 from tests.refit_on_cpu import distributed
@@ -149,6 +150,20 @@ def cast_and_follow(rank: int, flags: list[str], source: str, expected: str, opt
 def main_parameters(optimizer) -> list[torch.Tensor]:
     """The fp32 parameters that an optimizer steps."""
     return [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+
+
+def load_of_what_changes(rank: int, flags: list[str], source: str, file: str) -> list[str]:
+    """What is said of a load while which the last rank gives a file of the source other numbers, after some boxes, and of one after that."""
+    _, wrapped, _ = chunks(flags)
+    filling.PINNED_BYTES = 1 << 14  # of which a small model has several
+    left = [file] if rank == torch.distributed.get_world_size() - 1 else []
+
+    def progress(done: int, total: int) -> None:
+        if 0 < done < total and left:
+            scribble(Path(left.pop()))
+
+    load = partial(reshard.load, wrapped, source, workers=1)
+    return [caught(partial(load, progress=progress)), caught(load)]
 
 
 def failing_load(rank: int, flags: list[str], source: str, fault: str) -> str:

@@ -372,6 +372,63 @@ def load_anew(module: torch.nn.Module, config, theirs) -> None:
         finalize_layerwise_reload(module, config.model_config)
 
 
+def rebind_absorbed() -> None:
+    """Let MLA put new matrices in the places of those that it has made of ``kv_b_proj``, as vLLM 0.24 and 0.25 do."""
+    from vllm.model_executor.layers.attention import mla_attention
+
+    def process(self, dtype: torch.dtype) -> None:
+        weight = mla_attention.get_and_maybe_dequant_weights(self.kv_b_proj, out_dtype=dtype).T
+        heads = weight.view(self.kv_lora_rank, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
+        keys, values = heads.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+        self.W_UV, self.W_UK_T = values.transpose(0, 1), keys.permute(1, 2, 0)
+
+    mla_attention.MLAAttention.process_weights_after_loading = process
+
+
+def absorbed_where_it_was(
+    rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict, rebinds: bool
+):
+    """What lies after each of two refits where MLA's matrices lay when the engine was started, where CUDA graphs read them; what engines make that
+    have loaded those checkpoints; how many matrices there are; and what a verified refit says where one of them changes afterwards, and then."""
+    if rebinds:
+        rebind_absorbed()
+
+    def matrices(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        return {f"{name}.{key}": getattr(one, key).detach() for name, one in model.named_modules()
+                for key in ("W_UV", "W_UK_T") if hasattr(one, key)}  # fmt: skip
+
+    def bits(found: dict[str, torch.Tensor]) -> dict[str, int]:
+        return {
+            name: zlib.crc32(one.contiguous().view(torch.uint8).numpy().tobytes())
+            for name, one in found.items()
+        }
+
+    _, _, members = start(rank, sides)
+    chunks, load = trainer(flags, checkpoints[0][1])
+    module, config = engine_of(checkpoints[0][0], load_format="dummy", **engine)
+    destination = VllmModel(module, config)
+    link = connect(members, MegatronModel(chunks), destination)
+    at_start, held = matrices(module), []
+    for step, (_, mcore) in enumerate(checkpoints):
+        if step:
+            load(mcore)
+        link.refit(verify=True)
+        held.append(bits(at_start))
+    served = bits(matrices(module)) == held[-1]
+    expected = [bits(matrices(engine_of(hf, **engine)[0])) for hf, _ in checkpoints]
+    settle = destination.settle
+
+    def spoiled() -> None:
+        settle()
+        one = matrices(module)["model.layers.1.self_attn.mla_attn.mla_attn.W_UV"]
+        one[0, 0, 0] += 1
+
+    destination.settle = spoiled
+    said = caught(lambda: link.refit(verify=True))
+    destination.settle = settle
+    return held, expected, served, len(at_start), said, caught(lambda: link.refit(verify=True))
+
+
 def of_infinities(
     rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict, number: float
 ):

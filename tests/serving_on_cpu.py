@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from reshard.disk import boxes
 from reshard.disk.fp8 import quantize
 from tests import vllm_on_cpu
+from tests.disk import scribble
 from tests.ranks import caught
 from tests.refit_on_cpu import fingerprint
 
@@ -73,6 +75,26 @@ def reloaded(rank: int, directories: list[str], options: dict) -> tuple[dict, di
 def refused(rank: int, cases: list) -> list[str]:
     """What each (directory, options) is refused with."""
     return [caught(partial(vllm_on_cpu.build, str(directory), **options)) for directory, options in cases]
+
+
+def load_of_what_changes(rank: int, cases: list) -> list[str]:
+    """What each (directory, options, file) is refused with where the file gets other numbers after the loader's first read of tensors."""
+
+    def build(directory, options: dict, file) -> None:
+        left, plain = [Path(file)], boxes.BoxReader.read_all
+
+        def read_all(self, *args):
+            plain(self, *args)
+            if left:
+                scribble(left.pop())
+
+        boxes.BoxReader.read_all = read_all
+        try:
+            vllm_on_cpu.build(str(directory), **options)
+        finally:
+            boxes.BoxReader.read_all = plain
+
+    return [caught(partial(build, *case)) for case in cases]
 
 
 def routers(rank: int, hf: str, cases: list) -> list[dict[str, bool]]:

@@ -7,6 +7,8 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -190,6 +192,80 @@ def test_an_empty_directory_of_somebody_else_s_is_left_and_named(whole, tmp_path
             and f"{theirs} is in the way" in done.stderr
             and beside(tmp_path) == [theirs.name]
         )
+
+
+AS_NOBODY = """
+import os, sys
+import reshard
+source, spare, out = sys.argv[1:]
+reshard.hf_to_mcore(source, spare)  # imports all that it takes, from where nobody else may read
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+for resume in (False, True):
+    try:
+        print(reshard.hf_to_mcore(source, out, resume=resume, overwrite=True).tensors)
+    except reshard.ReshardError as error:
+        print(error)
+"""
+
+
+@pytest.fixture
+def shared_folder():
+    """A folder that all users write in and nobody may remove others' files from, as /tmp is."""
+    folder = Path(tempfile.mkdtemp(prefix="reshard-shared-"))
+    folder.chmod(0o1777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes another user's files")
+
+
+@only_root
+def test_a_working_directory_of_another_user_is_left_and_named(whole, tmp_path):
+    """With the mark, the fingerprint and the journal of a run of ours: its owner could change what is published."""
+    partial = tmp_path / ".out.reshard-partial"
+    interrupted("hf-to-mcore", whole, tmp_path / "out", "sync:reshard.json:1:KILL")
+    for path in (partial, *partial.rglob("*")):
+        os.chown(path, 65534, 65534)
+    before = tree(partial)
+    for options in ([], ["--resume"], ["--overwrite"]):
+        done = cli(
+            "hf-to-mcore", whole["hf-to-mcore"][0], tmp_path / "out", *DIRECTIONS["hf-to-mcore"], *options
+        )
+        assert done.returncode == 1 and f"{partial} belongs to another user (65534)" in done.stderr
+        assert tree(partial) == before and beside(tmp_path) == [partial.name]
+    (tmp_path / "other").mkdir()
+    os.chown(tmp_path / "other", 65534, 65534)
+    (tmp_path / "other").chmod(0o1755)  # as a run makes it that has not begun
+    (tmp_path / "other").rename(tmp_path / ".new.reshard-partial")
+    done = cli("hf-to-mcore", whole["hf-to-mcore"][0], tmp_path / "new")
+    assert done.returncode == 1 and "belongs to another user (65534)" in done.stderr
+    for path in (partial, *partial.rglob("*")):
+        os.chown(path, 0, 0)
+    shutil.rmtree(tmp_path / ".new.reshard-partial")
+    assert resumed("hf-to-mcore", whole, tmp_path / "out") > 0, "the control: one's own is gone on with"
+
+
+@only_root
+def test_a_user_does_not_write_into_what_another_made_first_in_a_shared_folder(whole, shared_folder):
+    source = shutil.copytree(whole["hf-to-mcore"][0], shared_folder / "source")
+    for path in (source, *source.iterdir()):
+        path.chmod(0o755)
+    interrupted("hf-to-mcore", whole, shared_folder / "out", "sync:reshard.json:1:KILL")
+    partial = shared_folder / ".out.reshard-partial"
+    for path in (partial, *partial.rglob("*")):
+        path.chmod(0o777)  # whose owner asks everybody in
+    before = tree(partial)
+    arguments = [source, shared_folder / "spare", shared_folder / "out"]
+    done = subprocess.run([sys.executable, "-c", AS_NOBODY, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("belongs to another user (0)") == 2 and tree(partial) == before
+    shutil.rmtree(partial)
+    done = subprocess.run([sys.executable, "-c", AS_NOBODY, source, shared_folder / "spare2", arguments[2]],
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.stdout.split() == ["135"] * 2 and (shared_folder / "out").stat().st_uid == 65534, done.stdout
 
 
 def test_a_folder_that_can_be_written_and_not_read_takes_a_checkpoint(whole, tmp_path):

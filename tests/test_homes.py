@@ -220,6 +220,18 @@ def test_a_rank_that_fails_or_dies_while_it_reads_is_said_on_all(weights):
     assert first == f"process 1 of 2 was ended; {two_kinds}" and last is None
 
 
+@pytest.mark.parametrize("kind", ["hf", "mcore"])
+def test_a_source_that_is_rewritten_while_it_is_loaded_is_named_on_all_ranks(kind, weights, tmp_path):
+    folder = weights("qwen3")
+    source = shutil.copytree(folder / kind, tmp_path / kind)
+    (source / "reshard.json").unlink(missing_ok=True)
+    file = next(path for path in source.rglob("*") if path.suffix in (".safetensors", ".distcp"))
+    ranks = on_ranks(2, "load_of_what_changes", flags_at(folder / "mcore", f"{TP} 2"), str(source), str(file))
+    for said, after in ranks:
+        assert f"{file} changed while it was read" in said and said.endswith("load again"), said
+        assert after == "no error", "the control: it is loaded once nobody writes to it"
+
+
 SAVED = [
     ("llama-rope-tied", {}, f"{TP} 2 {PP} 2 --pipeline-model-parallel-layout Et|tttL", 4, Layout(tp=2, pp=2, pipeline="Et|tttL")),
     ("qwen2", {}, f"{PP} 2 {VPP} 2", 4, Layout(pp=2, vpp=2)),

@@ -25,6 +25,28 @@ def test_a_refit_leaves_what_vllm_makes_of_the_same_weights(variant, quantizatio
     refit(converted(variant), "", 1, {"quantization": quantization}, 1, True, tmp_path, **options)
 
 
+@pytest.mark.parametrize("quantization", ["fp8_per_tensor", "fp8_per_block"])
+@pytest.mark.parametrize("rebinds", [False, True])
+def test_what_attention_derives_from_its_projection_stays_where_cuda_graphs_read_it(
+    quantization, rebinds, converted, tmp_path
+):
+    sides = {"trainer": 1, "engine": 1, "together": True, "folder": str(tmp_path), "port": free_port()}
+    checkpoints = converted("deepseek-v3")
+    arguments = (
+        sides,
+        flags_at(Path(checkpoints[0][1]), ""),
+        checkpoints,
+        {"quantization": quantization},
+        rebinds,
+    )
+    [found] = run_on_ranks(1, "absorbed_where_it_was", *arguments, module="refit_on_cpu")
+    held, expected, served, matrices, spoiled, then = found
+    assert matrices == 8 and served
+    assert held == expected and not held[0].items() & held[1].items()
+    assert "1 tensors are not what the engine derives" in spoiled and "layers.1.self_attn" in spoiled
+    assert then == "no error"
+
+
 # Where the weights lie; in buckets, of many rounds in each of the slab's; through a slab of the trainer's; and one part so, the other so.
 TURNS = [
     ("qwen3-moe", f"{TP} 2", 2, 2, True, {"round_bytes": 1}),

@@ -145,6 +145,26 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(checkpoint, tmp_path):
         assert sentence in found and "\n" not in found, found
 
 
+def test_a_source_that_is_rewritten_while_it_is_loaded_is_named(checkpoint, tmp_path):
+    cases, files = [], []
+    for name, options in (("boxes", RESHARD), ("whole", WHOLE)):
+        directories = [
+            shutil.copytree(checkpoint("qwen3"), tmp_path / f"{name}-hf"),
+            tmp_path / f"{name}-mcore",
+        ]
+        hf_to_mcore(*directories, Layout(tp=2))
+        for directory in directories:
+            files.append(max(directory.rglob("*"), key=lambda path: path.is_file() and path.stat().st_size))
+            cases.append((directory, options, files[-1]))
+    refused = run_on_ranks(1, "load_of_what_changes", cases, module="serving_on_cpu")[0]
+    for file, said in zip(files, refused, strict=True):
+        assert f"{file} changed while it was read" in said, said
+    assert (
+        run_on_ranks(1, "refused", [case[:2] for case in cases], module="serving_on_cpu")[0]
+        == ["no error"] * 4
+    )
+
+
 def test_a_training_run_is_served_over_http_while_it_writes(tmp_path):
     """``vllm serve`` on two ranks, of the last complete iteration, and then of the next, which has been written since; the tokens are those
     of transformers, by the tokenizer of the config."""

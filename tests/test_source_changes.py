@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from reshard import Layout, ReshardError, check, hf_to_mcore, mcore_to_hf
-from tests.disk import DIRECTIONS, beside, cli, flip, refused
+from reshard import Layout, ReshardError, check, diff, hf_to_mcore, mcore_to_hf
+from tests.disk import DIRECTIONS, beside, cli, flip, held_run, refused
 from tests.oracle import hf_tensors, same
 
 
@@ -64,6 +64,157 @@ def test_a_source_behind_links_that_changes_between_runs_is_another_source(where
         (source / "model.safetensors").symlink_to(path)
     done = cli(direction, given, tmp_path / "out", *out)
     assert done.returncode == 1 and "another source" in done.stderr, done.stdout + done.stderr
+
+
+# --- Sources that are written to while they are read
+
+
+def rewrite(path, how):
+    """Give a file's last tensor other numbers: in place, with its old time, or as a new file, which takes the old one's name
+    or that of the link to it."""
+    before, data = path.stat(), bytearray(path.read_bytes())
+    data[-100:-50] = bytes(byte ^ 1 for byte in data[-100:-50])
+    if how == "in place":
+        path.write_bytes(data)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        return
+    new = path.parent.parent / "new"
+    new.write_bytes(data)
+    if how == "link":
+        link = path.with_name("link")
+        link.symlink_to(new)
+        new = link
+    os.replace(new, path)
+
+
+def unlisted_copy(original, folder):
+    """A copy of a checkpoint without its manifest, whose checksums would show every change; and its largest file of weights."""
+    source = Path(shutil.copytree(original, folder))
+    (source / "reshard.json").unlink(missing_ok=True)
+    weights = [path for path in source.rglob("*") if path.suffix in (".distcp", ".safetensors")]
+    return source, max(weights, key=lambda path: path.stat().st_size)
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced", "link"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_source_that_is_rewritten_while_it_is_converted_makes_nothing(direction, how, whole, tmp_path):
+    source, path = unlisted_copy(whole[direction][0], tmp_path / "source")
+    if how == "link":
+        path.rename(tmp_path / "blob")
+        path.symlink_to(tmp_path / "blob")
+    with held_run(source, tmp_path / "out", direction=direction) as (process, go):
+        rewrite(path, how)
+        stderr = go()
+    assert process.returncode == 1, stderr
+    assert f"{path} changed while it was read" in stderr and "again" in stderr
+    assert {"out", ".out.reshard-partial"}.isdisjoint(beside(tmp_path))
+
+
+def test_a_config_that_is_rewritten_while_its_weights_are_converted_makes_nothing(whole, tmp_path):
+    source, _ = unlisted_copy(whole["hf-to-mcore"][0], tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    with held_run(source, tmp_path / "out") as (process, go):
+        (source / "config.json").write_text(json.dumps(config | {"rope_theta": 12345.0}))
+        stderr = go()
+    assert process.returncode == 1 and f"{source / 'config.json'} changed while it was read" in stderr
+    assert beside(tmp_path) == []
+
+
+def test_a_source_with_a_manifest_that_changes_meanwhile_is_said_to_change_not_to_be_damaged(whole, tmp_path):
+    source = Path(shutil.copytree(whole["mcore-to-hf"][0], tmp_path / "source"))
+    with held_run(source, tmp_path / "out", direction="mcore-to-hf") as (process, go):
+        for path in source.rglob("*.distcp"):
+            os.truncate(path, 9000)
+        stderr = go()
+    assert process.returncode == 1, stderr
+    assert "__1_0.distcp" in stderr and "changed while they were read" in stderr and "damaged" not in stderr
+    assert beside(tmp_path) == []
+
+
+def test_a_training_run_may_go_on_while_one_of_its_iterations_is_converted(whole, tmp_path):
+    """The control: what does not belong to the iteration is not looked at."""
+    source = Path(shutil.copytree(whole["mcore-to-hf"][0], tmp_path / "source"))
+    with held_run(source, tmp_path / "out", direction="mcore-to-hf") as (process, go):
+        shutil.copytree(source / "release", source / "iter_0000007")
+        (source / "latest_checkpointed_iteration.txt").write_text("7")
+        stderr = go()
+    assert process.returncode == 0, stderr
+    assert same(hf_tensors(tmp_path / "out"), hf_tensors(whole["hf-to-mcore"][0])) == []
+    assert check(tmp_path / "out").ok
+
+
+def rewriting(path):
+    """A progress callback that rewrites a file once."""
+    left = ["once"]
+
+    def progress(done, total):
+        if done and left:
+            left.clear()
+            rewrite(path, "in place")
+
+    return progress
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_a_checkpoint_that_is_rewritten_while_it_is_compared_is_named(side, whole, tmp_path):
+    source, path = unlisted_copy(whole["hf-to-mcore"][0], tmp_path / "source")
+    sides = (source, whole["mcore-to-hf"][0]) if side == "a" else (whole["mcore-to-hf"][0], source)
+    assert diff(*sides, workers=1).equal, "the control"
+    refused(lambda: diff(*sides, workers=1, progress=rewriting(path)), f"{path} changed while it was read")
+
+
+def test_a_checkpoint_that_is_rewritten_while_it_is_checked_is_named(whole, tmp_path):
+    source = Path(shutil.copytree(whole["mcore-to-hf"][0], tmp_path / "source"))
+    path = next(source.rglob("*.distcp"))
+    assert check(source, workers=1).ok, "the control"
+    refused(lambda: check(source, workers=1, progress=rewriting(path)), f"{path} changed while it was read")
+
+
+# --- Directories with more files of weights than one model's
+
+
+def two_models(source, folder):
+    """A directory with another model's ``model.safetensors`` beside a model in shards with an index."""
+    sharded = folder / "sharded"
+    hf_to_mcore(source, folder / "made")
+    mcore_to_hf(folder / "made", sharded, max_shard_size="100KB")
+    (sharded / "reshard.json").unlink()
+    assert len(list(sharded.glob("*.safetensors"))) > 1
+    return sharded
+
+
+def test_an_index_beside_a_single_file_that_it_does_not_name_is_refused_with_both_names(source, tmp_path):
+    """transformers takes the one, vLLM the other."""
+    sharded = two_models(source, tmp_path)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, sharded / "model.safetensors", metadata={"format": "pt"})
+    both = r"model\.safetensors .*model\.safetensors\.index\.json"
+    refused(lambda: hf_to_mcore(sharded, tmp_path / "out"), both)
+    refused(lambda: diff(sharded, source), both)
+    assert not (tmp_path / "out").exists()
+    (sharded / "model.safetensors").unlink()
+    assert diff(sharded, source).equal
+
+
+def test_an_index_that_names_the_single_file_is_read(source):
+    """The control: both are there and say the same."""
+    names = load_file(source / "model.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert diff(source, source).equal
+
+
+def test_shards_that_no_index_names_are_left_alone_and_noted(source, tmp_path):
+    """As transformers and vLLM do: leftovers of an earlier download or save, and Mistral's consolidated files."""
+    sharded = two_models(source, tmp_path)
+    shutil.copy(next(sharded.glob("*.safetensors")), sharded / "model-00001-of-00099.safetensors")
+    report = hf_to_mcore(sharded, tmp_path / "out")
+    assert any("model-00001-of-00099.safetensors" in notice for notice in report.notices), report.notices
+    assert diff(tmp_path / "out", source).equal
+    shutil.copy(sharded / "model-00001-of-00099.safetensors", source)
+    assert any("model-00001-of-00099" in notice for notice in hf_to_mcore(source, tmp_path / "two").notices)
+    assert diff(tmp_path / "two", source).equal
 
 
 @pytest.mark.parametrize("dtype", [None, "fp32"])

@@ -128,7 +128,8 @@ def diff(
             )
         result.fields = different_fields(one.model, two.model)
         sizes = {name: one.tensors[name].size_bytes for name in common}
-        found = run_jobs(sizes, lambda name: _compare(name, one, two), workers, progress)
+        with one.unchanged(), two.unchanged():
+            found = run_jobs(sizes, lambda name: _compare(name, one, two), workers, progress)
         result.differences = sorted(
             (d for d in found.values() if d is not None), key=lambda d: (-_order(d.max_abs), d.name)
         )
@@ -243,7 +244,7 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
         if not changed and not missing:
             raise
         raise ReshardError(f"{error} (not as it was written: {listed(changed + missing)})") from error
-    with closing(source):
+    with closing(source), source.unchanged():
         check_ignored(source.model)
         manifest = source.manifest()
         if manifest is None:

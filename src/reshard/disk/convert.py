@@ -355,16 +355,13 @@ def _identity(src: Source) -> tuple[list, list]:
     """What a resumed run must find unchanged: of every file that the source reads its size and times, as what
     its links lead to has them, with what the model was read as; and which files these are, by inode and by
     where their links end, as this host knows it.
-
-    The time of the last change of any kind (ctime) is the one that nobody can set.
     """
     top, times, places = os.path.realpath(src.path), [], []
-    for path in sorted(set(src.read_files())):
-        name = os.path.relpath(path, src.path)
-        if path.exists():
-            status = path.stat()
-            times.append([name, status.st_size, status.st_mtime_ns, status.st_ctime_ns])
-            places.append([name, status.st_ino, os.path.relpath(os.path.realpath(path), top)])
+    for path in src.pinned_files():
+        name, version = os.path.relpath(path, src.path), src.versions[path]
+        if version is not None:
+            times.append([name, version.size_bytes, version.mtime_ns, version.ctime_ns])
+            places.append([name, version.inode, os.path.relpath(os.path.realpath(path), top)])
     return [times, src.model.family.name, src.model.config], places
 
 

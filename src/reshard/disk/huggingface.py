@@ -23,6 +23,7 @@ from reshard.disk.modelopt import METHOD as MODELOPT
 from reshard.disk.modelopt import optimized, quantisation_beside
 from reshard.disk.source import Source, ignored_as_recorded, read_config
 from reshard.disk.streams import Scratch, Strip, TensorInfo
+from reshard.disk.versions import FileVersions
 from reshard.formats import safetensors
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
@@ -37,7 +38,7 @@ class HuggingFaceSource(Source):
     kind = "huggingface"
 
     def __init__(self, path: Path, dequantize_to: Dtype | None = None) -> None:
-        self.path, self.notices = path, []
+        self.path, self.notices, self.versions = path, [], FileVersions(path)
         self.config = read_config(path / "config.json")
         with ignored_as_recorded(path):
             self.model = Model.from_hf(self.config, str(path / "config.json"))
@@ -45,6 +46,9 @@ class HuggingFaceSource(Source):
         self.stored = safetensors.read_directory(path)
         self.files, self.scratch = OpenFiles(), Scratch()
         self.paths = {tensor.file: path / tensor.file for tensor in self.stored.values()}
+        unread = sorted(p.name for p in path.glob("*.safetensors") if p.name not in self.paths)
+        if unread:
+            self.notices.append(f"not read, as transformers and vLLM do not: {listed(unread, 3)}")
         prefix = f"model.layers.{self.model.num_layers}."
         if self.model.mtp_layers and not any(name.startswith(prefix) for name in self.stored):
             self.notices.append(

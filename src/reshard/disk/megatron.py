@@ -24,6 +24,7 @@ from reshard.disk.manifest import NAME as MANIFEST
 from reshard.disk.manifest import read_manifest
 from reshard.disk.source import Source, ignored_as_recorded, read_config
 from reshard.disk.streams import Strip, StripReader, TensorInfo, strip_of
+from reshard.disk.versions import FileVersions
 from reshard.formats import torch_dist, torch_zip
 from reshard.megatron.checkpoint import placement_of_keys, refuse_others, vocab_rows
 from reshard.megatron.parameters import expand
@@ -46,6 +47,9 @@ class MegatronSource(Source):
         self.path, self.located = path, found
         self.hf_config, self.root, directory = hf_config, found.root, found.directory
         self.alone = self.root == directory  # an iteration that has all that belongs to it in itself
+        self.versions = FileVersions(directory, self.root, self.root / HF_FILES)
+        if hf_config is not None:
+            self.versions.record(hf_config)
         self.checkpoint = torch_dist.read(directory, found.iteration)
         refuse_others(self.checkpoint.keys, directory)
         taken = list(found.notices)
@@ -105,6 +109,8 @@ class MegatronSource(Source):
             if beside is None:
                 return self._model_of_args(args, family)
             fields, where, self.config_directory = beside.fields, beside.where, beside.directory
+            if beside.directory is not None:
+                self.versions.record(beside.directory)
             taken += [beside.notice] if beside.notice else []
         model = Model.from_hf(fields, where)
         if family not in (None, model.family.name):

@@ -7,6 +7,7 @@ A Hugging Face directory is read as it is stored, of whatever architecture; a Me
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -19,6 +20,7 @@ from reshard.disk.boxes import BoxReader, Rows
 from reshard.disk.files import OpenFiles
 from reshard.disk.megatron import MegatronSource
 from reshard.disk.streams import Strip, TensorInfo
+from reshard.disk.versions import FileVersions
 from reshard.formats import safetensors
 
 # Of what is read ahead of the tensor that is wanted, in all.
@@ -41,11 +43,14 @@ class Region(NamedTuple):
 
 @dataclass
 class Weights:
-    """The published tensors of a directory: shapes and dtypes by name, and where each lies."""
+    """The published tensors of a directory: shapes and dtypes by name, where each lies, and whether its files are still those
+    that were opened."""
 
     tensors: dict[str, TensorInfo]
     strips: Callable[[str], list[Strip]]
     files: OpenFiles
+    # around what reads: raises ReshardError where files were changed since they were opened
+    unchanged: Callable[[], AbstractContextManager[None]]
 
     def __post_init__(self) -> None:
         self.reader = BoxReader(self.files, self.strips)
@@ -124,12 +129,14 @@ class Weights:
 
 def weights_of_megatron(source: MegatronSource) -> Weights:
     """Those of a Megatron checkpoint, by published name; tied ones too. Closing them closes the source."""
-    return Weights(dict(source.tensors), cache(source.strips), source.files)
+    return Weights(dict(source.tensors), cache(source.strips), source.files, source.unchanged)
 
 
 def weights_of_huggingface(path: Path) -> Weights:
     """Those of a Hugging Face directory, as its files have them. Raises ReshardError where these are damaged."""
+    versions = FileVersions(path)
     stored = safetensors.read_directory(path)
+    files = [path / safetensors.INDEX, *sorted({path / tensor.file for tensor in stored.values()})]
     tensors = {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in stored.items()}
 
     def strips(name: str) -> list[Strip]:
@@ -141,4 +148,4 @@ def weights_of_huggingface(path: Path) -> Weights:
             else []
         )
 
-    return Weights(tensors, strips, OpenFiles())
+    return Weights(tensors, strips, OpenFiles(), lambda: versions.unchanged(lambda: files))

@@ -100,11 +100,19 @@ class Run:
         return self.work.open(recorded, resume)
 
     def _publish(self, checksums: dict[str, str], finish: Callable) -> None:
-        self._check_copies(checksums)
-        finish(checksums)
+        with self.source.unchanged():
+            self._check_copies(checksums)
+            finish(checksums)
         self.work.publish(self.sync)
 
     def _stream(
+        self, files: OpenFiles, create: Callable, spoiled: frozenset[str] = frozenset()
+    ) -> tuple[dict[str, str], dict[str, int], list[str]]:
+        """See `_write`, of a source that does not change meanwhile."""
+        with self.source.unchanged():
+            return self._write(files, create, spoiled)
+
+    def _write(
         self, files: OpenFiles, create: Callable, spoiled: frozenset[str] = frozenset()
     ) -> tuple[dict[str, str], dict[str, int], list[str]]:
         """Write this process's files; the checksums and overflows of its tensors, and the names of those that

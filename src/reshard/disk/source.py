@@ -3,6 +3,7 @@
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from reshard.disk.manifest import NAME as MANIFEST
 from reshard.disk.manifest import read_manifest
 from reshard.disk.modelopt import CONFIG as MODELOPT_CONFIG
 from reshard.disk.streams import Strip, TensorInfo
+from reshard.disk.versions import FileVersions
 from reshard.formats.small_files import MAX_COPIED_BYTES, read_json
+from reshard.formats.torch_dist import TRACKER
 from reshard.megatron.parameters import Mapping
 from reshard.models.config_fields import ignored_config_fields
 from reshard.models.model import Model
@@ -40,7 +43,7 @@ class Source(ABC):
 
     `tensors` are shapes and dtypes by published name (quantised ones already as what they dequantise to),
     `copies` the names in it that repeat another tensor, `mapping` the expanded table, `notices` what a user
-    should be told.
+    should be told, `versions` its files as they were before anything of them was read.
     """
 
     kind: str
@@ -51,6 +54,7 @@ class Source(ABC):
     copies: dict[str, str]
     notices: list[str]
     files: OpenFiles
+    versions: FileVersions
 
     @abstractmethod
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
@@ -78,6 +82,15 @@ class Source(ABC):
     def read_files(self) -> list[Path]:
         """Every file that a conversion of this source reads, or would if it were there: weights, indexes,
         configs, manifest."""
+
+    def pinned_files(self) -> list[Path]:
+        """Those that have to stay as they are while the source is read: not the tracker, by which a training run says that
+        it has gone on to another iteration."""
+        return [path for path in sorted(set(self.read_files())) if path.name != TRACKER]
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """Around what reads: raises ReshardError, naming them, where files were changed since the source was opened."""
+        return self.versions.unchanged(self.pinned_files)
 
     def _beside(self) -> list[Path]:
         directory = self.hf_directory()

@@ -11,7 +11,7 @@ at the end:
       tree/            what becomes DST
       replaced/        the old DST, where the system cannot exchange the two at once
 
-Only a directory with that mark is ever touched.
+Only a directory with that mark, made by the user who runs this, is ever touched.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,8 +38,8 @@ MARK, FINGERPRINT, TREE, REPLACED = "reshard-run", "fingerprint", "tree", "repla
 SAVE = "a save of a live model"
 _MAX_NAME_BYTES = 255
 # How the directory is made: a bit that nobody else's empty directories have says that it is ours before there
-# is a mark in it.
-_NEW = 0o1777
+# is a mark in it. Nobody else writes into it, whatever the umask.
+_NEW = 0o1755
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 # How many files are removed at a time.
 REMOVERS = 8
@@ -171,8 +172,12 @@ class Workdir:
         """Take the lock. Raises BlockingIOError where another run has it, ReshardError where the directory is
         not ours."""
         status = os.lstat(self.path)
-        ours = stat.S_ISDIR(status.st_mode) and (_is_ours(self.path) or _is_new(self.path))
-        if not ours:
+        if not _is_own(self.path, status):
+            raise ReshardError(
+                f"{self.path} belongs to another user ({status.st_uid}), whose run may have left it: write to a directory of "
+                f"another name, or have it removed"
+            )
+        if not (_is_ours(self.path) or _is_new(self.path)):
             raise ReshardError(
                 f"{self.path} is in the way, and was not made by this version of reshard: move or remove it"
             )
@@ -393,9 +398,23 @@ def _remove(tree: str | Path) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a path is a directory, no link to one, that bears the mark."""
+    """Whether a path is a directory of this user's, no link to one, that bears the mark."""
     try:
-        return stat.S_ISDIR(os.lstat(path).st_mode) and stat.S_ISREG(os.lstat(path / MARK).st_mode)
+        status = os.lstat(path)
+        marked = stat.S_ISDIR(status.st_mode) and stat.S_ISREG(os.lstat(path / MARK).st_mode)
+        return marked and _is_own(path, status)
+    except OSError:
+        return False
+
+
+def _is_own(path: Path, status: os.stat_result) -> bool:
+    """Whether a path belongs to the user who runs this, by the name that its file system has for him: a server may have
+    another, or one for all."""
+    if status.st_uid == os.geteuid():
+        return True
+    try:
+        with tempfile.TemporaryFile(dir=path.parent) as probe:
+            return os.fstat(probe.fileno()).st_uid == status.st_uid
     except OSError:
         return False
 
@@ -405,7 +424,8 @@ def _is_new(path: Path) -> bool:
     with the bit that says so."""
     try:
         status = os.lstat(path)
-        return stat.S_ISDIR(status.st_mode) and bool(status.st_mode & stat.S_ISVTX) and not os.listdir(path)
+        new = stat.S_ISDIR(status.st_mode) and bool(status.st_mode & stat.S_ISVTX)
+        return new and _is_own(path, status) and not os.listdir(path)
     except OSError:
         return False
 

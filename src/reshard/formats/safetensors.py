@@ -151,6 +151,11 @@ def read_directory(path: Path) -> dict[str, Tensor]:
     unsafe = [name for name in files if os.path.basename(name) != name]
     if unsafe:
         raise ReshardError(f"{index} names {listed(unsafe, 3)}, which are not files of {path}")
+    if SINGLE not in files and (path / SINGLE).exists():
+        raise ReshardError(
+            f"{path} has {SINGLE} beside {INDEX}, which names other files ({listed(files, 2)}): transformers reads the one, "
+            f"vLLM the others; move away what is not this model's"
+        )
     missing = [name for name in files if not os.path.isfile(path / name)]
     if missing:
         raise ReshardError(f"{path} lacks the shard files {listed(missing)} that its index names")

@@ -127,7 +127,7 @@ class _Load:
             # What is still on its way would come after what is loaded.
             team.together(self.rank.trainer.settle)
             try:
-                read = team.together(lambda: self._read(source))[team.process]
+                read = team.together(lambda: self._read_unchanged(source))[team.process]
             except ReshardError as error:
                 raise ReshardError(
                     f"{error}; the model now has some of the new weights: load again"
@@ -229,6 +229,11 @@ class _Load:
                 raise ReshardError(
                     f"{source.path}: {name} differs from {primary}, but Megatron holds the two as one parameter"
                 )
+
+    def _read_unchanged(self, source: Source) -> int:
+        """See `_read`, of a source that does not change meanwhile."""
+        with source.unchanged():
+            return self._read(source)
 
     def _read(self, source: Source) -> int:
         """Fill this rank's parameters; the bytes that were read of the source's tensors."""

@@ -74,6 +74,15 @@ class Engine(ABC):
     def settle(self) -> None:
         """After the last byte: make again what is derived from the weights."""
 
+    def stale(self) -> list[str]:
+        """For a check: the names of tensors that it derives from the weights, and that are not what those give."""
+        return []
+
+    def accounted(self) -> list[dict[str, Any]]:
+        """What a refit does to each of its tensors, for logs: ``what`` (brought, derived, left alone), ``how`` or why, how many
+        ``tensors``, and the name of the ``first``."""
+        return []
+
     @abstractmethod
     def end(self, version: int) -> None:
         """All members have what they need: fit, with weights of this version."""

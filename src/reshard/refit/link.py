@@ -333,8 +333,8 @@ class Link:
         """How this member gets its bytes, for logs: the executor, whether mappings are released, and for each
         trainer's rank the way (``same process``, ``peer``, ``staged``, ``buckets``), the bytes that arrive, and of
         these the bytes that are cast on their way (``float32 to bfloat16``); what the engine serves quantised,
-        how, and by which kernel; and of blocks of which several ranks send parts their bytes, in how many rounds, and those of
-        the slab in which they are put together."""
+        how, and by which kernel; of blocks of which several ranks send parts their bytes, in how many rounds, and those of
+        the slab in which they are put together; and what a refit does to each of the engine's tensors."""
         ways = []
         if self.engine is not None:
             memory = located(self.engine.engine.regions.values())
@@ -355,6 +355,7 @@ class Link:
             "ways": ways,
             "quantised": self.engine.engine.quantised() if self.engine is not None else [],
             "parts": self.engine.slab.described() if self.engine is not None else {},
+            "tensors": self.engine.engine.accounted() if self.engine is not None else [],
         }
 
     def close(self) -> None:

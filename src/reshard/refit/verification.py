@@ -128,6 +128,10 @@ class EngineDigests:
             raise ReshardError(
                 f"{len(bad)} tensors did not arrive as they are in the trainer: {listed(sorted(bad))}"
             )
+        if stale := self.side.engine.stale():
+            raise ReshardError(
+                f"{len(stale)} tensors are not what the engine derives from the weights that arrived: {listed(sorted(stale))}"
+            )
 
     def _passes(self, rank: int) -> np.ndarray:
         """Of each piece of a trainer's rank, whether it comes in a round, after which something is made of it."""

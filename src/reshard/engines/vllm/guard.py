@@ -22,6 +22,7 @@ class Guard:
     # What wants to know when all weights have been loaded, as long as it is there.
     when_loaded: list[WeakMethod] = field(default_factory=list)
     losses: int = 0  # how often weights have been forgotten
+    buffer_losses: int = 0  # and how often buffers with them, which vLLM keeps itself while it sleeps
     asleep: bool = False
     warming_up: bool = False
     watched: bool = False
@@ -108,6 +109,7 @@ class Guard:
         """From 0.31 on: the memory of some tags is given back, and what was in it forgotten."""
         if "weights" in tags:
             self.asleep = True
+            self.buffer_losses += 1
             self._lose("no weights since it discarded them")
 
     def _zeroed(self, *_: Any, **__: Any) -> None:

@@ -4,6 +4,7 @@ how their parameters are loaded and processed; for vLLM 0.24 to 0.33, as `reshar
 
 from typing import Any, NamedTuple
 
+from reshard.core.errors import ReshardError
 from reshard.core.extras import importing
 from reshard.engines.vllm.compat import known
 
@@ -395,6 +396,31 @@ def absorbed_of(module: torch.nn.Module) -> torch.Tensor | None:
     has not made it."""
     absorbed = getattr(module, "W_UV", None)
     return absorbed if isinstance(absorbed, torch.Tensor) else None
+
+
+def derived_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The matrices, by name, that MLA makes of ``kv_b_proj`` while it is processed, whatever their kind."""
+    named = {**vars(module), **module._parameters, **module._buffers}
+    return {key: one for key, one in named.items() if key.startswith("W_") and isinstance(one, torch.Tensor)}
+
+
+def process_in_place(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Let vLLM make MLA's matrices of ``kv_b_proj`` again, and keep them where they are: CUDA graphs know their addresses, and
+    vLLM 0.24 and 0.25 put new ones in their places. Raises ReshardError where it makes one of another shape or dtype."""
+    before = {key: (tensor, tensor.data) for key, tensor in derived_tensors(module).items()}
+    with torch.no_grad():
+        module.process_weights_after_loading(dtype)  # type: ignore[operator]
+    made = derived_tensors(module)
+    for key, (tensor, data) in before.items():
+        new = made.get(key)
+        if new is None or (new.shape, new.dtype) != (data.shape, data.dtype):
+            raise ReshardError(
+                f"vLLM makes {key} of an attention layer of another shape or dtype when it processes it once more: connect again"
+            )
+        if new.data_ptr() != data.data_ptr():
+            data.copy_(new)
+        tensor.data = data
+        setattr(module, key, tensor)
 
 
 def loading_templates(module: torch.nn.Module) -> dict[str, torch.Tensor]:

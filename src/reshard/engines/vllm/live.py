@@ -18,6 +18,7 @@ from reshard.core.boxes import whole
 from reshard.core.collector import collector_paused
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Part, Placement
+from reshard.engines.vllm.accounts import LEFT_ALONE, Account, account_for, summary
 from reshard.engines.vllm.alike import ExpertLayer, trace_alike
 from reshard.engines.vllm.compat import driver_worker, tensor_parallel
 from reshard.engines.vllm.fp8 import check_blocks
@@ -29,16 +30,18 @@ from reshard.engines.vllm.layers import (
     always_packed,
     blocks_of,
     compressed_of,
+    derived_tensors,
     expert_backend,
     experts_of,
     is_packed,
     kernel_of,
     made_online,
     method_of,
+    process_in_place,
 )
 from reshard.engines.vllm.layout import WITHOUT_PARAMETER, VllmRank, outer_rows, padded, vllm_placement
 from reshard.engines.vllm.recipes import Held
-from reshard.engines.vllm.reload import Reloads
+from reshard.engines.vllm.reload import Reloads, same_bits
 from reshard.engines.vllm.trace import Trace
 from reshard.live.cuda import is_mapped
 from reshard.live.engine import Engine, Scales
@@ -77,7 +80,7 @@ class VllmModel(Engine):
         self.blocks = _blocks_of(model)
         _refuse_processed(model, config)
         self.reloads = Reloads(model, config, self._guard.fit)
-        self._guard.when_loaded.append(WeakMethod(self._keep))
+        self._guard.when_loaded.append(WeakMethod(self._loaded_again))
         named = [*model.named_parameters(remove_duplicate=True), *model.named_buffers()]
         self.tensors: dict[str, torch.Tensor] = dict(named)
         # As vLLM's loader knows them: of what it quantises after loading, what it loads into.
@@ -92,8 +95,12 @@ class VllmModel(Engine):
         layers = {identity: identity[0].rpartition(".")[0] for identity in self.regions}
         self.passing = {identity: rounds[layer] for identity, layer in layers.items() if layer in rounds}
         self.derived = _derived_attention(model)
-        self._apart, self._losses = self._not_brought(), self._guard.losses
         self._homes = {name: _home(model, name) for name in self.tensors}
+        self.accounts = self._account()
+        self._losses, self._buffer_losses = self._guard.losses, self._guard.buffer_losses
+        # On the host: what a refit leaves alone, and would not be there any more after vLLM has lost it.
+        self._kept: dict[str, torch.Tensor] = {}
+        self._keep_aside()
         self._addresses = self.addresses()
 
     @staticmethod
@@ -293,23 +300,43 @@ class VllmModel(Engine):
             check_blocks(rounding, next(iter(self.tensors.values())).device)
         return found
 
-    def _not_brought(self) -> dict[str, torch.Tensor] | None:
-        """What parameters hold that no trainer has, such as scales of keys and values, on the host; None where it has no
-        meaning, or cannot be read."""
-        if not self._guard.fit or self._guard.asleep:
-            return None
-        brought = {identity[0] for identity in self.regions}
-        layers = {*self.reloads.round_of, *self.blocks}
-        return {
-            name: parameter.detach().cpu().clone()
-            for name, parameter in self.module.named_parameters()
-            if name not in brought and name.rpartition(".")[0] not in layers
-        }
+    def _account(self) -> dict[str, Account]:
+        """What a refit does to each of the tensors. Raises ReshardError for those that it would leave as they are, unknown."""
+        written = [*self.regions.values(), *(scales.region for scales in self.scales.values())]
+        written_ids = {id(region.tensor) for region in written}
+        brought = {name: tensor for name, tensor in self.tensors.items() if id(tensor) in written_ids}
+        modules = dict(self.module.named_modules())
+        return account_for(modules, self.tensors, brought, self.reloads.round_of, self.derived)
 
-    def _keep(self) -> None:
-        """Keep what a checkpoint has brought that vLLM has loaded since."""
+    def _keep_aside(self) -> None:
+        """Copy to the host what a refit leaves alone, as far as it has a meaning: buffers until they are lost, parameters
+        while the weights are whole."""
+        self._keeps_parameters = False
+        if self._guard.asleep:
+            return
+        for name, account in self.accounts.items():
+            module, key = self._homes[name]
+            has_meaning = self._guard.fit if key in module._parameters else not self._guard.buffer_losses
+            if account.what == LEFT_ALONE and has_meaning:
+                self._kept[name] = self.tensors[name].detach().cpu().clone()
+        self._keeps_parameters = self._guard.fit
+
+    def _put_back(self) -> None:
+        """Write again what vLLM has lost and no trainer has. What it keeps of buffers itself, while it sleeps, stays."""
+        lost, buffers_lost = self._guard.losses, self._guard.buffer_losses
+        for name, value in self._kept.items():
+            module, key = self._homes[name]
+            is_lost = (
+                self._losses != lost if key in module._parameters else self._buffer_losses != buffers_lost
+            )
+            if is_lost:
+                self.tensors[name].data.copy_(value)
+        self._losses, self._buffer_losses = lost, buffers_lost
+
+    def _loaded_again(self) -> None:
+        """Note what a checkpoint has brought that vLLM has loaded since."""
         self.reloads.keep_inputs()
-        self._apart = self._not_brought()
+        self._keep_aside()
 
     @property
     def version(self) -> int | None:
@@ -339,6 +366,9 @@ class VllmModel(Engine):
         now_at = self.addresses()
         self._refuse_asleep()
         moved, self._addresses = now_at != self._addresses, now_at
+        if moved:
+            self.derived = _derived_attention(self.module)
+            self.accounts = self._account()
         return moved
 
     def _replace(self, name: str, now: torch.Tensor | None) -> None:
@@ -374,8 +404,8 @@ class VllmModel(Engine):
 
     def begin(self) -> None:
         """Mark the model unfit: from now on it refuses to run, until `end`."""
-        if self._apart is None:
-            self._apart = self._not_brought()
+        if self._guard.fit and not self._keeps_parameters:
+            self._keep_aside()
         self._guard.spoil("a half-written model, since a refit failed or is under way")
 
     def quantised(self) -> list[dict[str, Any]]:
@@ -403,12 +433,23 @@ class VllmModel(Engine):
     def settle(self) -> None:
         """After the bytes have come: make again what vLLM keeps derived from them, and write again what it has forgotten and no
         trainer has."""
-        if self._losses != self._guard.losses:
-            for name, value in (self._apart or {}).items():
-                self.tensors[name].data.copy_(value)
-            self._losses = self._guard.losses
-        for module, dtype in self.derived:
-            module.process_weights_after_loading(dtype)
+        self._put_back()
+        for module, dtype in self.derived.values():
+            process_in_place(module, dtype)
+
+    def stale(self) -> list[str]:
+        """The tensors that are not what vLLM derives from the weights that it has now."""
+        found = []
+        for name, (module, dtype) in self.derived.items():
+            before = {key: tensor.clone() for key, tensor in derived_tensors(module).items()}
+            process_in_place(module, dtype)
+            now = derived_tensors(module)
+            found += [f"{name}.{key}" for key, tensor in before.items() if not same_bits(tensor, now[key])]
+        return found
+
+    def accounted(self) -> list[dict[str, Any]]:
+        """What a refit does to its tensors, by how many and for what reason, for logs."""
+        return summary(self.accounts)
 
     def end(self, version: int) -> None:
         """Mark the model fit again, with the version of the weights that it now has."""
@@ -488,15 +529,15 @@ def _blocks_of(model: torch.nn.Module) -> dict[str, Blocks]:
     return found
 
 
-def _derived_attention(model: torch.nn.Module) -> list[tuple[Any, torch.dtype]]:
-    """MLA layers whose absorbed matrices are copies of kv_b_proj, not views: vLLM makes them again after a
+def _derived_attention(model: torch.nn.Module) -> dict[str, tuple[Any, torch.dtype]]:
+    """MLA layers, by name, whose absorbed matrices are copies of kv_b_proj, not views: vLLM makes them again after a
     refit."""
-    found = []
-    for module in model.modules():
+    found = {}
+    for name, module in model.named_modules():
         absorbed, projection = absorbed_of(module), getattr(module, "kv_b_proj", None)
         if absorbed is None or projection is None:
             continue
         weight = getattr(projection, "weight", None)  # none where codes are packed
         if weight is None or absorbed.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
-            found.append((module, absorbed.dtype))
+            found[name] = module, absorbed.dtype
     return found

@@ -78,7 +78,7 @@ class ReshardModelLoader(BaseModelLoader):
         """Fill the parameters of a model as vLLM has made it, before it processes them. Raises ReshardError
         where the weights are of another model, or cannot be read."""
         began = time.perf_counter()
-        with closing(open_weights(model_config)) as found:
+        with closing(open_weights(model_config)) as found, found.weights.unchanged():
             found.quantise_as(model)
             why = "model_loader_extra_config asks for it" if self.whole_tensors else None
             trace = None
@@ -171,7 +171,7 @@ class _Found:
 
     def to_the_end(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The same; what was opened is closed afterwards."""
-        with closing(self):
+        with closing(self), self.weights.unchanged():
             yield from self.stream()
 
     def _on_device(self, weight: torch.Tensor) -> torch.Tensor:

@@ -136,13 +136,13 @@ class Reloads:
         for layer, largest in self._largest(number, timeout):
             with _processed(layer, largest, self.config) as (made, handles):
                 found += [
-                    f"{layer.name}.{key}" for key, (now, wanted) in made.items() if not _equal(now, wanted)
+                    f"{layer.name}.{key}" for key, (now, wanted) in made.items() if not same_bits(now, wanted)
                 ]
                 dtype = self.config.model_config.dtype
                 found += [
                     f"{layer.name}.{HANDLE}"
                     for owner, handle in handles
-                    if not _equal(multiplied(getattr(owner, HANDLE), dtype), multiplied(handle, dtype))
+                    if not same_bits(multiplied(getattr(owner, HANDLE), dtype), multiplied(handle, dtype))
                 ]
         return found
 
@@ -246,7 +246,7 @@ def _put(name: str, now: torch.Tensor, wanted: torch.Tensor) -> None:
     for dim, stride in enumerate(now.stride()):
         if stride == 0 and now.shape[dim] > 1:
             first = wanted.narrow(dim, 0, 1)
-            if not _equal(wanted, first.expand_as(wanted)):
+            if not same_bits(wanted, first.expand_as(wanted)):
                 raise ReshardError(
                     f"vLLM keeps {name} as one number for many, and makes several when it processes it once more: serve in bf16"
                 )
@@ -254,8 +254,8 @@ def _put(name: str, now: torch.Tensor, wanted: torch.Tensor) -> None:
     now.copy_(wanted)
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit for bit."""
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors are equal bit for bit."""
     return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
 
 

@@ -1,0 +1,77 @@
+"""The files of a source as they were before the first of them was read: what is made of them is made of one version of
+each, or not at all."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard.core.errors import ReshardError, listed
+
+
+class FileVersion(NamedTuple):
+    """What tells a file from what it was before, also behind links: another version has another size, time or inode.
+
+    The time of the last change of any kind (ctime) is the one that nobody can set.
+    """
+
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+
+
+def version_of(path: Path) -> FileVersion | None:
+    """The version of the file that a path leads to; None where it leads to none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return FileVersion(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+
+class FileVersions:
+    """The versions of files, and of all in some directories, recorded before anything of them is read."""
+
+    def __init__(self, *places: Path) -> None:
+        self.recorded: dict[Path, FileVersion | None] = {}
+        self.record(*places)
+
+    def record(self, *places: Path) -> None:
+        """Add further files and directories. What was recorded before stays. Raises ReshardError for a directory that may not
+        be looked into."""
+        try:
+            for place in places:
+                for path in place.iterdir() if place.is_dir() else (place,):
+                    self.recorded.setdefault(path, version_of(path))
+        except OSError as error:
+            raise ReshardError(f"cannot look into {error.filename}: {error.strerror}") from error
+
+    def __getitem__(self, path: Path) -> FileVersion | None:
+        """The recorded version of a file; None where it was not there."""
+        return self.recorded.get(path)
+
+    @contextmanager
+    def unchanged(self, paths: Callable[[], Iterable[Path]]) -> Iterator[None]:
+        """Around what reads files: raises ReshardError, naming them, where they are no longer those that were recorded. That
+        is also why reading failed, if it did."""
+        try:
+            yield
+        except ReshardError as error:
+            try:
+                self.check(paths())
+            except ReshardError as reason:
+                raise reason from error
+            raise
+        self.check(paths())
+
+    def check(self, paths: Iterable[Path]) -> None:
+        """Raise ReshardError, naming them, where files are no longer those that were recorded."""
+        changed = sorted({path for path in paths if version_of(path) != self[path]})
+        if changed:
+            them = "it was" if len(changed) == 1 else "they were"
+            raise ReshardError(
+                f"{listed(changed, 3)} changed while {them} read, so that what was read is no one model's: run again once "
+                f"nothing writes there"
+            )

@@ -1,0 +1,138 @@
+"""vLLM's own worker that forgets its weights: ``sleep`` and ``wake_up`` of its class for GPUs, with an allocator that needs none."""
+
+from functools import partial
+
+import torch
+
+from reshard.engines.vllm.live import VllmModel
+from reshard.refit import Members, connect
+from reshard.trainers.megatron import MegatronModel
+from tests.ranks import caught
+from tests.refit_on_cpu import fingerprint, loaded, trainer
+from tests.vllm_on_cpu import build
+
+GARBAGE = 0x7B
+
+
+class Allocator:
+    """What stands for ``CuMemAllocator``: the memory of a model, tagged ``weights``, that is garbage where nothing keeps it."""
+
+    def __init__(self, *models: torch.nn.Module) -> None:
+        tensors = [tensor for model in models for tensor in _tensors(model) if tensor.numel()]
+        self.storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+        self.kept: dict[int, torch.Tensor] = {}
+
+    def sleep(self, offload_tags: tuple[str, ...] = ()) -> None:
+        if "weights" in offload_tags:
+            self.kept = {at: _bytes(storage).clone() for at, storage in self.storages.items()}
+        self.discard(("weights",))
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        if tags is None or "weights" in tags:
+            for at, values in self.kept.items():
+                _bytes(self.storages[at]).copy_(values)
+            self.kept = {}
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        if "weights" in tags:
+            for storage in self.storages.values():
+                _bytes(storage).fill_(GARBAGE)
+
+    def get_current_usage(self) -> int:
+        return 0
+
+
+def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Parameters, buffers, and tensors that modules have as plain attributes."""
+    plain = [
+        value
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, torch.Tensor)
+    ]
+    return [*model.parameters(), *model.buffers(), *plain]
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def worker_of(module: torch.nn.Module, config, draft: torch.nn.Module | None = None):
+    """vLLM's worker for GPUs with its model runner, as they are when both models are loaded; the allocator of both is `Allocator`."""
+    from types import SimpleNamespace
+
+    from vllm import device_allocator
+    from vllm.v1.worker import gpu_worker
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    class Worker(gpu_worker.Worker):
+        """With what 0.31 and 0.32 have beside these, where this version has not."""
+
+        if not hasattr(gpu_worker.Worker, "discard"):
+
+            def discard(self, tags: tuple[str, ...]) -> None:
+                allocator.discard(tags)
+
+        if not hasattr(gpu_worker.Worker, "reset_weights"):
+
+            def reset_weights(self) -> None:
+                for tensor in module.parameters():
+                    tensor.data.zero_()
+
+    allocator = Allocator(*(model for model in (module, draft) if model is not None))
+    # There is no accelerator that could be waited for, or say how much memory it has.
+    torch.accelerator.synchronize = lambda *_: None
+    torch.accelerator.get_memory_info = torch.cuda.mem_get_info = lambda *_: (1 << 30, 1 << 34)
+    for owner in (device_allocator, gpu_worker):
+        owner.get_mem_allocator_instance = lambda: allocator
+    runner = GPUModelRunner.__new__(GPUModelRunner)
+    runner.model, runner.vllm_config, runner.load_config = module, config, config.load_config
+    runner.model_config, runner.kv_caches = config.model_config, []
+    runner.post_kv_cache_wake_up = lambda: None
+    if draft is not None:
+        runner.drafter = SimpleNamespace(model=draft)
+    worker = Worker(config, 0, 0, "env://")
+    worker.model_runner = runner
+    return worker
+
+
+LOSSES = {
+    "sleep": lambda worker: worker.sleep(2),
+    "discard": lambda worker: worker.discard(("weights", "kv_cache")),
+    "reset_weights": lambda worker: worker.reset_weights(),
+}
+
+
+def after_losses(rank: int, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict) -> dict:
+    """For each way in which a worker that has loaded the first checkpoint forgets its weights, and for a sleep that keeps them: what is said of a
+    refit while they have no memory, and when only the cache has got it again; whether the engine is fit then; and the names of what is not, after
+    a refit that nothing checks, as vLLM's own loader makes it of the second checkpoint, which the trainer has."""
+    (hf, _), (other, mcore) = checkpoints
+    chunks, _ = trainer(flags, mcore)
+    expected, before = loaded(other, **engine), loaded(hf, **engine)
+    found = {"alike": sum(before[name] == expected[name] for name in expected) / len(expected)}
+    for name, lose in (LOSSES | {"level 1": lambda worker: worker.sleep(1)}).items():
+        module, config = build(hf, **engine)
+        worker = worker_of(module, config)
+        link = connect(
+            Members.of_process_group(timeout=180), MegatronModel(chunks), VllmModel.from_worker(worker)
+        )
+        lose(worker)
+        said = [] if name == "reset_weights" else [caught(link.refit)]
+        if name != "reset_weights":
+            worker.wake_up(["kv_cache"])
+            said.append(caught(link.refit))
+            worker.wake_up(["weights"])
+        fit = link.engine.engine.fit
+        link.refit(version=7)
+        held = fingerprint(module)
+        wrong = sorted(key for key in expected if held[key] != expected[key])
+        found[name] = {
+            "said": said,
+            "fit": fit,
+            "wrong": wrong,
+            "version": link.version,
+            "verified": caught(partial(link.refit, verify=True)),
+        }
+        link.close()
+    return found
