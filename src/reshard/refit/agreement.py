@@ -1,18 +1,21 @@
 """What all members agree on before anything is planned: who has which side, and by which way bytes may go."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from reshard.core.errors import ReshardError, listed
+from reshard.models.config_fields import ignored, ignored_config_fields
 from reshard.refit.hosts import this_host
 from reshard.refit.members import Members
 from reshard.refit.routes import Seat, distance, way_between
 from reshard.refit.wire import pack_json, unpack_json
 
-PROTOCOL = 7
+PROTOCOL = 8
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,15 @@ def agree(members: Members, mine: dict[str, Any]) -> Agreement:
         members.rank, peers, having["trainer"], having["inference"], next(iter(chosen), "auto"),
         min(peer["bucket_bytes"] for peer in peers if peer["roles"]), any(peer["release"] for peer in peers),
     )  # fmt: skip
+
+
+@contextmanager
+def ignoring_alike(members: Members) -> Iterator[None]:
+    """Inside, every member ignores the fields of a config that one of them does: a trainer's process is told in its code,
+    an engine's cannot be."""
+    told = [unpack_json(payload) for payload in members.gather("ignored", pack_json(sorted(ignored())))]
+    with ignored_config_fields(*{name for names in told for name in names}, recorded=True):
+        yield
 
 
 def one_config(members: Members, engines: list[int]) -> dict[str, Any]:
