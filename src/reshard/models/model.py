@@ -234,6 +234,16 @@ class Model:
                 published, f"{prefix}transformer_layer.", index, True, self.rows("layer", self.kinds[-1])
             )
 
+    def quantizable(self) -> frozenset[str]:
+        """The published names of the weights that checkpoints in fp8 quantize."""
+        return frozenset(
+            name
+            for block in self.blocks()
+            for row in block.rows
+            if row.quantizable
+            for _, name in row.names(block.published, range(self.num_experts))
+        )
+
     def rope(self) -> dict[str, Any]:
         """The rotary settings of the config, see `reshard.models.rope.rope_of`."""
         return self.family.rope(self.config, self.where)
