@@ -133,6 +133,8 @@ def test_a_config_that_makes_another_model_or_none_is_refused_by_name(variant, c
     ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2, "layer_types": ["full_attention"] * 4}),
     ("qwen3-moe", {"use_sliding_window": True, "sliding_window": None, "layer_types": ["full_attention"] * 4}),
     ("llama", {"head_dim": None, "num_key_value_heads": None, "rope_scaling": None, "pad_token_id": None, "model_type": None}),
+    ("llama", {"architectures": ["LLaMAForCausalLM"], "pretraining_tp": 2, "max_sequence_length": 2048}),
+    ("qwen3-moe", {"initializer_range": None, "attention_dropout": None, "router_aux_loss_coef": None, "max_position_embeddings": None}),
     ("deepseek-v3", {"model_type": "kimi_k2"}),
     ("deepseek-v3", {"head_dim": 8, "qk_head_dim": 24}),
     ("qwen3", {"use_sliding_window": False, "sliding_window": 32, "max_window_layers": 2, "layer_types": None}),

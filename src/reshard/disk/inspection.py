@@ -115,7 +115,7 @@ def _as_stored(path: str | Path, directory: Path, why: str) -> Inspection:
         "huggingface",
         "not mapped",
         str(named)[:200],
-        layers if whole_number(layers) else 0,
+        layers if isinstance(layers, int) and whole_number(layers) else 0,
         0,
         0,
         sum(dtypes.values()),

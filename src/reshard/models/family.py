@@ -391,9 +391,10 @@ def family_of(config: dict, where: str) -> Family:
     """The family of a Hugging Face config. Raises ReshardError, naming those that there are, where no table covers
     it."""
     names = [str(name) for name in (config.get("architectures") or [])]
+    alike = {name.lower() for name in names}  # LLaMAForCausalLM, in the first conversions
     for family in families().values():
         kind = config.get("model_type")
-        if family.architecture in names or (not names and kind == family.name):
+        if family.architecture.lower() in alike or (not names and kind == family.name):
             if kind not in (None, family.name, *family.model_types):
                 raise ReshardError(
                     f"{where}: model_type is {kind!r:.80}, but architectures names {family.architecture}, "

@@ -80,8 +80,9 @@ class Model:
         config = without(config, dropped)
         family = family_of(config, where)
         full = dict(config)
-        for name, aliases, _, _, default in family.spellings:
-            _check_null(name, aliases, default, config, where)
+        for name, aliases, arg, _, default in family.spellings:
+            if arg in DECIDES:
+                _check_null(name, aliases, default, config, where)
             for alias in aliases:
                 if full.get(name) is None:
                     full[name] = full.get(alias)
