@@ -12,7 +12,6 @@ from reshard.cli import signals
 from reshard.cli.failures import status_of
 
 from reshard.core.errors import ReshardError
-from reshard.models.config_fields import asked_by
 
 COMMANDS = {
     "hf-to-mcore": "Hugging Face checkpoint to Megatron torch_dist, at any layout.",
@@ -67,6 +66,8 @@ class Commands(click.Group):
 @click.version_option(package_name="reshard")
 def cli() -> None:
     """Move LLM weights between Hugging Face, Megatron-Core and vLLM, exactly and fast."""
+    from reshard.models.config_fields import asked_by
+
     click.get_current_context().with_resource(asked_by("command"))
 
 

@@ -394,11 +394,11 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("what", CONFIGS)
-def test_a_config_beyond_all_bounds_is_refused_at_once(what, source, mcore):
+def test_a_config_beyond_all_bounds_is_refused_at_once(what, source, mcore, tmp_path):
     change, message = CONFIGS[what]
     path = source / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    bounded(lambda: inspect(source), message)
+    bounded(lambda: hf_to_mcore(source, tmp_path / "out"), message)
 
 
 def test_args_of_a_billion_layers_are_refused_at_once(mcore):

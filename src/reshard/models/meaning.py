@@ -7,9 +7,8 @@ against this table.
 
 import math
 from collections.abc import Mapping
+from ctypes import c_float
 from typing import Any
-
-import numpy as np
 
 # An argument that Megatron derives where it is not given.
 DERIVED = object()
@@ -157,7 +156,7 @@ def same_value(a: Any, b: Any) -> bool:
     """
     numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (a, b))
     if numbers and (isinstance(a, float) or isinstance(b, float)):
-        return math.isclose(a, b, rel_tol=1e-9) or bool(np.float32(a) == np.float32(b))
+        return math.isclose(a, b, rel_tol=1e-9) or c_float(a).value == c_float(b).value
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
     return bool((list(a) if isinstance(a, tuple) else a) == (list(b) if isinstance(b, tuple) else b))

@@ -50,8 +50,10 @@ def connect(members: Members, source: "Trainer | Callable[[], Trainer] | None" =
     """
     link: Link | None = None
     compiling: Thread | None = None
+    roles = [name for name, side in (("trainer", source), ("inference", destination)) if side is not None]
+    name = f"{' and '.join(roles) or 'idle'} rank {members.rank}"
     try:
-        with members.turn("connect"), collector_paused(), ignoring_alike(members):
+        with members.turn("connect"), collector_paused(), ignoring_alike(members, name):
             if executor not in EXECUTORS:
                 raise ReshardError(f"executor {executor!r} is not one of {listed(EXECUTORS)}")
             check_number(bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
@@ -71,8 +73,7 @@ def connect(members: Members, source: "Trainer | Callable[[], Trainer] | None" =
                 compiling = compile_ahead(
                     device, _sizes(trains, serves), _roundings(serves), _size_of_most(trains)
                 )
-            roles = [name for name, side in (("trainer", trains), ("inference", serves)) if side is not None]
-            mine = hello(f"{' and '.join(roles) or 'idle'} rank {members.rank}", roles, device)
+            mine = hello(name, roles, device)
             mine |= {
                 "executor": executor,
                 "bucket_bytes": bucket_bytes,
