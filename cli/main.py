@@ -66,6 +66,9 @@ class Commands(click.Group):
 @click.version_option(package_name="reshard")
 def cli() -> None:
     """Move LLM weights between Hugging Face, Megatron-Core and vLLM, exactly and fast."""
+    from reshard.models.config_fields import asked_by
+
+    click.get_current_context().with_resource(asked_by("command"))
 
 
 def main() -> None:

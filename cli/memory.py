@@ -125,7 +125,7 @@ def command(
         _check_html(html, bool(fitting["fit"]))
     model = read_model(path)
     check_ignored(model)
-    notices = list(model.ignored.values())
+    notices = model.notices
     if fitting["fit"]:
         _fit(context, model, training, gpu_bytes, sizes, fitting, notices, as_json)
         return

@@ -124,7 +124,7 @@ def command(
     check_ignored(model)
     with progress_bar("plan") as progress:
         found = plan_refit(model, *layouts, progress=progress, **extra, **options)
-    notices = list(model.ignored.values())
+    notices = model.notices
     if as_json:
         print_json(found.to_dict() | {"notices": notices})
         return

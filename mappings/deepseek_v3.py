@@ -4,6 +4,7 @@ The entries are explained in `reshard.models.family`, the columns of `layer` in 
 """
 
 from reshard.models.family import Family
+from reshard.models.meaning import same_value
 
 
 class DeepseekV3(Family):
@@ -97,7 +98,6 @@ class DeepseekV3(Family):
         ("norm_topk_prob", (True,), "Megatron's sigmoid router always normalises the chosen scores"),
         ("moe_layer_freq", (1,), "DeepSeek-V3 has experts in every layer after the first dense ones"),
     )
-    no_effect = ("ep_size", "seq_aux")
 
     def megatron_args(self, model):
         """Without ``kv_channels``, which its attention does not use, Megatron derives one that --use-checkpoint-args lacks."""
@@ -109,7 +109,7 @@ class DeepseekV3(Family):
         if not model.config["q_lora_rank"] and transformer_impl == "transformer_engine":
             what = "Megatron-Core 0.19 puts a norm before linear_q_proj without q_lora_rank"
             found.append(f"{what}; load this into layers that lack it")
-        if epsilon != 1e-6:
+        if not same_value(epsilon, 1e-6):
             found.append(f"transformers norms compressed keys with 1e-06, Megatron and vLLM with {epsilon}")
         return found
 

@@ -48,6 +48,7 @@ class Glm4Moe(Family):
     shared_experts = "n_shared_experts"
     partial_rotary = 0.5
     rope_types = ("default", "linear")
+    always = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
     #    HF parameter                             shape      Megatron parameter                             arrangement  split    where
     layer = (

@@ -61,5 +61,4 @@ class Llama(Family):
             (False,),
             "Megatron's add_bias_linear puts a bias on both or on neither",
         ),
-        ("pretraining_tp", (1,), "the weights of such a checkpoint are the same, but its logits are not"),
     )

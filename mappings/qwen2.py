@@ -32,6 +32,7 @@ class Qwen2(Family):
 
     megatron = {"add_qkv_bias": True}
     window = "from max_window_layers"
+    always = {"qkv_bias": True, "use_qkv_bias": True, "attention_bias": True}
 
     #    HF parameter                       shape      Megatron parameter                             arrangement  split   where
     layer = (

@@ -32,6 +32,7 @@ class Qwen3(Family):
 
     megatron = {"qk_layernorm": True}
     window = "from max_window_layers"
+    always = {"qkv_bias": False, "use_qk_norm": True, "qk_norm": True, "qk_layernorm": True}
 
     #    HF parameter                       shape      Megatron parameter                             arrangement  split   where
     layer = (

@@ -41,6 +41,13 @@ class Qwen3Moe(Family):
     window = "everywhere"
     reads = ("decoder_sparse_step", "mlp_only_layers")
     vllm_ends = "every stage"
+    always = {
+        "qkv_bias": False,
+        "use_qk_norm": True,
+        "qk_norm": True,
+        "qk_layernorm": True,
+        "shared_expert_intermediate_size": 0,
+    }
 
     #    HF parameter                             shape      Megatron parameter                             arrangement  split    where
     layer = (

@@ -499,23 +499,23 @@ def asked(url: str, model: str, prompt: list[int]) -> list:
     return [[next(iter(p.values()))["logprob"] for p in choice["prompt_logprobs"][1:]], choice["token_ids"]]
 
 
-def engine_of_its_own(pairs: list, port: int) -> dict:
+def engine_of_its_own(pairs: list, port: int, other_port: int) -> dict:
     """A vLLM that starts processes of its own, under load, and a trainer in this one; what both say at every step."""
     import asyncio
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "VLLM_ENABLE_V1_MULTIPROCESSING"):
         os.environ.pop(name, None)
-    return asyncio.run(_engine_of_its_own(pairs, port))
+    return asyncio.run(_engine_of_its_own(pairs, port, other_port))
 
 
-async def _engine_of_its_own(pairs: list, port: int) -> dict:
+async def _engine_of_its_own(pairs: list, port: int, other_port: int) -> dict:
     import asyncio
 
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from reshard import Layout, ReshardError
+    from reshard import Layout, ReshardError, ignored_config_fields
     from reshard.parity.megatron import Megatron
     from reshard.parity.systems import Scoring
     from reshard.refit import Members, connect
@@ -526,7 +526,6 @@ async def _engine_of_its_own(pairs: list, port: int) -> dict:
         kv_cache_memory_bytes=1 << 24, disable_log_stats=True, worker_extension_cls="reshard.engines.vllm.worker.RefitExtension",
     ))  # fmt: skip
     trainer = Megatron(Path(pairs[0][1]), "fp32", Layout())
-    address = f"127.0.0.1:{port}"
     numbers = iter(range(100))
 
     async def both(method: str, arguments: tuple, mine, *more):
@@ -548,14 +547,19 @@ async def _engine_of_its_own(pairs: list, port: int) -> dict:
         logprobs = [next(iter(p.values())).logprob for p in (output.prompt_logprobs or ())[1:]]
         return logprobs, list(output.outputs[0].token_ids)
 
-    def meet():
+    def meet(address: str):
         return connect(Members.join(address, 0, 2, timeout=120), MegatronModel(trainer.models))
+
+    async def connected(port: int) -> list:
+        address = f"127.0.0.1:{port}"
+        return await both("reshard_connect", (address, 1, 2, "auto", 1 << 25, 120.0), meet, address)
 
     def expected() -> list[float]:
         return trainer.score(PROMPTS[:1], Scoring())[0].logprobs.tolist()
 
-    said: dict = {}
-    _, link = await both("reshard_connect", (address, 1, 2, "auto", 1 << 25, 120.0), meet)
+    said: dict = {"refused": [str(error) for error in await connected(other_port)]}
+    with ignored_config_fields("clip_qkv"):
+        _, link = await connected(port)
     said["first report"], _ = await both("reshard_refit", (1, True), link.refit, 1, True)
     await llm.reset_prefix_cache()
     said["first"] = [expected(), (await request(1, prompt_logprobs=0))[0]]

@@ -26,7 +26,7 @@ FIELDS = {
 }
 # What no flag can say: it must be so.
 FIXED: dict[str, dict[str, Any]] = {
-    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
+    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     "qwen3_moe": {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
     "deepseek_v3": {"hidden_act": "silu", "attention_bias": False, "norm_topk_prob": True, "rope_interleave": True,
                     "scoring_func": "sigmoid", "topk_method": "noaux_tc"},

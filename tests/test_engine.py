@@ -1,6 +1,7 @@
 """A real vLLM on the CPU: refitted from a live Megatron model it serves what a vLLM serves that has loaded the export."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -111,7 +112,17 @@ def test_experts_that_vllm_quantises_and_packs_itself_serve_what_they_serve_afte
 
 
 def test_a_vllm_in_processes_of_its_own_is_refitted_under_load(converted, tmp_path):
-    said = run(tmp_path, 1, "engine_of_its_own", converted("qwen3"), free_port())
+    """Its config has a field that nothing maps, which the trainer's process is told to ignore."""
+    (hf, mcore), other = converted("qwen3")
+    strange = tmp_path / "hf"
+    shutil.copytree(hf, strange)
+    config = json.loads((strange / "config.json").read_text()) | {"clip_qkv": 8.0}
+    (strange / "config.json").write_text(json.dumps(config))
+    said = run(tmp_path, 1, "engine_of_its_own", [(str(strange), mcore), other], free_port(), free_port())
+    for sentence in said["refused"]:
+        assert "clip_qkv = 8.0 may make another model of the same weights" in sentence
+        assert 'reshard.ignored_config_fields("clip_qkv") around the trainer\'s connect, or ' in sentence
+        assert "RESHARD_IGNORE_CONFIG_FIELDS=clip_qkv in the engine's environment" in sentence
     for step in ("first", "second"):
         trainer, engine = said[step]
         assert len(engine) == len(trainer) == 8 and trainer == pytest.approx(engine, abs=1e-4)

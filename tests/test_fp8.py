@@ -1,7 +1,9 @@
 """Block-fp8 checkpoints, as DeepSeek-V3 is published: dequantised on the way in, quantised again on request."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from reshard import Layout, ReshardError, check, diff, hf_to_mcore, inspect, mcore_to_hf
 from reshard.disk.dequantised import dequantise
+from reshard.megatron.parameters import expand
+from reshard.models.family import families
+from reshard.models.model import Model
 from tests.oracle import dequantized, hf_tensors, megatron_tensors, same, stored_tensors
 
 CONFIG = {
@@ -215,3 +220,67 @@ def test_fp8_that_does_not_add_up_is_refused(spoil, published, tmp_path):
     }
     with pytest.raises(ReshardError, match=messages[spoil]):
         hf_to_mcore(tmp_path / "source", tmp_path / "out")
+
+
+# What is quantized
+
+
+# The linear layers of the checkpoints that are published in fp8 (DeepSeek-V3's index, Qwen3's and GLM-4.5's configs), as patterns by hand.
+LINEAR = (
+    r"self_attn\.(q|k|v|o|q_a|q_b|kv_b)_proj|self_attn\.kv_a_proj_with_mqa",
+    r"mlp\.(experts\.\d+\.|shared_experts\.)?(gate|up|down)_proj",
+)
+QUANTIZED = re.compile(rf"model\.layers\.\d+\.({'|'.join(LINEAR)})\.weight")
+
+
+@pytest.mark.parametrize("way", ["fp8", "fp8_per_channel", "int8_per_channel"])
+@pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3", "qwen3-moe", "deepseek-v3", "glm4-moe"])
+def test_every_family_is_quantized_where_published_checkpoints_are(variant, way, checkpoint, tmp_path):
+    mtp = variant in ("deepseek-v3", "glm4-moe")
+    source = checkpoint(variant, mtp=mtp)
+    hf_to_mcore(source, tmp_path / "mcore", dtype="bf16")
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back", quantize=way)
+    tensors, names = hf_tensors(tmp_path / "back"), hf_tensors(source).keys()
+    codes = {name for name, tensor in tensors.items() if tensor.dtype in (torch.float8_e4m3fn, torch.int8)}
+    assert codes == {name for name in names if QUANTIZED.fullmatch(name)} and codes
+    assert mtp == any(name.endswith("eh_proj.weight") for name in tensors)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B-FP8", "Qwen/Qwen3-235B-A22B-FP8"])
+def test_what_stays_as_it_is_is_what_qwen_names_in_its_published_config(name):
+    lines = (Path(__file__).parent / "published_configs.jsonl").read_text().splitlines()
+    [config] = [entry["config"] for entry in map(json.loads, lines) if entry["name"] == name]
+    model = Model.from_hf(config)
+    matrices = {name for name, shape in expand(model).shapes.items() if len(shape) == 2}
+    kept = {name.removesuffix(".weight") for name in matrices - model.quantizable()}
+    published = {
+        name for name in config["quantization_config"]["modules_to_not_convert"] if "layernorm" not in name
+    }
+    assert kept == published | {"model.embed_tokens"} and len(kept) == config["num_hidden_layers"] + 2
+
+
+def test_a_router_is_known_by_its_place_in_megatron_and_an_exception_by_its_mark():
+    """With Mixtral's name of a router, and a linear layer as DSA's indexer has one that stays in bf16."""
+    base = type(families()["qwen3_moe"])
+    rows = tuple(
+        ("block_sparse_moe.gate.weight", *row[1:]) if row[0] == "mlp.gate.weight" else row
+        for row in base.layer
+    )
+    indexer = (
+        "self_attn.indexer.weights_proj.weight",
+        "H H",
+        "self_attention.indexer.linear_weights_proj.weight",
+        "plain",
+        "-",
+    )
+    said = {}
+    for mark in ("always", "always, unquantized"):
+        family = type(
+            "Other", (base,), {"layer": (*rows, (*indexer, mark)), "__module__": "mappings.other"}
+        )()
+        said[mark] = {row.hf for row in family.rows["layer"] if row.quantizable}
+        assert (
+            "block_sparse_moe.gate.weight" not in said[mark]
+            and "mlp.experts.{expert}.up_proj.weight" in said[mark]
+        )
+    assert said["always"] - said["always, unquantized"] == {indexer[0]}

@@ -394,11 +394,11 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("what", CONFIGS)
-def test_a_config_beyond_all_bounds_is_refused_at_once(what, source, mcore):
+def test_a_config_beyond_all_bounds_is_refused_at_once(what, source, mcore, tmp_path):
     change, message = CONFIGS[what]
     path = source / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    bounded(lambda: inspect(source), message)
+    bounded(lambda: hf_to_mcore(source, tmp_path / "out"), message)
 
 
 def test_args_of_a_billion_layers_are_refused_at_once(mcore):
@@ -612,7 +612,7 @@ def test_the_judges_of_the_fuzzer_see_what_goes_wrong_without_our_checks(tmp_pat
             "other bytes than the manifest has",
         ) and fuzz.failed([found])
     with monkeypatch.context() as off:
-        off.setattr("reshard.models.model.check_fields", lambda *_: None)
+        off.setattr("reshard.models.model._check_meaning", lambda *_: None)
         found = verdict(published, "hf-to-mcore", config(logit_scale=9.0))
         assert found.verdict == "wrong" and "logit_scale" in found.detail
     with monkeypatch.context() as off:  # a conversion that writes other flags than the config means

@@ -20,7 +20,7 @@ from reshard.disk.source import Source
 from reshard.disk.sources import open_source
 from reshard.disk.verify import changed_files, checksum_of, differences, manifest_of, stored_tensors
 from reshard.disk.workers import Progress, run_jobs, worker_count
-from reshard.models.config_fields import check_ignored
+from reshard.models.config_fields import check_ignored, meaning_only_noted
 from reshard.models.model import different_fields
 
 
@@ -115,7 +115,7 @@ def diff(
         common = [name for name in one.tensors if name in two.tensors and chosen(name)]
         # A copy that only one side keeps under a name of its own says nothing new.
         result = Diff(str(a), str(b), common)
-        result.notices = [*one.model.ignored.values(), *two.model.ignored.values()]
+        result.notices = [*one.model.notices, *two.model.notices]
         result.only_a = sorted(
             n for n in one.tensors if n not in two.tensors and n not in one.mapping.optional and chosen(n)
         )
@@ -237,7 +237,8 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
     if not path.exists():
         raise ReshardError(f"{path} does not exist")
     try:
-        source = open_source(path)
+        with meaning_only_noted():  # bytes are compared, whatever they mean
+            source = open_source(path)
     except ReshardError as error:
         root = _root_of_what_is_damaged(path)
         changed, missing = changed_files(root, (read_manifest(root) or {}).get("files", {}))
@@ -274,7 +275,7 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
         result = Check(
             str(path), len(entries), sorted(bad + [name for name, good in results.items() if not good])
         )
-        result.notices += source.model.ignored.values()
+        result.notices += source.model.notices
         result.missing = _missing_iteration(path, source)
         if "files" not in manifest:
             result.notices.append(

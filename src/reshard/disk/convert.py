@@ -15,7 +15,7 @@ from reshard.disk.casts import overflow_notice
 from reshard.disk.channels import Blocks, Channels, PackedChannels, PackedGroups, Tensors
 from reshard.disk.destinations import HuggingFaceFiles, MegatronFiles, parse_size
 from reshard.disk.files import OpenFiles, allow_many_files
-from reshard.disk.fp8 import Fp8Blocks, quantizable
+from reshard.disk.fp8 import Fp8Blocks
 from reshard.disk.hub import local_directory
 from reshard.disk.huggingface import HuggingFaceSource
 from reshard.disk.megatron import MegatronSource
@@ -372,10 +372,7 @@ def _quantised(way: str | None, names: list[str]) -> Quantised:
 
 def _quantized(src: MegatronSource, tensors: dict[str, TensorInfo]) -> list[str]:
     """The names to quantise: those that were in the checkpoint this one came from, else all linear weights of
-    the layers."""
+    the layers, as published checkpoints have them."""
     recorded = (src.manifest() or {}).get("quantized")
-    return (
-        [n for n in recorded if n in tensors]
-        if recorded
-        else [n for n, t in tensors.items() if quantizable(n, t)]
-    )
+    quantized = set(recorded) if recorded else src.model.quantizable()
+    return [name for name in tensors if name in quantized]

@@ -13,20 +13,6 @@ SCALE_SUFFIX = "_scale_inv"
 E4M3_MAX = 448.0
 FP8, FP32 = DTYPES["float8_e4m3fn"], DTYPES["float32"]
 
-# Matrices that published fp8 checkpoints keep in high precision.
-HIGH_PRECISION = (
-    "embed_tokens.weight",
-    "lm_head.weight",
-    "shared_head.head.weight",
-    "mlp.gate.weight",
-    "eh_proj.weight",
-)
-
-
-def quantizable(name: str, info: TensorInfo) -> bool:
-    """Whether a weight is one of those that published fp8 checkpoints quantise."""
-    return len(info.shape) == 2 and name.endswith(".weight") and not name.endswith(HIGH_PRECISION)
-
 
 def quantize(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Quantise rows that start at a block's border: fp8 of the same shape, and fp32 scales ``[rows / 128,

@@ -16,6 +16,7 @@ from reshard.disk.compressed import compressed, of_activations
 from reshard.disk.dequantised import Codes, Fp4, Words, dequantise, fp8_blocks
 from reshard.disk.files import OpenFiles
 from reshard.disk.fp8 import SCALE_SUFFIX
+from reshard.disk.locate import check_config
 from reshard.disk.manifest import NAME as MANIFEST
 from reshard.disk.manifest import read_manifest
 from reshard.disk.modelopt import CONFIG as MODELOPT_CONFIG
@@ -39,10 +40,11 @@ class HuggingFaceSource(Source):
 
     def __init__(self, path: Path, dequantize_to: Dtype | None = None) -> None:
         self.path, self.notices, self.versions = path, [], FileVersions(path)
+        check_config(path)
         self.config = read_config(path / "config.json")
         with ignored_as_recorded(path):
             self.model = Model.from_hf(self.config, str(path / "config.json"))
-        self.notices += self.model.ignored.values()
+        self.notices += self.model.notices
         self.stored = safetensors.read_directory(path)
         self.files, self.scratch = OpenFiles(), Scratch()
         self.paths = {tensor.file: path / tensor.file for tensor in self.stored.values()}

@@ -2,12 +2,18 @@
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from reshard.core.errors import ReshardError
 from reshard.disk.hub import local_directory
+from reshard.disk.locate import locate
+from reshard.disk.source import ignored_as_recorded, read_config
 from reshard.disk.sources import open_source
-from reshard.models.config_fields import check_ignored
+from reshard.formats import safetensors
+from reshard.models.config_fields import check_ignored, meaning_only_noted, whole_number
+from reshard.models.model import Model
 
 
 @dataclass
@@ -36,10 +42,15 @@ class Inspection:
 
 
 def inspect(path: str | Path, *, hf_config: str | Path | None = None) -> Inspection:
-    """Look at a Hugging Face directory (or hub id) or a Megatron checkpoint. Raises ReshardError where it
-    cannot be read."""
+    """Look at a Hugging Face directory (or hub id) or a Megatron checkpoint. A config that cannot be mapped is one of
+    the notices. Raises ReshardError where it cannot be read."""
     config = Path(hf_config) if hf_config is not None else None
-    source = open_source(local_directory(str(path)), config)
+    directory = local_directory(str(path))
+    with meaning_only_noted():
+        why = _unmapped(directory)
+        if why:
+            return _as_stored(path, directory, why)
+        source = open_source(directory, config)
     try:
         check_ignored(source.model)
         own = {name: t for name, t in source.tensors.items() if name not in source.copies}
@@ -74,6 +85,48 @@ def inspect(path: str | Path, *, hf_config: str | Path | None = None) -> Inspect
         )
     finally:
         source.close()
+
+
+def _unmapped(directory: Path) -> str:
+    """Return why the config of a Hugging Face directory describes no model that can be mapped; empty where it
+    does, or there is none."""
+    path = directory / "config.json"
+    if not path.is_file() or locate(directory) is not None:
+        return ""
+    config = read_config(path)
+    try:
+        with ignored_as_recorded(directory):
+            Model.from_hf(config, str(path))
+    except ReshardError as error:
+        return str(error)
+    return ""
+
+
+def _as_stored(path: str | Path, directory: Path, why: str) -> Inspection:
+    """Return what the headers of a Hugging Face directory's files say, whatever model they are of."""
+    config, stored = read_config(directory / "config.json"), safetensors.read_directory(directory)
+    names, layers = config.get("architectures"), config.get("num_hidden_layers")
+    named = names[0] if isinstance(names, list) and names else config.get("model_type")
+    dtypes: Counter = Counter()
+    for tensor in stored.values():
+        dtypes[tensor.dtype.name] += prod(tensor.shape)
+    return Inspection(
+        str(path),
+        "huggingface",
+        "not mapped",
+        str(named)[:200],
+        layers if isinstance(layers, int) and whole_number(layers) else 0,
+        0,
+        0,
+        sum(dtypes.values()),
+        sum(tensor.size_bytes for tensor in stored.values()),
+        dict(dtypes),
+        None,
+        None,
+        {},
+        [f"cannot be mapped: {why}"],
+        {name: {"dtype": t.dtype.name, "shape": list(t.shape)} for name, t in stored.items()},
+    )
 
 
 def _layout(source: Any, manifest: dict[str, Any] | None) -> dict[str, Any] | None:

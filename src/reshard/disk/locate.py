@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, listed
 from reshard.disk.manifest import NAME as MANIFEST
 from reshard.formats import torch_dist
 from reshard.formats.small_files import MAX_COPIED_BYTES, read_file, read_json
 
 HF_FILES = "hf"
+ADAPTER = "adapter_config.json"  # peft's
 # Directories that people name, and where in them a trainer leaves the weights.
 BELOW = {
     "model/dist_ckpt": "verl", "dist_ckpt": "verl", "actor/model/dist_ckpt": "verl", "actor/dist_ckpt": "verl",
@@ -233,3 +234,22 @@ def model_named(found: Located) -> str | None:
             match = re.search(r"""^\s*hf_model_id:\s*["']?([^\s"'#]+)""", text, re.MULTILINE)
             return match[1] if match and match[1] not in ("null", "~") else None
     return None
+
+
+def check_config(path: Path) -> None:
+    """Raise ReshardError, saying what it is instead, for a directory without the config.json of a model."""
+    if (path / "config.json").is_file():
+        return
+    if (path / ADAPTER).is_file():
+        base = read_json(path / ADAPTER).get("base_model_name_or_path")
+        of = f" of {base:.200}" if isinstance(base, str) and base else ""
+        raise ReshardError(
+            f"{path} is a LoRA adapter{of} ({ADAPTER}), not a model: merge it into its base first, with peft's "
+            f"merge_and_unload() and save_pretrained(), and name the result"
+        )
+    names = sorted(file.name for file in path.glob("*.gguf"))
+    if names and not any(path.glob("*.safetensors")):
+        raise ReshardError(
+            f"{path} holds a model in llama.cpp's format ({listed(names, 3)}), which is not read: name the Hugging Face "
+            f"directory that it was made of"
+        )

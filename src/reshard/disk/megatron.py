@@ -68,7 +68,7 @@ class MegatronSource(Source):
         recorded = set((manifest or {}).get("tensors", {}))
         # what this tool wrote holds weights and empty states only
         self.notices = taken + (placed.notices if manifest is None else [])
-        self.notices += self.model.ignored.values()
+        self.notices += self.model.notices
         canonical = {n: s for n, s in self.mapping.shapes.items() if n not in self.mapping.copies}
         try:
             self.plan = make_plan(placed.placement, Placement.canonical(canonical))

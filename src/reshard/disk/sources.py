@@ -6,7 +6,7 @@ from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
 from reshard.disk.hub import local_directory
 from reshard.disk.huggingface import HuggingFaceSource
-from reshard.disk.locate import ITERATION, locate
+from reshard.disk.locate import ITERATION, check_config, locate
 from reshard.disk.megatron import MegatronSource
 from reshard.disk.source import Source, ignored_as_recorded, read_config
 from reshard.formats import torch_dist
@@ -32,6 +32,7 @@ def open_source(
 
 def check_huggingface(path: Path) -> None:
     """Raise ReshardError where a directory that is no Megatron checkpoint is none of Hugging Face's either."""
+    check_config(path)
     if (path / "config.json").is_file() or any(path.glob("*.safetensors")):
         return
     if ITERATION.fullmatch(path.name) or any(path.glob("*.distcp")):

@@ -142,7 +142,6 @@ def in_words_of_calls() -> AbstractContextManager[None]:
         ("(;| and|,) run again with --resume", ""),
         ("pass --overwrite", "pass overwrite=True"),
         ("pass --hf-config with", "pass hf_config= with"),
-        ("--ignore-config-field NAME", "reshard.ignored_config_fields(NAME)"),
         (r"(?<![\w-])--(dtype|family|workers)\b", r"\1"),
         (r"(?<![\w-])--max-shard-size\b", "max_shard_size"),
         (r"(?<![\w-])--megatron-version\b", "megatron_version"),

@@ -220,7 +220,7 @@ class _Save:
         return SaveReport(
             str(self.destination), self.new.format, self.published.model.family.name, str(self.laid_out), team.process, team.size,
             len(self.agreed.tensors), len(self.new.sizes), sum(self.new.sizes.values()), written, self.host_bytes,
-            time.monotonic() - self.began, [*self.agreed.model.ignored.values()],
+            time.monotonic() - self.began, self.agreed.model.notices,
         )  # fmt: skip
 
     def _end(self, error: BaseException | None) -> None:

@@ -7,7 +7,7 @@ Written by ``python -m tests.config_defaults``; a test compares it with the inst
 from typing import Any
 
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {"is_encoder_decoder": False, "pretraining_tp": 1, "rope_interleave": True},
+    "deepseek_v3": {"is_encoder_decoder": False, "rope_interleave": True},
     "glm4_moe": {"is_encoder_decoder": False},
     "llama": {"is_encoder_decoder": False},
     "qwen2": {"is_encoder_decoder": False},

@@ -1,6 +1,5 @@
 """Families: what a mapping file says of an architecture, and what holds where it says nothing."""
 
-import difflib
 import importlib
 import pkgutil
 import re
@@ -8,7 +7,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from reshard.core.errors import ReshardError, listed
-from reshard.models.config_fields import MAPPED, NO_EFFECT, WINDOW, whole_number
+from reshard.models.config_fields import MAPPED, NO_EFFECT, NO_EFFECT_ENDS, WINDOW, whole_number
 from reshard.models.meaning import DECIDES, DERIVED, moe_pattern
 from reshard.models.rope import MLA_YARN, hf_rope, inverse_frequencies, megatron_rope, rope_of
 from reshard.models.tables import Row, read_rows
@@ -89,8 +88,9 @@ class Family:
     - `refused`: (field, values that are mapped, why others are not); ``a != b`` compares two fields, ``a != b
       + c`` with a sum.
     - `no_effect`: fields that change nothing of what the weights compute, besides those of
-      `reshard.models.config_fields`. Any field that is named nowhere has to be at its default in
-      transformers.
+      `reshard.models.config_fields`. Any other field of transformers' class has to be at its default there.
+    - `always`: fields that transformers' class does not have, and what they are for every model of the family;
+      at another value they are refused.
     - `vllm_names`: (published name, vLLM's parameter, where) besides or instead of those in
       `reshard.engines.vllm.names`; None where none holds, so that a refit goes by vLLM's traced loader alone.
       `vllm_ends`: whether vLLM has embedding and output on ``the ends`` of a pipeline or on ``every stage``.
@@ -130,6 +130,7 @@ class Family:
     reads: tuple[str, ...] = ()
     refused: tuple[tuple[str, tuple, str], ...] = ()
     no_effect: tuple[str, ...] = ()
+    always: dict[str, Any] = {}
     vllm_names: tuple[tuple[str, str, str], ...] | None = ()
     vllm_ends = "the ends"
     # place for people, module in transformers, module in Megatron
@@ -180,7 +181,7 @@ class Family:
     def has_no_effect(self, name: str) -> bool:
         """Whether this field changes nothing of what the weights compute; a leading underscore is
         transformers' own business."""
-        return name.startswith("_") or name in NO_EFFECT or name in self.no_effect
+        return name.startswith("_") or name.endswith(NO_EFFECT_ENDS) or name in (*NO_EFFECT, *self.no_effect)
 
     # A config
 
@@ -206,22 +207,22 @@ class Family:
         for each without."""
         return {self.first_dense: pattern.index(1)} if self.first_dense else {}
 
-    def check_window(self, config: dict[str, Any], where: str) -> None:
-        """Raise ReshardError where a layer attends to a window only.
+    def window_of(self, config: dict[str, Any]) -> str:
+        """Return the fields that make a layer attend to a window only, with their values; empty where none
+        does.
 
         What is absent is what transformers' classes have then: a window of 4096 tokens, from layer 28 on.
         """
         if not self.window:
-            return
+            return ""
         everywhere, types = self.window == "everywhere", config.get("layer_types")
         first = 0 if everywhere else config.get("max_window_layers", 28)
         slides = bool(config.get("use_sliding_window")) and config.get("sliding_window", 4096) is not None
         slides = slides and (first is None or first < config["num_hidden_layers"])
         if types is not None:
             slides = any(kind != "full_attention" for kind in types) or (slides and everywhere)
-        if slides:
-            said = listed((f"{name} = {config[name]}" for name in WINDOW if config.get(name) is not None), 4)
-            raise ReshardError(f"{where}: {said} makes layers attend to a window, which is not mapped")
+        said = (f"{name} = {config[name]!s:.80}" for name in WINDOW if config.get(name) is not None)
+        return listed(said, len(WINDOW)) if slides else ""
 
     def rope(self, config: dict[str, Any], where: str = "config.json") -> dict[str, Any]:
         """The rotary settings of a config, see `rope_of`."""
@@ -387,12 +388,13 @@ def families() -> dict[str, Family]:
 
 
 def family_of(config: dict, where: str) -> Family:
-    """The family of a Hugging Face config. Raises ReshardError, naming the nearest, where no table covers
+    """The family of a Hugging Face config. Raises ReshardError, naming those that there are, where no table covers
     it."""
     names = [str(name) for name in (config.get("architectures") or [])]
+    alike = {name.lower() for name in names}  # LLaMAForCausalLM, in the first conversions
     for family in families().values():
         kind = config.get("model_type")
-        if family.architecture in names or (not names and kind == family.name):
+        if family.architecture.lower() in alike or (not names and kind == family.name):
             if kind not in (None, family.name, *family.model_types):
                 raise ReshardError(
                     f"{where}: model_type is {kind!r:.80}, but architectures names {family.architecture}, "
@@ -405,10 +407,9 @@ def family_of(config: dict, where: str) -> Family:
         raise ReshardError(
             f"{where} names neither architectures nor model_type; the known ones are {listed(sorted(known))}"
         )
-    nearest = max(known, key=lambda name: difflib.SequenceMatcher(None, name.lower(), wanted.lower()).ratio())
     raise ReshardError(
-        f"{where}: architecture {wanted} has no mapping table; the nearest is {nearest} "
-        f"(all: {listed(sorted(known))}), see 'Add a family' in CONTRIBUTING.md"
+        f"{where}: {wanted} is not supported; the architectures that are: {listed(sorted(known))} "
+        f"('Add a family' in CONTRIBUTING.md says how to add one)"
     )
 
 

@@ -7,6 +7,7 @@ against this table.
 
 import math
 from collections.abc import Mapping
+from ctypes import c_float
 from typing import Any
 
 # An argument that Megatron derives where it is not given.
@@ -75,7 +76,7 @@ def disagreements(said: Mapping[str, Any], meant: Mapping[str, Any]) -> list[tup
         unsaid = name not in a or (a[name] is None and default is not None)
         if unsaid or name in skipped or (default is DERIVED and name not in b):
             continue
-        if not _same(a[name], b[name]):
+        if not same_value(a[name], b[name]):
             found.append((name, said.get(name, a[name]), b[name]))
     return found
 
@@ -146,8 +147,16 @@ def moe_pattern(frequency: Any, layers: int) -> list[int]:
     return [int(entry) for entry in frequency]
 
 
-def _same(a: Any, b: Any) -> bool:
+def same_value(a: Any, b: Any) -> bool:
+    """Return True where two settings make the same model. Amounts are compared as the float32 that they are in a
+    kernel: what has been saved as one, or computed, is the same setting.
+
+    >>> same_value(1e-05, 9.999999747378752e-06), same_value(1000000, 1e6), same_value(32, 33)
+    (True, True, False)
+    """
     numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (a, b))
-    if numbers:
-        return math.isclose(a, b, rel_tol=1e-9)
+    if numbers and (isinstance(a, float) or isinstance(b, float)):
+        return math.isclose(a, b, rel_tol=1e-9) or c_float(a).value == c_float(b).value
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
     return bool((list(a) if isinstance(a, tuple) else a) == (list(b) if isinstance(b, tuple) else b))

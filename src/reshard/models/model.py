@@ -2,15 +2,25 @@
 arguments."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from reshard.core.errors import ReshardError, listed
 from reshard.models.config_defaults import DEFAULTS
-from reshard.models.config_fields import OTHER_DEFAULTS, check_fields, ignored, number, whole_number, without
+from reshard.models.config_fields import (
+    ELSEWHERE,
+    ignored,
+    meaning_is_only_noted,
+    number,
+    to_ignore,
+    unmapped,
+    whole_number,
+    without,
+)
 from reshard.models.family import NEEDED, NULLABLE, Family, families, family_of, family_of_args
-from reshard.models.meaning import DECIDES, as_named_now, disagreements
+from reshard.models.meaning import DECIDES, as_named_now, disagreements, same_value
 from reshard.models.tables import KINDS, Row, shape_of
 
 # Far above every published model. A config is checked against them before anything is made for each layer or
@@ -47,6 +57,8 @@ class Model:
     mtp_layers: int = 0
     where: str = field(default="config.json", compare=False)
     ignored: dict[str, str] = field(default_factory=dict, compare=False)
+    unread: tuple[str, ...] = field(default=(), compare=False)
+    objections: list[str] = field(default_factory=list, compare=False)
 
     @staticmethod
     def from_hf(config: dict[str, Any], where: str = "config.json") -> "Model":
@@ -54,7 +66,8 @@ class Model:
         cannot hold."""
         try:
             model = Model._read(config, where)
-            model.megatron_args()  # so that what Megatron cannot hold is refused now
+            with model._objecting():
+                model.megatron_args()  # so that what Megatron cannot hold is refused now
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ReshardError(
                 f"{where} has a setting that cannot be read ({type(error).__name__}: {error})"
@@ -67,12 +80,13 @@ class Model:
         config = without(config, dropped)
         family = family_of(config, where)
         full = dict(config)
-        for name, aliases, _, _, default in family.spellings:
-            _check_null(name, aliases, default, config, where)
+        for name, aliases, arg, _, default in family.spellings:
+            if arg in DECIDES:
+                _check_null(name, aliases, default, config, where)
             for alias in aliases:
                 if full.get(name) is None:
                     full[name] = full.get(alias)
-                if full.get(alias) not in (None, full[name]):
+                if full.get(alias) is not None and not same_value(full[alias], full[name]):
                     raise ReshardError(
                         f"{where}: {name} is {full[name]!r}, but {alias}, which means the "
                         f"same, is {full[alias]!r}"
@@ -87,30 +101,40 @@ class Model:
                     f"{where}: {name} is {full[name]!r:.80}, which is not a positive whole number"
                 )
         _check_sizes(family, full, where)
-        for name, allowed, why in family.refused:
-            a, unequal, b = name.partition(" != ")
-            value = full.get(a, allowed[0])  # null is a value: transformers takes it for one
-            if unequal:
-                value = a in full and full[a] != sum(full.get(part) or 0 for part in b.split(" + "))
-            if value not in allowed:
-                raise ReshardError(
-                    f"{where}: {name}{'' if unequal else f' = {value!s:.80}'} cannot be held "
-                    f"by Megatron: {why}"
-                )
-        family.check_window(full, where)
-        check_fields(family, config, where)
         said = {
             name: f"{where}: {name} = {value!r:.80} is ignored; {_instead(name, full)}"
             for name, value in dropped.items()
         }
         mtp = full.get(family.field_of("mtp_num_layers") or "") or 0
-        return Model(family, full, family.layer_kinds(full, where), int(mtp), where, said)
+        others = unmapped(family, config)
+        model = Model(family, full, family.layer_kinds(full, where), int(mtp), where, said, others.unread)
+        with model._objecting():
+            _check_meaning(model, others.sentence)
+        return model
+
+    @contextmanager
+    def _objecting(self) -> Iterator[None]:
+        """Inside, a reason not to map the model is an objection, where those are only noted."""
+        try:
+            yield
+        except ReshardError as error:
+            if not meaning_is_only_noted():
+                raise
+            self.objections.append(f"cannot be mapped: {error}")
 
     def known_names(self) -> set[str]:
         """The names of fields and arguments that can be ignored: those that were, and all that the family or
         Megatron's arguments have."""
-        others = {name for name in OTHER_DEFAULTS if name in self.family.fields}
-        return {*self.ignored, *self.family.fields, *others, *DEFAULTS[self.family.name], *DECIDES}
+        family = self.family
+        return {*self.ignored, *family.fields, *family.always, *DEFAULTS[family.name], *ELSEWHERE, *DECIDES}
+
+    @property
+    def notices(self) -> list[str]:
+        """What a user should be told of the fields of its config: those that were ignored, and those that nobody
+        reads."""
+        unread = listed(self.unread)
+        note = f"{self.where}: transformers' {self.family.architecture} does not read {unread}, and neither does reshard"
+        return [*self.objections, *self.ignored.values(), *([note] if self.unread else [])]
 
     @property
     def num_layers(self) -> int:
@@ -211,6 +235,16 @@ class Model:
                 published, f"{prefix}transformer_layer.", index, True, self.rows("layer", self.kinds[-1])
             )
 
+    def quantizable(self) -> frozenset[str]:
+        """The published names of the weights that checkpoints in fp8 quantize."""
+        return frozenset(
+            name
+            for block in self.blocks()
+            for row in block.rows
+            if row.quantizable
+            for _, name in row.names(block.published, range(self.num_experts))
+        )
+
     def rope(self) -> dict[str, Any]:
         """The rotary settings of the config, see `reshard.models.rope.rope_of`."""
         return self.family.rope(self.config, self.where)
@@ -269,12 +303,16 @@ class Model:
             if name in ignored():
                 self.ignored[name] = f"{where}: {name} = {theirs!r:.80} is ignored; {ours!r:.80} is used"
         if wrong:
-            said = listed((f"{name} is {theirs!r} (not {ours!r})" for name, theirs, ours in wrong), 4)
-            who = f"{self.family.name} models here" if where == self.where else self.where
-            raise ReshardError(
-                f"{where}: {said}, which makes another model of the weights than {who}: "
-                f"{advice}; --ignore-config-field NAME goes on without it"
+            said = listed(
+                (f"{name} is {theirs!r} (not {ours!r})" for name, theirs, ours in wrong), len(wrong)
             )
+            who = f"{self.family.name} models here" if where == self.where else self.where
+            them = "it" if len(wrong) == 1 else "them"
+            with self._objecting():
+                raise ReshardError(
+                    f"{where}: {said}, which makes another model of the weights than {who}: "
+                    f"{advice}; {to_ignore([entry[0] for entry in wrong])} goes on without {them}"
+                )
 
 
 def _instead(name: str, config: dict[str, Any]) -> str:
@@ -293,11 +331,11 @@ def different_fields(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
         return {"architectures": (a.family.architecture, b.family.architecture)}
     found = {}
     for name, _, arg, _, _ in a.family.spellings:
-        if arg in DECIDES and a.config[name] != b.config[name]:
+        if arg in DECIDES and not same_value(a.config[name], b.config[name]):
             found[name] = (a.config[name], b.config[name])
     if a.num_layers == b.num_layers and a.kinds != b.kinds:
         found["layers with experts"] = (a.moe_layers, b.moe_layers)
-    if a.family.rope_args(a.config, a.where) != b.family.rope_args(b.config, b.where):
+    if not same_value(a.family.rope_args(a.config, a.where), b.family.rope_args(b.config, b.where)):
         found["rope_parameters"] = (a.rope(), b.rope())
     return found
 
@@ -312,6 +350,29 @@ def _default(name: str, default: Any, config: dict[str, Any], where: str) -> Any
         return default
     first, _, second = default.partition("/")
     return config[first] // config[second] if second else config[first]
+
+
+def _check_meaning(model: Model, unmapped_fields: str) -> None:
+    """Raise ReshardError, naming them all, for fields by which the weights make a model that Megatron cannot
+    hold, or that nothing maps: a sentence says which those are, empty without any."""
+    family, config = model.family, model.config
+    wrong = [_refusal(name, allowed, why, config) for name, allowed, why in family.refused]
+    window = family.window_of(config)
+    wrong.append(f"{window} makes layers attend to a window, which is not mapped" if window else "")
+    wrong.append(unmapped_fields)
+    if any(wrong):
+        raise ReshardError(f"{model.where}: {'; '.join(filter(None, wrong))}")
+
+
+def _refusal(name: str, allowed: tuple, why: str, config: dict[str, Any]) -> str:
+    """Return what is wrong with a field that may have these values only; empty where nothing is."""
+    a, unequal, b = name.partition(" != ")
+    value = config.get(a, allowed[0])  # null is a value: transformers takes it for one
+    if unequal:
+        value = a in config and config[a] != sum(config.get(part) or 0 for part in b.split(" + "))
+    if value in allowed:
+        return ""
+    return f"{name}{'' if unequal else f' = {value!s:.80}'} cannot be held by Megatron: {why}"
 
 
 def _check_kind(name: str, value: Any, default: Any, where: str) -> None:

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from reshard.core.errors import ReshardError, listed
+from reshard.models.meaning import same_value
 
 # What Megatron's RotaryEmbedding._apply_scaling has as constants that nothing changes.
 LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -49,7 +50,9 @@ def rope_of(config: dict[str, Any], where: str = "config.json", share: float = 1
     outside = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     for said in (*(_typed(value, where) for value in spelled if value), outside):
         for name, value in said.items():
-            if value is not None and rope.setdefault(name, value) is not value and rope[name] != value:
+            if value is None or rope.setdefault(name, value) is value:
+                continue
+            if not same_value(rope[name], value):
                 raise ReshardError(
                     f"{where} says {name} = {rope[name]!s:.60} and {name} = {value!s:.60} for its rotary "
                     f"embedding: keep one of them"

@@ -13,7 +13,7 @@ A row ties one published parameter to its place in a Megatron parameter:
 |                    | it; a leading ``local`` means that only Megatron's local layers split it                         |
 | where              | what must hold, with commas between: ``dense`` or ``moe``, the kind of the layer; a field of the |
 |                    | config, or ``not`` and a field; ``always``. Besides: ``optional``, it may be absent; ``fp32``,   |
-|                    | it is never cast down                                                                            |
+|                    | it is never cast down; ``unquantized``, a linear layer that quantized checkpoints keep as it is  |
 
 Arrangements are a closed set. Rows that share a Megatron parameter fill it together, in table order:
 
@@ -34,7 +34,7 @@ ARRANGEMENTS = ("plain", "vocab", "q", "k", "v", "gate", "up", "copy", "ignored"
 SPLITS = ("-", "tp 0", "tp 1", "etp 0", "etp 1")
 KINDS = ("dense", "moe")
 # Of the column `where`: what is no condition.
-MARKS = ("always", "optional", "fp32")
+MARKS = ("always", "optional", "fp32", "unquantized")
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,15 @@ class Row:
     def fp32(self) -> bool:
         """Whether the parameter keeps its precision when the others are cast down."""
         return "fp32" in self.words
+
+    @property
+    def quantizable(self) -> bool:
+        """True for the weight of a linear layer, of attention, an MLP or experts: what published checkpoints in fp8
+        quantize. Megatron names these modules ``linear_*``; its routers, embeddings, output layers and the projection
+        before an MTP layer have other names, and stay as they are."""
+        *_, module, parameter = ("", *self.megatron.rsplit(".", 2))
+        linear = parameter == "weight" and module.startswith("linear_")
+        return linear and len(self.shape.split()) == 2 and "unquantized" not in self.words
 
     @property
     def of_experts(self) -> bool:

@@ -1,18 +1,21 @@
 """What all members agree on before anything is planned: who has which side, and by which way bytes may go."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from reshard.core.errors import ReshardError, listed
+from reshard.models.config_fields import ignored, ignored_config_fields
 from reshard.refit.hosts import this_host
 from reshard.refit.members import Members
 from reshard.refit.routes import Seat, distance, way_between
 from reshard.refit.wire import pack_json, unpack_json
 
-PROTOCOL = 7
+PROTOCOL = 8
 
 
 @dataclass(frozen=True)
@@ -52,16 +55,16 @@ class Agreement:
 def agree(members: Members, mine: dict[str, Any]) -> Agreement:
     """Tell all members what this one is, and hear what they are.
 
-    Raises ReshardError where they are not of one version and kind of device, where a side is missing, or
-    where two ask for different executors.
+    Raises ReshardError where they are not of one kind of device, where a side is missing, or where two ask
+    for different executors.
     """
-    peers = [unpack_json(payload) for payload in members.gather("hello", pack_json(mine))]
+    peers = [unpack_json(payload) for payload in members.gather("sides", pack_json(mine))]
     members.names = {rank: peer["name"] for rank, peer in enumerate(peers)}
     for peer in peers:
-        for key in ("protocol", "reshard", "device"):
-            both_have_a_side = peer["roles"] and mine["roles"]
-            if peer[key] != mine[key] and (key != "device" or both_have_a_side):
-                raise ReshardError(f"{peer['name']} has {key} {peer[key]}, {mine['name']} has {mine[key]}")
+        if peer["device"] != mine["device"] and peer["roles"] and mine["roles"]:
+            raise ReshardError(
+                f"{peer['name']} has device {peer['device']}, {mine['name']} has {mine['device']}"
+            )
     having = {
         role: [r for r, peer in enumerate(peers) if role in peer["roles"]]
         for role in ("trainer", "inference")
@@ -79,6 +82,31 @@ def agree(members: Members, mine: dict[str, Any]) -> Agreement:
         members.rank, peers, having["trainer"], having["inference"], next(iter(chosen), "auto"),
         min(peer["bucket_bytes"] for peer in peers if peer["roles"]), any(peer["release"] for peer in peers),
     )  # fmt: skip
+
+
+@contextmanager
+def ignoring_alike(members: Members, name: str) -> Iterator[None]:
+    """Inside, every member ignores the fields of a config that one of them does: a trainer's process is told in its code,
+    an engine's cannot be. It is the first that members tell each other, before any makes its side.
+
+    Raises ReshardError where they are not of one version.
+    """
+    mine = {"name": name, "roles": [], **spoken(), "ignored": sorted(ignored())}
+    peers = [unpack_json(payload) for payload in members.gather("hello", pack_json(mine))]
+    for peer in peers:
+        for key in spoken():
+            if peer[key] != mine[key]:
+                raise ReshardError(f"{peer['name']} has {key} {peer[key]}, {mine['name']} has {mine[key]}")
+    fields = {field for peer in peers for field in peer["ignored"]}
+    with ignored_config_fields(*fields, recorded=True):
+        yield
+
+
+def spoken() -> dict[str, Any]:
+    """The versions that all members must have."""
+    from importlib.metadata import version
+
+    return {"protocol": PROTOCOL, "reshard": version("reshard")}
 
 
 def one_config(members: Members, engines: list[int]) -> dict[str, Any]:
@@ -103,11 +131,9 @@ def names_of(members: Members, ranks: Any) -> str:
 
 def hello(name: str, roles: list[str], device: torch.device) -> dict[str, Any]:
     """What a member says of itself."""
-    from importlib.metadata import version
-
     gpu = ""
     if device.type == "cuda":
         gpu = str(torch.cuda.get_device_properties(device).uuid)
     mine = {"name": name, "roles": roles, "device": device.type, "gpu": gpu}
     process = {"host": this_host(), "user": os.getuid(), "pid": os.getpid()}
-    return {"protocol": PROTOCOL, "reshard": version("reshard"), **mine, **process}
+    return {**mine, **process}

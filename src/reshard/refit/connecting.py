@@ -15,7 +15,7 @@ from reshard.core.limits import check_number
 from reshard.live.engine import Engine
 from reshard.live.trainer import Trainer
 from reshard.models.model import Model
-from reshard.refit.agreement import agree, hello, one_config
+from reshard.refit.agreement import agree, hello, ignoring_alike, one_config
 from reshard.refit.blocks import BF16
 from reshard.refit.engine_side import EngineSide
 from reshard.refit.link import Link
@@ -43,13 +43,17 @@ def connect(members: Members, source: "Trainer | Callable[[], Trainer] | None" =
     With `release`, which a trainer's rank decides, nobody has its memory mapped when a refit returns, so that
     a trainer may free it; without it mappings stay, for trainers that never do.
 
+    A field of the engine's config that any member ignores (`reshard.ignored_config_fields`), all do.
+
     Raises ReshardError on every member, before a byte moves, where the two sides do not hold the same model,
     where the engine's loader disagrees with our rules, or where a member does not come.
     """
     link: Link | None = None
     compiling: Thread | None = None
+    roles = [name for name, side in (("trainer", source), ("inference", destination)) if side is not None]
+    name = f"{' and '.join(roles) or 'idle'} rank {members.rank}"
     try:
-        with members.turn("connect"), collector_paused():
+        with members.turn("connect"), collector_paused(), ignoring_alike(members, name):
             if executor not in EXECUTORS:
                 raise ReshardError(f"executor {executor!r} is not one of {listed(EXECUTORS)}")
             check_number(bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
@@ -69,8 +73,7 @@ def connect(members: Members, source: "Trainer | Callable[[], Trainer] | None" =
                 compiling = compile_ahead(
                     device, _sizes(trains, serves), _roundings(serves), _size_of_most(trains)
                 )
-            roles = [name for name, side in (("trainer", trains), ("inference", serves)) if side is not None]
-            mine = hello(f"{' and '.join(roles) or 'idle'} rank {members.rank}", roles, device)
+            mine = hello(name, roles, device)
             mine |= {
                 "executor": executor,
                 "bucket_bytes": bucket_bytes,

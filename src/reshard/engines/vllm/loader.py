@@ -29,7 +29,7 @@ from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError, listed
 from reshard.disk import channels, modelopt
 from reshard.disk.boxes import Rows
-from reshard.disk.fp8 import SCALE_SUFFIX, quantizable, quantize
+from reshard.disk.fp8 import SCALE_SUFFIX, quantize
 from reshard.disk.hub import local_directory
 from reshard.disk.megatron import MegatronSource
 from reshard.disk.nvfp4 import fused
@@ -261,7 +261,7 @@ def _to_quantise(source: MegatronSource, wanted: Mapping[str, Any]) -> frozenset
     if not blocks_wanted({"quantization_config": wanted}, source.path):
         return frozenset()
     recorded = (source.manifest() or {}).get("quantized")
-    names = recorded or [name for name, info in source.tensors.items() if quantizable(name, info)]
+    names = recorded or source.model.quantizable() & source.tensors.keys()
     excepted = wanted.get("ignored_layers") or wanted.get("modules_to_not_convert") or []
     return frozenset(name for name in names if name.removesuffix(".weight") not in excepted)
 

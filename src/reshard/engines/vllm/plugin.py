@@ -67,11 +67,14 @@ def complete_arguments(arguments: Any) -> None:
     if arguments.load_format != LOAD_FORMAT:
         return
     from reshard.core.errors import said_as
+    from reshard.models.config_fields import asked_by
 
-    with said_as(
-        ("--hf-config with the config.json", "--hf-config-path with the directory of the config.json"),
-        ("--hf-config with", "--hf-config-path with the directory of"),
-        ("; --ignore-config-field NAME goes on without it", ""),
+    with (
+        asked_by("engine"),
+        said_as(
+            ("--hf-config with the config.json", "--hf-config-path with the directory of the config.json"),
+            ("--hf-config with", "--hf-config-path with the directory of"),
+        ),
     ):
         _complete(arguments)
 

@@ -18,6 +18,7 @@ from reshard.engines.vllm.compat import with_plain_weights
 from reshard.engines.vllm.guard import guard_of, then
 from reshard.engines.vllm.live import VllmModel
 from reshard.engines.vllm.transfer import ReshardTransfer
+from reshard.models.config_fields import asked_by
 from reshard.refit.connecting import BUCKET_BYTES, connect
 from reshard.refit.link import Link
 from reshard.refit.members import Members
@@ -74,12 +75,13 @@ class RefitExtension:
         """As `reshard_connect`, for who knows this worker's `rank` among all members."""
         self.reshard_close()
         members = Members.join(address, rank, size, timeout)
-        self._reshard_link = connect(
-            members,
-            destination=partial(self._reshard_side, exact),
-            executor=executor,
-            bucket_bytes=bucket_bytes,
-        )
+        with asked_by("refit"):
+            self._reshard_link = connect(
+                members,
+                destination=partial(self._reshard_side, exact),
+                executor=executor,
+                bucket_bytes=bucket_bytes,
+            )
 
     def _reshard_side(self, exact: bool) -> VllmModel:
         """This worker's side: that of the last connect, where vLLM has the same model and order of weights
