@@ -28,3 +28,42 @@ def test_a_refit_brings_all_of_an_engine_that_has_forgotten_its_weights(variant,
         assert one["fit"] == (name == "level 1"), "weights that came back are whole, others are not"
         assert all(said.startswith("this vLLM sleeps") for said in one["said"]), one["said"]
     assert [len(one["said"]) for one in found.values()] == [2, 2, 0, 2]
+
+
+@pytest.mark.parametrize("variant, engine", [("deepseek-v3", {}), ("glm4-moe", {}), ("deepseek-v3", {"quantization": "fp8_per_tensor"}),
+                                             ("deepseek-v3", {"quantization": "fp8_per_block"})])  # fmt: skip
+def test_a_drafter_made_of_mtp_layers_is_refitted_with_its_model(variant, engine, converted):
+    checkpoints = converted(variant, mtp=True)
+    flags = flags_at(Path(checkpoints[1][1]), "")
+    [found] = run_on_ranks(1, "drafted", flags, checkpoints, engine, module="sleeping_on_cpu")
+    assert found["wrong"] == [[], []] and len(found["own"]) >= 17
+    assert not [
+        name
+        for name in found["same"]
+        if "cache" not in name and "_scale" not in name and "embed" not in name and "head.weight" not in name
+    ]
+    assert {what for what, _ in found["accounts"]} == {"brought", "derived", "left alone"} - (
+        {"derived"} if variant == "glm4-moe" else set()
+    )
+    assert "1 tensors did not arrive" in found["spoiled"] and "enorm" in found["spoiled"]
+    assert found["then"] == "no error"
+
+
+def without_mtp(flags: list[str]) -> list[str]:
+    """Megatron's flags for a model without its MTP layers."""
+    at = flags.index("--mtp-num-layers")
+    return flags[:at] + flags[at + 2 :]
+
+
+def test_a_drafter_that_no_trainer_has_stays_as_it_was_loaded(converted):
+    checkpoints = converted("deepseek-v3", mtp=True)
+    flags = without_mtp(flags_at(Path(checkpoints[1][1]), ""))
+    [found] = run_on_ranks(1, "drafter_left_alone", flags, checkpoints, {}, module="sleeping_on_cpu")
+    assert found["wrong"] == [[], []] and found["own"] >= 17
+    assert (
+        "weights of no meaning (load_format='dummy')" in found["dummy"]
+        and "has no MTP layers" in found["dummy"]
+    )
+    assert [one["what"] for one in found["left"]] == ["left alone"] and found["left"][0]["tensors"] >= found[
+        "own"
+    ]
