@@ -133,6 +133,49 @@ def refit_and_serve(cases: list) -> dict:
     return found
 
 
+def drafting(pairs: list) -> dict:
+    """What a vLLM that drafts tokens by its MTP layers answers, and the bits of its drafter, which has started with weights of no meaning, after a
+    refit from each of two Megatron checkpoints; those of ones that have loaded them; and what a refit does to the drafter's tensors."""
+    from reshard import Layout
+    from reshard.engines.vllm.compat import draft_model, driver_worker, plain_weights
+    from reshard.engines.vllm.live import VllmModel
+    from reshard.parity.megatron import Megatron
+    from reshard.refit import Members, connect
+    from reshard.trainers.megatron import MegatronModel
+
+    def served(llm) -> list:
+        drafter = draft_model(driver_worker(llm))
+        bits = {name: zlib.crc32(one.detach().numpy().tobytes()) for name, one in drafter.named_parameters()}
+        return [answers(llm), bits]
+
+    keep_imports_frozen()
+    how = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+    trainer = Megatron(Path(pairs[0][1]), "fp32", Layout())
+    with plain_weights():
+        llm = engine(pairs[0][0], load_format="dummy", **how)
+    destination = VllmModel.from_llm(llm)
+    link = connect(Members.of_process_group(), MegatronModel(trainer.models), destination)
+    found: dict = {"refitted": [], "loaded": []}
+    found["accounts"] = {
+        name: one.what for name, one in destination.accounts.items() if name.startswith("draft.")
+    }
+    for step, (_, mcore) in enumerate(pairs):
+        if step:
+            trainer.load(Path(mcore))
+        link.refit(verify=True)
+        found["refitted"].append(served(llm))
+    trainer.close()
+    del llm, link, destination, trainer
+    forget()
+    for hf, _ in pairs:
+        with plain_weights():
+            fresh = engine(hf, **how)
+        found["loaded"].append(served(fresh))
+        del fresh
+        forget()
+    return found
+
+
 def int8_experts(pairs: list) -> dict:
     """What a vLLM answers that serves from experts in int8, which it has quantised and packed itself, after a refit from each of two Megatron
     checkpoints, and what ones answer that have loaded them; how it serves, and the names of parameters that lie elsewhere afterwards."""

@@ -164,15 +164,16 @@ MTP_BLOCK = "mtp_block."
 
 
 def drafter_placement(model: Model, rank: VllmRank, prefix: str) -> Placement:
-    """The parameters of the model that drafts tokens by MTP layers, as `vllm_placement` has those of the main model; their names
-    begin with `prefix`. What the drafter has of embedding and output is not among them."""
+    """The parameters of the transformer layers of the model that drafts tokens by MTP layers, as `vllm_placement` has those of
+    the main model; their names begin with `prefix`. What is around these layers vLLM holds in ways of each model's own."""
     found = _Expansion(model, rank)
     for block in model.blocks():
+        if not block.mtp or not block.megatron.endswith("transformer_layer."):
+            continue
         groups: dict[str, list[Row]] = defaultdict(list)
-        for row in block.rows if block.mtp else ():
+        for row in block.rows:
             if row.arrangement not in WITHOUT_PARAMETER:
-                inner = MTP_BLOCK if block.megatron.endswith("transformer_layer.") else ""
-                groups[inner + vllm_name(model, row)].append(row)
+                groups[MTP_BLOCK + vllm_name(model, row)].append(row)
         for name, rows in groups.items():
             found.group(block.published, name, rows, prefix)
     return Placement.of(found.shapes, found.tensors)

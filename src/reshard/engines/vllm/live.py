@@ -231,7 +231,7 @@ class VllmModel(Engine):
         )
 
     def _drafter_placement(self) -> tuple[Placement, dict[Any, Region]]:
-        """As `_placement`, of the drafter; what it has of embedding and output goes by the trace alone."""
+        """As `_placement`, of the drafter; what it has around its transformer layers goes by the trace alone."""
         trace = self._drafter_trace()
         rules = drafter_placement(self.model, self.rank, DRAFT)
         ruled = {name for name, _ in rules.tensors}
