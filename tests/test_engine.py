@@ -94,6 +94,14 @@ def test_a_live_vllm_drafts_by_the_mtp_layers_that_it_was_refitted_with(tmp_path
     assert list(said["accounts"].values()).count("brought") >= 17
 
 
+def test_an_engine_that_serves_lora_adapters_is_refitted_below_them(converted, tmp_path):
+    said = run(tmp_path, 1, "with_adapters", converted("qwen3"))
+    assert said["refitted"] == said["loaded"], "equal to the last bit, with an adapter and without"
+    (plain, adapted), (other, _) = said["refitted"]
+    assert plain != other and plain != adapted
+    assert len(said["adapters"]) == 1 and "left alone" in said["adapters"][0]
+
+
 @pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported(),
     reason="vLLM's build for the CPU has int8 experts where that knows bf16 in AVX512",

@@ -19,7 +19,7 @@ from reshard.core.boxes import whole
 from reshard.core.collector import collector_paused
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Part, Placement
-from reshard.engines.vllm.accounts import LEFT_ALONE, Account, account_for, summary
+from reshard.engines.vllm.accounts import ADAPTERS, LEFT_ALONE, Account, account_for, summary
 from reshard.engines.vllm.alike import ExpertLayer, trace_alike
 from reshard.engines.vllm.compat import draft_load_format, draft_model, driver_worker, tensor_parallel
 from reshard.engines.vllm.fp8 import check_blocks
@@ -118,8 +118,10 @@ class VllmModel(Engine):
         layers = {identity: identity[0].rpartition(".")[0] for identity in self.regions}
         self.passing = {identity: rounds[layer] for identity, layer in layers.items() if layer in rounds}
         self.derived = _derived_attention(self.served)
-        self._modules = dict(Served(model, self.draft).named_modules())
-        self._left = {} if drafts else self._left_of_drafter()
+        everything = Served(model, self.draft)
+        self._modules = dict(everything.named_modules)
+        # Of a drafter that a refit leaves alone.
+        self._left = {name: one for name, one in everything.named_tensors() if name not in self.tensors}
         self._homes = {name: _home(self._modules, name) for name in self.tensors | self._left}
         self.accounts = self._account()
         self._keep_aside()
@@ -193,11 +195,6 @@ class VllmModel(Engine):
                 f"this vLLM drafts tokens by weights of no meaning (load_format='dummy'), and {why}: load a checkpoint, or serve "
                 f"without speculative_config"
             )
-
-    def _left_of_drafter(self) -> dict[str, torch.Tensor]:
-        """The drafter's own parameters and buffers, where a refit leaves it alone."""
-        named = dict(Served(self.module, self.draft).named_tensors())
-        return {name: tensor for name, tensor in named.items() if name not in self.tensors}
 
     def _drafter_trace(self) -> Trace:
         """What vLLM's loader puts into the drafter's own parameters, under the names of the tensors that a trainer has: MTP layers
@@ -429,7 +426,8 @@ class VllmModel(Engine):
             if self._left
             else ""
         )
-        return accounts | dict.fromkeys(self._left, Account(LEFT_ALONE, why))
+        adapters = {f"{name} (LoRA)": ADAPTERS for name in self.served.adapters}
+        return accounts | dict.fromkeys(self._left, Account(LEFT_ALONE, why)) | adapters
 
     def _is_lost(self, name: str, losses: int, buffer_losses: int) -> bool:
         """Tell whether vLLM may have lost a tensor, and not have brought it back, since it had lost as often as this."""
@@ -615,7 +613,7 @@ def _joined(
 def _refuse_processed(model: Served, config: Any) -> None:
     """Raise ReshardError where a layer keeps its weights in another order or precision than they are loaded
     in."""
-    for name, module in model.named_modules():
+    for name, module in model.named_modules:
         method = getattr(module, "quant_method", None)
         if method is None or type(method).__name__ in ("NoneType",):
             continue
@@ -661,7 +659,7 @@ def _refuse_processed(model: Served, config: Any) -> None:
 def _blocks_of(model: Served) -> dict[str, Blocks]:
     """The layers that serve from fp8 blocks, by name."""
     found = {}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules:
         some = blocks_of(module, getattr(module, "quant_method", None))
         if some is not None:
             found[name] = some
@@ -672,7 +670,7 @@ def _derived_attention(model: Served) -> dict[str, tuple[Any, torch.dtype]]:
     """MLA layers, by name, whose absorbed matrices are copies of kv_b_proj, not views: vLLM makes them again after a
     refit."""
     found = {}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules:
         absorbed, projection = absorbed_of(module), getattr(module, "kv_b_proj", None)
         if absorbed is None or projection is None:
             continue

@@ -65,7 +65,7 @@ class Reloads:
         self.even = all(found.even for found in map(experts_of, model.modules()) if found is not None)
         plans = [
             (name, module, *_plan(name, module, config.model_config.dtype, whole))
-            for name, module in model.named_modules()
+            for name, module in model.named_modules
             if made_online(module) or compressed_of(module) is not None
         ]
         if not plans:
