@@ -167,6 +167,18 @@ def test_mtp_layers_and_their_embedding_stay_behind(variant, converted, tmp_path
     refit(converted(variant, mtp=True), f"{PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2), 2, False, tmp_path)
 
 
+@pytest.mark.parametrize("variant, engine", [("qwen3", {"quantization": "fp8_per_tensor"}), ("llama-rope-tied", {}), ("qwen3-moe", {}),
+                                             ("deepseek-v3", {})])  # fmt: skip
+def test_layers_that_are_wrapped_for_adapters_are_refitted_where_they_are(
+    variant, engine, converted, tmp_path
+):
+    sides = {"trainer": 1, "engine": 1, "together": True, "folder": str(tmp_path), "port": free_port()}
+    checkpoint = converted(variant)[0]
+    arguments = sides, flags_at(Path(checkpoint[1]), ""), checkpoint, engine
+    [(held, loaded, wrapped, same)] = run_on_ranks(1, "below_adapters", *arguments, module="refit_on_cpu")
+    assert held == loaded and wrapped >= 16 and same
+
+
 def test_small_buckets_give_the_same(converted, tmp_path):
     reports = refit(
         converted("qwen3-moe"), f"{TP} 2", 2, dict(tp=2), 2, False, tmp_path, bucket_bytes=4 * 2 * (64 << 10)

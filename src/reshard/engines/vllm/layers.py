@@ -43,6 +43,14 @@ def experts_of(module: Any) -> Experts | None:
         )
 
 
+def plain_method(method: Any) -> Any:
+    """The method that a layer's weights are loaded for, where another one has been put in its place to run them: by LoRA
+    adapters, or by what exchanges tokens among experts' ranks."""
+    while hasattr(method, "old_quant_method"):
+        method = method.old_quant_method
+    return method
+
+
 def expert_backend(method: Any) -> str | None:
     """The kernels that a layer's method has chosen for experts as they are loaded, which decides their order;
     None where it has none."""

@@ -38,6 +38,7 @@ from reshard.engines.vllm.layers import (
     kernel_of,
     made_online,
     method_of,
+    plain_method,
     process_in_place,
 )
 from reshard.engines.vllm.layout import (
@@ -614,7 +615,7 @@ def _refuse_processed(model: Served, config: Any) -> None:
     """Raise ReshardError where a layer keeps its weights in another order or precision than they are loaded
     in."""
     for name, module in model.named_modules:
-        method = getattr(module, "quant_method", None)
+        method = plain_method(getattr(module, "quant_method", None))
         if method is None or type(method).__name__ in ("NoneType",):
             continue
         kind = type(method).__name__
