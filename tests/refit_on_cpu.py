@@ -600,6 +600,20 @@ def moved_before_a_failure(
     return said, sorted(name for name in expected if held[name] != expected[name])
 
 
+def of_a_table_without(rank: int, sides: dict, directory: str, rows: list[str], traced: bool):
+    """What is said of an engine of a family whose table lacks these rows, where vLLM's loader needs none of their tensors; and whether it is fit."""
+    from reshard.models.family import families
+
+    start(rank, sides)
+    for family in families().values():
+        kept = [row for row in family.rows["layer"] if not row.hf.startswith(tuple(rows))]
+        family.rows["layer"] = tuple(kept)
+    if traced:
+        without_vllm_names()
+    module, config = engine_of(directory, load_format="dummy")
+    return caught(lambda: VllmModel(module, config)), guard_of(module, config).fit
+
+
 def without_vllm_names() -> None:
     """Families that say nothing of vLLM's names."""
     from reshard.models.family import families
