@@ -668,7 +668,7 @@ def _blocks_of(model: Served) -> dict[str, Blocks]:
 
 
 def _derived_attention(model: Served) -> dict[str, tuple[Any, torch.dtype]]:
-    """MLA layers, by name, whose absorbed matrices are copies of kv_b_proj, not views: vLLM makes them again after a
+    """MLA layers, by name, that have matrices which are copies of kv_b_proj's, not views: vLLM makes them again after a
     refit."""
     found = {}
     for name, module in model.named_modules:
@@ -676,6 +676,8 @@ def _derived_attention(model: Served) -> dict[str, tuple[Any, torch.dtype]]:
         if absorbed is None or projection is None:
             continue
         weight = getattr(projection, "weight", None)  # none where codes are packed
-        if weight is None or absorbed.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
+        viewed = None if weight is None else weight.untyped_storage().data_ptr()
+        storages = {tensor.untyped_storage().data_ptr() for tensor in derived_tensors(module).values()}
+        if storages != {viewed}:
             found[name] = module, absorbed.dtype
     return found
