@@ -630,7 +630,11 @@ def _refuse_processed(model: Served, config: Any) -> None:
                     f"trainer has: load the checkpoint once, or pass kv_cache_dtype='auto'"
                 )
             continue
-        if blocks_of(module, method) is not None or made_online(module) or compressed_of(module) is not None:
+        if (
+            blocks_of(module, module.quant_method) is not None
+            or made_online(module)
+            or compressed_of(module) is not None
+        ):
             continue
         if kind not in PLAIN_METHODS:
             raise ReshardError(
