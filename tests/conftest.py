@@ -26,7 +26,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 SLOW = (
     "refit", "refit_faults", "compressed", "homes", "engine", "nvfp4_engine", "members", "fsdp", "parity", "blocks", "logits", "weight_transfer",
     "megatron_saves", "serving", "roll", "swift", "reloads", "verl", "resume", "nemo_rl", "build", "meaning", "install", "published",
-    "examples", "compat", "families", "offload", "input_faults", "disk_faults", "processes", "source_changes", "surface", "report",
+    "sleeping", "examples", "compat", "families", "offload", "input_faults", "disk_faults", "processes", "source_changes", "surface", "report",
     "trainers_checkpoints",
 )  # fmt: skip
 

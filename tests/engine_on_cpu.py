@@ -133,6 +133,133 @@ def refit_and_serve(cases: list) -> dict:
     return found
 
 
+def drafting(pairs: list) -> dict:
+    """What a vLLM that drafts tokens by its MTP layers answers, and the bits of its drafter, which has started with weights of no meaning, after a
+    refit from each of two Megatron checkpoints; those of ones that have loaded them; and what a refit does to the drafter's tensors."""
+    from reshard import Layout
+    from reshard.engines.vllm.compat import draft_model, driver_worker, plain_weights
+    from reshard.engines.vllm.live import VllmModel
+    from reshard.parity.megatron import Megatron
+    from reshard.refit import Members, connect
+    from reshard.trainers.megatron import MegatronModel
+
+    def served(llm) -> list:
+        drafter = draft_model(driver_worker(llm))
+        bits = {name: zlib.crc32(one.detach().numpy().tobytes()) for name, one in drafter.named_parameters()}
+        return [answers(llm), bits]
+
+    keep_imports_frozen()
+    how = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+    trainer = Megatron(Path(pairs[0][1]), "fp32", Layout())
+    with plain_weights():
+        llm = engine(pairs[0][0], load_format="dummy", **how)
+    destination = VllmModel.from_llm(llm)
+    link = connect(Members.of_process_group(), MegatronModel(trainer.models), destination)
+    found: dict = {"refitted": [], "loaded": []}
+    found["accounts"] = {
+        name: one.what for name, one in destination.accounts.items() if name.startswith("draft.")
+    }
+    for step, (_, mcore) in enumerate(pairs):
+        if step:
+            trainer.load(Path(mcore))
+        link.refit(verify=True)
+        found["refitted"].append(served(llm))
+    trainer.close()
+    del llm, link, destination, trainer
+    forget()
+    for hf, _ in pairs:
+        with plain_weights():
+            fresh = engine(hf, **how)
+        found["loaded"].append(served(fresh))
+        del fresh
+        forget()
+    return found
+
+
+def with_adapters(pairs: list) -> dict:
+    """What a vLLM that serves LoRA adapters answers, with one and without, after a refit from each of two Megatron checkpoints since it has started with
+    dummy weights; what ones answer that have loaded them; and what is said of a layer's adapters."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    from reshard import Layout
+    from reshard.engines.vllm.compat import plain_weights
+    from reshard.engines.vllm.live import VllmModel
+    from reshard.parity.megatron import Megatron
+    from reshard.refit import Members, connect
+    from reshard.trainers.megatron import MegatronModel
+
+    adapter = LoRARequest("one", 1, adapter_of(pairs[0][0]))
+
+    def said(llm, **options) -> list:
+        # not of prompts: with adapters the build for the CPU fails at those
+        sampling = SamplingParams(max_tokens=4, temperature=0, logprobs=0, detokenize=False)
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        outputs = [one.outputs[0] for one in llm.generate(prompts, sampling, use_tqdm=False, **options)]
+        return [[next(iter(step.values())).logprob for step in one.logprobs] for one in outputs]
+
+    def both(llm) -> list:
+        return [said(llm), said(llm, lora_request=adapter)]
+
+    keep_imports_frozen()
+    how = {"enable_lora": True, "max_lora_rank": 8}
+    trainer = Megatron(Path(pairs[0][1]), "fp32", Layout())
+    with plain_weights():
+        llm = engine(pairs[0][0], load_format="dummy", **how)
+    destination = VllmModel.from_llm(llm)
+    link = connect(Members.of_process_group(), MegatronModel(trainer.models), destination)
+    found: dict = {"refitted": [], "loaded": []}
+    found["adapters"] = [
+        str(one)
+        for name, one in destination.accounts.items()
+        if name.endswith("layers.0.self_attn.qkv_proj (LoRA)")
+    ]
+    for step, (_, mcore) in enumerate(pairs):
+        if step:
+            trainer.load(Path(mcore))
+        link.refit(verify=True)
+        llm.reset_prefix_cache()
+        found["refitted"].append(both(llm))
+    trainer.close()
+    del llm, link, destination, trainer
+    forget()
+    for hf, _ in pairs:
+        with plain_weights():
+            fresh = engine(hf, **how)
+        found["loaded"].append(both(fresh))
+        del fresh
+        forget()
+    return found
+
+
+def adapter_of(hf: str) -> str:
+    """A LoRA adapter for a model, as PEFT writes one, on the queries and on the way back of its MLPs; its directory, beside the model's."""
+    import torch
+    from safetensors.torch import save_file
+
+    config, folder = json.loads((Path(hf) / "config.json").read_text()), Path(hf).parent / "adapter"
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"] * config["head_dim"]
+    torch.manual_seed(7)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, outputs, inputs in (("self_attn.q_proj", heads, hidden), ("mlp.down_proj", hidden, inner)):
+            prefix = f"base_model.model.model.layers.{layer}.{name}.lora_"
+            tensors[prefix + "A.weight"] = torch.randn(4, inputs) * 0.1
+            tensors[prefix + "B.weight"] = torch.randn(outputs, 4) * 0.1
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    described = {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "down_proj"],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    return str(folder)
+
+
 def int8_experts(pairs: list) -> dict:
     """What a vLLM answers that serves from experts in int8, which it has quantised and packed itself, after a refit from each of two Megatron
     checkpoints, and what ones answer that have loaded them; how it serves, and the names of parameters that lie elsewhere afterwards."""

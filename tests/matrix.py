@@ -40,8 +40,9 @@ LIVE_BEFORE_0_19 = (*LIVE, "-k", "not qwen3-yarn")
 REFIT = (
     "tests/test_refit.py",
     "tests/test_refit_faults.py",
+    "tests/test_sleeping.py",
     "-k",
-    "leaves_what_vllms_own_loader or mtp_layers or traced_layout or do_not_fit",
+    "leaves_what_vllms_own_loader or mtp_layers or traced_layout or do_not_fit or forgotten or drafter or wrapped or nothing_brings",
 )
 # What needs no build of vLLM for the CPU.
 QUANTISED = (

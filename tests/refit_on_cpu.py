@@ -106,11 +106,20 @@ def distributed(chunk: torch.nn.Module, **options) -> torch.nn.Module:
     return wrapped
 
 
+def bits_of(tensor: torch.Tensor) -> tuple:
+    """Shape, dtype and a checksum of the bits of a tensor."""
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return (
+        tuple(tensor.shape),
+        str(tensor.dtype),
+        zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if tensor.numel() else 0,
+    )
+
+
 def fingerprint(model: torch.nn.Module) -> dict[str, tuple]:
     """Shape, dtype and a checksum of the bits of every parameter and buffer."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: (tuple(t.shape), str(t.dtype), zlib.crc32(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-                   if t.numel() else 0) for name, t in named}  # fmt: skip
+    return {name: bits_of(tensor) for name, tensor in named}
 
 
 class Steps:
@@ -356,6 +365,25 @@ def static_inputs(
     return held, fresh, described, again, dummy, (len(kept), woken), fingerprint(module)
 
 
+def below_adapters(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict):
+    """What an engine holds that vLLM has wrapped for LoRA adapters, after a refit, by the names that its layers had before; what one holds that has
+    loaded the checkpoint; how many layers are wrapped; and whether all wrappers are where they were."""
+    _, _, members = start(rank, sides)
+    vllm_on_cpu.choose_triton()
+    how = engine | {"enable_lora": True, "max_lora_rank": 8}
+    module, config = engine_of(checkpoint[0], load_format="dummy", **how)
+    named = dict([*module.named_parameters(), *module.named_buffers()])
+    module = vllm_on_cpu.wrap_for_adapters(module, config)
+    wrapped = [(name, id(one)) for name, one in module.named_modules()]
+    destination = VllmModel(module, config)
+    link = connect(members, MegatronModel(trainer(flags, checkpoint[1])[0]), destination)
+    link.refit(verify=True)
+    held = {name: bits_of(tensor) for name, tensor in named.items()}
+    layers_with = [name for name in destination.accounts if name.endswith("(LoRA)")]
+    same = wrapped == [(name, id(one)) for name, one in module.named_modules()]
+    return held, loaded(checkpoint[0], **how), len(layers_with), same
+
+
 def load_anew(module: torch.nn.Module, config, theirs) -> None:
     """As vLLM's ``reload_weights`` loads the weights of another config."""
     from vllm.config import set_current_vllm_config
@@ -570,6 +598,20 @@ def moved_before_a_failure(
     link.refit()
     held, expected = fingerprint(module), loaded(checkpoints[1][0], **engine)
     return said, sorted(name for name in expected if held[name] != expected[name])
+
+
+def of_a_table_without(rank: int, sides: dict, directory: str, rows: list[str], traced: bool):
+    """What is said of an engine of a family whose table lacks these rows, where vLLM's loader needs none of their tensors; and whether it is fit."""
+    from reshard.models.family import families
+
+    start(rank, sides)
+    for family in families().values():
+        kept = [row for row in family.rows["layer"] if not row.hf.startswith(tuple(rows))]
+        family.rows["layer"] = tuple(kept)
+    if traced:
+        without_vllm_names()
+    module, config = engine_of(directory, load_format="dummy")
+    return caught(lambda: VllmModel(module, config)), guard_of(module, config).fit
 
 
 def without_vllm_names() -> None:

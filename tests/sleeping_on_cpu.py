@@ -9,7 +9,7 @@ from reshard.refit import Members, connect
 from reshard.trainers.megatron import MegatronModel
 from tests.ranks import caught
 from tests.refit_on_cpu import fingerprint, loaded, trainer
-from tests.vllm_on_cpu import build
+from tests.vllm_on_cpu import build, parallel_state, set_current_vllm_config
 
 GARBAGE = 0x7B
 
@@ -135,4 +135,104 @@ def after_losses(rank: int, flags: list[str], checkpoints: list[tuple[str, str]]
             "verified": caught(partial(link.refit, verify=True)),
         }
         link.close()
+    return found
+
+
+def drafter_of(module: torch.nn.Module, config) -> torch.nn.Module:
+    """The drafter of an engine with MTP layers, loaded and bound to the model's embedding and output by vLLM's own proposer."""
+    from vllm.v1.spec_decode.eagle import EagleProposer
+
+    proposer = EagleProposer.__new__(EagleProposer)
+    proposer.vllm_config, proposer.speculative_config = config, config.speculative_config
+    proposer.use_local_argmax_reduction = False
+    with set_current_vllm_config(config):
+        proposer.model = proposer._get_model()
+    proposer._maybe_share_embeddings(module)
+    proposer._maybe_share_lm_head(module)
+    return proposer.model
+
+
+def with_drafter(hf: str, **engine) -> tuple:
+    """A model with its drafter, and a worker that has both; their config."""
+    speculative = {"method": "mtp", "num_speculative_tokens": 1}
+    module, config = build(hf, speculative_config=speculative, **engine)
+    draft = drafter_of(module, config) if parallel_state.get_pp_group().is_last_rank else None
+    return worker_of(module, config, draft), module, draft, config
+
+
+def of_both(module: torch.nn.Module, draft: torch.nn.Module | None) -> dict[str, tuple]:
+    """The `fingerprint` of a model and its drafter."""
+    drafts = fingerprint(draft) if draft is not None else {}
+    return fingerprint(module) | {f"draft.{name}": bits for name, bits in drafts.items()}
+
+
+def drafted(rank: int, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict) -> dict:
+    """An engine with a drafter, both of which start with weights of no meaning, is refitted from a trainer that has the MTP layers: the names of
+    what is not then as vLLM's own loader makes it of each checkpoint, in model and drafter; after it has slept at level 2; which of the drafter's
+    parameters are its own; what is said of them; and what a verified refit says where one of them changes afterwards."""
+    chunks, load = trainer(flags, checkpoints[0][1])
+    worker, module, draft, _ = with_drafter(checkpoints[0][0], load_format="dummy", **engine)
+    destination = VllmModel.from_worker(worker)
+    link = connect(Members.of_process_group(timeout=180), MegatronModel(chunks), destination)
+    found: dict = {"wrong": [], "alike": []}
+    held = [{}]
+    for step, (hf, mcore) in enumerate(checkpoints):
+        if step:
+            load(mcore)
+            worker.sleep(2)
+            worker.wake_up(["weights"])
+        link.refit(step)
+        held.append(of_both(module, draft))
+        _, *others, _ = with_drafter(hf, **engine)
+        expected = of_both(*others)
+        found["wrong"].append(sorted(name for name in expected if held[-1][name] != expected[name]))
+    found["own"] = sorted(name for name in destination.tensors if name.startswith("draft."))
+    found["same"] = [name for name in held[1] if name.startswith("draft.") and held[1][name] == held[2][name]]
+    found["accounts"] = [(one["what"], one["tensors"]) for one in link.describe()["tensors"]]
+    settle = destination.settle
+
+    def spoiled() -> None:
+        settle()
+        if draft is not None:
+            next(p for name, p in draft.named_parameters() if name.endswith("enorm.weight")).data[0] += 1
+
+    destination.settle = spoiled
+    found["spoiled"] = caught(partial(link.refit, verify=True))
+    destination.settle = settle
+    found["then"] = caught(partial(link.refit, verify=True))
+    return found
+
+
+def drafter_left_alone(rank: int, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict) -> dict:
+    """A trainer without MTP layers, of the second checkpoint: what it says of an engine whose drafter has weights of no meaning; and of one that has
+    loaded the first checkpoint the names of what is not, after a refit, and after another since it has slept at level 2, the model of the second
+    with the drafter of the first; and what is said of the drafter."""
+    (hf, _), (other, mcore) = checkpoints
+    chunks, _ = trainer(flags, mcore)
+
+    def meet(**options):
+        worker, module, draft, _ = with_drafter(hf, **engine, **options)
+        members = Members.of_process_group(timeout=180)
+        return (
+            worker,
+            module,
+            draft,
+            lambda: connect(members, MegatronModel(chunks), VllmModel.from_worker(worker)),
+        )
+
+    found: dict = {"dummy": caught(meet(load_format="dummy")[3]), "wrong": []}
+    worker, module, draft, join = meet()
+    before = fingerprint(draft)
+    link, expected = join(), loaded(other, **engine)
+    own = {name for name, _ in draft.named_parameters() if f"draft.{name}" in link.engine.engine.accounts}
+    for _ in range(2):
+        link.refit()
+        held = fingerprint(module)
+        wrong = [name for name in expected if held[name] != expected[name]]
+        held = fingerprint(draft)
+        found["wrong"].append([*wrong, *(f"draft.{name}" for name in own if held[name] != before[name])])
+        worker.sleep(2)
+        worker.wake_up(["weights"])
+    found["own"] = len(own)
+    found["left"] = [one for one in link.describe()["tensors"] if "drafter" in one["how"]]
     return found

@@ -80,6 +80,29 @@ def test_a_live_vllm_serves_what_it_was_refitted_with(name, served):
     )
 
 
+def test_a_live_vllm_drafts_by_the_mtp_layers_that_it_was_refitted_with(tmp_path):
+    pairs = []
+    for seed in (0, 1):
+        hf, mcore = tmp_path / f"hf {seed}", tmp_path / f"mcore {seed}"
+        make(hf, "served-glm4-moe", seed=seed, mtp=True)
+        hf_to_mcore(hf, mcore, Layout())
+        pairs.append((str(hf), str(mcore)))
+    said = run(tmp_path, 1, "drafting", pairs)
+    for (answers, drafter), (loaded, drafter_loaded) in zip(said["refitted"], said["loaded"], strict=True):
+        assert answers == loaded and drafter == drafter_loaded
+    (first, drafter), (second, other) = said["refitted"]
+    assert first != second and all(drafter[name] != other[name] for name in drafter)
+    assert list(said["accounts"].values()).count("brought") >= 17
+
+
+def test_an_engine_that_serves_lora_adapters_is_refitted_below_them(converted, tmp_path):
+    said = run(tmp_path, 1, "with_adapters", converted("qwen3"))
+    assert said["refitted"] == said["loaded"], "equal to the last bit, with an adapter and without"
+    (plain, adapted), (other, _) = said["refitted"]
+    assert plain != other and plain != adapted
+    assert len(said["adapters"]) == 1 and "left alone" in said["adapters"][0]
+
+
 @pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported(),
     reason="vLLM's build for the CPU has int8 experts where that knows bf16 in AVX512",

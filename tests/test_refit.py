@@ -167,6 +167,18 @@ def test_mtp_layers_and_their_embedding_stay_behind(variant, converted, tmp_path
     refit(converted(variant, mtp=True), f"{PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2), 2, False, tmp_path)
 
 
+@pytest.mark.parametrize("variant, engine", [("qwen3", {"quantization": "fp8_per_tensor"}), ("llama-rope-tied", {}), ("qwen3-moe", {}),
+                                             ("deepseek-v3", {})])  # fmt: skip
+def test_layers_that_are_wrapped_for_adapters_are_refitted_where_they_are(
+    variant, engine, converted, tmp_path
+):
+    sides = {"trainer": 1, "engine": 1, "together": True, "folder": str(tmp_path), "port": free_port()}
+    checkpoint = converted(variant)[0]
+    arguments = sides, flags_at(Path(checkpoint[1]), ""), checkpoint, engine
+    [(held, loaded, wrapped, same)] = run_on_ranks(1, "below_adapters", *arguments, module="refit_on_cpu")
+    assert held == loaded and wrapped >= 16 and same
+
+
 def test_small_buckets_give_the_same(converted, tmp_path):
     reports = refit(
         converted("qwen3-moe"), f"{TP} 2", 2, dict(tp=2), 2, False, tmp_path, bucket_bytes=4 * 2 * (64 << 10)
@@ -264,6 +276,30 @@ def test_what_had_moved_before_a_refit_that_failed_is_found_by_the_next(converte
 @pytest.mark.parametrize("variant", ["deepseek-v3", "glm4-moe"])
 def test_a_family_without_vllm_names_goes_by_the_traced_layout(variant, converted, tmp_path):
     refit(converted(variant), f"{PP} 2", 2, dict(tp=2), 2, False, tmp_path, traced=True)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(
+    "variant, rows, named",
+    [
+        ("qwen3", ["self_attn.q_norm"], "model.layers.0.self_attn.q_norm.weight"),
+        ("qwen3-moe", ["mlp.experts."], "model.layers.0.mlp.experts.routed_experts.w13_weight"),
+        ("deepseek-v3", ["mlp.gate.e_score"], "model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("qwen3", [], None),
+    ],
+)
+def test_an_engine_with_parameters_that_nothing_brings_is_refused_by_name(
+    variant, rows, named, traced, converted, tmp_path
+):
+    sides = {"trainer": 1, "engine": 1, "together": True, "folder": str(tmp_path), "port": free_port()}
+    directory = converted(variant)[0][0]
+    arguments = sides, directory, rows, traced
+    [(said, fit)] = run_on_ranks(1, "of_a_table_without", *arguments, module="refit_on_cpu")
+    assert not fit
+    if named is None:
+        assert said == "no error"
+    else:
+        assert said.startswith("a refit would bring nothing into ") and named in said, said
 
 
 @pytest.mark.parametrize(

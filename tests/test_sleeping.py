@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_on_ranks
-from tests.test_logits import flags_at
+from tests.test_logits import EP, ETP, PP, TP, flags_at
 
 ENGINES = [
     ("qwen3", {}),
@@ -28,3 +28,47 @@ def test_a_refit_brings_all_of_an_engine_that_has_forgotten_its_weights(variant,
         assert one["fit"] == (name == "level 1"), "weights that came back are whole, others are not"
         assert all(said.startswith("this vLLM sleeps") for said in one["said"]), one["said"]
     assert [len(one["said"]) for one in found.values()] == [2, 2, 0, 2]
+
+
+DRAFTERS = [
+    ("deepseek-v3", "", {}, 1),
+    ("glm4-moe", "", {}, 1),
+    ("deepseek-v3", "", {"quantization": "fp8_per_tensor"}, 1),
+    ("deepseek-v3", "", {"quantization": "fp8_per_block"}, 1),
+    ("deepseek-v3", f"{PP} 2", {"tp": 2}, 2),
+    ("glm4-moe", f"{TP} 2 {EP} 2 {ETP} 1", {"tp": 2, "enable_expert_parallel": True}, 2),
+]
+
+
+@pytest.mark.parametrize("variant, parallel, engine, ranks", DRAFTERS)
+def test_a_drafter_made_of_mtp_layers_is_refitted_with_its_model(variant, parallel, engine, ranks, converted):
+    checkpoints = converted(variant, mtp=True)
+    flags = flags_at(Path(checkpoints[1][1]), parallel)
+    *others, found = run_on_ranks(ranks, "drafted", flags, checkpoints, engine, module="sleeping_on_cpu")
+    for one in [*others, found]:
+        assert one["wrong"] == [[], []] and one["then"] == "no error"
+        assert "did not arrive as they are in the trainer" in one["spoiled"] and "enorm" in one["spoiled"]
+        unchanged = [name for name in one["same"] if not name.endswith(("cache", "_scale", "_map"))]
+        assert all("embed_tokens" in name or "head.weight" in name for name in unchanged), unchanged
+    assert len(found["own"]) >= 17, "vLLM's last stage has the drafter"
+    assert {"brought", "left alone"} <= {what for what, _ in found["accounts"]}
+
+
+def without_mtp(flags: list[str]) -> list[str]:
+    """Megatron's flags for a model without its MTP layers."""
+    at = flags.index("--mtp-num-layers")
+    return flags[:at] + flags[at + 2 :]
+
+
+def test_a_drafter_that_no_trainer_has_stays_as_it_was_loaded(converted):
+    checkpoints = converted("deepseek-v3", mtp=True)
+    flags = without_mtp(flags_at(Path(checkpoints[1][1]), ""))
+    [found] = run_on_ranks(1, "drafter_left_alone", flags, checkpoints, {}, module="sleeping_on_cpu")
+    assert found["wrong"] == [[], []] and found["own"] >= 17
+    assert (
+        "weights of no meaning (load_format='dummy')" in found["dummy"]
+        and "has no MTP layers" in found["dummy"]
+    )
+    assert [one["what"] for one in found["left"]] == ["left alone"] and found["left"][0]["tensors"] >= found[
+        "own"
+    ]

@@ -53,6 +53,10 @@ class Host(Platform):
     def import_kernels(cls):
         pass
 
+    @classmethod
+    def get_punica_wrapper(cls):
+        return "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU"
+
 
 vllm.platforms._current_platform = Host()
 
@@ -100,6 +104,25 @@ def set_up_logging() -> None:
         from vllm.logger import configure_logging_if_needed
 
         configure_logging_if_needed(EngineArgs().create_logging_config())
+
+
+def choose_triton() -> None:
+    """From now on plain experts are served by Triton's kernels, as on a GPU; they too are not run."""
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+    chosen = UnquantizedMoeBackend.TRITON, TritonExperts
+    unquantized_fused_moe_method.select_unquantized_moe_backend = lambda *_, **__: chosen
+
+
+def wrap_for_adapters(model: torch.nn.Module, config) -> torch.nn.Module:
+    """The model with its layers wrapped for LoRA adapters, as a worker with ``enable_lora`` has it, by vLLM's own manager."""
+    from types import SimpleNamespace
+
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+    with set_current_vllm_config(config):
+        return LoRAModelRunnerMixin.load_lora_model(SimpleNamespace(), model, config, torch.device("cpu"))
 
 
 def build(

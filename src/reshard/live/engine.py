@@ -1,7 +1,7 @@
 """The destination of a refit: what an inference rank says of itself, and is told."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 from reshard.core.placement import Placement
@@ -32,6 +32,8 @@ class Engine(ABC):
     # By the ids of local tensors that only pass through their regions, the round in which they do: the regions of all
     # rounds may be the same memory. When those of a round have come, `take` is called, before the first of the next.
     passing: Mapping[Any, int]
+    # Published names that a trainer may lack altogether; `offered` is told, before anything is planned, which of them it has.
+    optional: frozenset[str] = frozenset()
     timeout: float = 60.0  # seconds that ranks wait for each other where they make something together
     tp: int  # its tensor parallel size, by which replicas among engines' ranks are told apart
 
@@ -44,6 +46,14 @@ class Engine(ABC):
     @abstractmethod
     def version(self) -> int | None:
         """The version that the last whole refit brought; None before."""
+
+    def offered(self, names: Set[str]) -> None:
+        """The trainer has these of the `optional` names: what is made of the others is no longer part of the placement.
+
+        Raises ReshardError where the engine cannot serve without it."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has optional names, and does not say what it is without them"
+        )
 
     @abstractmethod
     def follow(self) -> bool:

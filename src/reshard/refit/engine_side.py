@@ -54,6 +54,9 @@ class EngineSide:
             rank: (self.members.read("held", rank), self.members.read("parts", rank))
             for rank in self.agreed.trainers
         }
+        if self.engine.optional:
+            held = {name for header, _ in said.values() for name in unpack_json(header)["names"]}
+            self.engine.offered(self.engine.optional & held)
         position = self.agreed.engines.index(self.members.rank)
         distances = {rank: self.agreed.distance(rank) for rank in self.agreed.trainers}
         roundings = sorted({some.rounding for some in self.engine.scales.values()})

@@ -25,6 +25,7 @@ CACHE_SCALE = Account(LEFT_ALONE, "a scale of the attention's cache, which comes
 FROM_CONFIG = Account(LEFT_ALONE, "vLLM computes it from the config")
 PROCESSED = Account(DERIVED, "vLLM's own processing makes it of the weights that a refit brings to its layer")
 ABSORBED = Account(DERIVED, "vLLM's own processing makes it of kv_b_proj")
+ADAPTERS = Account(LEFT_ALONE, "the adapters of a layer, which hold what vLLM has loaded into them")
 CACHE_SCALES = frozenset({"k_scale", "v_scale", "q_scale", "prob_scale"})
 
 

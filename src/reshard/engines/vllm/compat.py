@@ -57,6 +57,22 @@ def driver_worker(llm: Any) -> Any:
     return getattr(worker, "worker", worker)
 
 
+def draft_model(worker: Any) -> Any:
+    """The model that drafts tokens for that of a worker; None where there is none, or it has no weights."""
+    runner = getattr(worker, "model_runner", None)
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    model: Any = getattr(drafter, "model", None)
+    while hasattr(model, "unwrap"):  # of what captures it for CUDA graphs
+        model = model.unwrap()
+    return model if hasattr(model, "named_parameters") else None
+
+
+def draft_load_format(config: Any) -> str:
+    """Where the weights of a drafter come from, as ``load_format`` says it."""
+    own = getattr(config.speculative_config, "draft_load_config", None)
+    return str((own or config.load_config).load_format)
+
+
 def tensor_parallel() -> tuple[int, int]:
     """Size of this rank's tensor parallel group, and its rank there."""
     with known("does not say its tensor parallel group as it did"):

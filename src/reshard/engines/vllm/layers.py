@@ -2,6 +2,8 @@
 how their parameters are loaded and processed; for vLLM 0.24 to 0.33, as `reshard.engines.vllm.compat` has the rest.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from reshard.core.errors import ReshardError
@@ -39,6 +41,14 @@ def experts_of(module: Any) -> Experts | None:
         return Experts(
             sizes.tp_size, sizes.tp_rank, bool(sizes.enable_eplb), config.num_experts, placed, even
         )
+
+
+def plain_method(method: Any) -> Any:
+    """The method that a layer's weights are loaded for, where another one has been put in its place to run them: by LoRA
+    adapters, or by what exchanges tokens among experts' ranks."""
+    while hasattr(method, "old_quant_method"):
+        method = method.old_quant_method
+    return method
 
 
 def expert_backend(method: Any) -> str | None:
@@ -396,6 +406,38 @@ def absorbed_of(module: torch.nn.Module) -> torch.Tensor | None:
     has not made it."""
     absorbed = getattr(module, "W_UV", None)
     return absorbed if isinstance(absorbed, torch.Tensor) else None
+
+
+def has_adapters(module: torch.nn.Module) -> bool:
+    """Tell whether a module is vLLM's wrapper of a layer that LoRA adapters are added to."""
+    return type(module).__module__.startswith("vllm.lora.") and "base_layer" in module._modules
+
+
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[dict[str, torch.nn.Module]]:
+    """While it is open, the layers themselves stand where vLLM has wrapped them for LoRA adapters, under the names that vLLM's
+    loader knows. Yields the wrappers, by these names."""
+    replaced: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
+    prefixed = [module for module in model.modules() if getattr(module, "lora_base_layer_prefix", "")]
+    wrappers: dict[str, torch.nn.Module] = {}
+    for module in list(model.modules()):
+        for key, child in module._modules.items():
+            if child is not None and has_adapters(child):
+                replaced.append((module, key, child))
+    try:
+        for module, key, wrapper in replaced:
+            module._modules[key] = wrapper._modules["base_layer"]
+        for module in prefixed:
+            module.lora_base_layer_prefix = ""  # type: ignore[assignment]
+        names = {module: name for name, module in model.named_modules()}
+        for _, _, wrapper in replaced:
+            wrappers[names[wrapper._modules["base_layer"]]] = wrapper  # type: ignore[index]
+        yield wrappers
+    finally:
+        for module, key, wrapper in replaced:
+            module._modules[key] = wrapper
+        for module in prefixed:
+            module.lora_base_layer_prefix = "base_layer."  # type: ignore[assignment]
 
 
 def derived_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -159,6 +159,26 @@ def vllm_placement(model: Model, rank: VllmRank) -> Placement:
     return Placement.of(found.shapes, found.tensors)
 
 
+# vLLM keeps an MTP layer's transformer layer in a module of its own.
+MTP_BLOCK = "mtp_block."
+
+
+def drafter_placement(model: Model, rank: VllmRank, prefix: str) -> Placement:
+    """The parameters of the transformer layers of the model that drafts tokens by MTP layers, as `vllm_placement` has those of
+    the main model; their names begin with `prefix`. What is around these layers vLLM holds in ways of each model's own."""
+    found = _Expansion(model, rank)
+    for block in model.blocks():
+        if not block.mtp or not block.megatron.endswith("transformer_layer."):
+            continue
+        groups: dict[str, list[Row]] = defaultdict(list)
+        for row in block.rows:
+            if row.arrangement not in WITHOUT_PARAMETER:
+                groups[MTP_BLOCK + vllm_name(model, row)].append(row)
+        for name, rows in groups.items():
+            found.group(block.published, name, rows, prefix)
+    return Placement.of(found.shapes, found.tensors)
+
+
 def padded(tensor: LocalTensor, shape: tuple[int, ...], bands: int) -> LocalTensor:
     """A matrix of so many bands of rows, one below the other, in one of a larger shape: each band begins a band of
     that, and what is left of it is filled with zeros. Raises ReshardError where it does not fit in."""
@@ -189,8 +209,8 @@ class _Expansion:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.tensors: list[LocalTensor] = []
 
-    def group(self, prefix: str, name: str, rows: Sequence[Row]) -> None:
-        """The rows of one vLLM parameter; of routed experts it is one for all, in which each expert has a
+    def group(self, prefix: str, name: str, rows: Sequence[Row], before: str = "") -> None:
+        """The rows of one vLLM parameter, whose name has `before` in front; of routed experts it is one for all, in which each expert has a
         matrix, all arranged alike."""
         shape, places, fills = self.arranged(prefix, rows)
         for local, named in enumerate(
@@ -207,7 +227,7 @@ class _Expansion:
             self.shapes.update(
                 (hf, self.model.shape(row.shape)) for (_, hf), row in zip(named, rows, strict=True)
             )
-            self.tensors.append(LocalTensor((prefix + name, matrix), shape, parts, fills))
+            self.tensors.append(LocalTensor((before + prefix + name, matrix), shape, parts, fills))
 
     def arranged(
         self, prefix: str, rows: Sequence[Row]

@@ -6,6 +6,7 @@ say the same.
 """
 
 from collections import Counter
+from collections.abc import Mapping, Set
 from typing import Any
 from weakref import WeakMethod
 
@@ -18,9 +19,9 @@ from reshard.core.boxes import whole
 from reshard.core.collector import collector_paused
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Part, Placement
-from reshard.engines.vllm.accounts import LEFT_ALONE, Account, account_for, summary
+from reshard.engines.vllm.accounts import ADAPTERS, LEFT_ALONE, Account, account_for, summary
 from reshard.engines.vllm.alike import ExpertLayer, trace_alike
-from reshard.engines.vllm.compat import driver_worker, tensor_parallel
+from reshard.engines.vllm.compat import draft_load_format, draft_model, driver_worker, tensor_parallel
 from reshard.engines.vllm.fp8 import check_blocks
 from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.layers import (
@@ -37,12 +38,21 @@ from reshard.engines.vllm.layers import (
     kernel_of,
     made_online,
     method_of,
+    plain_method,
     process_in_place,
 )
-from reshard.engines.vllm.layout import WITHOUT_PARAMETER, VllmRank, outer_rows, padded, vllm_placement
+from reshard.engines.vllm.layout import (
+    WITHOUT_PARAMETER,
+    VllmRank,
+    drafter_placement,
+    outer_rows,
+    padded,
+    vllm_placement,
+)
 from reshard.engines.vllm.recipes import Held
 from reshard.engines.vllm.reload import Reloads, same_bits
-from reshard.engines.vllm.trace import Trace
+from reshard.engines.vllm.served import DRAFT, Served
+from reshard.engines.vllm.trace import Canonical, Trace, trace_load
 from reshard.live.cuda import is_mapped
 from reshard.live.engine import Engine, Scales
 from reshard.live.memory import Region
@@ -77,12 +87,26 @@ class VllmModel(Engine):
         self._guard.watch(model, worker, front)
         self.hf_config = published(config.model_config.hf_config.to_dict(), "vLLM's config")
         self.model = Model.from_hf(self.hf_config, f"vLLM's config of {config.model_config.model}")
-        self.blocks = _blocks_of(model)
-        _refuse_processed(model, config)
-        self.reloads = Reloads(model, config, self._guard.fit)
+        self.draft = draft_model(worker)
+        mtp = self._is_mtp()
+        if not mtp:
+            self._refuse_dummy_drafter("no trainer has the weights of a drafter of this kind")
+        self.optional = self._mtp_names() if mtp else frozenset()
+        self._main_trace: Trace | None = None
+        # On the host: what a refit leaves alone, and would not be there any more after vLLM has lost it.
+        self._kept: dict[str, torch.Tensor] = {}
+        self._losses, self._buffer_losses = self._guard.losses, self._guard.buffer_losses
+        self._look(drafts=mtp)
         self._guard.when_loaded.append(WeakMethod(self._loaded_again))
-        named = [*model.named_parameters(remove_duplicate=True), *model.named_buffers()]
-        self.tensors: dict[str, torch.Tensor] = dict(named)
+
+    def _look(self, drafts: bool) -> None:
+        """Find out what this rank holds, and where; with its drafter, if a refit is to bring that too."""
+        model, config, exact = self.module, self.vllm_config, self.exact
+        self.served = Served(model, self.draft if drafts else None)
+        self.blocks = _blocks_of(self.served)
+        _refuse_processed(self.served, config)
+        self.reloads = Reloads(self.served, config, self._guard.fit)
+        self.tensors: dict[str, torch.Tensor] = dict(self.served.named_tensors())
         # As vLLM's loader knows them: of what it quantises after loading, what it loads into.
         self.loaded = self.tensors | self.reloads.loaded
         self.rank = self._rank()
@@ -94,12 +118,13 @@ class VllmModel(Engine):
         rounds = self.reloads.round_of
         layers = {identity: identity[0].rpartition(".")[0] for identity in self.regions}
         self.passing = {identity: rounds[layer] for identity, layer in layers.items() if layer in rounds}
-        self.derived = _derived_attention(model)
-        self._homes = {name: _home(model, name) for name in self.tensors}
+        self.derived = _derived_attention(self.served)
+        everything = Served(model, self.draft)
+        self._modules = dict(everything.named_modules)
+        # Of a drafter that a refit leaves alone.
+        self._left = {name: one for name, one in everything.named_tensors() if name not in self.tensors}
+        self._homes = {name: _home(self._modules, name) for name in self.tensors | self._left}
         self.accounts = self._account()
-        self._losses, self._buffer_losses = self._guard.losses, self._guard.buffer_losses
-        # On the host: what a refit leaves alone, and would not be there any more after vLLM has lost it.
-        self._kept: dict[str, torch.Tensor] = {}
         self._keep_aside()
         self._addresses = self.addresses()
 
@@ -142,12 +167,99 @@ class VllmModel(Engine):
         sequence_parallel = self.vllm_config.parallel_config.use_sequence_parallel_moe
         return VllmRank(tp, tp_rank, moe_tp, moe_tp_rank, experts, tuple(layers), outer, sequence_parallel)
 
+    # Drafting
+
+    def _mtp_names(self) -> frozenset[str]:
+        """The published names of the MTP layers."""
+        experts = range(self.model.num_experts)
+        return frozenset(
+            name for block in self.model.blocks() if block.mtp
+            for row in block.rows if row.arrangement not in WITHOUT_PARAMETER
+            for _, name in row.names(block.published, experts)
+        )  # fmt: skip
+
+    def _is_mtp(self) -> bool:
+        """Tell whether the drafter is made of the model's own MTP layers."""
+        held = {name for name, _ in self.draft.named_parameters()} if self.draft is not None else set()
+        return bool(held & self._mtp_names())
+
+    def offered(self, names: Set[str]) -> None:
+        """Leave the drafter alone where the trainer has no MTP layers; see `Engine.offered`."""
+        if not names:
+            self._refuse_dummy_drafter("the trainer's model has no MTP layers")
+        if bool(names) != (self.served.draft is not None):
+            self._look(drafts=bool(names))
+
+    def _refuse_dummy_drafter(self, why: str) -> None:
+        if self.draft is not None and draft_load_format(self.vllm_config) == "dummy":
+            raise ReshardError(
+                f"this vLLM drafts tokens by weights of no meaning (load_format='dummy'), and {why}: load a checkpoint, or serve "
+                f"without speculative_config"
+            )
+
+    def _drafter_trace(self) -> Trace:
+        """What vLLM's loader puts into the drafter's own parameters, under the names of the tensors that a trainer has: MTP layers
+        have copies of embedding and output."""
+        model, dtype = self.model, self.vllm_config.model_config.dtype
+        outer = {row.megatron: row.hf for row in outer_rows(model)}
+        canonical: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        original: dict[str, str] = {}
+        for block in model.blocks():
+            for row in block.rows if block.mtp or block.layer is None else ():
+                if row.arrangement == "ignored":
+                    continue
+                for _, name in row.names(block.published, range(model.num_experts)):
+                    canonical[name] = model.shape(row.shape), torch.float32 if row.fp32 else dtype
+                    original[name] = outer[row.megatron] if row.arrangement == "copy" else name
+        trace = trace_load(self.draft, canonical)
+        live = dict([*self.draft.named_parameters(), *self.draft.named_buffers()])
+        own = {id(tensor): name for name, tensor in self.tensors.items()}
+
+        def name_of(parameter: str) -> str:
+            return own.get(id(live.get(parameter)), DRAFT + parameter)
+
+        copies = dict.fromkeys(
+            copy._replace(parameter=name_of(copy.parameter), name=original[copy.name])
+            for copy in trace.copies
+        )
+        fills = [fill._replace(parameter=name_of(fill.parameter)) for fill in trace.fills]
+        return Trace(
+            [copy for copy in copies if copy.parameter.startswith(DRAFT)],
+            [fill for fill in fills if fill.parameter.startswith(DRAFT)],
+        )
+
+    def _drafter_placement(self) -> tuple[Placement, dict[Any, Region]]:
+        """As `_placement`, of the drafter; what it has around its transformer layers goes by the trace alone."""
+        trace = self._drafter_trace()
+        rules = drafter_placement(self.model, self.rank, DRAFT)
+        ruled = {name for name, _ in rules.tensors}
+        if self.model.family.vllm_names is None or not ruled <= self.loaded.keys():
+            return self._traced(trace)
+        by_rules = Trace(
+            [copy for copy in trace.copies if copy.parameter in ruled],
+            [fill for fill in trace.fills if fill.parameter in ruled],
+        )
+        others = Trace(
+            [copy for copy in trace.copies if copy.parameter not in ruled],
+            [fill for fill in trace.fills if fill.parameter not in ruled],
+        )
+        return _joined(self._checked(by_rules, rules), self._traced(others))
+
+    # What it holds
+
     def _placement(self) -> tuple[Placement, dict[Any, Region]]:
+        """What the rules say of the model, and of its drafter where that is brought too."""
+        main = self._main_placement()
+        return main if self.served.draft is None else _joined(main, self._drafter_placement())
+
+    def _main_placement(self) -> tuple[Placement, dict[Any, Region]]:
         """What the rules say, checked against what vLLM's loader does; or that alone, for a family without
         vLLM names, and where vLLM builds other modules than the rules know (DeepSeek's attention with
         ``VLLM_MLA_DISABLE=1``)."""
-        canonical = self._canonical()
-        trace = trace_alike(self.module, canonical, self._expert_layers(), self.rank.experts)
+        if self._main_trace is None:
+            layers = self._expert_layers()
+            self._main_trace = trace_alike(self.module, self._canonical(), layers, self.rank.experts)
+        trace = self._main_trace
         stray = sorted({copy.parameter for copy in trace.copies if copy.parameter not in self.loaded})
         if stray:
             raise ReshardError(
@@ -158,6 +270,10 @@ class VllmModel(Engine):
         placement = vllm_placement(self.model, self.rank)
         if any(name not in self.loaded for name, _ in placement.tensors):
             return self._traced(trace)
+        return self._checked(trace, placement)
+
+    def _checked(self, trace: Trace, placement: Placement) -> tuple[Placement, dict[Any, Region]]:
+        """The placement of the rules, and where its tensors lie. Raises ReshardError where vLLM's loader does something else."""
         regions: dict[Any, Region] = {}
         # Both as (parameter, offset of the first element, published name, box).
         ours: set[tuple] = set()
@@ -205,13 +321,13 @@ class VllmModel(Engine):
             tensors.append(tensor)
         return Placement.of(placement.shapes, tensors)
 
-    def _canonical(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of every published tensor, without MTP layers, which vLLM's main model does not
-        hold."""
+    def _canonical(self, mtp: bool = False) -> Canonical:
+        """Shape and dtype of every published tensor; those of MTP layers, which vLLM's main model does not hold, where asked
+        for."""
         dtype = self.vllm_config.model_config.dtype
         return {
             name: (self.model.shape(row.shape), torch.float32 if row.fp32 else dtype)
-            for block in self.model.blocks() if not block.mtp
+            for block in self.model.blocks() if mtp or not block.mtp
             for row in block.rows if row.arrangement not in WITHOUT_PARAMETER
             for _, name in row.names(block.published, range(self.model.num_experts))
         }  # fmt: skip
@@ -232,7 +348,7 @@ class VllmModel(Engine):
 
     def _traced(self, trace: Trace) -> tuple[Placement, dict[Any, Region]]:
         """The traced copies themselves as a placement: one local tensor for each."""
-        shapes = {name: shape for name, (shape, _) in self._canonical().items()}
+        shapes = {name: shape for name, (shape, _) in self._canonical(mtp=True).items()}
         tensors, regions = [], {}
         covered: dict[str, int] = {}
         for copy in trace.copies:
@@ -305,8 +421,21 @@ class VllmModel(Engine):
         written = [*self.regions.values(), *(scales.region for scales in self.scales.values())]
         written_ids = {id(region.tensor) for region in written}
         brought = {name: tensor for name, tensor in self.tensors.items() if id(tensor) in written_ids}
-        modules = dict(self.module.named_modules())
-        return account_for(modules, self.tensors, brought, self.reloads.round_of, self.derived)
+        accounts = account_for(self._modules, self.tensors, brought, self.reloads.round_of, self.derived)
+        why = (
+            f"of the drafter, as it was loaded (load_format={draft_load_format(self.vllm_config)!r})"
+            if self._left
+            else ""
+        )
+        adapters = {f"{name} (LoRA)": ADAPTERS for name in self.served.adapters}
+        return accounts | dict.fromkeys(self._left, Account(LEFT_ALONE, why)) | adapters
+
+    def _is_lost(self, name: str, losses: int, buffer_losses: int) -> bool:
+        """Tell whether vLLM may have lost a tensor, and not have brought it back, since it had lost as often as this."""
+        module, key = self._homes[name]
+        # While vLLM sleeps it keeps the model's buffers itself, but not, before 0.32, those of the drafter.
+        keeps = key in module._buffers and not name.startswith(DRAFT)
+        return buffer_losses != self._guard.buffer_losses if keeps else losses != self._guard.losses
 
     def _keep_aside(self) -> None:
         """Copy to the host what a refit leaves alone, as far as it has a meaning: buffers until they are lost, parameters
@@ -314,24 +443,23 @@ class VllmModel(Engine):
         self._keeps_parameters = False
         if self._guard.asleep:
             return
-        for name, account in self.accounts.items():
+        for name, tensor in (self.tensors | self._left).items():
             module, key = self._homes[name]
-            has_meaning = self._guard.fit if key in module._parameters else not self._guard.buffer_losses
-            if account.what == LEFT_ALONE and has_meaning:
-                self._kept[name] = self.tensors[name].detach().cpu().clone()
+            is_buffer = key in module._buffers
+            has_meaning = (
+                not self._is_lost(name, 0, 0) if is_buffer or name in self._left else self._guard.fit
+            )
+            if self.accounts[name].what == LEFT_ALONE and has_meaning:
+                self._kept[name] = tensor.detach().cpu().clone()
         self._keeps_parameters = self._guard.fit
 
     def _put_back(self) -> None:
-        """Write again what vLLM has lost and no trainer has. What it keeps of buffers itself, while it sleeps, stays."""
-        lost, buffers_lost = self._guard.losses, self._guard.buffer_losses
+        """Write again what vLLM has lost and no trainer has."""
+        tensors = self.tensors | self._left
         for name, value in self._kept.items():
-            module, key = self._homes[name]
-            is_lost = (
-                self._losses != lost if key in module._parameters else self._buffer_losses != buffers_lost
-            )
-            if is_lost:
-                self.tensors[name].data.copy_(value)
-        self._losses, self._buffer_losses = lost, buffers_lost
+            if name in tensors and self._is_lost(name, self._losses, self._buffer_losses):
+                tensors[name].data.copy_(value)
+        self._losses, self._buffer_losses = self._guard.losses, self._guard.buffer_losses
 
     def _loaded_again(self) -> None:
         """Note what a checkpoint has brought that vLLM has loaded since."""
@@ -359,15 +487,16 @@ class VllmModel(Engine):
         Raises ReshardError where one has no memory, which sleep takes away, or another shape, dtype or order
         than at connect.
         """
-        for name, (module, key) in self._homes.items():
+        for name, before in self.tensors.items():
+            module, key = self._homes[name]
             now = module._parameters.get(key, module._buffers.get(key))
-            if now is not self.tensors[name]:
+            if now is not before:
                 self._replace(name, now)
         now_at = self.addresses()
         self._refuse_asleep()
         moved, self._addresses = now_at != self._addresses, now_at
         if moved:
-            self.derived = _derived_attention(self.module)
+            self.derived = _derived_attention(self.served)
             self.accounts = self._account()
         return moved
 
@@ -416,7 +545,7 @@ class VllmModel(Engine):
             how = f"blocks of 128x128 in fp8, {ROUNDINGS[scales.rounding]}, while they are copied"
             layers[layer] = how, self.blocks[layer].kernel
         for layer in self.reloads.round_of:
-            module = self.module.get_submodule(layer)
+            module = self._modules[layer]
             layers[layer] = f"{_processed_as(module)} of vLLM, by a slab", kernel_of(module)
         counted = Counter(layers.values())
         return [{"how": how, "kernel": kernel, "layers": n} for (how, kernel), n in sorted(counted.items())]
@@ -467,17 +596,26 @@ def _processed_as(module: torch.nn.Module) -> str:
     return f"{how.scheme} ({how.codes}, a scale for each {how.strategy}{size}{inputs})"
 
 
-def _home(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
+def _home(modules: Mapping[str, torch.nn.Module], name: str) -> tuple[torch.nn.Module, str]:
     """The module that holds a parameter or buffer, and the name it has there."""
     path, _, key = name.rpartition(".")
-    return model.get_submodule(path), key
+    return modules[path], key
 
 
-def _refuse_processed(model: torch.nn.Module, config: Any) -> None:
+def _joined(
+    one: tuple[Placement, dict[Any, Region]], other: tuple[Placement, dict[Any, Region]]
+) -> tuple[Placement, dict[Any, Region]]:
+    """Two placements, and where their tensors lie, as one."""
+    (a, regions), (b, more) = one, other
+    tensors = [*a.tensors.values(), *b.tensors.values()]
+    return Placement.of({**a.shapes, **b.shapes}, tensors), regions | more
+
+
+def _refuse_processed(model: Served, config: Any) -> None:
     """Raise ReshardError where a layer keeps its weights in another order or precision than they are loaded
     in."""
-    for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
+    for name, module in model.named_modules:
+        method = plain_method(getattr(module, "quant_method", None))
         if method is None or type(method).__name__ in ("NoneType",):
             continue
         kind = type(method).__name__
@@ -492,7 +630,11 @@ def _refuse_processed(model: torch.nn.Module, config: Any) -> None:
                     f"trainer has: load the checkpoint once, or pass kv_cache_dtype='auto'"
                 )
             continue
-        if blocks_of(module, method) is not None or made_online(module) or compressed_of(module) is not None:
+        if (
+            blocks_of(module, module.quant_method) is not None
+            or made_online(module)
+            or compressed_of(module) is not None
+        ):
             continue
         if kind not in PLAIN_METHODS:
             raise ReshardError(
@@ -519,25 +661,27 @@ def _refuse_processed(model: torch.nn.Module, config: Any) -> None:
             )
 
 
-def _blocks_of(model: torch.nn.Module) -> dict[str, Blocks]:
+def _blocks_of(model: Served) -> dict[str, Blocks]:
     """The layers that serve from fp8 blocks, by name."""
     found = {}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules:
         some = blocks_of(module, getattr(module, "quant_method", None))
         if some is not None:
             found[name] = some
     return found
 
 
-def _derived_attention(model: torch.nn.Module) -> dict[str, tuple[Any, torch.dtype]]:
-    """MLA layers, by name, whose absorbed matrices are copies of kv_b_proj, not views: vLLM makes them again after a
+def _derived_attention(model: Served) -> dict[str, tuple[Any, torch.dtype]]:
+    """MLA layers, by name, that have matrices which are copies of kv_b_proj's, not views: vLLM makes them again after a
     refit."""
     found = {}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules:
         absorbed, projection = absorbed_of(module), getattr(module, "kv_b_proj", None)
         if absorbed is None or projection is None:
             continue
         weight = getattr(projection, "weight", None)  # none where codes are packed
-        if weight is None or absorbed.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
+        viewed = None if weight is None else weight.untyped_storage().data_ptr()
+        storages = {tensor.untyped_storage().data_ptr() for tensor in derived_tensors(module).values()}
+        if storages != {viewed}:
             found[name] = module, absorbed.dtype
     return found

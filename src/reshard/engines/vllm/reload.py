@@ -35,6 +35,7 @@ from reshard.engines.vllm.layers import (
 )
 from reshard.engines.vllm.nvfp4 import Nvfp4Recipe
 from reshard.engines.vllm.recipes import Held, Recipe, alike, find_together
+from reshard.engines.vllm.served import Served
 
 # Of a round, unless one layer alone is larger.
 ROUND_BYTES = 128 << 20
@@ -55,7 +56,7 @@ class Reloads:
     """The layers of a model that are processed anew at each refit, in rounds; `whole` says whether it holds the weights
     that vLLM has loaded, or a refit brought."""
 
-    def __init__(self, model: torch.nn.Module, config: Any, whole: bool) -> None:
+    def __init__(self, model: Served, config: Any, whole: bool) -> None:
         self.config = config
         self.rounds: list[list[Layer]] = []
         self.round_of: dict[str, int] = {}  # by the layer's name
@@ -64,7 +65,7 @@ class Reloads:
         self.even = all(found.even for found in map(experts_of, model.modules()) if found is not None)
         plans = [
             (name, module, *_plan(name, module, config.model_config.dtype, whole))
-            for name, module in model.named_modules()
+            for name, module in model.named_modules
             if made_online(module) or compressed_of(module) is not None
         ]
         if not plans:
@@ -79,7 +80,8 @@ class Reloads:
             self.round_of[name] = len(self.rounds) - 1
             starts.append(end)
             end += size
-        device = next(model.parameters()).device
+        _, first = next(model.named_tensors())
+        device = first.device
         slab = max(start + size for start, size in zip(starts, sizes, strict=True))
         self.slab = torch.zeros(slab, dtype=torch.uint8, device=device)
         for (name, module, templates, recipe), start in zip(plans, starts, strict=True):

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
-from reshard.engines.vllm.layers import bound_to, loading_templates, plain_templates
+from reshard.engines.vllm.layers import bound_to, loading_templates, plain_templates, without_adapters
 
 
 class TracedCopy(NamedTuple):
@@ -60,7 +60,12 @@ def trace_load(model: torch.nn.Module, canonical: Canonical) -> Trace:
     tensors = {
         name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in canonical.items()
     }
-    with _stand_ins(model) as parameters, torch.no_grad(), _Recorder(tensors, parameters) as recorder:
+    with (
+        without_adapters(model),
+        _stand_ins(model) as parameters,
+        torch.no_grad(),
+        _Recorder(tensors, parameters) as recorder,
+    ):
         try:
             model.load_weights(iter(tensors.items()))  # type: ignore[operator]
         except ReshardError:

@@ -1,0 +1,47 @@
+"""The model that an engine serves, and the one that drafts tokens for it where there is one, looked at as one, under the names that
+vLLM's loader knows.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from reshard.engines.vllm.layers import without_adapters
+
+DRAFT = (
+    "draft."  # what the names of a drafter's modules and tensors begin with, as in vLLM itself from 0.33 on
+)
+
+
+class Served:
+    """A model and its drafter; what both have has its name in the model. `adapters` are the modules that vLLM has wrapped
+    around layers for LoRA, by the names of these."""
+
+    def __init__(self, main: torch.nn.Module, draft: torch.nn.Module | None = None) -> None:
+        self.main, self.draft = main, draft
+        self.adapters: dict[str, torch.nn.Module] = {}
+        self.named_modules: list[tuple[str, torch.nn.Module]] = []
+        for prefix, model in (("", main), (DRAFT, draft)):
+            if model is not None:
+                self._add(prefix, model)
+
+    def _add(self, prefix: str, model: torch.nn.Module) -> None:
+        known = {module for _, module in self.named_modules}
+        with without_adapters(model) as adapters:
+            named = list(model.named_modules(prefix=prefix.rstrip(".")))
+        self.named_modules += [(name, module) for name, module in named if module not in known]
+        self.adapters |= {prefix + name: wrapper for name, wrapper in adapters.items()}
+
+    def modules(self) -> list[torch.nn.Module]:
+        """Return every module once."""
+        return [module for _, module in self.named_modules]
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every parameter, then every buffer, once, with its name."""
+        seen: set[int] = set()
+        for kind in ("_parameters", "_buffers"):
+            for path, module in self.named_modules:
+                for key, tensor in getattr(module, kind).items():
+                    if tensor is not None and id(tensor) not in seen:
+                        seen.add(id(tensor))
+                        yield f"{path}.{key}" if path else key, tensor
