@@ -104,11 +104,13 @@ def noise_of(
     rounded: tuple[Sequence[Scores] | None, Sequence[Scores] | None],
     exact: tuple[Sequence[Scores] | None, Sequence[Scores] | None],
     fp32: tuple[Sequence[Scores] | None, Sequence[Scores] | None] = (None, None),
+    same_kind: bool = True,
 ) -> Noise | None:
     """Compare the difference of two systems' scores with the rounding of either; None where neither was measured.
 
     Of each system `rounded` minus `exact` is its rounding: its scores in its dtype, and those of its checkpoint in
-    fp32. `fp32` are both checkpoints there.
+    fp32. `fp32` are both checkpoints there. Systems of the `same_kind` round alike: what one has far beyond the other
+    is counted as a difference. It is not so where one serves quantised weights.
 
     >>> def score(*values):
     ...     return [Scores(np.array(values * 100))]
@@ -127,7 +129,8 @@ def noise_of(
     blocks = _blocks([len(scores.logprobs) for scores in a])
     sums = np.stack([np.add.reduceat(values, blocks) for values in (difference, error_a, error_b)])
     picked = np.random.default_rng(0).integers(0, len(blocks), (RESAMPLED, len(blocks)))
-    ratios = _ratio(sums[:, picked].sum(-1))
+    excess = COMPARABLE if same_kind else float("inf")
+    ratios = _ratio(sums[:, picked].sum(-1), excess)
     tail = (1 - CONFIDENCE) / 2
     low, high = (float(np.quantile(ratios, share)) for share in (tail, 1 - tail))
     means = [None if error is None else float(error.mean()) for error in errors]
@@ -141,7 +144,7 @@ def noise_of(
         len(blocks),
         means[0],
         means[1],
-        float(_ratio(sums.sum(-1))),
+        float(_ratio(sums.sum(-1), excess)),
         low,
         high,
         in_fp32=share,
@@ -165,10 +168,13 @@ def _blocks(counts: Sequence[int]) -> np.ndarray:
     return np.array(starts)
 
 
-def _ratio(sums: np.ndarray) -> np.ndarray:
-    """The difference over the rounding of both, from the sums of each ``[3, ...]``."""
+def _ratio(sums: np.ndarray, excess: float) -> np.ndarray:
+    """The difference over the rounding of both, from the sums of each ``[3, ...]``; of either at most `excess` times the
+    other's counts."""
     difference, a, b = sums
-    noise = np.hypot(np.minimum(a, COMPARABLE * b), np.minimum(b, COMPARABLE * a))
+    if np.isfinite(excess):
+        a, b = np.minimum(a, excess * b), np.minimum(b, excess * a)
+    noise = np.hypot(a, b)
     return np.where(difference == 0, 0.0, difference / np.where(noise == 0, np.finfo(float).tiny, noise))
 
 

@@ -22,10 +22,12 @@ GROUPS = {"fp8": 0, "int8": 0, "int4": 128, "fp4": 16}
 
 @dataclass(frozen=True)
 class Rounding:
-    """What weights are rounded to, and activations, where they are."""
+    """What weights are rounded to, in groups of so many with a scale where that is said, and activations, where they
+    are."""
 
     weights: str
     activations: str | None
+    group: int | None = None
 
     def __str__(self) -> str:
         return f"{self.weights} weights" + (
@@ -42,7 +44,8 @@ def rounding_of(model: Model, quantization: str | None) -> Rounding:
     if quantization is None and isinstance(groups, Mapping) and groups:
         group = next(iter(groups.values()))
         weights, inputs = _kind(group.get("weights")), group.get("input_activations")
-        return Rounding(weights or "fp8", _kind(inputs) if inputs else None)
+        size = (group.get("weights") or {}).get("group_size")
+        return Rounding(weights or "fp8", _kind(inputs) if inputs else None, size)
     name = (quantization or str(said.get("quant_algo") or said.get("quant_method") or "")).lower()
     kind = next((kind for kind, words in _WORDS.items() if any(word in name for word in words)), "fp8")
     return Rounding(kind, None if "weight_only" in name or kind in ("int4", "fp4") else kind)
@@ -59,13 +62,13 @@ def _kind(arguments: Any) -> str | None:
     return kind if kind in LARGEST else None
 
 
-def round_to(values: torch.Tensor, kind: str) -> torch.Tensor:
+def round_to(values: torch.Tensor, kind: str, group: int | None = None) -> torch.Tensor:
     """Values rounded to codes with a scale for each row, or for each group of neighbors in it.
 
     >>> round_to(torch.tensor([[7.0, 3.4, -1.6]]), "int4")
     tensor([[ 7.,  3., -2.]])
     """
-    size, width = GROUPS[kind], values.shape[-1]
+    size, width = group or GROUPS[kind], values.shape[-1]
     grouped = values.float()
     if size and width % size == 0:
         grouped = grouped.unflatten(-1, (width // size, size))
@@ -89,7 +92,7 @@ def rounded(system: ForwardSystem, how: Rounding) -> Iterator[None]:
     for module in system.layers_to_round():
         for parameter in module.parameters(recurse=False):
             if parameter.ndim > 1:
-                parameter.data.copy_(round_to(parameter.data, how.weights))
+                parameter.data.copy_(round_to(parameter.data, how.weights, how.group))
         if how.activations is not None:
             handles.append(module.register_forward_pre_hook(_rounding_inputs(how.activations)))
     try:

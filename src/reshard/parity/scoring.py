@@ -85,10 +85,9 @@ class Bench:
         if reach is not None and unable:
             scaled = model.rope()["rope_type"] != "default"
             rest = "its rotary scaling shows" if scaled else "the model may differ"
-            self.notes.append(
-                f"{' and '.join(unable)} cannot be given positions that jump, so that no token stood beyond position "
-                f"{longest - 1:,}, where {rest}: give a long prompt too, such as --lengths 16,64,128,"
-                f"{min(context - 1, reach.positions[-1] + 1)}"
+            self.covered += (
+                f"; {' and '.join(unable)} cannot be given positions that jump, and no token stood where {rest}: give a "
+                f"long prompt too, such as --lengths 16,64,128,{min(context - 1, reach.positions[-1] + 1)}"
             )
 
     def score_both(self) -> None:
@@ -124,12 +123,12 @@ class Bench:
                 rounding[side] = (self.runs[side], in_fp32[side])
         if self.quantised and any(None in rounding[side] for side in self.quantised_sides):
             return None  # the rounding of plain weights says nothing of theirs
-        a, b = rounding["A"], rounding["B"]
         comparable = not self.quantised and in_fp32["A"] is not None and in_fp32["B"] is not None
         if comparable:
             self.noise[BOTH_IN_FP32] = metrics_of(in_fp32["A"] or [], in_fp32["B"] or [])
         both = (in_fp32["A"], in_fp32["B"]) if comparable else (None, None)
-        return noise_of(self.runs["A"], self.runs["B"], (a[0], b[0]), (a[1], b[1]), both)
+        rounded, exact = zip(rounding["A"], rounding["B"], strict=True)
+        return noise_of(self.runs["A"], self.runs["B"], rounded, exact, both, same_kind=not self.quantised)
 
     @property
     def far(self) -> Metrics | None:
