@@ -131,7 +131,7 @@ def test_two_systems_that_round_on_their_own_differ_by_what_both_round():
     off = [replace(s, logprobs=s.logprobs + 0.05) for s in exact]
     [sentence] = noise_of(a, b, (a, b), (exact, exact), (exact, off)).exceeded(1.5)
     assert "in fp32 A and B still differ" in sentence
-    one_token = [replace(exact[0], logprobs=exact[0].logprobs - 3 * (np.arange(64) == 7)), *exact[1:]]
+    one_token = [replace(exact[0], logprobs=exact[0].logprobs - 0.3 * (np.arange(64) == 7)), *exact[1:]]
     [sentence] = noise_of(a, b, (a, b), (exact, exact), (exact, one_token)).exceeded(1.5)
     assert "in fp32 a token of A and B still differs" in sentence
     assert noise_of(a, b, (None, None), (exact, exact)) is None

@@ -21,10 +21,10 @@ from reshard.models.model import Model
 from reshard.parity.configs import config_differences
 from reshard.parity.huggingface import HuggingFace
 from reshard.parity.megatron import Megatron
-from reshard.parity.noise import COMPARABLE, SHARE_IN_FP32
+from reshard.parity.noise import COMPARABLE
 from reshard.parity.opening import is_megatron, model_of, open_system
 from reshard.parity.prompts import SERVED, Prompt, check_prompts
-from reshard.parity.systems import device, hooked, join_processes, of_all_ranks
+from reshard.parity.systems import device, hooked, join_processes, of_all_ranks, share_in_fp32
 
 # Relative distance of two hidden states (norm of the difference over the norm, a mean over tokens) that two
 # implementations in fp32 do not have, and how many times the rounding of both they may be apart in another dtype.
@@ -123,7 +123,7 @@ def locate(
     the first output that departs.
 
     `tolerance` is the relative distance that two implementations have (default: 1e-4 in fp32, and in bf16, module by
-    module, twice what the outputs of both differ by from their own in fp32, or there a quarter of it). `positions` are
+    module, twice what the outputs of both differ by from their own in fp32, or there a share of it). `positions` are
     those of the tokens, where not 0, 1, 2 ... None where none departs. Under torchrun every rank calls it, and has the
     result. Raises ReshardError where the two are not one of each, or no output of theirs could be compared.
     """
@@ -204,7 +204,7 @@ def _too_far_apart(
     # What one system rounds far beyond the other is a difference, not rounding.
     noise = math.hypot(*(min(error, COMPARABLE * min(errors)) for error in errors))
     in_fp32 = _distance(*(states[module] for states in exact))
-    for apart, limit in ((distance, ROUNDINGS * noise), (in_fp32, SHARE_IN_FP32 * noise)):
+    for apart, limit in ((distance, ROUNDINGS * noise), (in_fp32, share_in_fp32() * noise)):
         if not apart <= max(tolerance, limit):
             return apart, max(tolerance, limit)
     return None

@@ -21,8 +21,11 @@ FEWEST_BLOCKS = 8
 RESAMPLED = 2000
 # Rounding of one model in two systems is within this factor. What one has beyond it is counted as a difference.
 COMPARABLE = 2.0
-# fp32, in TF32 too, rounds eight times finer than bf16: what two systems still differ by there may be this share.
-SHARE_IN_FP32 = 0.25
+# What two systems may still differ by in fp32, as a share of their rounding in bf16, which is 65,536 times coarser; and
+# where a GPU's kernels may compute fp32 in TF32, than which bf16 is 8 times coarser. A single token may by so many times
+# that share of the largest rounding.
+SHARE_IN_FP32, SHARE_IN_TF32 = 0.01, 0.25
+LARGEST = 4.0
 # The name of that comparison; others are named by what a side is compared with, as "A in fp32".
 BOTH_IN_FP32 = "A and B in fp32"
 
@@ -34,8 +37,8 @@ class Noise:
     `a` and `b` are the mean |rounding| of each system, None where it could not be measured; the other's stands for it
     then. `ratio` is mean |A - B| over the root of the sum of their squares, about 1 for two systems that round
     independently, and lies between `low` and `high` with `confidence`. `in_fp32` is the mean |difference| of the two
-    checkpoints in fp32 as a share of the rounding of both, and `largest_in_fp32` the largest in units of the largest
-    rounding; None unless both were run so.
+    checkpoints in fp32 as a share of the rounding of both, at most `share`, and `largest_in_fp32` the largest in units
+    of the largest rounding; None unless both were run so.
     """
 
     tokens: int
@@ -48,6 +51,7 @@ class Noise:
     confidence: float = CONFIDENCE
     in_fp32: float | None = None
     largest_in_fp32: float | None = None
+    share: float = SHARE_IN_FP32
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -85,15 +89,15 @@ class Noise:
     @property
     def left_in_fp32(self) -> list[str]:
         """A sentence where in fp32 more is left than could be rounding."""
-        if self.in_fp32 is not None and not self.in_fp32 <= SHARE_IN_FP32:
+        if self.in_fp32 is not None and not self.in_fp32 <= self.share:
             return [
                 f"in fp32 A and B still differ by {self.in_fp32:.3g} times the rounding in this dtype, the limit is "
-                f"{SHARE_IN_FP32:g}: this is no rounding"
+                f"{self.share:g}: this is no rounding"
             ]
-        if self.largest_in_fp32 is not None and not self.largest_in_fp32 <= 1:
+        if self.largest_in_fp32 is not None and not self.largest_in_fp32 <= LARGEST * self.share:
             return [
                 f"in fp32 a token of A and B still differs by {self.largest_in_fp32:.3g} times the largest rounding "
-                f"in this dtype, the limit is 1: this is no rounding"
+                f"in this dtype, the limit is {LARGEST * self.share:g}: this is no rounding"
             ]
         return []
 
@@ -105,12 +109,14 @@ def noise_of(
     exact: tuple[Sequence[Scores] | None, Sequence[Scores] | None],
     fp32: tuple[Sequence[Scores] | None, Sequence[Scores] | None] = (None, None),
     same_kind: bool = True,
+    share: float = SHARE_IN_FP32,
 ) -> Noise | None:
     """Compare the difference of two systems' scores with the rounding of either; None where neither was measured.
 
     Of each system `rounded` minus `exact` is its rounding: its scores in its dtype, and those of its checkpoint in
     fp32. `fp32` are both checkpoints there. Systems of the `same_kind` round alike: what one has far beyond the other
-    is counted as a difference. It is not so where one serves quantised weights.
+    is counted as a difference. It is not so where one serves quantized weights. Of that rounding `share` may be left in
+    fp32.
 
     >>> def score(*values):
     ...     return [Scores(np.array(values * 100))]
@@ -135,9 +141,9 @@ def noise_of(
     low, high = (float(np.quantile(ratios, share)) for share in (tail, 1 - tail))
     means = [None if error is None else float(error.mean()) for error in errors]
     between = _apart(*fp32)
-    share = largest = None
+    left = largest = None
     if between is not None:
-        share = _quotient(between.mean(), np.hypot(error_a.mean(), error_b.mean()))
+        left = _quotient(between.mean(), np.hypot(error_a.mean(), error_b.mean()))
         largest = _quotient(between.max(), max(error_a.max(), error_b.max()))
     return Noise(
         len(difference),
@@ -147,8 +153,9 @@ def noise_of(
         float(_ratio(sums.sum(-1), excess)),
         low,
         high,
-        in_fp32=share,
+        in_fp32=left,
         largest_in_fp32=largest,
+        share=share,
     )
 
 

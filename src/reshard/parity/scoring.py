@@ -17,7 +17,7 @@ from reshard.parity.opening import is_megatron, model_of, open_system
 from reshard.parity.prompts import SERVED, Prompt, Reach
 from reshard.parity.rounding import Rounding, rounded, rounding_of
 from reshard.parity.routing import Routing
-from reshard.parity.systems import ForwardSystem, Scoring, System, device, scores_of
+from reshard.parity.systems import ForwardSystem, Scoring, System, device, scores_of, share_in_fp32
 
 # Distributions that are kept for the KL over the vocabulary, in bytes of each system.
 KEPT_BYTES = 1 << 30
@@ -143,7 +143,7 @@ class Bench:
         exact_a, exact_b = (self.far_runs.get((side, "fp32")) for side in SIDES)
         if self.dtype == "fp32" or a is None or b is None or exact_a is None or exact_b is None:
             return None
-        return noise_of(a, b, (a, b), (exact_a, exact_b), (exact_a, exact_b))
+        return noise_of(a, b, (a, b), (exact_a, exact_b), (exact_a, exact_b), share=share_in_fp32())
 
     def _in_fp32(self, side: str) -> list[Scores] | None:
         """The scores of a side's checkpoint in fp32, by transformers or Megatron-Core."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from reshard.core.errors import ReshardError
 from reshard.models.model import Model
 from reshard.parity.metrics import Scores
+from reshard.parity.noise import SHARE_IN_FP32, SHARE_IN_TF32
 from reshard.parity.prompts import Prompt
 from reshard.parity.routing import Choices
 
@@ -173,6 +174,11 @@ def of_all_ranks(entries: dict[Name, Any]) -> dict[Name, Any]:
 def device() -> torch.device:
     """Where this process's modules and prompts go."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def share_in_fp32() -> float:
+    """Of their rounding in bf16, what two systems may still differ by in fp32 here."""
+    return SHARE_IN_TF32 if device().type == "cuda" else SHARE_IN_FP32
 
 
 def release_memory() -> None:
