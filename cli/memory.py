@@ -135,7 +135,7 @@ def command(
         from reshard.report import UNENCODABLE
 
         try:
-            Path(html).write_text(html_report(found), encoding="utf-8", errors=UNENCODABLE)
+            Path(html).write_text(html_report(found, str(path)), encoding="utf-8", errors=UNENCODABLE)
         except OSError as error:
             raise ReshardError(f"--html: cannot write {html}: {error.strerror}") from error
     if as_json:

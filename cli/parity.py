@@ -43,7 +43,20 @@ from reshard.core.errors import ReshardError
 )
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: bf16 with a GPU, fp32 without.")
 @click.option("--hf-config", type=Place(), help="config.json to read a Megatron checkpoint with.")
-@click.option("--noise", is_flag=True, help="Also compare A with itself, again and in the other dtype.")
+@click.option(
+    "--noise/--no-noise",
+    default=None,
+    help="Measure what either system rounds, and score A again (default: measure it, where the dtype is not fp32).",
+)
+@click.option(
+    "--reach/--no-reach",
+    default=True,
+    show_default=True,
+    help="Also score a prompt of few tokens at positions as far as the context goes.",
+)
+@click.option(
+    "--max-noise-ratio", "noise_ratio", type=float, help="Largest difference in units of measured rounding."
+)
 @click.option("--max-abs", type=float, help="Largest |difference| of two logprobs that passes.")
 @click.option("--max-mean-abs", "mean_abs", type=float, help="Largest mean |difference|.")
 @click.option(
@@ -114,7 +127,7 @@ def command(
         _check_page(Path(html))
     require("parity", "torch", "transformers", *(["bokeh", "jinja2"] if html is not None else []))
     quiet()
-    given = {name: value for name in LIMITED if (value := options.pop(name)) is not None}
+    given = {name: value for name in LIMITED if (value := options.pop(name, None)) is not None}
     if "routing_margin" in given and not options["routing"]:
         raise click.UsageError("--no-routing leaves nothing for --max-routing-margin to limit")
     layout = Layout(**{name: options.pop(name) for name in LAYOUT_NAMES})
@@ -126,8 +139,15 @@ def command(
     if locating and not found.ok:
         from reshard.parity.locate import locate
 
+        prompt, positions = found.prompt_to_locate
         located = locate(
-            a, b, found.worst_prompt, dtype=found.dtype, layout=layout, hf_config=options["hf_config"]
+            a,
+            b,
+            prompt,
+            dtype=found.dtype,
+            layout=layout,
+            hf_config=options["hf_config"],
+            positions=positions,
         )
     if not found.first_process:
         raise click.exceptions.Exit(0 if found.ok else 1)
@@ -146,10 +166,14 @@ def _conclude(
         print_json(found.to_dict() | more)
     else:
         _show(found)
-    if looked and not found.ok and not as_json:
-        nothing = "no module's output departs for the worst prompt"
-        click.echo(nothing if located is None else located.sentence)
-    unwritten = _written(found, compared, page) if page is not None else None
+    sentence = None
+    if looked and not found.ok:
+        from reshard.parity.locate import sentence_of
+
+        sentence = sentence_of(located)
+        if not as_json:
+            click.echo(sentence)
+    unwritten = _written(found, compared, page, sentence) if page is not None else None
     if unwritten is not None:
         click.echo(f"Error: --html: cannot write {page}: {unwritten.strerror}", err=True)
     if not found.ok:
@@ -168,7 +192,7 @@ def _lengths(text: str) -> list[int]:
 
 def _verdict(exceeded: list[str]) -> str:
     """What it means that these limits are exceeded."""
-    unknown = all("was not measured" in sentence for sentence in exceeded)
+    unknown = all("was not measured" in sentence or "too few" in sentence for sentence in exceeded)
     return "A and B cannot be held against the limits" if unknown else "A and B do not hold the same model"
 
 
@@ -195,12 +219,12 @@ def _try_to_write(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _written(found: Any, systems: list[str], path: Path) -> OSError | None:
+def _written(found: Any, systems: list[str], path: Path, located: str | None) -> OSError | None:
     """Write the report; the error where that fails, after the result has been printed."""
     from reshard.parity.html import UNENCODABLE, html_report
 
     try:
-        path.write_text(html_report(found, systems), encoding="utf-8", errors=UNENCODABLE)
+        path.write_text(html_report(found, systems, located), encoding="utf-8", errors=UNENCODABLE)
     except OSError as error:
         return error
     return None
@@ -208,20 +232,21 @@ def _written(found: Any, systems: list[str], path: Path) -> OSError | None:
 
 def _show(found: Any) -> None:
     click.echo(f"A: {found.a}\nB: {found.b}")
-    columns = {"A to B": found.overall} | {
-        name.replace("A", "A to A", 1): metrics for name, metrics in found.noise.items()
-    }
+    columns = found.columns
+    width = max(20, *(len(name) + 2 for name in columns))
     click.echo(
         f"{found.overall.tokens} tokens of {len(found.prompts)} prompts".ljust(36)
-        + "".join(f"{name:>20}" for name in columns)
+        + "".join(f"{name:>{width}}" for name in columns)
     )
     for name, value in found.overall.to_dict().items():
         if name == "tokens" or value is None:
             continue
         shown = (getattr(metrics, name) for metrics in columns.values())
-        click.echo(f"  {name:<34}" + "".join(f"{'-' if v is None else format(v, '.6g'):>20}" for v in shown))
-    if found.routing is not None:
-        click.echo(f"routing: {found.routing.sentence}")
+        click.echo(
+            f"  {name:<34}" + "".join(f"{'-' if v is None else format(v, '.6g'):>{width}}" for v in shown)
+        )
+    for sentence in found.sentences:
+        click.echo(sentence)
     for sentence in found.unmeasured:
         click.echo(f"note: {sentence}")
     worst = found.worst
@@ -238,6 +263,7 @@ def _limits(found: Any) -> list[str]:
     """The limits on figures that were measured; the notes and the verdict have the others."""
     figures = found.overall.to_dict()
     figures["routing_margin"] = found.routing.margin if found.routing is not None else None
+    figures["noise_ratio"] = found.rounding.ratio if found.rounding is not None else None
     return [
         f"{name} {'>=' if name == 'argmax_agreement' else '<='} {limit:.6g}"
         for name, limit in found.limits.to_dict().items()

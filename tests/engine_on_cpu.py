@@ -299,9 +299,13 @@ def int8_experts(pairs: list) -> dict:
         forget()
     hf, mcore = pairs[0]
     report = parity(
-        mcore, "vllm:" + mcore, 3, dtype="bf16", lengths=(9, 33), quantization=how["quantization"]
+        mcore, "vllm:" + mcore, 3, dtype="bf16", lengths=(33, 65), quantization=how["quantization"]
     )
     found["parity"] = report.to_dict()
+    others = parity(
+        mcore, "vllm:" + pairs[1][1], 3, dtype="bf16", lengths=(33, 65), quantization=how["quantization"]
+    )
+    found["parity of others"] = others.to_dict()
     known = {"fp32": Limits.of_dtype("fp32"), "bf16": Limits.of_dtype("bf16")}
     one = {"prompts": 3, "dtype": "bf16"}
     found["parity refused"] = [

@@ -1,11 +1,14 @@
 """Parity between transformers and Megatron-Core on ranks of their own."""
 
 import logging
+from pathlib import Path
 
 from reshard.core.errors import ReshardError
 from reshard.megatron.layout import Layout
 from reshard.parity.gate import parity
+from reshard.parity.huggingface import HuggingFace
 from reshard.parity.locate import locate
+from reshard.testing import assert_logprob_parity
 
 
 def find(rank: int, a: str, b: str, layout: dict):
@@ -28,3 +31,18 @@ def run(rank: int, a: str, b: str, layout: dict, options: dict):
 def again(rank: int, a: str, b: str):
     """What is said of a prompt that is too short, and what of a comparison in the same process after that."""
     return run(rank, a, b, {}, {"prompts": [[1]]}), run(rank, a, b, {}, {"prompts": [[1, 2, 3]]})
+
+
+def slower(rank: int, a: str, b: str):
+    """The report on a transformers whose slowest rotary angles, which turn little within a short prompt, are halved."""
+    system = HuggingFace(Path(a), "fp32")
+    system.module.model.rotary_emb.inv_freq[-8:] /= 2
+    return parity(system, b, 2, dtype="fp32", lengths=(32,)).to_dict()
+
+
+def assertion(rank: int, a: str, b: str):
+    """What the assertion says that fails."""
+    try:
+        assert_logprob_parity(a, b, prompts=2, lengths=(16,))
+    except AssertionError as error:
+        return str(error)

@@ -126,8 +126,10 @@ def test_experts_that_vllm_quantises_and_packs_itself_serve_what_they_serve_afte
         and report["ok"]
         and 0 < report["overall"]["mean_abs"] < 0.04
     )
-    assert report["limits"]["mean_abs"] == 0.5, "those of engines that serve quantised weights"
-    assert report["quantised"]
+    assert report["limits"]["mean_abs"] is None and report["limits"]["noise_ratio"] == 2.0
+    assert report["quantised"] and 0.5 < report["rounding"]["ratio"] < 2
+    others = said["parity of others"]
+    assert not others["ok"] and others["rounding"]["low"] > 2, "two models of random weights"
     sentences = ("is for a system with vllm: before it", "exact is for a vLLM that is refitted", "with quantization nonsense: ",
                  "with quantization torchao: ", "limits gives a NoneType for fp8", "without any limit the gate cannot fail")  # fmt: skip
     for found, sentence in zip(said["parity refused"], sentences, strict=True):

@@ -7,6 +7,7 @@ import pytest
 
 from reshard import ReshardError
 from reshard.parity import Limits, Scores, check_rollout, compare_scores, metrics_of
+from reshard.parity.noise import noise_of
 from reshard.parity.routing import Choices, Groups, compare_routing
 from reshard.parity.systems import Scoring
 
@@ -101,6 +102,64 @@ def test_limits_that_cannot_fail_or_cannot_be_met_are_refused():
     assert Limits(argmax_agreement=0.9).exceeded(
         metrics_of([scores(-1.0, best=[1])], [scores(-1.0, best=[2])])
     )
+
+
+def rounding(seed: int, tokens: int, size: float = 0.05) -> list[Scores]:
+    """Scores of prompts of 64 tokens in all that are off zero by rounding, some tokens by more than others."""
+    random = np.random.default_rng(seed)
+    spread = np.random.default_rng(99).gamma(1.0, 1.0, tokens)
+    return [
+        scores(*part) for part in np.array_split(random.normal(0, size, tokens) * spread - 1, tokens // 64)
+    ]
+
+
+def test_two_systems_that_round_on_their_own_differ_by_what_both_round():
+    exact = [scores(*[-1.0] * 64) for _ in range(16)]
+    a, b = rounding(0, 1024), rounding(1, 1024)
+    noise = noise_of(a, b, (a, b), (exact, exact), (exact, exact))
+    assert noise.low < 1 < noise.high < 1.5 and noise.exceeded(1.5) == [] and noise.in_fp32 == 0
+    assert noise_of(a, b, (a, None), (exact, None)).ratio == pytest.approx(1, abs=0.15), "A's stands for B's"
+    shifted = [replace(s, logprobs=s.logprobs + 0.2) for s in b]
+    [sentence] = noise_of(a, shifted, (a, None), (exact, None)).exceeded(1.5)
+    assert (
+        sentence.startswith("noise_ratio is")
+        and "99% confidence" in sentence
+        and "the limit is 1.5" in sentence
+    )
+    worse = rounding(2, 1024, 0.5)
+    assert noise_of(a, worse, (a, worse), (exact, exact)).exceeded(1.5), "ten times as much is no rounding"
+    off = [replace(s, logprobs=s.logprobs + 0.05) for s in exact]
+    [sentence] = noise_of(a, b, (a, b), (exact, exact), (exact, off)).exceeded(1.5)
+    assert "in fp32 A and B still differ" in sentence
+    one_token = [replace(exact[0], logprobs=exact[0].logprobs - 0.3 * (np.arange(64) == 7)), *exact[1:]]
+    [sentence] = noise_of(a, b, (a, b), (exact, exact), (exact, one_token)).exceeded(1.5)
+    assert "in fp32 a token of A and B still differs" in sentence
+    assert noise_of(a, b, (None, None), (exact, exact)) is None
+
+
+def test_few_tokens_leave_it_open():
+    exact, a, b = [scores(*[-1.0] * 64)], rounding(0, 64), rounding(1, 64)
+    [sentence] = noise_of(a, b, (a, b), (exact, exact)).exceeded(1.5)
+    assert sentence.startswith("64 tokens are too few to tell a difference from rounding")
+    exact, a, b = [scores(*[-1.0] * 64) for _ in range(4)], rounding(0, 256), rounding(1, 256)
+    noise = noise_of(a, b, (a, b), (exact, exact))
+    [sentence] = noise.exceeded((noise.ratio + noise.high) / 2)
+    assert "which 256 tokens are too few to hold against the limit" in sentence
+
+
+def test_a_rollout_has_a_kl_of_the_tokens_that_the_engine_sampled():
+    random = np.random.default_rng(0)
+    q = random.dirichlet(np.ones(8), 4000)
+    p = q * np.exp(random.normal(0, 0.3, q.shape))
+    p /= p.sum(-1, keepdims=True)
+    tokens = np.array([random.choice(8, p=row) for row in q])
+    rows = np.arange(len(q))
+    verdict = check_rollout(np.log(p[rows, tokens]), np.log(q[rows, tokens]))
+    kl = float((q * np.log(q / p)).sum(-1).mean())
+    assert verdict.metrics.kl_estimate_reverse == pytest.approx(kl, rel=0.1)
+    assert any(sentence.startswith("kl_estimate_reverse is") for sentence in verdict.exceeded)
+    near = check_rollout(np.log(q[rows, tokens]) + random.normal(0, 0.02, len(q)), np.log(q[rows, tokens]))
+    assert near.ok and near.to_dict()["kl_estimate_reverse"] < 1e-3
 
 
 @pytest.mark.parametrize(("name", "value", "instead"), [

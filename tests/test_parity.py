@@ -210,7 +210,7 @@ def test_a_seeded_fault_is_caught_and_located(variant, fault, layout, place, dif
     assert all(any(part in name for name in names) for part in differing) and all(
         any(part in name for part in differing) for name in names
     )
-    assert differing or "equal bit for bit, so that the config or the code must differ" in sentence
+    assert differing or "equal bit for bit, and the configs differ in" in sentence
 
 
 def test_nothing_departs_in_the_same_model(converted):
@@ -241,6 +241,132 @@ def test_packed_prompts_do_not_see_each_other(converted):
     metrics = metrics_of(one, other)
     assert metrics.max_abs < 1e-5 and metrics.tokens == sum(map(len, prompts)) - 4 and alone["ok"]
     assert not compare_routing([s.choices for s in one], [s.choices for s in other]).differing
+
+
+@pytest.fixture(scope="module")
+def trained_pair(trained, tmp_path_factory):
+    """A trained model with its tokenizer, and its Megatron checkpoint."""
+    folder = tmp_path_factory.mktemp("trained-pair")
+    shutil.copytree(trained, folder / "hf")
+    change_config(folder / "hf", unk_token_id=None)
+    hf_to_mcore(folder / "hf", folder / "mcore", Layout(pp=2), transformer_impl="local")
+    return folder / "hf", folder / "mcore"
+
+
+def change_config(directory: Path, **fields) -> None:
+    """Set fields of a config; those that are None are taken out."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) | fields
+    kept = {name: value for name, value in config.items() if value is not None or name not in fields}
+    path.write_text(json.dumps(kept), encoding="utf-8")
+
+
+def with_a_fault(source: Path, directory: Path, name: str, factor: float) -> Path:
+    """A copy of a Hugging Face directory with one tensor scaled."""
+    shutil.copytree(source, directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors[name] = tensors[name] * factor
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+TEXT = (
+    "The weights of a language model live in four places, and every one of them has names of its own.",
+    "def add(a, b):\n    return a + b\n\nassert add(2, 3) == 5",
+    "Paris is the capital of France, and Rome is the capital of Italy.",
+    "1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987",
+) * 3  # fmt: skip
+
+
+def test_a_trained_model_in_bf16_differs_by_rounding_alone_and_a_fault_of_one_percent_does_not(
+    trained_pair, tmp_path
+):
+    hf, mcore = trained_pair
+    (tmp_path / "prompts").write_text(
+        "\n".join(json.dumps({"text": text}) for text in TEXT), encoding="utf-8"
+    )
+    command = [python_of_trainer(), "-m", "reshard", "parity", "--dtype", "bf16", "--locate", "--json"]
+    command += ["--prompts", str(tmp_path / "prompts"), "--html", str(tmp_path / "page.html")]
+    done = subprocess.run([*command, str(hf), str(mcore)], capture_output=True, text=True)
+    report = json.loads(done.stdout)
+    assert done.returncode == 0 and report["ok"], done.stderr
+    assert report["overall"]["mean_abs"] > 0.01, "in bf16 the two do differ"
+    assert 0.5 < report["rounding"]["ratio"] < report["rounding"]["high"] < 1.5
+    assert report["rounding"]["in_fp32"] < 0.01 and report["covered"] == "positions up to 8,191 of 8,192"
+    page = Parsed((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert json.dumps(TEXT[2]) in page.cells, "prompts as text"
+
+    name = "model.layers.15.self_attn.o_proj.weight"
+    wrong = with_a_fault(hf, tmp_path / "wrong", name, 1.01)
+    done = subprocess.run([*command, str(wrong), str(mcore)], capture_output=True, text=True)
+    report = json.loads(done.stdout)
+    assert done.returncode == 1 and "this is no rounding" in done.stderr, done.stderr
+    assert report["rounding"]["high"] < 1.5, "bf16 alone does not show it"
+    sentence = report["located"]["sentence"]
+    assert "the attention of layer 15 departs first" in sentence and name in sentence
+    page = Parsed((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert f"Where they depart: {sentence}." in page.text
+
+
+def test_where_a_limit_of_ones_own_is_exceeded_by_rounding_that_is_what_is_said(trained_pair):
+    hf, mcore = trained_pair
+    command = [python_of_trainer(), "-m", "reshard", "parity", str(hf), str(mcore), "--dtype", "bf16"]
+    done = subprocess.run(
+        [*command, "--random", "3", "--max-mean-abs", "0.01", "--locate"], capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "mean_abs is 0.0" in done.stderr, done.stderr
+    assert (
+        "no module's output departs for the worst prompt: in each the two differ by no more than rounding"
+        in done.stdout
+    )
+
+
+def test_too_few_tokens_decide_nothing(trained_pair):
+    hf, mcore = trained_pair
+    command = [python_of_trainer(), "-m", "reshard", "parity", str(hf), str(mcore), "--dtype", "bf16"]
+    done = subprocess.run([*command, "--random", "1"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "A and B cannot be held against the limits: 15 tokens are too few" in done.stderr
+
+
+def test_configs_that_make_two_models_of_the_same_weights_fail_by_name(converted, tmp_path):
+    hf, mcore = converted("llama-rope-tied")
+    shutil.copytree(hf, tmp_path / "hf")
+    config = json.loads((hf / "config.json").read_text(encoding="utf-8"))
+    plain = {"rope_type": "default", "rope_theta": config["rope_parameters"]["rope_theta"]}
+    change_config(tmp_path / "hf", rope_parameters=plain)
+    report = run(tmp_path / "hf", mcore, lengths=(9,))
+    sentence = "the configs make two models of the same weights: rope_type is 'default' in A, 'llama3' in B"
+    assert not report["ok"] and report["exceeded"][0] == sentence and "factor" in report["fields"]
+    change_config(tmp_path / "hf", rope_parameters=config["rope_parameters"], rms_norm_eps=1e-6 * (1 + 1e-7))
+    report = run(tmp_path / "hf", mcore)
+    assert report["ok"] and report["fields"] == {}, "the same number in two spellings"
+
+
+def test_what_only_far_positions_show_is_seen_by_a_prompt_of_few_tokens(trained_pair):
+    hf, mcore = trained_pair
+    (other,) = run_on_ranks(1, "slower", str(hf), str(mcore), module="parity_on_cpu")
+    assert other["overall"]["max_abs"] < 1e-3, "not at the first 32 positions"
+    assert other["exceeded"] and all(s.startswith("at positions up to 8,191") for s in other["exceeded"])
+    assert run(hf, mcore, {}, prompts=2, lengths=(32,))["ok"]
+
+
+def test_both_systems_are_looked_at_before_either_is_run(converted, tmp_path):
+    hf, _ = converted("qwen3")
+    (tmp_path / "config-alone").mkdir()
+    shutil.copy(hf / "config.json", tmp_path / "config-alone")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ReshardError, match="empty is no checkpoint: it has no config.json"):
+        parity(str(tmp_path / "config-alone"), str(tmp_path / "empty"))
+
+
+def test_an_assertion_says_where_the_two_depart(converted, tmp_path):
+    hf, mcore = converted("qwen3")
+    name = "model.layers.2.self_attn.o_proj.weight"
+    wrong = with_a_fault(hf, tmp_path / "wrong", name, 1.5)
+    (sentence,) = run_on_ranks(1, "assertion", str(wrong), str(mcore), module="parity_on_cpu")
+    assert "the attention of layer 2 departs first" in sentence and name in sentence
+    assert "max_abs is" in sentence
 
 
 def test_the_noise_floor_is_the_same_system_again_and_in_bf16(converted):
@@ -421,7 +547,7 @@ def test_a_rollout_is_watched():
             check_rollout(nothing, nothing)
 
 
-def test_the_example_repository_gates_a_checkpoint(converted, tmp_path):
+def test_the_example_repository_gates_a_trained_checkpoint(trained_pair, tmp_path):
     example = Path(__file__).parent.parent / "examples" / "ci"
     shutil.copytree(example, tmp_path / "ci")
     command = [
@@ -438,9 +564,9 @@ def test_the_example_repository_gates_a_checkpoint(converted, tmp_path):
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env=os.environ | {"MODEL": str(converted("qwen3")[0])},
+        env=os.environ | {"MODEL": str(trained_pair[0])},
     )
-    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout[-3000:]
+    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout[-3000:]
     workflow = yaml.safe_load((example / ".github" / "workflows" / "parity.yml").read_text(encoding="utf-8"))
     assert workflow["jobs"]["parity"]["steps"][-1]["run"] == "pytest tests/test_parity.py"
 

@@ -8,16 +8,18 @@
 Megatron-Core with its local layers runs on a machine without a GPU, in this process.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from reshard.core.errors import ReshardError
 from reshard.disk.convert import hf_to_mcore
 from reshard.megatron.layout import Layout
 from reshard.parity.gate import Limits, ParityReport, parity
 from reshard.parity.metrics import Metrics
+from reshard.parity.prompts import tokenizer_of
 
 if TYPE_CHECKING:
     from reshard.parity.systems import System
@@ -33,23 +35,51 @@ def assert_logprob_parity(
     kl: float | None = None,
     argmax_agreement: float | None = None,
     routing_margin: float | None = None,
+    noise_ratio: float | None = None,
+    texts: Sequence[str] | None = None,
     **options: Any,
 ) -> ParityReport:
     """Fail unless two systems give the same logprobs; the report where they do.
 
-    The systems and `options` are those of `reshard.parity.parity`; a limit that is given here replaces the
-    dtype's default, and on a figure that is not measured it fails. Raises AssertionError with the figures,
-    ReshardError where the two cannot be compared.
+    The systems and `options` are those of `reshard.parity.parity`; `texts` are prompts for the tokenizer that is beside
+    one of the two. A limit that is given here replaces the
+    dtype's default, and on a figure that is not measured it fails. Raises AssertionError with the figures, and of a
+    Hugging Face directory and a Megatron checkpoint with where they depart; ReshardError where the two cannot be
+    compared.
     """
     given = {"max_abs": max_abs, "mean_abs": mean_abs, "token_mult_prob_error": token_mult_prob_error, "kl": kl,
-             "argmax_agreement": argmax_agreement, "routing_margin": routing_margin}  # fmt: skip
+             "argmax_agreement": argmax_agreement, "routing_margin": routing_margin, "noise_ratio": noise_ratio}  # fmt: skip
     chosen = {name: value for name, value in given.items() if value is not None}
     one, other = (str(side) if isinstance(side, Path) else side for side in (a, b))
+    if texts is not None:
+        options["prompts"] = _tokens_of(texts, [side for side in (one, other) if isinstance(side, str)])
     report = parity(one, other, limits=lambda dtype: Limits.of_dtype(dtype, **chosen), **options)
     assert report.ok, (
         f"{report.a} and {report.b}: {'; '.join(report.exceeded)} (worst prompts: {_worst(report.prompts)})"
+        f"{_where(one, other, report, options)}"
     )
     return report
+
+
+def _tokens_of(texts: Sequence[str], systems: Sequence[str]) -> list[list[int]]:
+    encode = tokenizer_of(systems)
+    if encode is None:
+        raise ReshardError(f"texts need a tokenizer, and beside {' and '.join(systems)} there is none")
+    return [encode(text) for text in texts]
+
+
+def _where(a: "str | System", b: "str | System", report: ParityReport, options: dict[str, Any]) -> str:
+    """Where the two depart, as the end of a sentence; nothing where they cannot be looked into."""
+    from reshard.parity.locate import locate, sentence_of
+
+    if not isinstance(a, str) or not isinstance(b, str):
+        return ""
+    prompt, positions = report.prompt_to_locate
+    known = {name: options[name] for name in ("layout", "hf_config") if name in options}
+    try:
+        return f"; {sentence_of(locate(a, b, prompt, dtype=report.dtype, positions=positions, **known))}"
+    except ReshardError:
+        return ""  # two of a kind, or an engine: the figures are all there is
 
 
 def _worst(prompts: list[Metrics]) -> str:

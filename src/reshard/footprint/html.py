@@ -20,8 +20,8 @@ PARTS = {
 }  # fmt: skip
 
 
-def html_report(report: MemoryReport) -> str:
-    """The page. Sizes are GiB of one GPU."""
+def html_report(report: MemoryReport, name: str = "") -> str:
+    """The page. `name` is what the model is called, where that is known. Sizes are GiB of one GPU."""
     stages = {
         str(stage.stage): {name: getattr(stage, part) for name, part in PARTS.items()}
         | {"outside torch, at most": stage.outside.high}
@@ -36,6 +36,7 @@ def html_report(report: MemoryReport) -> str:
         TEMPLATE,
         charts,
         report=report,
+        name=name,
         peak=report.peak,
         stages=[_row(stage) for stage in report.stages],
         phases=[

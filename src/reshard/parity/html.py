@@ -19,8 +19,9 @@ __all__ = ["UNENCODABLE", "html_report"]
 TEMPLATE = Path(__file__).resolve().with_name("report.html")
 # Points that a chart shows at most, and how many of those are the tokens that differ most.
 POINTS, KEPT = 5000, 500
-# Rows of the table of tokens that differ most, bars of the histogram, characters that are shown of a token.
-WORST, BINS, TEXT = 20, 40, 40
+# Rows of the table of tokens that differ most, bars of the histogram, characters that are shown of a token and of a
+# prompt.
+WORST, BINS, TEXT, BEGINNING = 20, 40, 40, 300
 POINTER = {
     "prompt": "@prompt",
     "token": "@token",
@@ -32,9 +33,10 @@ POINTER = {
 }
 
 
-def html_report(report: ParityReport, systems: Sequence[str] = ()) -> str:
-    """The page. `systems` are directories or hub ids whose tokenizer gives the tokens' texts; where there is
-    none, tokens have their numbers alone, and where it cannot be used the page says so too.
+def html_report(report: ParityReport, systems: Sequence[str] = (), located: str | None = None) -> str:
+    """The page. `located` is a sentence on where the two depart. `systems` are directories or hub ids whose tokenizer
+    gives the tokens' texts; where there is none, tokens have their numbers alone, and where it cannot be used the page
+    says so too.
 
     Of more than `POINTS` tokens the charts show those that differ most and an even selection, and say so.
     """
@@ -58,10 +60,11 @@ def html_report(report: ParityReport, systems: Sequence[str] = ()) -> str:
         TEMPLATE,
         charts,
         report=report,
+        located=located,
         notes=notes,
         figures=_figures(report),
         worst=_rows(tokens, order[:WORST]),
-        prompts=_prompts(report),
+        prompts=_prompts(report, texts),
         shown=len(chosen),
         kept=KEPT,
     )
@@ -87,9 +90,9 @@ def _tokens(report: ParityReport, texts: list[list[str]] | None) -> dict[str, np
     }
 
 
-def _shown(text: str) -> str:
-    """In quotes, so that spaces and line breaks are seen, and of a long token its beginning."""
-    short = text if len(text) <= TEXT else text[:TEXT] + "..."
+def _shown(text: str, characters: int = TEXT) -> str:
+    """In quotes, so that spaces and line breaks are seen, and of a long text its beginning."""
+    short = text if len(text) <= characters else text[:characters] + "..."
     return json.dumps(short, ensure_ascii=False)
 
 
@@ -108,9 +111,11 @@ def _figures(report: ParityReport) -> dict[str, list[Any]]:
     for name, value in report.overall.to_dict().items():
         if value is not None:
             limit = getattr(report.limits, name, None)
-            noise = [number(getattr(metrics, name)) for metrics in report.noise.values()]
-            rows.append([name, number(value), "" if limit is None else number(limit), *noise])
-    return {"head": ["", "A to B", "limit", *(f"A to {name}" for name in report.noise)], "rows": rows}
+            _, *beside = report.columns.values()
+            shown = [number(getattr(metrics, name)) for metrics in beside]
+            rows.append([name, number(value), "" if limit is None else number(limit), *shown])
+    first, *others = report.columns
+    return {"head": ["", first, "limit", *others], "rows": rows}
 
 
 def _rows(tokens: dict[str, np.ndarray], which: np.ndarray) -> list[list[Any]]:
@@ -124,13 +129,14 @@ def _rows(tokens: dict[str, np.ndarray], which: np.ndarray) -> list[list[Any]]:
     return rows
 
 
-def _prompts(report: ParityReport) -> list[list[Any]]:
+def _prompts(report: ParityReport, texts: list[list[str]] | None) -> list[list[Any]]:
     rows = []
     for prompt, metrics in enumerate(report.prompts):
         figures = (
             number(value) for value in (metrics.mean_abs, metrics.max_abs, metrics.token_mult_prob_error)
         )
-        rows.append([prompt, metrics.tokens, *figures])
+        text = "-" if texts is None else _shown("".join(texts[prompt]), BEGINNING)
+        rows.append([prompt, metrics.tokens, *figures, text])
     return rows
 
 

@@ -55,15 +55,24 @@ class HuggingFace(ForwardSystem):
         """Whether the weights are quantised by compressed-tensors, whose config has transformers quantise activations too."""
         return _quantization(self.model).get("quant_method") == METHOD  # type: ignore[no-any-return]
 
-    def logits(self, tokens: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor:
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        lengths: Sequence[int] | None = None,
+        positions: Sequence[int] | None = None,
+    ) -> torch.Tensor:
         # Right padding: no token before it sees it, so that no mask is needed. Packed prompts are told apart
-        # by their positions.
-        restarting = (
-            {}
-            if lengths is None
-            else {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None].to(tokens.device)}
-        )
-        return self.module(tokens, use_cache=False, **restarting).logits
+        # by their positions, unless there is a mask.
+        options: dict[str, torch.Tensor] = {}
+        if lengths is not None:
+            options["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None].to(tokens.device)
+        if positions is not None:
+            options["position_ids"] = torch.tensor(positions, device=tokens.device)[None]
+            options["attention_mask"] = torch.ones_like(tokens)
+        return self.module(tokens, use_cache=False, **options).logits
+
+    def roots(self) -> Sequence[torch.nn.Module]:
+        return [self.module]
 
     def routers(self) -> dict[int, torch.nn.Module]:
         return {

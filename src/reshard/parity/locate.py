@@ -1,26 +1,34 @@
-"""Where two models part: hidden states of transformers and of Megatron-Core, compared module by module."""
+"""Where two models part: hidden states of transformers and of Megatron-Core, compared module by module.
 
+In bf16 what a module's rounding amounts to depends on the model and grows with depth, so both are run in fp32 as well: an
+output departs where the two systems are further apart than either is from itself.
+"""
+
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, listed
 from reshard.disk.compare import Difference, diff
 from reshard.megatron.layout import Layout
 from reshard.models.model import Model
+from reshard.parity.configs import config_differences
 from reshard.parity.huggingface import HuggingFace
 from reshard.parity.megatron import Megatron
-from reshard.parity.opening import open_system
-from reshard.parity.prompts import Prompt, check_prompts
-from reshard.parity.systems import device, hooked, join_processes, of_all_ranks
+from reshard.parity.noise import COMPARABLE
+from reshard.parity.opening import is_megatron, model_of, open_system
+from reshard.parity.prompts import SERVED, Prompt, check_prompts
+from reshard.parity.systems import device, hooked, join_processes, of_all_ranks, share_in_fp32
 
-# Relative distance of two hidden states (norm of the difference over the norm) that two implementations do
-# not have.
-TOLERANCES = {"fp32": 1e-4, "bf16": 0.03}
+# Relative distance of two hidden states (norm of the difference over the norm, a mean over tokens) that two
+# implementations in fp32 do not have, and how many times the rounding of both they may be apart in another dtype.
+TOLERANCE, ROUNDINGS = 1e-4, 2.0
 States = dict[str, torch.Tensor]
 
 
@@ -36,7 +44,8 @@ class Point(NamedTuple):
 @dataclass(frozen=True)
 class Located:
     """The first output that departs. `before` is the last one that agrees, `distance` relative to the norm,
-    `parameters` feed it; `differing` are those whose bytes are not equal."""
+    `tolerance` what rounding would explain of it; `parameters` feed it, `differing` are those whose bytes are not equal.
+    `fields` are those by which the two configs make two models."""
 
     place: str
     before: str | None
@@ -44,6 +53,7 @@ class Located:
     tolerance: float
     parameters: list[str]
     differing: list[Difference]
+    fields: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
     @property
     def sentence(self) -> str:
@@ -60,14 +70,28 @@ class Located:
             )
         elif self.parameters:
             equal = f"its {count} parameters are" if count > 1 else "its parameter is"
-            cause = f"{equal} equal bit for bit, so that the config or the code must differ"
+            cause = f"{equal} equal bit for bit, {self._other_cause}"
         else:
             cause = "it has no parameters of its own"
         return f"{self.place} departs first (relative distance {self.distance:.2g}){after}; {cause}"
 
+    @property
+    def _other_cause(self) -> str:
+        if not self.fields:
+            return "and the configs say the same, so that the code must differ"
+        said = listed((f"{name} ({a!r:.60} in A, {b!r:.60} in B)" for name, (a, b) in self.fields.items()), 4)
+        return f"and the configs differ in {said}"
+
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
         return asdict(self) | {"sentence": self.sentence}
+
+
+def sentence_of(located: Located | None) -> str:
+    """What was found, for people, also where nothing departs."""
+    if located is not None:
+        return located.sentence
+    return "no module's output departs for the worst prompt: in each the two differ by no more than rounding"
 
 
 def points_of(model: Model) -> list[Point]:
@@ -93,50 +117,96 @@ def locate(
     layout: Layout | None = None,
     hf_config: str | Path | None = None,
     tolerance: float | None = None,
+    positions: Sequence[int] | None = None,
 ) -> Located | None:
     """Run one prompt through a Hugging Face directory and a Megatron checkpoint (in either order) and name
     the first output that departs.
 
-    `tolerance` is the relative distance that two implementations have (default: by dtype). None where none
-    departs. Under torchrun every rank calls it, and has the result. Raises ReshardError where the two are not
-    one of each, or no output of theirs could be compared.
+    `tolerance` is the relative distance that two implementations have (default: 1e-4 in fp32, and in bf16, module by
+    module, twice what the outputs of both differ by from their own in fp32, or there a share of it). `positions` are
+    those of the tokens, where not 0, 1, 2 ... None where none departs. Under torchrun every rank calls it, and has the
+    result. Raises ReshardError where the two are not one of each, or no output of theirs could be compared.
     """
-    limit = TOLERANCES[dtype] if tolerance is None else tolerance
-    if not 0 <= limit < float("inf"):
-        raise ReshardError(f"a tolerance of {limit} cannot be: give a finite number of at least 0")
+    if tolerance is not None and not 0 <= tolerance < float("inf"):
+        raise ReshardError(f"a tolerance of {tolerance} cannot be: give a finite number of at least 0")
     join_processes()
-    systems = [
-        open_system(spec, dtype, layout or Layout(), Path(hf_config) if hf_config is not None else None)
-        for spec in (a, b)
-    ]
-    hf = next((s for s in systems if isinstance(s, HuggingFace)), None)
-    megatron = next((s for s in systems if isinstance(s, Megatron)), None)
-    if hf is None or megatron is None:
+    where = Path(hf_config) if hf_config is not None else None
+    if sorted(map(is_megatron, (a, b))) != [False, True] or a.startswith(SERVED) or b.startswith(SERVED):
         raise ReshardError(
             f"{a} and {b} must be a Hugging Face directory and a Megatron checkpoint: only "
             f"those can be compared inside"
         )
-    check_prompts(
-        [prompt], megatron.model.symbols["V"], int(megatron.model.config["max_position_embeddings"])
-    )
-    tokens = torch.tensor([prompt], device=device())
-    points = points_of(megatron.model)
-    theirs = of_all_ranks(_states_of_hf(hf, points, tokens) if dist.get_rank() == 0 else {})
-    ours = of_all_ranks(_states_of_megatron(megatron, tokens))
-    for system in systems:
-        system.close()
-    before = None
-    for point in points:
-        if point.module not in ours or point.module not in theirs:
+    hf, mcore = (b, a) if is_megatron(a) else (a, b)
+    models = [model_of(spec, where) for spec in (a, b)]
+    context = int(models[0].config["max_position_embeddings"])
+    check_prompts([prompt], models[0].symbols["V"], context)
+
+    def states_in(kind: str) -> tuple[Model, States, States]:
+        return _states(hf, mcore, prompt, positions, kind, layout or Layout(), where)
+
+    model, *outputs = states_in(dtype)
+    exact = states_in("fp32")[1:] if tolerance is None and dtype != "fp32" else None
+    before, compared = None, False
+    for point in points_of(model):
+        if any(point.module not in states for states in outputs):
             continue  # Transformer Engine has norms inside its linear layers
-        x, y = theirs[point.module].double(), ours[point.module].double()
-        distance = float((x - y).norm() / x.norm().clamp_min(1e-30))
-        if not distance <= limit:
-            found = diff(a, b, hf_config=hf_config, only=_beginning_with(point.prefix))
-            return Located(point.place, before, distance, limit, found.names, found.differences)
+        compared = True
+        apart = _too_far_apart(point.module, outputs, exact, TOLERANCE if tolerance is None else tolerance)
+        if apart is not None:
+            result = diff(a, b, hf_config=hf_config, only=_beginning_with(point.prefix))
+            fields = config_differences(*models)
+            return Located(point.place, before, *apart, result.names, result.differences, fields)
         before = point.place
-    if before is None:
+    if not compared:
         raise ReshardError(f"{a} and {b} have no module in common whose outputs could be compared")
+    return None
+
+
+def _states(
+    hf: str,
+    mcore: str,
+    prompt: Prompt,
+    positions: Sequence[int] | None,
+    dtype: str,
+    layout: Layout,
+    hf_config: Path | None,
+) -> tuple[Model, States, States]:
+    """Outputs of transformers' modules and of Megatron-Core's, one system after the other, on every rank."""
+    tokens = torch.tensor([prompt], device=device())
+    with closing(open_system(mcore, dtype, layout, hf_config)) as megatron:
+        assert isinstance(megatron, Megatron)
+        points = points_of(megatron.model)
+        ours = of_all_ranks(_states_of_megatron(megatron, tokens, positions))
+    with closing(open_system(hf, dtype, layout, hf_config)) as transformers:
+        assert isinstance(transformers, HuggingFace)
+        states = _states_of_hf(transformers, points, tokens, positions) if dist.get_rank() == 0 else {}
+        return megatron.model, of_all_ranks(states), ours
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Mean over the tokens of the relative distance of their states: in a trained model a few tokens are a thousand
+    times larger than the others, and would alone make up a distance of all together."""
+    x, y = one.double().flatten(0, -2), other.double().flatten(0, -2)
+    return float(((x - y).norm(dim=-1) / x.norm(dim=-1).clamp_min(1e-30)).mean())
+
+
+def _too_far_apart(
+    module: str, outputs: Sequence[States], exact: Sequence[States] | None, tolerance: float
+) -> tuple[float, float] | None:
+    """The distance of a module's outputs in two systems, and what would have passed, where they are too far apart.
+
+    With the outputs of both in fp32 (`exact`) that is what both round, and in fp32 itself a share of it.
+    """
+    distance = _distance(*(states[module] for states in outputs))
+    if exact is None:
+        return None if distance <= tolerance else (distance, tolerance)
+    errors = [_distance(x[module], y[module]) for x, y in zip(exact, outputs, strict=True)]
+    # What one system rounds far beyond the other is a difference, not rounding.
+    noise = math.hypot(*(min(error, COMPARABLE * min(errors)) for error in errors))
+    in_fp32 = _distance(*(states[module] for states in exact))
+    for apart, limit in ((distance, ROUNDINGS * noise), (in_fp32, share_in_fp32() * noise)):
+        if not apart <= max(tolerance, limit):
+            return apart, max(tolerance, limit)
     return None
 
 
@@ -144,15 +214,17 @@ def _beginning_with(prefix: str) -> Callable[[str], bool]:
     return lambda name: name.startswith(prefix)
 
 
-def _states_of_hf(system: HuggingFace, points: Sequence[Point], tokens: torch.Tensor) -> States:
+def _states_of_hf(
+    system: HuggingFace, points: Sequence[Point], tokens: torch.Tensor, positions: Sequence[int] | None
+) -> States:
     states: States = {}
     modules = {point.module: system.module.get_submodule(point.module) for point in points}
     with hooked(modules, lambda name, _, __, out: states.__setitem__(name, _copied(out))), torch.no_grad():
-        system.logits(tokens)
+        system.logits(tokens, positions=positions)
     return states
 
 
-def _states_of_megatron(system: Megatron, tokens: torch.Tensor) -> States:
+def _states_of_megatron(system: Megatron, tokens: torch.Tensor, positions: Sequence[int] | None) -> States:
     """This rank's states, in transformers' names and order of dims."""
     from megatron.core.transformer.identity_op import IdentityOp
 
@@ -181,7 +253,7 @@ def _states_of_megatron(system: Megatron, tokens: torch.Tensor) -> States:
         hooked(compared, lambda name, _, __, out: states.__setitem__(name, _copied(out).transpose(0, 1))),
         torch.no_grad(),
     ):
-        logits = system.logits(tokens)
+        logits = system.logits(tokens, positions=positions)
     if logits is not None:
         states[head] = logits.float().cpu()
     return states

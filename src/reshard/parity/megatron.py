@@ -1,6 +1,7 @@
 """Megatron-Core as a system: a checkpoint of any layout, loaded by its own loader into its own modules."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,19 @@ class Megatron(ForwardSystem):
         parallel_state.destroy_model_parallel()
         release_memory()
 
-    def logits(self, tokens: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor | None:
+    def roots(self) -> Sequence[torch.nn.Module]:
+        return self.models
+
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        lengths: Sequence[int] | None = None,
+        positions: Sequence[int] | None = None,
+    ) -> torch.Tensor | None:
+        with _turned_as_at(self.models, positions):
+            return self._logits(tokens, lengths)
+
+    def _logits(self, tokens: torch.Tensor, lengths: Sequence[int] | None) -> torch.Tensor | None:
         from megatron.core import parallel_state
 
         stages, stage = (
@@ -175,6 +188,39 @@ class Megatron(ForwardSystem):
 
     def gathered(self, noted: dict[int, Any]) -> dict[int, Any]:
         return of_all_ranks(noted)
+
+
+@contextmanager
+def _turned_as_at(models: Sequence[torch.nn.Module], positions: Sequence[int] | None) -> Iterator[None]:
+    """While it is open, rotary embeddings turn the tokens of a prompt as at these positions: Megatron-Core counts
+    them itself and takes none."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    if positions is None:
+        yield
+        return
+    rows = torch.tensor(positions)
+
+    def lengthen(module: Any, inputs: Any) -> Any:
+        return (max(positions) + 1, *inputs[1:])
+
+    def select(module: Any, inputs: Any, output: Any) -> Any:
+        angles, *rest = output if isinstance(output, tuple) else (output,)
+        chosen = angles.index_select(0, rows.to(angles.device))
+        return (chosen, *rest) if isinstance(output, tuple) else chosen
+
+    handles = []
+    for module in (module for model in models for module in model.modules()):
+        if isinstance(module, RotaryEmbedding):
+            handles += [
+                module.register_forward_pre_hook(lengthen),
+                module.register_forward_hook(select),
+            ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _packed(lengths: Sequence[int], device: torch.device) -> Any:

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from reshard.core.errors import ReshardError
-from reshard.parity.routing import Choices
+from reshard.models.model import Model
+from reshard.parity.routing import Choices, Groups, Routing, compare_routing
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Metrics:
     `token_mult_prob_error` is the mean of exp(|logprob A - logprob B|), 1 where they agree. `kl` is KL(A ||
     B) over the whole vocabulary, in nats, the mean of the `kl_tokens` positions at which both systems gave
     all logprobs, None without any. `kl_estimate` is the mean of r - 1 - log r with r = p_B / p_A, which
-    estimates that KL where the tokens were sampled from A (Schulman 2020, "Approximating KL divergence", k3).
+    estimates that KL where the tokens were sampled from A (Schulman 2020, "Approximating KL divergence", k3);
+    `kl_estimate_reverse`, with A and B exchanged, estimates KL(B || A) where they were sampled from B.
     `argmax_agreement` is the share of positions at which both find the same token most likely. `ratio_*`
     describe the importance ratios p_A / p_B of the tokens.
     """
@@ -45,6 +47,7 @@ class Metrics:
     kl: float | None
     kl_tokens: int
     kl_estimate: float
+    kl_estimate_reverse: float
     pearson: float
     argmax_agreement: float | None
     ratio_min: float
@@ -80,7 +83,8 @@ def metrics_of(a: Sequence[Scores], b: Sequence[Scores]) -> Metrics:
     kl, kl_tokens = _kl(a, b)
     with np.errstate(over="ignore"):
         ratio = np.exp(difference)
-        error, estimate = np.exp(np.abs(difference)).mean(), (np.exp(-difference) - 1 + difference).mean()
+        error = np.exp(np.abs(difference)).mean()
+        estimate, reverse = ((np.exp(x) - 1 - x).mean() for x in (-difference, difference))
     return Metrics(
         len(one),
         float(np.abs(difference).mean()),
@@ -89,12 +93,22 @@ def metrics_of(a: Sequence[Scores], b: Sequence[Scores]) -> Metrics:
         kl,
         kl_tokens,
         float(estimate),
+        float(reverse),
         _pearson(one, two),
         agreement,
         float(ratio.min()),
         float(ratio.max()),
         float(ratio.std()),
     )
+
+
+def routing_of(a: Sequence[Scores], b: Sequence[Scores], model: Model) -> Routing | None:
+    """How the experts compare that two systems chose; None where one does not tell, or the model has none."""
+    one, two = ([s.choices for s in scores if s.choices is not None] for scores in (a, b))
+    if len(one) != len(a) or len(two) != len(b) or not one:
+        return None
+    apart = [np.abs(x.logprobs - y.logprobs) for x, y in zip(a, b, strict=True)]
+    return compare_routing(one, two, Groups(*model.expert_groups), apart)
 
 
 def check_scores(a: Sequence[Scores], b: Sequence[Scores]) -> None:

@@ -2,10 +2,14 @@
 
 from pathlib import Path
 
+from reshard.core.errors import ReshardError
 from reshard.disk.hub import local_directory
 from reshard.disk.locate import locate
+from reshard.disk.source import read_config
+from reshard.disk.sources import open_source
 from reshard.engines.vllm.layout import VllmLayout
 from reshard.megatron.layout import Layout
+from reshard.models.model import Model
 from reshard.parity.huggingface import HuggingFace
 from reshard.parity.prompts import SERVED
 from reshard.parity.systems import System
@@ -14,6 +18,23 @@ from reshard.parity.systems import System
 def is_megatron(spec: str) -> bool:
     """Whether a path or hub id, with ``vllm:`` before it or not, is of a Megatron checkpoint."""
     return locate(local_directory(spec.removeprefix(SERVED))) is not None
+
+
+def model_of(spec: str, hf_config: Path | None = None) -> Model:
+    """The model that a path or hub id holds, with ``vllm:`` before it or not, by its config or args alone: no weight is
+    read. Raises ReshardError where it is no checkpoint that can be opened."""
+    path = local_directory(spec.removeprefix(SERVED))
+    if not is_megatron(spec):
+        if not (path / "config.json").is_file():
+            raise ReshardError(
+                f"{path} is no checkpoint: it has no config.json, and nothing that Megatron wrote"
+            )
+        return Model.from_hf(read_config(path / "config.json"), str(path / "config.json"))
+    source = open_source(path, hf_config)
+    try:
+        return source.model
+    finally:
+        source.close()
 
 
 def open_system(

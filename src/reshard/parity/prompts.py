@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from reshard.core.errors import ReshardError, first_line
 from reshard.core.extras import importing
 from reshard.disk.hub import local_directory
 from reshard.disk.locate import HF_FILES, locate
+from reshard.models.model import Model
 
 Prompt = list[int]
 # Before a path, it says that vLLM is to serve it.
@@ -22,6 +23,37 @@ def random_prompts(count: int, vocabulary: int, lengths: Sequence[int], seed: in
     """`count` prompts of random tokens, whose lengths take turns."""
     random = np.random.default_rng(seed)
     return [random.integers(0, vocabulary, lengths[i % len(lengths)]).tolist() for i in range(count)]
+
+
+class Reach(NamedTuple):
+    """A prompt whose tokens stand in short runs far apart, at `positions`."""
+
+    prompt: Prompt
+    positions: tuple[int, ...]
+
+
+# Tokens of each run, and the last position that is tried: beyond it fp32 itself turns by too inexact an angle.
+RUN, LAST_POSITION = 32, 1 << 15
+
+
+def reach_of(model: Model, longest: int, seed: int = 0) -> Reach | None:
+    """A prompt of few tokens that stands as far as the model's context goes, and at both sides of where its rotary
+    scaling begins; None where prompts of `longest` tokens come as far."""
+    context = min(int(model.config["max_position_embeddings"]), LAST_POSITION)
+    last = context - RUN
+    if last < longest:
+        return None
+    scaled = model.rope().get("original_max_position_embeddings")
+    starts = {0, context // 16, context // 4, last}
+    if isinstance(scaled, (int, float)):
+        starts |= {int(scaled) - RUN, int(scaled)}
+    runs = list[int]()
+    for start in sorted(start for start in starts if 0 <= start <= last):
+        if not runs or start >= runs[-1] + RUN:
+            runs.append(start)
+    positions = tuple(position for start in runs for position in range(start, start + RUN))
+    [prompt] = random_prompts(1, model.symbols["V"], [len(positions)], seed)
+    return Reach(prompt, positions)
 
 
 def tokenizer_of(systems: Sequence[str]) -> Callable[[str], list[int]] | None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from reshard.core.errors import ReshardError
 from reshard.models.model import Model
 from reshard.parity.metrics import Scores
+from reshard.parity.noise import SHARE_IN_FP32, SHARE_IN_TF32
 from reshard.parity.prompts import Prompt
 from reshard.parity.routing import Choices
 
@@ -31,12 +32,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Scoring:
     """How prompts are scored: `batch_size` at a time, padded on the right to the longest or `packed` into one
     sequence; `keep` positions of all together keep their distribution; with `routing` the chosen experts are
-    noted."""
+    noted. `positions` are those of the tokens of a single prompt, where they are not 0, 1, 2 ...; it is for systems
+    that take `positions`."""
 
     batch_size: int = 1
     packed: bool = False
     keep: int = 0
     routing: bool = False
+    positions: tuple[int, ...] | None = None
 
     def kept_of(self, prompts: int) -> list[int]:
         """Of how many positions each of so many prompts keeps the distributions: shared evenly, and where
@@ -48,12 +51,13 @@ class Scoring:
 class System(ABC):
     """A model that is ready to score prompts. `name` is for people, `model` its config; where it is not
     `spread`, any one process will do, and otherwise all of them score together. `quantised`, when it has scored,
-    says whether it did so with quantised weights."""
+    says whether it did so with quantised weights; `takes_positions`, whether it can score tokens at positions that jump."""
 
     name: str
     model: Model
     spread = True
     quantised = False
+    takes_positions = False
 
     @abstractmethod
     def score(self, prompts: Sequence[Prompt], how: Scoring) -> list[Scores]:
@@ -67,14 +71,35 @@ class System(ABC):
 class ForwardSystem(System):
     """A system whose modules run in this process, and give the logits of all tokens."""
 
+    takes_positions = True
+
     @abstractmethod
-    def logits(self, tokens: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor | None:
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        lengths: Sequence[int] | None = None,
+        positions: Sequence[int] | None = None,
+    ) -> torch.Tensor | None:
         """``[batch, sequence, vocabulary]`` of token ids ``[batch, sequence]``; None on a rank that does not
         have them.
 
         Prompts are padded on the right, or, with their `lengths`, packed one after the other in a batch of
-        one.
+        one. With `positions` the tokens of one prompt stand there instead of at 0, 1, 2 ...
         """
+
+    @abstractmethod
+    def roots(self) -> Sequence[torch.nn.Module]:
+        """The models that this rank runs."""
+
+    def layers_to_round(self) -> Iterator[torch.nn.Module]:
+        """The modules with matrices that an engine with quantised weights quantises: those of the layers but their
+        routers."""
+        routers = set(self.routers().values())
+        for root in self.roots():
+            for name, module in root.named_modules():
+                matrices = any(p.ndim > 1 for p in module.parameters(recurse=False))
+                if matrices and "layers." in name and module not in routers:
+                    yield module
 
     @abstractmethod
     def routers(self) -> dict[int, torch.nn.Module]:
@@ -105,7 +130,7 @@ class ForwardSystem(System):
                 )
                 spans = [(i, 0, n) for i, n in enumerate(lengths)]
             with torch.no_grad(), self._noting(how.routing, tokens.shape) as noted:
-                logits = self.logits(tokens, lengths if how.packed else None)
+                logits = self.logits(tokens, lengths if how.packed else None, how.positions)
             routed = self.gathered(noted) if how.routing else {}
             if logits is None:
                 continue
@@ -151,6 +176,11 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def share_in_fp32() -> float:
+    """Of their rounding in bf16, what two systems may still differ by in fp32 here."""
+    return SHARE_IN_TF32 if device().type == "cuda" else SHARE_IN_FP32
+
+
 def release_memory() -> None:
     """Give back what no object holds any more, so that another library finds it free."""
     gc.collect()
@@ -177,14 +207,21 @@ def _scores(logits: torch.Tensor, prompt: Prompt, keep: int, choices: Choices | 
 
 
 def scores_of(system: System, prompts: Sequence[Prompt], how: Scoring) -> list[Scores]:
-    """A system's scores, on every rank."""
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
-    mine = system.score(prompts, how) if alone or system.spread or dist.get_rank() == 0 else []
-    if alone:
-        return mine
-    gathered: list[list[Scores]] = [[] for _ in range(dist.get_world_size())]
+    """A system's scores, on every rank. What one rank refuses, all refuse."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return system.score(prompts, how)
+    mine: list[Scores] | ReshardError = []
+    if system.spread or dist.get_rank() == 0:
+        try:
+            mine = system.score(prompts, how)
+        except ReshardError as error:
+            mine = error
+    gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
-    return next(some for some in gathered if some)
+    for entry in gathered:
+        if isinstance(entry, ReshardError):
+            raise entry
+    return next(scores for scores in gathered if scores)
 
 
 def check_processes(what: str, needed: int, replicas: bool = False) -> None:

@@ -1,0 +1,232 @@
+"""Everything that a comparison runs: both systems on the same prompts, one after the other, and then what tells how much
+of their difference is rounding."""
+
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from reshard.core.errors import ReshardError
+from reshard.engines.vllm.layout import VllmLayout
+from reshard.megatron.layout import Layout
+from reshard.megatron.parameters import expand
+from reshard.parity.metrics import Metrics, Scores, metrics_of, routing_of
+from reshard.parity.noise import BOTH_IN_FP32, Noise, noise_of
+from reshard.parity.opening import is_megatron, model_of, open_system
+from reshard.parity.prompts import SERVED, Prompt, Reach
+from reshard.parity.rounding import Rounding, rounded, rounding_of
+from reshard.parity.routing import Routing
+from reshard.parity.systems import ForwardSystem, Scoring, System, device, scores_of, share_in_fp32
+
+# Distributions that are kept for the KL over the vocabulary, in bytes of each system.
+KEPT_BYTES = 1 << 30
+SIDES = ("A", "B")
+
+
+class Bench:
+    """Two systems and the prompts that both score.
+
+    `runs` are the scores and `names` the systems by side, ``A`` and ``B``; `far_runs` are those of the prompt that
+    reaches far, by side and dtype. `noise` has how far a side is from what else was run, `routings` how their experts
+    compare, `notes` sentences on what could not be run, and `covered` says how far positions went.
+    """
+
+    def __init__(
+        self,
+        a: str | System,
+        b: str | System,
+        dtype: str,
+        layout: Layout,
+        hf_config: Path | None = None,
+        engine: VllmLayout | None = None,
+        quantization: str | None = None,
+        exact: bool = False,
+    ) -> None:
+        self.specs = dict(zip(SIDES, (a, b)))
+        self.dtype, self.layout, self.hf_config = dtype, layout, hf_config
+        self.engine, self.quantization, self.exact = engine, quantization, exact
+        # Both before either is run: a path that is wrong is better known before minutes of scoring.
+        self.models = [
+            spec.model if isinstance(spec, System) else model_of(spec, hf_config) for spec in (a, b)
+        ]
+        self.runs: dict[str, list[Scores]] = {}
+        self.far_runs: dict[tuple[str, str], list[Scores]] = {}
+        self.names: dict[str, str] = {}
+        self.quantised_sides: set[str] = set()
+        self.noise: dict[str, Metrics] = {}
+        self.routings: list[Routing | None] = []
+        self.notes: list[str] = []
+        self.covered = ""
+
+    @property
+    def quantised(self) -> bool:
+        """Whether an engine served quantised weights."""
+        return bool(self.quantised_sides)
+
+    def prepare(
+        self,
+        prompts: Sequence[Prompt],
+        reach: Reach | None,
+        batch_size: int,
+        packed: bool,
+        routing: bool,
+    ) -> None:
+        """Choose what is scored, and how."""
+        model, longest = self.models[0], max(map(len, prompts))
+        context = int(model.config["max_position_embeddings"])
+        unable = [side for side, spec in self.specs.items() if not _takes_positions(spec)]
+        self.reach = None if unable else reach
+        self.prompts = list(prompts)
+        keep = KEPT_BYTES // (4 * model.symbols["V"])
+        self.how = Scoring(batch_size, packed, keep, routing and model.num_experts > 0)
+        last = max(longest, self.reach.positions[-1] + 1 if self.reach is not None else 0)
+        self.covered = f"positions up to {last - 1:,} of {context:,}"
+        if reach is not None and unable:
+            scaled = model.rope()["rope_type"] != "default"
+            rest = "its rotary scaling shows" if scaled else "the model may differ"
+            self.covered += (
+                f"; {' and '.join(unable)} cannot be given positions that jump, and no token stood where {rest}: give a "
+                f"long prompt too, such as --lengths 16,64,128,{min(context - 1, reach.positions[-1] + 1)}"
+            )
+
+    def score_both(self) -> None:
+        """Score A, then B."""
+        for side, spec in self.specs.items():
+            system = spec if isinstance(spec, System) else self._opened(spec, self.dtype)
+            with closing(system):
+                self.runs[side], self.names[side] = scores_of(system, self.prompts, self.how), system.name
+                self._score_far(side, system, self.dtype)
+                if system.quantised:
+                    self.quantised_sides.add(side)
+
+    def score_again(self) -> None:
+        """Score A once more, and where it is in fp32, in bf16."""
+        spec = self.specs["A"]
+        system = spec if isinstance(spec, System) else self._opened(spec, self.dtype)
+        with closing(system):
+            self._note("A", "A again", scores_of(system, self.prompts, self.how))
+        if isinstance(spec, str) and self.dtype == "fp32" and "A" not in self.quantised_sides:
+            with closing(self._opened(spec, "bf16")) as system:
+                self._note("A", "A in bf16", scores_of(system, self.prompts, self.how))
+
+    def measure_noise(self) -> Noise | None:
+        """Run the checkpoint of each side in fp32 too, where that can be, and compare; None where neither can."""
+        in_fp32: dict[str, list[Scores] | None] = {}
+        for side, spec in self.specs.items():
+            in_fp32[side] = self._in_fp32(side) if isinstance(spec, str) else None
+        rounding: dict[str, tuple[list[Scores] | None, list[Scores] | None]] = {}
+        for side in SIDES:
+            if side in self.quantised_sides:
+                rounding[side] = self._quantised_rounding(side, in_fp32)
+            else:
+                rounding[side] = (self.runs[side], in_fp32[side])
+        if self.quantised and any(None in rounding[side] for side in self.quantised_sides):
+            return None  # the rounding of plain weights says nothing of theirs
+        comparable = not self.quantised and in_fp32["A"] is not None and in_fp32["B"] is not None
+        if comparable:
+            self.noise[BOTH_IN_FP32] = metrics_of(in_fp32["A"] or [], in_fp32["B"] or [])
+        both = (in_fp32["A"], in_fp32["B"]) if comparable else (None, None)
+        rounded, exact = zip(rounding["A"], rounding["B"], strict=True)
+        return noise_of(self.runs["A"], self.runs["B"], rounded, exact, both, same_kind=not self.quantised)
+
+    @property
+    def far(self) -> Metrics | None:
+        """The difference at far positions, in the dtype that was asked for."""
+        a, b = (self.far_runs.get((side, self.dtype)) for side in SIDES)
+        return None if a is None or b is None else metrics_of(a, b)
+
+    def far_noise(self) -> Noise | None:
+        """The same in units of rounding. A trained model can be chaotic there in bf16, so that only what is left in
+        fp32 tells anything."""
+        a, b = (self.far_runs.get((side, self.dtype)) for side in SIDES)
+        exact_a, exact_b = (self.far_runs.get((side, "fp32")) for side in SIDES)
+        if self.dtype == "fp32" or a is None or b is None or exact_a is None or exact_b is None:
+            return None
+        return noise_of(a, b, (a, b), (exact_a, exact_b), (exact_a, exact_b), share=share_in_fp32())
+
+    def _in_fp32(self, side: str) -> list[Scores] | None:
+        """The scores of a side's checkpoint in fp32, by transformers or Megatron-Core."""
+        scores = self._forward(side, "fp32")
+        if scores is not None and side not in self.quantised_sides:
+            self._note(side, f"{side} in fp32", scores)
+        return scores
+
+    def _quantised_rounding(
+        self, side: str, in_fp32: dict[str, list[Scores] | None]
+    ) -> tuple[list[Scores] | None, list[Scores] | None]:
+        """Scores of plain weights that are rounded like those of a side's engine, and the same in fp32: of the other
+        side's checkpoint, if that is plain, so that the engine has no part in it."""
+        other = SIDES[1 - SIDES.index(side)]
+        how = rounding_of(
+            self.models[SIDES.index(side)], self.quantization if self._is_served(side) else None
+        )
+        for base in (other, side):
+            if in_fp32[base] is None:
+                continue
+            scores = self._forward(base, self.dtype, how)
+            if scores is not None:
+                exact = in_fp32[base] or []
+                self.noise[f"{base} with {how}"] = metrics_of(exact, scores)
+                return scores, exact
+        return None, None
+
+    def _forward(self, side: str, dtype: str, how: Rounding | None = None) -> list[Scores] | None:
+        """Scores of a side's checkpoint, run here in a dtype and rounded as said; None, with a note, where that cannot
+        be."""
+        spec = str(self.specs[side]).removeprefix(SERVED)
+        try:
+            self._check_memory(spec, side, dtype)
+            with closing(open_system(spec, dtype, self.layout, self.hf_config)) as system:
+                assert isinstance(system, ForwardSystem)
+                if how is None:
+                    self._score_far(side, system, dtype)
+                    return scores_of(system, self.prompts, self.how)
+                with rounded(system, how):
+                    return scores_of(system, self.prompts, self.how)
+        except (ReshardError, torch.OutOfMemoryError, MemoryError) as error:
+            self.notes.append(f"the rounding of {side} could not be measured: {error}")
+            return None
+
+    def _check_memory(self, spec: str, side: str, dtype: str) -> None:
+        """Raise ReshardError where a checkpoint would clearly not fit into memory."""
+        shapes = expand(self.models[SIDES.index(side)]).shapes.values()
+        elements = sum(torch.Size(shape).numel() for shape in shapes)
+        parts = self.layout.tp * self.layout.pp if is_megatron(spec) else 1
+        needed, free = elements * (4 if dtype == "fp32" else 2) // parts, _free_memory()
+        if needed > free:
+            raise ReshardError(f"in {dtype} it needs {needed / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free")
+
+    def _is_served(self, side: str) -> bool:
+        spec = self.specs[side]
+        return isinstance(spec, str) and spec.startswith(SERVED)
+
+    def _opened(self, spec: str, dtype: str) -> System:
+        return open_system(
+            spec, dtype, self.layout, self.hf_config, self.engine, self.quantization, self.exact
+        )
+
+    def _score_far(self, side: str, system: System, dtype: str) -> None:
+        if self.reach is not None:
+            far = Scoring(keep=self.how.keep, positions=self.reach.positions)
+            self.far_runs[side, dtype] = scores_of(system, [self.reach.prompt], far)
+
+    def _note(self, side: str, name: str, scores: list[Scores]) -> None:
+        self.noise[name] = metrics_of(self.runs[side], scores)
+        self.routings.append(routing_of(self.runs[side], scores, self.models[0]))
+
+
+def _takes_positions(spec: str | System) -> bool:
+    return spec.takes_positions if isinstance(spec, System) else not spec.startswith(SERVED)
+
+
+def _free_memory() -> int:
+    """Bytes that are free for a model: of the host, through which it is loaded, and of the GPU."""
+    free = 1 << 62
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            available = next(line for line in file if line.startswith("MemAvailable"))
+            free = int(available.split()[1]) * 1024
+    except (OSError, StopIteration, ValueError):
+        pass  # another system, which does not say
+    return min(free, torch.cuda.mem_get_info()[0]) if device().type == "cuda" else free
