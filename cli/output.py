@@ -125,6 +125,12 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+def print_note(sentence: str) -> None:
+    """A sentence on stderr besides the result, which is no failure where nobody looks at that any more."""
+    with contextlib.suppress(OSError):
+        click.echo(f"note: {sentence}", err=True)
+
+
 def size(n: int) -> str:
     """Bytes for people."""
     value, unit = float(n), "B"
@@ -143,7 +149,7 @@ def print_report(report: Any, as_json: bool, seconds: float) -> None:
         print_json(report.to_dict() | {"seconds": round(seconds, 3)})
         return
     for notice in report.notices:
-        click.echo(f"note: {notice}", err=True)
+        print_note(notice)
     verb = "would write" if report.dry_run else "wrote"
     click.echo(
         f"{report.family}, {report.tensors} tensors, {size(report.read_bytes)}: "

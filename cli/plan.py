@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 from reshard.cli.layout import sizes_of, vllm_layout
-from reshard.cli.output import ignore_option, json_option, print_json, progress_bar, size
+from reshard.cli.output import ignore_option, json_option, print_json, print_note, progress_bar, size
 from reshard.cli.places import Place
 
 from reshard.core.limits import MAX_VOCAB_MULTIPLE
@@ -130,7 +130,7 @@ def command(
         return
     _show(found)
     for notice in notices:
-        click.echo(f"note: {notice}", err=True)
+        print_note(notice)
 
 
 def _show(found: Any) -> None:

@@ -234,8 +234,6 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
     allow_many_files()
     path = Path(path)
     worker_count(workers)
-    if not path.exists():
-        raise ReshardError(f"{path} does not exist")
     try:
         source = open_source(path)
     except ReshardError as error:

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from reshard.core.errors import ReshardError, first_line
+from reshard.disk.workdir import unfinished
 
 # What a conversion needs of a repository.
 BESIDE_WEIGHTS = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
@@ -24,6 +25,9 @@ def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
         return path
     if os.path.exists(path):
         raise ReshardError(f"{source} is a file, not a directory")
+    left = unfinished(path)
+    if left is not None:
+        raise ReshardError(left)
     name, revision = check_hub_id(source)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
