@@ -122,7 +122,7 @@ def command(
     }
     model = read_model(path)
     check_ignored(model)
-    with progress_bar("plan") as progress:
+    with progress_bar("plan", "{} ranks".format) as progress:
         found = plan_refit(model, *layouts, progress=progress, **extra, **options)
     notices = list(model.ignored.values())
     if as_json:
