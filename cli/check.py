@@ -3,7 +3,14 @@
 from typing import Any
 
 import click
-from reshard.cli.output import ignore_option, json_option, print_json, progress_bar, workers_option
+from reshard.cli.output import (
+    ignore_option,
+    json_option,
+    print_json,
+    print_note,
+    progress_bar,
+    workers_option,
+)
 from reshard.cli.places import Place
 
 
@@ -29,7 +36,7 @@ def command(path: str, workers: int | None, as_json: bool) -> None:
 
 def _show(result: Any) -> None:
     for notice in result.notices:
-        click.echo(f"note: {notice}", err=True)
+        print_note(notice)
     files = f", {result.files} files" if result.files else ""
     if result.ok:
         click.echo(f"intact: {result.tensors} tensors{files}")

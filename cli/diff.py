@@ -1,7 +1,14 @@
 """``reshard diff``."""
 
 import click
-from reshard.cli.output import ignore_option, json_option, print_json, progress_bar, workers_option
+from reshard.cli.output import (
+    ignore_option,
+    json_option,
+    print_json,
+    print_note,
+    progress_bar,
+    workers_option,
+)
 from reshard.cli.places import Place
 
 
@@ -23,7 +30,7 @@ def command(a: str, b: str, hf_config: str | None, worst: int, workers: int | No
     with progress_bar("diff") as progress:
         result = diff(a, b, hf_config=hf_config, workers=workers, progress=progress)
     for notice in [] if as_json else result.notices:
-        click.echo(f"note: {notice}", err=True)
+        print_note(notice)
     if as_json:
         print_json(result.to_dict())
     elif result.equal:

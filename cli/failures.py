@@ -32,7 +32,9 @@ def status_of(error: BaseException, interrupted: bool = False) -> int:
         with contextlib.suppress(OSError, ValueError):
             traceback.print_exception(error)
     if interrupted or isinstance(error, (click.Abort, KeyboardInterrupt)):
-        return _end("Interrupted.", "interrupted", 130)
+        interrupt = error.__cause__ if isinstance(error, click.Abort) else error
+        hint = str(interrupt) if isinstance(interrupt, KeyboardInterrupt) else ""
+        return _end(f"Interrupted{f': {hint}' if hint else ''}.", "interrupted", 130)
     if isinstance(error, click.ClickException):
         with contextlib.suppress(OSError, ValueError):
             error.show()

@@ -6,7 +6,7 @@ from typing import Any
 import click
 from reshard.cli.layout import LAYOUT_NAMES, layout_options
 from reshard.cli.output import ignore_option, json_option, print_report, progress_bar, workers_option
-from reshard.cli.places import Place, check_command
+from reshard.cli.places import Place, check_command, resumable
 
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE
 
@@ -73,6 +73,6 @@ def command(source: str, destination: str, as_json: bool, release: bool, **optio
 
     layout = Layout(**{name: options.pop(name) for name in LAYOUT_NAMES})
     start = time.perf_counter()
-    with progress_bar("hf-to-mcore") as progress:
+    with progress_bar("hf-to-mcore") as progress, resumable(destination):
         report = hf_to_mcore(source, destination, layout, progress=progress, **options)
     print_report(report, as_json, time.perf_counter() - start)

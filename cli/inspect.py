@@ -1,7 +1,7 @@
 """``reshard inspect``."""
 
 import click
-from reshard.cli.output import ignore_option, json_option, print_json, size
+from reshard.cli.output import ignore_option, json_option, print_json, print_note, size
 from reshard.cli.places import Place
 
 
@@ -20,7 +20,7 @@ def command(path: str, hf_config: str | None, tensors: bool, as_json: bool) -> N
         print_json(found.to_dict())
         return
     for notice in found.notices:
-        click.echo(f"note: {notice}", err=True)
+        print_note(notice)
     dtypes = ", ".join(f"{name} ({n:,})" for name, n in sorted(found.dtypes.items()))
     rows = [
         ("format", found.format), ("family", f"{found.family} ({found.architecture})"),

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 from reshard.cli.output import ignore_option, json_option, print_report, progress_bar, workers_option
-from reshard.cli.places import Place, check_command
+from reshard.cli.places import Place, check_command, resumable
 
 
 @click.command("mcore-to-hf")
@@ -63,6 +63,6 @@ def command(source: str, destination: str, as_json: bool, quantize: str | None, 
     from reshard.disk.convert import mcore_to_hf
 
     start = time.perf_counter()
-    with progress_bar("mcore-to-hf") as progress:
+    with progress_bar("mcore-to-hf") as progress, resumable(destination):
         report = mcore_to_hf(source, destination, quantize=quantize or False, progress=progress, **options)
     print_report(report, as_json, time.perf_counter() - start)

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 from reshard.cli.layout import LAYOUT_NAMES, layout_options, vllm_layout
-from reshard.cli.output import ignore_option, json_option, print_json
+from reshard.cli.output import ignore_option, json_option, print_json, print_note
 from reshard.cli.places import Place
 
 from reshard.core.errors import ReshardError
@@ -143,7 +143,7 @@ def command(
     else:
         _show(found, tensors)
         for notice in notices:
-            click.echo(f"note: {notice}", err=True)
+            print_note(notice)
     if found.gpu_bytes is not None and not found.fits:
         context.exit(1)
 
@@ -242,7 +242,7 @@ def _show(found: Any, tensors: bool) -> None:
     if found.phases:
         _show_phases(found.phases)
     for note in found.notes:
-        click.echo(f"note: {note}", err=True)
+        print_note(note)
     if found.gpu_bytes is not None:
         size = f"{_gib(found.gpu_bytes)} GiB"
         said = {
@@ -332,7 +332,7 @@ def _fit(
             err=True,
         )
         for notice in notices:
-            click.echo(f"note: {notice}", err=True)
+            print_note(notice)
     else:
         click.echo(f"none of {looked} layouts of {training.gpus} GPUs fits into {_gib(gpu_bytes)} GiB")
     if not any(one.surely for one in found):

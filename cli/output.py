@@ -1,8 +1,8 @@
 """What commands print: progress on a terminal, results as text or JSON."""
 
 import contextlib
-import io
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +11,8 @@ from typing import Any
 import click
 
 from reshard.core.limits import MAX_WORKERS
+
+BAR_COLUMNS = 24
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 workers_option = click.option(
@@ -35,65 +37,51 @@ ignore_option = click.option(
 
 
 @contextlib.contextmanager
-def progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar with rate and time left on a terminal's stderr; nothing where that is piped."""
+def progress_bar(
+    title: str, amount: Callable[[int], str] | None = None
+) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar with rate and time left on a terminal's stderr; nothing where that is piped. `amount` says how much is done, by
+    default in bytes."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    # Drawn when there is something new, and by no thread: a program with threads does not fork.
-    with Progress(*columns, console=Console(file=_Terminal()), transient=True, auto_refresh=False) as bar:
-        task, drawn = bar.add_task(title, total=None), 0.0
-
-        def show(done: int, total: int) -> None:
-            nonlocal drawn
-            due = time.monotonic() - drawn > 0.1
-            drawn = time.monotonic() if due else drawn
-            bar.update(task, completed=done, total=total, refresh=due)
-
-        yield show
+    bar = _Bar(title, amount or size)
+    bar.draw(title)
+    try:
+        yield bar.show
+    finally:
+        bar.draw("")
 
 
-class _Terminal(io.TextIOBase):
-    """stderr, as long as somebody looks at it: a terminal that has gone away does not end the work."""
+class _Bar:
+    """A line that is drawn when there is something new, and by no thread: a program with threads does not fork."""
 
-    def __init__(self) -> None:
-        self.stream = sys.stderr  # rich puts another in its place
+    def __init__(self, title: str, amount: Callable[[int], str]) -> None:
+        self.title, self.amount = title, amount
+        self.began, self.drawn, self.first = time.monotonic(), 0.0, 0
 
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self.stream.encoding
+    def show(self, done: int, total: int) -> None:
+        """Draw how far it has come, ten times a second at most."""
+        now = time.monotonic()
+        if not self.drawn:
+            self.first = done  # what an earlier run has done, which says nothing of the rate
+        if now - self.drawn < 0.1:
+            return
+        self.drawn, seconds = now, max(now - self.began, 1e-9)
+        share = done / total if total else 1.0
+        rate = (done - self.first) / seconds
+        left = f", {(total - done) / rate:.0f} s left" if rate else ""
+        blocks = "#" * round(share * BAR_COLUMNS)
+        self.draw(
+            f"{self.title} [{blocks:<{BAR_COLUMNS}}] {share:4.0%} {self.amount(done)} of {self.amount(total)}{left}"
+        )
 
-    def isatty(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self.stream.fileno()
-
-    def write(self, text: str) -> int:
+    def draw(self, line: str) -> None:
+        """Put a line in the place of the last one. A terminal that has gone away does not end the work."""
         with contextlib.suppress(OSError):
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self.stream.flush()
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+            sys.stderr.write(f"\r\033[K{line[: columns - 1]}")
+            sys.stderr.flush()
 
 
 def quiet() -> None:
@@ -125,6 +113,12 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+def print_note(sentence: str) -> None:
+    """A sentence on stderr besides the result, which is no failure where nobody looks at that any more."""
+    with contextlib.suppress(OSError):
+        click.echo(f"note: {sentence}", err=True)
+
+
 def size(n: int) -> str:
     """Bytes for people."""
     value, unit = float(n), "B"
@@ -143,7 +137,7 @@ def print_report(report: Any, as_json: bool, seconds: float) -> None:
         print_json(report.to_dict() | {"seconds": round(seconds, 3)})
         return
     for notice in report.notices:
-        click.echo(f"note: {notice}", err=True)
+        print_note(notice)
     verb = "would write" if report.dry_run else "wrote"
     click.echo(
         f"{report.family}, {report.tensors} tensors, {size(report.read_bytes)}: "

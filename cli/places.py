@@ -1,5 +1,7 @@
 """Files and directories on the command line."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,29 @@ class Place(click.Path):
         return super().convert(value, param, ctx)
 
 
+@contextlib.contextmanager
+def resumable(destination: str) -> Iterator[None]:
+    """Around a conversion: an interrupt that leaves something to go on with says so."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        from reshard.disk.workdir import unfinished
+
+        if unfinished(Path(destination)) is None:
+            raise
+        raise KeyboardInterrupt("the same command with --resume goes on") from error
+
+
 def check_command(source: str, destination: str, megatron: bool) -> None:
     """Raise ReshardError, with the command that is meant, where a source has the other command's format: with
     `megatron` it should be a Megatron checkpoint, else a Hugging Face one."""
     from reshard.disk.locate import locate
+    from reshard.disk.workdir import unfinished
 
     path = Path(source)
     if megatron and not path.is_dir():
-        raise ReshardError(f"{source} {'is a file, not a directory' if path.exists() else 'does not exist'}")
+        wrong = f"{source} {'is a file, not a directory' if path.exists() else 'does not exist'}"
+        raise ReshardError(unfinished(path) or wrong)
     hugging_face = (path / "config.json").is_file() or any(path.glob("*.safetensors"))
     if megatron and hugging_face and locate(path) is None:
         raise ReshardError(

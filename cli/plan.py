@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 from reshard.cli.layout import sizes_of, vllm_layout
-from reshard.cli.output import ignore_option, json_option, print_json, progress_bar, size
+from reshard.cli.output import ignore_option, json_option, print_json, print_note, progress_bar, size
 from reshard.cli.places import Place
 
 from reshard.core.limits import MAX_VOCAB_MULTIPLE
@@ -122,7 +122,7 @@ def command(
     }
     model = read_model(path)
     check_ignored(model)
-    with progress_bar("plan") as progress:
+    with progress_bar("plan", "{} ranks".format) as progress:
         found = plan_refit(model, *layouts, progress=progress, **extra, **options)
     notices = model.notices
     if as_json:
@@ -130,7 +130,7 @@ def command(
         return
     _show(found)
     for notice in notices:
-        click.echo(f"note: {notice}", err=True)
+        print_note(notice)
 
 
 def _show(found: Any) -> None:

@@ -5,18 +5,23 @@
 MODEL is a directory with a config.json, or a hub id, of a dense model; without it a small one is made up, with random weights. The
 trainer's ranks take a GPU each, the engine `--engine-tp` others; with `--colocate` one rank and an engine of one GPU take half of the
 same one each, and the engine sleeps while the trainer trains. Without GPUs bytes travel over Gloo, and vLLM's build for the CPU serves.
+Needs `pip install ray` besides reshard[megatron,vllm].
 """
 
 import argparse
 import json
 import os
 import socket
+import sys
 import tempfile
 from pathlib import Path
 
-import ray
-from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+try:
+    import ray
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ModuleNotFoundError:
+    sys.exit(f"this example needs Ray, which is not installed here: {sys.executable} -m pip install ray")
 
 SMALL = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 96,
          "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 1e-6,

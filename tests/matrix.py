@@ -173,7 +173,7 @@ def _disk(python: str, *packages: str) -> Callable[[argparse.Namespace, Path], s
         shown = [
             line
             for line in frozen.splitlines()
-            if re.match(r"(click|huggingface-hub|ml-dtypes|numpy|rich|xxhash)==", line)
+            if re.match(r"(click|huggingface-hub|ml-dtypes|numpy|xxhash)==", line)
         ]
         return f"all six commands ({', '.join(shown)})"
 

@@ -4,6 +4,7 @@ import contextlib
 import http.server
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -58,7 +59,8 @@ def test_there_and_back_on_the_command_line(checkpoint, tmp_path):
         "--etp",
         1,
     )
-    assert done.returncode == 0 and "TP2 PP2 EP2 ETP1, 4 files" in done.stdout and done.stderr == ""
+    assert done.returncode == 0 and "TP2 PP2 EP2 ETP1, 4 files" in done.stdout
+    assert done.stderr.startswith(f"note: {source} has no tokenizer") and done.stderr.count("\n") == 1
     done = run_cli("mcore-to-hf", mcore, back, "--json")
     assert json.loads(done.stdout)["tensors"] == 135
     assert run_cli("diff", source, back).stdout == "equal: 135 tensors, bit for bit\n"
@@ -100,6 +102,28 @@ def test_dry_run_writes_nothing_and_tells_bytes_per_rank(checkpoint, tmp_path):
         run_cli("mcore-to-hf", tmp_path / "out", tmp_path / "x", "--dry-run").returncode == 0
         and not (tmp_path / "x").exists()
     )
+
+
+def test_a_checkpoint_without_a_tokenizer_says_so_and_promises_none(checkpoint, tmp_path):
+    source = shutil.copytree(checkpoint("qwen3"), tmp_path / "source")
+    for name, tokenizer in (
+        ("without", None),
+        ("with", "tokenizer.json"),
+        ("sentencepiece", "tokenizer.model"),
+    ):
+        if tokenizer is not None:
+            (source / tokenizer).write_text("{}")
+        there = run_cli("hf-to-mcore", source, tmp_path / name)
+        back = run_cli("mcore-to-hf", tmp_path / name, tmp_path / f"{name}-back")
+        for done, place in ((there, source), (back, tmp_path / name / "hf")):
+            assert done.returncode == 0 and (f"note: {place} has no tokenizer" in done.stderr) == (
+                tokenizer is None
+            )
+        assert ("--tokenizer-type" in (tmp_path / name / "megatron_flags.txt").read_text()) == (
+            tokenizer is not None
+        )
+        for path in source.glob("tokenizer.*"):
+            path.unlink()
 
 
 @pytest.fixture(scope="module")

@@ -397,6 +397,16 @@ def test_a_full_disk_is_one_sentence(whole, small_disk):
     )
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_dry_run_says_that_the_disk_is_too_small(direction, whole, small_disk):
+    mount, run = small_disk
+    for size, fits in (("512k", False), ("64m", True)):
+        for out in (mount / "out", mount / "not" / "there" / "out"):
+            done = run(size, direction, whole[direction][0], out, "--dry-run")
+            assert done.returncode == 0 and "would write" in done.stdout
+            assert ("note: it will not fit: " in done.stderr) == (not fits), done.stderr
+
+
 def test_a_disk_that_refuses_large_files_is_one_sentence(whole, tmp_path):
     def limit() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

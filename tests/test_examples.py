@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import reshard
 from tests.checkpoints import make
 from tests.install_vllm_cpu import environment_of_engine
 from tests.ranks import run_to_the_end, torchrun
@@ -34,6 +35,23 @@ def test_convert(tmp_path):
         sys.executable, EXAMPLES / "convert.py", tmp_path / "qwen", tmp_path / "out", "--tp", 2, "--ep", 2
     )
     assert "there and back equal: True" in said
+
+
+def test_the_example_on_ray_says_how_to_get_ray():
+    """Where it is missing, as in the tests' environment."""
+    program = f"import runpy, sys; sys.modules['ray'] = None; runpy.run_path({str(EXAMPLES / 'refit_ray.py')!r}, run_name='__main__')"
+    done = run_to_the_end([sys.executable, "-c", program], 100)
+    needs = "this example needs Ray, which is not installed here: "
+    assert (done.returncode, done.stderr) == (1, f"{needs}{sys.executable} -m pip install ray\n")
+
+
+def test_what_the_package_offers_is_listed_and_there():
+    assert set(reshard.__all__) <= set(dir(reshard)) and "hf_to_mcore" in dir(reshard)
+    assert all(callable(getattr(reshard, name)) for name in reshard.__all__)
+    listed = (REPOSITORY / "docs" / "library.md").read_text()
+    assert [
+        name for name in reshard.__all__ if f"`{name}" not in listed and f"reshard.{name}" not in listed
+    ] == []
 
 
 def refit(example: str, *options) -> list[str]:

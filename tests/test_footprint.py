@@ -375,6 +375,7 @@ def test_the_command_the_call_and_megatrons_names_say_the_same(configs):
             "--fit chooses --recompute itself",
         ),
         (["--tp", "2", "--no-sequence-parallel"], 1, "only with sequence parallelism"),
+        (["--tp", "4", "--seq-length", "4094"], 1, "pass --seq-length 4096"),
         (["--main-params", "int16", "--no-distributed-optimizer"], 1, "needs the distributed optimizer"),
         (["--html", "/nowhere/page.html"], 1, "is no directory"),
     ],
@@ -384,6 +385,14 @@ def test_what_cannot_be_is_one_sentence(configs, arguments, code, said):
     done = run(configs("Qwen3-30B-A3B"), *arguments)
     found = status_of_result(done)
     assert found[0] == code and said in found[1]
+
+
+def test_a_sequence_that_tp_does_not_divide_names_what_does(configs):
+    """Without experts sequence parallelism can be left out, too; either way it is planned then."""
+    found = status_of_result(run(configs("Llama-3.1-70B"), "--tp", "4", "--cp", "2", "--seq-length", "4092"))
+    assert found[0] == 1 and found[1].endswith("pass --seq-length 4096, or --no-sequence-parallel")
+    for options in (["--seq-length", "4096"], ["--seq-length", "4092", "--no-sequence-parallel"]):
+        assert run(configs("Llama-3.1-70B"), "--tp", "4", "--cp", "2", *options).exit_code == 0
 
 
 def status_of_result(done) -> tuple[int, str]:

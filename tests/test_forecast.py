@@ -1,15 +1,22 @@
 """`reshard plan`: what a refit would move, from the sizes alone. That a live refit moves just that is checked in `test_refit`."""
 
 import json
+import resource
+import subprocess
+import time
 
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis.strategies import integers, lists, tuples
 from reshard.cli.main import cli
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 
 from reshard import Layout, ReshardError, VllmLayout, plan_refit
 from reshard.models.model import Model
+from reshard.refit.tables import table_of, tile_count, tiles_of
+from tests.disk import command
 from tests.test_published import PUBLISHED
 
 
@@ -129,6 +136,32 @@ def test_sizes_that_cannot_be_are_refused(engine, options, sentence):
     with pytest.raises(ReshardError) as error:
         plan_refit(model("Qwen3-32B"), Layout(tp=4, pp=2), engine, **options)
     assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize("change", [{"kv_lora_rank": 10**9}, {"q_lora_rank": 10**9}, {"vocab_size": 2 * 10**9, "hidden_size": 10**6}])  # fmt: skip
+def test_sizes_that_no_gpu_holds_are_refused_at_once_and_in_little_memory(change, tmp_path):
+    """Planned piece by piece they took gigabytes and half a minute."""
+
+    def small():
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["DeepSeek-V3"][0] | change))
+    arguments = ["plan", "--model", tmp_path, "--from", "tp=8,ep=8,etp=1", "--to", "tp=8,ep", "--ranks", "0"]
+    began = time.process_time()
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, preexec_fn=small)
+    assert done.returncode == 1 and "and no GPU holds more than" in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime < 60 and time.process_time() - began < 5
+
+
+@given(
+    copies=lists(tuples(integers(1, 300), integers(1, 300_000), integers(0, 9), integers(0, 9)), max_size=12)
+)
+def test_tiles_are_counted_as_they_are_cut(copies):
+    table = table_of(
+        [(0, 0, rows, width, width + more, width + further) for rows, width, more, further in copies]
+    )
+    assert tile_count(table) == len(tiles_of(table)[0])
 
 
 def test_data_parallel_sizes_must_make_room_for_the_experts():

@@ -2,14 +2,17 @@
 
 import json
 import re
+import shlex
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+import tomllib
 
-from tests.environments import REPOSITORY, attempt, build, clean, environment, run, size_bytes
+from reshard.core.extras import BASE
+from tests.environments import REPOSITORY, UV, attempt, build, clean, environment, run, size_bytes
 from tests.on_disk import files_of, use_disk_commands
 
 pytestmark = pytest.mark.install
@@ -96,6 +99,90 @@ def test_several_processes_without_torch_are_refused_in_a_sentence(base, checkpo
     alone = clean() | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     done = attempt([base, "-m", "reshard", "hf-to-mcore", checkpoint("qwen3"), tmp_path / "two"], env=alone)
     assert done.returncode == 1 and "this needs torch" in done.stderr and "reshard[megatron]" in done.stderr
+
+
+def test_what_every_installation_brings_is_what_is_named_where_it_is_missing():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert list(BASE.values()) == project["dependencies"]
+
+
+CALLS = {
+    "inspect": "import reshard; reshard.inspect(source)",
+    "hf_to_mcore": "import reshard; reshard.hf_to_mcore(source, source)",
+    "a module": "import reshard.disk.convert",
+    "load": "import reshard.homes.memory",
+    "a dtype": "from reshard.core.dtypes import DTYPES; DTYPES['bfloat16'].numpy()",
+    "a hub id": "import reshard.disk.hub as hub; hub.local_directory('someone/something')",
+}
+
+
+@pytest.fixture(scope="module")
+def without_deps(built, tmp_path_factory):
+    """The Python of an environment with the wheel alone, as ``pip install --no-deps`` leaves it."""
+    return environment(tmp_path_factory.mktemp("bare") / "venv", [built[0]], options=["--no-deps"])
+
+
+def test_an_installation_without_dependencies_names_the_line_that_installs_them(
+    without_deps, checkpoint, tmp_path
+):
+    """Beside a trainer: what is there stays, and what is missing is named, and only that."""
+    source, command = checkpoint("qwen3"), [without_deps, "-m", "reshard"]
+    assert run([without_deps, "-c", "import reshard; print(sorted(reshard.__all__)[0])"]) == "AutoBridge\n"
+    done = attempt([*command, "inspect", source])
+    line = re.fullmatch(
+        r"Error: this needs click and huggingface_hub and .*: pip install ('.*)\n", done.stderr
+    )
+    assert done.returncode == 1 and line is not None, done.stderr
+    *others, last = shlex.split(line[1])
+    assert last == "xxhash>=3.0" and len(others) == 4
+    run(
+        [
+            *UV,
+            "pip",
+            "install",
+            "--python",
+            without_deps,
+            *[name for name in others if "ml_dtypes" not in name and "hub" not in name],
+        ]
+    )
+    for name in ("inspect", "check", "diff", "hf-to-mcore", "mcore-to-hf", "plan", "memory"):
+        paths = [source] * (1 + (name in ("diff", "hf-to-mcore", "mcore-to-hf")))
+        options = {"plan": ["--from", "tp=1", "--to", "tp=1", "--model"], "memory": ["--model"]}.get(name, [])
+        done = attempt([*command, name, *options, *paths])
+        assert (
+            re.fullmatch(f"Error: {MISSING}", done.stderr) or done.returncode == 0 or name == "mcore-to-hf"
+        ), done.stderr
+    for statement in CALLS.values():
+        program = f"source = {str(source)!r}\ntry:\n    {statement}\nexcept __import__('reshard').ReshardError as error: print(error)"
+        assert re.fullmatch(MISSING, run([without_deps, "-c", program])), statement
+    run([*UV, "pip", "install", "--python", without_deps, *others, last])
+    (tmp_path / "out").mkdir()
+    use_disk_commands(without_deps, checkpoint("qwen3-moe"), tmp_path / "out")
+
+
+MISSING = (
+    "this needs huggingface_hub and ml_dtypes and xxhash, which are not installed here: "
+    "pip install 'huggingface-hub>=0.25' 'ml_dtypes>=0.4' 'xxhash>=3.0'\n"
+)
+
+
+@pytest.mark.parametrize("missing", ["ml_dtypes", "xxhash"])
+def test_a_vllm_beside_which_something_is_missing_says_what_and_its_extension_for_refits_is_there(missing):
+    """The real vLLM's plugin, in a process that cannot import the package."""
+    program = f"""import logging, sys
+sys.modules[{missing!r}] = None
+logging.basicConfig(stream=sys.stdout, format="%(message)s", force=True)
+from reshard.engines.vllm.plugin import register
+register()
+from reshard.engines.vllm.worker import RefitExtension
+try:
+    from reshard.engines.vllm.loader import ReshardModelLoader
+except __import__("reshard").ReshardError as error:
+    print("loader:", error)
+print(RefitExtension.__name__)"""
+    said = run([sys.executable, "-c", program])
+    needs = f"this needs {missing}, which is not installed here: pip install '{BASE[missing]}'"
+    assert f"no --load-format reshard: {needs}" in said and f"loader: {needs}\nRefitExtension\n" in said
 
 
 @pytest.mark.parametrize("inside", [".", "tests", "examples"])

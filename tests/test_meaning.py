@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -622,7 +623,9 @@ def test_use_checkpoint_args_needs_the_listed_flags_and_no_others(checkpoint, tm
     cases, flags = [], {"layernorm_epsilon": "--norm-epsilon", "apply_rope_fusion": "--no-rope-fusion"}
     for variant in RESTORED:
         directory = tmp_path / variant
-        hf_to_mcore(checkpoint(variant), directory, transformer_impl="local")
+        source = shutil.copytree(checkpoint(variant), tmp_path / f"{variant}-hf")
+        (source / "tokenizer.json").write_text("{}")  # whose type is a flag, too
+        hf_to_mcore(source, directory, transformer_impl="local")
         lines = (directory / "megatron_flags.txt").read_text().splitlines()
         words = " ".join(lines).split()
         flags |= {word.removeprefix("--").replace("-", "_"): word for word in words if word.startswith("--")}

@@ -162,8 +162,40 @@ def test_an_interrupt_ends_quietly_and_can_be_resumed(whole, tmp_path):
     with held_run(whole["hf-to-mcore"][0], tmp_path / "out") as (process, go):
         process.send_signal(signal.SIGINT)
         stderr = go()
-    assert process.returncode == 130 and "Traceback" not in stderr and not (tmp_path / "out").exists()
+    assert process.returncode == 130 and not (tmp_path / "out").exists()
+    assert stderr == "\nInterrupted: the same command with --resume goes on.\n"
     assert resumed("hf-to-mcore", whole, tmp_path / "out") > 0
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_every_command_says_what_an_interrupted_run_has_left_and_how_it_goes_on(direction, whole, tmp_path):
+    out, partial = tmp_path / "out", tmp_path / ".out.reshard-partial"
+    with held_run(whole[direction][0], out, direction=direction) as (process, _):
+        running = cli("inspect", out)
+        process.kill()
+    (tmp_path / "held").unlink()
+    assert running.returncode == 1 and f"a run is writing {out}" in running.stderr
+    before = tree(partial)
+    commands = [
+        ["inspect"],
+        ["check"],
+        ["diff", whole["mcore-to-hf"][0]],
+        ["plan", "--from", "tp=1", "--to", "tp=1", "--model"],
+    ]
+    for command, path in [
+        *((command, out) for command in commands),
+        (["inspect"], partial),
+        (["inspect"], partial / "tree"),
+    ]:
+        done = cli(*command, path)
+        assert (
+            done.returncode == 1 and "--resume goes on" in done.stderr and f"left of {out}" in done.stderr
+        ), done.stderr
+    back = {"hf-to-mcore": "mcore-to-hf", "mcore-to-hf": "hf-to-mcore"}[direction]
+    assert "--resume goes on" in cli(back, out, tmp_path / "back").stderr
+    assert tree(partial) == before
+    resumed(direction, whole, out)
+    assert cli("inspect", out).returncode == 0, "the control"
 
 
 def test_a_source_that_shrinks_meanwhile_is_one_sentence(whole, tmp_path):

@@ -85,7 +85,9 @@ def test_ctrl_c_in_the_terminal_is_the_parents(source, tmp_path):
         parent = psutil.Process(process.pid)
         send(signal.SIGINT, *parent.children(), parent)  # as a terminal does it
         stderr = process.communicate(timeout=60)[1]
-    assert process.returncode == 130 and stderr.strip().endswith("Interrupted.")
+    assert process.returncode == 130 and stderr.strip().endswith(
+        "Interrupted: the same command with --resume goes on."
+    )
 
 
 @pytest.mark.parametrize("threads", [False, True])

@@ -37,6 +37,10 @@ __all__ = ["AutoBridge", "Layout", "ReshardError", "VllmLayout", "check", "diff"
            "inspect", "load", "mcore_to_hf", "memory", "offload", "onload", "plan_refit", "read_model", "save"]  # fmt: skip
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f"reshard.{_HOMES[name]}"), name)

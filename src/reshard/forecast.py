@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from math import lcm
+from math import lcm, prod
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,10 @@ from reshard.megatron.parameters import Mapping, expand, padded_vocab_size
 from reshard.megatron.ranks import LiveShard, Ranks, live_shards
 from reshard.models.model import Model
 from reshard.refit.routes import Seat, distance, nearest
-from reshard.refit.tables import table_of, tiles_of
+from reshard.refit.tables import table_of, tile_count
 
+# More than the memory of any GPU.
+MAX_RANK_BYTES = 1 << 40
 # Columns of a copy table, each an int64.
 COPY_BYTES = 6 * 8
 
@@ -142,6 +144,7 @@ def plan_refit(
     for done, rank in enumerate(chosen):
         begin, gpu = time.perf_counter(), gpu_of[rank]
         wanted = vllm_placement(model, engine.rank(model, rank))
+        _check_bytes(wanted, itemsize, rank)
         shards = source.of(wanted)
         plan = make_plan(Placement.of(mapping.shapes, (shard.tensor for shard in shards.values())), wanted)
         rows, by_holders = [], Counter[tuple[int, ...]]()
@@ -163,7 +166,7 @@ def plan_refit(
             found_on[
                 done, [other % gpus_per_host for other in holders if colocated and distances[other] < 3]
             ] += n
-        tables = len(tiles_of(table_of(rows))[0]) * COPY_BYTES
+        tables = tile_count(table_of(rows)) * COPY_BYTES
         seconds = time.perf_counter() - begin
         at_home, host, network = amounts[0] + amounts[1], amounts[2], amounts[3]
         planned.append(
@@ -230,6 +233,17 @@ class _Trainer:
                 n = sum(part.box.volume * widths[part.name] for part in shard.tensor.parts)
                 total[list(shard.ranks)] += n
         return total.tolist()
+
+
+def _check_bytes(wanted: Placement, itemsize: int, rank: int) -> None:
+    """Raise ReshardError where an inference rank would hold more than any GPU: copies are planned in pieces."""
+    held = {id: prod(tensor.shape) * itemsize for id, tensor in wanted.tensors.items()}
+    if sum(held.values()) > MAX_RANK_BYTES:
+        largest = max(held, key=held.__getitem__)
+        raise ReshardError(
+            f"the engine's rank {rank} would hold {sum(held.values()):,} bytes of weights, {held[largest]:,} of them in "
+            f"{largest[0]}, and no GPU holds more than {MAX_RANK_BYTES:,}: plan more ranks, or correct the config"
+        )
 
 
 def _ranks_per_stage(model: Model, trainer: Layout, dp: int | None, cp: int) -> int:

@@ -7,6 +7,8 @@ these.
 from dataclasses import dataclass
 from typing import Any
 
+from reshard.core.extras import importing
+
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
@@ -20,7 +22,8 @@ class Dtype:
 
     def numpy(self) -> Any:
         """The numpy dtype."""
-        import ml_dtypes
+        with importing():
+            import ml_dtypes
         import numpy
 
         return numpy.dtype(getattr(ml_dtypes, self.name, None) or self.name)

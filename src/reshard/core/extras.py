@@ -1,4 +1,5 @@
-"""What an installation without extras lacks, said in one sentence that names the extra."""
+"""What an installation lacks, said in one sentence with the line that installs it: an extra, or what every installation
+brings but one with ``--no-deps``."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,6 +7,11 @@ from importlib.util import find_spec
 
 from reshard.core.errors import ReshardError
 
+# What all commands and calls are made of, by its name in Python, as pyproject.toml has it.
+BASE = {
+    "click": "click>=8.1", "huggingface_hub": "huggingface-hub>=0.25", "ml_dtypes": "ml_dtypes>=0.4", "numpy": "numpy>=1.26",
+    "xxhash": "xxhash>=3.0",
+}  # fmt: skip
 # Which extra brings a package, for those who ask for the package alone.
 EXTRA_OF = {"megatron.core": "megatron", "torch": "megatron", "transformers": "parity", "vllm": "vllm"}
 
@@ -18,10 +24,16 @@ def require(extra: str, *packages: str) -> None:
             raise _lacking(package, extra)
 
 
+def require_base() -> None:
+    """Raise ReshardError, with the line that installs them, where packages are not installed that weights on disk need."""
+    if not all(map(_is_installed, ("ml_dtypes", "numpy", "xxhash"))):
+        raise _lacking_base()
+
+
 @contextmanager
-def importing(extra: str) -> Iterator[None]:
-    """Around imports of packages that `extra` brings: raises ReshardError, naming it, where one of them is
-    not installed."""
+def importing(extra: str | None = None) -> Iterator[None]:
+    """Around imports of packages that `extra`, or every installation, brings: raises ReshardError, with the line that
+    installs it, where one of them is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -52,6 +64,8 @@ def lacking(error: ModuleNotFoundError, extra: str | None = None) -> ReshardErro
     package = "megatron.core" if error.name == "megatron" else ".".join((error.name or "").split(".")[:2])
     if not package.startswith("megatron."):
         package = package.partition(".")[0]
+    if package in BASE and not _is_installed(package):
+        return _lacking_base()
     extra = extra or EXTRA_OF.get(package)
     if extra is None or package in ("", "reshard") or _is_installed(package):
         return None
@@ -63,6 +77,15 @@ def _is_installed(package: str) -> bool:
         return find_spec(package) is not None
     except ModuleNotFoundError:  # the package that it would be in is not there
         return False
+
+
+def _lacking_base() -> ReshardError:
+    missing = [name for name in BASE if not _is_installed(name)]
+    requirements = " ".join(f"'{BASE[name]}'" for name in missing)
+    are = "is" if len(missing) == 1 else "are"
+    return ReshardError(
+        f"this needs {' and '.join(missing)}, which {are} not installed here: pip install {requirements}"
+    )
 
 
 def _lacking(package: str, extra: str) -> ReshardError:

@@ -234,8 +234,6 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
     allow_many_files()
     path = Path(path)
     worker_count(workers)
-    if not path.exists():
-        raise ReshardError(f"{path} does not exist")
     try:
         with meaning_only_noted():  # bytes are compared, whatever they mean
             source = open_source(path)

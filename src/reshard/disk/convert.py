@@ -22,7 +22,7 @@ from reshard.disk.megatron import MegatronSource
 from reshard.disk.nvfp4 import Nvfp4
 from reshard.disk.quantised import Quantised
 from reshard.disk.run import Run
-from reshard.disk.source import Source
+from reshard.disk.source import Source, has_tokenizer
 from reshard.disk.streams import SLAB_BYTES, TensorInfo
 from reshard.disk.team import Team
 from reshard.disk.verify import SourceChecks
@@ -150,7 +150,9 @@ def hf_to_mcore(
         )
         report.notices += src.model.caveats(transformer_impl)
         report.bytes_per_rank = new.rank_files.tensor_bytes()
+        report.notices += _without_tokenizer(src, report)
         if dry_run:
+            report.notices += _without_space(work, new.sizes)
             return report
 
         options = {"dtype": target and target.name, "impl": transformer_impl, "divisible": make_vocab_size_divisible_by,
@@ -249,7 +251,9 @@ def mcore_to_hf(
         report = _report(
             "mcore-to-hf", src, source, destination, "whole tensors", new.sizes, workers, dry_run, team
         )
+        report.notices += _without_tokenizer(src, report)
         if dry_run:
+            report.notices += _without_space(work, new.sizes)
             return report
 
         run = Run(
@@ -291,6 +295,28 @@ def _ignored_field(src: Source) -> dict[str, list[str]]:
     """The fields of the config, or arguments of the checkpoint, that were ignored, for the manifest: what is
     written contradicts them."""
     return {"ignored_config_fields": sorted(src.model.ignored)} if src.model.ignored else {}
+
+
+def _without_tokenizer(src: Source, report: Report) -> list[str]:
+    """What is said where no tokenizer comes with the weights."""
+    if has_tokenizer(src.hf_files()):
+        return []
+    place = src.hf_directory() or src.path
+    if report.direction == "mcore-to-hf":
+        return [f"{place} has no tokenizer, and so {report.destination} has none: copy one there"]
+    return [
+        f"{place} has no tokenizer: training takes --tokenizer-type and --tokenizer-model of one from elsewhere"
+    ]
+
+
+def _without_space(work: Workdir, sizes: dict[str, int]) -> list[str]:
+    """What is said where the disk has no space for files of these sizes."""
+    needed, free = work.space(sizes)
+    return (
+        [f"it will not fit: {work.destination} needs {needed:,} more bytes, but the disk has {free:,} free"]
+        if needed > free
+        else []
+    )
 
 
 def _run_notices(run: Run) -> list[str]:

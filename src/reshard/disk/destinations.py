@@ -21,6 +21,7 @@ from reshard.disk.manifest import NAME as MANIFEST
 from reshard.disk.manifest import file_entry, manifest_json, printable
 from reshard.disk.quantised import Quantised
 from reshard.disk.rank_files import RankFiles, file_bytes
+from reshard.disk.source import has_tokenizer
 from reshard.disk.streams import Strip, TensorInfo, grouped_strips, strip_of
 from reshard.disk.workdir import Workdir
 from reshard.formats import safetensors, torch_dist
@@ -117,7 +118,7 @@ class MegatronFiles(Destination):
         self.sizes = self.rank_files.sizes()
         self.dtype = tensors[next(iter(tensors))].dtype
         self.args = arguments(model, layout, vocab, divisible_by, self.dtype, transformer_impl)
-        self.flags = command_line(self.args, megatron_lm)
+        self.flags = command_line(self.args, megatron_lm, has_tokenizer(beside))
         # Thousands of objects to pickle, which may be done while tensors are written.
         self.metadata: Callable[[], bytes] = self.rank_files.metadata
 

@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 
 from reshard.core.errors import ReshardError, first_line
+from reshard.core.extras import importing
+from reshard.disk.workdir import unfinished
 
 # What a conversion needs of a repository.
 BESIDE_WEIGHTS = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
@@ -24,15 +26,19 @@ def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
         return path
     if os.path.exists(path):
         raise ReshardError(f"{source} is a file, not a directory")
+    left = unfinished(path)
+    if left is not None:
+        raise ReshardError(left)
     name, revision = check_hub_id(source)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    with importing():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))

@@ -25,6 +25,7 @@ from reshard.disk.manifest import read_manifest
 from reshard.disk.source import Source, ignored_as_recorded, read_config
 from reshard.disk.streams import Strip, StripReader, TensorInfo, strip_of
 from reshard.disk.versions import FileVersions
+from reshard.disk.workdir import unfinished
 from reshard.formats import torch_dist, torch_zip
 from reshard.megatron.checkpoint import placement_of_keys, refuse_others, vocab_rows
 from reshard.megatron.parameters import expand
@@ -41,8 +42,8 @@ class MegatronSource(Source):
         found = locate(path)
         if found is None:
             raise ReshardError(
-                f"{path} is no Megatron torch_dist checkpoint: it has neither "
-                f"{torch_dist.TRACKER} nor .metadata"
+                unfinished(path)
+                or f"{path} is no Megatron torch_dist checkpoint: it has neither {torch_dist.TRACKER} nor .metadata"
             )
         self.path, self.located = path, found
         self.hf_config, self.root, directory = hf_config, found.root, found.directory

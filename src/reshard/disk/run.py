@@ -338,14 +338,7 @@ class Run:
 
     def _check_space(self) -> None:
         """Raise ReshardError where the disk has no space for what all processes have yet to write."""
-        needed = 0
-        for name, size in self.sizes.items():
-            try:
-                needed += max(0, size - os.lstat(self.work.tree / name).st_blocks * 512)
-            except OSError:
-                needed += size
-        status = os.statvfs(self.work.destination.parent)
-        free = status.f_bavail * status.f_frsize
+        needed, free = self.work.space(self.sizes)
         if needed > free:
             raise ReshardError(
                 f"{self.work.destination} needs {needed:,} more bytes, but the disk has {free:,} free",

@@ -2,7 +2,7 @@
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,9 @@ WEIGHT_SUFFIXES = (
     ".distcp",
     ".ckpt",
 )
+
+# Files that are enough for a tokenizer, besides sentencepiece's and tiktoken's, which are named by their ends.
+TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json")
 
 
 class Source(ABC):
@@ -126,6 +129,11 @@ def files_beside(directory: Path) -> list[Path]:
     apart = (MANIFEST, MODELOPT_CONFIG, *OF_TRAINERS)
     files = [p for p in sorted(directory.iterdir()) if p.is_file() and p.name not in apart]
     return [p for p in files if not p.name.startswith(".") and not p.name.endswith(WEIGHT_SUFFIXES)]
+
+
+def has_tokenizer(names: Iterable[str]) -> bool:
+    """Whether a tokenizer is among the files that lie beside weights."""
+    return any(name in TOKENIZERS or name.endswith((".tiktoken", ".model")) for name in names)
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from reshard.disk.huggingface import HuggingFaceSource
 from reshard.disk.locate import ITERATION, check_config, locate
 from reshard.disk.megatron import MegatronSource
 from reshard.disk.source import Source, ignored_as_recorded, read_config
+from reshard.disk.workdir import unfinished
 from reshard.formats import torch_dist
 from reshard.models.model import Model
 
@@ -20,6 +21,9 @@ def open_source(
     dequantize_to: Dtype | None = None,
 ) -> Source:
     """Open a directory of either format. Raises ReshardError where it is none."""
+    left = None if (path / "config.json").is_file() else unfinished(path)
+    if left is not None and (not path.exists() or locate(path) is None):
+        raise ReshardError(left)
     if not path.exists():
         raise ReshardError(f"{path} does not exist")
     if not path.is_dir():

@@ -2,6 +2,7 @@
 each, or not at all."""
 
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ def version_of(path: Path) -> FileVersion | None:
     try:
         status = os.stat(path)
     except OSError:
+        return None
+    if stat.S_ISDIR(status.st_mode):
         return None
     return FileVersion(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 

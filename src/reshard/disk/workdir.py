@@ -24,7 +24,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from reshard.formats.torch_dist import TRACKER
 MARK, FINGERPRINT, TREE, REPLACED = "reshard-run", "fingerprint", "tree", "replaced"
 # What the fingerprint of a live model's save says, which nobody resumes.
 SAVE = "a save of a live model"
-_MAX_NAME_BYTES = 255
+_MAX_NAME_BYTES, _HIDDEN_END = 255, ".reshard-partial"
 # How the directory is made: a bit that nobody else's empty directories have says that it is ours before there
 # is a mark in it. Nobody else writes into it, whatever the umask.
 _NEW = 0o1755
@@ -59,11 +59,7 @@ class Workdir:
         process: int = 0,
     ) -> None:
         self.source, self.reads, self.destination = source, list(reads), Path(os.path.abspath(destination))
-        name = self.destination.name
-        hidden = f".{name}.reshard-partial"
-        if len(os.fsencode(hidden)) > _MAX_NAME_BYTES:
-            hidden = f".{hashlib.sha256(os.fsencode(name)).hexdigest()}.reshard-partial"
-        self.path = self.destination.parent / hidden
+        self.path = _hidden(self.destination)
         self.tree = self.path / TREE
         self.overwrite, self.resume, self.process = overwrite, resume, process
         self.lock: int | None = None
@@ -231,11 +227,19 @@ class Workdir:
                 self.close()
 
     def _recorded(self) -> dict:
-        try:
-            found = json.loads((self.path / FINGERPRINT).read_text(encoding="utf-8"))
-            return found if isinstance(found, dict) else {}
-        except (OSError, ValueError, RecursionError):
-            return {}
+        return _recorded_in(self.path)
+
+    def space(self, sizes: Mapping[str, int]) -> tuple[int, int]:
+        """The bytes that files of these sizes have yet to take on the disk, and those that are free there."""
+        needed = 0
+        for name, size in sizes.items():
+            try:
+                needed += max(0, size - os.lstat(self.tree / name).st_blocks * 512)
+            except OSError:
+                needed += size
+        folder = next(parent for parent in self.destination.parents if parent.is_dir())
+        status = os.statvfs(folder)
+        return needed, status.f_bavail * status.f_frsize
 
     def _prepare(self, fingerprint: str, resume: bool) -> None:
         recorded, self.prepared = self._recorded(), True
@@ -395,6 +399,56 @@ def _remove(tree: str | Path) -> None:
     with contextlib.suppress(OSError, RuntimeError), ThreadPoolExecutor(REMOVERS) as pool:
         list(pool.map(os.unlink, files))  # what is left, and why, is said next
     shutil.rmtree(tree)
+
+
+def unfinished(path: Path) -> str | None:
+    """What a path is, or the destination of, that a run has not finished, and how to go on, as a sentence; None where there is
+    no such run."""
+    for folder in (_hidden(Path(os.path.abspath(path))), path, path.parent):
+        if not folder.name.endswith(_HIDDEN_END) or not _is_ours(folder) or not _recorded_in(folder):
+            continue
+        name = folder.name.removeprefix(".").removesuffix(_HIDDEN_END)
+        what = folder.with_name(name)
+        if _hidden(what) != folder:  # of a name that is too long
+            what = path
+        if _is_locked(folder):
+            return f"a run is writing {what}, in {folder}: wait for it to end"
+        if _recorded_in(folder).get("run") == SAVE:
+            return f"{folder} is what a save of {what} has left that did not end: save again"
+        return (
+            f"{folder} is what an interrupted run has left of {what}: the same command with --resume goes on with it, and without "
+            f"begins anew"
+        )
+    return None
+
+
+def _hidden(destination: Path) -> Path:
+    """The hidden directory of a destination."""
+    name = f".{destination.name}{_HIDDEN_END}"
+    if len(os.fsencode(name)) > _MAX_NAME_BYTES:
+        name = f".{hashlib.sha256(os.fsencode(destination.name)).hexdigest()}{_HIDDEN_END}"
+    return destination.parent / name
+
+
+def _recorded_in(folder: Path) -> dict:
+    """What a run says of itself in its hidden directory; nothing where it has not come to that."""
+    try:
+        recorded = json.loads((folder / FINGERPRINT).read_text(encoding="utf-8"))
+        return recorded if isinstance(recorded, dict) else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether a run is at it."""
+    try:
+        with open(folder / MARK, "rb") as mark:
+            fcntl.flock(mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _is_ours(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, fields
+from math import lcm
 from typing import Any
 
 from reshard.core.errors import ReshardError, listed
@@ -218,9 +219,11 @@ class Plan:
         if model.num_experts and layout.tp > 1 and not together:
             raise ReshardError("Megatron trains experts with TP only with sequence parallelism")
         if together and t.seq_length // t.cp % layout.tp:
+            step = lcm(parts, t.cp * layout.tp)
+            without = "" if model.num_experts else ", or --no-sequence-parallel"
             raise ReshardError(
-                f"--seq-length {t.seq_length} / cp {t.cp} is not divided by tp {layout.tp}, as sequence "
-                f"parallelism needs"
+                f"--seq-length {t.seq_length} / cp {t.cp} is not divided by tp {layout.tp}, as sequence parallelism "
+                f"needs: pass --seq-length {-(-t.seq_length // step) * step}{without}"
             )
         return Plan(
             model, layout, training, Recompute.of(t.recompute), dp, per_stage,

@@ -105,9 +105,11 @@ def arguments_for(args: dict[str, Any], version: tuple[int, int]) -> dict[str, A
     return older | ({"rotary_scaling_factor": 1.0} if args.get("rope_type") == "rope" else {})
 
 
-def command_line(args: dict[str, Any], version: tuple[int, int] = NEWEST) -> list[str]:
-    """The flags for these arguments of a version of Megatron-LM, one ``--flag value`` an item. Raises what
-    `arguments_for` does."""
+def command_line(
+    args: dict[str, Any], version: tuple[int, int] = NEWEST, tokenizer: bool = True
+) -> list[str]:
+    """The flags for these arguments of a version of Megatron-LM, one ``--flag value`` an item; with `tokenizer` those of one
+    that lies beside the checkpoint. Raises what `arguments_for` does."""
     args = arguments_for(args, version)
     flags = []
     string_layout = args.get("pipeline_model_parallel_layout") is not None
@@ -130,7 +132,7 @@ def command_line(args: dict[str, Any], version: tuple[int, int] = NEWEST) -> lis
             flags.append(f"{flag} [{','.join(map(str, value))}]")
         else:
             flags.append(f"{flag} {value}")
-    return [*flags, TOKENIZER]
+    return [*flags, TOKENIZER] if tokenizer else flags
 
 
 def checkpoint_args(args: dict[str, Any], world_size: int, dtype: Dtype, iteration: int) -> dict[str, Any]:

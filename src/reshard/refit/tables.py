@@ -97,6 +97,17 @@ def tiles_of(table: np.ndarray, tile_bytes: int = TILE_BYTES) -> tuple[np.ndarra
     return tiles, origin[index]
 
 
+def tile_count(table: np.ndarray, tile_bytes: int = TILE_BYTES) -> int:
+    """How many tiles `tiles_of` cuts copies into."""
+    rows, width = table[:, ROWS], table[:, WIDTH]
+    read = bytes_in_source(width, table[:, CODEC])
+    solid = (rows == 1) | ((table[:, SRC_PITCH] == read) & (table[:, DST_PITCH] == width))
+    in_one_row = -(-rows * width // tile_bytes)
+    row_by_row = rows * -(-width // tile_bytes)
+    whole_rows = -(-rows // np.maximum(1, tile_bytes // np.maximum(1, width)))
+    return int(np.where(solid, in_one_row, np.where(width > tile_bytes, row_by_row, whole_rows)).sum())
+
+
 def interleaved(groups: np.ndarray) -> np.ndarray:
     """An order in which the groups (one number for each tile) take turns, so that the links to all peers are
     busy at once."""

@@ -55,8 +55,19 @@ class RefitExtension:
         timeout: float = 60.0,
         exact: bool = False,
     ) -> None:
-        """Join the members at ``host:port`` as rank `first_rank` plus this worker's rank, of `size` in all,
-        and connect. `exact` is `VllmModel`'s, for layers in fp8."""
+        """Join the trainer's ranks and the other workers, and connect; every worker and every rank does so at the same time.
+
+        `address` is the ``host:port`` at which member 0 serves, the first of the trainer's ranks as a rule. This worker is member
+        `first_rank` plus its own rank within the engine: `first_rank` is how many members come before the engine, which are
+        the trainer's ranks, and the workers of engines before this one. `size` is how many members there are in all.
+
+        `executor`, the way that bytes go, and `bucket_bytes`, the memory of a rank for those that cannot be read where they
+        are, are those of `reshard.refit.connect`. `timeout` is for how many seconds members wait for each other,
+        in this call and in every refit. `exact` is that of `VllmModel`: layers in fp8 blocks get bit for bit what vLLM's own
+        loading makes of the weights.
+
+        Raises ReshardError, as on every other member, where the two sides do not hold the same model or a member is missing.
+        """
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
         # By the index: the data parallel rank is 0 in each of the engines of a model without experts.
         mine = self.rank + parallel.data_parallel_index * parallel.world_size  # type: ignore[attr-defined]
