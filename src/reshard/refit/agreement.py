@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from reshard.core.errors import ReshardError, listed
-from reshard.refit.hosts import this_host
+from reshard.refit.checks import check_greeting, check_hello, check_own, gathered
+from reshard.refit.hosts import namespaces, this_host
 from reshard.refit.members import Members
 from reshard.refit.routes import Seat, distance, way_between
-from reshard.refit.wire import pack_json, unpack_json
+from reshard.refit.wire import unpack_json
 
-PROTOCOL = 7
+PROTOCOL = 8
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,17 @@ def agree(members: Members, mine: dict[str, Any]) -> Agreement:
     Raises ReshardError where they are not of one version and kind of device, where a side is missing, or
     where two ask for different executors.
     """
-    peers = [unpack_json(payload) for payload in members.gather("hello", pack_json(mine))]
+    peers = gathered(members, "hello", mine)
+    for rank, peer in enumerate(peers):
+        check_greeting(peer, rank)
     members.names = {rank: peer["name"] for rank, peer in enumerate(peers)}
     for peer in peers:
-        for key in ("protocol", "reshard", "device"):
-            both_have_a_side = peer["roles"] and mine["roles"]
-            if peer[key] != mine[key] and (key != "device" or both_have_a_side):
-                raise ReshardError(f"{peer['name']} has {key} {peer[key]}, {mine['name']} has {mine[key]}")
+        _check_alike("protocol", peer, mine)
+    for peer in peers:
+        check_hello(peer)
+        _check_alike("reshard", peer, mine)
+        if peer["roles"] and mine["roles"]:
+            _check_alike("device", peer, mine)
     having = {
         role: [r for r, peer in enumerate(peers) if role in peer["roles"]]
         for role in ("trainer", "inference")
@@ -81,10 +86,24 @@ def agree(members: Members, mine: dict[str, Any]) -> Agreement:
     )  # fmt: skip
 
 
-def one_config(members: Members, engines: list[int]) -> dict[str, Any]:
-    """The config that all inference ranks have published as ``model``. Raises ReshardError where two serve
+def _check_alike(key: str, peer: dict[str, Any], mine: dict[str, Any]) -> None:
+    if peer[key] != mine[key]:
+        raise ReshardError(f"{peer['name']} has {key} {peer[key]}, {mine['name']} has {mine[key]}")
+
+
+def one_config(members: Members, engines: list[int], mine: bytes) -> dict[str, Any]:
+    """The config that all inference ranks have published as ``model``, this one as `mine`. Raises ReshardError where two serve
     different models."""
-    read = [(rank, unpack_json(members.read("model", rank))) for rank in engines]
+    read = []
+    for rank in engines:
+        payload = members.read("model", rank)
+        if rank == members.rank:
+            check_own(members, "model", mine, payload)
+        read.append((rank, unpack_json(payload, f"the config of {members.names[rank]}")))
+        if not isinstance(read[-1][1], dict):
+            raise ReshardError(
+                f"the config of {members.names[rank]} is a {type(read[-1][1]).__name__}, not an object"
+            )
     first, config = read[0]
     for rank, other in read[1:]:
         different = sorted(key for key in config.keys() | other.keys() if config.get(key) != other.get(key))
@@ -109,5 +128,5 @@ def hello(name: str, roles: list[str], device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         gpu = str(torch.cuda.get_device_properties(device).uuid)
     mine = {"name": name, "roles": roles, "device": device.type, "gpu": gpu}
-    process = {"host": this_host(), "user": os.getuid(), "pid": os.getpid()}
+    process = {"host": this_host(), "namespaces": namespaces(), "user": os.getuid(), "pid": os.getpid()}
     return {"protocol": PROTOCOL, "reshard": version("reshard"), **mine, **process}

@@ -75,7 +75,8 @@ class Link:
         self.refits = 0
         self.version: int | None = None
         self.pull = Pull(engine.engine, members.rank, members.names, device) if engine is not None else None
-        self.staged = Staged(members, device, agreed.bucket_bytes)
+        processes = [peer["pid"] for peer in agreed.peers]
+        self.staged = Staged(members, device, agreed.bucket_bytes, processes)
         self.buckets = Buckets(members, agreed.participants, device, agreed.bucket_bytes)
         self.broken = False
         if engine is not None:
@@ -90,7 +91,7 @@ class Link:
     def _set_up(self) -> None:
         """Make the first tables, and agree on buckets with all members."""
         if self.engine is not None:
-            self.engine.read_memory(self.engine.pieces)
+            self.engine.hear_answers()
         outgoing, incoming = self._prepare()
         self.buckets.agree(outgoing.get(BUCKETS, {}), incoming.get(BUCKETS, {}))
         if self.pull is not None and self.buckets.group is not None:
@@ -140,7 +141,9 @@ class Link:
             with self.members.turn(f"refit {self.refits}"):
                 wanted = _checked(version)
                 trainer_moved, engine_moved = self._ready()
-                agreed = self.members.go(wanted, "moved" if trainer_moved else "")
+                agreed = self.members.go(
+                    wanted, self.trainer.memory_digest.hex() if self.trainer is not None else ""
+                )
                 self._follow(trainer_moved, engine_moved)
                 waited = time.perf_counter()
                 if self.engine is not None:
@@ -209,9 +212,7 @@ class Link:
         stays = not self.broken and not engine_moved and not (trainer_moved and self._sends())
         moved: list[int] = []
         if self.engine is not None and self.pull is not None:
-            notes = self.members.note_of(self.engine.pieces)
-            moved = [rank for rank, note in notes.items() if note]
-            self.engine.read_memory(moved)
+            moved = self.engine.read_moved(self.members.note_of(self.engine.pieces))
             pulled = {
                 rank: self.engine.memory[rank]
                 for rank, way in self.engine.ways().items()
