@@ -1,7 +1,7 @@
 """What all members agree on before anything is planned: who has which side, and by which way bytes may go."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.refit.checks import check_greeting, check_hello, check_own, gathered
 from reshard.refit.hosts import namespaces, this_host
 from reshard.refit.members import Members
-from reshard.refit.routes import Seat, distance, way_between
+from reshard.refit.routes import Seat, distance, way_between, why_apart
 from reshard.refit.wire import unpack_json
 
 PROTOCOL = 8
@@ -20,7 +20,8 @@ PROTOCOL = 8
 class Agreement:
     """`peers` are the members' own words (`hello`), `trainers` and `engines` the ranks that have a
     side, `executor` what one has chosen or ``auto``, `bucket_bytes` the least that one gives, `releases`
-    whether a trainer wants its memory for itself."""
+    whether a trainer wants its memory for itself, `unmapped` why an inference rank could not map a trainer's memory when it
+    tried to at connect, by the ranks of both."""
 
     rank: int
     peers: list[dict[str, Any]]
@@ -29,6 +30,7 @@ class Agreement:
     executor: str
     bucket_bytes: int
     releases: bool
+    unmapped: dict[tuple[int, int], str] = field(default_factory=dict)
 
     @property
     def participants(self) -> list[int]:
@@ -45,8 +47,23 @@ class Agreement:
     def way(self, trainer: int, engine: int, exported: bool) -> str:
         """How an inference rank gets its pieces from a trainer's rank, whose memory other processes can map
         or not."""
+        mappable = (trainer, engine) not in self.unmapped
         return way_between(
-            self.peers[trainer], self.peers[engine], trainer == engine, self.executor, exported
+            self.peers[trainer], self.peers[engine], trainer == engine, self.executor, exported, mappable
+        )
+
+    def why_apart(self, trainer: int, engine: int) -> str:
+        """Why an inference rank does not map a trainer's memory on the same host; empty where nothing keeps it from that."""
+        if trainer == engine:
+            return ""
+        said = why_apart(self.peers[trainer], self.peers[engine])
+        return said or self.unmapped.get((trainer, engine), "")
+
+    @property
+    def may_map(self) -> bool:
+        """Whether some member may come to map another's memory, if it can: the same on all."""
+        return self.executor == "auto" and any(
+            self.peers[rank]["device"] == "cuda" for rank in self.participants
         )
 
 

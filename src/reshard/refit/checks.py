@@ -44,6 +44,7 @@ MOST_BUCKETS = 1 << 20
 MOST_TIMES = 64
 MOST_ADDRESS = 1 << 62
 MOST_WORD = 200  # characters of a name
+MOST_SENTENCE = 400
 ROLES = ("trainer", "inference")
 DTYPE_NUMBERS = {name: number for number, name in enumerate(DTYPES)}
 CODEC_SOURCES = np.array([DTYPE_NUMBERS[codec.source.name] for codec in CODECS])
@@ -341,6 +342,26 @@ def _counts_buckets(pair: Any) -> bool:
     if not isinstance(pair, list) or len(pair) != 2:
         return False
     return _is_number(pair[0], AT_ONCE, MOST_ROUNDS) and _is_number(pair[1], 0, MOST_BUCKETS)
+
+
+def check_unmapped(
+    said: Sequence[Any], trainers: Sequence[int], names: Mapping[int, str]
+) -> dict[tuple[int, int], str]:
+    """By a trainer's rank and an inference rank why the second cannot map the first one's memory, from what all members have said."""
+    unmapped = {}
+    for rank, pairs in enumerate(said):
+        for pair in pairs if isinstance(pairs, list) else [None]:
+            if (
+                not isinstance(pair, list)
+                or len(pair) != 2
+                or pair[0] not in trainers
+                or not isinstance(pair[1], str)
+            ):
+                raise ReshardError(
+                    f"{names[rank]} says {pairs!r:.80} of memory that it cannot map, which makes no sense"
+                )
+            unmapped[pair[0], rank] = pair[1][:MOST_SENTENCE]
+    return unmapped
 
 
 def check_partners(said: Sequence[Any], names: Mapping[int, str]) -> None:

@@ -13,6 +13,7 @@ import torch
 from reshard.core.errors import ReshardError, first_line
 from reshard.refit.addresses import AT_ONCE, located
 from reshard.refit.agreement import Agreement, names_of
+from reshard.refit.checks import check_unmapped, gathered
 from reshard.refit.codecs import CODECS, PLAIN
 from reshard.refit.copies import wait_for_device
 from reshard.refit.engine_side import EngineSide
@@ -92,11 +93,30 @@ class Link:
         """Make the first tables, and agree on buckets with all members."""
         if self.engine is not None:
             self.engine.hear_answers()
+        self._find_unmappable()
         outgoing, incoming = self._prepare()
         self.buckets.agree(outgoing.get(BUCKETS, {}), incoming.get(BUCKETS, {}))
         if self.pull is not None and self.buckets.group is not None:
             self.pull.go_aside()
         self._unmap()
+
+    def _find_unmappable(self) -> None:
+        """Where an inference rank cannot map a trainer's memory, as on the same host between containers, agree with all members that
+        its bytes go by buckets."""
+        if self.agreed.may_map:
+            mine: list[tuple[int, str]] = []
+            if self.engine is not None and self.pull is not None:
+                peers = [rank for rank, way in self.engine.ways().items() if way == PEER]
+                mine = self.pull.unmappable({rank: self.engine.memory[rank] for rank in peers})
+            said = gathered(self.members, "unmapped", mine)
+            self.agreed.unmapped.update(check_unmapped(said, self.agreed.trainers, self.members.names))
+        if self.engine is not None:
+            for rank in self.engine.pieces:
+                if why := self.agreed.why_apart(rank, self.members.rank):
+                    names = self.members.names
+                    log.warning(
+                        "%s gets the bytes of %s in buckets: %s", names[self.members.rank], names[rank], why
+                    )
 
     def _prepare(self) -> tuple[dict[str, dict[int, Outgoing]], dict[str, dict[int, Incoming]]]:
         """Hand the transports the copies of this member, from where everything is now; what goes out and
@@ -332,10 +352,10 @@ class Link:
 
     def describe(self) -> dict[str, Any]:
         """How this member gets its bytes, for logs: the executor, whether mappings are released, and for each
-        trainer's rank the way (``same process``, ``peer``, ``staged``, ``buckets``), the bytes that arrive, and of
-        these the bytes that are cast on their way (``float32 to bfloat16``); what the engine serves quantised,
-        how, and by which kernel; and of blocks of which several ranks send parts their bytes, in how many rounds, and those of
-        the slab in which they are put together."""
+        trainer's rank the way (``same process``, ``peer``, ``staged``, ``buckets``), the bytes that arrive, of these the
+        bytes that are cast on their way (``float32 to bfloat16``), and why memory of the same host is not mapped (``apart``);
+        what the engine serves quantised, how, and by which kernel; and of blocks of which several ranks send parts their
+        bytes, in how many rounds, and those of the slab in which they are put together."""
         ways = []
         if self.engine is not None:
             memory = located(self.engine.engine.regions.values())
@@ -347,7 +367,13 @@ class Link:
                     if number != PLAIN and (table[:, CODEC] == number).any()
                 }
                 ways.append(
-                    {"from": self.members.names[rank], "way": way, "bytes": bytes_of(table), "cast": cast}
+                    {
+                        "from": self.members.names[rank],
+                        "way": way,
+                        "bytes": bytes_of(table),
+                        "cast": cast,
+                        "apart": self.agreed.why_apart(rank, self.members.rank),
+                    }
                 )
         return {
             "executor": self.agreed.executor,

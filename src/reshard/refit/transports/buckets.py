@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, first_line
 from reshard.refit.addresses import AT_ONCE
 from reshard.refit.checks import check_partners, gathered, most_buckets
 from reshard.refit.members import Members
@@ -139,8 +139,13 @@ class Buckets(Transport):
         self._meet(fresh=True)
 
     def _meet(self, fresh: bool) -> None:
-        if self.limit and self.members.rank in self.ranks:
+        if not self.limit or self.members.rank not in self.ranks:
+            return
+        try:
             self.group = group_of(self.members, self.ranks, self.device, fresh)
+        except (RuntimeError, dist.DistError) as error:
+            self.members.check()  # who has given up has said why
+            raise ReshardError(f"those that exchange buckets did not meet ({first_line(error)})") from error
 
     def prepare(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming]) -> None:
         """Cut these tables into rounds."""

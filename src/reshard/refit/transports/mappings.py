@@ -15,6 +15,9 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.live.cuda import HANDLE_BYTES, checked, driver, make_current, mapped_bytes
 
+# What is said beside why memory cannot be mapped (`said_as`).
+HINT = r"\Z", "; containers have to share pid and ipc namespaces for that, or use executor='buckets'"
+
 
 class Mappings:
     """Peers' allocations that this process has mapped, by handle; closed together."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, said_as
 from reshard.live.cuda import cuda_free, cuda_memory, exported
 from reshard.refit.addresses import AT_ONCE
 from reshard.refit.checks import check_slab, is_handle
@@ -24,7 +24,7 @@ from reshard.refit.copies import wait_for_device
 from reshard.refit.members import Members
 from reshard.refit.tables import DST, SRC, TILE_BYTES, bytes_packed
 from reshard.refit.transports.base import Incoming, Outgoing, Transport, by_round, rounds_in
-from reshard.refit.transports.mappings import Mappings
+from reshard.refit.transports.mappings import HINT, Mappings
 from reshard.refit.transports.packing import ALIGNMENT, Round, Side
 from reshard.refit.wire import pack_json, readable, unpack_json
 
@@ -74,7 +74,8 @@ class Views:
             self._unmap(whose)
         self.mapped[whose] = number, handle
         if not handle.startswith("/proc/"):
-            return self.mappings.address(handle, size, whose)
+            with said_as(HINT):
+                return self.mappings.address(handle, size, whose)
         if handle not in self.files:
             self.files[handle] = _mapped(handle, whose)
         if len(self.files[handle]) != size:
