@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from reshard.core.collector import collector_paused
-from reshard.core.errors import ReshardError, listed
+from reshard.core.errors import ReshardError
 from reshard.core.limits import MOST_BUCKET_BYTES, check_number
 from reshard.live.engine import Engine
 from reshard.live.trainer import Trainer
@@ -20,7 +20,7 @@ from reshard.refit.blocks import BF16
 from reshard.refit.engine_side import EngineSide
 from reshard.refit.link import Link
 from reshard.refit.members import Members
-from reshard.refit.routes import EXECUTORS
+from reshard.refit.routes import check_executor
 from reshard.refit.trainer_side import TrainerSide
 from reshard.refit.wire import pack_json, readable
 
@@ -49,8 +49,7 @@ def connect(members: Members, source: "Trainer | Callable[[], Trainer] | None" =
     compiling: Thread | None = None
     try:
         with members.turn("connect"), collector_paused():
-            if executor not in EXECUTORS:
-                raise ReshardError(f"executor {executor!r} is not one of {listed(EXECUTORS)}")
+            check_executor(executor)
             check_number(bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
             trains: Trainer | None = _made(
                 source, Trainer, "source", "reshard.trainers.MegatronModel(models), or another Trainer"

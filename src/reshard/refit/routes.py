@@ -3,12 +3,18 @@
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, listed
 
 # The ways of a pair. What cannot be mapped is staged through memory that can, on the same host.
 HERE, PEER, STAGED, BUCKETS = "same process", "peer", "staged", "buckets"
 SENT = (STAGED, BUCKETS)  # the trainer's rank takes part; in the others it is only read
 EXECUTORS = ("auto", PEER, STAGED, BUCKETS)
+
+
+def check_executor(value: Any, name: str = "executor") -> None:
+    """Raise ReshardError where what was given as `name` is no executor."""
+    if value not in EXECUTORS:
+        raise ReshardError(f"{name} {value!r:.80} is not one of {listed(EXECUTORS)}")
 
 
 def why_apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
