@@ -487,6 +487,15 @@ def transfer(pairs: list, url: str, port: int) -> dict:
             server.resume()
         note(f"version {version}")
     said["version"] = report.version
+    if first:
+        good = {"address": f"127.0.0.1:{port + 5}", "first_rank": 2, "size": 4}
+        wrong = [{"address": "nowhere"}, {"address": 7}, {"first_rank": "2"}, {"first_rank": -1}, {"first_rank": 4}, {"size": 1e3}, {"size": None},
+                 {"size": 1 << 40}, {"timeout": "soon"}, {"timeout": -1}]  # fmt: skip
+        said["wrong meetings"] = [
+            caught(lambda w=w: server.init_weight_transfer_engine(good | w)) for w in wrong
+        ]
+        server.start_weight_update()
+        said["wrong update"] = caught(lambda: server.update_weights({"version": 8, "verify": "no"}))
     said["two versions"] = caught(lambda: link.send(7 + dist.get_rank()))
     said["no version"] = caught(lambda: link.send(True))
     said["then"] = link.send(9).version

@@ -77,7 +77,7 @@ def rank_in(folder: str, number: str) -> None:
         os.environ.update(
             RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), CUDA_DEVICE_MAX_CONNECTIONS="1"
         )
-        own_groups = module in ("refit_on_cpu", "refit_faults_on_cpu", "fsdp_on_cpu")
+        own_groups = module.startswith("refit_") or module == "fsdp_on_cpu"
         if not own_groups:
             torch.distributed.init_process_group(
                 "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size

@@ -14,6 +14,7 @@ from reshard.engines.vllm.live import VllmModel
 from reshard.refit import agreement as agreement_module
 from reshard.refit import connect, copies
 from reshard.trainers.megatron import MegatronModel
+from tests import container
 from tests.ranks import caught
 from tests.refit_on_cpu import Steps, engine_of, fingerprint, loaded, start, trainer
 
@@ -22,10 +23,13 @@ def joining(rank: int, sides: dict) -> str:
     """What is said where the members cannot meet."""
     said = caught(lambda: start(rank, sides))
     if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group(
-            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-        )
+        alone()
     return said
+
+
+def alone() -> None:
+    """A process group of this process, where it has joined no other."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 
 
 def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], what: str):
@@ -112,6 +116,35 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
     if is_engine:
         said.append(str((destination.fit, destination.version)))
     return said
+
+
+def in_containers(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], hows: list[dict]):
+    """A trainer, and an engine in a container of its own on the same host, connected and refitted in each of some ways: what is said at connect, at the
+    refit, how the engine gets its bytes, and whether it has the right ones; and what either member says of itself."""
+
+    def work():
+        is_trainer, _, members = start(rank, sides)
+        source = MegatronModel(trainer(flags, checkpoint[1])[0]) if is_trainer else None
+        destination = None if is_trainer else VllmModel(*engine_of(checkpoint[0], load_format="dummy"))
+        said = []
+        for number, how in enumerate(hows):
+            links: list = []
+            answers = [
+                caught(
+                    lambda how=how, links=links: links.append(connect(members, source, destination, **how))
+                )
+            ]
+            for link in links:
+                answers.append(caught(lambda link=link, number=number: link.refit(version=number)))
+            right = fingerprint(destination.module) == loaded(checkpoint[0]) if destination else None
+            said.append((answers, [link.describe()["ways"] for link in links], right))
+        return said, agreement_module.hello(members.names[rank], [], torch.device("cpu"))
+
+    if rank < sides["trainer"]:
+        return work()
+    found = container.inside(work)
+    alone()
+    return found
 
 
 def death(

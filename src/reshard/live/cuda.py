@@ -67,6 +67,13 @@ def is_mapped(address: int) -> bool:
     return bool(_attribute("MAPPED", address))
 
 
+def mapped_bytes(base: int) -> int | None:
+    """The bytes of the allocation whose first address this is, also of one that another process has made; None where the driver does
+    not say."""
+    status, first, size = driver().cuMemGetAddressRange(base)
+    return None if status or int(first) != base else int(size)
+
+
 def is_exportable(base: int) -> bool:
     """Whether an allocation has a handle for other processes. Expandable segments and the pools of sleep mode
     have none."""

@@ -29,6 +29,7 @@ SHARD, ROW, COLUMN, COUNT, ELEMENTS, ENCODED = range(ASKED)
 # there; that tensor's rows and columns; and the round in which it passes through its region (`rounds_of`), or, of what
 # is made into blocks, in which it comes as bf16 where it is sent (`parts`).
 WHERE, EXTENT, ROUND = slice(ASKED, ASKED + 3), slice(ASKED + 3, ASKED + 5), ASKED + 5
+ASKED_OF_BLOCKS = ASKED + 6
 AT_ONCE = -1  # in the place of a round's number
 # Columns of where pieces lie while blocks are put together of them (`parts`): the slot, its round, the piece's first byte
 # in the slab, and the bytes from one row to the next.
@@ -212,13 +213,16 @@ def memory_of(source: Trainer, allocations: Sequence[Allocation]) -> dict[str, A
 
 
 def shards_here(memory: Mapping[str, Any], mappings: Mappings, whose: str) -> np.ndarray:
-    """(address in this process, pitch in bytes) of the shards of another process, mapping its allocations."""
+    """(address in this process, pitch in bytes) of the shards of another process, mapping its allocations; no address of those
+    that lie in none of them, which are not read (`checks.check_regions`)."""
     table = memory["regions"].copy()
     if memory["allocations"]:
-        bases, sizes, handles = zip(*memory["allocations"], strict=True)  # in the order of addresses
+        bases, sizes, _ = zip(*memory["allocations"], strict=True)  # in the order of addresses
         first, size = np.array(bases, np.int64), np.array(sizes, np.int64)
-        here = np.array([mappings.address(handle, whose) for handle in handles], np.int64)
+        here = np.array(
+            [mappings.address(handle, size, whose) for _, size, handle in memory["allocations"]], np.int64
+        )
         around = np.maximum(np.searchsorted(first, table[:, 0], "right") - 1, 0)
         inside = (table[:, 0] >= first[around]) & (table[:, 0] < first[around] + size[around])
-        table[:, 0] += np.where(inside, here[around] - first[around], 0)
+        table[:, 0] = np.where(inside, table[:, 0] + here[around] - first[around], 0)
     return table

@@ -3,17 +3,18 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from reshard.core.errors import ReshardError, listed
 from reshard.models.config_fields import ignored, ignored_config_fields
-from reshard.refit.hosts import this_host
+from reshard.refit.checks import check_greeting, check_hello, check_ignored_fields, check_own, gathered
+from reshard.refit.hosts import namespaces, this_host
 from reshard.refit.members import Members
-from reshard.refit.routes import Seat, distance, way_between
-from reshard.refit.wire import pack_json, unpack_json
+from reshard.refit.routes import Seat, distance, way_between, why_apart
+from reshard.refit.wire import unpack_json
 
 PROTOCOL = 8
 
@@ -22,7 +23,8 @@ PROTOCOL = 8
 class Agreement:
     """`peers` are the members' own words (`hello`), `trainers` and `engines` the ranks that have a
     side, `executor` what one has chosen or ``auto``, `bucket_bytes` the least that one gives, `releases`
-    whether a trainer wants its memory for itself."""
+    whether a trainer wants its memory for itself, `unmapped` why an inference rank could not map a trainer's memory when it
+    tried to at connect, by the ranks of both."""
 
     rank: int
     peers: list[dict[str, Any]]
@@ -31,6 +33,7 @@ class Agreement:
     executor: str
     bucket_bytes: int
     releases: bool
+    unmapped: dict[tuple[int, int], str] = field(default_factory=dict)
 
     @property
     def participants(self) -> list[int]:
@@ -47,8 +50,23 @@ class Agreement:
     def way(self, trainer: int, engine: int, exported: bool) -> str:
         """How an inference rank gets its pieces from a trainer's rank, whose memory other processes can map
         or not."""
+        mappable = (trainer, engine) not in self.unmapped
         return way_between(
-            self.peers[trainer], self.peers[engine], trainer == engine, self.executor, exported
+            self.peers[trainer], self.peers[engine], trainer == engine, self.executor, exported, mappable
+        )
+
+    def why_apart(self, trainer: int, engine: int) -> str:
+        """Why an inference rank does not map a trainer's memory on the same host; empty where nothing keeps it from that."""
+        if trainer == engine:
+            return ""
+        said = why_apart(self.peers[trainer], self.peers[engine])
+        return said or self.unmapped.get((trainer, engine), "")
+
+    @property
+    def may_map(self) -> bool:
+        """Whether some member may come to map another's memory, if it can: the same on all."""
+        return self.executor == "auto" and any(
+            self.peers[rank]["device"] == "cuda" for rank in self.participants
         )
 
 
@@ -58,13 +76,14 @@ def agree(members: Members, mine: dict[str, Any]) -> Agreement:
     Raises ReshardError where they are not of one kind of device, where a side is missing, or where two ask
     for different executors.
     """
-    peers = [unpack_json(payload) for payload in members.gather("sides", pack_json(mine))]
+    peers = gathered(members, "sides", mine)
+    for rank, peer in enumerate(peers):
+        check_greeting(peer, rank)
     members.names = {rank: peer["name"] for rank, peer in enumerate(peers)}
     for peer in peers:
-        if peer["device"] != mine["device"] and peer["roles"] and mine["roles"]:
-            raise ReshardError(
-                f"{peer['name']} has device {peer['device']}, {mine['name']} has {mine['device']}"
-            )
+        check_hello(peer)
+        if peer["roles"] and mine["roles"]:
+            _check_alike("device", peer, mine)
     having = {
         role: [r for r, peer in enumerate(peers) if role in peer["roles"]]
         for role in ("trainer", "inference")
@@ -91,28 +110,45 @@ def ignoring_alike(members: Members, name: str) -> Iterator[None]:
 
     Raises ReshardError where they are not of one version.
     """
-    mine = {"name": name, "roles": [], **spoken(), "ignored": sorted(ignored())}
-    peers = [unpack_json(payload) for payload in members.gather("hello", pack_json(mine))]
+    mine = {"name": name, **spoken(), "ignored": sorted(ignored())}
+    peers = gathered(members, "hello", mine)
+    for rank, peer in enumerate(peers):
+        check_greeting(peer, rank)
     for peer in peers:
-        for key in spoken():
-            if peer[key] != mine[key]:
-                raise ReshardError(f"{peer['name']} has {key} {peer[key]}, {mine['name']} has {mine[key]}")
+        _check_alike("protocol", peer, mine)
+    for peer in peers:
+        check_ignored_fields(peer)
+        _check_alike("reshard", peer, mine)
     fields = {field for peer in peers for field in peer["ignored"]}
     with ignored_config_fields(*fields, recorded=True):
         yield
 
 
 def spoken() -> dict[str, Any]:
-    """The versions that all members must have."""
+    """Return the versions that all members must have."""
     from importlib.metadata import version
 
     return {"protocol": PROTOCOL, "reshard": version("reshard")}
 
 
-def one_config(members: Members, engines: list[int]) -> dict[str, Any]:
-    """The config that all inference ranks have published as ``model``. Raises ReshardError where two serve
+def _check_alike(key: str, peer: dict[str, Any], mine: dict[str, Any]) -> None:
+    if peer[key] != mine[key]:
+        raise ReshardError(f"{peer['name']} has {key} {peer[key]}, {mine['name']} has {mine[key]}")
+
+
+def one_config(members: Members, engines: list[int], mine: bytes) -> dict[str, Any]:
+    """The config that all inference ranks have published as ``model``, this one as `mine`. Raises ReshardError where two serve
     different models."""
-    read = [(rank, unpack_json(members.read("model", rank))) for rank in engines]
+    read = []
+    for rank in engines:
+        payload = members.read("model", rank)
+        if rank == members.rank:
+            check_own(members, "model", mine, payload)
+        read.append((rank, unpack_json(payload, f"the config of {members.names[rank]}")))
+        if not isinstance(read[-1][1], dict):
+            raise ReshardError(
+                f"the config of {members.names[rank]} is a {type(read[-1][1]).__name__}, not an object"
+            )
     first, config = read[0]
     for rank, other in read[1:]:
         different = sorted(key for key in config.keys() | other.keys() if config.get(key) != other.get(key))
@@ -135,5 +171,5 @@ def hello(name: str, roles: list[str], device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         gpu = str(torch.cuda.get_device_properties(device).uuid)
     mine = {"name": name, "roles": roles, "device": device.type, "gpu": gpu}
-    process = {"host": this_host(), "user": os.getuid(), "pid": os.getpid()}
-    return {**mine, **process}
+    process = {"host": this_host(), "namespaces": namespaces(), "user": os.getuid(), "pid": os.getpid()}
+    return {**spoken(), **mine, **process}

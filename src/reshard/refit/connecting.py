@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from reshard.core.collector import collector_paused
-from reshard.core.errors import ReshardError, listed
-from reshard.core.limits import check_number
+from reshard.core.errors import ReshardError
+from reshard.core.limits import MOST_BUCKET_BYTES, check_number
 from reshard.live.engine import Engine
 from reshard.live.trainer import Trainer
 from reshard.models.model import Model
@@ -20,12 +20,11 @@ from reshard.refit.blocks import BF16
 from reshard.refit.engine_side import EngineSide
 from reshard.refit.link import Link
 from reshard.refit.members import Members
-from reshard.refit.routes import EXECUTORS
+from reshard.refit.routes import check_executor
 from reshard.refit.trainer_side import TrainerSide
-from reshard.refit.wire import pack_json
+from reshard.refit.wire import pack_json, readable
 
 BUCKET_BYTES = 512 << 20
-MOST_BUCKET_BYTES = 1 << 40
 
 
 def connect(members: Members, source: "Trainer | Callable[[], Trainer] | None" = None,
@@ -54,8 +53,7 @@ def connect(members: Members, source: "Trainer | Callable[[], Trainer] | None" =
     name = f"{' and '.join(roles) or 'idle'} rank {members.rank}"
     try:
         with members.turn("connect"), collector_paused(), ignoring_alike(members, name):
-            if executor not in EXECUTORS:
-                raise ReshardError(f"executor {executor!r} is not one of {listed(EXECUTORS)}")
+            check_executor(executor)
             check_number(bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
             trains: Trainer | None = _made(
                 source, Trainer, "source", "reshard.trainers.MegatronModel(models), or another Trainer"
@@ -82,12 +80,14 @@ def connect(members: Members, source: "Trainer | Callable[[], Trainer] | None" =
             agreed = agree(members, mine)
             trainer = TrainerSide(trains, members, agreed, device) if trains is not None else None
             engine = EngineSide(serves, members, agreed, device) if serves is not None else None
+            config = b""
             if engine is not None:
                 engine.engine.follow()
-                members.post("model", pack_json(engine.engine.hf_config))
-            model = Model.from_hf(
-                one_config(members, agreed.engines), f"the config of {members.names[agreed.engines[0]]}"
-            )
+                config = pack_json(engine.engine.hf_config)
+                members.post("model", config)
+            where = f"the config of {members.names[agreed.engines[0]]}"
+            with readable(where):
+                model = Model.from_hf(one_config(members, agreed.engines, config), where)
             if trainer is not None:
                 trainer.publish(model)
             if engine is not None:

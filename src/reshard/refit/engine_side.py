@@ -1,7 +1,7 @@
 """A member as a rank of the engine: what it asks the trainer's ranks for, what these have said of their memory, and the copies
 that follow."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from reshard.core.errors import ReshardError
 from reshard.live.engine import Engine
 from reshard.refit.addresses import (
     ASKED,
@@ -21,6 +22,7 @@ from reshard.refit.addresses import (
 )
 from reshard.refit.agreement import Agreement
 from reshard.refit.blocks import SHAPE, places_of
+from reshard.refit.checks import Extents, check_memory, check_regions
 from reshard.refit.codecs import BLOCKWISE
 from reshard.refit.members import Members
 from reshard.refit.needs import asked_of, needed
@@ -30,10 +32,20 @@ from reshard.refit.routes import BUCKETS, HERE, PEER, SENT, STAGED
 from reshard.refit.tables import CODEC
 from reshard.refit.transports.base import Incoming
 from reshard.refit.verification import EngineDigests
-from reshard.refit.wire import Held, pack_array, unpack_array, unpack_held, unpack_json
+from reshard.refit.wire import (
+    DIGEST_BYTES,
+    Held,
+    digest,
+    pack_array,
+    readable,
+    unpack_array,
+    unpack_digests,
+    unpack_held,
+    unpack_json,
+)
 
 # What an engine has planned from what trainers published, for who connects the same two again.
-_planned: WeakKeyDictionary[Engine, tuple[str, dict[int, Pieces]]] = WeakKeyDictionary()
+_planned: WeakKeyDictionary[Engine, tuple[str, dict[int, Pieces], dict[int, Extents]]] = WeakKeyDictionary()
 
 
 class EngineSide:
@@ -43,6 +55,10 @@ class EngineSide:
     def __init__(self, engine: Engine, members: Members, agreed: Agreement, device: torch.device) -> None:
         self.engine, self.members, self.agreed, self.device = engine, members, agreed, device
         self.pieces: dict[int, Pieces] = {}
+        self.extents: dict[int, Extents] = {}  # of the trainer's ranks' shards
+        # What tells what this rank has asked for from anything else, and what trainer's ranks have last said of their memory.
+        self.asked_digests: dict[int, bytes] = {}
+        self.memory_digests: dict[int, bytes] = {}
         self.slab = PartsSlab(engine, device)
         self.memory: dict[int, dict[str, Any]] = {}
         self.digests = EngineDigests(self)
@@ -64,18 +80,21 @@ class EngineSide:
             [position, distances, roundings, self._may_be_sent()],
             *(text for both in said.values() for text in both),
         )
-        known, self.pieces = _planned.get(self.engine, ("", {}))
+        known, self.pieces, self.extents = _planned.get(self.engine, ("", {}, {}))
         if known != key:
-            published = {rank: unpack_held(*both) for rank, both in said.items()}
+            published = {rank: unpack_held(*both, self.members.names[rank]) for rank, both in said.items()}
             self.pieces = self._needed(published, distances, position, where)
-            _planned[self.engine] = key, self.pieces
+            self.extents = {rank: Extents.of(*held) for rank, held in published.items()}
+            _planned[self.engine] = key, self.pieces, self.extents
         for rank in self.agreed.trainers:
             asked = (
                 asked_of(self.engine, self.pieces[rank])
                 if rank in self.pieces
                 else np.zeros((0, ASKED), np.int64)
             )
-            self.members.post(f"pieces/{rank}", pack_array(asked))
+            request = digest(*said[rank]) + pack_array(asked)
+            self.asked_digests[rank] = digest(request)
+            self.members.post(f"pieces/{rank}", request)
 
     def _may_be_sent(self) -> bool:
         """Whether a trainer's rank may come to send blocks to this one."""
@@ -101,11 +120,49 @@ class EngineSide:
         first_round = max(self.engine.passing.values(), default=AT_ONCE) + 1
         return divided(found, places_of(self.engine)[:, SHAPE], first_round)
 
-    def read_memory(self, ranks: Iterable[int]) -> None:
-        """What these trainers' ranks have published of their memory."""
-        for rank in ranks:
-            said = unpack_json(self.members.read("memory", rank))
-            self.memory[rank] = said | {"regions": unpack_array(self.members.read("regions", rank))}
+    def hear_answers(self) -> None:
+        """Read what the trainer's ranks say that they were asked for, and where their memory is. Raises ReshardError where one was
+        asked for something else than this rank has asked for."""
+        answers = self.members.read_all("asked", self.agreed.trainers)
+        mine = 1 + self.agreed.engines.index(self.members.rank)
+        for rank, answer in zip(self.agreed.trainers, answers, strict=True):
+            who = self.members.names[rank]
+            heard = unpack_digests(answer, 1 + len(self.agreed.engines), f"the answer of {who}")
+            if heard[mine] != self.asked_digests[rank]:
+                me = self.members.names[self.members.rank]
+                raise ReshardError(
+                    f"{who} has heard {me} ask for something else than it has asked for: connect again"
+                )
+            if rank in self.pieces:
+                self.read_memory(rank, heard[0])
+
+    def read_memory(self, rank: int, told: bytes) -> None:
+        """Read what a trainer's rank has published of its memory, of which it has `told` the digest."""
+        who = self.members.names[rank]
+        [regions], [rest] = (self.members.read_all(key, [rank]) for key in ("regions", "memory"))
+        if digest(regions, rest) != told:
+            raise ReshardError(f"what {who} says of its memory did not arrive as it was sent: connect again")
+        what = f"what {who} says of its memory"
+        memory = unpack_json(rest, what)
+        check_memory(memory, who)
+        memory["regions"] = unpack_array(regions, what, [2])
+        pieces = self.pieces[rank]
+        mapped = self.agreed.way(rank, self.members.rank, memory["exported"]) == PEER
+        check_regions(memory, pieces.asked, self.extents[rank], mapped, who, pieces.names)
+        self.memory[rank], self.memory_digests[rank] = memory, told
+
+    def read_moved(self, notes: Mapping[int, str]) -> list[int]:
+        """Read anew what those trainer's ranks say of their memory that have noted another digest; which these are."""
+        moved = []
+        for rank, note in notes.items():
+            with readable(f"the note of {self.members.names[rank]}"):
+                told = bytes.fromhex(note)
+                if len(told) != DIGEST_BYTES:
+                    raise ValueError(f"a digest of {len(told)} bytes")
+            if told != self.memory_digests[rank]:
+                self.read_memory(rank, told)
+                moved.append(rank)
+        return moved
 
     def ways(self) -> dict[int, str]:
         """How this rank gets its pieces, by trainer's rank."""

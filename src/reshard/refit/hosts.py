@@ -1,5 +1,6 @@
 """Hosts, and the addresses at which members meet."""
 
+import os
 import socket
 import time
 from pathlib import Path
@@ -44,7 +45,20 @@ def address_towards(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
+def namespaces() -> str:
+    """Those of Linux's namespaces that this process is in, and in which two must be to map each other's memory: the names that
+    its process numbers have, and what it shares with others. Containers usually have their own."""
+    return " ".join(_namespace(kind) for kind in ("pid", "ipc"))
+
+
+def _namespace(kind: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return f"{kind}:unknown"
+
+
 def this_host() -> str:
-    """Names the machine as long as it runs: two containers on it share memory and links."""
+    """Names the machine as long as it runs: two containers on it share links, and perhaps memory (`namespaces`)."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text(encoding="utf-8").strip() if boot.exists() else socket.gethostname()

@@ -13,6 +13,7 @@ import torch
 from reshard.core.errors import ReshardError, first_line
 from reshard.refit.addresses import AT_ONCE, located
 from reshard.refit.agreement import Agreement, names_of
+from reshard.refit.checks import check_unmapped, gathered
 from reshard.refit.codecs import CODECS, PLAIN
 from reshard.refit.copies import wait_for_device
 from reshard.refit.engine_side import EngineSide
@@ -75,7 +76,8 @@ class Link:
         self.refits = 0
         self.version: int | None = None
         self.pull = Pull(engine.engine, members.rank, members.names, device) if engine is not None else None
-        self.staged = Staged(members, device, agreed.bucket_bytes)
+        processes = [peer["pid"] for peer in agreed.peers]
+        self.staged = Staged(members, device, agreed.bucket_bytes, processes)
         self.buckets = Buckets(members, agreed.participants, device, agreed.bucket_bytes)
         self.broken = False
         if engine is not None:
@@ -90,12 +92,31 @@ class Link:
     def _set_up(self) -> None:
         """Make the first tables, and agree on buckets with all members."""
         if self.engine is not None:
-            self.engine.read_memory(self.engine.pieces)
+            self.engine.hear_answers()
+        self._find_unmappable()
         outgoing, incoming = self._prepare()
         self.buckets.agree(outgoing.get(BUCKETS, {}), incoming.get(BUCKETS, {}))
         if self.pull is not None and self.buckets.group is not None:
             self.pull.go_aside()
         self._unmap()
+
+    def _find_unmappable(self) -> None:
+        """Where an inference rank cannot map a trainer's memory, as on the same host between containers, agree with all members that
+        its bytes go by buckets."""
+        if self.agreed.may_map:
+            mine: list[tuple[int, str]] = []
+            if self.engine is not None and self.pull is not None:
+                peers = [rank for rank, way in self.engine.ways().items() if way == PEER]
+                mine = self.pull.unmappable({rank: self.engine.memory[rank] for rank in peers})
+            said = gathered(self.members, "unmapped", mine)
+            self.agreed.unmapped.update(check_unmapped(said, self.agreed.trainers, self.members.names))
+        if self.engine is not None:
+            for rank in self.engine.pieces:
+                if why := self.agreed.why_apart(rank, self.members.rank):
+                    names = self.members.names
+                    log.warning(
+                        "%s gets the bytes of %s in buckets: %s", names[self.members.rank], names[rank], why
+                    )
 
     def _prepare(self) -> tuple[dict[str, dict[int, Outgoing]], dict[str, dict[int, Incoming]]]:
         """Hand the transports the copies of this member, from where everything is now; what goes out and
@@ -140,7 +161,9 @@ class Link:
             with self.members.turn(f"refit {self.refits}"):
                 wanted = _checked(version)
                 trainer_moved, engine_moved = self._ready()
-                agreed = self.members.go(wanted, "moved" if trainer_moved else "")
+                agreed = self.members.go(
+                    wanted, self.trainer.memory_digest.hex() if self.trainer is not None else ""
+                )
                 self._follow(trainer_moved, engine_moved)
                 waited = time.perf_counter()
                 if self.engine is not None:
@@ -209,9 +232,7 @@ class Link:
         stays = not self.broken and not engine_moved and not (trainer_moved and self._sends())
         moved: list[int] = []
         if self.engine is not None and self.pull is not None:
-            notes = self.members.note_of(self.engine.pieces)
-            moved = [rank for rank, note in notes.items() if note]
-            self.engine.read_memory(moved)
+            moved = self.engine.read_moved(self.members.note_of(self.engine.pieces))
             pulled = {
                 rank: self.engine.memory[rank]
                 for rank, way in self.engine.ways().items()
@@ -331,10 +352,11 @@ class Link:
 
     def describe(self) -> dict[str, Any]:
         """How this member gets its bytes, for logs: the executor, whether mappings are released, and for each
-        trainer's rank the way (``same process``, ``peer``, ``staged``, ``buckets``), the bytes that arrive, and of
-        these the bytes that are cast on their way (``float32 to bfloat16``); what the engine serves quantised,
-        how, and by which kernel; of blocks of which several ranks send parts their bytes, in how many rounds, and those of
-        the slab in which they are put together; and what a refit does to each of the engine's tensors."""
+        trainer's rank the way (``same process``, ``peer``, ``staged``, ``buckets``), the bytes that arrive, of these the
+        bytes that are cast on their way (``float32 to bfloat16``), and why memory of the same host is not mapped (``apart``);
+        what the engine serves quantised, how, and by which kernel; of blocks of which several ranks send parts their
+        bytes, in how many rounds, and those of the slab in which they are put together; and what a refit does to each of the
+        engine's tensors."""
         ways = []
         if self.engine is not None:
             memory = located(self.engine.engine.regions.values())
@@ -346,7 +368,13 @@ class Link:
                     if number != PLAIN and (table[:, CODEC] == number).any()
                 }
                 ways.append(
-                    {"from": self.members.names[rank], "way": way, "bytes": bytes_of(table), "cast": cast}
+                    {
+                        "from": self.members.names[rank],
+                        "way": way,
+                        "bytes": bytes_of(table),
+                        "cast": cast,
+                        "apart": self.agreed.why_apart(rank, self.members.rank),
+                    }
                 )
         return {
             "executor": self.agreed.executor,

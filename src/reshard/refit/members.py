@@ -42,7 +42,7 @@ class Members(Messages):
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float = 60.0) -> None:
-        _check_rank(rank, size)
+        check_rank(rank, size)
         check_seconds(timeout, "timeout")
         super().__init__(store, rank, size)
         self.timeout = timeout
@@ -84,7 +84,7 @@ class Members(Messages):
         where nobody answers in time, and where another process has joined as this rank.
         """
         host, port = parsed(address)
-        _check_rank(rank, size)
+        check_rank(rank, size)
         check_seconds(timeout, "timeout")
         deadline = time.monotonic() + timeout
         try:
@@ -388,7 +388,8 @@ class Members(Messages):
             self._ending = endings.begin(self, self.store, self.size, self.timeout)
 
 
-def _check_rank(rank: int, size: int) -> None:
+def check_rank(rank: int, size: int) -> None:
+    """Raise ReshardError where this is no rank of so many members."""
     if not (isinstance(rank, int) and isinstance(size, int)) or size > MOST_MEMBERS:
         raise ReshardError(
             f"rank {rank!r} of {size!r:.40} members is not a whole number of at most {MOST_MEMBERS:,}"

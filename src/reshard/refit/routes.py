@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, listed
 
 # The ways of a pair. What cannot be mapped is staged through memory that can, on the same host.
 HERE, PEER, STAGED, BUCKETS = "same process", "peer", "staged", "buckets"
@@ -11,26 +11,52 @@ SENT = (STAGED, BUCKETS)  # the trainer's rank takes part; in the others it is o
 EXECUTORS = ("auto", PEER, STAGED, BUCKETS)
 
 
+def check_executor(value: Any, name: str = "executor") -> None:
+    """Raise ReshardError where what was given as `name` is no executor."""
+    if value not in EXECUTORS:
+        raise ReshardError(f"{name} {value!r:.80} is not one of {listed(EXECUTORS)}")
+
+
+def why_apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Why two members of one host cannot map each other's memory, by what they have said of themselves; empty where they may."""
+    if one["host"] != other["host"]:
+        return ""
+    if one["user"] != other["user"]:
+        return "they run as two users"
+    if one["namespaces"] != other["namespaces"]:
+        return "they run in pid and ipc namespaces of their own, as containers do unless told to share them (--pid, --ipc)"
+    return ""
+
+
 def way_between(
-    trainer: Mapping[str, Any], engine: Mapping[str, Any], same_process: bool, executor: str, exported: bool
+    trainer: Mapping[str, Any],
+    engine: Mapping[str, Any],
+    same_process: bool,
+    executor: str,
+    exported: bool,
+    mappable: bool = True,
 ) -> str:
     """How bytes get from a trainer's rank to an inference rank, by what both have said of themselves
-    (`agreement.hello`); `exported` says whether other processes can map the trainer's memory. Raises
-    ReshardError where the executor that was asked for cannot."""
+    (`agreement.hello`); `exported` says whether other processes can map the trainer's memory, and `mappable` is false where this one
+    has tried to, and could not. Raises ReshardError where the executor that was asked for cannot."""
     if same_process:
         return HERE
-    same_host = all(trainer[key] == engine[key] for key in ("host", "user"))
+    apart = why_apart(trainer, engine)
+    shares = trainer["host"] == engine["host"] and not apart
     gpus = trainer["device"] == engine["device"] == "cuda"
     if executor == BUCKETS:
         # NCCL connects no two processes of one GPU.
-        return STAGED if gpus and same_host and trainer["gpu"] == engine["gpu"] else BUCKETS
-    if executor in (PEER, STAGED) and not (same_host and (gpus or executor == STAGED)):
+        return STAGED if gpus and shares and trainer["gpu"] == engine["gpu"] else BUCKETS
+    if executor in (PEER, STAGED) and not (shares and (gpus or executor == STAGED)):
+        why = f", since {apart}" if apart else ""
         raise ReshardError(
-            f"{trainer['name']} and {engine['name']} cannot read each other's memory: use executor='auto'"
+            f"{trainer['name']} and {engine['name']} cannot read each other's memory{why}: use executor='auto', or 'buckets'"
         )
-    if executor == STAGED or (gpus and same_host and not exported):
+    if executor == STAGED:
         return STAGED
-    return PEER if gpus and same_host else BUCKETS
+    if not gpus or not shares or not mappable:
+        return BUCKETS
+    return PEER if exported else STAGED
 
 
 class Seat(NamedTuple):

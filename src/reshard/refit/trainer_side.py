@@ -12,6 +12,7 @@ from reshard.live.trainer import Trainer
 from reshard.models.model import Model
 from reshard.refit.addresses import (
     ASKED,
+    ASKED_OF_BLOCKS,
     AT_ONCE,
     ENCODED,
     EXTENT,
@@ -26,16 +27,25 @@ from reshard.refit.addresses import (
 )
 from reshard.refit.agreement import Agreement
 from reshard.refit.blocks import PLACES
+from reshard.refit.checks import Extents, check_asked
 from reshard.refit.codecs import BLOCKWISE
 from reshard.refit.members import Members
 from reshard.refit.parcels import compile_parcels, places_asked
 from reshard.refit.routes import PEER, SENT
 from reshard.refit.transports.base import Outgoing
 from reshard.refit.verification import TrainerDigests
-from reshard.refit.wire import pack_array, pack_held, pack_json, unpack_array
+from reshard.refit.wire import (
+    DIGEST_BYTES,
+    digest,
+    pack_array,
+    pack_digests,
+    pack_held,
+    pack_json,
+    unpack_array,
+)
 
 # What has been published of a model, for who connects the same trainer again.
-_published: WeakKeyDictionary[Trainer, tuple[tuple[Model, list[torch.dtype]], bytes, bytes]] = (
+_published: WeakKeyDictionary[Trainer, tuple[tuple[Model, list[torch.dtype]], bytes, bytes, Extents]] = (
     WeakKeyDictionary()
 )
 
@@ -46,6 +56,9 @@ class TrainerSide:
     def __init__(self, source: Trainer, members: Members, agreed: Agreement, device: torch.device) -> None:
         self.source, self.members, self.agreed, self.device = source, members, agreed, device
         self.asked: dict[int, np.ndarray] = {}
+        self.extents = Extents.of([], [])
+        # What tells what this rank has said that it holds, and last of its memory, from anything else.
+        self.held_digest = self.memory_digest = b""
         # Where the parameters were, and the allocations that they are in, when this rank last told the
         # others.
         self.told: tuple[list[int], list[Allocation]] = [], []
@@ -58,21 +71,42 @@ class TrainerSide:
         self.source.check_memory(self.device)
         self.source.check_model(model)
         dtypes = [region.tensor.dtype for region in self.source.regions]
-        known, header, parts = _published.get(self.source, (None, b"", b""))
+        known, header, parts, self.extents = _published.get(self.source, (None, b"", b"", self.extents))
         if known != (model, dtypes):
             names = {dtype: dtype_named(str(dtype)).name for dtype in set(dtypes)}
-            header, parts = pack_held(self.source.publish(model), [names[dtype] for dtype in dtypes])
-            _published[self.source] = (model, dtypes), header, parts
+            held, named = self.source.publish(model), [names[dtype] for dtype in dtypes]
+            header, parts = pack_held(held, named)
+            self.extents = Extents.of(held, named)
+            _published[self.source] = (model, dtypes), header, parts, self.extents
+        self.held_digest = digest(header, parts)
         self.members.post("held", header)
         self.members.post("parts", parts)
 
     def hear_what_is_asked(self) -> None:
         """Read which pieces every inference rank asks for, and tell where they are."""
-        me = self.members.rank
-        asked = {rank: unpack_array(self.members.read(f"pieces/{me}", rank)) for rank in self.agreed.engines}
+        requests = self.members.read_all(f"pieces/{self.members.rank}", self.agreed.engines)
+        asked = {
+            rank: self._pieces(rank, request)
+            for rank, request in zip(self.agreed.engines, requests, strict=True)
+        }
         self.asked = {rank: pieces for rank, pieces in asked.items() if len(pieces)}
         self.told = self._look()
         self._tell()
+        answer = pack_digests([self.memory_digest, *map(digest, requests)])
+        self.members.post("asked", answer)
+
+    def _pieces(self, rank: int, request: bytes) -> np.ndarray:
+        """The pieces that an inference rank asks for. Raises ReshardError where this rank does not have them, or has said something
+        else of what it holds than was heard."""
+        who = self.members.names[rank]
+        if request[:DIGEST_BYTES] != self.held_digest:
+            me = self.members.names[self.members.rank]
+            raise ReshardError(
+                f"{who} has heard something else of what {me} holds than it has said: connect again"
+            )
+        pieces = unpack_array(request[DIGEST_BYTES:], f"what {who} asks for", (ASKED, ASKED_OF_BLOCKS))
+        check_asked(pieces, self.extents, who, self.source.name_of)
+        return pieces
 
     def tell_if_moved(self) -> bool:
         """Look where the memory is now; whether it has moved, which the others are then told.
@@ -128,8 +162,10 @@ class TrainerSide:
             )
         self.exported = not hidden
         memory = memory_of(self.source, allocations if self.exported else [])
-        self.members.post("regions", pack_array(memory.pop("regions")))
-        self.members.post("memory", pack_json(memory | {"exported": self.exported}))
+        regions, rest = pack_array(memory.pop("regions")), pack_json(memory | {"exported": self.exported})
+        self.memory_digest = digest(regions, rest)
+        self.members.post("regions", regions)
+        self.members.post("memory", rest)
 
     def ways(self) -> dict[int, str]:
         """How inference ranks get their pieces from here."""

@@ -20,6 +20,7 @@ from reshard.refit.addresses import (
     source_table,
 )
 from reshard.refit.blocks import Strips, places_of
+from reshard.refit.checks import check_digests
 from reshard.refit.codecs import BLOCKWISE
 from reshard.refit.digests import Digests
 from reshard.refit.parcels import digests_as_made, digests_as_served, parcels_of
@@ -108,7 +109,11 @@ class EngineDigests:
         unlike = [*again.unlike, *self.unlike]
         for rank, (of_pieces, of_parcels) in self.begun.items():
             pieces, passes, travels = self.side.pieces[rank], self._passes(rank), self._travels(rank)
-            there = np.frombuffer(self.side.members.read(f"digests/{self.side.members.rank}", rank), np.int64)
+            there = check_digests(
+                self.side.members.read(f"digests/{self.side.members.rank}", rank),
+                int((~travels).sum()) + len(of_parcels),
+                self.side.members.names[rank],
+            )
             here = np.zeros(len(travels), np.int64)
             made = self._is_made_here(rank) & ~passes
             here[~made & ~passes & ~travels] = of_pieces.result()

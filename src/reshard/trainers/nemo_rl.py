@@ -29,6 +29,7 @@ from reshard.core.limits import check_seconds, check_switch
 from reshard.refit.connecting import connect
 from reshard.refit.link import Link
 from reshard.refit.members import Members
+from reshard.refit.routes import check_executor
 from reshard.trainers.calls import WORD_SECONDS, Calls
 from reshard.trainers.lifelines import Lifelines, hold
 from reshard.trainers.meeting import meeting_place, this_host
@@ -46,7 +47,8 @@ class ReshardCheckpointEngine(CheckpointEngine):
     and in every worker of vLLM.
 
     `verify` compares digests of both sides after each sync, `timeout` is how long members wait for one another, in
-    seconds. All meet at the first sync, and anew after one that failed, or with `release_after_refit`.
+    seconds, `executor` is that of `reshard.refit.connect`.
+    All meet at the first sync, and anew after one that failed, or with `release_after_refit`.
     """
 
     def __init__(
@@ -54,10 +56,11 @@ class ReshardCheckpointEngine(CheckpointEngine):
         bucket_size: int = 0,
         verify: bool = False,
         timeout: float = TIMEOUT,
+        executor: str = "auto",
         release_after_refit: bool = False,
         **others: Any,
     ) -> None:
-        self.verify, self.timeout = checked(verify, timeout, others)
+        self.verify, self.timeout, self.executor = checked(verify, timeout, executor, others)
         self.rank, self.size, self.board_address = 0, 0, ""
         self.board: Members | None = None
         self.given: str | None = None
@@ -124,7 +127,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
                 self.rank = worker.rank
                 members = Members.join(self.given or self._said_where(), self.rank, self.size, self.timeout)
                 with members.watching(self._ended):
-                    self.link = connect(members, lambda: self._source(worker))
+                    self.link = connect(members, lambda: self._source(worker), executor=self.executor)
             with self.link.members.watching(self._ended):
                 self.link.refit(verify=self.verify)
         except BaseException:
@@ -199,9 +202,16 @@ def worker_of(weights: Any) -> Any:
 class ColocatedSynchronizer(WeightSynchronizer):
     """In the place of NeMo-RL's synchronizer for GPUs that policy and vLLM share: its order, with a refit in the middle."""
 
-    def __init__(self, policy: Any, generation: Any, verify: bool = False, timeout: float = TIMEOUT) -> None:
+    def __init__(
+        self,
+        policy: Any,
+        generation: Any,
+        verify: bool = False,
+        timeout: float = TIMEOUT,
+        executor: str = "auto",
+    ) -> None:
         self._policy, self._generation = policy, generation
-        self._verify, self._timeout = verify, timeout
+        self._verify, self._timeout, self._executor = verify, timeout, executor
         self._stale, self._new = True, True
         self._address = ""  # where all have met last
 
@@ -212,7 +222,7 @@ class ColocatedSynchronizer(WeightSynchronizer):
 
     def init_communicator(self) -> None:
         """Make our side of every rank of the policy; the first sync connects."""
-        options = {"verify": self._verify, "timeout": self._timeout}
+        options = {"verify": self._verify, "timeout": self._timeout, "executor": self._executor}
         ray.get(
             self._on_policy(
                 "init_checkpoint_engine", backend=BACKEND, bucket_size_bytes=0, engine_kwargs=options
@@ -305,15 +315,18 @@ def refused(config: Mapping[str, Any]) -> str:
     return ""
 
 
-def checked(verify: Any, timeout: Any, others: Mapping[str, Any]) -> tuple[bool, float]:
+def checked(verify: Any, timeout: Any, executor: Any, others: Mapping[str, Any]) -> tuple[bool, float, str]:
     """The options of ``policy.generation.refit_cfg``. Raises ReshardError for others."""
     where = f"policy.generation.refit_cfg[{BACKEND!r}]"
     unknown = set(others) - {"update_weights_bucket_memory_ratio", "release_after_refit"}
     if unknown:
-        raise ReshardError(f"{where} has {sorted(unknown)}: it takes verify, timeout and release_after_refit")
+        raise ReshardError(
+            f"{where} has {sorted(unknown)}: it takes verify, timeout, executor and release_after_refit"
+        )
     check_switch(verify, f"verify of {where}")
     check_seconds(timeout, f"timeout of {where}")
-    return verify, float(timeout)
+    check_executor(executor, f"executor of {where}")
+    return verify, float(timeout), executor
 
 
 def with_refits(setup: Callable[..., Any]) -> Callable[..., Any]:
@@ -340,7 +353,7 @@ def with_refits(setup: Callable[..., Any]) -> Callable[..., Any]:
             raise ReshardError(f"{why}, which reshard does not refit: run NeMo-RL's own script")
         of_ours = dict((generation.get("refit_cfg") or {}).get(BACKEND) or {})
         verify, timeout = of_ours.pop("verify", False), of_ours.pop("timeout", TIMEOUT)
-        verify, timeout = checked(verify, timeout, of_ours)
+        options = checked(verify, timeout, of_ours.pop("executor", "auto"), of_ours)
         engine = generation.setdefault("vllm_kwargs", {})
         if engine.setdefault("worker_cls", WORKER) != WORKER:
             raise ReshardError(
@@ -348,7 +361,7 @@ def with_refits(setup: Callable[..., Any]) -> Callable[..., Any]:
             )
         found = setup(master_config, *args, **kwargs)
         policy, served = found[:2]
-        served.weight_synchronizer = ColocatedSynchronizer(policy, served, verify, timeout)
+        served.weight_synchronizer = ColocatedSynchronizer(policy, served, *options)
         served.weight_synchronizer.init_communicator()
         return found
 

@@ -24,6 +24,7 @@ from reshard.core.limits import check_seconds
 from reshard.refit.connecting import connect
 from reshard.refit.link import Link, Report
 from reshard.refit.members import Members
+from reshard.refit.routes import check_executor
 from reshard.trainers.calls import Calls, what_failed
 from reshard.trainers.megatron import MegatronModel
 
@@ -96,7 +97,7 @@ class Refit:
         self.models, self.meeting_place = models, meeting_place
         self.workers = list(infer_cluster.workers)
         self.ranks_each = int(infer_cluster.worker_config.num_gpus_per_worker)
-        self.verify, self.timeout = options()
+        self.verify, self.timeout, self.executor = options()
         self.source: MegatronModel | None = None
         self.link: Link | None = None
 
@@ -138,7 +139,7 @@ class Refit:
         firsts = range(trainers, size, self.ranks_each)
         calls = self._asked("reshard_meet", [(address, first, size, self.timeout) for first in firsts])
         members = Members.join(address, rank, size, self.timeout)
-        self.link = calls.beside(members, lambda: connect(members, self._source))
+        self.link = calls.beside(members, lambda: connect(members, self._source, executor=self.executor))
 
     def _source(self) -> MegatronModel:
         """Made when all are connecting, so that they hear of it where that fails on this rank alone."""
@@ -164,9 +165,10 @@ class Refit:
         )
 
 
-def options() -> tuple[bool, float]:
-    """Whether digests are compared, and how many seconds members wait for one another: ``RESHARD_VERIFY`` and
-    ``RESHARD_TIMEOUT`` in ``actor_train.system_envs``. Raises ReshardError for others than 0, 1 and seconds."""
+def options() -> tuple[bool, float, str]:
+    """Whether digests are compared, how many seconds members wait for one another, and the executor of `reshard.refit.connect`:
+    ``RESHARD_VERIFY``, ``RESHARD_TIMEOUT`` and ``RESHARD_EXECUTOR`` in ``actor_train.system_envs``. Raises ReshardError for others
+    than 0, 1, seconds and executors."""
     verify, timeout = os.environ.get("RESHARD_VERIFY", "0"), os.environ.get("RESHARD_TIMEOUT", str(TIMEOUT))
     if verify not in ("0", "1"):
         raise ReshardError(f"RESHARD_VERIFY is {verify!r}: set it to 0 or 1 in actor_train.system_envs")
@@ -175,7 +177,9 @@ def options() -> tuple[bool, float]:
     except ValueError:
         seconds = timeout
     check_seconds(seconds, "RESHARD_TIMEOUT in actor_train.system_envs")
-    return verify == "1", seconds
+    executor = os.environ.get("RESHARD_EXECUTOR", "auto")
+    check_executor(executor, "RESHARD_EXECUTOR in actor_train.system_envs")
+    return verify == "1", seconds, executor
 
 
 class InferWorker(base_worker.InferWorker):

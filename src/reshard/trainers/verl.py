@@ -32,6 +32,7 @@ from reshard.core.limits import check_seconds, check_switch
 from reshard.refit.connecting import connect
 from reshard.refit.link import Link
 from reshard.refit.members import Members
+from reshard.refit.routes import check_executor
 from reshard.trainers.calls import Calls, what_failed
 from reshard.trainers.meeting import meeting_place
 from reshard.trainers.megatron import MegatronModel
@@ -101,7 +102,7 @@ class ReshardServerAdapter(ServerAdapter):
             raise ReshardError("a refit does not know disaggregated prefill: unset rollout.disaggregation")
         options = options_of(self.config)
         if isinstance(weights, Shards):
-            await self._together(weights.source, global_steps, **options)
+            await self._together(weights.source, global_steps, options)
         else:
             try:
                 if weights.new:
@@ -118,11 +119,9 @@ class ReshardServerAdapter(ServerAdapter):
             if global_steps is not None:
                 await self.server_handle.set_global_steps.remote(global_steps)
 
-    async def _together(
-        self, source: MegatronModel, version: int | None, verify: bool, timeout: float
-    ) -> None:
+    async def _together(self, source: MegatronModel, version: int | None, options: dict[str, Any]) -> None:
         """This process is a rank of the trainer, and perhaps the one that talks to its replica's server."""
-        options = {"verify": verify, "timeout": timeout}
+        verify, timeout, executor = (options[name] for name in ("verify", "timeout", "executor"))
         try:
             if self._link is None:
                 trainers = dist.get_world_size()
@@ -138,7 +137,7 @@ class ReshardServerAdapter(ServerAdapter):
                     "reshard_connect", kwargs=_connecting(address, first, size, options)
                 )
                 members = Members.join(address, dist.get_rank(), size, timeout)
-                self._link = calls.beside(members, lambda: connect(members, source))
+                self._link = calls.beside(members, lambda: connect(members, source, executor=executor))
             link = self._link
             calls = await self._asked("reshard_refit", args=(version, verify))
             calls.beside(link.members, lambda: link.refit(version, verify))
@@ -162,23 +161,24 @@ class ReshardServerAdapter(ServerAdapter):
 
 
 def options_of(config: Any) -> dict[str, Any]:
-    """``rollout.checkpoint_engine.engine_kwargs.reshard``: whether digests are compared, and how long members wait for
-    one another, in seconds. Raises ReshardError for others."""
+    """``rollout.checkpoint_engine.engine_kwargs.reshard``: whether digests are compared, how long members wait for
+    one another, in seconds, and the executor of `reshard.refit.connect`. Raises ReshardError for others."""
     given = dict((config.checkpoint_engine.engine_kwargs or {}).get(BACKEND, {}))
-    known: dict[str, Any] = {"verify": False, "timeout": TIMEOUT}
+    known: dict[str, Any] = {"verify": False, "timeout": TIMEOUT, "executor": "auto"}
     if given.keys() - known.keys():
         raise ReshardError(
             f"checkpoint_engine.engine_kwargs.{BACKEND} has {sorted(given.keys() - known.keys())}: it takes "
-            f"verify and timeout"
+            f"verify, timeout and executor"
         )
     _check(**known | given)
     return known | given
 
 
-def _check(verify: bool, timeout: float) -> None:
+def _check(verify: bool, timeout: float, executor: str) -> None:
     where = f"checkpoint_engine.engine_kwargs.{BACKEND}"
     check_switch(verify, f"{where}.verify")
     check_seconds(timeout, f"{where}.timeout")
+    check_executor(executor, f"{where}.executor")
 
 
 @CheckpointEngineRegistry.register(BACKEND)
@@ -187,10 +187,15 @@ class ReshardCheckpointEngine(CheckpointEngine):
     the rollout's workers; verl calls all of it at every sync, and the connection stays while all are who they were."""
 
     def __init__(
-        self, bucket_size: int = 0, is_master: bool = False, verify: bool = False, timeout: float = TIMEOUT
+        self,
+        bucket_size: int = 0,
+        is_master: bool = False,
+        verify: bool = False,
+        timeout: float = TIMEOUT,
+        executor: str = "auto",
     ) -> None:
-        _check(verify, timeout)
-        self.verify, self.timeout = verify, timeout
+        _check(verify, timeout, executor)
+        self.verify, self.timeout, self.executor = verify, timeout, executor
         self.me = f"{socket.gethostname()} {id(self)} {ray.get_runtime_context().get_worker_id()}"
         self.told: dict[str, Any] = {}
         self.new = True
@@ -234,7 +239,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
                 members = Members.join(
                     self.told["address"], self.told["rank"], self.told["size"], self.timeout
                 )
-                self.link = connect(members, weights.source)
+                self.link = connect(members, weights.source, executor=self.executor)
             self.link.refit(global_steps, self.verify)
         except BaseException:
             self.link, self.new = None, True

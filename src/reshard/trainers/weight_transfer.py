@@ -21,13 +21,14 @@ from urllib.request import Request, urlopen
 import torch.distributed as dist
 
 from reshard.core.errors import ReshardError, first_line
-from reshard.core.limits import check_seconds
+from reshard.core.limits import check_number, check_seconds
 from reshard.live.trainer import Trainer
 from reshard.refit.connecting import BUCKET_BYTES, connect
 from reshard.refit.link import Report
-from reshard.refit.members import Members
+from reshard.refit.members import MOST_MEMBERS, Members, check_rank
 from reshard.trainers.calls import Calls, aside
 
+MOST_ANSWER = 1 << 20  # bytes
 DEV_MODE = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "reshard"}\''
 
 
@@ -54,11 +55,14 @@ class HttpClient:
 
     def __init__(self, url: str, timeout: float = 600.0) -> None:
         check_seconds(timeout, "timeout of HttpClient")
+        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+            raise ReshardError(f"{url!r:.200} is no address of a server such as http://127.0.0.1:8000")
         self.url, self.timeout = url.rstrip("/"), timeout
 
     def world_size(self) -> int:
         """How many workers it has, over all of its data parallel ranks."""
-        return int(self._call("GET", "get_world_size")["world_size"])
+        answer = self._call("GET", "get_world_size")
+        return _workers_of(answer.get("world_size") if isinstance(answer, dict) else answer, self.url)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """See `Client`."""
@@ -100,16 +104,18 @@ class HttpClient:
         request = Request(f"{self.url}/{route}", data, {"Content-Type": "application/json"}, method=method)
         try:
             with urlopen(request, timeout=self.timeout) as response:
-                answer = response.read()
+                answer = response.read(MOST_ANSWER + 1)
         except HTTPError as error:
-            said = error.read().decode(errors="replace").strip()
+            said = error.read(MOST_ANSWER).decode(errors="replace").strip()
             hint = f": {DEV_MODE}" if error.code == 404 else f": {said[:300]}"
             raise ReshardError(f"{self.url} answers /{route} with {error.code}{hint}") from error
         except (HTTPException, OSError) as error:
             raise ReshardError(f"{self.url} does not answer /{route} ({first_line(error)})") from error
         try:
+            if len(answer) > MOST_ANSWER:
+                raise ValueError(f"more than {MOST_ANSWER:,} bytes")
             return json.loads(answer or b"{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ReshardError(f"{self.url} answers /{route} with something else than JSON") from error
 
 
@@ -168,6 +174,7 @@ class WeightTransfer:
         trainers = ranks if ranks is not None else _of_group(dist.get_world_size, 1)
         self.clients = _clients(clients)
         in_group = rank is None and ranks is None and trainers > 1
+        check_rank(self.rank, trainers)
         sizes = _sizes(self.clients, engine_ranks, in_group)
         size = trainers + sum(sizes)
         firsts = [trainers + sum(sizes[:index]) for index in range(len(sizes))]
@@ -240,7 +247,7 @@ def _sizes(clients: Sequence[Client], given: Sequence[int] | None, in_group: boo
     told: list[Any] = [None]
     if not in_group or dist.get_rank() == 0:
         try:
-            told = [list(given) if given is not None else [_workers(one) for one in clients]]
+            told = [_given(given) if given is not None else [_workers(one) for one in clients]]
         except ReshardError as error:
             if not in_group:
                 raise
@@ -252,13 +259,26 @@ def _sizes(clients: Sequence[Client], given: Sequence[int] | None, in_group: boo
     return list(told[0])
 
 
+def _given(sizes: Any) -> list[int]:
+    if not isinstance(sizes, list | tuple):
+        raise ReshardError(f"engine_ranks is {sizes!r:.80}; it is a list of how many workers each engine has")
+    return [_workers_of(size, f"engine {index}") for index, size in enumerate(sizes)]
+
+
 def _workers(client: Any) -> int:
     """How many workers an engine has. Raises ReshardError where its client cannot say."""
     if not hasattr(client, "world_size"):
         raise ReshardError(
             f"{type(client).__name__} does not say how many workers its engine has: give engine_ranks"
         )
-    return int(client.world_size())
+    return _workers_of(client.world_size(), type(client).__name__)
+
+
+def _workers_of(count: Any, who: str) -> int:
+    """A number of workers, as `who` has said it."""
+    check_number(count, f"the number of workers of {who}", MOST_MEMBERS)
+    workers: int = count
+    return workers
 
 
 def _of_group(ask: Callable[[], int], alone: int) -> int:

@@ -14,14 +14,17 @@ from functools import partial
 from typing import Any
 
 from reshard.core.errors import ReshardError
+from reshard.core.limits import MOST_BUCKET_BYTES, check_number, check_seconds, check_switch
 from reshard.engines.vllm.compat import with_plain_weights
 from reshard.engines.vllm.guard import guard_of, then
 from reshard.engines.vllm.live import VllmModel
 from reshard.engines.vllm.transfer import ReshardTransfer
 from reshard.models.config_fields import asked_by
 from reshard.refit.connecting import BUCKET_BYTES, connect
+from reshard.refit.hosts import parsed
 from reshard.refit.link import Link
-from reshard.refit.members import Members
+from reshard.refit.members import MOST_MEMBERS, Members, check_rank
+from reshard.refit.routes import check_executor
 
 # Methods of a worker that make layers or load weights.
 MAKING = ("init_device", "load_model", "reload_weights")
@@ -68,6 +71,7 @@ class RefitExtension:
 
         Raises ReshardError, as on every other member, where the two sides do not hold the same model or a member is missing.
         """
+        check_number(first_rank, "first_rank", MOST_MEMBERS, 0)
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
         # By the index: the data parallel rank is 0 in each of the engines of a model without experts.
         mine = self.rank + parallel.data_parallel_index * parallel.world_size  # type: ignore[attr-defined]
@@ -83,7 +87,14 @@ class RefitExtension:
         timeout: float = 60.0,
         exact: bool = False,
     ) -> None:
-        """As `reshard_connect`, for who knows this worker's `rank` among all members."""
+        """As `reshard_connect`, for who knows this worker's `rank` among all members. What makes no sense is refused before the
+        connection that there is now is given up."""
+        parsed(address)
+        check_rank(rank, size)
+        check_executor(executor)
+        check_number(bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
+        check_seconds(timeout, "timeout")
+        check_switch(exact, "exact")
         self.reshard_close()
         members = Members.join(address, rank, size, timeout)
         with asked_by("refit"):
@@ -107,6 +118,7 @@ class RefitExtension:
 
     def reshard_refit(self, version: int | None = None, verify: bool = False) -> dict[str, Any]:
         """Take the trainer's weights; the report as a dict."""
+        check_switch(verify, "verify")
         return self._link().refit(version, verify).to_dict()
 
     def reshard_release(self) -> None:

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, first_line
 from reshard.refit.addresses import AT_ONCE
+from reshard.refit.checks import check_partners, gathered, most_buckets
 from reshard.refit.members import Members
 from reshard.refit.tables import DST, SRC, TILE_BYTES, bytes_packed
 from reshard.refit.transports.base import Incoming, Outgoing, Transport, by_round
 from reshard.refit.transports.packing import ALIGNMENT, Round, Side
-from reshard.refit.wire import pack_json, unpack_json
 
 SLOTS = 2  # buckets of a pair that are under way at once
 # Of copies into and out of buckets on a GPU: NCCL's own kernel must find room beside them.
@@ -105,7 +105,9 @@ class Buckets(Transport):
 
         Where any pair of members goes through buckets, all that have a side take part in every round.
         """
-        most = max(self._everyone("partners", max(len(incoming), len(outgoing))))
+        partners = gathered(self.members, "partners", max(len(incoming), len(outgoing)))
+        check_partners(partners, self.members.names)
+        most = max(partners)
         if not most:
             return
         self.limit = self.bucket_bytes // (2 * SLOTS * most) // ALIGNMENT * ALIGNMENT
@@ -119,9 +121,7 @@ class Buckets(Transport):
         mine: dict[int, int] = {}
         for number, side in self._sides():
             mine[number] = max(mine.get(number, 0), side.rounds)
-        for said in self._everyone("rounds", [*mine.items()]):
-            for number, rounds in said:
-                self.rounds[number] = max(self.rounds.get(number, 0), rounds)
+        self.rounds = most_buckets(gathered(self.members, "rounds", [*mine.items()]), self.members.names)
         self.numbers = self.rounds.keys() - {AT_ONCE}  # of all engines: all that have a side take part
         if self.device.type == "cuda":
             from reshard.refit.kernels import compile_copy
@@ -134,16 +134,18 @@ class Buckets(Transport):
             for number, some in sides.items():
                 yield from ((number, side) for side in some.values())
 
-    def _everyone(self, key: str, value: Any) -> list[Any]:
-        return [unpack_json(said) for said in self.members.gather(key, pack_json(value))]
-
     def renew(self) -> None:
         """Meet over a new communicator: one that lost a partner is not used again."""
         self._meet(fresh=True)
 
     def _meet(self, fresh: bool) -> None:
-        if self.limit and self.members.rank in self.ranks:
+        if not self.limit or self.members.rank not in self.ranks:
+            return
+        try:
             self.group = group_of(self.members, self.ranks, self.device, fresh)
+        except (RuntimeError, dist.DistError) as error:
+            self.members.check()  # who has given up has said why
+            raise ReshardError(f"those that exchange buckets did not meet ({first_line(error)})") from error
 
     def prepare(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming]) -> None:
         """Cut these tables into rounds."""

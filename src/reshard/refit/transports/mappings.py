@@ -12,7 +12,11 @@ import ctypes
 
 import torch
 
-from reshard.live.cuda import HANDLE_BYTES, checked, driver, make_current
+from reshard.core.errors import ReshardError
+from reshard.live.cuda import HANDLE_BYTES, checked, driver, make_current, mapped_bytes
+
+# What is said beside why memory cannot be mapped (`said_as`).
+HINT = r"\Z", "; containers have to share pid and ipc namespaces for that, or use executor='buckets'"
 
 
 class Mappings:
@@ -21,9 +25,9 @@ class Mappings:
     def __init__(self, device: torch.device) -> None:
         self.device, self.addresses = device, dict[str, int]()
 
-    def address(self, handle: str, whose: str) -> int:
-        """Where an allocation is mapped here, mapping it at the first call. Raises ReshardError where that
-        cannot be."""
+    def address(self, handle: str, size: int, whose: str) -> int:
+        """Where an allocation of at least `size` bytes is mapped here, mapping it at the first call. Raises ReshardError where that
+        cannot be, or the allocation is smaller."""
         if handle not in self.addresses:
             wanted = driver().CUipcMemHandle()
             ctypes.memmove(wanted.getPtr(), bytes.fromhex(handle), HANDLE_BYTES)
@@ -32,6 +36,11 @@ class Mappings:
             with torch.cuda.device(self.device):
                 found = driver().cuIpcOpenMemHandle(wanted, lazily.value)
             self.addresses[handle] = int(checked(found, f"cannot map the memory of {whose}"))
+        mapped = mapped_bytes(self.addresses[handle])
+        if mapped is not None and mapped < size:
+            raise ReshardError(
+                f"{whose} says that it shares {size:,} bytes of memory, of which {mapped:,} can be mapped"
+            )
         return self.addresses[handle]
 
     def close(self, but: set[str] | None = None) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from reshard.core.errors import ReshardError, said_as
 from reshard.live.engine import Engine
 from reshard.refit import parcels
 from reshard.refit.addresses import AT_ONCE, SHARD, fills_of, from_source, rounds_of, shards_here
@@ -16,7 +17,7 @@ from reshard.refit.codecs import BLOCKWISE, block_codec, by_rounding
 from reshard.refit.copies import CopyTable
 from reshard.refit.tables import CODEC, bytes_read_by, interleaved, tiles_of
 from reshard.refit.transports.base import Incoming, Outgoing, Transport
-from reshard.refit.transports.mappings import Mappings
+from reshard.refit.transports.mappings import HINT, Mappings
 
 PROGRAMS_ASIDE = 32
 PADDING = -1  # in place of a trainer's rank, for rows that none has
@@ -169,9 +170,21 @@ class Pull(Transport):
     def _shards(self, rank: int, memory: Mapping[str, Any]) -> np.ndarray:
         """(address here, pitch in bytes) of the shards of a trainer's rank, mapping its memory where it is
         another process."""
-        return (
-            memory["regions"] if rank == self.rank else shards_here(memory, self.mappings, self.names[rank])
-        )
+        if rank == self.rank:
+            regions: np.ndarray = memory["regions"]
+            return regions
+        with said_as(HINT):
+            return shards_here(memory, self.mappings, self.names[rank])
+
+    def unmappable(self, memory: Mapping[int, Mapping[str, Any]]) -> list[tuple[int, str]]:
+        """Which of these trainers' ranks have memory that cannot be mapped here, and why."""
+        failed = []
+        for rank, said in memory.items():
+            try:
+                shards_here(said, self.mappings, self.names[rank])
+            except ReshardError as error:
+                failed.append((rank, str(error)))
+        return failed
 
     def go_aside(self) -> None:
         """From now on leave room on the GPU for buckets."""

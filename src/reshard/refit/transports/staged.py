@@ -10,24 +10,26 @@ import ctypes
 import itertools
 import mmap
 import os
+import re
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, said_as
 from reshard.live.cuda import cuda_free, cuda_memory, exported
 from reshard.refit.addresses import AT_ONCE
+from reshard.refit.checks import check_slab, is_handle
 from reshard.refit.copies import wait_for_device
 from reshard.refit.members import Members
 from reshard.refit.tables import DST, SRC, TILE_BYTES, bytes_packed
 from reshard.refit.transports.base import Incoming, Outgoing, Transport, by_round, rounds_in
-from reshard.refit.transports.mappings import Mappings
+from reshard.refit.transports.mappings import HINT, Mappings
 from reshard.refit.transports.packing import ALIGNMENT, Round, Side
-from reshard.refit.wire import pack_json, unpack_json
+from reshard.refit.wire import pack_json, readable, unpack_json
 
 SLOTS = 2
+NAME = "reshard"  # of the file that a slab of the host's memory is
 _numbers = itertools.count()
 
 
@@ -43,7 +45,7 @@ class SharedSlab:
             self.address = cuda_memory(size, device)
             self.handle = exported(self.address)
             return
-        self.file = os.memfd_create("reshard")
+        self.file = os.memfd_create(NAME)
         os.ftruncate(self.file, size)
         self.memory = mmap.mmap(self.file, size)
         self.address = _address(self.memory)
@@ -65,22 +67,19 @@ class Views:
         self.mappings, self.files = Mappings(device), dict[str, mmap.mmap]()
         self.mapped: dict[str, tuple[int, str]] = {}
 
-    def address(self, number: int, handle: str, whose: str) -> int:
-        """Where a slab is mapped here, in place of an earlier one. Raises ReshardError where that cannot
+    def address(self, number: int, handle: str, size: int, whose: str) -> int:
+        """Where a slab of so many bytes is mapped here, in place of an earlier one. Raises ReshardError where that cannot
         be."""
         if self.mapped.get(whose) != (number, handle):
             self._unmap(whose)
         self.mapped[whose] = number, handle
         if not handle.startswith("/proc/"):
-            return self.mappings.address(handle, whose)
+            with said_as(HINT):
+                return self.mappings.address(handle, size, whose)
         if handle not in self.files:
-            try:
-                with open(handle, "r+b") as file:
-                    self.files[handle] = mmap.mmap(file.fileno(), 0)
-            except OSError as error:
-                raise ReshardError(
-                    f"cannot map the memory of {whose} ({error.strerror}): use executor='buckets'"
-                ) from error
+            self.files[handle] = _mapped(handle, whose)
+        if len(self.files[handle]) != size:
+            raise ReshardError(f"the slab of {whose} has {len(self.files[handle]):,} bytes, and not {size:,}")
         return _address(self.files[handle])
 
     def _unmap(self, whose: str) -> None:
@@ -95,6 +94,29 @@ class Views:
         self.mappings.close()
 
 
+def _mapped(handle: str, whose: str) -> mmap.mmap:
+    """Another process's slab of the host's memory; nothing else is opened."""
+    try:
+        if not os.readlink(handle).startswith(f"/memfd:{NAME} "):
+            raise ReshardError(
+                f"{handle}, which {whose} names as its slab, is another file: use executor='buckets'"
+            )
+        with open(handle, "r+b") as file:
+            return mmap.mmap(file.fileno(), 0)
+    except (OSError, ValueError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise ReshardError(f"cannot map the memory of {whose} ({said}): use executor='buckets'") from error
+
+
+def is_slab_of(handle: str, pid: int, device: torch.device) -> bool:
+    """Whether a slab of this process may have this handle."""
+    return (
+        is_handle(handle)
+        if device.type == "cuda"
+        else bool(re.fullmatch(rf"/proc/{pid}/fd/[0-9]{{1,9}}", handle))
+    )
+
+
 def _address(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
@@ -106,8 +128,11 @@ class Staged(Transport):
     the last time.
     """
 
-    def __init__(self, members: Members, device: torch.device, bucket_bytes: int) -> None:
+    def __init__(
+        self, members: Members, device: torch.device, bucket_bytes: int, processes: Sequence[int]
+    ) -> None:
         self.members, self.device, self.bucket_bytes = members, device, bucket_bytes
+        self.processes = processes  # of all members, by rank
         self.outgoing: dict[int, Outgoing] = {}
         self.incoming: dict[int, Incoming] = {}
         self.slab: SharedSlab | None = None
@@ -131,7 +156,7 @@ class Staged(Transport):
         self.outgoing, self.incoming = dict(outgoing), dict(incoming)
         self.numbers = rounds_in(outgoing) | rounds_in(incoming)
         self.received_bytes = sum(bytes_packed(some.table) for some in self.incoming.values())
-        self.limit = self.bucket_bytes // (SLOTS * max(1, len(outgoing))) // ALIGNMENT * ALIGNMENT
+        self.limit = self._limit(max(1, len(outgoing)))
         if outgoing and self.limit < TILE_BYTES:
             least = SLOTS * len(outgoing) * TILE_BYTES
             raise ReshardError(
@@ -140,6 +165,10 @@ class Staged(Transport):
             )
         if self.slab is not None and self.slab.size != SLOTS * self.limit * len(outgoing):
             self._free()
+
+    def _limit(self, readers: int) -> int:
+        """Bytes of a slot of a slab that so many read."""
+        return self.bucket_bytes // (SLOTS * readers) // ALIGNMENT * ALIGNMENT
 
     def run(self, number: int) -> None:
         """Pack and unpack what belongs to a round; returns when this member has all of its own, and its readers have
@@ -154,7 +183,7 @@ class Staged(Transport):
             self._turn(index, sends, SRC)
             self._turn(index, receives, DST)
         for peer in sends:
-            self.members.wait_for_count(f"taken/{self.members.rank}", peer, self.done[peer, SRC])
+            self._wait("taken", peer, self.done[peer, SRC])
 
     def _turn(self, index: int, rounds: Mapping[int, list[Round]], end: int) -> None:
         """Copy a round, where the partners are so far, and tell them."""
@@ -164,13 +193,17 @@ class Staged(Transport):
             # The first slots of a round are free: the last one ended when all was taken.
             up_to = self.done[peer, end] + 1 - ahead
             if end == DST or index >= SLOTS:
-                self.members.wait_for_count(f"{awaited}/{self.members.rank}", peer, up_to)
+                self._wait(awaited, peer, up_to)
             copies.run()
         if here and not wait_for_device(self.device, self.members.timeout, self.members.roll.answer):
             raise ReshardError(f"the copies did not end within {self.members.timeout:g} s")
         for peer in here:
             self.done[peer, end] += 1
             self.members.count(f"{tell}/{peer}", self.done[peer, end])
+
+    def _wait(self, step: str, peer: int, up_to: int) -> None:
+        with readable(f"'{step}' of {self.members.names[peer]}"):
+            self.members.wait_for_count(f"{step}/{self.members.rank}", peer, up_to)
 
     def _open(self) -> tuple[dict[int, dict[int, list[Round]]], dict[int, dict[int, list[Round]]]]:
         """Make the slab, map those of others; by partner and the engine's round the copies."""
@@ -190,13 +223,20 @@ class Staged(Transport):
                  for peer, some in self.outgoing.items() if self.slab is not None}  # fmt: skip
         receives = {}
         for peer, some in self.incoming.items():
-            theirs: dict[str, Any] = unpack_json(members.read("slab", peer))
-            start = (
-                self.views.address(theirs["number"], theirs["handle"], members.names[peer])
-                + dict(theirs["starts"])[members.rank]
-            )
-            receives[peer] = self._rounds(peer, some, DST, start, theirs["limit"])
+            address, limit = self._slots_of(peer)
+            receives[peer] = self._rounds(peer, some, DST, address, limit)
         return sends, receives
+
+    def _slots_of(self, peer: int) -> tuple[int, int]:
+        """Where this member's slots begin in the slab of a trainer's rank, mapped here, and the bytes of one."""
+        who = self.members.names[peer]
+        slab = unpack_json(self.members.read("slab", peer), f"what {who} says of its slab")
+        start = check_slab(
+            slab, self.members.rank, self.members.size, SLOTS, self._limit,
+            lambda handle: is_slab_of(handle, self.processes[peer], self.device), who,
+        )  # fmt: skip
+        size = SLOTS * slab["limit"] * len(slab["starts"])
+        return self.views.address(slab["number"], slab["handle"], size, who) + start, slab["limit"]
 
     def _rounds(
         self, peer: int, some: Outgoing | Incoming, end: int, start: int, limit: int
