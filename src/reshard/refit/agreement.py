@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from reshard.comm.hosts import this_host
 from reshard.core.errors import ReshardError, listed
-from reshard.refit.hosts import this_host
 from reshard.refit.members import Members
 from reshard.refit.routes import Seat, distance, way_between
 from reshard.refit.wire import pack_json, unpack_json

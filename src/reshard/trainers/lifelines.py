@@ -6,7 +6,7 @@ import selectors
 import socket
 from contextlib import suppress
 
-from reshard.refit.hosts import family_of
+from reshard.comm.hosts import family_of
 
 MAX_NAME_BYTES = 200
 MAX_WAITING = 4096  # members that connect before the first one looks

@@ -24,7 +24,8 @@ with importing_beside("NeMo-RL", "nemo_rl", "ray"):
     from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
     from nemo_rl.weight_sync.interfaces import WeightSynchronizer
 
-from reshard.core.errors import ReshardError, first_line
+from reshard.comm.secret import new_secret
+from reshard.core.errors import ReshardError, first_line, listed
 from reshard.core.limits import check_seconds, check_switch
 from reshard.refit.connecting import connect
 from reshard.refit.link import Link
@@ -37,6 +38,7 @@ from reshard.trainers.megatron import MegatronModel
 BACKEND = "reshard.trainers.nemo_rl:ReshardCheckpointEngine"
 WORKER = "reshard.trainers.nemo_rl_worker.ReshardWorker"
 TIMEOUT = 600.0
+WAITS = 3  # time limits, one after the other, that a sync may take in all
 # Of vLLM's data parallel groups, who talks to its engine.
 ONE_OF_EACH_ENGINE = ["tensor_parallel", "pipeline_parallel"]
 
@@ -58,7 +60,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         **others: Any,
     ) -> None:
         self.verify, self.timeout = checked(verify, timeout, others)
-        self.rank, self.size, self.board_address = 0, 0, ""
+        self.rank, self.size, self.board_address, self.secret = 0, 0, "", ""
         self.board: Members | None = None
         self.given: str | None = None
         self.link: Link | None = None
@@ -75,7 +77,8 @@ class ReshardCheckpointEngine(CheckpointEngine):
         if self.lifelines is not None:
             self.lifelines.close()
         self.lifelines = Lifelines(this_host())
-        return {"address": meeting_place(), "lifelines": [*self.lifelines.address, self.lifelines.token]}
+        lifelines = [*self.lifelines.address, self.lifelines.token]
+        return {"address": meeting_place(), "secret": new_secret(), "lifelines": lifelines}
 
     def init_policy_process_group(
         self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
@@ -96,7 +99,8 @@ class ReshardCheckpointEngine(CheckpointEngine):
         self._seat(train_world_size + rollout_rank, size, metadata, name)
 
     def _seat(self, rank: int, size: int, metadata: list[Any], name: str) -> None:
-        self.rank, self.size, self.board_address = rank, size, metadata[0]["address"]
+        self.rank, self.size = rank, size
+        self.board_address, self.secret = metadata[0]["address"], metadata[0]["secret"]
         if self.lifeline is not None:
             self.lifeline.close()
         if rank:
@@ -111,9 +115,9 @@ class ReshardCheckpointEngine(CheckpointEngine):
         """See the function."""
         return meeting_place()
 
-    def meet(self, address: str, size: int) -> None:
+    def meet(self, address: str, size: int, secret: str) -> None:
         """Said by `ColocatedSynchronizer`: connect there at the next sync."""
-        self.given, self.size, self.new = address, size, True
+        self.given, self.size, self.secret, self.new = address, size, secret, True
 
     async def send_weights(self, weights: Any) -> None:
         """On every rank of the policy: connect where that is new, and refit."""
@@ -122,7 +126,8 @@ class ReshardCheckpointEngine(CheckpointEngine):
             if self.new or self.link is None:
                 worker = worker_of(weights)
                 self.rank = worker.rank
-                members = Members.join(self.given or self._said_where(), self.rank, self.size, self.timeout)
+                address = self.given or self._said_where()
+                members = Members.join(address, self.rank, self.size, self.timeout, self.secret)
                 with members.watching(self._ended):
                     self.link = connect(members, lambda: self._source(worker))
             with self.link.members.watching(self._ended):
@@ -139,7 +144,9 @@ class ReshardCheckpointEngine(CheckpointEngine):
         self.syncs += 1
         try:
             if self.new:
-                here().reshard_join(self._said_where(), self.rank, self.size, timeout=self.timeout)
+                here().reshard_join(
+                    self._said_where(), self.rank, self.size, timeout=self.timeout, secret=self.secret
+                )
             here().reshard_refit(verify=self.verify)
         except BaseException:
             self.new = True
@@ -161,7 +168,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         """Where to meet at this sync. The first rank's answers lie where all have met first, by the number of the
         sync, which NeMo-RL starts on all of them."""
         if self.board is None:
-            self.board = Members.join(self.board_address, self.rank, self.size, self.timeout)
+            self.board = Members.join(self.board_address, self.rank, self.size, self.timeout, self.secret)
         store, key = self.board.store, f"meet/{self.syncs}"
         try:
             if self.rank == 0:
@@ -203,7 +210,7 @@ class ColocatedSynchronizer(WeightSynchronizer):
         self._policy, self._generation = policy, generation
         self._verify, self._timeout = verify, timeout
         self._stale, self._new = True, True
-        self._address = ""  # where all have met last
+        self._address, self._secret = "", ""  # where all have met last, and with which secret
 
     @property
     def is_stale(self) -> bool:
@@ -213,7 +220,7 @@ class ColocatedSynchronizer(WeightSynchronizer):
     def init_communicator(self) -> None:
         """Make our side of every rank of the policy; the first sync connects."""
         options = {"verify": self._verify, "timeout": self._timeout}
-        ray.get(
+        self._got(
             self._on_policy(
                 "init_checkpoint_engine", backend=BACKEND, bucket_size_bytes=0, engine_kwargs=options
             )
@@ -238,7 +245,7 @@ class ColocatedSynchronizer(WeightSynchronizer):
 
     def shutdown(self) -> None:
         """Unmap the others' memory."""
-        ray.get(self._on_policy("finalize_checkpoint_engine"))
+        self._got(self._on_policy("finalize_checkpoint_engine"))
         self._new = True
 
     def _refit(self) -> None:
@@ -247,28 +254,46 @@ class ColocatedSynchronizer(WeightSynchronizer):
         address = ""
         try:
             if self._new:
-                address = self._address = ray.get(self._on_policy("meeting_place"))[0]
-                ray.get(self._on_policy("meet", address=address, size=ranks + engines))
+                address = self._address = self._got(self._on_policy("meeting_place"))[0]
+                self._secret = new_secret()
+                self._got(self._on_policy("meet", address=address, size=ranks + engines, secret=self._secret))
             policy = self._on_policy("send_weights_via_checkpoint_engine", kv_scales=None)
             each = engines // self._generation.dp_size
             given = [
-                (address, ranks, prefix, engines, self._timeout, self._verify)
+                (address, self._secret, ranks, prefix, engines, self._timeout, self._verify)
                 for prefix in range(0, engines, each)
             ]
             asked = self._on_engines("reshard_take", given)
             try:
-                ray.get(policy + asked)
+                ray.get(policy + asked, timeout=WAITS * self._timeout)
             except ray.exceptions.RayError as error:
                 # An engine that has died, or refuses before it comes, can tell nobody; the policy waits for it.
                 calls = Calls({f"engine {i} of the rollout": one.future() for i, one in enumerate(asked)})
                 if said := calls.failed(WORD_SECONDS):
-                    Members.tell(self._address, said)
+                    Members.tell(self._address, said, secret=self._secret)
                     raise ReshardError(said) from error
+                if isinstance(error, ray.exceptions.GetTimeoutError):
+                    late = [f"rank {i} of the policy" for i, one in enumerate(policy) if not _is_done(one)]
+                    late += [name for name, call in calls.calls.items() if not call.done()]
+                    raise ReshardError(
+                        f"{listed(late)} did not answer within {WAITS * self._timeout:g} s: dead or stalled"
+                    ) from error
                 raise
         except BaseException:
             self._new = True
             raise
         self._new = False
+
+    def _got(self, calls: list[Any]) -> list[Any]:
+        """What the policy's ranks return. Raises ReshardError where one does not within the time limit."""
+        try:
+            found: list[Any] = ray.get(calls, timeout=self._timeout)
+            return found
+        except ray.exceptions.GetTimeoutError as error:
+            late = [f"rank {index} of the policy" for index, one in enumerate(calls) if not _is_done(one)]
+            raise ReshardError(
+                f"{listed(late)} did not answer within {self._timeout:g} s: dead or stalled"
+            ) from error
 
     def _on_policy(self, method: str, **arguments: Any) -> list[Any]:
         return self._policy.worker_group.run_all_workers_single_data(
@@ -283,6 +308,10 @@ class ColocatedSynchronizer(WeightSynchronizer):
             run_rank_0_only_axes=ONE_OF_EACH_ENGINE,
             common_kwargs={"checkpoint_method": method},
         )
+
+
+def _is_done(call: Any) -> bool:
+    return bool(ray.wait([call], timeout=0)[0])
 
 
 def refused(config: Mapping[str, Any]) -> str:

@@ -53,13 +53,14 @@ class RefitExtension:
         bucket_bytes: int = BUCKET_BYTES,
         timeout: float = 60.0,
         exact: bool = False,
+        secret: str | None = None,
     ) -> None:
         """Join the members at ``host:port`` as rank `first_rank` plus this worker's rank, of `size` in all,
-        and connect. `exact` is `VllmModel`'s, for layers in fp8."""
+        and connect. `exact` is `VllmModel`'s, for layers in fp8; `secret` is that of `Members.join`."""
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
         # By the index: the data parallel rank is 0 in each of the engines of a model without experts.
         mine = self.rank + parallel.data_parallel_index * parallel.world_size  # type: ignore[attr-defined]
-        self.reshard_join(address, first_rank + mine, size, executor, bucket_bytes, timeout, exact)
+        self.reshard_join(address, first_rank + mine, size, executor, bucket_bytes, timeout, exact, secret)
 
     def reshard_join(
         self,
@@ -70,10 +71,11 @@ class RefitExtension:
         bucket_bytes: int = BUCKET_BYTES,
         timeout: float = 60.0,
         exact: bool = False,
+        secret: str | None = None,
     ) -> None:
         """As `reshard_connect`, for who knows this worker's `rank` among all members."""
         self.reshard_close()
-        members = Members.join(address, rank, size, timeout)
+        members = Members.join(address, rank, size, timeout, secret)
         self._reshard_link = connect(
             members,
             destination=partial(self._reshard_side, exact),
