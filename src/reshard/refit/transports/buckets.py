@@ -5,7 +5,9 @@ a round, whatever the backend (NCCL, Gloo); while one bucket travels, the next i
 unpacked.
 """
 
+import atexit
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -28,6 +30,7 @@ from reshard.refit.wire import pack_json, unpack_json
 SLOTS = 2  # buckets of a pair that are under way at once
 # Of copies into and out of buckets on a GPU: NCCL's own kernel must find room beside them.
 PROGRAMS = 64
+_of_nccl: "weakref.WeakSet[Any]" = weakref.WeakSet()  # communicators of ours
 
 
 def group_of(members: Members, ranks: Sequence[int], device: torch.device, fresh: bool) -> tuple[Any, Any]:
@@ -68,15 +71,26 @@ def _made(members: Members, store: Any, index: int, size: int, device: torch.dev
     # Under a name of its own: what a broken communicator has left in the store must not be read again.
     named, timeout = dist.PrefixStore(f"buckets/{members.turns}", store), timedelta(seconds=members.timeout)
     if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread, which is new
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(named, index, size, options)
+        group = dist.ProcessGroupNCCL(named, index, size, options)
+        _of_nccl.add(group)
+        return group
     gloo: Any = dist.ProcessGroupGloo
     # Of several networks the one on which the members met; by itself Gloo takes the one that the host's name
     # stands for.
     settings = gloo._Options()
     settings._timeout, settings._devices = timeout, [gloo.create_device(hostname=members.local_address)]
     return gloo(named, index, size, settings)
+
+
+@atexit.register
+def _end_nccl() -> None:
+    """NCCL's threads may ask their store, which is Python's, until they end: not while Python itself ends."""
+    for group in list(_of_nccl):
+        with suppress(RuntimeError):
+            group.shutdown()
 
 
 class Step(NamedTuple):
