@@ -134,7 +134,13 @@ def test_numbers_of_members_that_are_none_are_refused(rank, size):
 
 def test_after_a_failed_turn_the_version_is_one_more_than_the_last_good_one():
     members = Members.join(f"127.0.0.1:{free_port()}", 0, 1, timeout=20)
-    for version, agreed, fails in ((4, 4, False), (None, 5, True), (None, 5, False), (None, 6, False)):
+    for version, agreed, fails in (
+        (4, 4, False),
+        (None, 5, True),
+        (None, 5, False),
+        (None, 6, False),
+        (9, 9, True),
+    ):
         said = []
 
         def turn(version=version, fails=fails, said=said) -> None:
@@ -145,6 +151,9 @@ def test_after_a_failed_turn_the_version_is_one_more_than_the_last_good_one():
                 members.done()
 
         assert caught(turn) == ("no luck" if fails else "no error") and said == [agreed]
+    with members.turn("release"):
+        members.done()
+    assert members.version == 6, "what has no version leaves it, also after a refit that failed"
 
 
 FORKED = """
@@ -469,3 +478,20 @@ def test_a_time_limit_that_is_none_is_refused(timeout):
     for rank in (0, 1):
         said = caught(lambda rank=rank: Members.join("127.0.0.1:1", rank, 2, timeout=timeout))
         assert said == f"timeout is {timeout!r}; it is a number of seconds above 0"
+
+
+def test_a_transaction_that_nobody_ends_says_who_is_gone_as_long_as_the_others_live():
+    members = met(3)
+    for one in members:
+        one.names = {rank: f"rank {rank} of the rollout" for rank in range(3)}
+        one.begin("syncs")
+        one.post("seated")
+    members[0].post("meet/1", b"there")
+    assert members[2].read("meet/1", 0) == b"there" and [one.failure() for one in members] == ["", "", ""]
+    del members[2], one
+    deadline = time.monotonic() + 20
+    while not all(one.failure() for one in members) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    gone = "rank 2 of the rollout is gone: the process has ended, or has let go of this connection"
+    assert [one.failure() for one in members] == [gone, gone]
+    assert caught(lambda: members[1].read("meet/2", 0)) == gone

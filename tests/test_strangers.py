@@ -272,7 +272,10 @@ def test_members_on_an_address_that_others_reach_need_a_secret_and_are_told_how_
 
 def test_on_this_host_alone_the_secret_is_a_file_that_only_this_user_reads(monkeypatch, tmp_path):
     monkeypatch.delenv("RESHARD_SECRET", raising=False)
-    monkeypatch.setattr(secret_module, "_folder", lambda: tmp_path / "reshard")
+    monkeypatch.setattr(
+        secret_module, "_folders", lambda: [tmp_path / "a file" / "reshard", tmp_path / "reshard"]
+    )
+    (tmp_path / "a file").write_text("where no folder can be made")
     with ThreadPoolExecutor(8) as pool:
         assert len(set(pool.map(lambda _: secret_module.secret_for("localhost", None), range(32)))) == 1
     path = tmp_path / "reshard" / "secret"

@@ -72,7 +72,7 @@ def test_what_a_trainer_does_wrong_is_refused_in_a_sentence(said):
 
 @pytest.mark.parametrize(("fault", "sentence"), [
     ("died", "engine 0 (LlmClient) has failed: "),
-    ("dead at a refit", "engine 1 (LlmClient) has failed: "),
+    ("dead at a refit", "inference rank 3 is gone: "),
     ("no server", "does not answer /init_weight_transfer_engine ("),
     ("not asked", "does not answer /get_world_size ("),
 ])  # fmt: skip

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 MOST_MEMBERS = 1 << 20
 LOOK_SECONDS = 0.1  # between two looks of a member that waits, at what has become of others
 ALIVE_EVERY_SECONDS = 0.5  # a member says that it lives while it is in a call that does not return
+FAIL_SECONDS = 10.0  # that a member which gives up waits until the hub knows
 GRACE_SECONDS = 3.0  # beyond the time limit, within which the hub answers if it lives
 _made: Counter[str] = Counter()
 
@@ -58,6 +59,7 @@ class RefitGroup:
         self.version: int | None = None
         self.verify = False  # some member has asked for a check of this refit
         self._notes: dict[int, str] = {}
+        self._agreed: int | None = None  # the version of the refit that goes on
         self._failures: dict[int, dict[str, Any]] = {}  # by transaction, as the hub has told
         self._answers: dict[int, Message] = {}  # by request
         self._failed: Callable[[], str] = str  # of what this process knows beside the hub: nothing
@@ -145,9 +147,8 @@ class RefitGroup:
             finally:
                 channel.close()
 
-    @property
-    def store(self) -> "dist.Store":
-        """A torch store over the hub, for process groups of members; whoever uses it keeps it."""
+    def torch_store(self) -> "dist.Store":
+        """Make a store over the hub, for a process group of members; whoever makes the group keeps it."""
         from reshard.comm.torch_store import HubStore
 
         return HubStore(self.address, self.secret, self.timeout, self.turns)
@@ -161,14 +162,26 @@ class RefitGroup:
     @contextmanager
     def turn(self, what: str) -> Iterator[None]:
         """A connect or a refit. An error inside, whatever it is, is told to the others."""
-        self.turns += 1
-        self.what, self.verify, self._notes = what, False, {}
-        self._failures = {number: one for number, one in self._failures.items() if number >= self.turns}
+        self.begin(what)
         try:
             yield
         except BaseException as error:
             self.fail(error)
             raise
+
+    def begin(self, what: str) -> None:
+        """Begin the next transaction. One that nobody brings to an end says who is gone (`failure`) as long as all are there."""
+        self.turns += 1
+        self.what, self.verify, self._notes, self._agreed = what, False, {}, None
+        self._failures = {number: one for number, one in self._failures.items() if number >= self.turns}
+
+    def failure(self) -> str:
+        """Return why this transaction has failed; empty while it has not."""
+        try:
+            self.check()
+        except ReshardError as error:
+            return str(error)
+        return self._lost
 
     def go(self, version: int | None = None, note: str = "", verify: bool = False) -> int:
         """Wait for everyone before the first byte; return the version that all agree on.
@@ -187,8 +200,8 @@ class RefitGroup:
             )
         self._notes = dict(answer["notes"])
         self.verify = bool(answer["verify"])
-        self._agreed = int(answer["version"])
-        return self._agreed
+        agreed = self._agreed = int(answer["version"])
+        return agreed
 
     def note_of(self, ranks: Iterable[int]) -> dict[int, str]:
         """After `go`: what these members noted."""
@@ -196,12 +209,9 @@ class RefitGroup:
 
     def done(self) -> None:
         """Wait until everyone has what it needs. Raises ReshardError, for all, where one has failed, or is late."""
-        agreed, self._agreed = self._agreed, None
         self._arrive(DONE, f"did not end {self.what}")
-        if agreed is not None:
-            self.version = agreed
-
-    _agreed: int | None = None
+        if self._agreed is not None:
+            self.version = self._agreed
 
     def _arrive(self, step: str, late: str, **more: Any) -> dict[str, Any]:
         return self._wait_for({"op": "arrive", "step": step, "what": late} | more).head
@@ -213,9 +223,13 @@ class RefitGroup:
 
     def check(self) -> None:
         """Raise ReshardError where a member has given this transaction up, or is gone."""
-        with self._lock, suppress(BrokenChannelError):
-            while not self._lost and (message := self.channel.receive(0)) is not None:
-                self._note(message)
+        with self._lock:
+            try:
+                while not self._lost and (message := self.channel.receive(0)) is not None:
+                    self._note(message)
+            except BrokenChannelError as error:
+                self._raise_failed(self._failures.get(self.turns))
+                self._lose(str(error))
         self._raise_failed(self._failures.get(self.turns))
 
     @contextmanager
@@ -235,7 +249,8 @@ class RefitGroup:
 
     def _fail(self, sentence: str) -> None:
         request = {"op": "fail", "says": sentence}
-        answer = self._request(request, min(self.timeout, GRACE_SECONDS), watches=False).head
+        seconds = max(GRACE_SECONDS, min(self.timeout, FAIL_SECONDS))
+        answer = self._request(request, seconds, watches=False).head
         if answer.get("failed") is not None:
             self._failures[self.turns] = answer["failed"]
 

@@ -37,7 +37,7 @@ def secret_for(host: str, given: str | None) -> bytes:
     if (known := given_secret()) is not None:
         return _checked(known, VARIABLE)
     if is_loopback(host):
-        return _of_user(_folder())
+        return _of_user(_folders())
     raise ReshardError(f"members that meet on {host}, which other hosts may reach, need a secret: {HOW}")
 
 
@@ -59,30 +59,40 @@ def _checked(secret: object, name: str) -> bytes:
     return secret.strip().encode()
 
 
-def _folder() -> Path:
-    """Return where this user's secret lies: by the user database, since the environments of a trainer and an engine differ."""
+def _folders() -> list[Path]:
+    """Return where this user's secret may lie: by the user database, since the environments of a trainer and an engine differ, and
+    where nothing can be written there."""
     uid = os.getuid()
+    folders = [Path(f"/tmp/reshard-{uid}")]
     with contextlib.suppress(KeyError):
-        home = Path(pwd.getpwuid(uid).pw_dir)
-        if home.is_dir() and os.access(home, os.W_OK):
-            return home / ".cache" / "reshard"
-    return Path(f"/tmp/reshard-{uid}")
+        folders.insert(0, Path(pwd.getpwuid(uid).pw_dir) / ".cache" / "reshard")
+    return folders
 
 
-def _of_user(folder: Path) -> bytes:
+def _of_user(folders: list[Path]) -> bytes:
     """Read this user's secret, and make it first where there is none. Raises ReshardError where another user could read it."""
+    problem: Exception | None = None
+    for folder in folders:
+        try:
+            return _kept_in(folder)
+        except (OSError, UnicodeDecodeError) as error:
+            problem = error
+    raise ReshardError(
+        f"the secret of this user cannot be kept in {folders[-1]} ({problem}): {HOW}"
+    ) from problem
+
+
+def _kept_in(folder: Path) -> bytes:
     path = folder / "secret"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_owner(folder, os.lstat(folder), stat.S_ISDIR)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_owner(folder, os.lstat(folder), stat.S_ISDIR)
+    if not path.exists():
         with contextlib.suppress(FileExistsError):
             _write_whole(path)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        with open(descriptor, encoding="ascii") as file:
-            _check_owner(path, os.fstat(descriptor), stat.S_ISREG)
-            return _checked(file.read(MOST_BYTES), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ReshardError(f"the secret of this user cannot be kept in {path} ({error}): {HOW}") from error
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    with open(descriptor, encoding="ascii") as file:
+        _check_owner(path, os.fstat(descriptor), stat.S_ISREG)
+        return _checked(file.read(MOST_BYTES), str(path))
 
 
 def _write_whole(path: Path) -> None:

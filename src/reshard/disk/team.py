@@ -25,6 +25,7 @@ from reshard.core.extras import importing
 
 # How long the others may take to start, and to stop once one has failed.
 JOIN_SECONDS, STOP_SECONDS = 600, 60
+CONNECT_SECONDS = 60  # to the first one, which listens before it says where
 _made = 0  # a program may convert several times over the same store
 
 
@@ -325,7 +326,7 @@ def _admitted(door: Door, size: int) -> dict[int, _Link]:
 
 
 def _connect(host: str, port: int, secret: bytes, process: int) -> _Link:
-    deadline = time.monotonic() + JOIN_SECONDS
+    deadline = time.monotonic() + CONNECT_SECONDS
     try:
         channel = connect(host, port, secret, deadline)
         channel.send({"process": process})

@@ -10,11 +10,9 @@ runs NeMo-RL's script with `ColocatedSynchronizer` in the place of its synchroni
 
 import functools
 import runpy
-import socket
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 
 from reshard.core.extras import importing_beside
@@ -25,14 +23,13 @@ with importing_beside("NeMo-RL", "nemo_rl", "ray"):
     from nemo_rl.weight_sync.interfaces import WeightSynchronizer
 
 from reshard.comm.secret import new_secret
-from reshard.core.errors import ReshardError, first_line, listed
+from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import check_seconds, check_switch
 from reshard.refit.connecting import connect
 from reshard.refit.link import Link
 from reshard.refit.members import Members
 from reshard.trainers.calls import WORD_SECONDS, Calls
-from reshard.trainers.lifelines import Lifelines, hold
-from reshard.trainers.meeting import meeting_place, this_host
+from reshard.trainers.meeting import meeting_place
 from reshard.trainers.megatron import MegatronModel
 
 BACKEND = "reshard.trainers.nemo_rl:ReshardCheckpointEngine"
@@ -60,33 +57,25 @@ class ReshardCheckpointEngine(CheckpointEngine):
         **others: Any,
     ) -> None:
         self.verify, self.timeout = checked(verify, timeout, others)
-        self.rank, self.size, self.board_address, self.secret = 0, 0, "", ""
+        self.rank, self.size, self.secret = 0, 0, ""
+        # Where all are seated, for as long as they live: NeMo-RL tells no member of another's death.
         self.board: Members | None = None
         self.given: str | None = None
         self.link: Link | None = None
         self.source: MegatronModel | None = None
         self.new, self.syncs = True, 0
-        # Of the first rank of the policy, and of each other member: NeMo-RL tells no member of another's death.
-        self.lifelines: Lifelines | None = None
-        self.lifeline: socket.socket | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """Where all could meet and be missed, of which only the policy's first is taken. vLLM's own processes know no Ray."""
-        if not ray.is_initialized():
-            return {"address": ""}
-        if self.lifelines is not None:
-            self.lifelines.close()
-        self.lifelines = Lifelines(this_host())
-        lifelines = [*self.lifelines.address, self.lifelines.token]
-        return {"address": meeting_place(), "secret": new_secret(), "lifelines": lifelines}
+        """Where all could be seated, of which only the policy's first is taken. vLLM's own processes know no Ray."""
+        return (
+            {"address": meeting_place(), "secret": new_secret()} if ray.is_initialized() else {"address": ""}
+        )
 
     def init_policy_process_group(
         self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
     ) -> None:
-        """Note where the first rank of the policy serves; it says at each connect where to meet for it."""
-        self._seat(
-            worker_rank, train_world_size + rollout_world_size, metadata, f"rank {worker_rank} of the policy"
-        )
+        """Take a seat where the first rank of the policy serves; it says there at each connect where to meet for it."""
+        self._seat(worker_rank, train_world_size, rollout_world_size, metadata)
 
     def init_rollout_process_group(
         self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
@@ -95,21 +84,19 @@ class ReshardCheckpointEngine(CheckpointEngine):
         from reshard.trainers.nemo_rl_worker import here
 
         here()
-        size, name = train_world_size + rollout_world_size, f"rank {rollout_rank} of the rollout"
-        self._seat(train_world_size + rollout_rank, size, metadata, name)
+        self._seat(train_world_size + rollout_rank, train_world_size, rollout_world_size, metadata)
 
-    def _seat(self, rank: int, size: int, metadata: list[Any], name: str) -> None:
-        self.rank, self.size = rank, size
-        self.board_address, self.secret = metadata[0]["address"], metadata[0]["secret"]
-        if self.lifeline is not None:
-            self.lifeline.close()
-        if rank:
-            host, port, token = metadata[0]["lifelines"]
-            self.lifeline = hold((host, port), token, name)
-            if self.lifelines is not None:
-                self.lifelines.close()
-                self.lifelines = None
-        self.board, self.given, self.new, self.syncs = None, None, True, 0
+    def _seat(self, rank: int, policies: int, rollouts: int, metadata: list[Any]) -> None:
+        self.rank, self.size, self.secret = rank, policies + rollouts, metadata[0]["secret"]
+        self.board = None  # the one before ends first
+        self.board = Members.join(metadata[0]["address"], rank, self.size, self.timeout, self.secret)
+        self.board.names = {
+            one: f"rank {one} of the policy" if one < policies else f"rank {one - policies} of the rollout"
+            for one in range(self.size)
+        }
+        self.board.begin("syncs")
+        self.board.post("seated")
+        self.given, self.new, self.syncs = None, True, 0
 
     def meeting_place(self) -> str:
         """See the function."""
@@ -162,24 +149,17 @@ class ReshardCheckpointEngine(CheckpointEngine):
         self.link, self.new = None, True
 
     def _ended(self) -> str:
-        return self.lifelines.failed() if self.lifelines is not None else ""
+        """Who is gone, in a sentence; empty while nobody is."""
+        return self.board.failure() if self.board is not None else ""
 
     def _said_where(self) -> str:
-        """Where to meet at this sync. The first rank's answers lie where all have met first, by the number of the
-        sync, which NeMo-RL starts on all of them."""
+        """Where to meet at this sync. The first rank says it where all are seated, by the number of the sync, which NeMo-RL starts
+        on all of them."""
         if self.board is None:
-            self.board = Members.join(self.board_address, self.rank, self.size, self.timeout, self.secret)
-        store, key = self.board.store, f"meet/{self.syncs}"
-        try:
-            if self.rank == 0:
-                store.set(key, meeting_place())
-            store.wait([key], timedelta(seconds=self.timeout))
-            return store.get(key).decode()
-        except RuntimeError as error:
-            raise ReshardError(
-                f"the first rank of the policy did not say where to meet within {self.timeout:g} s "
-                f"({first_line(error)})"
-            ) from error
+            raise ReshardError("this member has no seat: NeMo-RL has not called init_*_process_group")
+        if self.rank == 0:
+            self.board.post(f"meet/{self.syncs}", meeting_place().encode())
+        return self.board.read(f"meet/{self.syncs}", 0).decode()
 
     def _source(self, worker: Any) -> MegatronModel:
         why = refused(worker.cfg)

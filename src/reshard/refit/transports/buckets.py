@@ -48,7 +48,7 @@ def group_of(members: Members, ranks: Sequence[int], device: torch.device, fresh
     ):
         with suppress(RuntimeError):
             return members.process_group._get_backend(device), None
-    store = members.store
+    store = members.torch_store()
     # Torch's own waits end with their time limit only; so they are not this thread's.
     made = in_background(lambda: _made(members, store, ranks.index(members.rank), len(ranks), device))
     deadline = time.monotonic() + members.timeout
