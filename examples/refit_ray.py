@@ -11,6 +11,7 @@ Needs `pip install ray` besides reshard[megatron,vllm].
 import argparse
 import json
 import os
+import secrets
 import socket
 import sys
 import tempfile
@@ -81,11 +82,12 @@ class Trainer:
                 torch.manual_seed(1000 * step + index)
                 parameter.data.normal_(0, 0.02)
 
-    def connect(self, address: str, size: int) -> None:
+    def connect(self, address: str, size: int, secret: str) -> None:
         """Meet the engine; again after either side was restarted."""
         from reshard.refit import Members, connect
 
-        self.link = connect(Members.join(address, self.rank, size, timeout=300), self.source)
+        members = Members.join(address, self.rank, size, timeout=300, secret=secret)
+        self.link = connect(members, self.source)
 
     def refit(self, version: int) -> dict:
         """Give the weights."""
@@ -114,9 +116,10 @@ class Engine:
             **memory,
         )
 
-    def connect(self, address: str, first_rank: int, size: int) -> None:
+    def connect(self, address: str, first_rank: int, size: int, secret: str) -> None:
         """Meet the trainer."""
-        self.llm.collective_rpc("reshard_connect", args=(address, first_rank, size, "auto", 1 << 28, 300.0))
+        options = {"bucket_bytes": 1 << 28, "timeout": 300.0, "secret": secret}
+        self.llm.collective_rpc("reshard_connect", args=(address, first_rank, size), kwargs=options)
 
     def refit(self, version: int) -> list[dict]:
         """Take the weights."""
@@ -184,8 +187,10 @@ def main() -> None:
         ]
     )
 
-    meeting, size = ray.get(trainers[0].address.remote()), n + tp
-    ray.get([engine.connect.remote(meeting, n, size), *(t.connect.remote(meeting, size) for t in trainers)])
+    # Whoever reaches the meeting's port and does not know the secret is no member.
+    meeting, size, secret = ray.get(trainers[0].address.remote()), n + tp, secrets.token_hex(32)
+    meet = [trainer.connect.remote(meeting, size, secret) for trainer in trainers]
+    ray.get([engine.connect.remote(meeting, n, size, secret), *meet])
     for step in range(options.steps):
         if sleeps:
             ray.get(engine.sleep.remote())

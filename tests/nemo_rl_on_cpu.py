@@ -98,9 +98,9 @@ class Policy(MegatronCheckpointEngineSendMixin, PolicyCheckpointEngineMixin):
             self.gave_up = str(error)
             raise
 
-    def lose_lifelines(self) -> None:
+    def lose_seat(self) -> None:
         """As where NeMo-RL has seated nobody: on shared GPUs."""
-        self.checkpoint_engine.lifelines = None
+        self.checkpoint_engine.board = None
 
     def why(self) -> str:
         return self.gave_up
@@ -202,7 +202,7 @@ def main() -> None:
         again = caught(synchronizer.sync_weights)
         synced["after a shutdown"] = [again, ask("digests") == synced["mended"][1]]
         synchronizer.shutdown()
-    ray.get([one.lose_lifelines.remote() for one in policies])
+    ray.get([one.lose_seat.remote() for one in policies])
     said["colocated"]["died"] = died(synchronizer, policies, engines)
     engines[1] = ray.remote(Engine).options(num_cpus=0).remote(folders[0], "tests.nemo_rl_on_cpu.Probe")
     ray.get([one.adapters.remote(True) for one in policies])

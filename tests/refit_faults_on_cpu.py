@@ -101,9 +101,10 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
                 raise ReshardError("the device is gone")
 
             copies.copy_on_host = broken
-        if what == "loses a tile":
+        if what.startswith("loses a tile"):
             copies.copy_on_host = lambda table: plain(table[:-1])
-    said.append(caught(lambda: link.refit(version=2, verify=True)))
+    verify = is_trainer if what.endswith("only the trainer asks") else True
+    said.append(caught(lambda: link.refit(version=2, verify=verify)))
     copies.copy_on_host = plain
     if is_engine:
         said.append(
@@ -217,9 +218,20 @@ def dies_at(owner, name: str, last, key: str = "", after: bool = False) -> None:
     setattr(owner, name, dying)
 
 
+def dies_in_torch(last) -> None:
+    """End this process when it begins to make a communicator for buckets."""
+
+    def dying(*_):
+        last()
+        os._exit(0)
+
+    torch.distributed.ProcessGroupGloo._Options = dying
+
+
 # How a member dies, by the word for it: what it says and does last.
 DEATHS = {
     "posts": lambda members, engine, key, last: dies_at(members, "post", last, key),
+    "meets": lambda members, engine, last: dies_in_torch(last),
     "comes": lambda members, engine, last: dies_at(members, "go", last),
     "between": lambda members, engine, last: dies_at(members, "go", last, after=True),
     "copies": lambda members, engine, last: dies_at(engine, "settle", last),
@@ -311,6 +323,8 @@ def lateness(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[s
     for version, who in ((6, "engine"), (7, "trainer")):
         now(f"{who} late at a refit", partial(link.refit, version=version), late=who)
     now("they disagree", lambda: link.refit(version=41 if is_trainer else 8))
+    now("the trainer wants a check", lambda: link.refit(version=41, verify=is_trainer))
+    now("the engine wants a check", lambda: link.refit(version=41, verify=not is_trainer))
     now("only one says", lambda: link.refit(version=42 if is_trainer else None))
     now("none says", lambda: link.refit())
     if is_trainer:

@@ -169,11 +169,11 @@ class Spoiler:
                 self.said += f", {key}: {how}"
             plain(key, payload)
 
-        def note(version: int | None = None, note: str = "") -> int:
+        def note(version: int | None = None, note: str = "", verify: bool = False) -> int:
             if self.kind == "note":
                 note = rng.choice(["", "moved", "a b c", "\u0661", "x" * 5000, "{}", "\n"])
                 self.said += f": {note!r:.60}"
-            return go(version, note)
+            return go(version, note, verify)
 
         self.members.post, self.members.go = post, note
 

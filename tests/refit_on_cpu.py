@@ -165,10 +165,10 @@ def start(rank: int, sides: dict) -> tuple[bool, bool, Members]:
 
     With `hosts` in `sides` the trainer's ranks run on the first of `two_hosts`, the engine's on the second.
     """
-    host = sides.get("host", "127.0.0.1")
+    host, secret = sides.get("host", "127.0.0.1"), None
     if "hosts" in sides:
         two_hosts.enter(sides["hosts"], int(rank >= sides["trainer"]))
-        host = two_hosts.ADDRESSES[0]
+        host, secret = two_hosts.ADDRESSES[0], "between the two hosts"
     n, m, folder, timeout = sides["trainer"], sides["engine"], sides["folder"], sides.get("timeout", 180)
     if sides.get("together"):
         assert n == m, "one world"
@@ -185,7 +185,7 @@ def start(rank: int, sides: dict) -> tuple[bool, bool, Members]:
         return True, True, Members.of_process_group(timeout=timeout)
     size = n + m + sides.get("idle", 0)
     Steps(sides, rank, size).meet("start")  # `timeout` is for what comes then
-    members = Members.join(f"{host}:{sides['port']}", rank, size, timeout=timeout)
+    members = Members.join(f"{host}:{sides['port']}", rank, size, timeout=timeout, secret=secret)
     return rank < n, n <= rank < n + m, members
 
 

@@ -11,12 +11,10 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch.distributed as dist
 
 from reshard import ReshardError
 from reshard.engines import VllmModel
 from reshard.refit import Members, connect
-from reshard.refit.roll import ROLL, Roll
 from tests.ranks import caught, free_port
 
 
@@ -37,29 +35,6 @@ def test_what_is_no_address_is_refused(address):
     assert "is not an address such as 10.0.0.1:29600 or [::1]:29600" in caught(
         lambda: Members.join(address, 1, 2)
     )
-
-
-def test_who_comes_as_the_time_runs_out_has_come(monkeypatch):
-    port = free_port()
-    both = [None, None]
-    other = threading.Thread(
-        target=lambda: both.__setitem__(1, Members.join(f"127.0.0.1:{port}", 1, 2, timeout=60))
-    )
-    other.start()
-    both[0] = Members.join(f"127.0.0.1:{port}", 0, 2, timeout=60)
-    other.join()
-
-    def silent(awaited) -> list[int]:
-        """When the time is over the others are asked; then the other one comes."""
-        both[1].post("here")
-        return awaited()
-
-    both[0].timeout = 0.01
-    monkeypatch.setattr(both[0].roll, "silent", silent)
-    both[0].post("here")
-    both[0].wait("here", range(2))
-    monkeypatch.undo()
-    assert "did not reach 'there' within 0.01 s" in caught(lambda: both[0].wait("there", range(2)))
 
 
 NOBODY = """
@@ -159,7 +134,13 @@ def test_numbers_of_members_that_are_none_are_refused(rank, size):
 
 def test_after_a_failed_turn_the_version_is_one_more_than_the_last_good_one():
     members = Members.join(f"127.0.0.1:{free_port()}", 0, 1, timeout=20)
-    for version, agreed, fails in ((4, 4, False), (None, 5, True), (None, 5, False), (None, 6, False)):
+    for version, agreed, fails in (
+        (4, 4, False),
+        (None, 5, True),
+        (None, 5, False),
+        (None, 6, False),
+        (9, 9, True),
+    ):
         said = []
 
         def turn(version=version, fails=fails, said=said) -> None:
@@ -170,6 +151,9 @@ def test_after_a_failed_turn_the_version_is_one_more_than_the_last_good_one():
                 members.done()
 
         assert caught(turn) == ("no luck" if fails else "no error") and said == [agreed]
+    with members.turn("release"):
+        members.done()
+    assert members.version == 6, "what has no version leaves it, also after a refit that failed"
 
 
 FORKED = """
@@ -287,9 +271,7 @@ def test_a_member_0_that_is_stopped_is_named_within_the_time_limit():
             process.wait()
     seconds, kind, sentence = first.split(" ", 2)
     assert (
-        float(seconds) < 30
-        and kind == "ReshardError"
-        and sentence.startswith("rank 0, which serves the store")
+        float(seconds) < 30 and kind == "ReshardError" and sentence.startswith("rank 0, which serves the hub")
     )
     assert second.endswith("meet again to go on")
 
@@ -362,53 +344,91 @@ def test_all_members_agree_on_how_every_turn_ended(phase, who, turns):
         assert second == "no error"
 
 
-class Counting:
-    """A store that counts what is asked of it."""
-
-    def __init__(self, store) -> None:
-        self.store, self.calls = store, 0
-
-    def __getattr__(self, name: str):
-        self.calls += 1
-        return getattr(self.store, name)
+def in_threads(*members) -> list[str]:
+    """What each of these says, which do what they do at the same time."""
+    with ThreadPoolExecutor(len(members)) as pool:
+        return list(pool.map(caught, members))
 
 
-@pytest.mark.parametrize(("kind", "size"), [("tcp", 24), ("hash", 24), ("file", 4)])
-def test_who_is_waited_for_is_found_by_one_roll_for_all_and_few_calls_of_the_store(
-    kind, size, monkeypatch, tmp_path
-):
-    """The time of all is over at once, but for one who does not come; whom each waits for is on one list in the store."""
-    port, asked, said = free_port(), [], []
-    one = {"hash": dist.HashStore, "file": lambda: dist.FileStore(str(tmp_path / "store"), size)}
-    shared = one[kind]() if kind in one else None
-    plain = Roll.silent
+def met(size: int, but: int = 0, timeout: float = 60) -> list[Members]:
+    """Members that have joined, the last ones left out."""
+    address = f"127.0.0.1:{free_port()}"
+    return [Members.join(address, rank, size, timeout=timeout) for rank in range(size - but)]
 
-    def silent(roll, awaited) -> list[int]:
-        before = roll.members.store.calls
-        found = plain(roll, awaited)
-        asked.append(roll.members.store.calls - before)
-        return found
 
-    def take_part(rank: int) -> None:
-        said.append(caught(lambda: waits(members[rank], "go")))
-
-    monkeypatch.setattr(Roll, "silent", silent)
-    members = [
-        Members(shared, rank, size, 60)
-        if shared
-        else Members.join(f"127.0.0.1:{port}", rank, size, timeout=60)
-        for rank in range(size - 1)
-    ]
+def test_all_say_the_same_of_a_member_that_does_not_come():
+    members = met(24, but=1)
     for one in members:
-        one.store, one.timeout = Counting(one.store), 0.5
-    threads = [threading.Thread(target=take_part, args=(rank,), daemon=True) for rank in range(size - 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(90)
-    sentence = f"rank {size - 1} did not come to a refit within 0.5 s: dead, stalled or not started"
-    assert len(said) == size - 1 and all(one.endswith(sentence) for one in said), said
-    assert members[0].tally(ROLL) < 3 <= len(asked) and max(asked) < 200
+        one.timeout = 0.5
+    said = in_threads(*(lambda one=one: waits(one, "go") for one in members))
+    sentence = "rank 23 did not come to a refit within 0.5 s: dead, stalled or not started"
+    assert all(one.endswith(sentence) for one in said), said
+
+
+def test_who_only_waits_for_another_is_not_blamed():
+    members = met(3)
+    members[0].timeout = 1
+
+    def reads(rank: int, other: int) -> None:
+        with members[rank].turn("a refit"):
+            members[rank].read("parts", other)
+
+    first, second = in_threads(lambda: reads(0, 1), lambda: reads(1, 2))
+    sentence = "rank 2 is silent, and rank 1, which waits for it, did not reach 'parts' within 1 s: dead, stalled or not started"
+    assert (first, second) == (sentence, f"rank 0: {sentence}")
+
+
+def test_who_is_in_a_long_call_and_says_so_is_not_blamed():
+    members = met(3)
+    members[0].timeout = 4
+
+    def reads() -> None:
+        with members[0].turn("a refit"):
+            members[0].read("parts", 1)
+
+    def exchanges() -> None:
+        with members[1].turn("a refit"), members[1].answering():
+            time.sleep(3)
+            members[1].read("parts", 2)
+
+    first, second = in_threads(reads, exchanges)
+    assert "rank 2 is silent, and rank 1, which waits for it, did not reach" in first, first
+    assert second == f"rank 0: {first}"
+
+
+DIES = """
+import os, sys
+from reshard.refit import Members
+members = Members.join("127.0.0.1:{port}", 2, 3, timeout=60)
+with members.turn("a refit"):
+    if {phase!r} in ("go", "done"):
+        members.gather("hello", b"")
+    if {phase!r} == "done":
+        members.go()
+    print("here", flush=True)
+    sys.stdin.readline()
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("phase", ["a message", "go", "done"])
+def test_a_member_whose_process_ends_is_named_at_once(phase):
+    """Two members wait for a third, which dies; and the next refit says so before it begins."""
+    port = free_port()
+    members = [Members.join(f"127.0.0.1:{port}", rank, 3, timeout=60) for rank in range(2)]
+    code = DIES.format(port=port, phase=phase)
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as third, ThreadPoolExecutor(2) as pool:  # fmt: skip
+        both = [pool.submit(caught, lambda one=one: waits(one, "a message")) for one in members]
+        assert third.stdout.readline() == "here\n"
+        assert not any(one.done() for one in both), "nobody is waited for in vain yet"
+        third.stdin.close()
+        third.wait(60)
+        began = time.monotonic()
+        said = [one.result() for one in both]
+    gone = "rank 2 is gone: the process has ended, or has let go of this connection"
+    assert said == [gone, gone] and time.monotonic() - began < 5
+    assert in_threads(*(lambda one=one: waits(one, "go") for one in members)) == [gone, gone]
+    assert time.monotonic() - began < 5
 
 
 def waits(members: Members, phase: str) -> None:
@@ -458,3 +478,20 @@ def test_a_time_limit_that_is_none_is_refused(timeout):
     for rank in (0, 1):
         said = caught(lambda rank=rank: Members.join("127.0.0.1:1", rank, 2, timeout=timeout))
         assert said == f"timeout is {timeout!r}; it is a number of seconds above 0"
+
+
+def test_a_transaction_that_nobody_ends_says_who_is_gone_as_long_as_the_others_live():
+    members = met(3)
+    for one in members:
+        one.names = {rank: f"rank {rank} of the rollout" for rank in range(3)}
+        one.begin("syncs")
+        one.post("seated")
+    members[0].post("meet/1", b"there")
+    assert members[2].read("meet/1", 0) == b"there" and [one.failure() for one in members] == ["", "", ""]
+    del members[2], one
+    deadline = time.monotonic() + 20
+    while not all(one.failure() for one in members) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    gone = "rank 2 of the rollout is gone: the process has ended, or has let go of this connection"
+    assert [one.failure() for one in members] == [gone, gone]
+    assert caught(lambda: members[1].read("meet/2", 0)) == gone

@@ -78,7 +78,7 @@ def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for(said, placem
         "of 120"
     )
     assert all(
-        failed in one if placement == "colocated" else "rank 1 of the rollout has ended" in one for one in why
+        failed in one if placement == "colocated" else "rank 1 of the rollout is gone" in one for one in why
     )
 
 

@@ -5,10 +5,13 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 
+import psutil
 import pytest
 
 from reshard import Layout, hf_to_mcore
@@ -157,3 +160,70 @@ def test_an_environment_that_makes_no_sense_is_one_sentence(size, rank, whole, t
     done = cli("hf-to-mcore", whole["hf-to-mcore"][0], tmp_path / "out", env=os.environ | variables)
     assert done.returncode == 1 and re.search("WORLD_SIZE|RANK", done.stderr) and done.stderr.count("\n") == 1
     assert beside(tmp_path) == []
+
+
+LATE = """
+import sys, time
+from reshard.disk import team
+plain = team._connect
+team._connect = lambda *where: (time.sleep(float(sys.argv[1])), plain(*where))[1]
+with team.Team.from_environment() as one:
+    print(one.exchange(one.process), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def strangers_at(process, but: int):
+    """Connections to where a process listens, but for one port: silent ones, one that says a byte now and then, and garbage."""
+    over, connected = threading.Event(), []
+
+    def keep_coming() -> None:
+        while not over.wait(0.05):
+            listening = [one.laddr for one in process.net_connections("tcp") if one.status == "LISTEN"]
+            for host, port in ((at.ip, at.port) for at in listening if at.port != but):
+                with contextlib.suppress(OSError):
+                    if len(connected) < 12:
+                        connected.append(socket.create_connection((host, port), timeout=5))
+                        connected[-1].sendall((b"", b"\0", os.urandom(4096))[len(connected) % 3])
+            for one in connected[1::3]:
+                with contextlib.suppress(OSError):
+                    one.sendall(b"-")
+
+    thread = threading.Thread(target=keep_coming)
+    thread.start()
+    try:
+        yield connected
+    finally:
+        over.set()
+        thread.join()
+        for one in connected:
+            one.close()
+
+
+def test_strangers_at_the_first_process_hold_up_nobody():
+    port = free_port()
+    shared = os.environ | {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    began = time.monotonic()
+    runs = [
+        subprocess.Popen([sys.executable, "-c", LATE, str(3 * rank)], env=shared | {"RANK": str(rank)}, stdout=-1, stderr=-1, text=True)
+        for rank in range(3)
+    ]  # fmt: skip
+    with strangers_at(psutil.Process(runs[0].pid), but=port) as connected:
+        said = [run.communicate(timeout=200) for run in runs]
+    assert [out for out, _ in said] == ["[0, 1, 2]\n"] * 3, said
+    assert len(connected) == 12, "the strangers came in time"
+    assert time.monotonic() - began < 60, "of 10 seconds for each of them"
+
+
+def test_processes_that_do_not_know_the_secret_are_not_let_in():
+    shared = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    secrets = ["the secret of the first process", "another secret than that one"]
+    runs = [
+        subprocess.Popen([sys.executable, "-c", LATE, "0"], env=shared | {"RANK": str(rank), "RESHARD_SECRET": secret}, stderr=-1, text=True)
+        for rank, secret in enumerate(secrets)
+    ]  # fmt: skip
+    said = runs[1].communicate(timeout=120)[1]
+    runs[0].kill()
+    runs[0].communicate()
+    assert "process 1 is not let in by process 0 at 127.0.0.1" in said and "RESHARD_SECRET" in said
+    assert not any(secret in said for secret in secrets)

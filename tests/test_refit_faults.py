@@ -67,6 +67,7 @@ def test_a_member_that_stalls_or_takes_the_store_with_it_is_named_within_the_tim
 @pytest.mark.parametrize(("what", "sentence"), [
     ("fails in the middle", "inference rank 1: the device is gone"),
     ("loses a tile", "tensors did not arrive as they are in the trainer: "),
+    ("loses a tile, and only the trainer asks", "tensors did not arrive as they are in the trainer: "),
 ])  # fmt: skip
 def test_an_engine_serves_no_half_written_model_until_a_whole_refit_succeeded(
     what, sentence, converted, tmp_path
@@ -145,6 +146,7 @@ def test_a_trainer_and_an_engine_in_two_containers_of_one_host_map_nothing_of_ea
 DEATHS = {
     "connect posts held": "trainer",
     "connect posts pieces": "engine",
+    "connect meets": "engine",  # those who go through buckets, over a communicator of torch's
     "connect ends": "engine",
     "refit comes": "trainer",
     "refit between": "trainer",
@@ -170,8 +172,8 @@ def death(checkpoint, folder, moment: str):
         "port": free_port(),
         "timeout": PATIENCE,
     }
-    if moment.endswith("packed"):
-        sides["how"] = {"executor": "staged"}
+    if moment.endswith(("packed", "meets")):
+        sides["how"] = {"executor": "staged" if moment.endswith("packed") else "buckets"}
     arguments = sides, flags, checkpoint, {"tp": RANKS}, victim, moment
     return victim, run_on_ranks(2 * RANKS, "death", *arguments, module="refit_faults_on_cpu", may_die=True)
 
@@ -225,14 +227,14 @@ def test_a_member_that_is_killed_in_the_middle_is_named_in_time_and_nothing_torn
             assert said == "no error" and state in (None, (True, 2)), (said, state)
             continue
         assert blamed(said) == {victim}, said
-        assert seconds < 3 * PATIENCE
+        assert seconds < PATIENCE, "the end of its process is seen, not its silence"
         assert state in (None, (moment == "refit comes", 1 if moment.startswith("refit") else None)), state
 
 
 def blamed(sentence: str) -> set[int]:
     """The ranks that a sentence says are dead, or whose memory is gone; before a colon is who says it."""
     found = re.search(
-        r"(?:: |^|; )([^:;]*?) (?:is silent|did not)|cannot map the memory of (.*?) \(", sentence
+        r"(?:: |^|; )([^:;]*?) (?:is silent|is gone|did not)|cannot map the memory of (.*?) \(", sentence
     )
     return {int(rank) for rank in re.findall(r"rank (\d)", found[1] or found[2])} if found else set()
 
@@ -247,6 +249,8 @@ def blamed(sentence: str) -> set[int]:
     ("engine late at a refit", "inference rank 1 did not come to refit 2 within 4 s", "trainer rank 0: ", (True, 5, 0)),
     ("trainer late at a refit", "inference rank 1: ", "trainer rank 0 did not come to refit 3 within 4 s", (True, 5, 0)),
     ("they disagree", "version 41", "version 8", (True, 5, 0)),
+    ("the trainer wants a check", "no error", "no error", (True, 41, 1)),
+    ("the engine wants a check", "no error", "no error", (True, 41, 1)),
     ("only one says", "no error", "no error", (True, 42, 1)),
     ("none says", "no error", "no error", (True, 43, 1)),
     # After it: the engine holds what nobody vouches for, and does not serve it, though every byte may have come.

@@ -80,7 +80,7 @@ def test_ours_are_called_as_verls_are_and_fit_vllms_worker(said):
 
 def test_a_connection_stays_until_a_member_is_replaced(said):
     first, second, third = said["meeting"]
-    assert [(rank, size) for _, rank, size, _ in first] == [(2, 4), (3, 4)]
+    assert [(rank, size) for _, rank, size, *_ in first] == [(2, 4), (3, 4)]
     assert [[new for *_, new in sync] for sync in (first, second, third)] == [
         [True, True],
         [False, False],
@@ -88,6 +88,8 @@ def test_a_connection_stays_until_a_member_is_replaced(said):
     ]
     address, *others = {at for at, *_ in first + second}
     assert not others and {at for at, *_ in third} != {address}
+    secret, *others = {secret for *_, secret, _ in first + second}
+    assert not others and len(secret) == 64 and {one for *_, one, _ in third} != {secret}
 
 
 def test_verls_adapter_refits_a_real_vllm_at_every_sync_and_after_one_that_failed(said):

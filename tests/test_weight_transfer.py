@@ -114,7 +114,7 @@ def test_what_is_no_address_of_a_server_is_refused():
 
 @pytest.mark.parametrize(("fault", "sentence"), [
     ("died", "engine 0 (LlmClient) has failed: "),
-    ("dead at a refit", "engine 1 (LlmClient) has failed: "),
+    ("dead at a refit", "inference rank 3 is gone: "),
     ("no server", "does not answer /init_weight_transfer_engine ("),
     ("not asked", "does not answer /get_world_size ("),
 ])  # fmt: skip

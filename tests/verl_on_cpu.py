@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tests.probe import alone, caught
 
+SECRET = "between these two processes"
 os.environ |= {"VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": "nvidia"}
 
 
@@ -204,14 +205,14 @@ class Actor:
         from reshard.trainers.verl import ReshardCheckpointEngine
 
         engine = ReshardCheckpointEngine(timeout=60)
-        engine.init_process_group(0, 2, address, [], True)
+        engine.init_process_group(0, 2, address, [], SECRET, True)
         return await ended(engine.send_weights(self.shards, 1))
 
     async def receive(self, address: str) -> list:
         """As verl's worker beside an engine elsewhere does."""
         from reshard.trainers.verl import Meeting
 
-        return await ended(self.adapter.update_weights(Meeting(address, 1, 2, True), global_steps=1))
+        return await ended(self.adapter.update_weights(Meeting(address, 1, 2, SECRET, True), global_steps=1))
 
 
 async def ended(call) -> list:

@@ -2,30 +2,30 @@
 
 Each takes whole destination files. They meet before the first byte, so that all have the same plan, and after
 the last, so that the first one can publish. Between, they may be hours apart: a meeting has no time limit.
-Every process is connected to the first one, which passes answers on, and learns at once when another fails or
-dies. A host that is gone is noticed within a minute, or, where a message was on its way to it, in a quarter
-of an hour.
+Every process has an authenticated connection (`reshard.comm.channel`) to the first one, which passes answers
+on, and learns at once when another fails or dies. A host that is gone is noticed within a minute, or, where a
+message was on its way to it, in a quarter of an hour.
 """
 
 import contextlib
-import hmac
 import json
 import os
 import queue
-import secrets
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from reshard.comm.channel import BrokenChannelError, Channel, Door, WrongSecretError, connect
+from reshard.comm.hosts import listener_for
+from reshard.comm.secret import HOW, given_secret, new_secret, secret_for
 from reshard.core.errors import ReshardError, first_line, is_resumable, listed
 from reshard.core.extras import importing
 
 # How long the others may take to start, and to stop once one has failed.
 JOIN_SECONDS, STOP_SECONDS = 600, 60
+CONNECT_SECONDS = 60  # to the first one, which listens before it says where
 _made = 0  # a program may convert several times over the same store
 
 
@@ -254,122 +254,96 @@ def _number(name: str) -> int:
 
 
 class _Link:
-    """A connection on which JSON messages travel, each behind its length."""
+    """A connection to another process that knows the same secret, on which JSON messages travel."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection, self.lock = connection, threading.Lock()
-        # A host that is gone says nothing: ask after 20 silent seconds, and give up after 30 more. One that
-        # is only busy answers, also where its process is stopped and takes nothing in: so no
-        # TCP_USER_TIMEOUT, which would count that against it.
-        options = {
-            socket.TCP_KEEPIDLE: 20,
-            socket.TCP_KEEPINTVL: 10,
-            socket.TCP_KEEPCNT: 3,
-            socket.TCP_NODELAY: 1,
-        }
-        for option, value in options.items():
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message; where the other end is gone, `receive` says so."""
-        data = json.dumps(message).encode()
-        with self.lock, contextlib.suppress(OSError):
-            self.connection.sendall(struct.pack("<Q", len(data)) + data)
+        with contextlib.suppress(BrokenChannelError):
+            self.channel.send({}, json.dumps(message).encode())
 
-    def receive(self, limit: int = 1 << 40) -> dict[str, Any] | None:
-        """The next message, None where the other end is gone or says what is no message of at most `limit`
-        bytes."""
+    def receive(self) -> dict[str, Any] | None:
+        """Return the next message, None where the other end is gone or says what is no message."""
         try:
-            head = self._read(8)
-            (length,) = struct.unpack("<Q", head or bytes(8))
-            data = self._read(length) if 0 < length <= limit else None
-            return None if data is None else json.loads(data)
-        except (OSError, ValueError):
+            message = self.channel.receive()
+            return None if message is None else json.loads(message.body)
+        except (BrokenChannelError, ValueError):
             return None
-
-    def _read(self, length: int) -> bytes | None:
-        data = bytearray()
-        while len(data) < length:
-            part = self.connection.recv(min(length - len(data), 1 << 20))
-            if not part:
-                return None
-            data += part
-        return bytes(data)
 
     def close(self) -> None:
         """Close the connection."""
-        self.connection.close()
+        self.channel.close()
 
 
 def _links(process: int, size: int) -> dict[int, _Link]:
     """Connect to the first process, or as the first one with all others; they find each other through
-    torchrun's store."""
-    publish, look_up = _notice_board(process, size)
+    torchrun's store, or the process group."""
+    publish, look_up, store = _notice_board(process, size)
+    given = given_secret()
     if process:
         where = json.loads(look_up())
-        return {0: _connect(where, process)}
-    token = secrets.token_hex(16)
+        if given is None and where["secret"] is None:
+            raise ReshardError(f"process 0 has a secret of its own: {HOW}")
+        secret = secret_for("", given if given is not None else where["secret"])
+        return {0: _connect(where["host"], where["port"], secret, process)}
+    made = new_secret() if given is None else None
+    listener = listener_for(store)
+    host, port = listener.getsockname()[:2]
+    publish(json.dumps({"host": host, "port": port, "secret": made}))
+    door = Door(listener, secret_for("", made if given is None else given))
+    try:
+        return _admitted(door, size)
+    finally:
+        door.close()
+
+
+def _admitted(door: Door, size: int) -> dict[int, _Link]:
+    """Let all others in, in whatever order they come; whoever is slow or silent holds up nobody."""
     links: dict[int, _Link] = {}
-    with _server() as server:
-        hosts = [os.environ.get("MASTER_ADDR"), socket.gethostname(), "127.0.0.1"]
-        publish(
-            json.dumps(
-                {"hosts": [host for host in hosts if host], "port": server.getsockname()[1], "token": token}
-            )
-        )
-        deadline = time.monotonic() + JOIN_SECONDS
-        while len(links) < size - 1:
-            server.settimeout(max(0.001, deadline - time.monotonic()))
+    arriving: list[Channel] = []
+    deadline = time.monotonic() + JOIN_SECONDS
+    while len(links) < size - 1:
+        if time.monotonic() > deadline:
+            absent = sorted(set(range(1, size)) - set(links))
+            raise RuntimeError(f"{listed(absent)} of them did not start within {JOIN_SECONDS} s")
+        for connection, keys in door.admitted(within=0.05):
+            arriving.append(Channel(connection, keys.of_server, keys.of_client))
+        for channel in list(arriving):
             try:
-                connection, _ = server.accept()
-            except TimeoutError:
-                absent = sorted(set(range(1, size)) - set(links))
-                raise RuntimeError(
-                    f"{listed(absent)} of them did not start within {JOIN_SECONDS} s"
-                ) from None
-            connection.settimeout(10)
-            link = _Link(connection)
-            hello = link.receive(1 << 10) or {}
-            if not (
-                isinstance(hello, dict)
-                and hmac.compare_digest(str(hello.get("token")).encode(), token.encode())
-                and hello.get("process") in range(1, size)
-            ):
-                link.close()
-                continue
-            connection.settimeout(None)
-            link.send({"welcome": True})
-            links[hello["process"]] = link
+                if (hello := channel.receive(0)) is None:
+                    continue
+                process = int(hello.head.get("process", 0))
+                if process not in range(1, size) or process in links:
+                    raise BrokenChannelError("it is none of the others")
+                links[process] = _Link(channel)
+                channel.send({"welcome": True})
+            except BrokenChannelError:
+                channel.close()
+            arriving.remove(channel)
     return links
 
 
-def _connect(where: dict[str, Any], process: int) -> _Link:
-    problem: object = "no address"
-    for host in where["hosts"]:
-        try:
-            connection = socket.create_connection((host, where["port"]), timeout=20)
-        except OSError as error:
-            problem = error
-            continue
-        link = _Link(connection)
-        link.send({"token": where["token"], "process": process})
-        if link.receive(1 << 10) == {"welcome": True}:
-            connection.settimeout(None)
-            return link
-        problem = f"{host} is not the host of process 0"
-        link.close()
-    raise RuntimeError(f"process 0 at {where['hosts'][0]}: {problem}")
+def _connect(host: str, port: int, secret: bytes, process: int) -> _Link:
+    deadline = time.monotonic() + CONNECT_SECONDS
+    try:
+        channel = connect(host, port, secret, deadline)
+        channel.send({"process": process})
+        if channel.receive(max(0.0, deadline - time.monotonic())) is None:
+            raise BrokenChannelError("it does not answer")
+    except WrongSecretError as error:
+        raise ReshardError(
+            f"process {process} is not let in by process 0 at {host} ({error}): {HOW}"
+        ) from error
+    except (OSError, BrokenChannelError) as error:
+        raise RuntimeError(f"process 0 at {host}: {first_line(error)}") from error
+    return _Link(channel)
 
 
-def _server() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
-
-
-def _notice_board(process: int, size: int) -> tuple[Callable[[str], None], Callable[[], str]]:
-    """How the first process says where it is: `publish(text)` there, `look_up()` in the others."""
+def _notice_board(process: int, size: int) -> tuple[Callable[[str], None], Callable[[], str], Any]:
+    """How the first process says where it is: `publish(text)` there, `look_up()` in the others; and torch's store, whose address
+    they all reach."""
     global _made
     with importing("megatron"):
         import torch.distributed as dist
@@ -385,10 +359,10 @@ def _notice_board(process: int, size: int) -> tuple[Callable[[str], None], Calla
             dist.broadcast_object_list(values, 0)
             return values[0]
 
-        return publish, look_up
+        return publish, look_up, dist.distributed_c10d._get_default_store()
     _made += 1
     key = f"reshard/{_made}"
     store, _, _ = next(
         rendezvous("env://", rank=process, world_size=size, timeout=timedelta(seconds=JOIN_SECONDS))
     )
-    return lambda text: store.set(key, text), lambda: store.get(key).decode()
+    return lambda text: store.set(key, text), lambda: store.get(key).decode(), store

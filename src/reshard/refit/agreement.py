@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from reshard.comm.hosts import namespaces, this_host
 from reshard.core.errors import ReshardError, listed
 from reshard.models.config_fields import ignored, ignored_config_fields
 from reshard.refit.checks import check_greeting, check_hello, check_ignored_fields, check_own, gathered
-from reshard.refit.hosts import namespaces, this_host
 from reshard.refit.members import Members
 from reshard.refit.routes import Seat, distance, way_between, why_apart
 from reshard.refit.wire import unpack_json

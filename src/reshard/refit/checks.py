@@ -113,7 +113,9 @@ def check_ignored_fields(peer: Mapping[str, Any]) -> None:
     fields = peer.get("ignored")
     named = isinstance(fields, list) and len(fields) <= MOST_FIELDS and all(map(_is_word, fields))
     if not named or not _is_word(peer.get("reshard")):
-        raise ReshardError(f"{peer['name']} does not name its version, or the fields of a config that it ignores")
+        raise ReshardError(
+            f"{peer['name']} does not name its version, or the fields of a config that it ignores"
+        )
 
 
 def check_hello(peer: Mapping[str, Any]) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from reshard.comm.group import LOOK_SECONDS
 from reshard.refit.codecs import CODECS, PLAIN, bytes_in_source
-from reshard.refit.roll import LOOK_SECONDS
 from reshard.refit.tables import CODEC, DST, DST_PITCH, SRC, SRC_PITCH, WIDTH, bytes_of
 
 UNITS = (16, 8, 4, 2, 1)  # bytes of a word

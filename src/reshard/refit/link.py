@@ -151,9 +151,11 @@ class Link:
 
         `version` is what both sides then carry; members that give one must give the same, and where nobody
         does it is one more than the last. `verify` compares digests of every piece, computed on both sides
-        from their own memory. Raises ReshardError on every member where one fails or is late; inference ranks
-        that have begun to write then refuse to serve until a whole refit succeeded, since weights are written
-        in place and nothing can be rolled back.
+        from their own memory; it is enough that one member asks for it.
+
+        Raises ReshardError on every member where one fails or is late. Inference ranks that have begun to write
+        then refuse to serve until a whole refit succeeded, since weights are written in place and nothing can be
+        rolled back.
         """
         start = time.perf_counter()
         self.refits += 1
@@ -161,16 +163,15 @@ class Link:
             with self.members.turn(f"refit {self.refits}"):
                 wanted = _checked(version)
                 trainer_moved, engine_moved = self._ready()
-                agreed = self.members.go(
-                    wanted, self.trainer.memory_digest.hex() if self.trainer is not None else ""
-                )
+                noted = self.trainer.memory_digest.hex() if self.trainer is not None else ""
+                agreed = self.members.go(wanted, noted, verify)
                 self._follow(trainer_moved, engine_moved)
                 waited = time.perf_counter()
                 if self.engine is not None:
                     self.engine.engine.begin()
                 self._bounded(self._bring)
                 moved_at = time.perf_counter()
-                if verify:
+                if self.members.verify:
                     self._verify()
                 self._unmap()
                 self.members.done()
@@ -219,7 +220,7 @@ class Link:
         trainer.source.check_memory(self.device)
         self.members.post("settles")
         self.members.wait("settles", self.agreed.trainers)
-        with self.members.roll.answering():
+        with self.members.answering():
             trainer.source.settle()
             if not wait_for_device(self.device, self.members.timeout):
                 raise ReshardError(
@@ -261,7 +262,6 @@ class Link:
         self._go_through((AT_ONCE, *self._rounds()), self.engine.take if self.engine else None)
         if self.engine is not None:
             self.engine.engine.settle()
-        self.members.forget()  # while a GPU copies
 
     def _bring_again(self) -> None:
         """Carry out once more the copies of what engines make in rounds, and compare it with what they then make."""
@@ -285,11 +285,11 @@ class Link:
         """Do it to its end. Raises ReshardError, naming who is silent, where a partner dies or stalls."""
         # A GPU's work is waited for below; over Gloo an exchange returns when it has ended, and NCCL's first when all have met.
         blocks = self.device.type == "cpu" or self.buckets.group is not None
-        answering = self.members.roll.answering() if blocks else nullcontext()
+        answering = self.members.answering() if blocks else nullcontext()
         try:
             with answering:
                 work()
-            done = wait_for_device(self.device, self.members.timeout, self.members.roll.answer)
+            done = wait_for_device(self.device, self.members.timeout, self.members.answer)
             reason = f"nothing arrived within {self.members.timeout:g} s"
         except RuntimeError as error:
             done, reason = False, first_line(error)

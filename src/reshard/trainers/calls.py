@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from threading import Thread
 from typing import Any, TypeVar
 
-from reshard.core.errors import ReshardError, first_line
+from reshard.core.errors import ReshardError, first_line, listed
 from reshard.refit.members import Members
 
 Result = TypeVar("Result")
@@ -42,10 +41,17 @@ class Calls:
             wait(self.calls.values(), WORD_SECONDS)
             told = [said for said in self._sentences() if str(error) not in said and said not in str(error)]
             raise ReshardError(f"{error} ({told[0]})" if told else str(error)) from error
-        wait(self.calls.values())
+        self.end(members.timeout)
+        return result
+
+    def end(self, seconds: float) -> None:
+        """Wait until all have returned. Raises ReshardError naming the first that fails, or those that do not return within so
+        many seconds."""
+        wait(self.calls.values(), seconds, FIRST_EXCEPTION)
         if failed := self.failed():
             raise ReshardError(failed)
-        return result
+        if late := [name for name, call in self.calls.items() if not call.done()]:
+            raise ReshardError(f"{listed(late)} did not answer within {seconds:g} s: dead or stalled")
 
     def _sentences(self) -> list[str]:
         said = []
@@ -59,17 +65,3 @@ class Calls:
 def what_failed(error: BaseException) -> str:
     """A call's error in a line. Of what a call by Ray has raised the text is a traceback, and this its cause."""
     return first_line(getattr(error, "cause", None) or error)
-
-
-def aside(call: Callable[[], Any]) -> "Future[Any]":
-    """What a call returns or raises, carried out beside this thread; nobody has to wait for its end, not even Python's."""
-    future: Future[Any] = Future()
-
-    def carry_out() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    Thread(target=carry_out, daemon=True).start()
-    return future

@@ -5,7 +5,7 @@ from contextlib import closing
 
 import ray
 
-from reshard.refit.hosts import family_of
+from reshard.comm.hosts import family_of
 
 
 def this_host() -> str:

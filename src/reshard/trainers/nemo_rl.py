@@ -10,11 +10,9 @@ runs NeMo-RL's script with `ColocatedSynchronizer` in the place of its synchroni
 
 import functools
 import runpy
-import socket
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 
 from reshard.core.extras import importing_beside
@@ -24,20 +22,21 @@ with importing_beside("NeMo-RL", "nemo_rl", "ray"):
     from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
     from nemo_rl.weight_sync.interfaces import WeightSynchronizer
 
-from reshard.core.errors import ReshardError, first_line
+from reshard.comm.secret import new_secret
+from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import check_seconds, check_switch
 from reshard.refit.connecting import connect
 from reshard.refit.link import Link
 from reshard.refit.members import Members
 from reshard.refit.routes import check_executor
 from reshard.trainers.calls import WORD_SECONDS, Calls
-from reshard.trainers.lifelines import Lifelines, hold
-from reshard.trainers.meeting import meeting_place, this_host
+from reshard.trainers.meeting import meeting_place
 from reshard.trainers.megatron import MegatronModel
 
 BACKEND = "reshard.trainers.nemo_rl:ReshardCheckpointEngine"
 WORKER = "reshard.trainers.nemo_rl_worker.ReshardWorker"
 TIMEOUT = 600.0
+WAITS = 3  # time limits, one after the other, that a sync may take in all
 # Of vLLM's data parallel groups, who talks to its engine.
 ONE_OF_EACH_ENGINE = ["tensor_parallel", "pipeline_parallel"]
 
@@ -61,32 +60,25 @@ class ReshardCheckpointEngine(CheckpointEngine):
         **others: Any,
     ) -> None:
         self.verify, self.timeout, self.executor = checked(verify, timeout, executor, others)
-        self.rank, self.size, self.board_address = 0, 0, ""
+        self.rank, self.size, self.secret = 0, 0, ""
+        # Where all are seated, for as long as they live: NeMo-RL tells no member of another's death.
         self.board: Members | None = None
         self.given: str | None = None
         self.link: Link | None = None
         self.source: MegatronModel | None = None
         self.new, self.syncs = True, 0
-        # Of the first rank of the policy, and of each other member: NeMo-RL tells no member of another's death.
-        self.lifelines: Lifelines | None = None
-        self.lifeline: socket.socket | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """Where all could meet and be missed, of which only the policy's first is taken. vLLM's own processes know no Ray."""
-        if not ray.is_initialized():
-            return {"address": ""}
-        if self.lifelines is not None:
-            self.lifelines.close()
-        self.lifelines = Lifelines(this_host())
-        return {"address": meeting_place(), "lifelines": [*self.lifelines.address, self.lifelines.token]}
+        """Where all could be seated, of which only the policy's first is taken. vLLM's own processes know no Ray."""
+        return (
+            {"address": meeting_place(), "secret": new_secret()} if ray.is_initialized() else {"address": ""}
+        )
 
     def init_policy_process_group(
         self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
     ) -> None:
-        """Note where the first rank of the policy serves; it says at each connect where to meet for it."""
-        self._seat(
-            worker_rank, train_world_size + rollout_world_size, metadata, f"rank {worker_rank} of the policy"
-        )
+        """Take a seat where the first rank of the policy serves; it says there at each connect where to meet for it."""
+        self._seat(worker_rank, train_world_size, rollout_world_size, metadata)
 
     def init_rollout_process_group(
         self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
@@ -95,28 +87,27 @@ class ReshardCheckpointEngine(CheckpointEngine):
         from reshard.trainers.nemo_rl_worker import here
 
         here()
-        size, name = train_world_size + rollout_world_size, f"rank {rollout_rank} of the rollout"
-        self._seat(train_world_size + rollout_rank, size, metadata, name)
+        self._seat(train_world_size + rollout_rank, train_world_size, rollout_world_size, metadata)
 
-    def _seat(self, rank: int, size: int, metadata: list[Any], name: str) -> None:
-        self.rank, self.size, self.board_address = rank, size, metadata[0]["address"]
-        if self.lifeline is not None:
-            self.lifeline.close()
-        if rank:
-            host, port, token = metadata[0]["lifelines"]
-            self.lifeline = hold((host, port), token, name)
-            if self.lifelines is not None:
-                self.lifelines.close()
-                self.lifelines = None
-        self.board, self.given, self.new, self.syncs = None, None, True, 0
+    def _seat(self, rank: int, policies: int, rollouts: int, metadata: list[Any]) -> None:
+        self.rank, self.size, self.secret = rank, policies + rollouts, metadata[0]["secret"]
+        self.board = None  # the one before ends first
+        self.board = Members.join(metadata[0]["address"], rank, self.size, self.timeout, self.secret)
+        self.board.names = {
+            one: f"rank {one} of the policy" if one < policies else f"rank {one - policies} of the rollout"
+            for one in range(self.size)
+        }
+        self.board.begin("syncs")
+        self.board.post("seated")
+        self.given, self.new, self.syncs = None, True, 0
 
     def meeting_place(self) -> str:
         """See the function."""
         return meeting_place()
 
-    def meet(self, address: str, size: int) -> None:
+    def meet(self, address: str, size: int, secret: str) -> None:
         """Said by `ColocatedSynchronizer`: connect there at the next sync."""
-        self.given, self.size, self.new = address, size, True
+        self.given, self.size, self.secret, self.new = address, size, secret, True
 
     async def send_weights(self, weights: Any) -> None:
         """On every rank of the policy: connect where that is new, and refit."""
@@ -125,7 +116,8 @@ class ReshardCheckpointEngine(CheckpointEngine):
             if self.new or self.link is None:
                 worker = worker_of(weights)
                 self.rank = worker.rank
-                members = Members.join(self.given or self._said_where(), self.rank, self.size, self.timeout)
+                address = self.given or self._said_where()
+                members = Members.join(address, self.rank, self.size, self.timeout, self.secret)
                 with members.watching(self._ended):
                     self.link = connect(members, lambda: self._source(worker), executor=self.executor)
             with self.link.members.watching(self._ended):
@@ -142,7 +134,9 @@ class ReshardCheckpointEngine(CheckpointEngine):
         self.syncs += 1
         try:
             if self.new:
-                here().reshard_join(self._said_where(), self.rank, self.size, timeout=self.timeout)
+                here().reshard_join(
+                    self._said_where(), self.rank, self.size, timeout=self.timeout, secret=self.secret
+                )
             here().reshard_refit(verify=self.verify)
         except BaseException:
             self.new = True
@@ -158,24 +152,17 @@ class ReshardCheckpointEngine(CheckpointEngine):
         self.link, self.new = None, True
 
     def _ended(self) -> str:
-        return self.lifelines.failed() if self.lifelines is not None else ""
+        """Who is gone, in a sentence; empty while nobody is."""
+        return self.board.failure() if self.board is not None else ""
 
     def _said_where(self) -> str:
-        """Where to meet at this sync. The first rank's answers lie where all have met first, by the number of the
-        sync, which NeMo-RL starts on all of them."""
+        """Where to meet at this sync. The first rank says it where all are seated, by the number of the sync, which NeMo-RL starts
+        on all of them."""
         if self.board is None:
-            self.board = Members.join(self.board_address, self.rank, self.size, self.timeout)
-        store, key = self.board.store, f"meet/{self.syncs}"
-        try:
-            if self.rank == 0:
-                store.set(key, meeting_place())
-            store.wait([key], timedelta(seconds=self.timeout))
-            return store.get(key).decode()
-        except RuntimeError as error:
-            raise ReshardError(
-                f"the first rank of the policy did not say where to meet within {self.timeout:g} s "
-                f"({first_line(error)})"
-            ) from error
+            raise ReshardError("this member has no seat: NeMo-RL has not called init_*_process_group")
+        if self.rank == 0:
+            self.board.post(f"meet/{self.syncs}", meeting_place().encode())
+        return self.board.read(f"meet/{self.syncs}", 0).decode()
 
     def _source(self, worker: Any) -> MegatronModel:
         why = refused(worker.cfg)
@@ -213,7 +200,7 @@ class ColocatedSynchronizer(WeightSynchronizer):
         self._policy, self._generation = policy, generation
         self._verify, self._timeout, self._executor = verify, timeout, executor
         self._stale, self._new = True, True
-        self._address = ""  # where all have met last
+        self._address, self._secret = "", ""  # where all have met last, and with which secret
 
     @property
     def is_stale(self) -> bool:
@@ -223,7 +210,7 @@ class ColocatedSynchronizer(WeightSynchronizer):
     def init_communicator(self) -> None:
         """Make our side of every rank of the policy; the first sync connects."""
         options = {"verify": self._verify, "timeout": self._timeout, "executor": self._executor}
-        ray.get(
+        self._got(
             self._on_policy(
                 "init_checkpoint_engine", backend=BACKEND, bucket_size_bytes=0, engine_kwargs=options
             )
@@ -248,7 +235,7 @@ class ColocatedSynchronizer(WeightSynchronizer):
 
     def shutdown(self) -> None:
         """Unmap the others' memory."""
-        ray.get(self._on_policy("finalize_checkpoint_engine"))
+        self._got(self._on_policy("finalize_checkpoint_engine"))
         self._new = True
 
     def _refit(self) -> None:
@@ -257,28 +244,46 @@ class ColocatedSynchronizer(WeightSynchronizer):
         address = ""
         try:
             if self._new:
-                address = self._address = ray.get(self._on_policy("meeting_place"))[0]
-                ray.get(self._on_policy("meet", address=address, size=ranks + engines))
+                address = self._address = self._got(self._on_policy("meeting_place"))[0]
+                self._secret = new_secret()
+                self._got(self._on_policy("meet", address=address, size=ranks + engines, secret=self._secret))
             policy = self._on_policy("send_weights_via_checkpoint_engine", kv_scales=None)
             each = engines // self._generation.dp_size
             given = [
-                (address, ranks, prefix, engines, self._timeout, self._verify)
+                (address, self._secret, ranks, prefix, engines, self._timeout, self._verify)
                 for prefix in range(0, engines, each)
             ]
             asked = self._on_engines("reshard_take", given)
             try:
-                ray.get(policy + asked)
+                ray.get(policy + asked, timeout=WAITS * self._timeout)
             except ray.exceptions.RayError as error:
                 # An engine that has died, or refuses before it comes, can tell nobody; the policy waits for it.
                 calls = Calls({f"engine {i} of the rollout": one.future() for i, one in enumerate(asked)})
                 if said := calls.failed(WORD_SECONDS):
-                    Members.tell(self._address, said)
+                    Members.tell(self._address, said, secret=self._secret)
                     raise ReshardError(said) from error
+                if isinstance(error, ray.exceptions.GetTimeoutError):
+                    late = [f"rank {i} of the policy" for i, one in enumerate(policy) if not _is_done(one)]
+                    late += [name for name, call in calls.calls.items() if not call.done()]
+                    raise ReshardError(
+                        f"{listed(late)} did not answer within {WAITS * self._timeout:g} s: dead or stalled"
+                    ) from error
                 raise
         except BaseException:
             self._new = True
             raise
         self._new = False
+
+    def _got(self, calls: list[Any]) -> list[Any]:
+        """What the policy's ranks return. Raises ReshardError where one does not within the time limit."""
+        try:
+            found: list[Any] = ray.get(calls, timeout=self._timeout)
+            return found
+        except ray.exceptions.GetTimeoutError as error:
+            late = [f"rank {index} of the policy" for index, one in enumerate(calls) if not _is_done(one)]
+            raise ReshardError(
+                f"{listed(late)} did not answer within {self._timeout:g} s: dead or stalled"
+            ) from error
 
     def _on_policy(self, method: str, **arguments: Any) -> list[Any]:
         return self._policy.worker_group.run_all_workers_single_data(
@@ -293,6 +298,10 @@ class ColocatedSynchronizer(WeightSynchronizer):
             run_rank_0_only_axes=ONE_OF_EACH_ENGINE,
             common_kwargs={"checkpoint_method": method},
         )
+
+
+def _is_done(call: Any) -> bool:
+    return bool(ray.wait([call], timeout=0)[0])
 
 
 def refused(config: Mapping[str, Any]) -> str:

@@ -29,7 +29,14 @@ class ReshardWorker(RefitExtension, Worker):
         _here = weakref.ref(self)
 
     def reshard_take(
-        self, address: str, trainers: int, prefix: int, engines: int, timeout: float, verify: bool
+        self,
+        address: str,
+        secret: str,
+        trainers: int,
+        prefix: int,
+        engines: int,
+        timeout: float,
+        verify: bool,
     ) -> dict[str, Any]:
         """Said by `reshard.trainers.nemo_rl.ColocatedSynchronizer`: connect where an address is given, and refit.
         `prefix` is the first rank of this engine among those of all `engines`."""
@@ -37,7 +44,7 @@ class ReshardWorker(RefitExtension, Worker):
 
         if address:
             rank = trainers + resolve_rollout_rank(prefix, engines)
-            self.reshard_join(address, rank, trainers + engines, timeout=timeout)
+            self.reshard_join(address, rank, trainers + engines, timeout=timeout, secret=secret)
         return self.reshard_refit(verify=verify)
 
 

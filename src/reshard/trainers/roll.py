@@ -19,6 +19,7 @@ with importing_beside("ROLL", "ray", "roll", "torch"):
     import torch.distributed as dist
     from roll.pipeline import base_worker
 
+from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds
 from reshard.refit.connecting import connect
@@ -105,40 +106,42 @@ class Refit:
         """One refit of the whole rollout; the seconds that it took, for ROLL's metrics. Raises ReshardError, as the
         rollout's side does, where it fails; the next one connects again."""
         try:
-            address, new = self._agreed()
+            address, secret, new = self._agreed()
             if new:
-                self._connect(address)
+                self._connect(address, secret)
             report = self._refit()
         except BaseException:
             self.link = None
             raise
         return {"refit": report.total_seconds, "refit_wait": report.wait_seconds}
 
-    def _agreed(self) -> tuple[str, bool]:
-        """Where to meet, and whether somebody has to. ROLL's rollout may be asleep: its weights have memory then."""
-        wrong, address = "", ""
+    def _agreed(self) -> tuple[str, str, bool]:
+        """Where to meet, with which secret, and whether somebody has to. ROLL's rollout may be asleep: its weights have memory then."""
+        wrong, address, secret = "", "", ""
         if dist.get_rank() == 0:
             try:
-                ray.get([worker.reshard_call.remote("reshard_wake") for worker in self.workers])
-                address = self.meeting_place()
+                waking = [worker.reshard_call.remote("reshard_wake") for worker in self.workers]
+                ray.get(waking, timeout=self.timeout)
+                address, secret = self.meeting_place(), new_secret()
             except Exception as error:
                 wrong = (
                     f"the rollout does not answer reshard ({what_failed(error)}): set actor_infer.worker_cls="
                     f"{__name__}.InferWorker, and worker_extension_cls={EXTENSION} in its strategy_config"
                 )
         everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, (self.link is None, address, wrong))
-        _, address, wrong = everybody[0]
+        dist.all_gather_object(everybody, (self.link is None, address, secret, wrong))
+        _, address, secret, wrong = everybody[0]
         if wrong:
             raise ReshardError(wrong)
-        return address, any(new for new, *_ in everybody)
+        return address, secret, any(new for new, *_ in everybody)
 
-    def _connect(self, address: str) -> None:
+    def _connect(self, address: str, secret: str) -> None:
         rank, trainers = dist.get_rank(), dist.get_world_size()
         size = trainers + self.ranks_each * len(self.workers)
         firsts = range(trainers, size, self.ranks_each)
-        calls = self._asked("reshard_meet", [(address, first, size, self.timeout) for first in firsts])
-        members = Members.join(address, rank, size, self.timeout)
+        meeting = [(address, first, size, self.timeout, secret) for first in firsts]
+        calls = self._asked("reshard_meet", meeting)
+        members = Members.join(address, rank, size, self.timeout, secret)
         self.link = calls.beside(members, lambda: connect(members, self._source, executor=self.executor))
 
     def _source(self) -> MegatronModel:

@@ -25,10 +25,11 @@ class RollExtension(WorkerV1, RefitExtension):
         """The weights have memory, as ROLL's own sync gives it to them."""
         self.reload_model()
 
-    def reshard_meet(self, address: str, first_rank: int, size: int, timeout: float) -> None:
+    def reshard_meet(self, address: str, first_rank: int, size: int, timeout: float, secret: str) -> None:
         """Connect; `first_rank` is that of the first worker of this engine, which alone has this one's ROLL worker."""
         self.reload_model()
-        self.reshard_join(address, first_rank + self.rank, size, timeout=timeout)  # type: ignore[attr-defined]
+        rank = first_rank + self.rank  # type: ignore[attr-defined]
+        self.reshard_join(address, rank, size, timeout=timeout, secret=secret)
 
     def reshard_take(self, verify: bool) -> dict[str, Any]:
         """One refit; its report."""

@@ -11,6 +11,7 @@ vLLM's workers get `reshard.trainers.verl_worker.VerlExtension`. What a refit do
 prefill) takes verl's own way, and the log says so.
 """
 
+import asyncio
 import logging
 import socket
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ with importing_beside("verl", "ray", "torch", "verl"):
     from verl.workers.rollout import base as rollouts
     from verl.workers.rollout.vllm_rollout import ServerAdapter
 
+from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds, check_switch
 from reshard.refit.connecting import connect
@@ -39,6 +41,7 @@ from reshard.trainers.megatron import MegatronModel
 
 BACKEND = "reshard"
 TIMEOUT = 600.0
+WAITS = 3  # time limits, one after the other, that a call of an engine may take in all
 log = logging.getLogger("reshard.verl")
 
 
@@ -49,12 +52,13 @@ class Shards(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """Where all members meet, the first rank of this replica's workers, and how many members there are. `new` says that
-    this replica is not connected there yet."""
+    """Where all members meet, the first rank of this replica's workers, how many members there are, and their secret. `new` says
+    that this replica is not connected there yet."""
 
     address: str
     first_rank: int
     size: int
+    secret: str
     new: bool
 
 
@@ -106,18 +110,29 @@ class ReshardServerAdapter(ServerAdapter):
         else:
             try:
                 if weights.new:
-                    at = (weights.address, weights.first_rank, weights.size)
-                    await self._execute_method("reshard_connect", kwargs=_connecting(*at, options))
-                await self._execute_method("reshard_refit", args=(global_steps, options["verify"]))
+                    given = _connecting(
+                        weights.address, weights.first_rank, weights.size, weights.secret, options
+                    )
+                    await self._within(options, self._execute_method("reshard_connect", kwargs=given))
+                refit = self._execute_method("reshard_refit", args=(global_steps, options["verify"]))
+                await self._within(options, refit)
             except ray.exceptions.RayError as error:
                 # An engine that has died, or refuses before it comes, can tell nobody; the actor waits for it.
                 said = f"{self._me()} has failed: {what_failed(error)}"
-                Members.tell(weights.address, said)
+                Members.tell(weights.address, said, secret=weights.secret)
                 raise ReshardError(said) from error
         if self._has_server:
-            await self.server_handle.clear_kv_cache.remote()
+            await self._within(options, self.server_handle.clear_kv_cache.remote())
             if global_steps is not None:
-                await self.server_handle.set_global_steps.remote(global_steps)
+                await self._within(options, self.server_handle.set_global_steps.remote(global_steps))
+
+    async def _within(self, options: dict[str, Any], call: Any) -> Any:
+        """What a call of the rollout returns. Raises ReshardError where it takes longer than all of the waits in it may."""
+        seconds = WAITS * options["timeout"]
+        try:
+            return await asyncio.wait_for(_awaited(call), seconds)
+        except (asyncio.TimeoutError, TimeoutError):
+            raise ReshardError(f"{self._me()} did not answer within {seconds:g} s: dead or stalled") from None
 
     async def _together(self, source: MegatronModel, version: int | None, options: dict[str, Any]) -> None:
         """This process is a rank of the trainer, and perhaps the one that talks to its replica's server."""
@@ -131,12 +146,13 @@ class ReshardServerAdapter(ServerAdapter):
                         f"{trainers} ranks of the trainer are no whole number of replicas of {self._workers()}"
                     )
                 size = trainers + replicas * self._workers()
-                [address] = _told([meeting_place() if dist.get_rank() == 0 else ""])
+                here = [meeting_place(), new_secret()] if dist.get_rank() == 0 else ["", ""]
+                address, secret = _told(here)
                 first = trainers + self.replica_rank * self._workers()
                 calls = await self._asked(
-                    "reshard_connect", kwargs=_connecting(address, first, size, options)
+                    "reshard_connect", kwargs=_connecting(address, first, size, secret, options)
                 )
-                members = Members.join(address, dist.get_rank(), size, timeout)
+                members = Members.join(address, dist.get_rank(), size, timeout, secret)
                 self._link = calls.beside(members, lambda: connect(members, source, executor=executor))
             link = self._link
             calls = await self._asked("reshard_refit", args=(version, verify))
@@ -203,8 +219,9 @@ class ReshardCheckpointEngine(CheckpointEngine):
 
     def prepare(self) -> dict[str, Any]:
         """Who this is, whether it is connected, who else was there, and where; and where to meet otherwise."""
-        told = {key: self.told.get(key) for key in ("address", "everybody")}
-        return told | {"who": self.me, "new": self.new, "elsewhere": meeting_place()}
+        told = {key: self.told.get(key) for key in ("address", "everybody", "secret")}
+        new = {"elsewhere": meeting_place(), "its_secret": new_secret()}
+        return told | {"who": self.me, "new": self.new} | new
 
     @classmethod
     def build_topology(
@@ -215,16 +232,25 @@ class ReshardCheckpointEngine(CheckpointEngine):
         everybody = [one["who"] for one in metadata]
         new = first["everybody"] != everybody or any(one["new"] for one in metadata)
         address = first["elsewhere"] if new else first["address"]
+        secret = first["its_secret"] if new else first["secret"]
 
         def told(ranks: range) -> dict[str, list[Any]]:
-            each = {"size": size, "address": address, "everybody": everybody, "new": new}
+            each = {"size": size, "address": address, "everybody": everybody, "secret": secret, "new": new}
             return {"rank": list(ranks)} | {key: [value] * len(ranks) for key, value in each.items()}
 
         return told(range(actor_wg_world_size)), told(range(actor_wg_world_size, size))
 
-    def init_process_group(self, rank: int, size: int, address: str, everybody: list[str], new: bool) -> None:
+    def init_process_group(
+        self, rank: int, size: int, address: str, everybody: list[str], secret: str, new: bool
+    ) -> None:
         """Note it."""
-        self.told = {"rank": rank, "size": size, "address": address, "everybody": everybody}
+        self.told = {
+            "rank": rank,
+            "size": size,
+            "address": address,
+            "everybody": everybody,
+            "secret": secret,
+        }
         self.new = new
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> None:
@@ -237,7 +263,11 @@ class ReshardCheckpointEngine(CheckpointEngine):
         try:
             if self.new or self.link is None:
                 members = Members.join(
-                    self.told["address"], self.told["rank"], self.told["size"], self.timeout
+                    self.told["address"],
+                    self.told["rank"],
+                    self.told["size"],
+                    self.timeout,
+                    self.told["secret"],
                 )
                 self.link = connect(members, weights.source, executor=self.executor)
             self.link.refit(global_steps, self.verify)
@@ -248,7 +278,8 @@ class ReshardCheckpointEngine(CheckpointEngine):
 
     def receive_weights(self, global_steps: int | None = None) -> Meeting:  # type: ignore[override]
         """Beside a rollout's worker: what the adapter tells its engine."""
-        meeting = Meeting(self.told["address"], self.told["rank"], self.told["size"], self.new)
+        told = self.told
+        meeting = Meeting(told["address"], told["rank"], told["size"], told["secret"], self.new)
         self.new = False
         return meeting
 
@@ -256,8 +287,13 @@ class ReshardCheckpointEngine(CheckpointEngine):
         """Nothing is held between two syncs but the connection."""
 
 
-def _connecting(address: str, first: int, size: int, options: dict[str, Any]) -> dict[str, Any]:
-    return {"address": address, "first_rank": first, "size": size, "timeout": options["timeout"]}
+def _connecting(address: str, first: int, size: int, secret: str, options: dict[str, Any]) -> dict[str, Any]:
+    timeout = options["timeout"]
+    return {"address": address, "first_rank": first, "size": size, "timeout": timeout, "secret": secret}
+
+
+async def _awaited(call: Any) -> Any:
+    return await call
 
 
 def _told(said: list[str]) -> list[str]:

@@ -20,13 +20,15 @@ from urllib.request import Request, urlopen
 
 import torch.distributed as dist
 
+from reshard.comm.background import in_background
+from reshard.comm.secret import given_secret, new_secret
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.limits import check_number, check_seconds
 from reshard.live.trainer import Trainer
 from reshard.refit.connecting import BUCKET_BYTES, connect
 from reshard.refit.link import Report
 from reshard.refit.members import MOST_MEMBERS, Members, check_rank
-from reshard.trainers.calls import Calls, aside
+from reshard.trainers.calls import Calls
 
 MOST_ANSWER = 1 << 20  # bytes
 DEV_MODE = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "reshard"}\''
@@ -162,12 +164,15 @@ class WeightTransfer:
     processes reach; the first rank serves there. `rank` and `ranks` count the trainer, by default torch's
     process group. Other arguments are those of `reshard.refit.connect`, `timeout` is that of `Members.join`.
 
+    `secret` is that of `Members.join`; the engines are given it with the address. The first rank makes one where torch's process
+    group has the trainer's ranks, or there is one rank only.
+
     Raises ReshardError on all sides where they do not fit, before a byte moves.
     """
 
     def __init__(self, source: Trainer | Callable[[], Trainer], clients: Client | Sequence[Client], address: str, *,
                  engine_ranks: Sequence[int] | None = None, rank: int | None = None, ranks: int | None = None,
-                 timeout: float = 60.0, executor: str = "auto", bucket_bytes: int = BUCKET_BYTES,
+                 timeout: float = 60.0, secret: str | None = None, executor: str = "auto", bucket_bytes: int = BUCKET_BYTES,
                  release: bool = True) -> None:  # fmt: skip
         check_seconds(timeout, "timeout")
         self.rank = rank if rank is not None else _of_group(dist.get_rank, 0)
@@ -175,16 +180,16 @@ class WeightTransfer:
         self.clients = _clients(clients)
         in_group = rank is None and ranks is None and trainers > 1
         check_rank(self.rank, trainers)
-        sizes = _sizes(self.clients, engine_ranks, in_group)
+        sizes, secret = _agreed(self.clients, engine_ranks, in_group, trainers == 1, secret)
         size = trainers + sum(sizes)
         firsts = [trainers + sum(sizes[:index]) for index in range(len(sizes))]
 
         def ask(index: int) -> None:
             meeting = {"address": address, "first_rank": firsts[index], "size": size, "timeout": timeout}
-            self.clients[index].init_weight_transfer_engine(meeting)
+            self.clients[index].init_weight_transfer_engine(meeting | {"secret": secret})
 
         calls = self._asked(ask)
-        members = Members.join(address, self.rank, size, timeout)
+        members = Members.join(address, self.rank, size, timeout, secret)
         options: dict[str, Any] = {"executor": executor, "bucket_bytes": bucket_bytes, "release": release}
         self.link = calls.beside(members, lambda: connect(members, source, **options))
 
@@ -200,9 +205,8 @@ class WeightTransfer:
             self.clients[index].update_weights(info)
 
         report = self._asked(ask).beside(self.link.members, lambda: self.link.refit(version, verify))
-        if self.rank == 0:
-            for client in self.clients:
-                _finish(client, str(report.version))
+        named = str(report.version)
+        self._asked(lambda index: _finish(self.clients[index], named)).end(self.link.members.timeout)
         return report
 
     def close(self) -> None:
@@ -214,7 +218,7 @@ class WeightTransfer:
         if self.rank:
             return Calls({})
         named = ((index, _name(client, index)) for index, client in enumerate(self.clients))
-        return Calls({name: aside(partial(ask, index)) for index, name in named})
+        return Calls({name: in_background(partial(ask, index)) for index, name in named})
 
 
 def _finish(engine: Any, version: str | None) -> None:
@@ -241,13 +245,18 @@ def _name(client: Client, index: int) -> str:
     return f"engine {index} ({getattr(client, 'url', type(client).__name__)})"
 
 
-def _sizes(clients: Sequence[Client], given: Sequence[int] | None, in_group: bool) -> list[int]:
-    """How many workers each engine has. Where torch's process group has the trainer's ranks, its first rank finds it out,
-    so that all hear of it where an engine cannot be asked."""
+def _agreed(
+    clients: Sequence[Client], given: Sequence[int] | None, in_group: bool, alone: bool, secret: str | None
+) -> tuple[list[int], str | None]:
+    """How many workers each engine has, and the secret of all. Where torch's process group has the trainer's ranks, its first rank
+    finds it out and makes the secret, so that all hear of it where an engine cannot be asked."""
     told: list[Any] = [None]
     if not in_group or dist.get_rank() == 0:
+        known = given_secret(secret)
+        if known is None and (alone or in_group):
+            known = new_secret()
         try:
-            told = [_given(given) if given is not None else [_workers(one) for one in clients]]
+            told = [(_given(given) if given is not None else [_workers(one) for one in clients], known)]
         except ReshardError as error:
             if not in_group:
                 raise
@@ -256,7 +265,8 @@ def _sizes(clients: Sequence[Client], given: Sequence[int] | None, in_group: boo
         dist.broadcast_object_list(told, 0)
     if isinstance(told[0], str):
         raise ReshardError(told[0])
-    return list(told[0])
+    sizes, known = told[0]
+    return sizes, known
 
 
 def _given(sizes: Any) -> list[int]:

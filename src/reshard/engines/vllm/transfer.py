@@ -8,7 +8,7 @@ The trainer's side is `reshard.trainers.WeightTransfer`. What this file does is 
 `reshard.engines.vllm.worker.RefitExtension`, which the plugin gives an engine with this backend.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.core.errors import ReshardError
@@ -26,12 +26,13 @@ with importing("vllm"):
 @dataclass
 class ReshardInitInfo(WeightTransferInitInfo):
     """Where all members meet (``host:port``), the rank of this engine's first worker among them, how many they
-    are, and how long each waits for the others, in seconds."""
+    are, how long each waits for the others, in seconds, and the secret that they share (`Members.join`)."""
 
     address: str
     first_rank: int
     size: int
     timeout: float = 60.0
+    secret: str | None = field(default=None, repr=False)
 
 
 @dataclass
@@ -57,7 +58,11 @@ class ReshardTransfer(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
     def init_transfer_engine(self, init_info: ReshardInitInfo) -> None:
         """Meet the trainer's ranks, and connect; again where the engine was connected before."""
         self._extension().reshard_connect(
-            init_info.address, init_info.first_rank, init_info.size, timeout=init_info.timeout
+            init_info.address,
+            init_info.first_rank,
+            init_info.size,
+            timeout=init_info.timeout,
+            secret=init_info.secret,
         )
 
     def start_weight_update(self) -> None:

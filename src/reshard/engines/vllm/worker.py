@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from reshard.comm.hosts import parsed
 from reshard.core.errors import ReshardError
 from reshard.core.limits import MOST_BUCKET_BYTES, check_number, check_seconds, check_switch
 from reshard.engines.vllm.compat import with_plain_weights
@@ -21,7 +22,6 @@ from reshard.engines.vllm.live import VllmModel
 from reshard.engines.vllm.transfer import ReshardTransfer
 from reshard.models.config_fields import asked_by
 from reshard.refit.connecting import BUCKET_BYTES, connect
-from reshard.refit.hosts import parsed
 from reshard.refit.link import Link
 from reshard.refit.members import MOST_MEMBERS, Members, check_rank
 from reshard.refit.routes import check_executor
@@ -57,6 +57,7 @@ class RefitExtension:
         bucket_bytes: int = BUCKET_BYTES,
         timeout: float = 60.0,
         exact: bool = False,
+        secret: str | None = None,
     ) -> None:
         """Join the trainer's ranks and the other workers, and connect; every worker and every rank does so at the same time.
 
@@ -67,7 +68,7 @@ class RefitExtension:
         `executor`, the way that bytes go, and `bucket_bytes`, the memory of a rank for those that cannot be read where they
         are, are those of `reshard.refit.connect`. `timeout` is for how many seconds members wait for each other,
         in this call and in every refit. `exact` is that of `VllmModel`: layers in fp8 blocks get bit for bit what vLLM's own
-        loading makes of the weights.
+        loading makes of the weights. `secret` is that of `Members.join`, the same for all members.
 
         Raises ReshardError, as on every other member, where the two sides do not hold the same model or a member is missing.
         """
@@ -75,7 +76,7 @@ class RefitExtension:
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
         # By the index: the data parallel rank is 0 in each of the engines of a model without experts.
         mine = self.rank + parallel.data_parallel_index * parallel.world_size  # type: ignore[attr-defined]
-        self.reshard_join(address, first_rank + mine, size, executor, bucket_bytes, timeout, exact)
+        self.reshard_join(address, first_rank + mine, size, executor, bucket_bytes, timeout, exact, secret)
 
     def reshard_join(
         self,
@@ -86,6 +87,7 @@ class RefitExtension:
         bucket_bytes: int = BUCKET_BYTES,
         timeout: float = 60.0,
         exact: bool = False,
+        secret: str | None = None,
     ) -> None:
         """As `reshard_connect`, for who knows this worker's `rank` among all members. What makes no sense is refused before the
         connection that there is now is given up."""
@@ -96,7 +98,7 @@ class RefitExtension:
         check_seconds(timeout, "timeout")
         check_switch(exact, "exact")
         self.reshard_close()
-        members = Members.join(address, rank, size, timeout)
+        members = Members.join(address, rank, size, timeout, secret)
         with asked_by("refit"):
             self._reshard_link = connect(
                 members,

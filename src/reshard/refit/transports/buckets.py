@@ -5,7 +5,11 @@ a round, whatever the backend (NCCL, Gloo); while one bucket travels, the next i
 unpacked.
 """
 
+import atexit
+import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -13,7 +17,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from reshard.core.errors import ReshardError, first_line
+from reshard.comm.background import in_background
+from reshard.comm.group import LOOK_SECONDS
+from reshard.core.errors import ReshardError, first_line, listed
 from reshard.refit.addresses import AT_ONCE
 from reshard.refit.checks import check_partners, gathered, most_buckets
 from reshard.refit.members import Members
@@ -24,14 +30,15 @@ from reshard.refit.transports.packing import ALIGNMENT, Round, Side
 SLOTS = 2  # buckets of a pair that are under way at once
 # Of copies into and out of buckets on a GPU: NCCL's own kernel must find room beside them.
 PROGRAMS = 64
+_of_nccl: "weakref.WeakSet[Any]" = weakref.WeakSet()  # communicators of ours
 
 
-def group_of(members: Members, ranks: Sequence[int], device: torch.device, fresh: bool) -> Any:
-    """A communicator of these members: on GPUs torch's own where they are its ranks, since another takes
-    memory of its own.
+def group_of(members: Members, ranks: Sequence[int], device: torch.device, fresh: bool) -> tuple[Any, Any]:
+    """Return a communicator of these members, and the store that it needs as long as it is there: on GPUs torch's own where they
+    are its ranks, since another takes memory of its own.
 
     A `fresh` one is not torch's: after an exchange that broke off, some ranks may have begun a collective
-    that others never did.
+    that others never did. Raises ReshardError as soon as a member is gone, or fails, while it is made.
     """
     if (
         members.process_group is not None
@@ -40,25 +47,50 @@ def group_of(members: Members, ranks: Sequence[int], device: torch.device, fresh
         and not fresh
     ):
         with suppress(RuntimeError):
-            return members.process_group._get_backend(device)
+            return members.process_group._get_backend(device), None
+    store = members.torch_store()
+    # Torch's own waits end with their time limit only; so they are not this thread's.
+    made = in_background(lambda: _made(members, store, ranks.index(members.rank), len(ranks), device))
+    deadline = time.monotonic() + members.timeout
+    with members.answering():
+        while not wait([made], LOOK_SECONDS).done:
+            members.check()
+            if time.monotonic() > deadline:
+                break
+    try:
+        if made.done():
+            return made.result(), store
+        reason = f"not made within {members.timeout:g} s"
+    except RuntimeError as error:
+        reason = first_line(error)
+    silent = listed(members.names[rank] for rank in members.silent())
+    raise ReshardError(f"there is no communicator for buckets ({reason}); {silent or 'no member'} is silent")
+
+
+def _made(members: Members, store: Any, index: int, size: int, device: torch.device) -> Any:
     # Under a name of its own: what a broken communicator has left in the store must not be read again.
-    store, timeout = (
-        dist.PrefixStore(f"buckets/{members.turns}", members.store),
-        timedelta(seconds=members.timeout),
-    )
-    index, size = ranks.index(members.rank), len(ranks)
+    named, timeout = dist.PrefixStore(f"buckets/{members.turns}", store), timedelta(seconds=members.timeout)
     if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread, which is new
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, index, size, options)
+        group = dist.ProcessGroupNCCL(named, index, size, options)
+        _of_nccl.add(group)
+        return group
     gloo: Any = dist.ProcessGroupGloo
-    if members.local_address is None:
-        return gloo(store, index, size, timeout)
     # Of several networks the one on which the members met; by itself Gloo takes the one that the host's name
     # stands for.
     settings = gloo._Options()
     settings._timeout, settings._devices = timeout, [gloo.create_device(hostname=members.local_address)]
-    return gloo(store, index, size, settings)
+    return gloo(named, index, size, settings)
+
+
+@atexit.register
+def _end_nccl() -> None:
+    """NCCL's threads may ask their store, which is Python's, until they end: not while Python itself ends."""
+    for group in list(_of_nccl):
+        with suppress(RuntimeError):
+            group.shutdown()
 
 
 class Step(NamedTuple):
@@ -83,6 +115,7 @@ class Buckets(Transport):
     ) -> None:
         self.members, self.ranks, self.device, self.bucket_bytes = members, ranks, device, bucket_bytes
         self.group: Any = None
+        self.store: Any = None  # of the group, which does not keep it itself
         self.limit = 0  # bytes of one pair in one round; 0 where no pair of members goes through buckets
         # By the engines' rounds: how many rounds of buckets all members have agreed on, this member's sides by partner,
         # and its work in each.
@@ -139,13 +172,8 @@ class Buckets(Transport):
         self._meet(fresh=True)
 
     def _meet(self, fresh: bool) -> None:
-        if not self.limit or self.members.rank not in self.ranks:
-            return
-        try:
-            self.group = group_of(self.members, self.ranks, self.device, fresh)
-        except (RuntimeError, dist.DistError) as error:
-            self.members.check()  # who has given up has said why
-            raise ReshardError(f"those that exchange buckets did not meet ({first_line(error)})") from error
+        if self.limit and self.members.rank in self.ranks:
+            self.group, self.store = group_of(self.members, self.ranks, self.device, fresh)
 
     def prepare(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming]) -> None:
         """Cut these tables into rounds."""

@@ -195,7 +195,7 @@ class Staged(Transport):
             if end == DST or index >= SLOTS:
                 self._wait(awaited, peer, up_to)
             copies.run()
-        if here and not wait_for_device(self.device, self.members.timeout, self.members.roll.answer):
+        if here and not wait_for_device(self.device, self.members.timeout, self.members.answer):
             raise ReshardError(f"the copies did not end within {self.members.timeout:g} s")
         for peer in here:
             self.done[peer, end] += 1

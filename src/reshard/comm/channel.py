@@ -1,0 +1,373 @@
+"""Authenticated messages over a socket.
+
+Both ends prove that they know a secret before either says anything else. These messages have fixed sizes, so that nothing a
+stranger sends says how much is to be read:
+
+    server: magic, nonce                                   40 bytes
+    client: nonce, proof of the client                     64 bytes
+    server: proof of the server, or zeros for a refusal    32 bytes
+
+After that each direction has a key of its own, and every frame carries a code over its place in the sequence and all of its
+bytes: what was altered, replayed, left out or comes from another connection ends the connection. Heads are JSON, bodies bytes;
+nothing is unpickled. Nothing is encrypted.
+"""
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import select
+import selectors
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from reshard.core.errors import ReshardError, first_line
+
+MAGIC = b"reshard1"
+NONCE_BYTES = PROOF_BYTES = 32
+CHALLENGE_BYTES, ANSWER_BYTES = len(MAGIC) + NONCE_BYTES, NONCE_BYTES + PROOF_BYTES
+REFUSAL = bytes(PROOF_BYTES)
+HANDSHAKE_SECONDS = 10.0  # that a stranger may take, however slowly it speaks
+MOST_STRANGERS = 256  # connections whose handshake goes on at once; the oldest gives way
+CODE_BYTES = 16
+PREFIX = struct.Struct(f"<IQ{CODE_BYTES}s")
+MOST_HEAD_BYTES, MOST_BODY_BYTES = 1 << 24, 1 << 36
+READ_BYTES = 1 << 20
+_open: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+
+
+class WrongSecretError(ReshardError):
+    """The two ends of a connection do not know the same secret."""
+
+
+class BrokenChannelError(Exception):
+    """A connection has ended, or its other end has said what is no message."""
+
+
+class Keys(NamedTuple):
+    """The keys of a connection's two directions."""
+
+    of_client: bytes
+    of_server: bytes
+
+
+class Message(NamedTuple):
+    """A head, a body, and the body's digest, by which it can be passed on without another look at it."""
+
+    head: dict[str, Any]
+    body: bytes
+    digest: bytes
+
+
+def digest_of(body: bytes | bytearray | memoryview) -> bytes:
+    """Return the digest of a body; that of an empty one is empty."""
+    return hashlib.blake2b(body, digest_size=32).digest() if len(body) else b""
+
+
+def _proof(secret: bytes, label: bytes, challenge: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(secret, label + challenge + nonce, "sha256")
+
+
+def _keys(secret: bytes, challenge: bytes, nonce: bytes) -> Keys:
+    return Keys(
+        _proof(secret, b"frames of the client", challenge, nonce),
+        _proof(secret, b"frames of the server", challenge, nonce),
+    )
+
+
+class FrameWriter:
+    """Makes the frames of one direction."""
+
+    def __init__(self, key: bytes) -> None:
+        self.key, self.sequence = key, 0
+
+    def frame(self, head: dict[str, Any], body: bytes = b"", digest: bytes | None = None) -> bytes:
+        """Return prefix and head; the body follows them on the wire. `digest` is the body's, where it is known."""
+        text = json.dumps(head, separators=(",", ":")).encode()
+        code = frame_code(
+            self.key, self.sequence, text, len(body), digest_of(body) if digest is None else digest
+        )
+        self.sequence += 1
+        return PREFIX.pack(len(text), len(body), code) + text
+
+
+def frame_code(key: bytes, sequence: int, head: bytes, body_bytes: int, digest: bytes) -> bytes:
+    """Return the code that only a holder of the key can make for a frame in this place."""
+    hashed = hashlib.blake2b(key=key, digest_size=CODE_BYTES)
+    hashed.update(struct.pack("<QIQ", sequence, len(head), body_bytes) + digest + head)
+    return hashed.digest()
+
+
+class FrameReader:
+    """Takes the bytes of one direction apart. What it keeps grows with what arrives, whatever a frame says of its length."""
+
+    def __init__(self, key: bytes) -> None:
+        self.key, self.sequence, self.buffer = key, 0, bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """Yield the messages that are whole now. Raises BrokenChannelError for a frame that the other end has not made."""
+        self.buffer += data
+        while (message := self._next()) is not None:
+            yield message
+
+    def _next(self) -> Message | None:
+        if len(self.buffer) < PREFIX.size:
+            return None
+        head_bytes, body_bytes, code = PREFIX.unpack_from(self.buffer)
+        if head_bytes > MOST_HEAD_BYTES or body_bytes > MOST_BODY_BYTES:
+            raise BrokenChannelError("it sent what is no message")
+        start, end = PREFIX.size + head_bytes, PREFIX.size + head_bytes + body_bytes
+        if len(self.buffer) < end:
+            return None
+        with memoryview(self.buffer) as view:
+            text, body = bytes(view[PREFIX.size : start]), bytes(view[start:end])
+        del self.buffer[:end]
+        digest = digest_of(body)
+        if not hmac.compare_digest(code, frame_code(self.key, self.sequence, text, body_bytes, digest)):
+            raise BrokenChannelError("a message was altered, replayed or lost")
+        self.sequence += 1
+        try:
+            head = json.loads(text)
+        except ValueError as error:
+            raise BrokenChannelError("it sent what is no message") from error
+        if not isinstance(head, dict):
+            raise BrokenChannelError("it sent what is no message")
+        return Message(head, body, digest)
+
+
+class Channel:
+    """A connection that has been authenticated, for who waits for its messages. Several threads may send, one receives."""
+
+    def __init__(self, connection: socket.socket, sending: bytes, receiving: bytes) -> None:
+        self.connection, self.writer, self.reader = connection, FrameWriter(sending), FrameReader(receiving)
+        self.lock = threading.Lock()
+        self.received: list[Message] = []
+        prepare(connection)
+        connection.settimeout(None)
+
+    def limit_sending(self, seconds: float) -> None:
+        """From here on a message that the other end does not take within so many seconds breaks the channel."""
+        limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def send(self, head: dict[str, Any], body: bytes = b"") -> None:
+        """Send a message. Raises BrokenChannelError where the other end is gone, or takes nothing in."""
+        with self.lock:
+            try:
+                frame = self.writer.frame(head, body)
+                self.connection.sendall(frame if len(body) > READ_BYTES else frame + body)
+                if len(body) > READ_BYTES:
+                    self.connection.sendall(body)
+            except OSError as error:
+                raise BrokenChannelError(first_line(error)) from error
+
+    def receive(self, within: float | None = None) -> Message | None:
+        """Return the next message, None where none comes within so many seconds. Raises BrokenChannelError."""
+        deadline = None if within is None else time.monotonic() + within
+        while not self.received:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                poll = select.poll()
+                poll.register(self.connection, select.POLLIN)
+                if not poll.poll(None if left is None else left * 1000):
+                    return None
+                data = self.connection.recv(READ_BYTES)
+            except (OSError, ValueError) as error:
+                raise BrokenChannelError(first_line(error)) from error
+            if not data:
+                raise BrokenChannelError("the connection has ended")
+            self.received.extend(self.reader.feed(data))
+        return self.received.pop(0)
+
+    def close(self) -> None:
+        """End the connection, which the other end sees."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
+
+
+def prepare(connection: socket.socket) -> None:
+    """Set how this process learns that the other host is gone: asked after 20 silent seconds, given up after 30 more.
+
+    A host that is only busy answers, also where its process is stopped and takes nothing in: so no TCP_USER_TIMEOUT, which
+    would count that against it.
+    """
+    options = {
+        socket.TCP_KEEPIDLE: 20,
+        socket.TCP_KEEPINTVL: 10,
+        socket.TCP_KEEPCNT: 3,
+        socket.TCP_NODELAY: 1,
+    }
+    for option, value in options.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    keep_from_forks(connection)
+
+
+def keep_from_forks(connection: socket.socket) -> None:
+    """Close this socket in every process that is forked from here: else the other end would not see this one's end."""
+    _open.add(connection)
+
+
+def _close_all() -> None:
+    for connection in list(_open):
+        connection.close()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_close_all)
+
+
+def connect(host: str, port: int, secret: bytes, deadline: float) -> Channel:
+    """Connect to a server that knows the secret, as soon as there is one.
+
+    Raises WrongSecretError where it knows another one, OSError where none answers by `deadline`.
+    """
+    while True:
+        try:
+            connection = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
+            try:
+                keys = _introduce(connection, secret, deadline)
+            except BaseException:
+                connection.close()
+                raise
+            return Channel(connection, keys.of_client, keys.of_server)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def _introduce(connection: socket.socket, secret: bytes, deadline: float) -> Keys:
+    """Carry out the client's end of a handshake."""
+    challenge = _read(connection, CHALLENGE_BYTES, deadline)
+    if not challenge.startswith(MAGIC):
+        raise ConnectionError("what serves there is not reshard, or another version of it")
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    connection.sendall(nonce + _proof(secret, b"client", challenge, nonce))
+    proof = _read(connection, PROOF_BYTES, deadline)
+    if not hmac.compare_digest(proof, _proof(secret, b"server", challenge, nonce)):
+        raise WrongSecretError("what serves there does not know the same secret")
+    return _keys(secret, challenge, nonce)
+
+
+def _read(connection: socket.socket, length: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < length:
+        connection.settimeout(max(0.1, deadline - time.monotonic()))
+        part = connection.recv(length - len(data))
+        if not part:
+            raise ConnectionError("the connection has ended")
+        data += part
+    return data
+
+
+class Handshake:
+    """The server's end of a handshake, with as many bytes as have come."""
+
+    def __init__(self, connection: socket.socket, secret: bytes) -> None:
+        self.connection, self.secret, self.deadline = connection, secret, time.monotonic() + HANDSHAKE_SECONDS
+        self.challenge, self.answer = MAGIC + secrets.token_bytes(NONCE_BYTES), b""
+        connection.send(self.challenge)
+
+    def go_on(self) -> Keys | None:
+        """Read what has come; the keys once the other end has proved what it knows. Raises OSError or WrongSecretError."""
+        part = self.connection.recv(ANSWER_BYTES - len(self.answer))
+        if not part:
+            raise ConnectionError("the connection has ended")
+        self.answer += part
+        if len(self.answer) < ANSWER_BYTES:
+            return None
+        nonce, proof = self.answer[:NONCE_BYTES], self.answer[NONCE_BYTES:]
+        if not hmac.compare_digest(proof, _proof(self.secret, b"client", self.challenge, nonce)):
+            self.connection.send(REFUSAL)
+            raise WrongSecretError("it does not know the secret")
+        self.connection.send(_proof(self.secret, b"server", self.challenge, nonce))
+        return _keys(self.secret, self.challenge, nonce)
+
+
+class Door:
+    """Lets those in who know the secret. Handshakes go on beside each other, each with a deadline of its own, so that nobody who
+    is slow, silent or numerous holds up a member."""
+
+    ACCEPTED_AT_ONCE = 64
+
+    def __init__(self, listener: socket.socket, secret: bytes) -> None:
+        self.listener, self.secret = listener, secret
+        self.handshakes: dict[socket.socket, Handshake] = {}  # the oldest first
+        self.selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        keep_from_forks(listener)
+        self.selector.register(listener, selectors.EVENT_READ)
+
+    def fileno(self) -> int:
+        """Return what becomes readable when `admitted` has something to do."""
+        return self.selector.fileno()  # type: ignore[attr-defined]
+
+    def admitted(self, within: float = 0.0) -> list[tuple[socket.socket, Keys]]:
+        """Wait so many seconds for something to happen; return the connections that have proved themselves, not blocking."""
+        admitted = []
+        for key, _ in self.selector.select(within):
+            if key.fileobj is self.listener:
+                self._accept()
+            elif (keys := self._go_on(key.fileobj)) is not None:
+                admitted.append((key.fileobj, keys))
+        now = time.monotonic()
+        for connection in [one for one, handshake in self.handshakes.items() if now > handshake.deadline]:
+            self._turn_away(connection)
+        return admitted  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        for connection in list(self.handshakes):
+            self._turn_away(connection)
+        self.selector.close()
+        self.listener.close()
+
+    def _accept(self) -> None:
+        for _ in range(self.ACCEPTED_AT_ONCE):
+            try:
+                connection, _ = self.listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # too many open files, or one that has gone again
+                if not self.handshakes:
+                    return
+                self._turn_away(next(iter(self.handshakes)))
+                continue
+            connection.setblocking(False)
+            keep_from_forks(connection)
+            try:
+                self.handshakes[connection] = Handshake(connection, self.secret)
+                self.selector.register(connection, selectors.EVENT_READ)
+            except OSError:
+                self.handshakes.pop(connection, None)
+                connection.close()
+            if len(self.handshakes) > MOST_STRANGERS:
+                self._turn_away(next(iter(self.handshakes)))
+
+    def _go_on(self, connection: Any) -> Keys | None:
+        if connection not in self.handshakes:  # turned away meanwhile
+            return None
+        try:
+            keys = self.handshakes[connection].go_on()
+        except (OSError, ReshardError):
+            self._turn_away(connection)
+            return None
+        if keys is not None:
+            del self.handshakes[connection]
+            self.selector.unregister(connection)
+        return keys
+
+    def _turn_away(self, connection: socket.socket) -> None:
+        del self.handshakes[connection]
+        with suppress(KeyError, ValueError):
+            self.selector.unregister(connection)
+        connection.close()

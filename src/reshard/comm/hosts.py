@@ -1,0 +1,89 @@
+"""Hosts, and the addresses at which members meet."""
+
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from reshard.core.errors import ReshardError
+
+BACKLOG = 4096  # processes that connect at the same moment
+ELSEWHERE = "192.0.2.1"  # of nobody; only the way there is asked for
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """The kind of socket for an address of a host, without brackets."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def parsed(address: str) -> tuple[str, int]:
+    """Host and port of an address. Raises ReshardError where it is none."""
+    host, _, port = str(address).rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        host = ""
+    if not host or not port.isascii() or not port.isdigit() or len(port) > 5 or not 0 < int(port) < 1 << 16:
+        raise ReshardError(f"{address!s:.100} is not an address such as 10.0.0.1:29600 or [::1]:29600")
+    return host, int(port)
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's address on the way to a host; nothing is sent."""
+    [(family, kind, _, _, there), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    with socket.socket(family, kind) as probe:
+        probe.connect(there)
+        return str(probe.getsockname()[0])
+
+
+def namespaces() -> str:
+    """Return the names of those of Linux's namespaces that this process is in, and in which two must be to map each other's memory:
+    that of its process numbers, and that of what it shares with others. Containers usually have their own."""
+    return " ".join(_namespace(kind) for kind in ("pid", "ipc"))
+
+
+def _namespace(kind: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return f"{kind}:unknown"
+
+
+def this_host() -> str:
+    """Return a name of the machine as long as it runs: two containers on it share links, and perhaps memory (`namespaces`)."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text(encoding="utf-8").strip() if boot.exists() else socket.gethostname()
+
+
+def listener_for(store: Any) -> socket.socket:
+    """Listen where all processes that share a torch store reach this host, on one address and at a port that is free. Raises
+    ReshardError where there is no such address."""
+    problem: OSError | None = None
+    for host in _reached_hosts(store):
+        try:
+            return socket.create_server((host, 0), family=family_of(host), backlog=BACKLOG)
+        except OSError as error:  # not an address of this host
+            problem = error
+    raise ReshardError(
+        f"no address to listen at ({problem}): set MASTER_ADDR to one of the first process's host"
+    )
+
+
+def _reached_hosts(store: Any) -> list[str]:
+    """Return addresses that may be this host's and that the others may reach, the likeliest first: that of the store, and this host's
+    own on the way to it; of the default route; of its name."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    hosts = []
+    for host in (
+        getattr(store, "host", None),
+        os.environ.get("MASTER_ADDR"),
+        ELSEWHERE,
+        socket.gethostname(),
+    ):
+        with suppress(OSError):
+            if host:
+                resolved = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+                hosts += [resolved, address_towards(resolved, 9)]
+    return list(dict.fromkeys([*hosts, "127.0.0.1"]))
