@@ -26,7 +26,7 @@ def command(path: str, hf_config: str | None, tensors: bool, as_json: bool) -> N
         ("format", found.format), ("family", f"{found.family} ({found.architecture})"),
         ("layers", f"{found.layers}" + (f" + {found.mtp_layers} MTP" if found.mtp_layers else "")),
         ("experts", found.experts or None), ("parameters", f"{found.parameters:,}"), ("size", size(found.size_bytes)), ("dtypes", dtypes),
-        ("layout", " ".join(f"{key}={value}" for key, value in (found.layout or {}).items()) or None),
+        ("layout", " ".join(f"{key}={value}" for key, value in (found.layout or {}).items() if value is not False) or None),
         *found.details.items(),
         ("manifest", found.manifest and f"{found.manifest['tensors']} tensors, from "
                                         f"{found.manifest['source']}"),
