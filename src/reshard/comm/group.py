@@ -36,7 +36,7 @@ MOST_MEMBERS = 1 << 20
 LOOK_SECONDS = 0.1  # between two looks of a member that waits, at what has become of others
 ALIVE_EVERY_SECONDS = 0.5  # a member says that it lives while it is in a call that does not return
 FAIL_SECONDS = 10.0  # that a member which gives up waits until the hub knows
-GRACE_SECONDS = 3.0  # beyond the time limit, within which the hub answers if it lives
+GRACE_SECONDS = 5.0  # beyond the time limit, within which the hub answers if it lives
 _made: Counter[str] = Counter()
 
 
@@ -415,9 +415,14 @@ def _first(
 ) -> RefitGroup:
     """Start the hub, and join it as the first member."""
     host, port = listener.getsockname()[:2]
-    Hub(listener, secret, size, timeout).start()
+    hub = Hub(listener, secret, size, timeout)
+    hub.start()
     here = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return _joined(address or here, secret, 0, size, timeout, time.monotonic() + timeout)
+    try:
+        return _joined(address or here, secret, 0, size, timeout, time.monotonic() + timeout)
+    except BaseException:
+        hub.stop()
+        raise
 
 
 def _joined(address: str, secret: bytes, rank: int, size: int, timeout: float, deadline: float) -> RefitGroup:

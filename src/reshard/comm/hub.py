@@ -72,6 +72,7 @@ class Hub:
         self.liveness_waits: list[Wait] = []
         self.swept = time.monotonic()
         self.owner_left: float | None = None
+        self.stopped = False
         self.operations: dict[str, Callable[[Client, Message], None]] = {
             "join": self._join,
             "post": self._post,
@@ -89,10 +90,14 @@ class Hub:
         """Serve in a thread that ends when nobody needs the hub any more."""
         threading.Thread(target=self.serve, name="reshard hub", daemon=True).start()
 
+    def stop(self) -> None:
+        """Serve nobody any more; for another thread, where the first member could not join."""
+        self.stopped = True
+
     def serve(self) -> None:
         """Answer until the first member is no more, and all others know how the last transaction ended."""
         try:
-            while not self._is_over():
+            while not self.stopped and not self._is_over():
                 self._look_once()
         except Exception:
             log.exception("the hub of a refit has failed")
