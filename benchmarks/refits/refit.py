@@ -76,7 +76,7 @@ def link_rate(n: int = 1 << 30) -> float:
         (dist.get_rank() + 1) % dist.get_world_size()
     ]
     mappings = Mappings(shared.device)
-    there = mappings.address(handle, "the neighbour") + offset
+    there = mappings.address(handle, n, "the neighbour") + offset
     stream = torch.cuda.current_stream().cuda_stream
     times = []
     for _ in range(6):
