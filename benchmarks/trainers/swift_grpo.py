@@ -118,14 +118,15 @@ def main() -> int:
     return int(any(codes))
 
 
-def started(out: Path, run: str, line: list[str], limit: float) -> int:
-    """Run ms-swift's own entry with this command line, as ``megatron`` calls it, for at most `limit` seconds; return its exit code."""
+def started(out: Path, run: str, line: list[str], limit: float, gpu: int = 0) -> int:
+    """Run ms-swift's own entry with this command line, as ``megatron`` calls it, on one GPU for at most `limit` seconds; return its
+    exit code."""
     paths = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
     with socket.socket() as free:
         free.bind(("", 0))
         port = str(free.getsockname()[1])
     variables = os.environ | {"RESHARD_WATCH": str(out / f"{run}.watch"), "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": paths,
-                              "NPROC_PER_NODE": "1", "MASTER_PORT": port}  # fmt: skip
+                              "NPROC_PER_NODE": "1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": str(gpu)}  # fmt: skip
     command = [sys.executable, "-m", "swift.cli._megatron.main", "rlhf", *line]
     with open(out / f"{run}.log", "w", encoding="utf-8") as log, memory(out / f"{run}.memory"):
         running = subprocess.Popen(

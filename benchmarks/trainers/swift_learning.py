@@ -1,9 +1,9 @@
-"""GRPO of a trained model by ms-swift's Megatron on one GPU, with its own weight sync and with a refit: does the reward rise alike?
+"""GRPO of a trained model by ms-swift's Megatron with its own weight sync and with a refit: does the reward rise alike?
 
     python -m benchmarks.trainers.swift_learning OUT [--steps 150] [--limit 500] [--after SECONDS] [--options OPTIONS OF MS-SWIFT]
 
 SmolLM2-135M-Instruct (tests/trained.py) is asked for sums of two numbers up to 20; an answer whose last number is the sum is worth 1. Three runs
-with the same seeds go side by side on the GPU: `stock` with ms-swift's own sync, `refit` with a refit in its place, and `both`, where each
+with the same seeds go side by side, each on one GPU: `stock` with ms-swift's own sync, `refit` with a refit in its place, and `both`, where each
 step overwrites vLLM's weights, refits, overwrites them again, and lets ms-swift's own sync fill them. Attention, matrix products and sums are
 deterministic, so that runs differ only by what their syncs leave.
 
@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -105,10 +106,14 @@ def main() -> int:
         make(out / "model")
     os.environ.update(DETERMINISTIC)
 
+    gpus = len(
+        subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout.splitlines()
+    )
+
     def run(number: int) -> int:
         time.sleep(number * chosen.after)
         line = [*arguments(out, RUNS[number], *sums(chosen.steps)), *chosen.options]
-        return started(out, RUNS[number], line, chosen.limit)
+        return started(out, RUNS[number], line, chosen.limit, number % gpus)
 
     with ThreadPoolExecutor(len(RUNS)) as pool:
         codes = list(pool.map(run, range(len(RUNS))))
