@@ -441,7 +441,7 @@ class VllmModel(Engine):
         """Copy to the host what a refit leaves alone, as far as it has a meaning: buffers until they are lost, parameters
         while the weights are whole."""
         self._keeps_parameters = False
-        if self._guard.asleep:
+        if not self._has_memory():
             return
         for name, tensor in (self.tensors | self._left).items():
             module, key = self._homes[name]
@@ -522,10 +522,13 @@ class VllmModel(Engine):
             for key, some in self.scales.items()
         }
 
-    def _refuse_asleep(self) -> None:
+    def _has_memory(self) -> bool:
+        """Tell whether the weights have memory, which sleep takes away."""
         first = next(iter(self.tensors.values()))
-        gone = first.device.type == "cuda" and not is_mapped(first.data_ptr())
-        if gone or self._guard.asleep:
+        return not self._guard.asleep and (first.device.type != "cuda" or is_mapped(first.data_ptr()))
+
+    def _refuse_asleep(self) -> None:
+        if not self._has_memory():
             raise ReshardError(
                 "this vLLM sleeps, and its weights have no memory: call "
                 "wake_up(tags=['weights']) before a refit"
