@@ -17,6 +17,7 @@ import pytest
 from reshard.comm import channel as channels
 from reshard.comm import secret as secret_module
 from reshard.comm.channel import BrokenChannelError, Door, FrameReader, FrameWriter, connect
+from reshard.comm.hosts import address_towards, is_loopback, listener_for
 from reshard.refit import Members
 from tests.ranks import caught, free_port
 
@@ -263,7 +264,7 @@ def test_who_stands_between_two_members_changes_nothing_unseen(does):
 def test_members_on_an_address_that_others_reach_need_a_secret_and_are_told_how_to_make_one(monkeypatch):
     monkeypatch.delenv("RESHARD_SECRET", raising=False)
     host = socket.gethostbyname(socket.gethostname())
-    if secret_module.is_loopback(host):
+    if is_loopback(host):
         host = "10.0.0.1"
     said = caught(lambda: Members.join(f"{host}:{free_port()}", 0, 1, timeout=5))
     assert said.startswith(
@@ -358,3 +359,29 @@ with members.turn("connect"):
         other.turns = 1
         other.post("hello")
         assert caught(lambda: other.read("parts", 0)) == "rank 0: no luck"
+
+
+@pytest.mark.parametrize(("named", "alone"), [("127.0.0.1", True), ("the-first-host", False)])
+def test_a_host_whose_name_only_it_resolves_to_itself_listens_where_others_reach_it(
+    named, alone, monkeypatch
+):
+    """As Debian has it: 127.0.1.1 in /etc/hosts."""
+    plain = socket.getaddrinfo
+    monkeypatch.setenv("MASTER_ADDR", named)
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *args, **options: plain(
+            "127.0.1.1" if host in ("the-first-host", socket.gethostname()) else host, *args, **options
+        ),
+    )
+    with listener_for(None) as listener:
+        host = listener.getsockname()[0]
+    assert is_loopback(host) == (alone or not _has_route())
+
+
+def _has_route() -> bool:
+    try:
+        return not is_loopback(address_towards("192.0.2.1", 9))
+    except OSError:
+        return False
