@@ -1,5 +1,6 @@
 """Hosts, and the addresses at which members meet."""
 
+import ipaddress
 import os
 import socket
 from contextlib import suppress
@@ -56,6 +57,16 @@ def this_host() -> str:
     return boot.read_text(encoding="utf-8").strip() if boot.exists() else socket.gethostname()
 
 
+def is_loopback(host: str) -> bool:
+    """Return True for an address that only processes of this host reach."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def listener_for(store: Any) -> socket.socket:
     """Listen where all processes that share a torch store reach this host, on one address and at a port that is free. Raises
     ReshardError where there is no such address."""
@@ -75,7 +86,7 @@ def _reached_hosts(store: Any) -> list[str]:
     own on the way to it; of the default route; of its name."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    hosts = []
+    hosts: list[str] = []
     for host in (
         getattr(store, "host", None),
         os.environ.get("MASTER_ADDR"),
@@ -85,5 +96,7 @@ def _reached_hosts(store: Any) -> list[str]:
         with suppress(OSError):
             if host:
                 resolved = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-                hosts += [resolved, address_towards(resolved, 9)]
+                # Many a host has its own name as an address that only it reaches.
+                if is_loopback(host) or not is_loopback(resolved):
+                    hosts += [resolved, address_towards(resolved, 9)]
     return list(dict.fromkeys([*hosts, "127.0.0.1"]))

@@ -5,13 +5,13 @@ come from a file that only this user can read.
 """
 
 import contextlib
-import ipaddress
 import os
 import pwd
 import secrets
 import stat
 from pathlib import Path
 
+from reshard.comm.hosts import is_loopback
 from reshard.core.errors import ReshardError
 
 VARIABLE = "RESHARD_SECRET"
@@ -39,16 +39,6 @@ def secret_for(host: str, given: str | None) -> bytes:
     if is_loopback(host):
         return _of_user(_folders())
     raise ReshardError(f"members that meet on {host}, which other hosts may reach, need a secret: {HOW}")
-
-
-def is_loopback(host: str) -> bool:
-    """Return True for an address that only processes of this host reach."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _checked(secret: object, name: str) -> bytes:
