@@ -179,7 +179,10 @@ def strangers_at(process, but: int):
 
     def keep_coming() -> None:
         while not over.wait(0.05):
-            listening = [one.laddr for one in process.net_connections("tcp") if one.status == "LISTEN"]
+            try:
+                listening = [one.laddr for one in process.net_connections("tcp") if one.status == "LISTEN"]
+            except psutil.Error:  # it has ended
+                return
             for host, port in ((at.ip, at.port) for at in listening if at.port != but):
                 with contextlib.suppress(OSError):
                     if len(connected) < 12:

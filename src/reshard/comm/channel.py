@@ -339,6 +339,7 @@ class Door:
                 return
             except OSError:  # too many open files, or one that has gone again
                 if not self.handshakes:
+                    time.sleep(0.01)  # the next one comes no sooner for being asked for at once
                     return
                 self._turn_away(next(iter(self.handshakes)))
                 continue

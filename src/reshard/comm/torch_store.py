@@ -15,7 +15,7 @@ LONGEST_SECONDS = 1e9
 
 
 class HubStore(dist.Store):
-    """What torch's process groups ask of a store, over a connection of its own, since their calls wait.
+    """The part of a store that torch's process groups use, over a connection of its own, since their calls wait.
 
     Waits end with the transaction in which it was made, where that fails. Torch does not keep it: whoever has made a process
     group with it does.

@@ -13,7 +13,7 @@ HERE = "here"
 
 
 class Posted(NamedTuple):
-    """What a member has published, with its digest."""
+    """A payload that a member has published, with its digest."""
 
     payload: bytes
     digest: bytes
@@ -79,7 +79,7 @@ class Transaction:
         return None
 
     def go_answer(self) -> dict[str, Any]:
-        """What all are told when they are here."""
+        """Return what all are told once they are here."""
         version = self.version[0] if self.version is not None else self.last_version + 1
         return {
             "version": version,

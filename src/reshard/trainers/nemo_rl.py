@@ -152,7 +152,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         self.link, self.new = None, True
 
     def _ended(self) -> str:
-        """Who is gone, in a sentence; empty while nobody is."""
+        """Say who is gone; empty while nobody is."""
         return self.board.failure() if self.board is not None else ""
 
     def _said_where(self) -> str:
@@ -275,10 +275,10 @@ class ColocatedSynchronizer(WeightSynchronizer):
         self._new = False
 
     def _got(self, calls: list[Any]) -> list[Any]:
-        """What the policy's ranks return. Raises ReshardError where one does not within the time limit."""
+        """Return what the policy's ranks answer. Raises ReshardError where one does not within the time limit."""
         try:
-            found: list[Any] = ray.get(calls, timeout=self._timeout)
-            return found
+            answers: list[Any] = ray.get(calls, timeout=self._timeout)
+            return answers
         except ray.exceptions.GetTimeoutError as error:
             late = [f"rank {index} of the policy" for index, one in enumerate(calls) if not _is_done(one)]
             raise ReshardError(

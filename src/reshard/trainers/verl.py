@@ -127,7 +127,7 @@ class ReshardServerAdapter(ServerAdapter):
                 await self._within(options, self.server_handle.set_global_steps.remote(global_steps))
 
     async def _within(self, options: dict[str, Any], call: Any) -> Any:
-        """What a call of the rollout returns. Raises ReshardError where it takes longer than all of the waits in it may."""
+        """Return what a call of the rollout returns. Raises ReshardError where it takes longer than all of the waits in it may."""
         seconds = WAITS * options["timeout"]
         try:
             return await asyncio.wait_for(_awaited(call), seconds)
