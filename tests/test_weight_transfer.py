@@ -76,7 +76,7 @@ def test_what_a_trainer_does_wrong_is_refused_in_a_sentence(said):
 
 def test_a_request_that_makes_no_sense_is_refused_and_leaves_the_connection_as_it_is(said):
     sentences = (
-        "'nowhere' is not an address", "'7' is not an address", "first_rank is '2'", "first_rank is -1", "rank 4 is not one of 4 members",
+        "'nowhere is not an address", "'7 is not an address", "first_rank is '2'", "first_rank is -1", "rank 4 is not one of 4 members",
         "rank 2 of 1000.0 members", "rank 2 of None members", "members is not a whole number of at most", "timeout is 'soon'", "timeout is -1",
     )  # fmt: skip
     for found, sentence in zip(said["wrong meetings"], sentences, strict=True):
