@@ -62,7 +62,7 @@ class HttpClient:
     def world_size(self) -> int:
         """How many workers it has, over all of its data parallel ranks."""
         answer = self._call("GET", "get_world_size")
-        return _workers_of(answer.get("world_size") if isinstance(answer, dict) else answer, self.url)
+        return _workers_of(answer.get("world_size") if isinstance(answer, dict) else None, self.url)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """See `Client`."""
