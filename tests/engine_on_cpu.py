@@ -121,14 +121,7 @@ def refit_and_serve(cases: list) -> dict:
         }
         del llm, link, destination, trainer
         forget()
-        loaded = []
-        for hf, _ in pairs:
-            with plain_weights():
-                fresh = engine(hf, **options)
-            loaded.append(answers(fresh))
-            del fresh
-            forget()
-        found[name]["loaded"] = loaded
+        found[name]["loaded"] = said_after_loads(pairs, options, answers)
         dist.barrier()
     return found
 
@@ -155,25 +148,42 @@ def drafting(pairs: list) -> dict:
         llm = engine(pairs[0][0], load_format="dummy", **how)
     destination = VllmModel.from_llm(llm)
     link = connect(Members.of_process_group(), MegatronModel(trainer.models), destination)
-    found: dict = {"refitted": [], "loaded": []}
+    found: dict = {}
     found["accounts"] = {
         name: one.what for name, one in destination.accounts.items() if name.startswith("draft.")
     }
+    found["refitted"] = said_after_refits(pairs, trainer, link, llm, served)
+    trainer.close()
+    del llm, link, destination, trainer
+    forget()
+    found["loaded"] = said_after_loads(pairs, how, served)
+    return found
+
+
+def said_after_refits(pairs: list, trainer, link, llm, ask) -> list:
+    """Return what `ask` gets from an engine after a refit from each of the Megatron checkpoints, of which the trainer has the first."""
+    answered = []
     for step, (_, mcore) in enumerate(pairs):
         if step:
             trainer.load(Path(mcore))
         link.refit(verify=True)
-        found["refitted"].append(served(llm))
-    trainer.close()
-    del llm, link, destination, trainer
-    forget()
+        llm.reset_prefix_cache()
+        answered.append(ask(llm))
+    return answered
+
+
+def said_after_loads(pairs: list, options: dict, ask) -> list:
+    """Return what `ask` gets from engines that have loaded each of the Hugging Face checkpoints."""
+    from reshard.engines.vllm.compat import plain_weights
+
+    answered = []
     for hf, _ in pairs:
         with plain_weights():
-            fresh = engine(hf, **how)
-        found["loaded"].append(served(fresh))
+            fresh = engine(hf, **options)
+        answered.append(ask(fresh))
         del fresh
         forget()
-    return found
+    return answered
 
 
 def with_adapters(pairs: list) -> dict:
@@ -208,27 +218,17 @@ def with_adapters(pairs: list) -> dict:
         llm = engine(pairs[0][0], load_format="dummy", **how)
     destination = VllmModel.from_llm(llm)
     link = connect(Members.of_process_group(), MegatronModel(trainer.models), destination)
-    found: dict = {"refitted": [], "loaded": []}
+    found: dict = {}
     found["adapters"] = [
         str(one)
         for name, one in destination.accounts.items()
         if name.endswith("layers.0.self_attn.qkv_proj (LoRA)")
     ]
-    for step, (_, mcore) in enumerate(pairs):
-        if step:
-            trainer.load(Path(mcore))
-        link.refit(verify=True)
-        llm.reset_prefix_cache()
-        found["refitted"].append(both(llm))
+    found["refitted"] = said_after_refits(pairs, trainer, link, llm, both)
     trainer.close()
     del llm, link, destination, trainer
     forget()
-    for hf, _ in pairs:
-        with plain_weights():
-            fresh = engine(hf, **how)
-        found["loaded"].append(both(fresh))
-        del fresh
-        forget()
+    found["loaded"] = said_after_loads(pairs, how, both)
     return found
 
 
@@ -279,24 +279,15 @@ def int8_experts(pairs: list) -> dict:
     destination = VllmModel.from_llm(llm)
     link = connect(Members.of_process_group(), MegatronModel(trainer.models), destination)
     addresses = {key: tensor.data_ptr() for key, tensor in destination.tensors.items()}
-    found: dict = {"quantised": link.describe()["quantised"], "refitted": [], "loaded": []}
-    for step, (_, mcore) in enumerate(pairs):
-        if step:
-            trainer.load(Path(mcore))
-        link.refit(verify=True)
-        found["refitted"].append(answers(llm))
+    found: dict = {"quantised": link.describe()["quantised"]}
+    found["refitted"] = said_after_refits(pairs, trainer, link, llm, answers)
     now = VllmModel.from_llm(llm).tensors
     found["moved"] = [key for key, tensor in now.items() if tensor.data_ptr() != addresses[key]]
     found["dtypes"] = sorted({str(tensor.dtype) for tensor in now.values()})
     trainer.close()
     del llm, link, destination, trainer, now
     forget()
-    for hf, _ in pairs:
-        with plain_weights():
-            fresh = engine(hf, **how)
-        found["loaded"].append(answers(fresh))
-        del fresh
-        forget()
+    found["loaded"] = said_after_loads(pairs, how, answers)
     hf, mcore = pairs[0]
     report = parity(
         mcore, "vllm:" + mcore, 3, dtype="bf16", lengths=(33, 65), quantization=how["quantization"]
@@ -393,7 +384,7 @@ def compressed_layers(pairs: list) -> dict:
     destination = VllmModel.from_llm(llm)
     link = connect(Members.of_process_group(), MegatronModel(trainer.models), destination)
     addresses = {key: tensor.data_ptr() for key, tensor in destination.tensors.items()}
-    found: dict = {"quantised": link.describe()["quantised"], "refitted": [], "loaded": []}
+    found: dict = {"quantised": link.describe()["quantised"]}
     for step, (mcore, _) in enumerate(pairs):
         if step:
             trainer.load(Path(mcore))
