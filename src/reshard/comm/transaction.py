@@ -10,6 +10,12 @@ from typing import Any, NamedTuple
 
 GO, DONE = "go", "done"
 HERE = "here"
+MOST_DIGITS = 18
+
+
+def number_in(payload: bytes) -> int | None:
+    """Return the number that a member has published for a count; None where what it published is none."""
+    return int(payload) if payload.isdigit() and len(payload) <= MOST_DIGITS else None
 
 
 class Posted(NamedTuple):
@@ -97,8 +103,14 @@ class Transaction:
         posts = self.posts.get(key, {})
         lacking = {rank for rank in ranks if rank not in posts}
         if count is not None:
-            lacking |= {rank for rank in ranks if rank in posts and int(posts[rank].payload or b"0") < count}
+            numbers = {rank: number_in(posts[rank].payload) for rank in ranks if rank in posts}
+            lacking |= {rank for rank, number in numbers.items() if number is None or number < count}
         return lacking
+
+    def without_number(self, key: str, ranks: list[int]) -> list[int]:
+        """Return those of these ranks that have published something else than a number under a key."""
+        posts = self.posts.get(key, {})
+        return [rank for rank in ranks if rank in posts and number_in(posts[rank].payload) is None]
 
     def body_of(self, key: str, ranks: list[int]) -> tuple[list[int], bytes, bytes | None]:
         """Return what these ranks have published, one behind the other, its lengths before it and its digest behind it."""

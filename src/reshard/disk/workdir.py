@@ -457,7 +457,7 @@ def _is_ours(path: Path) -> bool:
         status = os.lstat(path)
         marked = stat.S_ISDIR(status.st_mode) and stat.S_ISREG(os.lstat(path / MARK).st_mode)
         return marked and _is_own(path, status)
-    except OSError:
+    except (OSError, ValueError):  # of a name that can be no file's, too
         return False
 
 

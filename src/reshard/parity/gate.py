@@ -51,6 +51,7 @@ class Limits:
     A limit on a figure that was not measured is exceeded. Those in `defaults`, by name and value, hold only
     where it was.
 
+    >>> import numpy as np
     >>> check = metrics_of([Scores(np.array([-1.0]))], [Scores(np.array([-1.0]))])
     >>> Limits.of_dtype("bf16").exceeded(check), len(Limits.of_dtype("bf16", kl=0.1).exceeded(check))
     ([], 1)
