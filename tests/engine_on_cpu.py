@@ -384,7 +384,7 @@ def compressed_layers(pairs: list) -> dict:
     destination = VllmModel.from_llm(llm)
     link = connect(Members.of_process_group(), MegatronModel(trainer.models), destination)
     addresses = {key: tensor.data_ptr() for key, tensor in destination.tensors.items()}
-    found: dict = {"quantised": link.describe()["quantised"]}
+    found: dict = {"quantised": link.describe()["quantised"], "refitted": [], "loaded": []}
     for step, (mcore, _) in enumerate(pairs):
         if step:
             trainer.load(Path(mcore))
