@@ -15,7 +15,15 @@ from reshard.core.errors import ReshardError
 from reshard.core.placement import LocalTensor, Part
 from reshard.refit import checks
 from reshard.refit.codecs import block_codec, codec_between
-from reshard.refit.wire import pack_array, pack_held, pack_json, unpack_array, unpack_held, unpack_json
+from reshard.refit.wire import (
+    names_held,
+    pack_array,
+    pack_held,
+    pack_json,
+    unpack_array,
+    unpack_held,
+    unpack_json,
+)
 from tests.ranks import free_port, run_on_ranks
 from tests.test_logits import EP, ETP, PP, TP, flags_at
 
@@ -255,3 +263,9 @@ def test_a_message_comes_back_as_it_was_said_or_not_at_all():
                    {"shapes": [[6, 8], [5], [1 << 30] * 3]}, {"shapes": [[6, 8], [5], None]}, {"shapes": 3}):  # fmt: skip
         with pytest.raises(ReshardError, match="^what it says that it holds cannot be read"):
             unpack_held(pack_json(unpack_json(header) | change), parts, "it")
+        with pytest.raises(ReshardError, match="^what it says that it holds cannot be read"):
+            names_held(pack_json(unpack_json(header) | change), "it")
+    assert names_held(header, "it") == {"w", "b"}
+    for no_header in ({}, [], 7, {"names": ["w"]}):
+        with pytest.raises(ReshardError, match="^what it says that it holds cannot be read"):
+            names_held(pack_json(no_header), "it")

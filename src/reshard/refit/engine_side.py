@@ -36,6 +36,7 @@ from reshard.refit.wire import (
     DIGEST_BYTES,
     Held,
     digest,
+    names_held,
     pack_array,
     readable,
     unpack_array,
@@ -71,7 +72,8 @@ class EngineSide:
             for rank in self.agreed.trainers
         }
         if self.engine.optional:
-            held = {name for header, _ in said.values() for name in unpack_json(header)["names"]}
+            names = self.members.names
+            held = {name for rank, (header, _) in said.items() for name in names_held(header, names[rank])}
             self.engine.offered(self.engine.optional & held)
         position = self.agreed.engines.index(self.members.rank)
         distances = {rank: self.agreed.distance(rank) for rank in self.agreed.trainers}

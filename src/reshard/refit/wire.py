@@ -138,10 +138,7 @@ def pack_held(tensors: Sequence[LocalTensor], dtypes: Sequence[str]) -> tuple[by
 def unpack_held(header: bytes, matrix: bytes, who: str = "a member") -> Held:
     """The inverse of `pack_held`. Raises ReshardError where that is not what `who` can hold."""
     what = f"what {who} says that it holds"
-    said = unpack_json(header, what)
-    with readable(what):
-        shapes, names = [tuple(shape) for shape in said["shapes"]], said["names"]
-        _check_header(shapes, names, said["dtypes"])
+    shapes, names, dtypes = _unpack_header(header, what)
     dims = max(map(len, shapes), default=1)
     rows = unpack_array(matrix, what, [2 + 3 * dims])
     with readable(what):
@@ -154,7 +151,23 @@ def unpack_held(header: bytes, matrix: bytes, who: str = "a member") -> Held:
     tensors = [
         LocalTensor(index, shape, tuple(some)) for index, (shape, some) in enumerate(zip(shapes, parts))
     ]
-    return Held(tensors, said["dtypes"])
+    return Held(tensors, dtypes)
+
+
+def names_held(header: bytes, who: str) -> set[str]:
+    """Return the names of the published tensors of which a rank holds parts, by the header alone. Raises ReshardError as
+    `unpack_held` does."""
+    _, names, _ = _unpack_header(header, f"what {who} says that it holds")
+    return {*names}
+
+
+def _unpack_header(header: bytes, what: str) -> tuple[list[tuple[int, ...]], list[str], list[str]]:
+    """Return the shapes of local tensors, the names of published ones, and the local ones' dtypes."""
+    said = unpack_json(header, what)
+    with readable(what):
+        shapes, names, dtypes = [tuple(shape) for shape in said["shapes"]], said["names"], said["dtypes"]
+        _check_header(shapes, names, dtypes)
+    return shapes, names, dtypes
 
 
 def _check_header(shapes: list[tuple], names: Any, dtypes: Any) -> None:
