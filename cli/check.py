@@ -3,6 +3,7 @@
 from typing import Any
 
 import click
+
 from reshard.cli.output import (
     ignore_option,
     json_option,
@@ -22,7 +23,7 @@ from reshard.cli.places import Place
 def command(path: str, workers: int | None, as_json: bool) -> None:
     """Compare the bytes of the checkpoint at PATH with the checksums in its manifest. Exit status 1 where
     they differ."""
-    from reshard.disk.compare import check
+    from reshard.storage.compare import check
 
     with progress_bar("check") as progress:
         result = check(path, workers=workers, progress=progress)

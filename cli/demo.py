@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import click
+
 from reshard.cli.places import Place
 
 

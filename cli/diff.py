@@ -1,6 +1,7 @@
 """``reshard diff``."""
 
 import click
+
 from reshard.cli.output import (
     ignore_option,
     json_option,
@@ -25,7 +26,7 @@ from reshard.cli.places import Place
 def command(a: str, b: str, hf_config: str | None, worst: int, workers: int | None, as_json: bool) -> None:
     """Compare checkpoints A and B, of either format and any layout, bit for bit. Exit status 1 where they
     differ."""
-    from reshard.disk.compare import diff
+    from reshard.storage.compare import diff
 
     with progress_bar("diff") as progress:
         result = diff(a, b, hf_config=hf_config, workers=workers, progress=progress)

@@ -12,8 +12,8 @@ import traceback
 from importlib import metadata
 
 import click
-from reshard.cli.output import print_json
 
+from reshard.cli.output import print_json
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.extras import lacking
 

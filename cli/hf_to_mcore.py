@@ -4,10 +4,10 @@ import time
 from typing import Any
 
 import click
+
 from reshard.cli.layout import LAYOUT_NAMES, layout_options
 from reshard.cli.output import ignore_option, json_option, print_report, progress_bar, workers_option
 from reshard.cli.places import Place, check_command, resumable
-
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE
 
 
@@ -68,8 +68,8 @@ def command(source: str, destination: str, as_json: bool, release: bool, **optio
     if release and options["iteration"]:
         raise click.UsageError("--release and --iteration exclude each other")
     check_command(source, destination, megatron=False)
-    from reshard.disk.convert import hf_to_mcore
     from reshard.megatron.layout import Layout
+    from reshard.storage.convert import hf_to_mcore
 
     layout = Layout(**{name: options.pop(name) for name in LAYOUT_NAMES})
     start = time.perf_counter()

@@ -1,6 +1,7 @@
 """``reshard inspect``."""
 
 import click
+
 from reshard.cli.output import ignore_option, json_option, print_json, print_note, size
 from reshard.cli.places import Place
 
@@ -13,7 +14,7 @@ from reshard.cli.places import Place
 @json_option
 def command(path: str, hf_config: str | None, tensors: bool, as_json: bool) -> None:
     """Show format, family, layout, sizes and manifest of the checkpoint at PATH."""
-    from reshard.disk.inspection import inspect
+    from reshard.storage.inspection import inspect
 
     found = inspect(path, hf_config=hf_config)
     if as_json:

@@ -8,9 +8,9 @@ from difflib import get_close_matches
 from importlib import import_module
 
 import click
+
 from reshard.cli import signals
 from reshard.cli.failures import status_of
-
 from reshard.core.errors import ReshardError
 
 COMMANDS = {

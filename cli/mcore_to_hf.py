@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 import click
+
 from reshard.cli.output import ignore_option, json_option, print_report, progress_bar, workers_option
 from reshard.cli.places import Place, check_command, resumable
 
@@ -60,7 +61,7 @@ def command(source: str, destination: str, as_json: bool, quantize: str | None, 
     """Convert SOURCE, a Megatron torch_dist checkpoint of any layout, to a Hugging Face directory at
     DESTINATION."""
     check_command(source, destination, megatron=True)
-    from reshard.disk.convert import mcore_to_hf
+    from reshard.storage.convert import mcore_to_hf
 
     start = time.perf_counter()
     with progress_bar("mcore-to-hf") as progress, resumable(destination):

@@ -1,14 +1,14 @@
 """``reshard memory``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+
 from reshard.cli.layout import LAYOUT_NAMES, layout_options, vllm_layout
 from reshard.cli.output import ignore_option, json_option, print_json, print_note
 from reshard.cli.places import Place
-
 from reshard.core.errors import ReshardError
 from reshard.core.limits import MAX_VOCAB_MULTIPLE
 
@@ -106,12 +106,12 @@ def command(
 
     Example: reshard memory --model Qwen/Qwen3-30B-A3B --tp 2 --ep 8 --etp 1 --gpus 16 --gpu-memory H100
     """
-    from reshard.disk.sources import read_model
-    from reshard.footprint.estimate import memory
-    from reshard.footprint.options import Training
-    from reshard.footprint.outside import bytes_of_gpu
     from reshard.megatron.layout import Layout
+    from reshard.memory.estimate import estimate_memory
+    from reshard.memory.options import Training
+    from reshard.memory.outside import bytes_of_gpu
     from reshard.models.config_fields import check_ignored
+    from reshard.storage.sources import read_model
 
     given["recompute"] = _recompute(given)
     sizes = {name: given.pop(name) for name in LAYOUT_NAMES}
@@ -129,10 +129,10 @@ def command(
     if fitting["fit"]:
         _fit(context, model, training, gpu_bytes, sizes, fitting, notices, as_json)
         return
-    found = memory(model, layout, gpu_memory=gpu_bytes, engine=beside, **given)
+    found = estimate_memory(model, layout, gpu_memory=gpu_bytes, engine=beside, **given)
     if html is not None:
-        from reshard.footprint.html import html_report
-        from reshard.report import UNENCODABLE
+        from reshard.html import UNENCODABLE
+        from reshard.memory.html import html_report
 
         try:
             Path(html).write_text(html_report(found, str(path)), encoding="utf-8", errors=UNENCODABLE)
@@ -180,7 +180,7 @@ def _recompute(given: dict[str, Any]) -> str:
 
 
 def _engine(given: dict[str, Any]) -> Any:
-    from reshard.footprint.phases import Engine
+    from reshard.memory.phases import Engine
 
     if given["engine"] is None:
         return None
@@ -210,7 +210,7 @@ def _band(band: Any) -> str:
     return f"{band.low / GIB:.1f} to {band.high / GIB:.1f}"
 
 
-def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     widths = [max(len(row[i]) for row in [heads, *rows]) + 2 for i in range(len(heads))]
     for row in [heads, *rows]:
         click.echo("".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -285,7 +285,7 @@ def _fit(
 ) -> None:  # fmt: skip
     from click.core import ParameterSource
 
-    from reshard.footprint.fit import Limits, fit
+    from reshard.memory.fit import Limits, fit
 
     def said(name: str) -> bool:
         return context.get_parameter_source(name) is not ParameterSource.DEFAULT

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+
 from reshard.cli.layout import LAYOUT_NAMES, layout_options, vllm_layout
 from reshard.cli.output import ignore_option, json_option, print_json, quiet
 from reshard.cli.places import Place
-
 from reshard.core.errors import ReshardError
 
 

@@ -4,10 +4,10 @@ import math
 from typing import Any
 
 import click
+
 from reshard.cli.layout import sizes_of, vllm_layout
 from reshard.cli.output import ignore_option, json_option, print_json, print_note, progress_bar, size
 from reshard.cli.places import Place
-
 from reshard.core.limits import MAX_VOCAB_MULTIPLE
 
 SHOWN = 16
@@ -104,10 +104,10 @@ def command(
 
     Example: reshard plan --model Qwen/Qwen3-32B --from tp=4,pp=2 --to tp=8
     """
-    from reshard.disk.sources import read_model
-    from reshard.forecast import plan_refit
     from reshard.megatron.layout import Layout
     from reshard.models.config_fields import check_ignored
+    from reshard.plan import plan_refit
+    from reshard.storage.sources import read_model
 
     numbers = {"tp", "pp", "vpp", "ep", "etp", "dp", "cp", "first_stage_layers", "last_stage_layers"}
     source = sizes_of(trainer, "--from", numbers, {"pipeline"})
@@ -123,7 +123,7 @@ def command(
     model = read_model(path)
     check_ignored(model)
     with progress_bar("plan", "{} ranks".format) as progress:
-        found = plan_refit(model, *layouts, progress=progress, **extra, **options)
+        found = plan_refit(model, layouts[0], layouts[1], progress=progress, **extra, **options)
     notices = model.notices
     if as_json:
         print_json(found.to_dict() | {"notices": notices})

@@ -1,6 +1,6 @@
-"""Print `src/reshard/models/config_defaults.py`: what the config classes of the installed transformers have where a config says nothing.
+"""Print `reshard/models/config_defaults.py`: what the config classes of the installed transformers have where a config says nothing.
 
-python -m tests.config_defaults > src/reshard/models/config_defaults.py
+python -m tests.config_defaults > reshard/models/config_defaults.py
 """
 
 from transformers import CONFIG_MAPPING, PretrainedConfig

@@ -426,9 +426,10 @@ def transfer(pairs: list, url: str, port: int) -> dict:
     import torch.distributed as dist
 
     from reshard import Layout
+    from reshard.integrations import HttpClient, LlmClient, WeightTransfer
     from reshard.parity.megatron import Megatron
     from reshard.refit import Members
-    from reshard.trainers import HttpClient, LlmClient, MegatronModel, WeightTransfer
+    from reshard.trainers import MegatronModel
 
     trainer = Megatron(Path(pairs[0][1]), "fp32", Layout(tp=2))
     first = dist.get_rank() == 0
@@ -527,8 +528,9 @@ def transfer_data_parallel(pairs: list, urls: list, port: int) -> dict:
     """What a server of two data parallel engines answers before and after a refit by vLLM's weight transfer, each question often enough that
     both answer it, and what one answers that has loaded those weights; and how many workers the first says that it has."""
     from reshard import Layout
+    from reshard.integrations import HttpClient, WeightTransfer
     from reshard.parity.megatron import Megatron
-    from reshard.trainers import HttpClient, MegatronModel, WeightTransfer
+    from reshard.trainers import MegatronModel
 
     def said(who: int) -> list:
         return [[asked(urls[who], pairs[who][0], prompt) for _ in range(4)] for prompt in PROMPTS]
@@ -580,8 +582,9 @@ def transfer_quantised(pairs: list, port: int) -> dict:
     """Two ``LLM`` in fp8 by tensor, each of which has loaded one of two checkpoints: what they answer before, and after each of the two in
     turn has come to both by vLLM's weight transfer; and how many of their parameters are in fp8."""
     from reshard import Layout
+    from reshard.integrations import LlmClient, WeightTransfer
     from reshard.parity.megatron import Megatron
-    from reshard.trainers import LlmClient, MegatronModel, WeightTransfer
+    from reshard.trainers import MegatronModel
 
     trainer = Megatron(Path(pairs[0][1]), "bf16", Layout())
     how = {"dtype": "bfloat16", "quantization": "fp8_per_tensor", "worker_extension_cls": "tests.fp8_worker.Fp8Extension"}  # fmt: skip
@@ -604,8 +607,9 @@ def transfer_quantised(pairs: list, port: int) -> dict:
 def transfer_experts(pair: list, port: int) -> str:
     """What connecting an ``LLM`` with experts in bf16 raises."""
     from reshard import Layout
+    from reshard.integrations import LlmClient, WeightTransfer
     from reshard.parity.megatron import Megatron
-    from reshard.trainers import LlmClient, MegatronModel, WeightTransfer
+    from reshard.trainers import MegatronModel
 
     trainer, llm = Megatron(Path(pair[1]), "bf16", Layout()), transferable(pair[0], dtype="bfloat16")
     source, address = MegatronModel(trainer.models), f"127.0.0.1:{port}"

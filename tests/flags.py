@@ -7,7 +7,7 @@ from pathlib import Path
 
 from reshard import Layout, ReshardError
 from reshard.core.dtypes import dtype_named
-from reshard.megatron.args import arguments, command_line, version_of
+from reshard.megatron.arguments import arguments, command_line, version_of
 from reshard.models.model import Model
 from tests.checkpoints import VARIANTS
 

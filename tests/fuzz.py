@@ -31,10 +31,10 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from reshard.cli.main import cli
 from safetensors.torch import load_file, save_file
 
 from reshard import Layout, ReshardError, hf_to_mcore, mcore_to_hf
+from reshard.cli.main import cli
 from tests import readings
 from tests.checkpoints import make
 from tests.mutations import mutations_of

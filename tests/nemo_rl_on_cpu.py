@@ -22,8 +22,8 @@ from nemo_rl.models.policy.workers.checkpoint_engine import (
     PolicyCheckpointEngineMixin,
 )
 
-from reshard.trainers import nemo_rl as ours
-from reshard.trainers.nemo_rl_worker import ReshardWorker
+from reshard.integrations import nemo_rl as ours
+from reshard.integrations.nemo_rl_worker import ReshardWorker
 from tests.probe import Probed, after, alone, caught
 
 REAL = importlib.util.find_spec("nemo_rl").origin is not None  # the stand-ins are a namespace

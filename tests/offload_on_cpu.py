@@ -7,11 +7,12 @@ import torch
 from safetensors.torch import load_file
 
 import reshard
-from reshard.homes import memory, offloading
+from reshard.megatron.live import memory
+from reshard.megatron.live import offload as offloading
 from reshard.refit import Members, connect
 from reshard.trainers.megatron import MegatronModel
 from tests import megatron_on_cpu, vllm_on_cpu
-from tests.homes_on_cpu import chunks
+from tests.live_megatron_on_cpu import chunks
 from tests.ranks import caught
 from tests.refit_on_cpu import fingerprint
 

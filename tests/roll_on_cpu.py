@@ -19,8 +19,8 @@ import ray
 import torch
 from roll.third_party.vllm.worker import WorkerBase
 
-from reshard.trainers import roll as ours
-from reshard.trainers.roll_worker import RollExtension
+from reshard.integrations import roll as ours
+from reshard.integrations.roll_worker import RollExtension
 from tests.probe import Probed, after, alone, caught
 
 REAL = importlib.util.find_spec("roll").origin is not None  # the stand-ins are a namespace

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from reshard.disk import boxes
-from reshard.disk.fp8 import quantize
+from reshard.storage import boxes
+from reshard.storage.fp8 import quantize
 from tests import vllm_on_cpu
 from tests.disk import scribble
 from tests.ranks import caught

@@ -138,7 +138,7 @@ def live(plugin: str, hf: str, other: str, *options: str) -> dict:
     said: dict = {"before": name(trainers.MegatronGRPOTrainer), "asks": asks(trainers)}
     trainer = prepared(hf, plugin, options)
     said["made"] = name(type(trainer))
-    from reshard.trainers import swift
+    from reshard.integrations import swift
 
     lines: list[str] = []
     handler = logging.Handler()
@@ -227,7 +227,7 @@ def check(plugin: str, *paths: str) -> dict:
     found = {}
     for path in paths:
         trainer = prepared(path, plugin, engine=False)
-        from reshard.trainers import swift
+        from reshard.integrations import swift
 
         model, source = read_model(path), swift.SwiftModel(trainer.unwrapped_models)
         [chunk] = source.models

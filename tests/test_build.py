@@ -11,7 +11,7 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 
 from reshard import Layout, ReshardError, hf_to_mcore, read_model
 from reshard.core.dtypes import DTYPES
-from reshard.megatron.args import arguments, command_line
+from reshard.megatron.arguments import arguments, command_line
 from reshard.megatron.build import build_megatron, initialize_parallel, transformer_config
 from reshard.models.model import Model
 from tests.checkpoints import VARIANTS, hf_logits, make

@@ -7,9 +7,9 @@ import pytest
 
 from reshard import ReshardError
 from reshard.comm.background import in_background
+from reshard.integrations import HttpClient
+from reshard.integrations.calls import Calls
 from reshard.refit import Members
-from reshard.trainers import HttpClient
-from reshard.trainers.calls import Calls
 from tests.ranks import caught, free_port
 
 

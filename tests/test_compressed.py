@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from reshard import Layout, ReshardError, check, hf_to_mcore, inspect, mcore_to_hf
 from reshard.core.boxes import Box
 from reshard.core.dtypes import dtype_named
-from reshard.disk import channels
-from reshard.disk import quantised as quantised_slabs
 from reshard.engines.vllm.compressed import codes_of, codes_of_blocks, scales_of, stored_as, words_of
 from reshard.engines.vllm.layers import Compressed, Packed
 from reshard.engines.vllm.recipes import Held, refuse_parts_of_blocks
+from reshard.storage import channels
+from reshard.storage import quantized as quantised_slabs
 from tests.checkpoints import make
 from tests.oracle import hf_tensors, same
 from tests.ranks import free_port, run_on_ranks

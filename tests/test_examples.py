@@ -15,10 +15,9 @@ from tests.warm import python_of_engine
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXAMPLES = REPOSITORY / "examples"
-PACKAGE = REPOSITORY / "src"
 DOCUMENTED = [
     path
-    for path in sorted((PACKAGE / "reshard").rglob("*.py"))
+    for path in sorted((REPOSITORY / "reshard").rglob("*.py"))
     if "\n    >>> " in path.read_text() or "\n>>> " in path.read_text()
 ]
 
@@ -78,6 +77,6 @@ def test_refit_separate():
 
 @pytest.mark.parametrize("path", DOCUMENTED, ids=lambda path: path.stem)
 def test_docstrings(path):
-    name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+    name = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
     done = doctest.testmod(importlib.import_module(name))
     assert done.attempted and not done.failed

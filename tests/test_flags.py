@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 from click.testing import CliRunner
-from reshard.cli.main import cli
 
 from reshard import Layout, ReshardError, diff, hf_to_mcore
-from reshard.megatron.args import NEWEST, arguments_for, command_line, version_of
+from reshard.cli.main import cli
+from reshard.megatron.arguments import NEWEST, arguments_for, command_line, version_of
 from tests.flags import cases, lines_for
 
 

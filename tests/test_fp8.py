@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from reshard import Layout, ReshardError, check, diff, hf_to_mcore, inspect, mcore_to_hf
-from reshard.disk.dequantised import dequantise
 from reshard.megatron.parameters import expand
 from reshard.models.family import families
 from reshard.models.model import Model
+from reshard.storage.dequantized import dequantise
 from tests.oracle import dequantized, hf_tensors, megatron_tensors, same, stored_tensors
 
 CONFIG = {

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard import Layout, ReshardError, check, diff, hf_to_mcore, inspect, mcore_to_hf
-from reshard.disk.hub import local_directory
 from reshard.formats import pickles
-from reshard.megatron.args import command_line
+from reshard.megatron.arguments import command_line
 from reshard.megatron.layout import parse_pipeline
+from reshard.storage.hf_hub import local_directory
 from tests import fuzz
 from tests.mutations import HUGE_BYTES, _rezip, zip64_offset
 from tests.test_faults import edit_header, refused
@@ -605,7 +605,7 @@ def test_the_judges_of_the_fuzzer_see_what_goes_wrong_without_our_checks(tmp_pat
     )  # the flags say so too
     assert fuzz.failed([verdict(saved, "inspect", other_chunk)]) == []
     with monkeypatch.context() as off:
-        off.setattr("reshard.disk.verify.SourceChecks.compare", lambda self, name, found: None)
+        off.setattr("reshard.storage.verify.SourceChecks.compare", lambda self, name, found: None)
         found = verdict(written, "mcore-to-hf", zeros)
         assert (found.verdict, found.detail) == (
             "wrong",
@@ -617,14 +617,14 @@ def test_the_judges_of_the_fuzzer_see_what_goes_wrong_without_our_checks(tmp_pat
         assert found.verdict == "wrong" and "logit_scale" in found.detail
     with monkeypatch.context() as off:  # a conversion that writes other flags than the config means
         off.setattr(
-            "reshard.disk.destinations.command_line",
+            "reshard.storage.destinations.command_line",
             lambda args, *more: command_line(args | {"layernorm_epsilon": 1e-3}, *more),
         )
         found = verdict(published, "hf-to-mcore", nothing)
         assert found.verdict == "wrong" and "norm_epsilon" in found.detail
     with monkeypatch.context() as off:  # a listing that nobody's files have
         off.setattr(
-            "reshard.disk.inspection.asdict",
+            "reshard.storage.inspection.asdict",
             lambda found: {"tensors": {n: e | {"shape": [1]} for n, e in found.tensors.items()}},
         )
         found = verdict(saved, "inspect", lambda spoiled: None)

@@ -109,10 +109,10 @@ def test_what_every_installation_brings_is_what_is_named_where_it_is_missing():
 CALLS = {
     "inspect": "import reshard; reshard.inspect(source)",
     "hf_to_mcore": "import reshard; reshard.hf_to_mcore(source, source)",
-    "a module": "import reshard.disk.convert",
-    "load": "import reshard.homes.memory",
+    "a module": "import reshard.storage.convert",
+    "load": "import reshard.megatron.live.memory",
     "a dtype": "from reshard.core.dtypes import DTYPES; DTYPES['bfloat16'].numpy()",
-    "a hub id": "import reshard.disk.hub as hub; hub.local_directory('someone/something')",
+    "a hub id": "import reshard.storage.hf_hub as hub; hub.local_directory('someone/something')",
 }
 
 

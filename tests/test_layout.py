@@ -5,9 +5,9 @@ import itertools
 from pathlib import Path
 
 import pytest
+
 import reshard.cli
 import reshard.mappings
-
 from reshard import Layout, ReshardError
 from reshard.megatron.layout import parse_pipeline
 from reshard.models.config_fields import ELSEWHERE

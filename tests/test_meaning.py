@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from reshard.cli.main import cli
 
 from reshard import (
     Layout,
@@ -20,6 +19,7 @@ from reshard import (
     inspect,
     mcore_to_hf,
 )
+from reshard.cli.main import cli
 from reshard.models.config_defaults import DEFAULTS
 from reshard.models.family import families
 from reshard.models.meaning import DECIDES, DERIVED
@@ -271,7 +271,7 @@ def test_a_name_to_be_ignored_that_nothing_has_is_refused(checkpoint, tmp_path):
 
 
 def test_the_defaults_are_those_of_the_installed_transformers():
-    """If not: ``python -m tests.config_defaults > src/reshard/models/config_defaults.py``."""
+    """If not: ``python -m tests.config_defaults > reshard/models/config_defaults.py``."""
     assert defaults() == DEFAULTS
 
 
@@ -309,7 +309,7 @@ def test_rope_settings_go_there_and_back():
 
 
 def test_what_megatron_has_no_flag_for_is_an_argument_and_said_but_not_on_the_command_line():
-    from reshard.megatron.args import command_line
+    from reshard.megatron.arguments import command_line
 
     made = model("deepseek-v3", rope_parameters=YARN | {"beta_fast": 16})
     assert made.megatron_args()["beta_fast"] == 16 and "beta_slow" not in made.megatron_args()
@@ -563,7 +563,7 @@ def flags_of(
 ) -> tuple[list[str], int]:
     """The flags as the conversion writes them, word by word, and the size of their world."""
     from reshard.core.dtypes import dtype_named
-    from reshard.megatron.args import arguments, command_line
+    from reshard.megatron.arguments import arguments, command_line
     from reshard.megatron.parameters import padded_vocab_size
 
     made = Model.from_hf(config)

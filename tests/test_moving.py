@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from reshard import Layout, hf_to_mcore
-from reshard.disk import boxes
-from reshard.disk.files import OpenFiles
-from reshard.disk.sources import open_source
-from reshard.disk.streams import Strip
+from reshard.storage import boxes
+from reshard.storage.files import OpenFiles
+from reshard.storage.sources import open_source
+from reshard.storage.streams import Strip
 from tests.oracle import hf_tensors
 
 
@@ -140,7 +140,7 @@ class LateGpu:
 
 
 def test_a_pinned_buffer_is_used_again_only_when_its_copy_is_made(monkeypatch):
-    from reshard.homes.memory import FromDevice, ToDevice, on_host
+    from reshard.megatron.live.memory import FromDevice, ToDevice, on_host
 
     gpu, device = LateGpu(monkeypatch), torch.device("cuda:0")
     expected = torch.randint(0, 255, (7, 5, 3), dtype=torch.uint8)

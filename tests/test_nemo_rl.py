@@ -23,8 +23,8 @@ OF_NEMO_RL = [
     "dill", "fsspec", "hydra-core", "math-verify", "mlflow", "multiprocess", "num2words", "nvtx", "omegaconf", "orjson", "pandas", "peft",
     "plotly", "pyarrow", "python-dateutil", "pyvers", "swanlab", "tensorboard", "tensordict", "torchdata", "TransferQueue", "wandb", "xxhash",
 ]  # fmt: skip
-KIND = "reshard.trainers.nemo_rl_worker.ReshardWorker"
-BACKEND = "reshard.trainers.nemo_rl:ReshardCheckpointEngine"
+KIND = "reshard.integrations.nemo_rl_worker.ReshardWorker"
+BACKEND = "reshard.integrations.nemo_rl:ReshardCheckpointEngine"
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_a_script_finds_our_setup_in_the_place_of_nemo_rls(python, tmp_path):
         "import sys\nfrom nemo_rl.algorithms.grpo import setup\nprint('FOUND', setup.__wrapped__.__name__, setup.__code__.co_name, sys.argv[1:])\n"
     )
     plain = [python, script, "a"]
-    ours = [python, "-m", "reshard.trainers.nemo_rl", script, "--config", "b"]
+    ours = [python, "-m", "reshard.integrations.nemo_rl", script, "--config", "b"]
     out = run(ours, env=variables(STANDINS), cwd=tmp_path)
     assert "FOUND setup refitting ['--config', 'b']" in out
     assert "has no attribute '__wrapped__'" in attempt(plain, env=variables(STANDINS), cwd=tmp_path).stderr

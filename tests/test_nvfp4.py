@@ -23,10 +23,11 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Deepseek
 
 from reshard import Layout, check, diff, hf_to_mcore, inspect, mcore_to_hf
 from reshard.core.dtypes import dtype_named
-from reshard.disk import channels, nvfp4, quantised, run
-from reshard.disk.huggingface import HuggingFaceSource
 from reshard.engines.vllm.names import vllm_name
 from reshard.models.model import Model
+from reshard.storage import channels, nvfp4, run
+from reshard.storage import quantized as quantised
+from reshard.storage.huggingface import HuggingFaceSource
 from tests import checkpoints
 from tests.oracle import hf_tensors, megatron_tensors, same, stored_tensors
 from tests.test_compressed import hard

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from reshard import hf_to_mcore
-from reshard.homes.memory import PIECE_BYTES, HostMemory
+from reshard.megatron.live.memory import PIECE_BYTES, HostMemory
 from tests.checkpoints import make
 from tests.ranks import run_on_ranks
 from tests.test_logits import flags_at

@@ -11,7 +11,6 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
-from reshard.cli.main import cli
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -19,6 +18,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from reshard import Layout, ReshardError, hf_to_mcore, mcore_to_hf
+from reshard.cli.main import cli
 from reshard.parity import Limits, Scores, check_rollout, metrics_of, parity
 from reshard.parity.huggingface import HuggingFace
 from reshard.parity.prompts import check_prompts, random_prompts, read_prompts, tokenizer_of

@@ -16,10 +16,10 @@ from bokeh.models import ColumnDataSource, HoverTool, TapTool
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from reshard.html import chart, describe, page
 from reshard.parity import Limits, Scores, metrics_of
 from reshard.parity.gate import ParityReport
 from reshard.parity.html import KEPT, POINTS, UNENCODABLE, WORST, html_report
-from reshard.report import chart, describe, page
 
 HOSTILE = [
     "<script>alert(1)</script>",

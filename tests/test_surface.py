@@ -8,9 +8,9 @@ import sys
 
 import pytest
 from click.testing import CliRunner
-from reshard.cli.main import cli
 
 from reshard import check
+from reshard.cli.main import cli
 from tests.disk import ended
 
 COMMAND = [sys.executable, "-m", "reshard"]

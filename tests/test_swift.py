@@ -20,7 +20,7 @@ PACKAGES = [
     "json-repair", "modelscope", "modelscope-hub", "multiprocess", "nvdlfw-inspect", "onnx", "onnx-ir", "onnxscript", "pandas", "peft<0.22",
     "pyarrow", "python-dateutil", "simplejson", "trl<1",
 ]  # fmt: skip
-PLUGIN = "from reshard.trainers import swift\n\nswift.use(verify=True, timeout=300)\n"
+PLUGIN = "from reshard.integrations import swift\n\nswift.use(verify=True, timeout=300)\n"
 LAYOUTS = {
     "served-qwen3": ["--pipeline_model_parallel_size", "2", "--vllm_tensor_parallel_size", "2"],
     "served-qwen3-moe-whole": ["--expert_model_parallel_size", "2", "--vllm_tensor_parallel_size", "2"],
@@ -98,7 +98,7 @@ def families(swift, plugin, tmp_path_factory):
 def test_ms_swifts_entry_makes_our_trainer_after_the_plugin(ranks):
     for said in ranks:
         assert said["before"] == "swift.megatron.trainers.grpo_trainer.MegatronGRPOTrainer"
-        assert said["made"] == "reshard.trainers.swift.ReshardGRPOTrainer"
+        assert said["made"] == "reshard.integrations.swift.ReshardGRPOTrainer"
         assert said["options"] == [True, 300]
 
 
@@ -160,9 +160,9 @@ def test_a_model_of_mcore_bridge_is_the_served_one_by_its_frequencies_and_factor
     assert "inv_freq[1] = " in said["other frequencies"]
     assert said["another factor"].startswith("the trainer's attention_scaling is ")
     assert said["another kind"] == "the trainer's model has no rotary embedding as mcore-bridge 1.6 makes it"
-    homes = said["loaded and saved"]
-    assert homes.pop("plain").startswith(f"the trainer's {setting} is" if setting else "no error")
-    assert homes == {"saved": "True", "spoilt": "False", "loaded": "True"}
+    loaded = said["loaded and saved"]
+    assert loaded.pop("plain").startswith(f"the trainer's {setting} is" if setting else "no error")
+    assert loaded == {"saved": "True", "spoilt": "False", "loaded": "True"}
 
 
 def test_an_adapter_without_its_trainer_says_what_is_missing():

@@ -20,8 +20,8 @@ PACKAGES = [
 ]  # fmt: skip
 LINES = [
     "model_engine=megatron",
-    "actor_rollout_ref.model.external_lib=reshard.trainers.verl",
-    "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=reshard.trainers.verl_worker.VerlExtension",
+    "actor_rollout_ref.model.external_lib=reshard.integrations.verl",
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=reshard.integrations.verl_worker.VerlExtension",
     "actor_rollout_ref.rollout.name=vllm",
     "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.reshard.verify=true",
     "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.reshard.timeout=60",
@@ -59,10 +59,10 @@ def test_the_lines_of_config_put_ours_in_the_place_of_verls(said):
         "verl.workers.rollout.vllm_rollout.vllm_rollout.ServerAdapter",
     ]
     assert said["after"] == [
-        "reshard.trainers.verl.ReshardMegatronEngine",
-        "reshard.trainers.verl.ReshardServerAdapter",
+        "reshard.integrations.verl.ReshardMegatronEngine",
+        "reshard.integrations.verl.ReshardServerAdapter",
     ]
-    assert said["extension"] == "reshard.trainers.verl_worker.VerlExtension"
+    assert said["extension"] == "reshard.integrations.verl_worker.VerlExtension"
     assert said["options"] == {"verify": True, "timeout": 60, "executor": "auto"}
     assert said["wrong options"] == [
         "checkpoint_engine.engine_kwargs.reshard has ['verfy']: it takes verify, timeout and executor",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from reshard import Layout, ReshardError, hf_to_mcore
-from reshard.trainers import HttpClient
+from reshard.integrations import HttpClient
 from tests.checkpoints import make
 from tests.install_vllm_cpu import installed, version
 from tests.ranks import free_port
@@ -68,7 +68,7 @@ def test_what_a_trainer_does_wrong_is_refused_in_a_sentence(said):
     assert "/get_world_size with 404: start it with VLLM_SERVER_DEV_MODE=1" in said["no such route"]
     assert "does not answer /get_world_size (" in said["nobody"]
     assert "refits to version" in said["two versions"]
-    assert said["no client"].startswith("a client is a str: give reshard.trainers.HttpClient(url)")
+    assert said["no client"].startswith("a client is a str: give reshard.integrations.HttpClient(url)")
     assert "version is True, which is not a whole number" in said["no version"]
     assert said["the same port"].endswith(": connect at another port, also after members were replaced")
     assert said["then"] == 9, "and the next one goes on"

@@ -60,8 +60,8 @@ def main() -> None:
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
     said["extension"] = rollout.engine_kwargs["vllm"]["worker_extension_cls"]
 
-    from reshard.trainers import verl
-    from reshard.trainers.verl_worker import VerlExtension
+    from reshard.integrations import verl
+    from reshard.integrations.verl_worker import VerlExtension
 
     said["options"] = verl.options_of(rollout)
     said["wrong options"] = []
@@ -117,7 +117,7 @@ class Server:
         from vllm import LLM
 
         self.llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, enforce_eager=True,
-                       kv_cache_memory_bytes=1 << 24, worker_extension_cls="reshard.trainers.verl_worker.VerlExtension")  # fmt: skip
+                       kv_cache_memory_bytes=1 << 24, worker_extension_cls="reshard.integrations.verl_worker.VerlExtension")  # fmt: skip
         self.told: list = []
         self.waits, self.dies = "", ""
 
@@ -164,7 +164,7 @@ class Actor:
         }
         from verl.workers.rollout.base import get_rollout_class
 
-        import reshard.trainers.verl  # noqa: F401
+        import reshard.integrations.verl  # noqa: F401
 
         self.adapter = get_rollout_class("vllm")(config=config.rollout, model_config=None, device_mesh=None)
 
@@ -173,7 +173,7 @@ class Actor:
         from megatron.core.transformer.module import Float16Module
 
         self.adapt(config)
-        import reshard.trainers.verl as verl
+        import reshard.integrations.verl as verl
         from reshard import Layout, read_model
         from reshard.megatron.build import build_megatron, initialize_parallel, without_gpu
 
@@ -202,7 +202,7 @@ class Actor:
 
     async def send(self, address: str) -> list:
         """As verl's actor does where it has GPUs of its own: with the adapter that another process has."""
-        from reshard.trainers.verl import ReshardCheckpointEngine
+        from reshard.integrations.verl import ReshardCheckpointEngine
 
         engine = ReshardCheckpointEngine(timeout=60)
         engine.init_process_group(0, 2, address, [], SECRET, True)
@@ -210,7 +210,7 @@ class Actor:
 
     async def receive(self, address: str) -> list:
         """As verl's worker beside an engine elsewhere does."""
-        from reshard.trainers.verl import Meeting
+        from reshard.integrations.verl import Meeting
 
         return await ended(self.adapter.update_weights(Meeting(address, 1, 2, SECRET, True), global_steps=1))
 
@@ -229,7 +229,7 @@ def live(folder: str, config) -> dict:
     """Syncs by verl's adapter into a real vLLM, one of which fails; and syncs before which the engine's process dies, in either placement."""
     import ray
 
-    from reshard.trainers.meeting import meeting_place
+    from reshard.integrations.meeting import meeting_place
 
     def served():
         server = ray.remote(Server).options(name="vllm_server_0_0", num_cpus=0).remote()

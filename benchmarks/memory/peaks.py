@@ -113,7 +113,7 @@ def estimate(
 
     model = Model.from_hf(config or (WIDTHS | TOYS)[case.model], case.model)
     layout = reshard.Layout(**case.layout)
-    return model, layout, reshard.memory(
+    return model, layout, reshard.estimate_memory(
         model, layout, gpus=gpus, cp=case.cp, seq_length=case.seq_length, recompute=case.recompute, imbalance=1.0,
         num_microbatches=case.microbatches, gradient_accumulation_fusion=fusion, gpu_memory=gpu_bytes, transformer_impl=impl,
         fp8=case.fp8,
@@ -132,7 +132,7 @@ def estimated(stage) -> dict:
 
 def recompute_fields(text: str) -> dict:
     """`--recompute` as fields of Megatron's config."""
-    from reshard.footprint.options import Recompute
+    from reshard.memory.options import Recompute
 
     r = Recompute.of(text)
     if r.full:

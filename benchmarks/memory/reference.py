@@ -3,7 +3,7 @@
     python -m benchmarks.memory.reference cases cases.json
     python benchmarks/memory/reference.py mbridge cases.json --estimator MBRIDGE/memory_estimator
 
-The cases are those of ``tests/test_footprint.py``, as others published them, and those of a recorded run of
+The cases are those of ``tests/test_memory.py``, as others published them, and those of a recorded run of
 `benchmarks.memory.peaks`. The second line runs in an environment that the estimator takes: megatron-core 0.13.1,
 transformers 4.57, Transformer Engine (which it asks for names only), termcolor, mbridge. It does what the
 estimator's own page does with a config and sizes, and prints a table: GiB allocated at most, measured, by
@@ -26,12 +26,12 @@ RECORDED = Path(__file__).parents[1] / "results" / "2026-11-22-memory.md"
 def cases() -> list[dict]:
     """Configs, sizes, what was measured, and `reshard.memory`'s estimates."""
     from benchmarks.memory.peaks import GIB, WIDTHS
-    from reshard.footprint.estimate import memory
-    from tests.test_footprint import MEASURED
+    from reshard.memory.estimate import estimate_memory
+    from tests.test_memory import MEASURED
 
     found = []
     for name, (model, layout, options, measured, _) in MEASURED.items():
-        report = memory(model, layout, **{"cross_entropy": "te"} | options)
+        report = estimate_memory(model, layout, **{"cross_entropy": "te"} | options)
         sizes = {size: getattr(layout, size) for size in ("tp", "pp", "ep", "etp", "pipeline")}
         known = {"gpus": options["gpus"], "cp": options.get("cp", 1), "seq_length": options.get("seq_length", 4096),
                  "recompute": options.get("recompute", "none")}  # fmt: skip

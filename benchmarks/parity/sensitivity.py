@@ -144,7 +144,6 @@ def faulty(module: torch.nn.Module, fault: Fault, size: float) -> Iterator[None]
 def measure(name: str, hf: Path, folder: Path) -> dict:
     """The smallest size that is seen, by fault and column."""
     from reshard import hf_to_mcore, mcore_to_hf
-    from reshard.disk.source import read_config
     from reshard.megatron.layout import Layout
     from reshard.models.model import Model
     from reshard.parity import random_prompts
@@ -153,6 +152,7 @@ def measure(name: str, hf: Path, folder: Path) -> dict:
     from reshard.parity.prompts import reach_of
     from reshard.parity.rounding import Rounding, rounded
     from reshard.parity.systems import Scoring, System, join_processes, scores_of
+    from reshard.storage.source import read_config
 
     join_processes()
     hf_to_mcore(hf, folder / "mcore", transformer_impl="local")

@@ -67,7 +67,7 @@ def link_rate(n: int = 1 << 30) -> float:
     is none."""
     if dist.get_world_size() == 1:
         return float("inf")
-    from reshard.live.cuda import allocation_of, driver, exported
+    from reshard.device.cuda import allocation_of, driver, exported
     from reshard.refit.transports.mappings import Mappings
 
     shared, here = (torch.empty(n, dtype=torch.uint8, device="cuda") for _ in range(2))

@@ -100,8 +100,8 @@ def main() -> None:
     start_processes()
 
     from benchmarks.memory.training import Training, fused
-    from reshard.footprint.phases import Engine
     from reshard.megatron.build import initialize_parallel, without_gpu
+    from reshard.memory.phases import Engine
     from reshard.models.model import Model
     from reshard.refit import Members, connect
     from reshard.trainers.megatron import MegatronModel
@@ -202,7 +202,7 @@ def main() -> None:
             raise SystemExit("the engine serves the same weights as before the step")
 
     total = torch.cuda.mem_get_info()[1]
-    estimate = reshard.memory(
+    estimate = reshard.estimate_memory(
         model, layout, gpus=1, seq_length=options.seq_length, num_microbatches=1, imbalance=1.0,
         gradient_accumulation_fusion=fused(model)["gradient_accumulation_fusion"], gpu_memory=total,
         engine=Engine(reshard.VllmLayout(), options.gpu_memory_utilization, colocated=True),

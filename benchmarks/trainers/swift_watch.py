@@ -13,7 +13,7 @@ from swift.megatron.trainers import MegatronGRPOTrainer
 from swift.rewards import ORM, orms
 
 from benchmarks.trainers.grpo import note, overwrite, reward, write
-from reshard.trainers.swift import ReshardGRPOTrainer
+from reshard.integrations.swift import ReshardGRPOTrainer
 
 
 def phase(name: str) -> None:

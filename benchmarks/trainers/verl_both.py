@@ -13,7 +13,7 @@ from verl.workers.rollout import base as rollouts
 from verl.workers.rollout.vllm_rollout import ServerAdapter
 
 from benchmarks.trainers.grpo import write
-from reshard.trainers.verl import ReshardMegatronEngine, ReshardServerAdapter
+from reshard.integrations.verl import ReshardMegatronEngine, ReshardServerAdapter
 
 
 class Adapter(ReshardServerAdapter):

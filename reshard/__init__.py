@@ -1,0 +1,61 @@
+"""reshard: the same weights in Hugging Face, Megatron-Core and vLLM, moved exactly and fast.
+
+The calls of the command line, as a library. Importing the package imports neither torch nor numpy.
+
+>>> import reshard
+>>> reshard.hf_to_mcore("Qwen3-30B-A3B", "mcore", reshard.Layout(tp=4, pp=2, ep=4))  # doctest: +SKIP
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from reshard.core.errors import ReshardError
+    from reshard.engines.vllm.layout import VllmLayout
+    from reshard.megatron.layout import Layout
+    from reshard.megatron.live.bridge import AutoBridge
+    from reshard.megatron.live.export import export
+    from reshard.megatron.live.load import load
+    from reshard.megatron.live.offload import offload, onload
+    from reshard.megatron.live.save import save
+    from reshard.memory.estimate import estimate_memory
+    from reshard.models.config_fields import ignored_config_fields
+    from reshard.plan import plan_refit
+    from reshard.storage.compare import check, diff
+    from reshard.storage.convert import hf_to_mcore, mcore_to_hf
+    from reshard.storage.inspection import inspect
+    from reshard.storage.sources import read_model
+
+_MODULES = {
+    "AutoBridge": "megatron.live.bridge",
+    "Layout": "megatron.layout",
+    "ReshardError": "core.errors",
+    "VllmLayout": "engines.vllm.layout",
+    "check": "storage.compare",
+    "diff": "storage.compare",
+    "estimate_memory": "memory.estimate",
+    "export": "megatron.live.export",
+    "hf_to_mcore": "storage.convert",
+    "ignored_config_fields": "models.config_fields",
+    "inspect": "storage.inspection",
+    "load": "megatron.live.load",
+    "mcore_to_hf": "storage.convert",
+    "offload": "megatron.live.offload",
+    "onload": "megatron.live.offload",
+    "plan_refit": "plan",
+    "read_model": "storage.sources",
+    "save": "megatron.live.save",
+}
+__all__ = [*_MODULES]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(f"reshard.{_MODULES[name]}"), name)
+    if name == "memory":
+        return import_module("reshard.memory")
+    raise AttributeError(f"module 'reshard' has no attribute {name!r}")

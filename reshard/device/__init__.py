@@ -1,0 +1,1 @@
+"""Where the tensors of live models lie in memory."""

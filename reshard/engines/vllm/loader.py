@@ -1,0 +1,395 @@
+"""``--load-format reshard``: vLLM takes its weights from a Megatron checkpoint, or a Hugging Face directory.
+
+Where vLLM's own ``load_weights`` does nothing but copy, each rank reads the boxes that it would copy, straight
+to where it would copy them. Else, for a model that is quantised while it loads or an architecture without a
+table, it is handed whole tensors by their published names, as from a Hugging Face directory.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from reshard.core.extras import importing
+
+with importing("vllm"):
+    import torch
+    from vllm.config import ModelConfig
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+import numpy as np
+
+from reshard.core.dtypes import DTYPES, Dtype, dtype_named
+from reshard.core.errors import ReshardError, listed
+from reshard.device.memory import Region as Live
+from reshard.engines.vllm import nvfp4
+from reshard.engines.vllm.compressed import stored_as
+from reshard.engines.vllm.layers import NVFP4, Compressed, compressed_of, method_of
+from reshard.engines.vllm.live import PLAIN_METHODS
+from reshard.engines.vllm.plugin import blocks_wanted, config_directory, megatron_directory
+from reshard.engines.vllm.trace import Canonical, Trace, TracedCopy, trace_load
+from reshard.megatron.live.filling import Filler
+from reshard.megatron.live.memory import ToDevice
+from reshard.megatron.live.pieces import Piece
+from reshard.megatron.parameters import expand
+from reshard.models.family import families
+from reshard.models.model import Model
+from reshard.storage import channels, modelopt
+from reshard.storage.boxes import Rows
+from reshard.storage.fp8 import SCALE_SUFFIX, quantize
+from reshard.storage.hf_hub import local_directory
+from reshard.storage.megatron import MegatronSource
+from reshard.storage.nvfp4 import fused
+from reshard.storage.quantized import check_finite
+from reshard.storage.reading import Region, Weights, weights_of_huggingface, weights_of_megatron
+from reshard.storage.source import read_config
+from reshard.storage.sources import check_huggingface
+
+logger = logging.getLogger("vllm.reshard")  # below vLLM's own, which shows it
+MAX_THREADS = 8
+
+
+class ReshardModelLoader(BaseModelLoader):
+    """vLLM's interface of a loader. ``model_loader_extra_config`` may say ``{"whole_tensors": true}``: every
+    rank reads all tensors then, and vLLM's ``load_weights`` takes of them what it needs."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(load_config)
+        extra: Any = load_config.model_loader_extra_config or {}
+        unknown = sorted(set(extra) - {"whole_tensors"})
+        if unknown:
+            raise ReshardError(
+                f"--model-loader-extra-config has {listed(unknown)}, of which --load-format reshard knows "
+                f"nothing: it takes whole_tensors"
+            )
+        self.whole_tensors = bool(extra.get("whole_tensors", False))
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Fetch what lies on the hub."""
+        _directory(model_config)
+
+    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        """Fill the parameters of a model as vLLM has made it, before it processes them. Raises ReshardError
+        where the weights are of another model, or cannot be read."""
+        began = time.perf_counter()
+        with closing(open_weights(model_config)) as found, found.weights.unchanged():
+            found.quantise_as(model)
+            why = "model_loader_extra_config asks for it" if self.whole_tensors else None
+            trace = None
+            if why is None:
+                try:
+                    trace = _boxes(model, model_config, found)
+                except ReshardError as error:
+                    why = str(error)
+            if trace is not None:
+                _read_boxes(model, trace, found.weights)
+                how = "each rank its own boxes"
+            else:
+                loaded = model.load_weights(found.stream())  # type: ignore[operator]
+                _check_loaded(model, model_config, loaded)
+                how = f"whole tensors ({why})"
+            read, seconds = f"{found.weights.read_bytes:,} bytes", time.perf_counter() - began
+            logger.info("%s: %s read in %.1f s, %s", found.name, read, seconds, how)
+
+    def get_all_weights(
+        self, model_config: ModelConfig, model: torch.nn.Module
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor by its published name: what vLLM's ``reload_weights`` asks for. Raises ReshardError at once where
+        they are of another model, or cannot be read: vLLM has let go of nothing by then, and serves on."""
+        _check_same(_directory(model_config), model_config)
+        found = open_weights(model_config)
+        try:
+            found.quantise_as(model)
+        except BaseException:
+            found.close()
+            raise
+        return found.to_the_end()
+
+
+class _Found:
+    """Opened weights: `name` says which, `quantised` are those that the config wants as fp8 blocks, `compressed` whether it
+    wants some as compressed-tensors or ModelOpt makes them of weights in `dtype`."""
+
+    def __init__(
+        self,
+        name: str,
+        weights: Weights,
+        quantised: frozenset[str] = frozenset(),
+        compressed: bool = False,
+        dtype: Dtype = DTYPES["bfloat16"],
+    ) -> None:
+        self.name, self.weights, self.quantised, self.compressed = name, weights, quantised, compressed
+        self.dtype = dtype
+        self.schemes: dict[str, Compressed] = {}
+        self.taken: frozenset[str] | None = (
+            None  # what this rank takes a part of; all where nobody has looked
+        )
+        self.device = torch.device("cpu")
+
+    def quantise_as(self, model: torch.nn.Module) -> None:
+        """Quantise also what published checkpoints keep and this model, by its config, does not: vLLM would cast a
+        router's plain weights into its fp8. Raises ReshardError where a layer wants what cannot be made."""
+        device = next(model.parameters()).device
+        self.device = self.device if device.type == "meta" else device  # while vLLM loads anew
+        if self.compressed:
+            self.schemes, self.taken = _schemes(model, _canonical(self.weights))
+        if self.quantised:
+            held = {name for name, _ in model.named_parameters()}
+            self.quantised |= {name for name in self.weights.tensors if name + SCALE_SUFFIX in held}
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(published name, full tensor) one after the other."""
+        # As vLLM takes them from files: where several say one thing, as the shapes of packed weights do that it fuses, the last one
+        # counts. And what shares a scale comes together.
+        # What others have alone, as experts, would be plain weights, for which packed layers have no place.
+        names = [name for name in self.weights.tensors if self.taken is None or name in self.taken]
+        if self.schemes:
+            names.sort(key=lambda name: (fused(name)[0] if self._in_nvfp4(name) else name, name))
+        regions = (self.weights.whole(name) for name in names)
+        together: dict[str, torch.Tensor] = {}
+        for region, raw in self.weights.read_ahead(regions, _memory, threads()):
+            info = self.weights.tensors[region.name]
+            if region.name in self.quantised:
+                codes, scales = _quantised(region.name, raw.view(info.dtype.numpy()))
+                yield region.name, torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e4m3fn)
+                yield region.name + SCALE_SUFFIX, torch.from_numpy(scales)
+            elif self._in_nvfp4(region.name):
+                together[region.name] = self._on_device(tensor_of(raw, info.dtype.name))
+                if len(together) == sum(map(self._in_nvfp4, fused(region.name))):
+                    yield from self._nvfp4(together)
+                    together = {}
+            elif region.name in self.schemes:
+                yield from self._compressed(region.name, tensor_of(raw, info.dtype.name))
+            else:
+                yield region.name, tensor_of(raw, info.dtype.name).reshape(info.shape)
+
+    def to_the_end(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same; what was opened is closed afterwards."""
+        with closing(self), self.weights.unchanged():
+            yield from self.stream()
+
+    def _on_device(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.to(self.device, getattr(torch, self.dtype.name))
+
+    def _in_nvfp4(self, name: str) -> bool:
+        return name in self.schemes and self.schemes[name].codes == NVFP4
+
+    def _nvfp4(self, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a checkpoint has of weights that share a scale."""
+        for name, weight in weights.items():
+            # infinities and NaN, which such scales do not tell of
+            check_finite(name, weight.abs().max().float().cpu().numpy())
+        largest = torch.stack([weight.abs().max() for weight in weights.values()]).max().view(1)
+        for name, weight in weights.items():
+            try:
+                made = nvfp4.stored_as(weight, largest, nvfp4.scaling_of(self.schemes[name]))
+            except ReshardError as error:
+                raise ReshardError(f"{name} cannot be quantised ({error})") from error
+            for end, tensor in made.items():
+                yield name + end, tensor
+
+    def _compressed(self, name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a checkpoint by compressed-tensors has of a weight, made where the model is."""
+        made = stored_as(self._on_device(weight), self.schemes[name])
+        check_finite(name, made[channels.SUFFIX].float().cpu().numpy())
+        for end, tensor in made.items():
+            yield name + end, tensor
+
+    def close(self) -> None:
+        self.weights.close()
+
+
+def open_weights(model_config: ModelConfig) -> _Found:
+    """The weights that a config names. Raises ReshardError where there are none."""
+    path = _directory(model_config)
+    megatron = megatron_directory(path)
+    if megatron is None:
+        check_huggingface(path)
+        return _Found(str(path), weights_of_huggingface(path))
+    config = model_config.hf_config_path
+    source = MegatronSource(
+        megatron, None if config is None else config_directory(config, model_config.revision)
+    )
+    for notice in source.notices:
+        logger.info("%s: %s", megatron, notice)
+    try:
+        wanted = getattr(model_config.hf_config, "quantization_config", None) or {}
+        return _Found(
+            str(megatron),
+            weights_of_megatron(source),
+            _to_quantise(source, wanted),
+            wanted.get("quant_method") in (channels.METHOD, modelopt.METHOD),
+            dtype_named(str(model_config.dtype)),
+        )
+    except BaseException:
+        source.close()
+        raise
+
+
+def _check_same(path: Path, model_config: ModelConfig) -> None:
+    """Raise ReshardError where a Hugging Face directory is of another model than the engine's, by the tensors that their
+    configs speak of."""
+    try:
+        theirs = Model.from_hf(read_config(path / "config.json"), str(path))
+        mine = Model.from_hf(model_config.hf_config.to_dict(), "the engine's config")
+    except ReshardError:
+        return  # without a config, or an architecture without a table
+    a, b = (expand(replace(model, mtp_layers=0)).shapes for model in (theirs, mine))
+    unlike = [name for name in (*a, *b) if a.get(name) != b.get(name)]
+    if unlike:
+        said = [f"{list(shapes[unlike[0]])}" if unlike[0] in shapes else "none" for shapes in (a, b)]
+        raise ReshardError(
+            f"{path} is of another model than the engine's: the shape of {unlike[0]} is {said[0]}, and the engine's "
+            f"{said[1]}"
+        )
+
+
+def _directory(model_config: ModelConfig) -> Path:
+    name, revision = model_config.model, model_config.revision
+    return local_directory(name if revision is None or os.path.isdir(name) else f"{name}@{revision}")
+
+
+def _to_quantise(source: MegatronSource, wanted: Mapping[str, Any]) -> frozenset[str]:
+    """The weights that vLLM expects as fp8 blocks with scales, by the quantisation in the config that it has read: Megatron
+    holds them as they were before."""
+    if not blocks_wanted({"quantization_config": wanted}, source.path):
+        return frozenset()
+    recorded = (source.manifest() or {}).get("quantized")
+    names = recorded or source.model.quantizable() & source.tensors.keys()
+    excepted = wanted.get("ignored_layers") or wanted.get("modules_to_not_convert") or []
+    return frozenset(name for name in names if name.removesuffix(".weight") not in excepted)
+
+
+def _quantised(name: str, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    codes, scales = quantize(weight)
+    check_finite(name, scales)
+    return codes, scales
+
+
+def _schemes(model: torch.nn.Module, canonical: Canonical) -> tuple[dict[str, Compressed], frozenset[str]]:
+    """The published weights that a model loads codes and scales of, and how, by where vLLM's own loader would copy them; and
+    all that it would copy any of. Raises ReshardError for a layer that wants what cannot be made of plain weights."""
+    found: dict[str, Compressed] = {}
+    for name, module in model.named_modules():
+        how, kind = compressed_of(module), type(getattr(module, "quant_method", None)).__name__
+        if how is None and kind not in ("NoneType", *PLAIN_METHODS) and not kind.endswith("KVCacheMethod"):
+            raise ReshardError(
+                f"{name} is loaded by {method_of(module)}, for which reshard cannot quantise Megatron's weights"
+            )
+        if how is not None:
+            found |= {f"{name}.{weight}": how for weight in how.weights}
+            if how.codes == NVFP4:
+                nvfp4.check_columns(name, module)
+    copies = trace_load(model, canonical).copies
+    schemes = {copy.name: found[copy.parameter] for copy in copies if copy.parameter in found}
+    return schemes, frozenset(copy.name for copy in copies)
+
+
+def _canonical(weights: Weights) -> Canonical:
+    """Shapes and dtypes, for a trace."""
+    return {name: (info.shape, getattr(torch, info.dtype.name)) for name, info in weights.tensors.items()}
+
+
+def _boxes(model: torch.nn.Module, model_config: ModelConfig, found: _Found) -> Trace:
+    """What vLLM's loader would copy where. Raises ReshardError where it would do anything else."""
+    architectures = set(getattr(model_config.hf_config, "architectures", None) or ())
+    known = {family.architecture for family in families().values()}
+    if not architectures <= known:
+        raise ReshardError(f"{listed(sorted(architectures - known))} has no table")
+    for name, module in model.named_modules():
+        kind = type(getattr(module, "quant_method", None)).__name__
+        if kind not in ("NoneType", *PLAIN_METHODS) and not kind.endswith("KVCacheMethod"):
+            raise ReshardError(f"{name} is loaded by {kind}")
+    if found.quantised:
+        raise ReshardError("the config wants fp8 blocks")
+    canonical = _canonical(found.weights)
+    trace = trace_load(model, canonical)
+    live = _tensors(model)
+    filled = dict.fromkeys((name for name, _ in model.named_parameters()), 0)
+    for copy in trace.copies:
+        filled[copy.parameter] = filled.get(copy.parameter, 0) + copy.box.volume
+        if len(canonical[copy.name][0]) > 2 or not live[copy.parameter].is_contiguous():
+            raise ReshardError(f"{copy.parameter} is no plain matrix")
+    for fill in trace.fills:
+        filled[fill.parameter] = filled.get(fill.parameter, 0) + fill.elements
+    partly = [name for name, n in filled.items() if n != live[name].numel()]
+    if partly:
+        raise ReshardError(f"not all of {listed(partly, 3)} is copied")
+    return trace
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict([*model.named_buffers(), *model.named_parameters()])
+
+
+def _read_boxes(model: torch.nn.Module, trace: Trace, weights: Weights) -> None:
+    """Carry out the copies of a trace."""
+    live = _tensors(model)
+    device = next(iter(live.values())).device
+    pieces, casts = [], []
+    for copy in trace.copies:
+        dtype = weights.tensors[copy.name].dtype
+        if getattr(torch, dtype.name) != live[copy.parameter].dtype:
+            casts.append(copy)
+            continue
+        rows, columns = (*copy.box.lengths, 1)[:2]
+        region = Live(live[copy.parameter].data, copy.offset, copy.pitch or columns)
+        pieces.append(Piece(copy.name, copy.box, region, Rows(0, rows, 0, columns), dtype))
+    with torch.no_grad():
+        for fill in trace.fills:
+            live[fill.parameter].view(-1)[fill.offset : fill.offset + fill.elements].zero_()
+        into = ToDevice(device)
+        filler = Filler(weights.tensors, weights.reader, into)
+        with ThreadPoolExecutor(threads(), "reshard-read") as pool:
+            list(pool.map(filler.fill, filler.groups(pieces)))
+        into.close()
+        regions = (_region(copy, weights) for copy in casts)
+        for found, raw in weights.read_ahead(regions, _memory, threads()):
+            cast: TracedCopy = found.key  # type: ignore[assignment]
+            read, to = tensor_of(raw, weights.tensors[cast.name].dtype.name), live[cast.parameter].data
+            at = to.storage_offset() + cast.offset
+            to.as_strided(read.shape, (cast.pitch or found.columns, 1), at).copy_(read)
+
+
+def _region(copy: TracedCopy, weights: Weights) -> Region:
+    start, column = (*copy.box.offsets, 0)[:2]
+    rows, columns = (*copy.box.lengths, 1)[:2]
+    return Region(copy, copy.name, start, start + rows, column, columns)
+
+
+def _check_loaded(model: torch.nn.Module, model_config: ModelConfig, loaded: set[str] | None) -> None:
+    """Raise ReshardError where parameters of a model that is not quantised got nothing, as vLLM's own loader
+    does."""
+    if loaded is None or model_config.quantization is not None:
+        return
+    processed = {
+        f"{name}.{parameter}" if name else parameter
+        for name, module in model.named_modules()
+        if hasattr(getattr(module, "quant_method", None), "process_weights_after_loading")
+        for parameter, _ in module.named_parameters()
+    }
+    missing = [name for name, _ in model.named_parameters() if name not in loaded | processed]
+    if missing:
+        raise ReshardError(f"{model_config.model} has nothing for vLLM's {listed(missing, 3)}")
+
+
+def tensor_of(raw: np.ndarray, dtype: str) -> torch.Tensor:
+    """Bytes ``[rows, columns * size]`` as a tensor ``[rows, columns]``, in the same memory."""
+    return torch.from_numpy(raw).view(getattr(torch, dtype))
+
+
+def _memory(size: int) -> np.ndarray:
+    return torch.empty(size, dtype=torch.uint8, device="cpu").numpy()
+
+
+def threads() -> int:
+    """How many threads a rank reads with: a fair part of the cores of its host."""
+    # Not vLLM's config: a running engine that reloads has none at hand.
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return max(1, min(MAX_THREADS, (os.cpu_count() or 1) // ranks))

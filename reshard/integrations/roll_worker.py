@@ -1,0 +1,53 @@
+"""The extension of vLLM's workers under ROLL: ROLL's own, and ours.
+
+actor_infer.strategy_args.strategy_config.worker_extension_cls=reshard.integrations.roll_worker.RollExtension
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from reshard.core.extras import importing_beside
+
+with importing_beside("ROLL", "roll"):
+    from roll.third_party.vllm.worker import WorkerV1
+
+from reshard.engines.vllm.compat import plain_weights
+from reshard.engines.vllm.guard import guard_of
+from reshard.engines.vllm.worker import RefitExtension
+
+
+class RollExtension(WorkerV1, RefitExtension):
+    """ROLL's comes first: it loads, wakes and offloads as ever; a refit writes where vLLM serves from."""
+
+    _reshard_loaded = False
+
+    def reshard_wake(self) -> None:
+        """The weights have memory, as ROLL's own sync gives it to them."""
+        self.reload_model()
+
+    def reshard_meet(self, address: str, first_rank: int, size: int, timeout: float, secret: str) -> None:
+        """Connect; `first_rank` is that of the first worker of this engine, which alone has this one's ROLL worker."""
+        self.reload_model()
+        rank = first_rank + self.rank  # type: ignore[attr-defined]
+        self.reshard_join(address, rank, size, timeout=timeout, secret=secret)
+
+    def reshard_take(self, verify: bool) -> dict[str, Any]:
+        """One refit; its report."""
+        self.reload_model()
+        self._reshard_loaded = False
+        return self.reshard_refit(verify=verify)
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """A part of ROLL's own sync."""
+        self._reshard_loaded = True
+        super().load_weights(weights)
+
+    def process_weights_after_loading(self) -> None:
+        """ROLL calls this after every sync. What a refit has written is processed already; what ROLL has loaded is
+        whole from here on."""
+        if not self._reshard_loaded:
+            return
+        with plain_weights():
+            super().process_weights_after_loading()
+        self._reshard_loaded = False
+        guard_of(self.get_model(), self.vllm_config).loaded()  # type: ignore[attr-defined]

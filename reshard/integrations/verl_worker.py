@@ -1,0 +1,15 @@
+"""The extension of vLLM's workers under verl: verl's own, and ours.
+
++actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=reshard.integrations.verl_worker.VerlExtension
+"""
+
+from reshard.core.extras import importing_beside
+
+with importing_beside("verl", "verl"):
+    from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+from reshard.engines.vllm.worker import RefitExtension
+
+
+class VerlExtension(vLLMColocateWorkerExtension, RefitExtension):
+    """verl's comes first: it looks at the worker's arguments, and makes the worker by ours."""

@@ -1,0 +1,265 @@
+"""A trainer's memory, lent to somebody else: parameters, gradients and the optimizer's state moved to host memory and
+back.
+
+    reshard.offload(models, optimizer)  # the engine may have the GPU
+    reshard.onload(models, grads=False, states=False)  # before a refit
+    reshard.onload(models)  # before the next training step
+
+What is moved are storages. A storage's bytes are copied to pinned host memory, and it is resized to nothing; later it
+is resized to what it was, somewhere else perhaps, and the bytes are copied back. Every tensor that looks into it (a
+parameter in DDP's buffer, the optimizer's shard of that buffer, ``main_grad``) is the same tensor all along, so that
+nothing in Megatron has to be told. A refit looks for addresses each time, and follows.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from reshard.core.errors import ReshardError, first_line
+from reshard.core.limits import check_switch
+from reshard.megatron.live.memory import HostMemory
+from reshard.trainers.megatron import chunks_of, layers_of
+
+PARAMS, GRADS, STATES = "params", "grads", "optimizer"
+
+
+class Away(NamedTuple):
+    """A storage that has no memory, how much it had, and its bytes, in parts; None where they are zeros when it is
+    back."""
+
+    storage: torch.UntypedStorage
+    size: int
+    host: list[torch.Tensor] | None
+
+
+class Offloaded:
+    """What of a trainer is away, by its kind, in which host memory, and what that leaves for the next time."""
+
+    def __init__(self, pinned: bool) -> None:
+        self.away: dict[str, list[Away]] = {PARAMS: [], GRADS: [], STATES: []}
+        spare: list[torch.Tensor] = []
+        self.memory = {kind: HostMemory(pinned, spare) for kind in self.away}
+
+
+_offloaded: WeakKeyDictionary[torch.nn.Module, Offloaded] = WeakKeyDictionary()
+
+
+def offload(models: Sequence[torch.nn.Module] | torch.nn.Module, optimizer: Any = None, *, params: bool = True,
+            grads: bool | Literal["drop"] = True, states: bool = True) -> int:  # fmt: skip
+    """Move a trainer's tensors to host memory, and free theirs; the bytes that were freed on this rank.
+
+    `models` is Megatron's list of chunks, wrapped in DDP or not, `optimizer` Megatron's or torch's. `params` are
+    parameters and buffers, `grads` the gradients and the buffers that they are summed in (``"drop"`` frees those
+    without a copy, and they come back as zeros), `states` what only the optimizer has: its moments and the fp32
+    main parameters. What is away already stays so, and what a trainer has put on another device is left there.
+
+    Between this and `onload` the trainer's tensors have no memory: no step, no save, no refit. Nobody else may have
+    it mapped (`reshard.refit.connect` with `release`, as it is unless told otherwise).
+
+    Raises ReshardError, with nothing moved, where host memory is short or a storage cannot be resized.
+    """
+    chunks = chunks_of(models)
+    if grads != "drop":
+        check_switch(grads, "grads")
+    device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
+    _refuse_registered(chunks)
+    if device.type == "cuda":
+        # What other streams still do with it, and with the host memory that `onload` has left.
+        torch.cuda.synchronize(device)
+    kept = _offloaded.setdefault(_innermost(chunks[0]), Offloaded(pinned=device.type == "cuda"))
+    wanted = {PARAMS: params, GRADS: bool(grads), STATES: states}
+    taken: list[tuple[str, Away]] = []
+    try:
+        for kind, storage in _storages(chunks, optimizer, device):
+            if wanted[kind]:
+                dropped = kind == GRADS and grads == "drop"
+                size = storage.nbytes()
+                host = None if dropped else kept.memory[kind].parts(size)
+                taken.append((kind, Away(storage, size, host)))
+    except (ReshardError, RuntimeError, MemoryError) as error:
+        for kind, memory in kept.memory.items():
+            if not kept.away[kind]:
+                memory.give_back()
+        if isinstance(error, ReshardError):
+            raise
+        raise ReshardError(
+            f"no host memory to offload this rank's share to ({first_line(error)}): offload less, or "
+            f"grads='drop'"
+        ) from error
+    _copied(device, [(part, there) for _, away in taken for part, there in _parts(away)])
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    for kind, away in taken:
+        away.storage.resize_(0)
+        kept.away[kind].append(away)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return sum(away.size for _, away in taken)
+
+
+def onload(models: Sequence[torch.nn.Module] | torch.nn.Module, *, params: bool = True, grads: bool = True,
+           states: bool = True) -> int:  # fmt: skip
+    """Bring back what `offload` has moved away, bit for bit; the bytes that this rank has again.
+
+    On a GPU the copies go on when this returns, before whatever is given to the current stream next. Raises
+    ReshardError, with nothing moved, where the device has not enough memory.
+    """
+    kept = _offloaded.get(_innermost(chunks_of(models)[0]))
+    if kept is None:
+        return 0
+    kinds = [kind for kind, wanted in ((PARAMS, params), (GRADS, grads), (STATES, states)) if wanted]
+    back = [away for kind in kinds for away in kept.away[kind]]
+    if not back:
+        return 0
+    device = back[0].storage.device
+    grown: list[Away] = []
+    try:
+        for away in back:
+            away.storage.resize_(away.size)
+            grown.append(away)
+    except RuntimeError as error:
+        for away in grown:
+            away.storage.resize_(0)
+        size = sum(away.size for away in back)
+        raise ReshardError(
+            f"{device} has no {size:,} bytes for what was offloaded ({first_line(error)}): let the engine "
+            f"sleep first, or bring back less"
+        ) from error
+    for away in back:
+        if away.host is None:
+            _bytes(away.storage).zero_()
+    _copied(device, [(there, part) for away in back for part, there in _parts(away)])
+    for kind in kinds:
+        kept.away[kind] = []
+        kept.memory[kind].give_back()
+    return sum(away.size for away in back)
+
+
+def _innermost(model: torch.nn.Module) -> torch.nn.Module:
+    """What DDP and the like wrap: a trainer may name the model by either."""
+    return list(layers_of(model))[-1]
+
+
+def _refuse_registered(chunks: list[torch.nn.Module]) -> None:
+    """Raise ReshardError where NCCL knows the buffers by their addresses."""
+    for chunk in chunks:
+        if getattr(getattr(chunk, "ddp_config", None), "nccl_ub", False):
+            raise ReshardError(
+                "DDP's buffers are registered with NCCL at their addresses (nccl_ub), and offload would move "
+                "them: unset nccl_ub"
+            )
+
+
+def _storages(
+    chunks: list[torch.nn.Module], optimizer: Any, device: torch.device
+) -> Iterator[tuple[str, torch.UntypedStorage]]:
+    """Every storage on the device that has memory, once, as what it is: of one that is shared, by the first of
+    parameters, gradients, optimizer. Raises ReshardError for one that cannot be resized."""
+    seen: set[int] = set()
+    for kind, tensor in _tensors(chunks, optimizer):
+        if tensor.device != device:
+            continue
+        if type(tensor.data) is not torch.Tensor:
+            raise ReshardError(
+                f"the trainer's {kind} have a {type(tensor.data).__name__}, which is several tensors in one, and "
+                f"cannot be offloaded"
+            )
+        storage = tensor.untyped_storage()
+        if not storage.nbytes() or storage.data_ptr() in seen:
+            continue
+        if not storage.resizable():
+            raise ReshardError(
+                f"the trainer's {kind} lie in memory that is not torch's own, and cannot be offloaded: a "
+                f"tensor of shape {list(tensor.shape)}"
+            )
+        seen.add(storage.data_ptr())
+        yield kind, storage
+
+
+def _tensors(chunks: list[torch.nn.Module], optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of a trainer, parameters first."""
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    for parameter in parameters:
+        yield PARAMS, parameter.data
+    for chunk in chunks:
+        for _, buffer in chunk.named_buffers():  # DDP has an attribute ``buffers`` of its own
+            yield PARAMS, buffer
+    optimizers = _torch_optimizers(optimizer)
+    updated = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+    for parameter in (*parameters, *updated):
+        for gradient in (getattr(parameter, "main_grad", None), parameter.grad):
+            if isinstance(gradient, torch.Tensor):
+                yield GRADS, gradient
+    for parameter in updated:
+        yield STATES, parameter.data
+    for one in optimizers:
+        for state in one.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    yield STATES, value
+
+
+def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers that update the parameters: inside Megatron's, which may be several. Raises ReshardError where
+    there is none."""
+    if optimizer is None or getattr(optimizer, "is_stub_optimizer", False):
+        return []
+    if hasattr(optimizer, "chained_optimizers"):
+        return [one for each in optimizer.chained_optimizers for one in _torch_optimizers(each)]
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if not hasattr(inner, "param_groups") or not hasattr(inner, "state"):
+        raise ReshardError(
+            f"optimizer is a {type(optimizer).__name__}: give Megatron's, or one of torch.optim"
+        )
+    return [inner]
+
+
+def check_main_parameters(optimizer: Any) -> None:
+    """Raise ReshardError where the main parameters of an optimizer cannot follow what is loaded into the model."""
+    if optimizer is None:
+        return
+    if not hasattr(optimizer, "reload_model_params"):
+        raise ReshardError(
+            f"optimizer is a {type(optimizer).__name__}, which has no main parameters that follow the model's: give "
+            f"Megatron's, or leave it out where it updates the model's own"
+        )
+    for one in _torch_optimizers(optimizer):
+        if any("master_param" in state for state in one.state.values()):
+            raise ReshardError(
+                "the optimizer keeps its main parameters to itself (use_precision_aware_optimizer), and after its first "
+                "step they do not follow the model's: load before that, or make the optimizer anew"
+            )
+        for parameter in (parameter for group in one.param_groups for parameter in group["params"]):
+            if parameter.numel() and not parameter.untyped_storage().size():
+                raise ReshardError(
+                    "the optimizer's main parameters have no memory, as after an offload: bring them back first "
+                    "(reshard.onload, where reshard.offload has moved them)"
+                )
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+
+
+def _parts(away: Away) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each part of the host's copy, and where it belongs."""
+    start, whole = 0, _bytes(away.storage)
+    for part in away.host or ():
+        yield part, whole[start : start + part.numel()]
+        start += part.numel()
+
+
+def _copied(device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy each second one to the first: on a GPU in a stream of its own, which the current one waits for."""
+    if device.type != "cuda":
+        for there, here in pairs:
+            there.copy_(here)
+        return
+    current, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    aside.wait_stream(current)
+    with torch.cuda.stream(aside):
+        for there, here in pairs:
+            there.copy_(here, non_blocking=True)
+    current.wait_stream(aside)

@@ -1,0 +1,202 @@
+"""Which layouts fit: all that divide, from the least recomputation up, ranked by what costs speed.
+
+Memory is predicted, time is not: the order says which layouts recompute less, move less to the host, wait less
+in the pipeline and split layers within hosts, not which is faster.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from reshard.core.errors import ReshardError
+from reshard.megatron.layout import Layout
+from reshard.memory.estimate import report_of
+from reshard.memory.options import Plan, Training
+from reshard.models.model import Model
+
+LADDER_DENSE = ("none", "mlp", "full")
+LADDER_EXPERTS = (
+    "none",
+    "moe_act,layernorm",
+    "moe_act,layernorm,mlp",
+    "moe_act,layernorm,mlp,shared_experts",
+    "full",
+)
+LADDER_LATENT = (
+    "none",
+    "moe_act,layernorm",
+    "moe_act,layernorm,mla_up_proj",
+    "moe_act,layernorm,mla_up_proj,mlp",
+    "full",
+)
+OFFLOADS = (0.0, 1.0)
+BATCH = 4  # microbatches times ranks of a model's copy, where no batch is given
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is looked at; a size that is fixed has one value."""
+
+    tp: tuple[int, ...] | None = None
+    pp: tuple[int, ...] | None = None
+    ep: tuple[int, ...] | None = None
+    cp: tuple[int, ...] = (1,)
+    vpp: tuple[int, ...] = (1, 2, 4)
+    at_most_tp: int | None = None
+    at_most_pp: int | None = None
+    at_most_ep: int | None = None
+    offload: bool = True
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """A layout that fits with this recomputation and offload. `surely` is whether the upper end of its band is
+    within the GPU's memory, else only the lower end is. `bubble` is the share of a pipeline's time that waits."""
+
+    layout: Layout
+    cp: int
+    dp: int
+    recompute: str
+    offload: float
+    allocated: int
+    low: int
+    high: int
+    headroom: int
+    bubble: float
+    microbatches: int
+    tp_within_host: bool
+    ep_within_host: bool
+    surely: bool
+    cost: tuple[float, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return asdict(self) | {"text": str(self.layout)}
+
+
+def fit(
+    model: Model, training: Training, gpu_bytes: int, limits: Limits | None = None, count: int = 10
+) -> tuple[list[Fitting], int]:
+    """The `count` best layouts of ``training.gpus`` GPUs with `gpu_bytes` each, and how many were looked at.
+
+    Raises ReshardError without a number of GPUs.
+    """
+    limits = limits or Limits()
+    if training.gpus is None:
+        raise ReshardError("--fit needs --gpus: how many GPUs there are")
+    ladder = LADDER_LATENT if model.family.latent else LADDER_EXPERTS if model.num_experts else LADDER_DENSE
+    found, looked = [], 0
+    if training.num_microbatches is None and training.global_batch_size is None:
+        training = replace(training, global_batch_size=BATCH * training.gpus * training.micro_batch_size)
+    for layout, cp in _layouts(model, training, limits):
+        looked += 1
+        best = _least(model, layout, replace(training, cp=cp, dp=None), gpu_bytes, ladder, limits.offload)
+        if best is not None:
+            found.append(best)
+    found.sort(key=lambda each: each.cost)
+    return found[:count], looked
+
+
+def _least(
+    model: Model, layout: Layout, training: Training, gpu_bytes: int, ladder: tuple[str, ...], offload: bool
+) -> Fitting | None:
+    """The least recomputation and offload with which a layout fits surely, else with which it may."""
+    maybe = None
+    shares = sorted({max(share, training.optimizer_offload) for share in (OFFLOADS if offload else (0.0,))})
+    for share in shares:
+        # the last rung first: where that does not fit, hardly anything above it does
+        for level in (len(ladder) - 1, *range(len(ladder))):
+            t = replace(training, recompute=ladder[level], optimizer_offload=share)
+            try:
+                plan = Plan.of(model, layout, t)
+                report = report_of(plan, gpu_bytes)
+            except ReshardError:
+                return None  # this layout does not divide
+            if report.fits is False:
+                if level == len(ladder) - 1:
+                    break
+                continue
+            this = _fitting(plan, layout, report.peak, gpu_bytes, level, bool(report.fits))
+            if report.fits and level < len(ladder) - 1:
+                return this
+            if report.fits and maybe is not None and maybe.surely:
+                return maybe  # the last rung, for the second time
+            maybe = this if maybe is None or this.surely > maybe.surely else maybe
+        if maybe is not None and maybe.surely:
+            return maybe
+    return maybe
+
+
+def _fitting(plan: Plan, layout: Layout, peak: Any, gpu_bytes: int, level: int, surely: bool) -> Fitting:
+    t = plan.training
+    bubble = (layout.pp - 1) / (layout.virtual_stages * plan.microbatches)
+    bubble /= 1 + bubble
+    tp_inside = layout.tp * t.cp <= t.gpus_per_host
+    ep_inside = layout.ep * layout.expert_tp <= t.gpus_per_host
+    cost = (not surely, not tp_inside, level, t.optimizer_offload, round(bubble, 2), layout.tp * t.cp,
+            not ep_inside, layout.ep, peak.total_band.high)  # fmt: skip
+    return Fitting(
+        layout, t.cp, plan.dp, t.recompute, t.optimizer_offload, peak.allocated, peak.total_band.low, peak.total_band.high,
+        gpu_bytes - peak.total_band.high, bubble, plan.microbatches, tp_inside, ep_inside, surely, cost,
+    )  # fmt: skip
+
+
+def _layouts(model: Model, t: Training, limits: Limits) -> Iterator[tuple[Layout, int]]:
+    """Every layout of so many GPUs that divides the model."""
+    gpus = t.gpus or 1
+    sizes = _divisors(gpus)
+    at_most_tp = limits.at_most_tp or t.gpus_per_host
+    for tp in limits.tp or [n for n in sizes if n <= at_most_tp]:
+        for pp in limits.pp or [n for n in sizes if n <= min(limits.at_most_pp or gpus, model.num_layers)]:
+            for cp in limits.cp:
+                if gpus % (tp * pp * cp):
+                    continue
+                experts: list[int] = [1]
+                if model.num_experts:
+                    most = min(limits.at_most_ep or gpus, gpus // pp)
+                    experts = [n for n in _divisors(model.num_experts) if n <= most and gpus // pp % n == 0]
+                for ep in limits.ep or experts:
+                    for vpp in limits.vpp if pp > 1 else (1,):
+                        layout = _staged(model, tp, pp, vpp, ep)
+                        if layout is not None:
+                            yield layout, cp
+
+
+def _staged(model: Model, tp: int, pp: int, vpp: int, ep: int) -> Layout | None:
+    """A layout with even stages, or with stages as even as a layout string makes them; None where there is none."""
+    etp = 1 if model.num_experts else None
+    even = Layout(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
+    layouts = [even]
+    if pp > 1 and (model.mtp_layers or model.num_layers % (pp * vpp)):
+        text = even_stages(model.num_layers, model.mtp_layers, pp * vpp)
+        layouts = [replace(even, vpp=1 if vpp == 1 else vpp, pipeline=text)] if text else []
+    for layout in layouts:
+        try:
+            layout.check(model)
+        except ReshardError:
+            continue
+        return layout
+    return None
+
+
+def even_stages(layers: int, mtp: int, stages: int) -> str | None:
+    """Megatron's layout string with the embedding, the loss and each MTP layer counted as a layer; None where a
+    stage would be without a layer.
+
+    >>> even_stages(61, 1, 16)
+    'Et*3|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*2mL'
+    """
+    base, more = divmod(layers + mtp + 2, stages)
+    # what is left over goes to the stages in the middle
+    first = (stages - more) // 2
+    counts = [base + (first <= stage < first + more) for stage in range(stages)]
+    counts[0] -= 1
+    counts[-1] -= 1 + mtp
+    if min(counts[:-1]) < 1 or counts[-1] < 0:
+        return None
+    texts = [f"t*{n}" if n > 1 else "t" * n for n in counts]
+    return "|".join(["E" + texts[0], *texts[1:-1], texts[-1] + "m" * mtp + "L"])
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,123 @@
+"""transformers as a system: a Hugging Face directory, run by the published modelling code."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reshard.core.errors import ReshardError, first_line, listed
+from reshard.core.extras import importing
+from reshard.models.model import Model
+from reshard.parity.systems import DTYPES, ForwardSystem, device, release_memory
+from reshard.storage import modelopt
+from reshard.storage.channels import METHOD, NVFP4
+from reshard.storage.source import read_config
+
+
+class HuggingFace(ForwardSystem):
+    """A Hugging Face directory in transformers."""
+
+    spread = False
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self.name = f"transformers, {path}, {dtype}"
+        self.model = Model.from_hf(read_config(path / "config.json"), str(path / "config.json"))
+        self.path, self.dtype = path, dtype
+        _refuse_unread(path, self.model)
+
+    @cached_property
+    def module(self) -> torch.nn.Module:
+        """The model, loaded where it is first asked for: of several processes one is enough."""
+        with importing("parity"):
+            from transformers import AutoModelForCausalLM
+
+        model_class: Any = AutoModelForCausalLM  # what it returns depends on the options
+        # fp32 not before weights are dequantised: else transformers rounds the products of experts to that dtype, all
+        # others to the scales'.
+        wide = self._compressed() and self.dtype == "fp32"
+        options: dict[str, Any] = {"dtype": "auto" if wide else DTYPES[self.dtype]}
+        try:
+            if self._compressed():
+                options["quantization_config"] = _dequantised()
+            found, loaded = model_class.from_pretrained(
+                self.path, attn_implementation="eager", output_loading_info=True, **options
+            )
+        except (ImportError, OSError, ValueError, RuntimeError) as error:
+            raise ReshardError(f"transformers cannot load {self.path}: {first_line(error)}") from error
+        if self._compressed() and loaded["missing_keys"]:
+            missing = listed(sorted(loaded["missing_keys"]), 3)
+            raise ReshardError(f"transformers cannot dequantise {missing} of {self.path}")
+        return (found.float() if wide else found).eval().to(device())
+
+    def _compressed(self) -> bool:
+        """Whether the weights are quantised by compressed-tensors, whose config has transformers quantise activations too."""
+        return _quantization(self.model).get("quant_method") == METHOD  # type: ignore[no-any-return]
+
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        lengths: Sequence[int] | None = None,
+        positions: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        # Right padding: no token before it sees it, so that no mask is needed. Packed prompts are told apart
+        # by their positions, unless there is a mask.
+        options: dict[str, torch.Tensor] = {}
+        if lengths is not None:
+            options["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None].to(tokens.device)
+        if positions is not None:
+            options["position_ids"] = torch.tensor(positions, device=tokens.device)[None]
+            options["attention_mask"] = torch.ones_like(tokens)
+        return self.module(tokens, use_cache=False, **options).logits
+
+    def roots(self) -> Sequence[torch.nn.Module]:
+        return [self.module]
+
+    def routers(self) -> dict[int, torch.nn.Module]:
+        return {
+            layer: self.module.get_submodule(f"model.layers.{layer}.mlp.gate")
+            for layer in self.model.moe_layers
+        }
+
+    def choices(self, router: Any, inputs: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, _, experts = output
+        bias = getattr(router, "e_score_correction_bias", None)
+        return experts, logits.float() if bias is None else logits.float().sigmoid() + bias.float()
+
+    def close(self) -> None:
+        vars(self).pop("module", None)
+        release_memory()
+
+
+def _quantization(model: Model) -> Mapping[str, Any]:
+    found = model.config.get("quantization_config")
+    return found if isinstance(found, dict) else {}
+
+
+def _refuse_unread(path: Path, model: Model) -> None:
+    """Raise ReshardError for weights that transformers would read as others, or not at all."""
+    config = _quantization(model)
+    groups = config.get("config_groups")
+    forms = [config, *(groups.values() if isinstance(groups, dict) else ())]
+    what = None
+    if config.get("quant_method") == modelopt.METHOD or (path / modelopt.CONFIG).is_file():
+        what = "does not read weights that ModelOpt has quantised"
+    elif model.num_experts and any(isinstance(form, dict) and form.get("format") == NVFP4 for form in forms):
+        what = "dequantises experts in nvfp4 without their global scale"
+    if what is not None:
+        raise ReshardError(
+            f"transformers {what}, as those of {path}: compare the Megatron checkpoint that hf-to-mcore makes of it, or what it was "
+            f"made of"
+        )
+
+
+def _dequantised() -> Any:
+    """What has transformers dequantise weights by compressed-tensors while it loads them, as Megatron has them. Raises
+    ImportError where that package, or a transformers that does it, is not installed."""
+    from transformers import CompressedTensorsConfig
+
+    config = CompressedTensorsConfig(dequantize=True)
+    if not getattr(config, "dequantize", False):
+        raise ImportError("weights by compressed-tensors are dequantised by newer versions of transformers")
+    return config

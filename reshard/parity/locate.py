@@ -1,0 +1,265 @@
+"""Where two models part: hidden states of transformers and of Megatron-Core, compared module by module.
+
+In bf16 what a module's rounding amounts to depends on the model and grows with depth, so both are run in fp32 as well: an
+output departs where the two systems are further apart than either is from itself.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from reshard.core.errors import ReshardError, listed
+from reshard.megatron.layout import Layout
+from reshard.models.model import Model
+from reshard.parity.configs import config_differences
+from reshard.parity.huggingface import HuggingFace
+from reshard.parity.megatron import Megatron
+from reshard.parity.noise import COMPARABLE
+from reshard.parity.opening import is_megatron, model_of, open_system
+from reshard.parity.prompts import SERVED, Prompt, check_prompts
+from reshard.parity.systems import device, hooked, join_processes, of_all_ranks, share_in_fp32
+from reshard.storage.compare import Difference, diff
+
+# Relative distance of two hidden states (norm of the difference over the norm, a mean over tokens) that two
+# implementations in fp32 do not have, and how many times the rounding of both they may be apart in another dtype.
+TOLERANCE, ROUNDINGS = 1e-4, 2.0
+States = dict[str, torch.Tensor]
+
+
+class Point(NamedTuple):
+    """A module's output: its place for people, the module in transformers, and what its parameters' names
+    begin with."""
+
+    place: str
+    module: str
+    prefix: str
+
+
+@dataclass(frozen=True)
+class Located:
+    """The first output that departs. `before` is the last one that agrees, `distance` relative to the norm,
+    `tolerance` what rounding would explain of it; `parameters` feed it, `differing` are those whose bytes are not equal.
+    `fields` are those by which the two configs make two models."""
+
+    place: str
+    before: str | None
+    distance: float
+    tolerance: float
+    parameters: list[str]
+    differing: list[Difference]
+    fields: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    @property
+    def sentence(self) -> str:
+        """For people."""
+        after = f"; {self.before} still agrees" if self.before else ""
+        count = len(self.parameters)
+        if self.differing:
+            more = f" and {len(self.differing) - 4} more" if len(self.differing) > 4 else ""
+            names = ", ".join(d.name for d in self.differing[:4]) + more
+            cause = (
+                f"of its {count} parameters these differ: {names}"
+                if count > 1
+                else f"its parameter differs: {names}"
+            )
+        elif self.parameters:
+            equal = f"its {count} parameters are" if count > 1 else "its parameter is"
+            cause = f"{equal} equal bit for bit, {self._other_cause}"
+        else:
+            cause = "it has no parameters of its own"
+        return f"{self.place} departs first (relative distance {self.distance:.2g}){after}; {cause}"
+
+    @property
+    def _other_cause(self) -> str:
+        if not self.fields:
+            return "and the configs say the same, so that the code must differ"
+        said = listed((f"{name} ({a!r:.60} in A, {b!r:.60} in B)" for name, (a, b) in self.fields.items()), 4)
+        return f"and the configs differ in {said}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return asdict(self) | {"sentence": self.sentence}
+
+
+def sentence_of(located: Located | None) -> str:
+    """What was found, for people, also where nothing departs."""
+    if located is not None:
+        return located.sentence
+    return "no module's output departs for the worst prompt: in each the two differ by no more than rounding"
+
+
+def points_of(model: Model) -> list[Point]:
+    """The outputs that are compared, in the order of the computation."""
+    (embedding, at_first, _), (norm, before_last, _), (head, at_last, _) = model.family.ends
+    points = [Point(embedding, at_first, at_first + ".")]
+    for layer, kind in enumerate(model.kinds):
+        path = f"{model.family.layers}{layer}"
+        for place, module, _ in model.family.outputs:
+            name = "experts" if place == "MLP" and kind == "moe" else place
+            points.append(Point(f"the {name} of layer {layer}", f"{path}.{module}", f"{path}.{module}."))
+        points.append(Point(f"the output of layer {layer}", path, path + "."))
+    points.append(Point(norm, before_last, before_last + "."))
+    return [*points, Point(head, at_last, (at_first if model.tied else at_last) + ".")]
+
+
+def locate(
+    a: str,
+    b: str,
+    prompt: Prompt,
+    *,
+    dtype: str = "fp32",
+    layout: Layout | None = None,
+    hf_config: str | Path | None = None,
+    tolerance: float | None = None,
+    positions: Sequence[int] | None = None,
+) -> Located | None:
+    """Run one prompt through a Hugging Face directory and a Megatron checkpoint (in either order) and name
+    the first output that departs.
+
+    `tolerance` is the relative distance that two implementations have (default: 1e-4 in fp32, and in bf16, module by
+    module, twice what the outputs of both differ by from their own in fp32, or there a share of it). `positions` are
+    those of the tokens, where not 0, 1, 2 ... None where none departs. Under torchrun every rank calls it, and has the
+    result. Raises ReshardError where the two are not one of each, or no output of theirs could be compared.
+    """
+    if tolerance is not None and not 0 <= tolerance < float("inf"):
+        raise ReshardError(f"a tolerance of {tolerance} cannot be: give a finite number of at least 0")
+    join_processes()
+    where = Path(hf_config) if hf_config is not None else None
+    if sorted(map(is_megatron, (a, b))) != [False, True] or a.startswith(SERVED) or b.startswith(SERVED):
+        raise ReshardError(
+            f"{a} and {b} must be a Hugging Face directory and a Megatron checkpoint: only "
+            f"those can be compared inside"
+        )
+    hf, mcore = (b, a) if is_megatron(a) else (a, b)
+    models = [model_of(spec, where) for spec in (a, b)]
+    context = int(models[0].config["max_position_embeddings"])
+    check_prompts([prompt], models[0].symbols["V"], context)
+
+    def states_in(kind: str) -> tuple[Model, States, States]:
+        return _states(hf, mcore, prompt, positions, kind, layout or Layout(), where)
+
+    model, *outputs = states_in(dtype)
+    exact = states_in("fp32")[1:] if tolerance is None and dtype != "fp32" else None
+    before, compared = None, False
+    for point in points_of(model):
+        if any(point.module not in states for states in outputs):
+            continue  # Transformer Engine has norms inside its linear layers
+        compared = True
+        apart = _too_far_apart(point.module, outputs, exact, TOLERANCE if tolerance is None else tolerance)
+        if apart is not None:
+            result = diff(a, b, hf_config=hf_config, only=_beginning_with(point.prefix))
+            fields = config_differences(*models)
+            return Located(point.place, before, *apart, result.names, result.differences, fields)
+        before = point.place
+    if not compared:
+        raise ReshardError(f"{a} and {b} have no module in common whose outputs could be compared")
+    return None
+
+
+def _states(
+    hf: str,
+    mcore: str,
+    prompt: Prompt,
+    positions: Sequence[int] | None,
+    dtype: str,
+    layout: Layout,
+    hf_config: Path | None,
+) -> tuple[Model, States, States]:
+    """Outputs of transformers' modules and of Megatron-Core's, one system after the other, on every rank."""
+    tokens = torch.tensor([prompt], device=device())
+    with closing(open_system(mcore, dtype, layout, hf_config)) as megatron:
+        assert isinstance(megatron, Megatron)
+        points = points_of(megatron.model)
+        ours = of_all_ranks(_states_of_megatron(megatron, tokens, positions))
+    with closing(open_system(hf, dtype, layout, hf_config)) as transformers:
+        assert isinstance(transformers, HuggingFace)
+        states = _states_of_hf(transformers, points, tokens, positions) if dist.get_rank() == 0 else {}
+        return megatron.model, of_all_ranks(states), ours
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Mean over the tokens of the relative distance of their states: in a trained model a few tokens are a thousand
+    times larger than the others, and would alone make up a distance of all together."""
+    x, y = one.double().flatten(0, -2), other.double().flatten(0, -2)
+    return float(((x - y).norm(dim=-1) / x.norm(dim=-1).clamp_min(1e-30)).mean())
+
+
+def _too_far_apart(
+    module: str, outputs: Sequence[States], exact: Sequence[States] | None, tolerance: float
+) -> tuple[float, float] | None:
+    """The distance of a module's outputs in two systems, and what would have passed, where they are too far apart.
+
+    With the outputs of both in fp32 (`exact`) that is what both round, and in fp32 itself a share of it.
+    """
+    distance = _distance(*(states[module] for states in outputs))
+    if exact is None:
+        return None if distance <= tolerance else (distance, tolerance)
+    errors = [_distance(x[module], y[module]) for x, y in zip(exact, outputs, strict=True)]
+    # What one system rounds far beyond the other is a difference, not rounding.
+    noise = math.hypot(*(min(error, COMPARABLE * min(errors)) for error in errors))
+    in_fp32 = _distance(*(states[module] for states in exact))
+    for apart, limit in ((distance, ROUNDINGS * noise), (in_fp32, share_in_fp32() * noise)):
+        if not apart <= max(tolerance, limit):
+            return apart, max(tolerance, limit)
+    return None
+
+
+def _beginning_with(prefix: str) -> Callable[[str], bool]:
+    return lambda name: name.startswith(prefix)
+
+
+def _states_of_hf(
+    system: HuggingFace, points: Sequence[Point], tokens: torch.Tensor, positions: Sequence[int] | None
+) -> States:
+    states: States = {}
+    modules = {point.module: system.module.get_submodule(point.module) for point in points}
+    with hooked(modules, lambda name, _, __, out: states.__setitem__(name, _copied(out))), torch.no_grad():
+        system.logits(tokens, positions=positions)
+    return states
+
+
+def _states_of_megatron(system: Megatron, tokens: torch.Tensor, positions: Sequence[int] | None) -> States:
+    """This rank's states, in transformers' names and order of dims."""
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    family = system.model.family
+    states: States = {}
+    modules: dict[str, torch.nn.Module | None] = {}
+    (_, embedding, its_embedding), (_, norm, its_norm), (_, head, _) = family.ends
+    for chunk in system.models:
+        model: Any = chunk
+        if model.pre_process:
+            modules[embedding] = model.get_submodule(its_embedding)
+        for layer in model.decoder.layers:
+            path = f"{family.layers}{layer.layer_number - 1}"
+            modules[path] = layer
+            modules |= {
+                f"{path}.{module}": getattr(layer, its_module) for _, module, its_module in family.outputs
+            }
+        if model.decoder.final_layernorm is not None:
+            modules[norm] = model.get_submodule(its_norm)
+    compared = {
+        name: module
+        for name, module in modules.items()
+        if module is not None and not isinstance(module, IdentityOp)
+    }
+    with (
+        hooked(compared, lambda name, _, __, out: states.__setitem__(name, _copied(out).transpose(0, 1))),
+        torch.no_grad(),
+    ):
+        logits = system.logits(tokens, positions=positions)
+    if logits is not None:
+        states[head] = logits.float().cpu()
+    return states
+
+
+def _copied(output: Any) -> torch.Tensor:
+    """A copy of a module's output: without gradients Megatron adds the residual in place."""
+    state = output[0] if isinstance(output, tuple) else output
+    return state.detach().clone().float().cpu()

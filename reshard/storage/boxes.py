@@ -1,0 +1,226 @@
+"""Boxes of canonical tensors, read from where a source's files have them and written to where a destination's
+will.
+
+A conversion streams whole rows. A rank of a live model holds some rows, and some columns of them: it touches
+no others, as far as that is faster.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from functools import cache
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from reshard.core.boxes import Box
+from reshard.storage.files import OpenFiles
+from reshard.storage.streams import SLAB_BYTES, Scratch, Strip
+
+# Columns that lie this far apart are read one row at a time: less is on the same pages of the disk anyhow, and
+# costs less to read than another call.
+GAP_BYTES, AROUND_BYTES = 16 << 10, 1 << 20
+# Of a call that reads neighbours: what is read between two of them, such as a container's head, and how many
+# buffers the system takes.
+MOST_BETWEEN_BYTES, MOST_BUFFERS = 4 << 10, 1000
+
+
+class Rows(NamedTuple):
+    """A box of a canonical tensor as rows and columns; a tensor of one dim has one column."""
+
+    start: int
+    stop: int
+    column: int
+    columns: int
+
+    @staticmethod
+    def of(box: Box) -> "Rows":
+        """The rows and columns of a box of at most two dims."""
+        column, columns = (box.offsets[1], box.lengths[1]) if len(box.offsets) == 2 else (0, 1)
+        return Rows(box.offsets[0], box.offsets[0] + box.lengths[0], column, columns)
+
+    def slabs(self, itemsize: int, multiple: int = 1, slab_bytes: int = SLAB_BYTES) -> "list[Rows]":
+        """Runs of these rows of about `slab_bytes` each. Where one ends before the last row, that row is a
+        multiple of `multiple`."""
+        step = max(1, slab_bytes // max(1, self.columns * itemsize * multiple)) * multiple
+        cuts = [self.start, *range((self.start // step + 1) * step, self.stop, step), self.stop]
+        return [self._replace(start=a, stop=b) for a, b in pairwise(cuts)]
+
+
+class Wanted(NamedTuple):
+    """A box of a canonical tensor, and the bytes ``[rows, bytes of a row]`` that it fills, whose rows may lie
+    apart."""
+
+    name: str
+    rows: Rows
+    out: np.ndarray
+
+
+class BoxReader:
+    """Reads boxes of stored tensors, in their own dtypes; several threads may. `strips` says where a tensor lies, or
+    None where `compute` makes its numbers, whole rows from one to another.
+
+    `read_bytes` is what has been read of the files so far.
+    """
+
+    def __init__(
+        self,
+        files: OpenFiles,
+        strips: Callable[[str], list[Strip] | None],
+        compute: Callable[[str, int, int], np.ndarray] | None = None,
+    ) -> None:
+        self.files, self.compute, self.scratch = files, compute, Scratch()
+        self.strips = cache(strips)
+        self.read_bytes, self._lock = 0, threading.Lock()
+
+    def read(self, name: str, rows: Rows, out: np.ndarray) -> None:
+        """Fill `out`, bytes ``[rows, bytes of a row]``, whose rows may lie apart."""
+        self.read_all([Wanted(name, rows, out)])
+
+    def read_all(self, wanted: Iterable[Wanted]) -> None:
+        """Fill several. Raises ReshardError where a file cannot be read."""
+        stored = []
+        for name, rows, out in wanted:
+            strips = self.strips(name)
+            if strips is not None:
+                stored.append((strips, rows, out))
+                continue
+            assert self.compute is not None
+            found = self.compute(name, rows.start, rows.stop)
+            out[:] = found[:, rows.column : rows.column + rows.columns].view(np.uint8)
+        read = read_boxes(self.files, stored, self.scratch)
+        with self._lock:
+            self.read_bytes += read
+
+
+def read_boxes(
+    files: OpenFiles, wanted: Iterable[tuple[list[Strip], Rows, np.ndarray]], scratch: Scratch
+) -> int:
+    """Read rows and columns, bytes ``[rows, bytes of a row]``, from the strips that have some of them, neighbours
+    in a file by one call; how many bytes were read for that. Raises ReshardError where a file cannot be read."""
+    read, run = 0, _Run(files, scratch)
+    for strips, rows, out in wanted:
+        size = out.shape[1] // max(1, rows.columns)
+        for strip in strips:
+            piece = _common(rows, strip)
+            if piece is None:
+                continue
+            found, offset = _inside(out, rows, piece, size), _offset(strip, piece, size)
+            if found.flags.c_contiguous and (piece.columns == strip.width or len(found) == 1):
+                read += run.add(strip.path, offset, memoryview(found.reshape(-1)))
+            else:
+                read += _read_apart(files, strip, offset, found, size, scratch)
+    return read + run.end()
+
+
+class _Run:
+    """Bytes that follow one another in a file, but for small gaps, and that one call reads."""
+
+    def __init__(self, files: OpenFiles, scratch: Scratch) -> None:
+        self.files, self.scratch = files, scratch
+        self.path: Path | None = None
+        self.start = self.stop = 0
+        self.buffers: list[memoryview] = []
+
+    def add(self, path: Path, offset: int, buffer: memoryview) -> int:
+        """Bytes at an offset; how many had to be read that nobody had asked for."""
+        gap, more = offset - self.stop, 0
+        if path != self.path or not 0 <= gap <= MOST_BETWEEN_BYTES or len(self.buffers) >= MOST_BUFFERS:
+            more = self.end()
+            self.path, self.start = path, offset
+        elif gap:
+            self.buffers.append(memoryview(self.scratch.array("between", 1, gap)[0]))
+        self.buffers.append(buffer)
+        self.stop = offset + len(buffer)
+        return more
+
+    def end(self) -> int:
+        """Read what there is; how many bytes that were."""
+        if self.path is None:
+            return 0
+        self.files.read_into(self.path, self.start, *self.buffers)
+        self.path, self.buffers = None, []
+        return self.stop - self.start
+
+
+def _read_apart(
+    files: OpenFiles, strip: Strip, offset: int, out: np.ndarray, size: int, scratch: Scratch
+) -> int:
+    """Read rows that lie apart, in the file or where they go."""
+    pitch, width, read = strip.width * size, out.shape[1], 0
+    if pitch - width >= GAP_BYTES:
+        for i, row in enumerate(out):
+            files.read_into(strip.path, offset + i * pitch, memoryview(row))
+        return out.size
+    step = max(1, AROUND_BYTES // pitch)
+    for first in range(0, len(out), step):
+        rows = out[first : first + step]
+        around = scratch.array("around", len(rows), pitch)
+        span = memoryview(around.reshape(-1)[: (len(rows) - 1) * pitch + width])
+        files.read_into(strip.path, offset + first * pitch, span)
+        rows[:] = around[:, :width]
+        read += len(span)
+    return read
+
+
+def place_of(strips: Iterable[Strip], rows: Rows, size: int) -> tuple[str, int]:
+    """The file and the byte at which a box of numbers of `size` bytes begins: sorted by these, neighbours follow one
+    another."""
+    for strip in strips:
+        piece = _common(rows, strip)
+        if piece is not None:
+            return str(strip.path), _offset(strip, piece, size)
+    return "", 0
+
+
+def write_boxes(files: OpenFiles, boxes: Iterable[tuple[list[Strip], Rows, np.ndarray]]) -> None:
+    """Write rows and columns, bytes ``[rows, bytes of a row]``, to the strips that have some of them, neighbours in
+    a file by one call. Raises ReshardError where a file cannot be written."""
+    path, start, stop, waiting = Path(), 0, 0, list[np.ndarray]()
+
+    def write() -> None:
+        if waiting:
+            files.write(path, start, *(memoryview(array) for array in waiting))
+            waiting.clear()
+
+    for strips, rows, data in boxes:
+        size = data.shape[1] // rows.columns
+        for strip in strips:
+            piece = _common(rows, strip)
+            if piece is None:
+                continue
+            found, offset = _inside(data, rows, piece, size), _offset(strip, piece, size)
+            if piece.columns != strip.width and len(found) > 1:
+                for i, row in enumerate(found):
+                    files.write(strip.path, offset + i * strip.width * size, memoryview(row))
+                continue
+            if strip.path != path or offset != stop or len(waiting) >= MOST_BUFFERS:
+                write()
+                path, start = strip.path, offset
+            waiting.append(np.ascontiguousarray(found).reshape(-1))
+            stop = offset + waiting[-1].size
+    write()
+
+
+def _common(rows: Rows, strip: Strip) -> Rows | None:
+    """What a strip has of these rows and columns."""
+    a, b = max(rows.start, strip.start), min(rows.stop, strip.stop)
+    c, d = max(rows.column, strip.column), min(rows.column + rows.columns, strip.column + strip.columns)
+    return Rows(a, b, c, d - c) if a < b and c < d else None
+
+
+def _inside(array: np.ndarray, rows: Rows, piece: Rows, size: int) -> np.ndarray:
+    """The bytes of a piece in an array that holds `rows`."""
+    first = (piece.column - rows.column) * size
+    return array[piece.start - rows.start : piece.stop - rows.start, first : first + piece.columns * size]
+
+
+def _offset(strip: Strip, piece: Rows, size: int) -> int:
+    return strip.offset + ((piece.start - strip.start) * strip.width + piece.column - strip.column) * size
+
+
+def box_bytes(box: Box, itemsize: int) -> int:
+    """Bytes of a box."""
+    return prod(box.lengths) * itemsize

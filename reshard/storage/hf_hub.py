@@ -1,0 +1,62 @@
+"""Hugging Face hub ids as sources."""
+
+import os
+import re
+from pathlib import Path
+
+from reshard.core.errors import ReshardError, first_line
+from reshard.core.extras import importing
+from reshard.storage.workdir import unfinished
+
+# What a conversion needs of a repository.
+BESIDE_WEIGHTS = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
+PATTERNS = ["*.safetensors", *BESIDE_WEIGHTS]
+
+
+def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
+    """The directory of a source: a path as it is, a hub id (``Qwen/Qwen3-0.6B``, optionally ``@revision``)
+    after `patterns` of it were downloaded.
+
+    Raises ReshardError where it is neither or the hub does not have it.
+    """
+    if not source.strip():
+        raise ReshardError("the path is empty; say . for the current directory")
+    path = Path(source)
+    if os.path.isdir(path):
+        return path
+    if os.path.exists(path):
+        raise ReshardError(f"{source} is a file, not a directory")
+    left = unfinished(path)
+    if left is not None:
+        raise ReshardError(left)
+    name, revision = check_hub_id(source)
+    with importing():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise ReshardError(
+            f"{source} is not a directory here, and the hub has no such model or revision (or it is private)"
+        ) from error
+    except HFValidationError as error:
+        raise ReshardError(f"{source} is neither a directory nor a hub id: {first_line(error)}") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ReshardError(
+            f"{source} is not a directory here, and the hub could not be reached: {first_line(error)}"
+        ) from error
+
+
+def check_hub_id(source: str) -> tuple[str, str | None]:
+    """The name and the revision of what is no directory. Raises ReshardError where it cannot be a hub id either."""
+    match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", source, re.ASCII)
+    if match is None or source.startswith((".", "/")):
+        raise ReshardError(f"{source[:300]!s} is neither a directory nor a hub id such as Qwen/Qwen3-0.6B")
+    return match[1], match[2]

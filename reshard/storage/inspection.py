@@ -1,0 +1,141 @@
+"""Looking at a checkpoint of either format."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from reshard.core.errors import ReshardError
+from reshard.formats import safetensors
+from reshard.models.config_fields import check_ignored, meaning_only_noted, whole_number
+from reshard.models.model import Model
+from reshard.storage.hf_hub import local_directory
+from reshard.storage.paths import locate
+from reshard.storage.source import ignored_as_recorded, read_config
+from reshard.storage.sources import open_source
+
+
+@dataclass
+class Inspection:
+    """What a checkpoint holds. `parameters` counts elements without copies, `size_bytes` likewise."""
+
+    path: str
+    format: str
+    family: str
+    architecture: str
+    layers: int
+    mtp_layers: int
+    experts: int
+    parameters: int
+    size_bytes: int
+    dtypes: dict[str, int]
+    layout: dict[str, Any] | None
+    manifest: dict[str, Any] | None
+    details: dict[str, Any]
+    notices: list[str] = field(default_factory=list)
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return asdict(self)
+
+
+def inspect(path: str | Path, *, hf_config: str | Path | None = None) -> Inspection:
+    """Look at a Hugging Face directory (or hub id) or a Megatron checkpoint. A config that cannot be mapped is one of
+    the notices. Raises ReshardError where it cannot be read."""
+    config = Path(hf_config) if hf_config is not None else None
+    directory = local_directory(str(path))
+    with meaning_only_noted():
+        why = _unmapped(directory)
+        if why:
+            return _as_stored(path, directory, why)
+        source = open_source(directory, config)
+    try:
+        check_ignored(source.model)
+        own = {name: t for name, t in source.tensors.items() if name not in source.copies}
+        dtypes: Counter = Counter()
+        for info in own.values():
+            dtypes[info.dtype.name] += info.rows * info.columns
+        manifest = source.manifest()
+        summary = None
+        if manifest is not None:
+            summary = {
+                key: value
+                for key, value in manifest.items()
+                if key not in ("tensors", "files", "layout", "quantized")
+            }
+            summary["tensors"] = len(manifest["tensors"])
+        return Inspection(
+            str(path),
+            source.kind,
+            source.model.family.name,
+            source.model.family.architecture,
+            source.model.num_layers,
+            source.model.mtp_layers,
+            source.model.num_experts,
+            sum(dtypes.values()),
+            sum(t.size_bytes for t in own.values()),
+            dict(dtypes),
+            _layout(source, manifest),
+            summary,
+            source.describe(),
+            list(source.notices),
+            {name: {"dtype": t.dtype.name, "shape": list(t.shape)} for name, t in source.tensors.items()},
+        )
+    finally:
+        source.close()
+
+
+def _unmapped(directory: Path) -> str:
+    """Return why the config of a Hugging Face directory describes no model that can be mapped; empty where it
+    does, or there is none."""
+    path = directory / "config.json"
+    if not path.is_file() or locate(directory) is not None:
+        return ""
+    config = read_config(path)
+    try:
+        with ignored_as_recorded(directory):
+            Model.from_hf(config, str(path))
+    except ReshardError as error:
+        return str(error)
+    return ""
+
+
+def _as_stored(path: str | Path, directory: Path, why: str) -> Inspection:
+    """Return what the headers of a Hugging Face directory's files say, whatever model they are of."""
+    config, stored = read_config(directory / "config.json"), safetensors.read_directory(directory)
+    names, layers = config.get("architectures"), config.get("num_hidden_layers")
+    named = names[0] if isinstance(names, list) and names else config.get("model_type")
+    dtypes: Counter = Counter()
+    for tensor in stored.values():
+        dtypes[tensor.dtype.name] += prod(tensor.shape)
+    return Inspection(
+        str(path),
+        "huggingface",
+        "not mapped",
+        str(named)[:200],
+        layers if isinstance(layers, int) and whole_number(layers) else 0,
+        0,
+        0,
+        sum(dtypes.values()),
+        sum(tensor.size_bytes for tensor in stored.values()),
+        dict(dtypes),
+        None,
+        None,
+        {},
+        [f"cannot be mapped: {why}"],
+        {name: {"dtype": t.dtype.name, "shape": list(t.shape)} for name, t in stored.items()},
+    )
+
+
+def _layout(source: Any, manifest: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The layout that wrote a Megatron checkpoint: from the manifest, else from the args that it holds."""
+    if source.kind != "megatron":
+        return None
+    if manifest is not None and "layout" in manifest:
+        return {key: value for key, value in manifest["layout"].items() if value is not None}
+    args = source.checkpoint.common().get("args") or {}
+    names = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "vpp": "virtual_pipeline_model_parallel_size",
+             "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"}  # fmt: skip
+    return {short: args[name] for short, name in names.items() if args.get(name) is not None} or None

@@ -1,0 +1,237 @@
+"""A ``torch_dist`` checkpoint of Megatron-Core, read as canonical tensors."""
+
+from collections import defaultdict
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reshard.core.dtypes import DTYPES
+from reshard.core.errors import ReshardError, listed
+from reshard.core.placement import Placement
+from reshard.core.planner import PlanError, Transfer, make_plan
+from reshard.formats import torch_dist, torch_zip
+from reshard.megatron.checkpoint import placement_of_keys, refuse_others, vocab_rows
+from reshard.megatron.parameters import expand
+from reshard.models.model import Model
+from reshard.storage.files import OpenFiles
+from reshard.storage.manifest import NAME as MANIFEST
+from reshard.storage.manifest import read_manifest
+from reshard.storage.paths import (
+    HF_FILES,
+    config_beside,
+    config_of_args,
+    locate,
+    model_named,
+)
+from reshard.storage.source import Source, ignored_as_recorded, read_config
+from reshard.storage.streams import Strip, StripReader, TensorInfo, strip_of
+from reshard.storage.versions import FileVersions
+from reshard.storage.workdir import unfinished
+
+
+class MegatronSource(Source):
+    """A ``torch_dist`` checkpoint of Megatron-Core, whoever wrote it, by its own directory or one that a trainer
+    has put it in (`reshard.storage.paths`)."""
+
+    kind = "megatron"
+
+    def __init__(self, path: Path, hf_config: Path | None = None, family: str | None = None) -> None:
+        found = locate(path)
+        if found is None:
+            raise ReshardError(
+                unfinished(path)
+                or f"{path} is no Megatron torch_dist checkpoint: it has neither {torch_dist.TRACKER} nor .metadata"
+            )
+        self.path, self.located = path, found
+        self.hf_config, self.root, directory = hf_config, found.root, found.directory
+        self.alone = self.root == directory  # an iteration that has all that belongs to it in itself
+        self.versions = FileVersions(directory, self.root, self.root / HF_FILES)
+        if hf_config is not None:
+            self.versions.record(hf_config)
+        self.checkpoint = torch_dist.read(directory, found.iteration)
+        refuse_others(self.checkpoint.keys, directory)
+        taken = list(found.notices)
+        self.config_directory: Path | None = None
+        own = hf_config is None or hf_config == found.root / HF_FILES
+        with ignored_as_recorded(found.root if own else None):
+            self.model, self.config_from = self._model(family, taken)
+        self.files = OpenFiles()
+        self.mapping = expand(
+            self.model, padded_vocab=vocab_rows(self.checkpoint.keys, directory, self.model)
+        )
+        placed = placement_of_keys(
+            self.checkpoint.keys, self.checkpoint.objects, directory, self.model, self.mapping
+        )
+        manifest = self.manifest()
+        recorded = set((manifest or {}).get("tensors", {}))
+        # what this tool wrote holds weights and empty states only
+        self.notices = taken + (placed.notices if manifest is None else [])
+        self.notices += self.model.notices
+        canonical = {n: s for n, s in self.mapping.shapes.items() if n not in self.mapping.copies}
+        try:
+            self.plan = make_plan(placed.placement, Placement.canonical(canonical))
+        except PlanError as error:
+            raise ReshardError(
+                f"{directory} does not hold every element of the model's tensors: {error}"
+            ) from error
+        self.transfers = self.plan.by_canonical_tensor()
+        self.tensors = {}
+        for name, transfers in self.transfers.items():
+            dtypes = {self.checkpoint.keys[t.src[0]].dtype.name for t in transfers}
+            if len(dtypes) > 1:
+                raise ReshardError(
+                    f"{directory}: {name} lies in chunks of different dtypes: {listed(sorted(dtypes))}"
+                )
+            self.tensors[name] = TensorInfo(self.mapping.shapes[name], DTYPES[dtypes.pop()])
+        self.copies = {
+            n: p for n, p in self.mapping.copies.items() if n not in self.mapping.optional or n in recorded
+        }
+        self.tensors |= {name: self.tensors[primary] for name, primary in self.copies.items()}
+        self.tensors = {name: self.tensors[name] for name in self.mapping.shapes if name in self.tensors}
+        self.paths: dict[str, Path] = {}
+        self.known_frames: dict[int, list[tuple[bytes, bytes, torch_zip.StoredTensor]]] = defaultdict(list)
+        self._note_large_files()
+        self.reader = StripReader(self.tensors, self.files)
+        self.strip_cache: dict[str, list[Strip]] = {}
+
+    def _model(self, family: str | None, taken: list[str]) -> tuple[Model, str]:
+        """The model, and where its config stands; `taken` gets what a user should be told of that."""
+        if self.hf_config is not None:
+            config = self.hf_config / "config.json" if self.hf_config.is_dir() else self.hf_config
+            fields, where = read_config(config), str(config)
+        else:
+            beside = config_beside(self.located)
+            args = dict(self.checkpoint.common().get("args") or {}) if beside is None else {}
+            if beside is None:
+                beside = config_of_args(args)
+            if beside is None:
+                return self._model_of_args(args, family)
+            fields, where, self.config_directory = beside.fields, beside.where, beside.directory
+            if beside.directory is not None:
+                self.versions.record(beside.directory)
+            taken += [beside.notice] if beside.notice else []
+        model = Model.from_hf(fields, where)
+        if family not in (None, model.family.name):
+            raise ReshardError(
+                f"--family {family} contradicts {where}, which is of a {model.family.name}: leave it out"
+            )
+        args = self.checkpoint.common().get("args") or {}
+        model.check_args(
+            args,
+            f"{self.checkpoint.directory} (args)",
+            "pass --hf-config with the config.json that it was trained with",
+        )
+        if model.mtp_layers and not any(key.startswith("mtp.") for key in self.checkpoint.keys):
+            model = replace(model, mtp_layers=0)
+        return model, where
+
+    def _model_of_args(self, args: dict[str, Any], family: str | None) -> tuple[Model, str]:
+        where, named = f"{self.checkpoint.directory} (args)", model_named(self.located)
+        hint = f", such as {named}, with which its training began" if named else ""
+        if not args:
+            raise ReshardError(
+                f"{self.checkpoint.directory} has no args and no {HF_FILES}/config.json: pass "
+                f"--hf-config with the model's config.json{hint}"
+            )
+        if args.get("vocab_size") is None:
+            raise ReshardError(
+                f"{where} do not say the vocabulary size without padding: pass "
+                f"--hf-config with the model's config.json{hint}"
+            )
+        return Model.from_megatron_args(args, where, family), "args"
+
+    def strips(self, name: str) -> list[Strip]:
+        return [self._strip(transfer) for transfer in self.transfers[self.copies.get(name, name)]]
+
+    def _strip(self, transfer: Transfer) -> Strip:
+        key, offsets, sizes, before = transfer.src
+        stored = self.checkpoint.keys[key].chunks[offsets, sizes]
+        tensor, expected = self.tensor_at(stored), self.checkpoint.keys[key].dtype
+        path, dtype = self.paths[stored.file], tensor.dtype
+        if dtype != expected or [n for n in tensor.shape if n != 1] != [n for n in sizes if n != 1]:
+            raise ReshardError(
+                f"{path} at byte {stored.offset} holds {dtype.name} {list(tensor.shape)}, .metadata says "
+                f"{expected.name} {list(sizes)}: {key}"
+            )
+        local = self.plan.src.tensors[transfer.src].shape
+        return strip_of(transfer.box.offsets, transfer.box.lengths, transfer.src_at, local, path,
+                        tensor.offset + before * dtype.size, dtype.size)  # fmt: skip
+
+    def tensor_at(self, stored: torch_dist.Stored) -> torch_zip.StoredTensor:
+        """A container's tensor; its offset counts from the start of the file. A container whose bytes around
+        the data were seen before is not parsed again."""
+        path = self.paths.setdefault(stored.file, self.checkpoint.directory / stored.file)
+        head = self.files.read(path, stored.offset, min(1024, stored.length))
+        for known, tail, tensor in self.known_frames[stored.length]:
+            if (
+                head.startswith(known)
+                and self.files.read(path, stored.offset + stored.length - len(tail), len(tail)) == tail
+            ):
+                return replace(tensor, offset=stored.offset + tensor.offset)
+        tensor = self.checkpoint.tensor_at(stored)
+        relative = replace(tensor, offset=tensor.offset - stored.offset)
+        end = relative.offset + prod(tensor.shape) * tensor.dtype.size
+        # Containers with checksums in them are all different: a few are remembered, not thousands to look
+        # through.
+        if (
+            relative.offset <= len(head)
+            and stored.length - end <= 4096
+            and len(self.known_frames[stored.length]) < 16
+        ):
+            tail = self.files.read(path, stored.offset + end, stored.length - end)
+            self.known_frames[stored.length].append((head[: relative.offset], tail, relative))
+        return tensor
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        name = self.copies.get(name, name)
+        strips = self.strip_cache.get(name)
+        if strips is None:
+            strips = self.strip_cache[name] = self.strips(name)
+        return self.reader.read_rows(name, start, stop, strips)
+
+    def hf_directory(self) -> Path | None:
+        if self.hf_config is not None and self.hf_config.is_dir():
+            return self.hf_config
+        beside = self.config_directory or self.root / HF_FILES
+        return beside if beside.is_dir() else None
+
+    def read_files(self) -> list[Path]:
+        found, config = self.checkpoint, [] if self.hf_config is None else [self.hf_config]
+        chunks = (stored for key in found.keys.values() for stored in key.chunks.values())
+        names = {
+            ".metadata",
+            "metadata.json",
+            "common.pt",
+            *(stored.file for stored in (*chunks, *found.objects.values())),
+        }
+        small = [
+            self.root / torch_dist.TRACKER,
+            self.root / MANIFEST,
+            (self.config_directory or self.root / HF_FILES) / "config.json",
+            *config,
+        ]
+        return [*small, *(found.directory / name for name in sorted(names)), *self._beside()]
+
+    def hf_files(self) -> dict[str, Path]:
+        files = super().hf_files()
+        if self.hf_config is not None and self.hf_config.is_file():
+            files["config.json"] = self.hf_config
+        return files
+
+    def manifest(self) -> dict[str, Any] | None:
+        return read_manifest(self.root)
+
+    def describe(self) -> dict[str, Any]:
+        files = {stored.file for key in self.checkpoint.keys.values() for stored in key.chunks.values()}
+        return {
+            "iteration": self.checkpoint.iteration,
+            "files": len(files),
+            "keys": len(self.checkpoint.keys),
+            "config": self.config_from,
+        }
+
+    def close(self) -> None:
+        self.files.close()

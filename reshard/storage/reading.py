@@ -1,0 +1,151 @@
+"""Published tensors of a directory of either format for somebody who takes them one by one: whole, or boxes of
+them, read by threads ahead of the one that is wanted.
+
+A Hugging Face directory is read as it is stored, of whatever architecture; a Megatron checkpoint by its table.
+"""
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from reshard.formats import safetensors
+from reshard.storage.boxes import BoxReader, Rows
+from reshard.storage.files import OpenFiles
+from reshard.storage.megatron import MegatronSource
+from reshard.storage.streams import Strip, TensorInfo
+from reshard.storage.versions import FileVersions
+
+# Of what is read ahead of the tensor that is wanted, in all.
+AHEAD_BYTES = 256 << 20
+# One thread's part of a large box.
+PIECE_BYTES = 8 << 20
+
+
+class Region(NamedTuple):
+    """Rows `start` .. `stop` and columns `column` .. `column + columns` of a published tensor, as `TensorInfo`
+    counts both; `key` is for the one who asks."""
+
+    key: Hashable
+    name: str
+    start: int
+    stop: int
+    column: int
+    columns: int
+
+
+@dataclass
+class Weights:
+    """The published tensors of a directory: shapes and dtypes by name, where each lies, and whether its files are still those
+    that were opened."""
+
+    tensors: dict[str, TensorInfo]
+    strips: Callable[[str], list[Strip]]
+    files: OpenFiles
+    # around what reads: raises ReshardError where files were changed since they were opened
+    unchanged: Callable[[], AbstractContextManager[None]]
+
+    def __post_init__(self) -> None:
+        self.reader = BoxReader(self.files, self.strips)
+
+    @property
+    def read_bytes(self) -> int:
+        """What has been read of the files so far."""
+        return self.reader.read_bytes
+
+    def whole(self, name: str) -> Region:
+        """A tensor as one region."""
+        info = self.tensors[name]
+        return Region(name, name, 0, info.rows, 0, info.columns)
+
+    def region_bytes(self, region: Region) -> int:
+        """Size of a region."""
+        return (region.stop - region.start) * region.columns * self.tensors[region.name].dtype.size
+
+    def read_into(self, region: Region, out: np.ndarray) -> None:
+        """Read a region into bytes ``[rows, columns * size]``. Raises ReshardError where a file cannot be
+        read."""
+        self.reader.read(region.name, Rows(region.start, region.stop, region.column, region.columns), out)
+
+    def read_ahead(
+        self, regions: Iterable[Region], allocate: Callable[[int], np.ndarray], threads: int
+    ) -> Iterator[tuple[Region, np.ndarray]]:
+        """Each region in turn, with its bytes ``[rows, columns * size]``, in memory that `allocate(bytes)` gives.
+
+        No more than `AHEAD_BYTES`, or one region, is held besides the region that was yielded.
+        """
+        waiting: deque[tuple[Region, np.ndarray, list[Future]]] = deque()
+        held = 0
+        with ThreadPoolExecutor(threads, "reshard-read") as pool:
+
+            def start(region: Region) -> None:
+                nonlocal held
+                held += self.region_bytes(region)
+                rows, width = (
+                    region.stop - region.start,
+                    region.columns * self.tensors[region.name].dtype.size,
+                )
+                out = allocate(rows * width)[: rows * width].reshape(rows, width)
+                step = max(1, PIECE_BYTES // max(1, width))
+                parts = range(region.start, region.stop, step)
+                waiting.append((region, out, [pool.submit(self._part, region, a, step, out) for a in parts]))
+
+            def first() -> tuple[Region, np.ndarray]:
+                nonlocal held
+                region, out, parts = waiting.popleft()
+                for part in parts:
+                    part.result()
+                held -= self.region_bytes(region)
+                return region, out
+
+            try:
+                for region in regions:
+                    while waiting and held + self.region_bytes(region) > AHEAD_BYTES:
+                        yield first()
+                    start(region)
+                while waiting:
+                    yield first()
+            finally:
+                for _, _, parts in waiting:
+                    for part in parts:
+                        part.cancel()
+
+    def _part(self, region: Region, start: int, step: int, out: np.ndarray) -> None:
+        stop = min(start + step, region.stop)
+        rows = out[start - region.start : stop - region.start]
+        self.read_into(region._replace(start=start, stop=stop), rows)
+
+    def close(self) -> None:
+        """Close the files."""
+        self.files.close()
+
+
+def weights_of_megatron(source: MegatronSource) -> Weights:
+    """Those of a Megatron checkpoint, by published name; tied ones too. Closing them closes the source."""
+    return Weights(dict(source.tensors), cache(source.strips), source.files, source.unchanged)
+
+
+def weights_of_huggingface(path: Path) -> Weights:
+    """Those of a Hugging Face directory, as its files have them. Raises ReshardError where these are damaged."""
+    versions = FileVersions(path)
+    stored = safetensors.read_directory(path)
+    files = [path / safetensors.INDEX, *sorted({path / tensor.file for tensor in stored.values()})]
+    tensors = {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in stored.items()}
+
+    def strips(name: str) -> list[Strip]:
+        info, tensor = tensors[name], stored[name]
+        width = info.columns
+        return (
+            [Strip(0, info.rows, 0, width, path / tensor.file, tensor.offset, width)]
+            if prod(info.shape)
+            else []
+        )
+
+    return Weights(tensors, strips, OpenFiles(), lambda: versions.unchanged(lambda: files))

@@ -1,0 +1,150 @@
+"""What a source of weights is: anything that holds a model's, read as canonical tensors."""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reshard.core.errors import listed
+from reshard.formats.small_files import MAX_COPIED_BYTES, read_json
+from reshard.formats.torch_dist import TRACKER
+from reshard.megatron.parameters import Mapping
+from reshard.models.config_fields import ignored_config_fields
+from reshard.models.model import Model
+from reshard.storage.files import OpenFiles
+from reshard.storage.manifest import NAME as MANIFEST
+from reshard.storage.manifest import read_manifest
+from reshard.storage.modelopt import CONFIG as MODELOPT_CONFIG
+from reshard.storage.paths import OF_TRAINERS
+from reshard.storage.streams import Strip, TensorInfo
+from reshard.storage.versions import FileVersions
+
+WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".index.json",
+    ".distcp",
+    ".ckpt",
+)
+
+# Files that are enough for a tokenizer, besides sentencepiece's and tiktoken's, which are named by their ends.
+TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json")
+
+
+class Source(ABC):
+    """A model's weights as canonical tensors.
+
+    `tensors` are shapes and dtypes by published name (quantised ones already as what they dequantise to),
+    `copies` the names in it that repeat another tensor, `mapping` the expanded table, `notices` what a user
+    should be told, `versions` its files as they were before anything of them was read.
+    """
+
+    kind: str
+    path: Path
+    model: Model
+    mapping: Mapping
+    tensors: dict[str, TensorInfo]
+    copies: dict[str, str]
+    notices: list[str]
+    files: OpenFiles
+    versions: FileVersions
+
+    @abstractmethod
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows `start` .. `stop` of a canonical tensor, ``[rows, columns]``; valid until the thread's next
+        call."""
+
+    @abstractmethod
+    def strips(self, name: str) -> list[Strip] | None:
+        """Where the rows of a canonical tensor lie; None where they are made of what is stored (codes and scales)."""
+
+    def row_multiple(self, name: str) -> int:
+        """How many rows are best read together."""
+        return 1
+
+    @abstractmethod
+    def hf_directory(self) -> Path | None:
+        """Where config, tokenizer and generation config are."""
+
+    def hf_files(self) -> dict[str, Path]:
+        """The files beside the weights of a Hugging Face checkpoint, by name: config, tokenizer, generation
+        config, chat template."""
+        return {p.name: p for p in self._beside() if p.stat().st_size <= MAX_COPIED_BYTES}
+
+    @abstractmethod
+    def read_files(self) -> list[Path]:
+        """Every file that a conversion of this source reads, or would if it were there: weights, indexes,
+        configs, manifest."""
+
+    def pinned_files(self) -> list[Path]:
+        """Those that have to stay as they are while the source is read: not the tracker, by which a training run says that
+        it has gone on to another iteration."""
+        return [path for path in sorted(set(self.read_files())) if path.name != TRACKER]
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """Around what reads: raises ReshardError, naming them, where files were changed since the source was opened."""
+        return self.versions.unchanged(self.pinned_files)
+
+    def _beside(self) -> list[Path]:
+        directory = self.hf_directory()
+        return [] if directory is None else files_beside(directory)
+
+    def _note_large_files(self) -> None:
+        """Say which files beside the weights are too large for a config or a tokenizer, and are left
+        behind."""
+        large = [
+            f"{p.name} ({p.stat().st_size:,} bytes)"
+            for p in self._beside()
+            if p.stat().st_size > MAX_COPIED_BYTES
+        ]
+        if large:
+            self.notices.append(f"not copied, larger than any tokenizer: {listed(large, 3)}")
+
+    def manifest(self) -> dict[str, Any] | None:
+        """The manifest, where there is one."""
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        """What `inspect` shows of this format only."""
+        return {}
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the files."""
+
+
+def files_beside(directory: Path) -> list[Path]:
+    """The files of a Hugging Face directory that are no weights: config, tokenizer, whatever else but how weights are quantised, which
+    vLLM would take for that of the next weights."""
+    apart = (MANIFEST, MODELOPT_CONFIG, *OF_TRAINERS)
+    files = [p for p in sorted(directory.iterdir()) if p.is_file() and p.name not in apart]
+    return [p for p in files if not p.name.startswith(".") and not p.name.endswith(WEIGHT_SUFFIXES)]
+
+
+def has_tokenizer(names: Iterable[str]) -> bool:
+    """Whether a tokenizer is among the files that lie beside weights."""
+    return any(name in TOKENIZERS or name.endswith((".tiktoken", ".model")) for name in names)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A Hugging Face ``config.json``. Raises ReshardError where it is missing or not a JSON object."""
+    return read_json(path)
+
+
+@contextlib.contextmanager
+def ignored_as_recorded(directory: Path | None) -> Iterator[None]:
+    """Inside, the fields of a config are ignored that were when this directory was written: its weights
+    belong to the model without them."""
+    manifest = None if directory is None else read_manifest(directory)
+    with ignored_config_fields(*(manifest or {}).get("ignored_config_fields", ()), recorded=True):
+        yield

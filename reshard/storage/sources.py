@@ -1,0 +1,63 @@
+"""Which kind of source a directory is: a Hugging Face directory or a Megatron checkpoint."""
+
+from pathlib import Path
+
+from reshard.core.dtypes import Dtype
+from reshard.core.errors import ReshardError
+from reshard.formats import torch_dist
+from reshard.models.model import Model
+from reshard.storage.hf_hub import local_directory
+from reshard.storage.huggingface import HuggingFaceSource
+from reshard.storage.megatron import MegatronSource
+from reshard.storage.paths import ITERATION, check_config, locate
+from reshard.storage.source import Source, ignored_as_recorded, read_config
+from reshard.storage.workdir import unfinished
+
+
+def open_source(
+    path: Path,
+    hf_config: Path | None = None,
+    family: str | None = None,
+    dequantize_to: Dtype | None = None,
+) -> Source:
+    """Open a directory of either format. Raises ReshardError where it is none."""
+    left = None if (path / "config.json").is_file() else unfinished(path)
+    if left is not None and (not path.exists() or locate(path) is None):
+        raise ReshardError(left)
+    if not path.exists():
+        raise ReshardError(f"{path} does not exist")
+    if not path.is_dir():
+        raise ReshardError(f"{path} is not a directory")
+    if locate(path) is not None:
+        return MegatronSource(path, hf_config, family)
+    check_huggingface(path)
+    return HuggingFaceSource(path, dequantize_to)
+
+
+def check_huggingface(path: Path) -> None:
+    """Raise ReshardError where a directory that is no Megatron checkpoint is none of Hugging Face's either."""
+    check_config(path)
+    if (path / "config.json").is_file() or any(path.glob("*.safetensors")):
+        return
+    if ITERATION.fullmatch(path.name) or any(path.glob("*.distcp")):
+        raise ReshardError(f"{path} has no .metadata: it is no torch_dist checkpoint, or is not complete")
+    raise ReshardError(
+        f"{path} is neither a Hugging Face directory (config.json) nor a Megatron torch_dist checkpoint "
+        f"({torch_dist.TRACKER})"
+    )
+
+
+def read_model(path: str) -> Model:
+    """The model that a config describes: a ``config.json``, a directory of either format, or a hub id, of
+    which only the config is fetched. Raises ReshardError where it cannot be read."""
+    if Path(path).is_file():
+        return Model.from_hf(read_config(Path(path)), path)
+    directory = local_directory(path, ["config.json"])
+    if (directory / "config.json").is_file():
+        with ignored_as_recorded(directory):
+            return Model.from_hf(read_config(directory / "config.json"), str(directory / "config.json"))
+    source = open_source(directory)
+    try:
+        return source.model
+    finally:
+        source.close()

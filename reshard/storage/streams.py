@@ -1,0 +1,169 @@
+"""The disk executor: canonical tensors, a slab of rows at a time, from where they lie to where they go.
+
+A canonical tensor is a matrix of rows (dim 0). A *strip* says where a run of rows, or some columns of them,
+lies in a file. The executor reads a slab through the source's strips, converts and hashes it, and writes it
+through the destination's: memory stays at a slab for each worker, whatever the size of the model.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from reshard.core.dtypes import Dtype
+from reshard.core.errors import ReshardError
+from reshard.storage.files import OpenFiles
+
+# Small enough that a slab is still in the core's cache when it is hashed and written, large enough that calls
+# cost little.
+SLAB_BYTES = 512 << 10
+
+
+class Strip(NamedTuple):
+    """Rows `start` .. `stop` and columns `column` .. `column + columns` of a canonical tensor lie in a file.
+
+    The first element is at byte `offset`; rows follow each other every `width` elements.
+    """
+
+    start: int
+    stop: int
+    column: int
+    columns: int
+    path: Path
+    offset: int
+    width: int
+
+
+def strip_of(
+    box_offsets: tuple[int, ...],
+    lengths: tuple[int, ...],
+    at: tuple[int, ...],
+    shape: tuple[int, ...],
+    path: Path,
+    tensor_offset: int,
+    itemsize: int,
+) -> Strip:
+    """The strip of a box that lies at `at` in a row-major tensor of `shape`, which starts at byte
+    `tensor_offset` of a file."""
+    if len(shape) > 2:
+        raise ReshardError(f"{path}: tensors of {len(shape)} dims have no rows and columns")
+    width, columns = (shape[1], lengths[1]) if len(shape) == 2 else (1, 1)
+    first = at[0] * width + (at[1] if len(shape) == 2 else 0)
+    column = box_offsets[1] if len(shape) == 2 else 0
+    return Strip(
+        box_offsets[0],
+        box_offsets[0] + lengths[0],
+        column,
+        columns,
+        path,
+        tensor_offset + first * itemsize,
+        width,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Shape and dtype of a canonical tensor."""
+
+    shape: tuple[int, ...]
+    dtype: Dtype
+
+    @property
+    def rows(self) -> int:
+        """Length of dim 0."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def columns(self) -> int:
+        """Elements in a row."""
+        return prod(self.shape[1:])
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * self.dtype.size
+
+    def slabs(self, slab_bytes: int = SLAB_BYTES, multiple: int = 1) -> Iterable[tuple[int, int]]:
+        """Runs of rows of about `slab_bytes`, each a multiple of `multiple` rows."""
+        step = max(1, slab_bytes // max(1, self.columns * self.dtype.size * multiple)) * multiple
+        return ((start, min(start + step, self.rows)) for start in range(0, self.rows, step))
+
+
+class Scratch(threading.local):
+    """Buffers that a thread uses again and again: fresh memory costs a page fault every four kilobytes."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, np.ndarray] = {}
+
+    def array(self, use: str, rows: int, width: int) -> np.ndarray:
+        """Bytes ``[rows, width]``, valid until the thread asks for the same `use` again."""
+        buffer = self.buffers.get(use)
+        if buffer is None or buffer.size < rows * width:
+            buffer = self.buffers[use] = np.empty(max(rows * width, SLAB_BYTES), np.uint8)
+        return buffer[: rows * width].reshape(rows, width)
+
+
+class StripReader:
+    """Canonical tensors that lie in files, as strips."""
+
+    def __init__(self, tensors: Mapping[str, TensorInfo], files: OpenFiles) -> None:
+        self.tensors, self.files, self.scratch = tensors, files, Scratch()
+
+    def read_rows(self, name: str, start: int, stop: int, strips: list[Strip]) -> np.ndarray:
+        """Rows `start` .. `stop` of a tensor: an array ``[rows, columns]`` of its dtype, valid until the
+        thread's next call."""
+        info = self.tensors[name]
+        size = info.dtype.size
+        slab = self.scratch.array("slab", stop - start, info.columns * size)
+        for strip in strips:
+            a, b = max(start, strip.start), min(stop, strip.stop)
+            if a >= b:
+                continue
+            offset = strip.offset + (a - strip.start) * strip.width * size
+            if strip.columns == strip.width == info.columns:
+                self.files.read_into(strip.path, offset, memoryview(slab[a - start : b - start].reshape(-1)))
+            else:
+                # Whole source rows are read, also where only some columns are wanted: one large read beats
+                # many small ones.
+                needed = ((b - a - 1) * strip.width + strip.columns) * size
+                rows = self.scratch.array("rows", b - a, strip.width * size)
+                self.files.read_into(strip.path, offset, memoryview(rows.reshape(-1)[:needed]))
+                columns = slice(strip.column * size, (strip.column + strip.columns) * size)
+                slab[a - start : b - start, columns] = rows[:, : strip.columns * size]
+        return slab.view(info.dtype.numpy())
+
+
+class StripWriter:
+    """Canonical tensors that go to files, as strips."""
+
+    def __init__(self, strips: Mapping[str, list[Strip]], files: OpenFiles) -> None:
+        self.strips, self.files = strips, files
+
+    def write_rows(self, name: str, start: int, slab: np.ndarray) -> None:
+        """Write an array ``[rows, columns]`` that begins at row `start` of a tensor."""
+        size = slab.itemsize
+        raw = slab.view(np.uint8)
+        for strip in self.strips.get(name, ()):
+            a, b = max(start, strip.start), min(start + len(slab), strip.stop)
+            if a >= b:
+                continue
+            offset = strip.offset + (a - strip.start) * strip.width * size
+            rows = raw[a - start : b - start, strip.column * size : (strip.column + strip.columns) * size]
+            if strip.columns == strip.width:
+                self.files.write(strip.path, offset, memoryview(np.ascontiguousarray(rows).reshape(-1)))
+            else:
+                for i, row in enumerate(rows):
+                    self.files.write(strip.path, offset + i * strip.width * size, memoryview(row))
+
+
+def grouped_strips(strips: Iterable[tuple[str, Strip]]) -> dict[str, list[Strip]]:
+    """Strips by canonical tensor."""
+    groups: dict[str, list[Strip]] = defaultdict(list)
+    for name, strip in strips:
+        groups[name].append(strip)
+    return dict(groups)

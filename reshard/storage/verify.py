@@ -1,0 +1,201 @@
+"""A source against its own manifest: what was changed after it was written is named before anything is made
+of it."""
+
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from reshard.core.errors import ReshardError, listed
+from reshard.formats.torch_dist import TRACKER
+from reshard.megatron.arguments import FLAGS_FILE
+from reshard.storage.files import OpenFiles
+from reshard.storage.huggingface import HuggingFaceSource
+from reshard.storage.manifest import CHECKSUM, file_entry
+from reshard.storage.manifest import NAME as MANIFEST
+from reshard.storage.megatron import MegatronSource
+from reshard.storage.paths import HF_FILES
+from reshard.storage.source import Source
+from reshard.storage.streams import TensorInfo
+from reshard.storage.workers import BATCH_BYTES, run_jobs
+
+ON_PURPOSE = f"if that was meant, remove its {MANIFEST} and convert again"
+
+
+def manifest_of(source: Source) -> dict[str, Any] | None:
+    """The manifest that speaks of this source: not one of another iteration in the same directory, which
+    training has left behind."""
+    manifest = source.manifest()
+    if manifest is None or not isinstance(source, MegatronSource) or source.alone:
+        return manifest
+    return manifest if manifest.get("iteration") in (None, source.checkpoint.iteration) else None
+
+
+def stored_tensors(source: Source) -> tuple[dict[str, TensorInfo], Callable[[str, int, int], np.ndarray]]:
+    """The tensors as a manifest lists them, and how to read them: fp8 weights and their scales as they are
+    stored."""
+    if isinstance(source, HuggingFaceSource):
+        return source.stored_tensors(), source.read_stored_rows
+    return source.tensors, source.read_rows
+
+
+def differences(infos: dict[str, TensorInfo], entries: dict[str, dict[str, Any]]) -> list[str]:
+    """The names that only one of the two has, or that have another dtype or shape."""
+    bad = sorted(set(entries) ^ set(infos))
+    return bad + [
+        n
+        for n, e in entries.items()
+        if n in infos and (e["dtype"], tuple(e["shape"])) != (infos[n].dtype.name, infos[n].shape)
+    ]
+
+
+def changed_files(
+    root: Path, entries: dict[str, dict[str, Any]], source: Source | None = None, workers: int | None = None
+) -> tuple[list[str], list[str]]:
+    """Of a manifest's files below `root`, those that are not as they were written, and those that are
+    missing.
+
+    Files with weights are compared by size, and with `source` also by the bytes around its tensors, by
+    `workers`.
+    """
+    changed, missing, small, large = [], [], [], []
+    for name, entry in sorted(entries.items()):
+        path = root / name
+        if not path.is_file():
+            missing.append(name)
+        elif path.stat().st_size != entry["bytes"]:
+            changed.append(name)
+        elif not entry.get("around_tensors"):
+            small.append(name)
+        elif source is not None:
+            large.append(name)
+    with OpenFiles() as files:
+
+        def differs(name: str) -> bool:
+            entry = entries[name]
+            around_tensors = bool(entry.get("around_tensors"))
+            spans = _tensor_spans(source, name) if around_tensors else []
+            around = _around(files, root / name, entry["bytes"], spans)
+            return file_entry(entry["bytes"], around, around_tensors) != entry
+
+        changed += [name for name in small if differs(name)]
+        found = run_jobs(dict.fromkeys(large, BATCH_BYTES), differs, workers)
+    return sorted(changed + [name for name in large if found[name]]), missing
+
+
+def _tensor_spans(source: Source | None, name: str) -> list[tuple[int, int]]:
+    """First byte and end of every tensor in a file, in order."""
+    if isinstance(source, MegatronSource):
+        file = Path(name).name
+        chunks = [stored for key in source.checkpoint.keys.values() for stored in key.chunks.values()]
+        tensors = [source.tensor_at(stored) for stored in chunks if stored.file == file]
+        return sorted((t.offset, t.offset + prod(t.shape) * t.dtype.size) for t in tensors)
+    assert isinstance(source, HuggingFaceSource)
+    return sorted((t.offset, t.offset + t.size_bytes) for t in source.stored.values() if t.file == name)
+
+
+def _around(files: OpenFiles, path: Path, size: int, spans: list[tuple[int, int]]) -> Iterator[bytes]:
+    position = 0
+    for start, end in (*spans, (size, size)):
+        for at in range(position, start, 1 << 20):
+            yield files.read(path, at, min(start - at, 1 << 20))
+        position = max(position, end)
+
+
+class SourceChecks:
+    """The checksums that a source's manifest has for its tensors, if there is one.
+
+    Raises ReshardError where a file that a conversion reads (config, tokenizer, ``.metadata``) or a tensor's
+    dtype or shape is not as the manifest has it.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        manifest = manifest_of(source)
+        self.entries: dict[str, dict[str, Any]] = {} if manifest is None else manifest["tensors"]
+        if manifest is None:
+            return
+        root = source.root if isinstance(source, MegatronSource) else source.path
+        wanted = {name: entry for name, entry in manifest.get("files", {}).items() if self._reads(name)}
+        changed, missing = changed_files(root, wanted)
+        if changed or missing:
+            what = f"{listed(changed or missing)} {'was changed' if changed else 'is missing'}"
+            hint = (
+                ", or pass --hf-config with the config that you mean"
+                if (changed or missing)[0].startswith(f"{HF_FILES}/")
+                else ""
+            )
+            raise ReshardError(f"{root}: {what} since {MANIFEST} was written; {ON_PURPOSE}{hint}")
+        infos, _ = stored_tensors(source)
+        bad = differences(infos, self.entries)
+        if bad:
+            raise ReshardError(
+                f"{root}: {listed(bad)} do not have the dtype and shape of {MANIFEST}, or "
+                f"only one of the two has them; {ON_PURPOSE}"
+            )
+
+    def _reads(self, name: str) -> bool:
+        """Whether a conversion of this source reads a file of it."""
+        if not isinstance(self.source, MegatronSource):
+            return True
+        if name.startswith(f"{HF_FILES}/"):
+            return self.source.hf_config is None
+        within = "" if self.source.alone else f"{self.source.checkpoint.iteration}/"
+        return name not in (TRACKER, FLAGS_FILE) and name.startswith(within)
+
+    def names(self, name: str) -> list[str]:
+        """The listed tensors that a canonical tensor is read from: itself, or its codes and what belongs to them."""
+        codes = self.source.codes.get(name) if isinstance(self.source, HuggingFaceSource) else None
+        return [n for n in ((name,) if codes is None else codes.stored) if n in self.entries]
+
+    def compare(self, name: str, found: str) -> None:
+        """Raise ReshardError where a tensor's checksum is not the listed one."""
+        if name in self.entries and found != self.entries[name][CHECKSUM]:
+            raise ReshardError(
+                f"{self.source.path}: {name} does not have the checksum of {MANIFEST}: it is "
+                f"damaged or was changed (reshard check names all such tensors); {ON_PURPOSE}"
+            )
+
+    def plain(self, name: str) -> bool:
+        """Whether a tensor is listed with the bytes that are read of it, not as codes."""
+        return not (isinstance(self.source, HuggingFaceSource) and name in self.source.codes)
+
+    def watch(self, name: str) -> "Watch | None":
+        """What checks a tensor while it is read, None where nothing is listed."""
+        return Watch(self, name) if self.names(name) else None
+
+
+class Watch:
+    """Checks the stored bytes of a tensor whose rows are read in order."""
+
+    def __init__(self, checks: SourceChecks, name: str) -> None:
+        self.checks = checks
+        self.name, *self.others = checks.names(name)
+        self.coded = not checks.plain(name)
+        self.digest = xxhash.xxh3_128()
+
+    def rows(self, rows: np.ndarray, start: int, stop: int) -> None:
+        """Rows `start` .. `stop` were read; of codes, the stored ones are read again, from the page
+        cache."""
+        if self.coded:
+            assert isinstance(self.checks.source, HuggingFaceSource)
+            rows = self.checks.source.read_stored_rows(self.name, start, stop)
+        self.digest.update(memoryview(rows.view(np.uint8).reshape(-1)))
+
+    def end(self) -> None:
+        """All rows were read. Raises ReshardError where the bytes are not those of the manifest."""
+        self.checks.compare(self.name, self.digest.hexdigest())
+        for name in self.others:
+            infos, read = stored_tensors(self.checks.source)
+            self.checks.compare(name, checksum_of(name, infos[name], read))
+
+
+def checksum_of(name: str, info: TensorInfo, read: Callable[[str, int, int], np.ndarray]) -> str:
+    """The checksum of a tensor that is read a slab at a time."""
+    digest = xxhash.xxh3_128()
+    for start, stop in info.slabs():
+        digest.update(memoryview(read(name, start, stop).view(np.uint8).reshape(-1)))
+    return digest.hexdigest()

@@ -1,0 +1,101 @@
+"""For the tests of those who convert or train: parity as an assertion, and pytest fixtures.
+
+    from reshard.testing import assert_logprob_parity, to_megatron  # noqa: F401
+
+    def test_the_export_is_the_model(to_megatron):
+        assert_logprob_parity("checkpoints/hf", to_megatron("checkpoints/hf"), max_abs=1e-4)
+
+Megatron-Core with its local layers runs on a machine without a GPU, in this process.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from reshard.core.errors import ReshardError
+from reshard.megatron.layout import Layout
+from reshard.parity.gate import Limits, ParityReport, parity
+from reshard.parity.metrics import Metrics
+from reshard.parity.prompts import tokenizer_of
+from reshard.storage.convert import hf_to_mcore
+
+if TYPE_CHECKING:
+    from reshard.parity.systems import System
+
+
+def assert_logprob_parity(
+    a: "str | Path | System",
+    b: "str | Path | System",
+    *,
+    max_abs: float | None = None,
+    mean_abs: float | None = None,
+    token_mult_prob_error: float | None = None,
+    kl: float | None = None,
+    argmax_agreement: float | None = None,
+    routing_margin: float | None = None,
+    noise_ratio: float | None = None,
+    texts: Sequence[str] | None = None,
+    **options: Any,
+) -> ParityReport:
+    """Fail unless two systems give the same logprobs; the report where they do.
+
+    The systems and `options` are those of `reshard.parity.parity`; `texts` are prompts for the tokenizer that is beside
+    one of the two. A limit that is given here replaces the
+    dtype's default, and on a figure that is not measured it fails. Raises AssertionError with the figures, and of a
+    Hugging Face directory and a Megatron checkpoint with where they depart; ReshardError where the two cannot be
+    compared.
+    """
+    given = {"max_abs": max_abs, "mean_abs": mean_abs, "token_mult_prob_error": token_mult_prob_error, "kl": kl,
+             "argmax_agreement": argmax_agreement, "routing_margin": routing_margin, "noise_ratio": noise_ratio}  # fmt: skip
+    chosen = {name: value for name, value in given.items() if value is not None}
+    one, other = (str(side) if isinstance(side, Path) else side for side in (a, b))
+    if texts is not None:
+        options["prompts"] = _tokens_of(texts, [side for side in (one, other) if isinstance(side, str)])
+    report = parity(one, other, limits=lambda dtype: Limits.of_dtype(dtype, **chosen), **options)
+    assert report.ok, (
+        f"{report.a} and {report.b}: {'; '.join(report.exceeded)} (worst prompts: {_worst(report.prompts)})"
+        f"{_where(one, other, report, options)}"
+    )
+    return report
+
+
+def _tokens_of(texts: Sequence[str], systems: Sequence[str]) -> list[list[int]]:
+    encode = tokenizer_of(systems)
+    if encode is None:
+        raise ReshardError(f"texts need a tokenizer, and beside {' and '.join(systems)} there is none")
+    return [encode(text) for text in texts]
+
+
+def _where(a: "str | System", b: "str | System", report: ParityReport, options: dict[str, Any]) -> str:
+    """Where the two depart, as the end of a sentence; nothing where they cannot be looked into."""
+    from reshard.parity.locate import locate, sentence_of
+
+    if not isinstance(a, str) or not isinstance(b, str):
+        return ""
+    prompt, positions = report.prompt_to_locate
+    known = {name: options[name] for name in ("layout", "hf_config") if name in options}
+    try:
+        return f"; {sentence_of(locate(a, b, prompt, dtype=report.dtype, positions=positions, **known))}"
+    except ReshardError:
+        return ""  # two of a kind, or an engine: the figures are all there is
+
+
+def _worst(prompts: list[Metrics]) -> str:
+    order = sorted(range(len(prompts)), key=lambda i: -prompts[i].mean_abs)[:3]
+    return ", ".join(f"{i} with mean_abs {prompts[i].mean_abs:.3g}" for i in order)
+
+
+@pytest.fixture
+def to_megatron(tmp_path: Path) -> Callable[..., Path]:
+    """A function that converts a Hugging Face directory or hub id into a temporary Megatron checkpoint, at a
+    layout."""
+    made: list[Path] = []
+
+    def convert(source: str | Path, layout: Layout | None = None) -> Path:
+        made.append(tmp_path / f"megatron-{len(made)}")
+        hf_to_mcore(str(source), made[-1], layout or Layout(), transformer_impl="local")
+        return made[-1]
+
+    return convert

@@ -1,0 +1,243 @@
+"""A live transformers model under FSDP2 (``fully_shard``), also with tensor parallelism, as the source of a
+refit.
+
+Every parameter is a DTensor, which says itself which box of the whole it has here
+(``compute_local_shape_and_global_offset``); nothing is gathered. Parameters have their published names, but
+for experts: transformers 5 keeps those of a layer in one tensor, ``experts.gate_up_proj [experts, 2 * F, H]``
+and ``experts.down_proj [experts, H, F]``.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from reshard.core.boxes import Box, whole
+from reshard.core.errors import ReshardError, listed
+from reshard.core.placement import LocalTensor, Part
+from reshard.device.memory import Region
+from reshard.megatron.parameters import expand
+from reshard.models.model import Model, different_fields
+from reshard.models.published import published
+from reshard.trainers.base import Trainer
+
+# What wrappers put into a parameter's name: activation checkpointing, torch.compile.
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+# Experts of a layer in one tensor, and the published names of the rows of one expert, from top to bottom.
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+class Held(NamedTuple):
+    """A parameter or buffer of this rank: where it stands in the model, and the box of the whole that is
+    here."""
+
+    name: str
+    module: torch.nn.Module
+    key: str
+    shape: tuple[int, ...]
+    box: Box
+
+    @property
+    def matrices(self) -> int:
+        """How many local tensors it is: of experts in one tensor, one for each."""
+        return self.box.lengths[0] if len(self.shape) == 3 else 1
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What is here, now: FSDP makes a new local tensor when the model is moved."""
+        found: torch.Tensor | None = self.module._parameters.get(self.key)
+        if found is None:
+            found = self.module._buffers[self.key]
+        assert found is not None
+        with torch.no_grad():  # the local tensor itself, without a node of the graph for every look
+            return _local(found)
+
+
+class FsdpModel(Trainer):
+    """The weights of one rank of a transformers model under ``fully_shard``.
+
+    Parameters that are no DTensors are whole on every rank. Make it, and refit, between two training steps,
+    when FSDP has its parameters sharded.
+
+    Raises ReshardError, naming the parameter, for what is not a box of the whole: partial sums, quantised
+    tensors.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        config: Any = getattr(model, "config", None)
+        if not hasattr(config, "to_dict"):
+            raise ReshardError(f"{type(model).__name__} is no transformers model: it has no config")
+        self.config = config
+        self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._reshard()
+        self.held = [held for held in _held(model) if all(held.box.lengths)]
+        self._names = [held.name for held in self.held for _ in range(held.matrices)]
+
+    def _reshard(self) -> None:
+        """Some modules keep their parameters whole after a forward, the outermost by default; those would be
+        taken for whole ones."""
+        for module in self._sharded:
+            module.reshard()
+
+    @property
+    def regions(self) -> list[Region]:
+        """See `Trainer.regions`: one for each local tensor, of experts in one tensor one for each expert.
+
+        Made anew from what FSDP holds now: it makes new local tensors when the model is moved, and one that
+        is kept here would keep its memory from being freed.
+        """
+        self._reshard()
+        found = []
+        for held, tensor in zip(self.held, self._tensors(), strict=True):
+            elements, pitch = tensor.numel() // held.matrices, tensor.shape[-1] if tensor.ndim else 1
+            found += [Region(tensor, index * elements, pitch) for index in range(held.matrices)]
+        return found
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """The local tensors, as they are now. Raises ReshardError where one is not as it was at connect."""
+        found = [held.tensor for held in self.held]
+        for held, tensor in zip(self.held, found, strict=True):
+            if tensor.shape != held.box.lengths:
+                raise ReshardError(
+                    f"the trainer's {held.name} is not sharded as it was at connect: refit "
+                    f"between two training steps"
+                )
+            if not tensor.is_contiguous():
+                raise ReshardError(
+                    f"the trainer's {held.name} has strides {list(tensor.stride())}: its "
+                    f"rows are not contiguous"
+                )
+        return found
+
+    @property
+    def device(self) -> torch.device | None:
+        """See `Trainer.device`: by the mesh, since FSDP may keep parameters in host memory."""
+        for held in self.held:
+            parameter = held.module._parameters.get(held.key)
+            if isinstance(parameter, DTensor) and parameter.device_mesh.device_type == "cuda":
+                return torch.device("cuda", torch.cuda.current_device())
+        return super().device
+
+    def name_of(self, index: int) -> str:
+        """The parameter's name in the model."""
+        return self._names[index]
+
+    def addresses(self) -> list[int]:
+        """Where the local tensors are now."""
+        self._reshard()
+        return [tensor.data_ptr() for tensor in self._tensors()]
+
+    def check_memory(self, device: torch.device) -> None:
+        """See `Trainer.check_memory`; shards that FSDP keeps in host memory are named."""
+        for held in self.held:
+            parameter = held.module._parameters.get(held.key)
+            offloaded = (
+                isinstance(parameter, DTensor)
+                and parameter.device_mesh.device_type != "cpu" == held.tensor.device.type
+            )
+            if offloaded:
+                where = f"is on {held.tensor.device} (CPUOffloadPolicy)"
+                raise ReshardError(
+                    f"the trainer's {held.name} {where}, and a refit reads from a GPU: move "
+                    f"the whole model there first"
+                )
+        super().check_memory(device)
+
+    def check_model(self, model: Model) -> None:
+        """See `Trainer.check_model`: by transformers' config of the model."""
+        mine = Model.from_hf(published(self.config.to_dict(), "the trainer's config"), "the trainer's config")
+        for name, (ours, theirs) in different_fields(mine, model).items():
+            raise ReshardError(
+                f"the trainer's {name} is {ours}, but the served model's is {theirs} ({model.where})"
+            )
+
+    def publish(self, model: Model) -> list[LocalTensor]:
+        """See `Trainer.publish`."""
+        shapes = expand(model).shapes
+        found = [local for held in self.held for local in _locals(held, shapes)]
+        unknown = sorted({self._names[index] for index, local in enumerate(found) if local is None})
+        if unknown:
+            raise ReshardError(
+                f"the trainer's model holds {len(unknown)} parameters that {model.family.name} does not "
+                f"have: {listed(unknown)}"
+            )
+        return [local._replace(id=index) for index, local in enumerate(found) if local is not None]
+
+
+def _held(model: torch.nn.Module) -> Iterator[Held]:
+    """Every parameter and persistent buffer once, with the box that is here."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        persistent = {
+            key: t for key, t in module._buffers.items() if key not in module._non_persistent_buffers_set
+        }
+        for key, tensor in {**module._parameters, **persistent}.items():
+            if tensor is None or id(tensor) in seen:
+                continue  # tied embeddings have two names
+            seen.add(id(tensor))
+            name = f"{path}.{key}" if path else key
+            for wrapper in WRAPPERS:
+                name = name.replace(wrapper, "")
+            if type(_local(tensor.detach())) is not torch.Tensor or tensor.dtype.itemsize < 2:
+                raise ReshardError(
+                    f"the trainer's {name} is quantised, and quantised parameters cannot be refitted from"
+                )
+            yield Held(name, module, key, tuple(tensor.shape), _box(name, tensor))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _box(name: str, tensor: torch.Tensor) -> Box:
+    """Which box of the whole this rank has."""
+    if not isinstance(tensor, DTensor):
+        return whole(tuple(tensor.shape))
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ReshardError(
+            f"the trainer's {name} is a sum of which this rank has a term "
+            f"({list(tensor.placements)}), and no part of it"
+        )
+    lengths, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return Box(tuple(offsets), tuple(lengths))
+
+
+def _locals(held: Held, shapes: Mapping[str, tuple[int, ...]]) -> list[LocalTensor | None]:
+    """The local tensors of a parameter, one for each of its regions; None where the model has none such.
+
+    Raises ReshardError where it has another shape.
+    """
+    if len(held.shape) < 3:
+        if held.name not in shapes:
+            return [None]
+        _check_shape(held, shapes[held.name])
+        zero = (0,) * len(held.shape)
+        return [LocalTensor(0, held.box.lengths, (Part(held.name, held.box, zero),))]
+    (first, row, column), (experts, rows, columns) = held.box
+    prefix, _, fused = held.name.rpartition(".")
+    found: list[LocalTensor | None] = []
+    for expert in range(first, first + experts):
+        names = [f"{prefix}.{expert}.{part}.weight" for part in FUSED.get(fused, ())]
+        if not names or names[0] not in shapes:
+            found.append(None)
+            continue
+        height, width = shapes[names[0]]
+        _check_shape(held, (held.shape[0], height * len(names), width))
+        here, parts = Box((row, column), (rows, columns)), []
+        for index, name in enumerate(names):
+            common = Box((index * height, 0), (height, width)).intersect(here)
+            if common is not None:
+                box = Box(common.relative_to((index * height, 0)), common.lengths)
+                parts.append(Part(name, box, common.relative_to(here.offsets)))
+        found.append(LocalTensor(0, (rows, columns), tuple(parts)))
+    return found
+
+
+def _check_shape(held: Held, shape: tuple[int, ...]) -> None:
+    if held.shape != shape:
+        raise ReshardError(f"the trainer's {held.name} has shape {list(held.shape)}, expected {list(shape)}")
