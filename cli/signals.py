@@ -48,7 +48,7 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 
 def _unraisable(found: Any) -> None:
-    """Where Python can only report an exception (in a finaliser), an interrupt would be lost."""
+    """Where Python can only report an exception (in a finalizer), an interrupt would be lost."""
     if issubclass(found.exc_type, KeyboardInterrupt):
         _leave()
     sys.__unraisablehook__(found)

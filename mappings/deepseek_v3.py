@@ -95,7 +95,7 @@ class DeepseekV3(Family):
         ("attention_bias", (False,), "Megatron's add_bias_linear puts a bias on the MLP too"),
         ("scoring_func", ("sigmoid",), "only DeepSeek-V3's sigmoid router is mapped"),
         ("topk_method", ("noaux_tc",), "only DeepSeek-V3's router with a bias for each expert is mapped"),
-        ("norm_topk_prob", (True,), "Megatron's sigmoid router always normalises the chosen scores"),
+        ("norm_topk_prob", (True,), "Megatron's sigmoid router always normalizes the chosen scores"),
         ("moe_layer_freq", (1,), "DeepSeek-V3 has experts in every layer after the first dense ones"),
     )
 

@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6: half of each head turns; q and k normalised or not; sigmoid routing with a bias for each expert, shared experts after some
+"""GLM-4.5, 4.6: half of each head turns; q and k normalized or not; sigmoid routing with a bias for each expert, shared experts after some
 dense layers, multi-token prediction.
 
 The entries are explained in `reshard.models.family`, the columns of `layer` in `reshard.models.tables`.
@@ -80,5 +80,5 @@ class Glm4Moe(Family):
     # Refused by name: what Megatron-Core has no place for.
     refused = (
         ("hidden_act", ("silu",), "Megatron's --swiglu is SiLU"),
-        ("norm_topk_prob", (True,), "Megatron's sigmoid router always normalises the chosen scores"),
+        ("norm_topk_prob", (True,), "Megatron's sigmoid router always normalizes the chosen scores"),
     )

@@ -46,7 +46,26 @@ _MODULES = {
     "read_model": "storage.sources",
     "save": "megatron.live.save",
 }
-__all__ = [*_MODULES]
+__all__ = [
+    "AutoBridge",
+    "Layout",
+    "ReshardError",
+    "VllmLayout",
+    "check",
+    "diff",
+    "estimate_memory",
+    "export",
+    "hf_to_mcore",
+    "ignored_config_fields",
+    "inspect",
+    "load",
+    "mcore_to_hf",
+    "offload",
+    "onload",
+    "plan_refit",
+    "read_model",
+    "save",
+]
 
 
 def __dir__() -> list[str]:

@@ -13,7 +13,7 @@ from tests import warm
 # Pytest's workers are forked by a program that stands for a Python; what they start as sys.executable is to be a real one.
 sys.executable = os.environ.get("WARM_EXECUTABLE", sys.executable)
 
-# vLLM's quantised kernels would be built aside by every process that imports them, two processes with torch for each.
+# vLLM's quantized kernels would be built aside by every process that imports them, two processes with torch for each.
 os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
 # Ray's workers would have only what all other tests leave of the cores.
 os.environ.setdefault("RAY_worker_niceness", "0")

@@ -261,8 +261,8 @@ def adapter_of(hf: str) -> str:
 
 
 def int8_experts(pairs: list) -> dict:
-    """What a vLLM answers that serves from experts in int8, which it has quantised and packed itself, after a refit from each of two Megatron
-    checkpoints, and what ones answer that have loaded them; how it serves, and the names of parameters that lie elsewhere afterwards."""
+    """What a vLLM answers that serves from experts in int8, which it has quantized and packed itself, after a refit from each of two Megatron
+    checkpoints, and what ones answer that have loaded them; how it serves, and the names of parameters that lie elsewhere afterward."""
     from reshard import Layout
     from reshard.engines.vllm.compat import plain_weights
     from reshard.engines.vllm.live import VllmModel
@@ -279,7 +279,7 @@ def int8_experts(pairs: list) -> dict:
     destination = VllmModel.from_llm(llm)
     link = connect(Members.of_process_group(), MegatronModel(trainer.models), destination)
     addresses = {key: tensor.data_ptr() for key, tensor in destination.tensors.items()}
-    found: dict = {"quantised": link.describe()["quantised"]}
+    found: dict = {"quantized": link.describe()["quantized"]}
     found["refitted"] = said_after_refits(pairs, trainer, link, llm, answers)
     now = VllmModel.from_llm(llm).tensors
     found["moved"] = [key for key, tensor in now.items() if tensor.data_ptr() != addresses[key]]
@@ -339,9 +339,9 @@ def with_int4():
 
 
 def compressed_layers(pairs: list) -> dict:
-    """For each pair of a Megatron checkpoint and the same weights as compressed-tensors quantises them: what a vLLM on two ranks answers
+    """For each pair of a Megatron checkpoint and the same weights as compressed-tensors quantizes them: what a vLLM on two ranks answers
     and serves from, which has started with dummy weights, after a refit, and what one answers and serves from that has loaded the compressed ones;
-    what is said of a layer that serves from another's weights; and the names of what lies elsewhere afterwards."""
+    what is said of a layer that serves from another's weights; and the names of what lies elsewhere afterward."""
     import torch
     import torch.distributed as dist
 
@@ -384,7 +384,7 @@ def compressed_layers(pairs: list) -> dict:
     destination = VllmModel.from_llm(llm)
     link = connect(Members.of_process_group(), MegatronModel(trainer.models), destination)
     addresses = {key: tensor.data_ptr() for key, tensor in destination.tensors.items()}
-    found: dict = {"quantised": link.describe()["quantised"], "refitted": [], "loaded": []}
+    found: dict = {"quantized": link.describe()["quantized"], "refitted": [], "loaded": []}
     for step, (mcore, _) in enumerate(pairs):
         if step:
             trainer.load(Path(mcore))
@@ -578,7 +578,7 @@ def transferable(path: str, **options):
                weight_transfer_config={"backend": "reshard"}, **options)  # fmt: skip
 
 
-def transfer_quantised(pairs: list, port: int) -> dict:
+def transfer_quantized(pairs: list, port: int) -> dict:
     """Two ``LLM`` in fp8 by tensor, each of which has loaded one of two checkpoints: what they answer before, and after each of the two in
     turn has come to both by vLLM's weight transfer; and how many of their parameters are in fp8."""
     from reshard import Layout

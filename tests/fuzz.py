@@ -43,8 +43,8 @@ from tests.oracle import dequantized, hf_tensors, megatron_tensors, same, stored
 MEMORY_BYTES = 2 << 30
 SECONDS = 30  # of a core; a busy machine may take four times as long
 FAMILIES = ("qwen3-moe", "llama-rope-tied", "deepseek-v3")
-# How what is written back is quantised.
-QUANTISED = {"deepseek-v3": "fp8", "qwen3-moe": "int8_per_channel"}
+# How what is written back is quantized.
+QUANTIZED = {"deepseek-v3": "fp8", "qwen3-moe": "int8_per_channel"}
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # their padding is no model's
 GOOD = ("refused", "right", "right for what the files say now", "differs")
 
@@ -91,7 +91,7 @@ def subjects(folder: Path, families: tuple[str, ...] = FAMILIES) -> list[Subject
             _shard(published)
         truth = hf_tensors(published)
         hf_to_mcore(published, mcore, Layout(tp=2), sync=False)
-        way = QUANTISED.get(family, False)
+        way = QUANTIZED.get(family, False)
         mcore_to_hf(mcore, back, max_shard_size="200KB", sync=False, quantize=way)
         _save_by_torch(mcore, saved)
         megatron = stored_tensors(mcore / "release")
@@ -285,7 +285,7 @@ def answered(subject: Subject, command: str, folder: Path, outcome: Outcome) -> 
         outcome.verdict, outcome.detail, outcome.seconds, outcome.memory_bytes = words[0]
         if outcome.verdict == "answered":
             outcome.verdict, outcome.detail = (
-                words[1] if len(words) > 1 else ("no judgement", "the judge ended early")
+                words[1] if len(words) > 1 else ("no judgment", "the judge ended early")
             )
         elif outcome.seconds > SECONDS:
             outcome.verdict, outcome.detail = "time", f"{outcome.seconds:.0f} s until: {outcome.detail}"
@@ -339,7 +339,7 @@ def judged(command: str, subject: Subject, folder: Path, status: int, printed: s
         )
         return ("wrong", f"{wrong[:3]}") if wrong else ("right for what the files say now", "")
     except BaseException:
-        return "no judgement", traceback.format_exc(limit=-3)
+        return "no judgment", traceback.format_exc(limit=-3)
 
 
 def _unlike_the_truth(subject: Subject, spoiled: Path) -> list[str]:

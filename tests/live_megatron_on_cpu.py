@@ -211,7 +211,7 @@ def save_each(rank: int, flags: list[str], hf: str, mcore: str, folder: str, ddp
     ]
     later = reshard.save(wrapped, f"{folder}/later", hf, background=True, iteration=7, **options)
     spoil(models)
-    reports += [later.result(), reshard.save(wrapped, f"{folder}/spoilt", hf, format="hf", **options)]
+    reports += [later.result(), reshard.save(wrapped, f"{folder}/spoiled", hf, format="hf", **options)]
     assert later.done()
     return [report.to_dict() for report in reports], exported, lying[2]
 

@@ -45,7 +45,7 @@ REFIT = (
     "leaves_what_vllms_own_loader or mtp_layers or traced_layout or do_not_fit or forgotten or drafter or wrapped or nothing_brings",
 )
 # What needs no build of vLLM for the CPU.
-QUANTISED = (
+QUANTIZED = (
     "tests/test_fp8.py",
     "tests/test_reloads.py",
     "tests/test_compressed.py",
@@ -146,9 +146,9 @@ def cells() -> list[Cell]:
     ]
     found += [
         Cell(
-            "Engines that are quantised, or load a Megatron checkpoint",
+            "Engines that are quantized, or load a Megatron checkpoint",
             "vLLM 0.33.0, torch 2.14",
-            _own(["vllm==0.33.0", "torch==2.14.0", *BESIDE], QUANTISED),
+            _own(["vllm==0.33.0", "torch==2.14.0", *BESIDE], QUANTIZED),
         )
     ]
     found += [

@@ -1,6 +1,6 @@
 """Real Megatron-Core models on a CPU: built from command-line flags as Megatron-LM builds them, saved and loaded by its own code.
 
-Only what needs a CUDA device is replaced: the current device, synchronisation, the CUDA RNG tracker, and for DeepSeek-V3 the core
+Only what needs a CUDA device is replaced: the current device, synchronization, the CUDA RNG tracker, and for DeepSeek-V3 the core
 attention (the local one rejects MLA's head sizes).
 """
 

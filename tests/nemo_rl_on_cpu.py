@@ -277,7 +277,7 @@ def setups(policy, generation) -> dict:
         "no Megatron": made(megatron_cfg={"enabled": False}), "another worker": made(vllm_kwargs={"worker_cls": "a.B"}),
         "adapters": made(megatron_cfg={"enabled": True, "peft": {"enabled": True}}), "fp8": made(vllm_cfg={"precision": "fp8"}),
         "drafts": made(vllm_kwargs={"speculative_config": {"num_speculative_tokens": 2}}),
-        "fp8 cache": made(vllm_cfg={"kv_cache_dtype": "fp8_e4m3"}), "draft": made(draft={"enabled": True}), "quantised": made(quant_cfg="a"),
+        "fp8 cache": made(vllm_cfg={"kv_cache_dtype": "fp8_e4m3"}), "draft": made(draft={"enabled": True}), "quantized": made(quant_cfg="a"),
     }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ def bits(tensor: torch.Tensor) -> tuple:
 
 
 def dequantized(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a Hugging Face directory; fp8 weights times their scales, in bf16, and what compressed-tensors has quantised by channel
+    """All tensors of a Hugging Face directory; fp8 weights times their scales, in bf16, and what compressed-tensors has quantized by channel
     in the scales' dtype."""
     tensors, config = hf_tensors(directory), json.loads((directory / "config.json").read_text())
     rows, columns = (config.get("quantization_config") or {}).get("weight_block_size") or (128, 128)

@@ -31,7 +31,7 @@ DEVICE = os.environ.get("RESHARD_TEST_DEVICE", "cpu")
 
 @contextlib.contextmanager
 def on_the_cpu():
-    """Models are built and loaded here, as if there were no GPU: what that replaces of torch is put back afterwards."""
+    """Models are built and loaded here, as if there were no GPU: what that replaces of torch is put back afterward."""
     if DEVICE == "cpu":
         yield
         return
@@ -198,7 +198,7 @@ def refit_twice(
     memory before every refit; `ddp` wraps them for a distributed optimizer; `traced` takes the vLLM names out of the tables; `published` are
     the directories that vLLM's own loader is to load, if not those, names with an end that is `ignored` are not looked at. Returns, for engine ranks, what vLLM then holds, what
     its own loader makes of the two Hugging Face checkpoints, the names whose address has changed, and the reports.
-    With `round_bytes` what vLLM quantises itself comes in rounds of so many; `unknown` forgets the kernels of which we know how they serve from fp8 blocks.
+    With `round_bytes` what vLLM quantizes itself comes in rounds of so many; `unknown` forgets the kernels of which we know how they serve from fp8 blocks.
     """
     reload.ROUND_BYTES = options.pop("round_bytes", reload.ROUND_BYTES)
     if options.pop("unknown", False):
@@ -255,7 +255,7 @@ def refit_twice(
 
 
 def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict):
-    """What a verified refit into an engine that quantises itself says: as it is; where a scale, or a code, changes after it has arrived;
+    """What a verified refit into an engine that quantizes itself says: as it is; where a scale, or a code, changes after it has arrived;
     where vLLM's processing fails, and where it leaves another number beside the weights; where a check ends in its middle; and at last as it is. And whether the layers and
     their kernels are the objects that they were, and what is said of them. Of a trainer in another process, what each refit says."""
     reload.ROUND_BYTES = 1  # a layer at a time
@@ -317,7 +317,7 @@ def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tu
     destination.unlike, destination.settle = ends, lambda: layer.weight_scale.data.mul_(1.5)
     found.append(said())
     destination.unlike, destination.settle = unlike, settle
-    return [*found, said(), objects() == before, link.describe()["quantised"]]
+    return [*found, said(), objects() == before, link.describe()["quantized"]]
 
 
 def static_inputs(
@@ -338,7 +338,7 @@ def static_inputs(
     source, destination = MegatronModel(trainer(flags, mcore)[0]), VllmModel(module, config)
     link = connect(members, source, destination)
     link.refit(verify=True)
-    held, described = fingerprint(module), link.describe()["quantised"]
+    held, described = fingerprint(module), link.describe()["quantized"]
     destination.begin()
     again = caught(lambda: VllmModel(module, config))
     fresh = [loaded(directory, **engine) for directory in directories[1:]]
@@ -417,7 +417,7 @@ def absorbed_where_it_was(
     rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict, rebinds: bool
 ):
     """What lies after each of two refits where MLA's matrices lay when the engine was started, where CUDA graphs read them; what engines make that
-    have loaded those checkpoints; how many matrices there are; and what a verified refit says where one of them changes afterwards, and then."""
+    have loaded those checkpoints; how many matrices there are; and what a verified refit says where one of them changes afterward, and then."""
     if rebinds:
         rebind_absorbed()
 

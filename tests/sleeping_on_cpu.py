@@ -169,7 +169,7 @@ def of_both(module: torch.nn.Module, draft: torch.nn.Module | None) -> dict[str,
 def drafted(rank: int, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict) -> dict:
     """An engine with a drafter, both of which start with weights of no meaning, is refitted from a trainer that has the MTP layers: the names of
     what is not then as vLLM's own loader makes it of each checkpoint, in model and drafter; after it has slept at level 2; which of the drafter's
-    parameters are its own; what is said of them; and what a verified refit says where one of them changes afterwards."""
+    parameters are its own; what is said of them; and what a verified refit says where one of them changes afterward."""
     chunks, load = trainer(flags, checkpoints[0][1])
     worker, module, draft, _ = with_drafter(checkpoints[0][0], load_format="dummy", **engine)
     destination = VllmModel.from_worker(worker)

@@ -112,7 +112,7 @@ def spoil(trainer) -> None:
 
 
 def theirs(trainer) -> dict[str, str]:
-    """What ms-swift's own sync leaves in a spoilt engine."""
+    """What ms-swift's own sync leaves in a spoiled engine."""
     from swift.megatron.trainers.grpo_trainer import MegatronGRPOTrainer
 
     from reshard.engines.vllm.compat import plain_weights
@@ -124,7 +124,7 @@ def theirs(trainer) -> dict[str, str]:
 
 
 def loaded(trainer, hf: str) -> dict[str, str]:
-    """What vLLM's loader leaves of the files in a spoilt engine."""
+    """What vLLM's loader leaves of the files in a spoiled engine."""
     from safetensors.torch import load_file
 
     spoil(trainer)
@@ -270,7 +270,7 @@ def loaded_and_saved(source, path: str) -> dict[str, str]:
     for chunk in source.models:
         for parameter in chunk.parameters():
             parameter.data.fill_(0.5)
-    said["spoilt"] = like(saved("spoilt"))
+    said["spoiled"] = like(saved("spoiled"))
     said["plain"] = caught(lambda: reshard.load(source.models, path))
     reshard.load(source, path)
     return said | {"loaded": like(saved("loaded"))}

@@ -35,7 +35,7 @@ def test_scipy_gains_no_more(size):
 
 
 def test_greedy_would_not_do():
-    """The control: each row's own favourite, taken in turn, gains less."""
+    """The control: each row's own favorite, taken in turn, gains less."""
     gains = np.array([[5, 4], [5, 0]])
     assert best_assignment(gains) == [1, 0] and gain(gains, [1, 0]) > gain(gains, [0, 1])
 

@@ -27,8 +27,8 @@ from reshard.refit.blocks import (
     PLACES,
     STRIP,
     cut,
-    quantise,
-    quantise_on_host,
+    quantize,
+    quantize_on_host,
     size_of,
     strips_of,
 )
@@ -110,8 +110,8 @@ def test_whatever_the_pieces_and_their_dtypes_each_block_is_made_of_bf16_of_all_
             for left, right in pairwise(sides)]  # fmt: skip
     table, into, held = pieces_of(values, cuts, sources=sources)
     strips = strips_of(table, into, np.arange(len(cuts)), places[0])
-    quantise_on_host(strips.items, strips.fragments, "fp32")
-    codes, scales = quantise(rounded(values), "fp32")
+    quantize_on_host(strips.items, strips.fragments, "fp32")
+    codes, scales = quantize(rounded(values), "fp32")
     assert np.array_equal(places[1][:, :columns], codes.view(np.uint8)) and np.array_equal(places[2], scales)
     assert (places[1][:, columns:] == 0xEE).all() and len(held) == len(cuts)
 
@@ -119,7 +119,7 @@ def test_whatever_the_pieces_and_their_dtypes_each_block_is_made_of_bf16_of_all_
 def test_fp32_that_is_not_rounded_to_bf16_first_makes_other_codes_and_scales():
     values = weights(256, 256)
     for rounding in ROUNDINGS:
-        (codes, scales), (first, factors) = quantise(values, rounding), quantise(rounded(values), rounding)
+        (codes, scales), (first, factors) = quantize(values, rounding), quantize(rounded(values), rounding)
         assert (codes.view(np.uint8) != first.view(np.uint8)).any()
         assert (scales != factors).any() == (rounding == "fp32")
 
@@ -128,8 +128,8 @@ def test_blocks_that_no_piece_reaches_stay_as_they_are():
     values, places = weights(256, 1500), places_for((256, 1500))
     table, into, held = pieces_of(values, [(0, 0, 128, 256), (0, 512, 128, 988)])
     strips = strips_of(table, into, np.arange(2), places[0])
-    quantise_on_host(strips.items, strips.fragments, "fp32")
-    codes, scales = quantise(rounded(values), "fp32")
+    quantize_on_host(strips.items, strips.fragments, "fp32")
+    codes, scales = quantize(rounded(values), "fp32")
     reached = np.ones((256, 1500), bool)
     reached[128:], reached[:, 256:512] = False, False
     assert np.array_equal(places[1][:, :1500][reached], codes.view(np.uint8)[reached]) and len(held) == 2
@@ -178,7 +178,7 @@ def test_both_ends_of_a_pair_cut_alike_and_what_travels_is_what_is_made_in_place
         Round.of([(sends, start)], index, cpu).run()
         Round.of([(receives, start)], index, cpu).run()
     for tensor in tensors:
-        codes, scales = quantise(rounded(tensor.values), tensor.rounding)
+        codes, scales = quantize(rounded(tensor.values), tensor.rounding)
         rows, columns = codes.shape
         assert np.array_equal(tensor.codes[:, :columns], codes.view(np.uint8)) and np.array_equal(
             tensor.plain, tensor.arrived
@@ -298,7 +298,7 @@ def test_power_of_two_scales_round_up_and_rounding_twice_loses_more():
     values = rounded(weights(512, 512))
     error = {}
     for rounding in ROUNDINGS:
-        codes, scales = quantise(values, rounding)
+        codes, scales = quantize(values, rounding)
         back = codes.astype(np.float32) * scales.repeat(BLOCK, 0).repeat(BLOCK, 1)
         error[rounding] = float(
             np.sqrt(
@@ -319,7 +319,7 @@ def test_the_kernel_makes_what_the_host_makes():
 
 
 def interpret() -> None:
-    from reshard.refit.kernels import quantise_strips
+    from reshard.refit.kernels import quantize_strips
 
     # The interpreter does not round fp8 as GPUs do: these are numbers that become codes without.
     rng = np.random.default_rng(0)
@@ -342,14 +342,14 @@ def interpret() -> None:
         table, into, held = pieces_of(values, cuts, shift, sources)
         places, codes, scales = places_for((rows, columns))
         strips = cut(table, into, np.zeros(len(cuts), np.int64), places, blocks)
-        quantise_strips(
+        quantize_strips(
             *(torch.from_numpy(some) for some in (strips.items, strips.fragments)),
             rounding,
             not shift,
             blocks,
             size_of(strips.fragments[:, ELEMENT_BYTES]),
         )
-        wanted, factors = quantise(values, rounding, divide=False)
+        wanted, factors = quantize(values, rounding, divide=False)
         found = codes[:, :columns].view(E4M3.numpy()).astype(np.float32)
         assert np.array_equal(scales, factors) and np.array_equal(found, wanted.astype(np.float32))
         assert np.array_equal(np.signbit(found), np.signbit(wanted.astype(np.float32)))
@@ -358,7 +358,7 @@ def interpret() -> None:
 
 
 def served_in_blocks(hf: str, mcore: str, folder: Path) -> str:
-    """The checkpoint as published in fp8, quantised as vLLM does, which `blocks_that_differ` compares with vLLM's own function; with the
+    """The checkpoint as published in fp8, quantized as vLLM does, which `blocks_that_differ` compares with vLLM's own function; with the
     config of a conversion."""
     folder.mkdir(parents=True)
     for file in Path(hf).iterdir():
@@ -368,7 +368,7 @@ def served_in_blocks(hf: str, mcore: str, folder: Path) -> str:
     for name, tensor in load_file(Path(hf) / "model.safetensors").items():
         tensors[name] = tensor
         if tensor.ndim == 2 and not name.endswith(HIGH_PRECISION):
-            codes, scales = quantise(tensor.view(torch.int16).numpy().view(BF16.numpy()), "fp32")
+            codes, scales = quantize(tensor.view(torch.int16).numpy().view(BF16.numpy()), "fp32")
             tensors[name] = torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e4m3fn)
             tensors[f"{name}_scale_inv"] = torch.from_numpy(scales)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -493,7 +493,7 @@ def test_a_check_sees_what_changed_and_parts_that_were_lost_and_connect_sees_oth
     )
     assert ("k_proj" in lost and "q_proj" not in lost) if trainers > 1 else lost == "no error"
     assert "scales its fp8 keys and values by numbers that load_format='dummy' has made up" in cache
-    assert "this vLLM quantises blocks with fp32 scales in another way than reshard" in arithmetic
+    assert "this vLLM quantizes blocks with fp32 scales in another way than reshard" in arithmetic
     for there in trainer:
         assert there[0] == there[4] == "no error" and "q_proj" in there[1] and "q_proj" in there[2]
 

@@ -105,14 +105,14 @@ def test_a_field_that_megatron_does_not_have_is_refused():
 
 def test_what_has_to_come_before_a_model_is_said(checkpoint):
     model, layout = read_model(str(checkpoint("qwen3"))), Layout()
-    with pytest.raises(ReshardError, match="torch.distributed is not initialised: start this with torchrun"):
+    with pytest.raises(ReshardError, match="torch.distributed is not initialized: start this with torchrun"):
         initialize_parallel(layout)
     with pytest.raises(
         ReshardError, match="Transformer Engine is not installed: install it, or pass transformer_impl"
     ):
         build_megatron(model, layout)
     with pytest.raises(
-        ReshardError, match="Megatron's parallel state is not initialised: call reshard.megatron.build"
+        ReshardError, match="Megatron's parallel state is not initialized: call reshard.megatron.build"
     ):
         build_megatron(model, layout, transformer_impl="local")
     with pytest.raises(ReshardError, match="dtype is 'bf16', not one of torch.bfloat16"):

@@ -21,7 +21,7 @@ from reshard.engines.vllm.compressed import codes_of, codes_of_blocks, scales_of
 from reshard.engines.vllm.layers import Compressed, Packed
 from reshard.engines.vllm.recipes import Held, refuse_parts_of_blocks
 from reshard.storage import channels
-from reshard.storage import quantized as quantised_slabs
+from reshard.storage import quantized as quantized_slabs
 from tests.checkpoints import make
 from tests.oracle import hf_tensors, same
 from tests.ranks import free_port, run_on_ranks
@@ -73,7 +73,7 @@ def magnitudes(weight: torch.Tensor, how: QuantizationArgs) -> tuple[torch.Tenso
     return blocks.amin((1, 3)), blocks.amax((1, 3))
 
 
-def quantised(weight: torch.Tensor, kind: str, strategy: str) -> dict[str, torch.Tensor]:
+def quantized(weight: torch.Tensor, kind: str, strategy: str) -> dict[str, torch.Tensor]:
     """What a matrix is stored as, by the package's own functions and the ends of names; codes come first, then scales."""
     how = arguments(kind, strategy)
     scales, zeros = calculate_qparams(*magnitudes(weight, how), how)
@@ -137,7 +137,7 @@ def test_codes_and_scales_are_those_of_the_package(kind, strategy, dtype):
 
     for number, weight in enumerate(cases):
         weight = weight.contiguous()
-        stored = quantised(weight, kind, strategy)
+        stored = quantized(weight, kind, strategy)
         codes, scales, *_ = stored.values()
         least, most = magnitudes(weight, how)
         ours = scales_of(torch.maximum(-least, most).reshape(scales.shape), CODES[kind])
@@ -161,7 +161,7 @@ def test_codes_and_scales_are_those_of_the_package(kind, strategy, dtype):
             assert torch.equal(given[end].view(torch.uint8), theirs.view(torch.uint8)), number
     # The next scale of that dtype makes other codes, but in fp32, where the one after some does.
     weight = values[44:]
-    codes, scales, *_ = quantised(weight, kind, strategy).values()
+    codes, scales, *_ = quantized(weight, kind, strategy).values()
     other = scales.reshape(-1, scales.shape[-1]) * (1.01 if dtype == torch.float32 else 1)
     other = torch.nextafter(other, 2 * other)
     assert not torch.equal(codes_by(weight, other), codes if words else codes.view(torch.uint8))
@@ -227,7 +227,7 @@ def compressed(
     only: str = "_proj",
     **more,
 ) -> str:
-    """A checkpoint as llm-compressor writes it, quantised by the package's own functions: weights with `only` in their names."""
+    """A checkpoint as llm-compressor writes it, quantized by the package's own functions: weights with `only` in their names."""
     folder.mkdir(parents=True)
     for file in Path(directory).iterdir():
         if file.suffix != ".safetensors":
@@ -237,7 +237,7 @@ def compressed(
         tensors[name] = tensor
         if only in name and name.endswith(".weight") and tensor.ndim == 2:
             layer = name.removesuffix(".weight")
-            stored = quantised(tensors.pop(name), kind, strategy)
+            stored = quantized(tensors.pop(name), kind, strategy)
             tensors |= {name + end: one for end, one in stored.items()}
             if static:
                 fused = f"{seed} {layer}".replace("up_proj", "gate_proj")  # vLLM wants both to be the same
@@ -376,7 +376,7 @@ def test_a_real_vllm_serves_layers_that_a_refit_has_made(variant, kind, strategy
     served = said["refitted"][0]["served"][0]
     ends = ("_proj.weight_packed", "_proj")
     assert sum(name.endswith(ends) for name in served) == 16, "what layers multiply with is compared"
-    assert [one["kernel"] for one in said["quantised"]] == [kernel]
+    assert [one["kernel"] for one in said["quantized"]] == [kernel]
     assert (
         "1 tensors did not arrive as they are in the trainer: model.layers.1.mlp.down_proj.weight"
         in said["mixed up"]
@@ -420,7 +420,7 @@ def test_scales_of_inputs_stay_as_they_were_loaded(variant, kind, converted, tmp
             "a scale for each tensor, scales of the input as they were loaded" in one["how"]
             for one in described
         )
-        assert "quantises its input by a scale that comes with a checkpoint and that no trainer has" in dummy
+        assert "quantizes its input by a scale that comes with a checkpoint and that no trainer has" in dummy
 
 
 def test_a_rank_that_fails_keeps_nobody_waiting_and_a_check_sees_what_changed(converted, tmp_path):
@@ -522,7 +522,7 @@ def test_a_conversion_writes_what_the_package_makes(
 ):
     hf, mcore = converted(variant)[0]
     monkeypatch.setattr(channels, "SLAB_BYTES", 2048)  # a few rows at a time
-    monkeypatch.setattr(quantised_slabs, "SLAB_BYTES", 2048)
+    monkeypatch.setattr(quantized_slabs, "SLAB_BYTES", 2048)
     mcore_to_hf(mcore, tmp_path / "out", quantize=way, max_shard_size="100KB", workers=2)
     wanted = load_file(Path(compressed(hf, tmp_path / "package", kind, strategy)) / "model.safetensors")
     assert same(hf_tensors(tmp_path / "out"), wanted) == []
@@ -546,7 +546,7 @@ def test_a_conversion_writes_what_the_package_makes(
         mcore_to_hf(mcore, tmp_path / "fp32", quantize=way, dtype="fp32")
 
 
-def test_a_conversion_refuses_what_it_cannot_quantise(converted, tmp_path):
+def test_a_conversion_refuses_what_it_cannot_quantize(converted, tmp_path):
     mcore = converted("qwen3-moe")[0][1]
     with pytest.raises(
         ReshardError,
@@ -633,7 +633,7 @@ def test_configs_that_no_megatron_checkpoint_can_serve_are_refused_in_one_senten
     output["config_groups"]["group_0"]["targets"] += ["re:.*lm_head"]
     output["ignore"] = []
     sentences = {
-        "wants activations of group_0 quantised by scales that come with a checkpoint": static,
+        "wants activations of group_0 quantized by scales that come with a checkpoint": static,
         "'num_bits': 4, 'type': 'int', 'strategy': 'group', 'symmetric': True, 'group_size': 32}, and of these reshard makes 8 bits": groups,
         "'symmetric': False, 'group_size': 32}, and of these reshard makes 8 bits": asymmetric,
         "and packed int4 or int8 for each channel or group, with plain activations, all symmetric": ordered,
@@ -641,11 +641,11 @@ def test_configs_that_no_megatron_checkpoint_can_serve_are_refused_in_one_senten
         "lm_head is loaded by CompressedTensorsLinearMethod (CompressedTensorsW8A8Fp8), for which reshard cannot": output,
     }
     cases = []
-    for number, quantisation in enumerate(sentences.values()):
+    for number, quantization in enumerate(sentences.values()):
         folder = tmp_path / str(number)
         folder.mkdir()
         config = json.loads((Path(mcore) / "hf" / "config.json").read_text()) | {
-            "quantization_config": quantisation
+            "quantization_config": quantization
         }
         (folder / "config.json").write_text(json.dumps(config))
         cases.append((mcore, RESHARD | {"hf_config_path": str(folder), "hf_overrides": {}}))

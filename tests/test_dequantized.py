@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from reshard import Layout, check, diff, hf_to_mcore, inspect, mcore_to_hf
 from reshard.core.dtypes import dtype_named
 from reshard.storage import packed
-from reshard.storage.dequantized import dequantise
+from reshard.storage.dequantized import dequantize as dequantize_rows
 from reshard.storage.huggingface import HuggingFaceSource
 from tests.checkpoints import make
 from tests.oracle import hf_tensors, megatron_tensors, same, stored_tensors
@@ -68,7 +68,7 @@ def test_every_number_is_that_of_the_package(
     start = min(start, rows - 1)
     first, out = start // shared[0], np.empty((rows - start, columns), dtype_named(str(to)).numpy())
     code = dtype_named(str(CODES[kind]))
-    dequantise(
+    dequantize_rows(
         in_numpy(codes[start:]).view(np.uint8),
         in_numpy(scales[first:]),
         shared,
@@ -123,7 +123,7 @@ def test_every_number_of_packed_codes_is_that_of_the_package(
     zeros = None if symmetric else in_numpy(whole["_zero_point"][start // together :])
     out = np.empty((rows - start, weight.shape[1]), dtype_named(str(to)).numpy())
     words, scales = in_numpy(whole["_packed"][start:]), in_numpy(whole["_scale"][start:])
-    packed.dequantise(words, scales, bits, out, zeros, start % together)
+    packed.dequantize(words, scales, bits, out, zeros, start % together)
     expected = in_numpy(unpacked_by_package(whole, **how).to(to)[start:])
     assert (expected.view(f"u{to.itemsize}") == out.view(f"u{to.itemsize}")).all()
 
@@ -181,7 +181,7 @@ def write(
 
 
 def plain_twin(source: Path, folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    """The directory of the numbers that a quantised one stands for."""
+    """The directory of the numbers that a quantized one stands for."""
     folder.mkdir()
     config = json.loads((source / "config.json").read_text())
     del config["quantization_config"]
@@ -302,13 +302,13 @@ def test_what_a_conversion_writes_is_a_source(way, checkpoint, tmp_path):
     hf_to_mcore(tmp_path / "source", tmp_path / "again", Layout(tp=2, pp=2, ep=2, etp=1))
     mcore_to_hf(tmp_path / "again", tmp_path / "back")
     assert same(hf_tensors(tmp_path / "back"), wanted) == []
-    # What was quantised is so again, and nothing else.
-    mcore_to_hf(tmp_path / "again", tmp_path / "quantised", quantize="fp8_per_channel")
-    assert {name for name in hf_tensors(tmp_path / "quantised") if name.endswith("_scale")} == set(scales)
+    # What was quantized is so again, and nothing else.
+    mcore_to_hf(tmp_path / "again", tmp_path / "quantized", quantize="fp8_per_channel")
+    assert {name for name in hf_tensors(tmp_path / "quantized") if name.endswith("_scale")} == set(scales)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_what_no_scale_can_hold_is_not_quantised(number, checkpoint, tmp_path):
+def test_what_no_scale_can_hold_is_not_quantized(number, checkpoint, tmp_path):
     source = Path(shutil.copytree(checkpoint("qwen3", dtype=torch.bfloat16), tmp_path / "source"))
     tensors = load_file(source / "model.safetensors")
     tensors[NAME][-1, 3] = number
@@ -425,8 +425,8 @@ FAULTS = {
     "packed codes": (lambda config, tensors: tensors.update({f"{NAME}_packed": torch.zeros(64, 32, dtype=torch.int32)}),
                      f"holds {NAME}_packed, which none of its config_groups has packed"),
     "an order of columns": (lambda config, tensors: tensors.update({f"{NAME}_g_idx": torch.zeros(256, dtype=torch.int32)}), f"holds {NAME}_g_idx, and {INSTEAD}"),
-    "int4": (of_group(num_bits=4, type="int", strategy="group", group_size=32), f"group_0 quantises weights as .*'num_bits': 4.*, and {INSTEAD}"),
-    "asymmetric": (of_group(symmetric=False), f"group_0 quantises weights as .*'symmetric': False.*, and {INSTEAD}"),
+    "int4": (of_group(num_bits=4, type="int", strategy="group", group_size=32), f"group_0 quantizes weights as .*'num_bits': 4.*, and {INSTEAD}"),
+    "asymmetric": (of_group(symmetric=False), f"group_0 quantizes weights as .*'symmetric': False.*, and {INSTEAD}"),
     "by group": (of_group(strategy="group", group_size=32), "'strategy': 'group'"),
     "a type that is a list": (of_group(type=["float"]), r"'type': \['float'\]"),
     "blocks of nothing": (of_group(strategy="block", block_structure=[0, 32]), r"block_structure of group_0 is \[0, 32\], not two positive"),
@@ -437,7 +437,7 @@ FAULTS = {
     "transformed": (of_config(transform_config={"config_groups": {"R4": {}}}), "weights are transformed, by transform_config"),
     "groups that are a list": (of_config(config_groups=[1]), r"config_groups is \[1\], not an object with groups"),
     "a group that is text": (of_config(config_groups={"group_0": "FP8"}), "not an object with groups"),
-    "no groups": (of_config(config_groups={}), "its config_groups quantise no weights, and it holds .*weight_scale"),
+    "no groups": (of_config(config_groups={}), "its config_groups quantize no weights, and it holds .*weight_scale"),
     "another tensor": (lambda config, tensors: tensors.update({"model.layers.0.self_attn.x.weight": torch.ones(2)}), "holds 1 that qwen3 does not have"),
 }  # fmt: skip
 
@@ -451,7 +451,7 @@ PACKED_FAULTS = {
     "plain beside packed": (lambda config, tensors: tensors.update({NAME: torch.ones(64, 256)}), f"holds both {NAME} and {NAME}_packed: remove one of them"),
     "zero points alone": (lambda config, tensors: tensors.update({"model.x.weight_zero_point": torch.ones(2)}),
                           "model.x.weight_zero_point does not belong to codes, model.x.weight_packed"),
-    "columns by another order": (of_group(actorder="group"), f"group_0 quantises weights as .*, and {INSTEAD}"),
+    "columns by another order": (of_group(actorder="group"), f"group_0 quantizes weights as .*, and {INSTEAD}"),
     "neither symmetric nor not": (of_group(symmetric="no"), "'symmetric': 'no'"),
     "no zero points": (lambda config, tensors: tensors.pop(f"{NAME}_zero_point"),
                        rf"{NAME}_packed is int32 \[64, 32\] without zero points, which is no weight of \[64, 256\] in int4 by groups of 32, asymmetric"),
@@ -464,7 +464,7 @@ PACKED_FAULTS = {
     "half the words": (of_scale(lambda codes: codes[:, ::2].contiguous(), f"{NAME}_packed"), r"_packed is int32 \[64, 16\] with zero points, which is no weight"),
     "words of 8 bits": (of_scale(lambda codes: codes.to(torch.int8), f"{NAME}_packed"), r"_packed is int8 \[64, 32\]"),
     "8 bits": (of_group(num_bits=8), "which is no weight of .* in int8 by groups of 32"),
-    "3 bits": (of_group(num_bits=3), f"group_0 quantises weights as .*'num_bits': 3.*, and {INSTEAD}"),
+    "3 bits": (of_group(num_bits=3), f"group_0 quantizes weights as .*'num_bits': 3.*, and {INSTEAD}"),
     "bits that are a fraction": (of_group(num_bits=4.0), "'num_bits': 4.0"),
     "floats": (of_group(type="float"), f"'type': 'float'.*, and {INSTEAD}"),
     "packed blocks": (of_group(strategy="block", block_structure=[32, 32]), "'strategy': 'block'"),
@@ -478,7 +478,7 @@ PACKED_FAULTS = {
     "another weight": (lambda config, tensors: tensors.update({f"model.layers.0.x.weight{end}": tensors[NAME + end].clone() for end in ("_packed", "_scale", "_shape", "_zero_point")}),
                        "holds 1 that qwen3 does not have: model.layers.0.x.weight"),
     "in no format": (lambda config, tensors: [config.pop("format"), config["config_groups"]["group_0"].pop("format")],
-                     f"group_0 quantises weights as .*, and {INSTEAD}"),
+                     f"group_0 quantizes weights as .*, and {INSTEAD}"),
 }  # fmt: skip
 READ_LATER = ("a scale that is no number", "a packed scale that is no number")  # what `inspect` does not read
 

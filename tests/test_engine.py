@@ -107,7 +107,7 @@ def test_an_engine_that_serves_lora_adapters_is_refitted_below_them(converted, t
     not torch.cpu._is_avx512_bf16_supported(),
     reason="vLLM's build for the CPU has int8 experts where that knows bf16 in AVX512",
 )
-def test_experts_that_vllm_quantises_and_packs_itself_serve_what_they_serve_after_loading(tmp_path):
+def test_experts_that_vllm_quantizes_and_packs_itself_serve_what_they_serve_after_loading(tmp_path):
     pairs = []
     for seed in (0, 1):
         hf, mcore = tmp_path / f"hf {seed}", tmp_path / f"mcore {seed}"
@@ -117,7 +117,7 @@ def test_experts_that_vllm_quantises_and_packs_itself_serve_what_they_serve_afte
     said = run(tmp_path, 1, "int8_experts", pairs)
     assert said["refitted"] == said["loaded"], "equal to the last bit"
     assert said["refitted"][0] != said["refitted"][1] and not said["moved"] and "torch.int8" in said["dtypes"]
-    assert said["quantised"] == [
+    assert said["quantized"] == [
         {"how": "Int8OnlineMoEMethod of vLLM, by a slab", "kernel": "CPU", "layers": 4}
     ]
     report = said["parity"]
@@ -127,7 +127,7 @@ def test_experts_that_vllm_quantises_and_packs_itself_serve_what_they_serve_afte
         and 0 < report["overall"]["mean_abs"] < 0.04
     )
     assert report["limits"]["mean_abs"] is None and report["limits"]["noise_ratio"] == 2.0
-    assert report["quantised"] and 0.5 < report["rounding"]["ratio"] < 2
+    assert report["quantized"] and 0.5 < report["rounding"]["ratio"] < 2
     others = said["parity of others"]
     assert not others["ok"] and others["rounding"]["low"] > 2, "two models of random weights"
     sentences = ("is for a system with vllm: before it", "exact is for a vLLM that is refitted", "with quantization nonsense: ",

@@ -1,4 +1,4 @@
-"""Block-fp8 checkpoints, as DeepSeek-V3 is published: dequantised on the way in, quantised again on request."""
+"""Block-fp8 checkpoints, as DeepSeek-V3 is published: dequantized on the way in, quantized again on request."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from reshard import Layout, ReshardError, check, diff, hf_to_mcore, inspect, mco
 from reshard.megatron.parameters import expand
 from reshard.models.family import families
 from reshard.models.model import Model
-from reshard.storage.dequantized import dequantise
+from reshard.storage.dequantized import dequantize as dequantize_rows
 from tests.oracle import dequantized, hf_tensors, megatron_tensors, same, stored_tensors
 
 CONFIG = {
@@ -62,7 +62,7 @@ def test_numbers_that_are_looked_up_are_the_products(block, rows, columns, start
     scales = torch.randn(last - first, -(-columns // block[1])) * 10.0**magnitude
     out = np.empty((rows, columns), {torch.bfloat16: ml_dtypes.bfloat16, torch.float32: np.float32}[dtype])
     row = start - first * block[0]
-    dequantise(weight.numpy(), scales.numpy(), block, row, out)
+    dequantize_rows(weight.numpy(), scales.numpy(), block, row, out)
     factors = scales.repeat_interleave(block[0], 0)[row : row + rows].repeat_interleave(block[1], 1)
     expected = (weight.view(torch.float8_e4m3fn).float() * factors[:, :columns]).to(dtype)
     ours = torch.from_numpy(out.view(f"i{out.itemsize}")).view(dtype)
@@ -72,7 +72,7 @@ def test_numbers_that_are_looked_up_are_the_products(block, rows, columns, start
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """A DeepSeek-V3 with matrices larger than a block (and not multiples of it), quantised as published; and what it stands for."""
+    """A DeepSeek-V3 with matrices larger than a block (and not multiples of it), quantized as published; and what it stands for."""
     from transformers import AutoModelForCausalLM, DeepseekV3Config
 
     from tests.checkpoints import MLA
@@ -109,7 +109,7 @@ def published(tmp_path_factory):
     return folder
 
 
-def test_fp8_blocks_are_dequantised_on_the_way_in(published, tmp_path):
+def test_fp8_blocks_are_dequantized_on_the_way_in(published, tmp_path):
     hf_to_mcore(published / "fp8", tmp_path / "mcore", Layout(tp=2, pp=2, ep=2, etp=1))
     assert (
         same(stored_tensors(tmp_path / "mcore" / "release"), megatron_tensors(published / "bf16", 512)) == []
@@ -122,7 +122,7 @@ def test_fp8_blocks_are_dequantised_on_the_way_in(published, tmp_path):
     assert "quantization_config" not in config
 
 
-def test_they_are_quantised_again_on_request(published, tmp_path):
+def test_they_are_quantized_again_on_request(published, tmp_path):
     hf_to_mcore(published / "fp8", tmp_path / "mcore", Layout(tp=4, ep=4, etp=2))
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", quantize=True, max_shard_size="1MB")
     ours, theirs = hf_tensors(tmp_path / "back"), hf_tensors(published / "fp8")
@@ -157,7 +157,7 @@ def test_they_are_quantised_again_on_request(published, tmp_path):
     CONFIG | {"ignored_layers": ["model.layers.1.self_attn.o_proj"]}, CONFIG | {"modules_to_not_convert": ["model.layers.1.self_attn.o_proj"]},
     {"quant_method": "compressed-tensors", "format": "float-quantized"},
 ], ids=str)  # fmt: skip
-def test_the_config_says_what_was_quantised_whatever_it_said_before(before, published, tmp_path):
+def test_the_config_says_what_was_quantized_whatever_it_said_before(before, published, tmp_path):
     hf_to_mcore(published / "bf16", tmp_path / "mcore")
     config = json.loads((published / "bf16" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": before}))
@@ -171,7 +171,7 @@ def test_the_config_says_what_was_quantised_whatever_it_said_before(before, publ
     assert found == CONFIG | {"modules_to_not_convert": sorted(kept)}
 
 
-def test_a_bf16_model_can_be_quantised(published, tmp_path):
+def test_a_bf16_model_can_be_quantized(published, tmp_path):
     hf_to_mcore(published / "bf16", tmp_path / "mcore", Layout(tp=2))
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", quantize=True)
     ours, theirs, exact = (
@@ -184,7 +184,7 @@ def test_a_bf16_model_can_be_quantised(published, tmp_path):
     assert same(ours, expected) == []
 
 
-def test_dequantising_to_fp32_keeps_every_bit(published, tmp_path):
+def test_dequantizing_to_fp32_keeps_every_bit(published, tmp_path):
     hf_to_mcore(published / "fp8", tmp_path / "mcore", dtype="fp32")
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
     stored, ours = hf_tensors(published / "fp8"), hf_tensors(tmp_path / "back")
@@ -216,7 +216,7 @@ def test_fp8_that_does_not_add_up_is_refused(spoil, published, tmp_path):
         "no scale": "is float8_e4m3fn without",
         "scale shape": r"expected \[2, 1\]",
         "scale dtype": "not float32",
-        "other method": "quantised as 'awq'",
+        "other method": "quantized as 'awq'",
     }
     with pytest.raises(ReshardError, match=messages[spoil]):
         hf_to_mcore(tmp_path / "source", tmp_path / "out")

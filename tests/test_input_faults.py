@@ -628,4 +628,4 @@ def test_the_judges_of_the_fuzzer_see_what_goes_wrong_without_our_checks(tmp_pat
             lambda found: {"tensors": {n: e | {"shape": [1]} for n, e in found.tensors.items()}},
         )
         found = verdict(saved, "inspect", lambda spoiled: None)
-        assert found.verdict in ("wrong", "no judgement") and fuzz.failed([found])
+        assert found.verdict in ("wrong", "no judgment") and fuzz.failed([found])

@@ -282,7 +282,7 @@ def test_a_save_is_what_the_conversions_make_of_the_same_weights(
             assert later.get(name, later.get(f"iter_0000007/{name}")) == data, name
     assert all(check(tmp_path / saved).ok for saved in ("hf", "mcore", "later"))
     assert unlike_trees(
-        tmp_path / "spoilt", tmp_path / "expected-hf"
+        tmp_path / "spoiled", tmp_path / "expected-hf"
     )  # the control: other weights make other files
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     # Every rank was given every tensor, in small batches, or one rank all of them.
@@ -579,7 +579,7 @@ def test_the_calls_of_mbridge_make_load_export_and_save_a_model(from_config, wei
     for exported, said, wrong in on_ranks(2, "bridge", str(source), str(tmp_path), layout, from_config):
         assert exported == published
         assert wrong[0].startswith("2 ranks cannot be laid out as TP7: world_size (2) is not divisible")
-        assert wrong[1].startswith("layout is TP8, but Megatron's parallel state was initialised with tp=")
+        assert wrong[1].startswith("layout is TP8, but Megatron's parallel state was initialized with tp=")
         assert said == (
             "this bridge was made of a config, which has no weights: give a path" if from_config else ""
         )

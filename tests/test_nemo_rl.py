@@ -105,11 +105,11 @@ def test_a_setup_ends_with_our_synchronizer(said):
     ("no Megatron", "reshard refits from Megatron here: set policy.megatron_cfg.enabled=true"),
     ("another worker", f"vllm_kwargs.worker_cls is a.B: make that {KIND}, or unset it"),
     ("adapters", "the model has LoRA adapters (policy.megatron_cfg.peft), which"),
-    ("fp8", "the rollout is quantised (vllm_cfg.precision), which"),
+    ("fp8", "the rollout is quantized (vllm_cfg.precision), which"),
     ("fp8 cache", "the rollout has an fp8 key-value cache (vllm_cfg.kv_cache_dtype), which"),
     ("drafts", "the rollout drafts tokens (vllm_kwargs.speculative_config), which"),
     ("draft", "a draft model is trained (policy.draft), which"),
-    ("quantised", "the model is quantised (quant_cfg), which"),
+    ("quantized", "the model is quantized (quant_cfg), which"),
 ])  # fmt: skip
 def test_what_a_refit_does_not_cover_is_refused_before_anything_starts(said, config, sentence):
     error, started = said["setup"][config]

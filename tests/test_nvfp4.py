@@ -25,8 +25,7 @@ from reshard import Layout, check, diff, hf_to_mcore, inspect, mcore_to_hf
 from reshard.core.dtypes import dtype_named
 from reshard.engines.vllm.names import vllm_name
 from reshard.models.model import Model
-from reshard.storage import channels, nvfp4, run
-from reshard.storage import quantized as quantised
+from reshard.storage import channels, nvfp4, quantized, run
 from reshard.storage.huggingface import HuggingFaceSource
 from tests import checkpoints
 from tests.oracle import hf_tensors, megatron_tensors, same, stored_tensors
@@ -92,14 +91,14 @@ def of_package(stored: dict[str, torch.Tensor], dtype: torch.dtype = torch.bfloa
 
 
 def by_us(weight: torch.Tensor, number: np.float32) -> dict[str, np.ndarray]:
-    codes, scales = nvfp4.quantise(in_numpy(weight), number)
+    codes, scales = nvfp4.quantize(in_numpy(weight), number)
     return {"_packed": codes, "_scale": scales}
 
 
 def of_us(stored: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     codes, scales, number = (in_numpy(stored[end]) for end in ENDS)
     out = np.empty((len(codes), codes.shape[1] * 2), dtype_named(str(dtype)).numpy())
-    nvfp4.dequantise(codes, scales, number[0], True, out)
+    nvfp4.dequantize(codes, scales, number[0], True, out)
     return torch.from_numpy(out.view(np.uint8)).view(dtype)
 
 
@@ -250,7 +249,7 @@ READ = [
 
 
 @pytest.mark.parametrize("variant, dtype, activations, options", READ)
-def test_what_the_package_stores_is_read_as_it_dequantises(
+def test_what_the_package_stores_is_read_as_it_dequantizes(
     variant, dtype, activations, options, checkpoint, tmp_path, monkeypatch
 ):
     hf = checkpoint(variant, dtype=dtype, **options)
@@ -363,7 +362,7 @@ def test_a_conversion_writes_what_the_package_makes(variant, options, checkpoint
     plain["model.layers.3.mlp.experts.1.up_proj.weight"][5, 7] = -300
     plain["model.layers.3.mlp.experts.2.down_proj.weight"][:, 16:32] = -0.0
     hf_to_mcore(directory(hf, tmp_path / "hf", plain, None), tmp_path / "mcore", Layout(ep=2, etp=1))
-    for module in (quantised, run):
+    for module in (quantized, run):
         monkeypatch.setattr(module, "SLAB_BYTES", 1024)  # a few rows at a time
     report = mcore_to_hf(
         tmp_path / "mcore", tmp_path / "out", quantize="nvfp4", max_shard_size="100KB", workers=2
@@ -387,14 +386,14 @@ def test_a_conversion_writes_what_the_package_makes(variant, options, checkpoint
     assert scheme.targets == ["Linear"] and read.format == "nvfp4-pack-quantized"
     assert "lm_head" in read.ignore and "model.layers.2.mlp.gate" in read.ignore
     assert not {f"{name}.weight" for name in read.ignore} & {*names}
-    # What was quantised is so again, and nothing else.
+    # What was quantized is so again, and nothing else.
     hf_to_mcore(tmp_path / "out", tmp_path / "again")
     mcore_to_hf(tmp_path / "again", tmp_path / "twice", quantize="nvfp4")
     assert hf_tensors(tmp_path / "twice").keys() == wanted.keys()
 
 
 @pytest.mark.parametrize("number", [math.nan, -math.inf])
-def test_a_weight_whose_sibling_holds_what_no_scale_can_hold_is_not_quantised(number, source, tmp_path):
+def test_a_weight_whose_sibling_holds_what_no_scale_can_hold_is_not_quantized(number, source, tmp_path):
     tensors, name = load_file(source / "model.safetensors"), "model.layers.1.self_attn.k_proj.weight"
     tensors[name][-1, 3] = number
     save_file(tensors, source / "model.safetensors")
@@ -414,7 +413,7 @@ NOT_WRITTEN = {
 
 
 @pytest.mark.parametrize("what", NOT_WRITTEN)
-def test_a_conversion_refuses_what_it_cannot_quantise(what, checkpoint, tmp_path):
+def test_a_conversion_refuses_what_it_cannot_quantize(what, checkpoint, tmp_path):
     variant, dtype, options, message = NOT_WRITTEN[what]
     hf = checkpoint(variant, dtype=dtype)
     tensors = {
@@ -467,13 +466,13 @@ FAULTS = {
     "two global scales": (of_part("_global_scale", lambda one: torch.cat([one, one])), r"_global_scale is float32 \[2\], not one number"),
     **{f"a global scale of {number}": (of_part("_global_scale", lambda one, number=number: one * 0 + number),
        f"{NAME}_global_scale is {number}, and what divides all scales of a weight is a positive number: take") for number in (0.0, -3.0, math.inf, math.nan)},
-    "numbers that no dtype holds": (of_part("_global_scale", lambda one: one * 0 + 1e-37), f"{NAME} has numbers that are too large for bfloat16 once dequantised"),
+    "numbers that no dtype holds": (of_part("_global_scale", lambda one: one * 0 + 1e-37), f"{NAME} has numbers that are too large for bfloat16 once dequantized"),
     "zero points": (extra(f"{NAME}_zero_point", torch.zeros(64, 16)), f"holds {NAME}_zero_point, which nvfp4 weights have not, and {INSTEAD}"),
     "a shape": (extra(f"{NAME}_shape", torch.tensor([64, 256])), f"holds {NAME}_shape, which nvfp4 weights have not"),
     "an order of columns": (extra(f"{NAME}_g_idx", torch.zeros(256)), f"holds {NAME}_g_idx, and {INSTEAD}"),
     "another weight": (lambda config, tensors: tensors.update({f"model.x.weight{end}": tensors[NAME + end].clone() for end in ENDS}), "holds 1 that qwen3 does not have: model.x.weight"),
     "another shape than the config's": (lambda config, tensors: tensors.update({NAME + end: tensors[NAME + end][:32].clone() for end in ENDS}), rf"{NAME} has shape \[32, 256\], expected \[64, 256\]"),
-    **{f"{name} {value}": (of_group(**{name: value}), f"group_0 quantises weights as .*'{name}': {value!r:.5}.*, and {INSTEAD}")
+    **{f"{name} {value}": (of_group(**{name: value}), f"group_0 quantizes weights as .*'{name}': {value!r:.5}.*, and {INSTEAD}")
        for name, value in (("num_bits", 8), ("type", "int"), ("strategy", "group"), ("group_size", 32), ("group_size", None), ("symmetric", False), ("actorder", "group"))},
     "mxfp4": (lambda config, tensors: config["config_groups"]["group_0"].update(format="mxfp4-pack-quantized"), "group_0 format is 'mxfp4-pack-quantized'"),
 }  # fmt: skip
@@ -500,9 +499,9 @@ def test_what_does_not_add_up_is_refused_in_one_sentence(what, published, tmp_pa
 
 WANTED = {
     "plain activations": (config_of(), None),
-    "its own activations": (config_of(**INPUTS), "wants activations of group_0 quantised by scales .*: serve it with a config whose input_activations are null"),
+    "its own activations": (config_of(**INPUTS), "wants activations of group_0 quantized by scales .*: serve it with a config whose input_activations are null"),
     "fp8 activations": (config_of(num_bits=8, type="float", strategy="token", dynamic=True), "whose input_activations are null"),
-    **{f"{name} {value}": (({**config_of()}, name, value), f"quantised by compressed-tensors as .*{value}.*, all symmetric, and nvfp4 with plain activations$")
+    **{f"{name} {value}": (({**config_of()}, name, value), f"quantized by compressed-tensors as .*{value}.*, all symmetric, and nvfp4 with plain activations$")
        for name, value in (("group_size", 32), ("num_bits", 8), ("symmetric", False), ("type", "int"))},
     "another order": (({**config_of()}, "actorder", "group"), "all symmetric, and nvfp4 with plain activations$"),
 }  # fmt: skip
@@ -575,7 +574,7 @@ def published_by_nvidia(hf: Path, folder: Path, form: str) -> tuple[Path, dict[s
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_nvidia_publishes_is_read_as_vllm_dequantises(form, checkpoint, tmp_path, monkeypatch):
+def test_what_nvidia_publishes_is_read_as_vllm_dequantizes(form, checkpoint, tmp_path, monkeypatch):
     hf = checkpoint("qwen3-moe" if form == "in a file" else "deepseek-v3-even", dtype=torch.bfloat16)
     source, tensors = published_by_nvidia(hf, tmp_path / "source", form)
     wanted = of_vllm(tensors, torch.bfloat16)
@@ -586,7 +585,7 @@ def test_what_nvidia_publishes_is_read_as_vllm_dequantises(form, checkpoint, tmp
     assert len(left) == 1 and "input_scale" in left[0]
     assert inspect(source).details["modelopt"] == sum(name.endswith("_scale_2") for name in tensors)
     assert diff(source, plain).equal and diff(tmp_path / "mcore", plain).equal
-    # What says how weights are quantised is not left beside those that are not.
+    # What says how weights are quantized is not left beside those that are not.
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
     assert same(hf_tensors(tmp_path / "back"), wanted) == []
     assert not [*tmp_path.glob("mcore/**/hf_quant_config.json"), *tmp_path.glob("back/hf_quant_config.json")]
@@ -604,7 +603,7 @@ NVIDIA_FAULTS = {
     "fp8": (lambda config, tensors: config.update(quant_algo="FP8"), f"its quant_algo is 'FP8', and {OF_NVIDIA}"),
     "no algorithm": (lambda config, tensors: config.pop("quant_algo"), "its quant_algo is None, and"),
     "an algorithm that is a list": (lambda config, tensors: config.update(quant_algo=["NVFP4"]), r"its quant_algo is \['NVFP4'\], and"),
-    "a quantisation that is text": (lambda config, tensors: config.update(quantization="NVFP4"), "its quant_algo is None, and"),
+    "a quantization that is text": (lambda config, tensors: config.update(quantization="NVFP4"), "its quant_algo is None, and"),
     "other groups": (lambda config, tensors: config.update(group_size=32), f"its group_size is 32, not 16, and {OF_NVIDIA}"),
     "no scales": (without("_scale"), f"holds {NAME} without {NAME}_scale, and nvfp4 weights need both"),
     "no second scale": (without("_scale_2"), f"holds {NAME} without {NAME}_scale_2, and nvfp4 weights need both"),

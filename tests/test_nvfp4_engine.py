@@ -51,7 +51,7 @@ def packaged(weight: torch.Tensor, one: torch.Tensor) -> dict[str, torch.Tensor]
 
 
 def cases(dtype: torch.dtype) -> list[torch.Tensor]:
-    """What is hard to quantise."""
+    """What is hard to quantize."""
     values = hard(dtype)
     edges = (torch.arange(-112, 112).view(14, 16) / 8).to(dtype)  # what lies on and between two codes
     edges[:, 0] = 6 * 448
@@ -122,7 +122,7 @@ def test_codes_and_scales_are_those_of_modelopt(dtype):
 
 
 def config_of(inputs: bool = False, modelopt: bool = False, **more) -> dict:
-    """The ``quantization_config`` of a checkpoint, as those are published, where inputs are quantised too or not."""
+    """The ``quantization_config`` of a checkpoint, as those are published, where inputs are quantized too or not."""
     if modelopt:
         ignored = {"ignore": ["lm_head", "*.mlp.gate"]} | more
         return {
@@ -145,7 +145,7 @@ def published(
     modelopt: bool = False,
     **more,
 ) -> str:
-    """A checkpoint as llm-compressor writes it, quantised by the package's own functions, or as ModelOpt does: weights with `only` in their names."""
+    """A checkpoint as llm-compressor writes it, quantized by the package's own functions, or as ModelOpt does: weights with `only` in their names."""
     folder.mkdir(parents=True)
     for file in Path(directory).iterdir():
         if file.suffix != ".safetensors":
@@ -185,7 +185,7 @@ LATENT = {
     "ignore": [*IGNORED, r"re:.*(b|o|gate|up|gate_up|down)_proj$", "re:.*mlp.experts.*"],
 }
 # Fused layers that are one rank's and several ranks', whole experts and parts of them, MLA's fused projections, with biases; with inputs that a
-# kernel quantises, whose scales an engine that started with dummy weights has not, and that Marlin ignores.
+# kernel quantizes, whose scales an engine that started with dummy weights has not, and that Marlin ignores.
 CASES = [
     ("llama-bias", False, "", 1, {}, 1, True, {}),
     ("qwen3", False, f"{TP} 2", 2, {"tp": 2}, 2, True, {"round_bytes": 50_000}),
@@ -268,7 +268,7 @@ def test_scales_of_inputs_stay_as_they_were_loaded(variant, kernels, name, optio
         in one["how"]
         for one in described
     )
-    assert "quantises its input by a scale that comes with a checkpoint and that no trainer has" in dummy
+    assert "quantizes its input by a scale that comes with a checkpoint and that no trainer has" in dummy
 
 
 @pytest.mark.parametrize("modelopt", [False, True])
@@ -321,17 +321,17 @@ def test_an_engine_that_loads_a_megatron_checkpoint_holds_what_it_has_of_the_one
 def test_configs_that_no_megatron_checkpoint_can_serve_are_refused_in_one_sentence(converted, tmp_path):
     mcore = converted("qwen3")[0][1]
     sentences = {
-        "wants activations of group_0 quantised by scales that come with a checkpoint": config_of(inputs=True),
-        "wants weights quantised by modelopt as 'MXFP8', and of these reshard makes W4A16_NVFP4 alone": {"quant_method": "modelopt", "quantization": "MXFP8"},
-        "wants weights quantised by modelopt as 'NVFP4', and of these reshard makes W4A16_NVFP4": config_of(True, modelopt=True),
-        "lm_head is loaded by ModelOptNvFp4W4A16LinearMethod, for which reshard cannot quantise": config_of(modelopt=True, ignore=["*.mlp.gate"]),
+        "wants activations of group_0 quantized by scales that come with a checkpoint": config_of(inputs=True),
+        "wants weights quantized by modelopt as 'MXFP8', and of these reshard makes W4A16_NVFP4 alone": {"quant_method": "modelopt", "quantization": "MXFP8"},
+        "wants weights quantized by modelopt as 'NVFP4', and of these reshard makes W4A16_NVFP4": config_of(True, modelopt=True),
+        "lm_head is loaded by ModelOptNvFp4W4A16LinearMethod, for which reshard cannot quantize": config_of(modelopt=True, ignore=["*.mlp.gate"]),
     }  # fmt: skip
     cases = []
-    for number, quantisation in enumerate(sentences.values()):
+    for number, quantization in enumerate(sentences.values()):
         folder = tmp_path / str(number)
         folder.mkdir()
         config = json.loads((Path(mcore) / "hf" / "config.json").read_text()) | {
-            "quantization_config": quantisation
+            "quantization_config": quantization
         }
         (folder / "config.json").write_text(json.dumps(config))
         cases.append((mcore, RESHARD | {"hf_config_path": str(folder), "hf_overrides": {}}))

@@ -95,11 +95,11 @@ def test_a_converted_model_is_the_model_at_any_layout(variant, written, loaded, 
 @pytest.mark.parametrize("variant, way", [("qwen3-moe", "fp8_per_channel"), ("qwen3", "nvfp4")])
 def test_of_a_checkpoint_by_compressed_tensors_the_weights_are_compared(variant, way, converted, tmp_path):
     _, mcore = converted(variant)
-    mcore_to_hf(mcore, tmp_path / "quantised", quantize=way, dtype="bf16")
-    hf_to_mcore(tmp_path / "quantised", tmp_path / "mcore", transformer_impl="local")
-    report = run(tmp_path / "quantised", tmp_path / "mcore")
+    mcore_to_hf(mcore, tmp_path / "quantized", quantize=way, dtype="bf16")
+    hf_to_mcore(tmp_path / "quantized", tmp_path / "mcore", transformer_impl="local")
+    report = run(tmp_path / "quantized", tmp_path / "mcore")
     assert report["ok"] and report["overall"]["max_abs"] < 1e-4 and report["overall"]["tokens"] == 80
-    assert not run(tmp_path / "quantised", mcore)["ok"], "other weights: those before they were quantised"
+    assert not run(tmp_path / "quantized", mcore)["ok"], "other weights: those before they were quantized"
 
 
 def test_weights_that_transformers_would_read_as_others_are_refused(converted, tmp_path):
@@ -116,7 +116,7 @@ def test_weights_that_transformers_would_read_as_others_are_refused(converted, t
     (tmp_path / "modelopt" / "config.json").write_text(json.dumps(config))
     with pytest.raises(
         ReshardError,
-        match="does not read weights that ModelOpt has quantised, as those of .*modelopt: compare",
+        match="does not read weights that ModelOpt has quantized, as those of .*modelopt: compare",
     ):
         parity(str(tmp_path / "modelopt"), str(mcore))
 

@@ -53,7 +53,7 @@ def test_every_element_arrives_where_it_belongs(src, dst):
         assert (array == values["w"][slices(part.box)]).all()
 
 
-def test_neighbouring_rows_are_one_transfer():
+def test_neighboring_rows_are_one_transfer():
     whole_w = Placement.canonical(SHAPES)
     rows = Placement.of(
         SHAPES,

@@ -1,4 +1,4 @@
-"""Refits into an engine that quantises plain weights itself after loading, through vLLM's own processing."""
+"""Refits into an engine that quantizes plain weights itself after loading, through vLLM's own processing."""
 
 from pathlib import Path
 
@@ -79,7 +79,7 @@ def test_a_check_makes_it_again_and_what_fails_leaves_the_layers_as_they_were(to
     )
     for there in trainer:
         assert there[0] == there[6] == "no error" and all("_proj" in some for some in there[1:5])
-    plain, scale, code, failed, number, middle, mended, same, quantised = said
+    plain, scale, code, failed, number, middle, mended, same, quantized = said
     assert plain == mended == "no error" and same and "the check ends here" in middle
     for said in (scale, code):
         assert (
@@ -96,5 +96,5 @@ def test_a_check_makes_it_again_and_what_fails_leaves_the_layers_as_they_were(to
         in number[0]
     )
     assert failed[1:] == number[1:] == (False, True), "unfit to serve, with all that it had"
-    assert {one["kernel"] for one in quantised} == {"ChannelWiseTorchFP8ScaledMMLinearKernel", "TRITON"}
-    assert all("of vLLM, by a slab" in one["how"] and one["layers"] for one in quantised)
+    assert {one["kernel"] for one in quantized} == {"ChannelWiseTorchFP8ScaledMMLinearKernel", "TRITON"}
+    assert all("of vLLM, by a slab" in one["how"] and one["layers"] for one in quantized)

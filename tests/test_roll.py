@@ -89,7 +89,7 @@ def test_a_rank_that_has_nothing_to_give_is_not_waited_for(said):
 
 def test_what_a_refit_does_not_cover_is_left_to_roll(said):
     assert said["left"] == [
-        "", "the model has LoRA adapters", "the rollout drafts tokens (speculative_config)", "the rollout is quantised (quantization)",
+        "", "the model has LoRA adapters", "the rollout drafts tokens (speculative_config)", "the rollout is quantized (quantization)",
         "the rollout's strategy is sglang, not vllm", "the trainer's strategy is fsdp2_train, not megatron_train",
         "the model takes more than text",
     ]  # fmt: skip

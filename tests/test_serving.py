@@ -62,11 +62,11 @@ def test_a_config_that_wants_fp8_gets_the_blocks_that_a_conversion_writes(tmp_pa
     make(tmp_path / "hf", "served-blocks", dtype=torch.bfloat16)
     hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", Layout(tp=2))
     mcore_to_hf(tmp_path / "mcore", tmp_path / "fp8", quantize=True)
-    hf_to_mcore(tmp_path / "fp8", tmp_path / "dequantised", Layout(tp=2))
-    mcore_to_hf(tmp_path / "dequantised", tmp_path / "again", quantize=True)
+    hf_to_mcore(tmp_path / "fp8", tmp_path / "dequantized", Layout(tp=2))
+    mcore_to_hf(tmp_path / "dequantized", tmp_path / "again", quantize=True)
     excepted = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
     excepted["modules_to_not_convert"].append("model.layers.1.self_attn.o_proj")
-    cases = [(tmp_path / "mcore", RESHARD | dict(hf_config_path=str(tmp_path / "fp8"))), (tmp_path / "dequantised", RESHARD),
+    cases = [(tmp_path / "mcore", RESHARD | dict(hf_config_path=str(tmp_path / "fp8"))), (tmp_path / "dequantized", RESHARD),
              (tmp_path / "mcore", RESHARD), (tmp_path / "mcore", RESHARD | dict(hf_overrides={"quantization_config": excepted}))]  # fmt: skip
     *found, without = run_on_ranks(1, "streamed", cases, module="serving_on_cpu")[0]
     name = "model.layers.1.self_attn.o_proj.weight"
@@ -90,9 +90,9 @@ def test_a_router_that_the_config_does_not_except_is_in_blocks_too(tmp_path):
     excepted = RESHARD | dict(hf_config_path=str(tmp_path / "fp8"))
     everything = RESHARD | dict(hf_overrides={"quantization_config": config})
     cases = [(tmp_path / "mcore", excepted), (tmp_path / "mcore", everything)]
-    plain, quantised = run_on_ranks(1, "routers", str(tmp_path / "hf"), cases, module="serving_on_cpu")[0]
+    plain, quantized = run_on_ranks(1, "routers", str(tmp_path / "hf"), cases, module="serving_on_cpu")[0]
     assert plain == {f"{name}.weight": True for name in routers}
-    assert quantised == {
+    assert quantized == {
         f"{name}.{part}": True for name in routers for part in ("weight", "weight_scale_inv")
     }
 
@@ -138,7 +138,7 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(checkpoint, tmp_path):
             RESHARD | dict(model_loader_extra_config={"threads": 3}),
             "knows nothing: it takes whole_tensors",
         ),
-        (tmp_path / "int4", RESHARD, "wants weights quantised as 'gptq'"),
+        (tmp_path / "int4", RESHARD, "wants weights quantized as 'gptq'"),
     ]
     said = run_on_ranks(1, "refused", [case[:2] for case in cases], module="serving_on_cpu")[0]
     for (_, _, sentence), found in zip(cases, said, strict=True):

@@ -106,8 +106,8 @@ INTERRUPT = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.
 @pytest.mark.parametrize("module", [
     INTERRUPT,
     f"try:\n    {INTERRUPT.replace(chr(10), chr(10) + '    ')}\nexcept KeyboardInterrupt:\n    raise ImportError('numpy is broken')",
-    f"class Finalised:\n    def __del__(self):\n        {INTERRUPT.replace(chr(10), chr(10) + '        ')}\nFinalised()",
-], ids=["plain", "taken for something else", "in a finaliser"])  # fmt: skip
+    f"class Finalized:\n    def __del__(self):\n        {INTERRUPT.replace(chr(10), chr(10) + '        ')}\nFinalized()",
+], ids=["plain", "taken for something else", "in a finalizer"])  # fmt: skip
 def test_an_interrupt_during_imports_is_an_interrupt(module, checkpoint, tmp_path):
     done = run("inspect", checkpoint("qwen3"), module=module, tmp_path=tmp_path)
     assert done.returncode == 130 and done.stderr.strip() == "Interrupted." and done.stdout == ""

@@ -140,12 +140,12 @@ def test_what_a_refit_does_not_cover_goes_by_ms_swifts_own_sync_with_a_line_in_t
         assert said["left"]["served"] == said["syncs"][1]["ours"]
         assert said["left"]["version"] == [3, 3], "no refit has run"
         assert said["left"]["lines"] == [
-            "ms-swift's own weight sync is used: the parameters are quantised (fp8_param_gather)"
+            "ms-swift's own weight sync is used: the parameters are quantized (fp8_param_gather)"
         ]
         assert said["reasons"] == {
             "none": "", "tuner_type": "the model has adapters (tuner_type lora)",
-            "fp8_param_gather": "the parameters are quantised (fp8_param_gather)",
-            "fp4_param_gather": "the parameters are quantised (fp4_param_gather)",
+            "fp8_param_gather": "the parameters are quantized (fp8_param_gather)",
+            "fp4_param_gather": "the parameters are quantized (fp4_param_gather)",
             "use_megatron_fsdp": "the parameters are sharded by Megatron's FSDP (use_megatron_fsdp)",
             "is_multimodal": "the model is multimodal", "vllm_mode": "vLLM runs in a server (vllm_mode)",
         }  # fmt: skip
@@ -162,7 +162,7 @@ def test_a_model_of_mcore_bridge_is_the_served_one_by_its_frequencies_and_factor
     assert said["another kind"] == "the trainer's model has no rotary embedding as mcore-bridge 1.6 makes it"
     loaded = said["loaded and saved"]
     assert loaded.pop("plain").startswith(f"the trainer's {setting} is" if setting else "no error")
-    assert loaded == {"saved": "True", "spoilt": "False", "loaded": "True"}
+    assert loaded == {"saved": "True", "spoiled": "False", "loaded": "True"}
 
 
 def test_an_adapter_without_its_trainer_says_what_is_missing():

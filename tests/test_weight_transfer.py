@@ -144,7 +144,7 @@ def test_every_engine_of_a_server_with_several_is_refitted(tmp_path):
         assert all(one not in after for one in before), "the control: it had loaded other weights"
 
 
-def test_engines_that_have_quantised_what_they_loaded_answer_as_ones_that_have_loaded_the_same_weights(
+def test_engines_that_have_quantized_what_they_loaded_answer_as_ones_that_have_loaded_the_same_weights(
     tmp_path,
 ):
     pairs = []
@@ -153,7 +153,7 @@ def test_engines_that_have_quantised_what_they_loaded_answer_as_ones_that_have_l
         make(hf, "served-qwen3", torch.bfloat16, seed=seed)
         hf_to_mcore(hf, mcore, Layout())
         pairs.append((str(hf), str(mcore)))
-    found = run(tmp_path, 1, "transfer_quantised", pairs, free_port())
+    found = run(tmp_path, 1, "transfer_quantized", pairs, free_port())
     assert found["in fp8"] == [[16], [16]], "four linear layers of four"
     for step, loaded in enumerate(found["loaded"]):
         assert found[f"version {step}"] == [loaded, loaded], "equal to the last bit"

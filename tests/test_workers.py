@@ -250,7 +250,7 @@ def test_thousands_of_files_take_no_longer_each():
     assert time.process_time() - start < 20  # a minute and more when every take looked at all of them
 
 
-def test_batches_are_neighbours_and_go_where_the_fewest_write():
+def test_batches_are_neighbors_and_go_where_the_fewest_write():
     sizes = {f"{file}{index}": 1 << 20 for file in "ab" for index in range(8)} | {"a-large": 9 << 20}
     batches = Batches(sizes, lambda name: name[0], 4 << 20)
     assert len(batches) == 5

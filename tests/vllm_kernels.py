@@ -1,4 +1,4 @@
-"""What vLLM's online quantisations find on a GPU, for `tests.vllm_on_cpu`: kernels that quantise, by torch; and kernels that multiply, which
+"""What vLLM's online quantizations find on a GPU, for `tests.vllm_on_cpu`: kernels that quantize, by torch; and kernels that multiply, which
 are chosen and never run."""
 
 import os
@@ -18,18 +18,18 @@ except ImportError:  # where older versions have it
     from vllm.model_executor.layers.fused_moe.fused_marlin_moe import MarlinExperts
 
 
-def quantised(output, values, scale, largest, least: float = 0.0) -> None:
+def quantized(output, values, scale, largest, least: float = 0.0) -> None:
     """The e4m3 of a matrix and its scale for each row, or for all of it: in the place of vLLM's kernels for GPUs."""
     scale.copy_((largest.reshape(scale.shape).float() / 448).clamp(least))
     output.copy_((values.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn))
 
 
 def by_tensor(output, values, scale) -> None:
-    quantised(output, values, scale, values.abs().amax())
+    quantized(output, values, scale, values.abs().amax())
 
 
 def by_token(output, values, scale, bound=None) -> None:
-    quantised(output, values, scale, values.abs().amax(1), 1 / (448 * 512))
+    quantized(output, values, scale, values.abs().amax(1), 1 / (448 * 512))
 
 
 def as_it_is(output, values, scale, group_shape=None) -> None:
@@ -76,13 +76,13 @@ linear_kernels.MarlinFP8ScaledMMLinearKernel.is_supported = classmethod(
     lambda cls, capability=None: (True, None)
 )
 linear_kernels._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.OOT] = [linear_kernels.MarlinFP8ScaledMMLinearKernel]
-# Those of nvfp4 that multiply with plain inputs, as Marlin does on a GPU before sm100, and that quantise them.
+# Those of nvfp4 that multiply with plain inputs, as Marlin does on a GPU before sm100, and that quantize them.
 linear_kernels.MarlinNvFp4LinearKernel.is_supported = classmethod(lambda cls, capability=None: (True, None))
 linear_kernels._POSSIBLE_NVFP4_KERNELS[PlatformEnum.OOT] = [
     linear_kernels.MarlinNvFp4LinearKernel,
     linear_kernels.EmulationNvFp4LinearKernel,
 ]
-# Those of experts that quantise what comes in, where they are asked for by name.
+# Those of experts that quantize what comes in, where they are asked for by name.
 for experts, name in ((FlashInferExperts, "flashinfer_cutlass"), (CutlassExpertsFp4, "cutlass")):
     experts.is_supported_config = staticmethod(
         lambda cls, config, *rest, name=name: (config.moe_backend == name, None)

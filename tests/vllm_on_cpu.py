@@ -73,7 +73,7 @@ from tests import vllm_models
 vllm_models.register()
 
 # Kernels that read fp8 blocks as they are loaded, as on a GPU without DeepGEMM; they too are not run.
-torch._dynamo.config.disable = True  # what quantises them is compiled on a GPU
+torch._dynamo.config.disable = True  # what quantizes them is compiled on a GPU
 
 
 def multiplied(kernel, A, B, As, Bs):

@@ -22,13 +22,13 @@ from collections.abc import Callable, Mapping
 PASSED_ON = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGCONT")
 # Those that are passed have lower numbers.
 FILES = min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-# What vLLM imports where a config says that weights are quantised, whatever it says.
-QUANTISED = (
+# What vLLM imports where a config says that weights are quantized, whatever it says.
+QUANTIZED = (
     "vllm.model_executor.layers.quantization.auto_awq", "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
     "vllm.model_executor.layers.quantization.quark.quark", "vllm.models.deepseek_v4.quant_config",
 )  # fmt: skip
 # What takes long to import in processes of an engine, of a trainer, and on ranks (ranks.py) or in pytest's workers.
-OF_ENGINES = ("tests.entry_points", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "megatron.core", "transformers", *QUANTISED)  # fmt: skip
+OF_ENGINES = ("tests.entry_points", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "megatron.core", "transformers", *QUANTIZED)  # fmt: skip
 WITH_RAY = ("tests.without_ray", *OF_ENGINES, "tests.with_ray")  # in an environment that has Ray
 OF_TRAINERS = ("reshard.parity.megatron", "reshard.parity.huggingface", "megatron.core", "transformers")
 OF_RANKS = (
@@ -36,7 +36,7 @@ OF_RANKS = (
     "tests.disk", "tests.docstrings", "reshard.engines.vllm.loader", "vllm.v1.executor", "vllm.distributed.weight_transfer",
     "vllm.plugins.lora_resolvers.filesystem_resolver", "vllm.plugins.lora_resolvers.hf_hub_resolver", "vllm.v1.attention.backends.triton_attn",
     "vllm.v1.attention.backends.mla.triton_mla", "megatron.core.dist_checkpointing.gpt_checkpoint_interop", "transformers.generation.utils",
-    "bokeh.plotting", *QUANTISED,
+    "bokeh.plotting", *QUANTIZED,
 )  # fmt: skip
 servers: list = []  # with their standard inputs, at whose end they end
 

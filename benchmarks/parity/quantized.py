@@ -1,4 +1,4 @@
-"""An engine that serves quantised weights: is it the same whether vLLM loads and quantises them itself, loads
+"""An engine that serves quantized weights: is it the same whether vLLM loads and quantizes them itself, loads
 them from a Megatron checkpoint, or is refitted; and how far are its logprobs from bf16?
 
     torchrun --nproc-per-node 1 -m benchmarks.parity.quantized qwen3-30b-a3b --folder /dev/shm/fp8 [--ways published fp8 mxfp8] [--json FILE]
@@ -8,7 +8,7 @@ and converted to Megatron-Core. `published` is the checkpoint in fp8 blocks, mad
 vLLM then reads from a config; `published-fp8_per_channel`, `published-int8_per_channel`, `published-fp8_per_tensor`,
 `published-fp8_per_block`, `published-int4_per_group`, `published-int4_per_group_32`, `published-int4_per_channel` and `published-nvfp4` are
 in the format of compressed-tensors, as ``mcore-to-hf --quantize`` writes it; `published-fp8_weight_only` and
-`published-nvfp4_w4a4` are of these the ones with plain and with quantised activations; `modelopt-nvfp4` is as ModelOpt writes it; any other way is vLLM's own ``quantization=``. Every engine scores the same
+`published-nvfp4_w4a4` are of these the ones with plain and with quantized activations; `modelopt-nvfp4` is as ModelOpt writes it; any other way is vLLM's own ``quantization=``. Every engine scores the same
 prompts and goes on with some of them by CUDA graphs. Checked: an engine that started with other weights and
 is refitted (blocks: exactly) has the loaded one's parameters, logprobs and tokens to the last bit, in the
 same graphs, with no parameter elsewhere, also after 20 refits; and so has one that vLLM's loader fills from
@@ -16,7 +16,7 @@ the Megatron checkpoint (`published`: those of the checkpoint that ``mcore-to-hf
 arithmetic is the CPU's). An engine that says other logprobs when it is asked again, as those with Marlin's
 kernels may, is held to its parameters only. Reported: each engine against the bf16 one, blocks that are rounded once among them;
 as a control, an engine whose trainer has one output projection of another sign; and a refit's milliseconds
-beside those of vLLM's own reloading (full tensors, ``load_weights``, quantised layer by layer).
+beside those of vLLM's own reloading (full tensors, ``load_weights``, quantized layer by layer).
 """
 
 import argparse
@@ -157,7 +157,7 @@ class Places(NamedTuple):
 
 
 def publish(places: Places) -> None:
-    """What was converted, quantised by vLLM's own function, on the GPU where there is one."""
+    """What was converted, quantized by vLLM's own function, on the GPU where there is one."""
     from safetensors.torch import load_file, save_file
 
     from benchmarks.processes import device
@@ -174,7 +174,7 @@ def publish(places: Places) -> None:
 
 
 def set_inputs(folder: Path, dynamic: str | None) -> None:
-    """Let a checkpoint by compressed-tensors say that activations are as they are, or quantised as its weights are."""
+    """Let a checkpoint by compressed-tensors say that activations are as they are, or quantized as its weights are."""
     config = json.loads((folder / "config.json").read_text())
     [group] = config["quantization_config"]["config_groups"].values()
     group["input_activations"] = None if dynamic is None else group["weights"] | {"dynamic": dynamic}
@@ -211,10 +211,10 @@ def publish_by_modelopt(places: Places) -> None:
     folder = places.compressed(MODELOPT)
     folder.mkdir()
     plain = load_file(places.hf / "model.safetensors")
-    quantised = [name for name, weight in plain.items() if quantizable(name, weight)]
-    largest = {name: plain[name].abs().max().view(1) for name in quantised}
+    quantized = [name for name, weight in plain.items() if quantizable(name, weight)]
+    largest = {name: plain[name].abs().max().view(1) for name in quantized}
     stored = {name: weight for name, weight in plain.items() if name not in largest}
-    for name in quantised:
+    for name in quantized:
         together = torch.stack([largest[one] for one in fused(name) if one in largest]).max().view(1)
         made = stored_as(plain[name].to(device()), together.to(device()), ModelOpt())
         stored |= {name + end: one.cpu() for end, one in made.items()}
@@ -237,7 +237,7 @@ class Engines:
 
     @contextmanager
     def one(self, what: str, path: Path, **options):
-        """An engine, which is gone afterwards."""
+        """An engine, which is gone afterward."""
         from reshard.parity.vllm import forget_engine
 
         start = time.monotonic()
@@ -291,7 +291,7 @@ class Engines:
 
 
 def compare(way: str, engines: Engines, places: Places, trainer) -> dict:
-    """Loaded by vLLM, loaded from Megatron's checkpoint, and refitted, all quantised in one way."""
+    """Loaded by vLLM, loaded from Megatron's checkpoint, and refitted, all quantized in one way."""
     published = way in ALL_PUBLISHED
     config = places.hf
     if published:
@@ -359,7 +359,7 @@ def refitted(way: str, engines: Engines, llm, trainer, loaded: dict, numbers: di
         what = f"{way} {mode}"
         engines.note(what, llm)
         if mode == "exact":
-            found |= {"quantised": link.describe()["quantised"], "first": report.to_dict()}
+            found |= {"quantized": link.describe()["quantized"], "first": report.to_dict()}
             wrong = others(held_by(module), loaded)
             if wrong:
                 print(f"     {engines.name}: refitted apart {apart(numbers, copied(module))}", flush=True)

@@ -11,7 +11,7 @@ connect, then warm medians of the slowest rank for
 - full_tensor: ``full_tensor()`` of each parameter in turn, into vLLM's `load_weights`;
 - gathered: the same with a GiB of parameters gathered at once, asynchronously.
 
-Before the timing, all ways must leave the same bits in vLLM, from different garbage. With `--quantization` vLLM quantises what it loads, in
+Before the timing, all ways must leave the same bits in vLLM, from different garbage. With `--quantization` vLLM quantizes what it loads, in
 the last two by its own reloading; where it serves by DeepGEMM its bits are those of `--exact`.
 """
 
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--vllm-tp", type=int, required=True)
     parser.add_argument("--quantization", help="what vLLM serves in: fp8_per_block")
     parser.add_argument(
-        "--exact", action="store_true", help="quantise as vLLM's own loading does, bit for bit"
+        "--exact", action="store_true", help="quantize as vLLM's own loading does, bit for bit"
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--today-rounds", type=int, default=2)
@@ -168,7 +168,7 @@ def main() -> None:
         name: everyone([way["cast"] for way in d["ways"]]) for name, d in described.items()
     }
     result["parts"] = {name: everyone(d["parts"]) for name, d in described.items()}
-    result["quantised"] = next(iter(described.values()))["quantised"]
+    result["quantized"] = next(iter(described.values()))["quantized"]
     say("bits:", len(found[0]), "parameters and buffers; different:", different[:5])
     if cuda:
         pull = links["peer"].pull

@@ -63,7 +63,7 @@ def scribble(engine, value: float) -> None:
 
 
 def link_rate(n: int = 1 << 30) -> float:
-    """Bytes a second and GPU of one large copy of n bytes from the neighbour's memory, all GPUs at once; infinite where there
+    """Bytes a second and GPU of one large copy of n bytes from the neighbor's memory, all GPUs at once; infinite where there
     is none."""
     if dist.get_world_size() == 1:
         return float("inf")
@@ -76,7 +76,7 @@ def link_rate(n: int = 1 << 30) -> float:
         (dist.get_rank() + 1) % dist.get_world_size()
     ]
     mappings = Mappings(shared.device)
-    there = mappings.address(handle, n, "the neighbour") + offset
+    there = mappings.address(handle, n, "the neighbor") + offset
     stream = torch.cuda.current_stream().cuda_stream
     times = []
     for _ in range(6):
@@ -109,7 +109,7 @@ def memory_rate() -> float:
 
 @contextmanager
 def reloading(vllm_model, model_config=None):
-    """Within it weights go into vLLM's model: with a `model_config` by vLLM's own reloading, which quantises each layer when it
+    """Within it weights go into vLLM's model: with a `model_config` by vLLM's own reloading, which quantizes each layer when it
     has all of it."""
     if model_config is None:
         yield
@@ -123,7 +123,7 @@ def reloading(vllm_model, model_config=None):
 
 class Today:
     """Gather every full tensor on every rank, layer by layer, then vLLM's own loader; with a `model_config` by vLLM's
-    own reloading, which quantises each layer when it has all of it."""
+    own reloading, which quantizes each layer when it has all of it."""
 
     def __init__(self, source, model, vllm_model, model_config=None) -> None:
         from reshard.core.dtypes import dtype_named
@@ -190,7 +190,7 @@ class Today:
 
 
 def relative_error(engine, source) -> float:
-    """Of the first quantised tensors that this rank's trainer has whole: the root mean square of what they differ from
+    """Of the first quantized tensors that this rank's trainer has whole: the root mean square of what they differ from
     their bf16, relative to it."""
     from reshard.refit.codecs import BLOCK
 
@@ -240,7 +240,7 @@ def measured(run: Callable[[], object], rounds: int) -> tuple[float, int]:
 
 def rival(models, folder: Path, module, rounds: int, found: dict) -> None:
     """mbridge's way: seconds of its export alone and with vLLM's loader, memory, and whether the bits are the
-    same afterwards."""
+    same afterward."""
     try:
         from mbridge import AutoBridge
         from transformers import AutoConfig
@@ -275,7 +275,7 @@ def main() -> None:
     parser.add_argument("--vllm-ep", action="store_true")
     parser.add_argument("--quantization", help="what vLLM serves in: fp8_per_block")
     parser.add_argument(
-        "--exact", action="store_true", help="quantise as vLLM's own loading does, bit for bit"
+        "--exact", action="store_true", help="quantize as vLLM's own loading does, bit for bit"
     )
     parser.add_argument(
         "--release",

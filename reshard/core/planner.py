@@ -1,7 +1,7 @@
 """The planner: a pure function from two placements to the exact list of copies between them.
 
 It knows no file, no process and no tensor. For every element of every destination tensor it finds one place
-to read it from, merges neighbouring copies, and `prove` shows that the result is right before anything runs.
+to read it from, merges neighboring copies, and `prove` shows that the result is right before anything runs.
 """
 
 from collections import defaultdict

@@ -21,14 +21,14 @@ class Engine(ABC):
 
     `hf_config` is the published config of the model that it serves, `placement` what its local tensors hold
     of the canonical ones, and `regions` where each of these lies, by its id, in an order that stays. A refit
-    writes into the regions, and into the `scales` of those that are quantised, and nowhere else. As long as it is
+    writes into the regions, and into the `scales` of those that are quantized, and nowhere else. As long as it is
     not `fit`, from when it is made on, an engine refuses to serve.
     """
 
     hf_config: dict[str, Any]
     placement: Placement
     regions: Mapping[Any, Region]
-    scales: Mapping[Any, Scales]  # by the ids of those that are quantised
+    scales: Mapping[Any, Scales]  # by the ids of those that are quantized
     # By the ids of local tensors that only pass through their regions, the round in which they do: the regions of all
     # rounds may be the same memory. When those of a round have come, `take` is called, before the first of the next.
     passing: Mapping[Any, int]
@@ -67,7 +67,7 @@ class Engine(ABC):
         """Before the first byte: not fit, until `end`."""
 
     @abstractmethod
-    def quantised(self) -> list[dict[str, Any]]:
+    def quantized(self) -> list[dict[str, Any]]:
         """What it does not serve from the trainer's dtype, for logs: ``how``, by which ``kernel``, and how many
         ``layers``."""
 

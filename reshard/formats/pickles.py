@@ -66,7 +66,7 @@ class Name:
 
 
 class Call:
-    """The inert record of a call that a pickle wants: the name, the arguments and the state set afterwards.
+    """The inert record of a call that a pickle wants: the name, the arguments and the state set afterward.
 
     Subclasses stand for one name each (the unpickler insists on classes); `fields` is the state where that is
     a dict.

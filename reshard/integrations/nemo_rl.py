@@ -314,9 +314,9 @@ def refused(config: Mapping[str, Any]) -> str:
     if (config.get("draft") or {}).get("enabled"):
         return "a draft model is trained (policy.draft)"
     if config.get("quant_cfg") or generation.get("quant_cfg"):
-        return "the model is quantised (quant_cfg)"
+        return "the model is quantized (quant_cfg)"
     if engine.get("precision") == "fp8" or kwargs.get("quantization"):
-        return "the rollout is quantised (vllm_cfg.precision)"
+        return "the rollout is quantized (vllm_cfg.precision)"
     if str(engine.get("kv_cache_dtype", "auto")).startswith("fp8"):
         return "the rollout has an fp8 key-value cache (vllm_cfg.kv_cache_dtype)"
     if drafts and drafts.get("num_speculative_tokens") != 0:

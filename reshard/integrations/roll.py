@@ -2,7 +2,7 @@
 
 `ActorWorker` and its like train as ROLL's workers do; where ROLL would make its updater of weights, `Refit` stands.
 `InferWorker` lets the first of them call vLLM's workers, which get `reshard.integrations.roll_worker.RollExtension`. What a
-refit does not cover (LoRA adapters, draft models, quantised rollouts, other strategies) takes ROLL's own way, and the
+refit does not cover (LoRA adapters, draft models, quantized rollouts, other strategies) takes ROLL's own way, and the
 log says so.
 """
 
@@ -79,7 +79,7 @@ def left_to_roll(worker: Any, infer_cluster: Any) -> str:
         return "the model takes more than text"
     for name, means in (
         ("speculative_config", "drafts tokens"),
-        ("quantization", "is quantised"),
+        ("quantization", "is quantized"),
         ("enable_eplb", "moves its experts"),
     ):
         if engine.get(name):

@@ -133,5 +133,5 @@ def left_to_swift(trainer: Any) -> str:
         return "the parameters are sharded by Megatron's FSDP (use_megatron_fsdp)"
     for name in ("fp8_param_gather", "fp4_param_gather"):
         if getattr(args, name, False):
-            return f"the parameters are quantised ({name})"
+            return f"the parameters are quantized ({name})"
     return ""

@@ -83,7 +83,7 @@ def _left_to_verl(engine: Any) -> str:
     if engine.peft_cls is not None:
         return "the model has LoRA adapters"
     if getattr(engine, "_qat_enabled", False):
-        return "the model is trained quantised (QAT)"
+        return "the model is trained quantized (QAT)"
     return ""
 
 

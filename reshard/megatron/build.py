@@ -99,7 +99,7 @@ def transformer_config(
 
 
 def initialize_parallel(layout: Layout, seed: int = 1234, **options: Any) -> None:
-    """Megatron's ``initialize_model_parallel`` for a layout; torch.distributed must be initialised, with as
+    """Megatron's ``initialize_model_parallel`` for a layout; torch.distributed must be initialized, with as
     many ranks as it needs.
 
     On a GPU Megatron's random states, which its modules draw their weights from, are seeded too.
@@ -109,7 +109,7 @@ def initialize_parallel(layout: Layout, seed: int = 1234, **options: Any) -> Non
 
     if not torch.distributed.is_initialized():
         raise ReshardError(
-            "torch.distributed is not initialised: start this with torchrun, and call "
+            "torch.distributed is not initialized: start this with torchrun, and call "
             "torch.distributed.init_process_group first"
         )
     try:
@@ -138,7 +138,7 @@ def build_megatron(
     """This rank's ``GPTModel`` chunks, one for each virtual stage, with Megatron's own random weights; bare,
     as Float16Module and DDP take them.
 
-    Megatron's parallel state must be initialised (`initialize_parallel`). `vocab_divisible_by` is
+    Megatron's parallel state must be initialized (`initialize_parallel`). `vocab_divisible_by` is
     ``--make-vocab-size-divisible-by``; `overrides` as for `transformer_config`.
     """
     from megatron.core import parallel_state
@@ -180,12 +180,12 @@ def build_megatron(
 
 
 def parallel_layout() -> Layout:
-    """The layout that Megatron's parallel state has. Raises ReshardError where it is not initialised."""
+    """The layout that Megatron's parallel state has. Raises ReshardError where it is not initialized."""
     from megatron.core import parallel_state as state
 
     if not state.model_parallel_is_initialized():
         raise ReshardError(
-            "Megatron's parallel state is not initialised: call reshard.megatron.build.initialize_parallel(layout) "
+            "Megatron's parallel state is not initialized: call reshard.megatron.build.initialize_parallel(layout) "
             "first, or Megatron's own initialize_model_parallel"
         )
     return Layout(
@@ -205,7 +205,7 @@ def _check_parallel(model: Model, layout: Layout) -> None:
         if getattr(layout, name) != theirs:
             size = name.replace("expert_tp", "etp")
             raise ReshardError(
-                f"layout is {layout}, but Megatron's parallel state was initialised with {size}={theirs}"
+                f"layout is {layout}, but Megatron's parallel state was initialized with {size}={theirs}"
             )
 
 

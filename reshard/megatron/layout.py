@@ -1,7 +1,7 @@
 """Layouts: Megatron's rank mesh (TP, PP, VPP, EP, ETP) and which layers each pipeline stage has.
 
 All of it is arithmetic on the sizes; no process group is asked. Ranks are numbered in Megatron's default
-order: within a pipeline stage, tensor-parallel ranks are neighbours (for experts: ETP, then EP), and stages
+order: within a pipeline stage, tensor-parallel ranks are neighbors (for experts: ETP, then EP), and stages
 follow each other.
 """
 

@@ -1,7 +1,7 @@
 """Which ranks of a trainer hold what. Arithmetic only; nothing is asked.
 
 Ranks are numbered in Megatron's default order: pipeline stages follow each other; within a stage,
-tensor-parallel ranks are neighbours and data parallelism goes around them; for experts, expert tensor
+tensor-parallel ranks are neighbors and data parallelism goes around them; for experts, expert tensor
 parallelism is innermost, then come expert and expert data parallelism.
 """
 

@@ -187,7 +187,7 @@ def meaning_is_only_noted() -> bool:
 
 def check_ignored(*models: Any) -> None:
     """Raise ReshardError for a name to be ignored that none of these models' configs, arguments and families
-    has: it is misspelt.
+    has: it is misspelled.
 
     Those from the environment may be meant for other processes."""
     known = set().union(*(model.known_names() for model in models))

@@ -70,7 +70,7 @@ class Limits:
     @staticmethod
     def of_dtype(dtype: str, **given: float) -> "Limits":
         """The defaults: for fp32 what is left between two implementations; for bf16, and for an engine that serves
-        quantised weights (``fp8``), a multiple of the rounding that is measured, and where it cannot be, absolute
+        quantized weights (``fp8``), a multiple of the rounding that is measured, and where it cannot be, absolute
         limits that leave room for trained models. Limits that are `given` replace them."""
         chosen = dict(mean_abs=0.15, token_mult_prob_error=1.2, kl=0.02, routing_margin=0.3, noise_ratio=1.5)
         if dtype == "fp8":
@@ -179,7 +179,7 @@ class ParityReport:
     """Two systems' scores, compared. `noise` has how far a system is from what else was run of its checkpoint,
     by name, as ``A in fp32``; `rounding` is the difference in units of that, None where it was not measured. `routing` is None where the
     model has no experts, or a system does not tell which it chose. `unmeasured` are sentences on the default limits
-    that had nothing to hold; `quantised` says whether an engine served quantised weights, for which `limits` are
+    that had nothing to hold; `quantized` says whether an engine served quantized weights, for which `limits` are
     others. `fields` are those of the two configs that make two models. `far` is the difference at the far positions of
     `reach`, where both systems took those, and `covered` says how far positions went."""
 
@@ -197,7 +197,7 @@ class ParityReport:
     tokens: list[Prompt]
     first_process: bool = True
     unmeasured: list[str] = field(default_factory=list)
-    quantised: bool = False
+    quantized: bool = False
     rounding: Noise | None = None
     fields: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     reach: Reach | None = None
@@ -253,7 +253,7 @@ class ParityReport:
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``; without the scores themselves."""
         return {
-            "a": self.a, "b": self.b, "dtype": self.dtype, "quantised": self.quantised, "ok": self.ok,
+            "a": self.a, "b": self.b, "dtype": self.dtype, "quantized": self.quantized, "ok": self.ok,
             "exceeded": self.exceeded, "unmeasured": self.unmeasured, "limits": self.limits.to_dict(), "overall": self.overall.to_dict(),
             "noise": {name: metrics.to_dict() for name, metrics in self.noise.items()},
             "rounding": self.rounding and self.rounding.to_dict(), "fields": self.fields,
@@ -301,7 +301,7 @@ def parity(
     `reshard.parity.LiveVllm`. `prompts` are token ids, or how many random ones to make; `batch_size` of them
     go together, padded, or `packed` into one sequence. With `reach` one more prompt of a few tokens stands at positions
     as far as the context goes, where both systems take positions. `dtype` is ``fp32`` (default without a GPU) or
-    ``bf16``; `limits` may be a function of it, or of ``fp8`` where an engine serves quantised weights.
+    ``bf16``; `limits` may be a function of it, or of ``fp8`` where an engine serves quantized weights.
     `quantization` is what vLLM is started with (beside what a config says), and `exact` rounds in a refit as
     vLLM's own loading does. `routing` compares the experts that tokens go to. What either system rounds is measured
     where the dtype is not fp32, by running its checkpoint there too, unless `noise` is False; where it is True A is also
@@ -349,14 +349,14 @@ def parity(
     bench.score_both()
     if noise:
         bench.score_again()
-    noise_wanted = (dtype != "fp32" or bench.quantised) and noise is not False
+    noise_wanted = (dtype != "fp32" or bench.quantized) and noise is not False
     measured = bench.measure_noise() if noise_wanted else None
     measured_far = bench.far_noise()
     one, two = bench.runs["A"], bench.runs["B"]
     overall, routed = metrics_of(one, two), routing_of(one, two, bench.models[0])
     each = [metrics_of([x], [y]) for x, y in zip(one, two, strict=True)]
     margins = [routed.margin for routed in bench.routings if routed is not None]
-    limits = (rounded if bench.quantised else plain).given_noise(measured, max(margins, default=None))
+    limits = (rounded if bench.quantized else plain).given_noise(measured, max(margins, default=None))
     unmeasured = limits.unmeasured(overall, routed, measured)
     if not bench.models[0].num_experts:
         unmeasured.pop("routing_margin", None)
@@ -387,7 +387,7 @@ def parity(
         tokens=tokens,
         first_process=dist.get_rank() == 0,
         unmeasured=notes,
-        quantised=bench.quantised,
+        quantized=bench.quantized,
         rounding=measured,
         fields=fields,
         reach=bench.reach,

@@ -1,4 +1,4 @@
-"""transformers as a system: a Hugging Face directory, run by the published modelling code."""
+"""transformers as a system: a Hugging Face directory, run by the published modeling code."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -34,13 +34,13 @@ class HuggingFace(ForwardSystem):
             from transformers import AutoModelForCausalLM
 
         model_class: Any = AutoModelForCausalLM  # what it returns depends on the options
-        # fp32 not before weights are dequantised: else transformers rounds the products of experts to that dtype, all
+        # fp32 not before weights are dequantized: else transformers rounds the products of experts to that dtype, all
         # others to the scales'.
         wide = self._compressed() and self.dtype == "fp32"
         options: dict[str, Any] = {"dtype": "auto" if wide else DTYPES[self.dtype]}
         try:
             if self._compressed():
-                options["quantization_config"] = _dequantised()
+                options["quantization_config"] = _dequantized()
             found, loaded = model_class.from_pretrained(
                 self.path, attn_implementation="eager", output_loading_info=True, **options
             )
@@ -48,11 +48,11 @@ class HuggingFace(ForwardSystem):
             raise ReshardError(f"transformers cannot load {self.path}: {first_line(error)}") from error
         if self._compressed() and loaded["missing_keys"]:
             missing = listed(sorted(loaded["missing_keys"]), 3)
-            raise ReshardError(f"transformers cannot dequantise {missing} of {self.path}")
+            raise ReshardError(f"transformers cannot dequantize {missing} of {self.path}")
         return (found.float() if wide else found).eval().to(device())
 
     def _compressed(self) -> bool:
-        """Whether the weights are quantised by compressed-tensors, whose config has transformers quantise activations too."""
+        """Whether the weights are quantized by compressed-tensors, whose config has transformers quantize activations too."""
         return _quantization(self.model).get("quant_method") == METHOD  # type: ignore[no-any-return]
 
     def logits(
@@ -102,9 +102,9 @@ def _refuse_unread(path: Path, model: Model) -> None:
     forms = [config, *(groups.values() if isinstance(groups, dict) else ())]
     what = None
     if config.get("quant_method") == modelopt.METHOD or (path / modelopt.CONFIG).is_file():
-        what = "does not read weights that ModelOpt has quantised"
+        what = "does not read weights that ModelOpt has quantized"
     elif model.num_experts and any(isinstance(form, dict) and form.get("format") == NVFP4 for form in forms):
-        what = "dequantises experts in nvfp4 without their global scale"
+        what = "dequantizes experts in nvfp4 without their global scale"
     if what is not None:
         raise ReshardError(
             f"transformers {what}, as those of {path}: compare the Megatron checkpoint that hf-to-mcore makes of it, or what it was "
@@ -112,12 +112,12 @@ def _refuse_unread(path: Path, model: Model) -> None:
         )
 
 
-def _dequantised() -> Any:
-    """What has transformers dequantise weights by compressed-tensors while it loads them, as Megatron has them. Raises
+def _dequantized() -> Any:
+    """What has transformers dequantize weights by compressed-tensors while it loads them, as Megatron has them. Raises
     ImportError where that package, or a transformers that does it, is not installed."""
     from transformers import CompressedTensorsConfig
 
     config = CompressedTensorsConfig(dequantize=True)
     if not getattr(config, "dequantize", False):
-        raise ImportError("weights by compressed-tensors are dequantised by newer versions of transformers")
+        raise ImportError("weights by compressed-tensors are dequantized by newer versions of transformers")
     return config

@@ -37,7 +37,7 @@ def check_rollout(train: Any, inference: Any, mask: Any = None, limits: Limits |
     `train` and `inference` are arrays or tensors ``[samples, tokens]`` in nats (or one sample's ``[tokens]``,
     or a list of such), `mask` of the same shape says which tokens count (default: all). `limits` default to
     `Limits.of_rollout`, of which the KL of the engine's tokens is one: they were sampled from it, so that
-    `kl_estimate_reverse` estimates KL(inference || train); for an engine that serves quantised weights give
+    `kl_estimate_reverse` estimates KL(inference || train); for an engine that serves quantized weights give
     ``Limits.of_rollout("fp8")``. Raises
     ReshardError for shapes that differ, a mask without tokens, and logprobs that are NaN or infinite where the
     mask counts them.

@@ -53,16 +53,16 @@ class Bench:
         self.runs: dict[str, list[Scores]] = {}
         self.far_runs: dict[tuple[str, str], list[Scores]] = {}
         self.names: dict[str, str] = {}
-        self.quantised_sides: set[str] = set()
+        self.quantized_sides: set[str] = set()
         self.noise: dict[str, Metrics] = {}
         self.routings: list[Routing | None] = []
         self.notes: list[str] = []
         self.covered = ""
 
     @property
-    def quantised(self) -> bool:
-        """Whether an engine served quantised weights."""
-        return bool(self.quantised_sides)
+    def quantized(self) -> bool:
+        """Whether an engine served quantized weights."""
+        return bool(self.quantized_sides)
 
     def prepare(
         self,
@@ -97,8 +97,8 @@ class Bench:
             with closing(system):
                 self.runs[side], self.names[side] = scores_of(system, self.prompts, self.how), system.name
                 self._score_far(side, system, self.dtype)
-                if system.quantised:
-                    self.quantised_sides.add(side)
+                if system.quantized:
+                    self.quantized_sides.add(side)
 
     def score_again(self) -> None:
         """Score A once more, and where it is in fp32, in bf16."""
@@ -106,7 +106,7 @@ class Bench:
         system = spec if isinstance(spec, System) else self._opened(spec, self.dtype)
         with closing(system):
             self._note("A", "A again", scores_of(system, self.prompts, self.how))
-        if isinstance(spec, str) and self.dtype == "fp32" and "A" not in self.quantised_sides:
+        if isinstance(spec, str) and self.dtype == "fp32" and "A" not in self.quantized_sides:
             with closing(self._opened(spec, "bf16")) as system:
                 self._note("A", "A in bf16", scores_of(system, self.prompts, self.how))
 
@@ -117,18 +117,18 @@ class Bench:
             in_fp32[side] = self._in_fp32(side) if isinstance(spec, str) else None
         rounding: dict[str, tuple[list[Scores] | None, list[Scores] | None]] = {}
         for side in SIDES:
-            if side in self.quantised_sides:
-                rounding[side] = self._quantised_rounding(side, in_fp32)
+            if side in self.quantized_sides:
+                rounding[side] = self._quantized_rounding(side, in_fp32)
             else:
                 rounding[side] = (self.runs[side], in_fp32[side])
-        if self.quantised and any(None in rounding[side] for side in self.quantised_sides):
+        if self.quantized and any(None in rounding[side] for side in self.quantized_sides):
             return None  # the rounding of plain weights says nothing of theirs
-        comparable = not self.quantised and in_fp32["A"] is not None and in_fp32["B"] is not None
+        comparable = not self.quantized and in_fp32["A"] is not None and in_fp32["B"] is not None
         if comparable:
             self.noise[BOTH_IN_FP32] = metrics_of(in_fp32["A"] or [], in_fp32["B"] or [])
         both = (in_fp32["A"], in_fp32["B"]) if comparable else (None, None)
         rounded, exact = zip(rounding["A"], rounding["B"], strict=True)
-        return noise_of(self.runs["A"], self.runs["B"], rounded, exact, both, same_kind=not self.quantised)
+        return noise_of(self.runs["A"], self.runs["B"], rounded, exact, both, same_kind=not self.quantized)
 
     @property
     def far(self) -> Metrics | None:
@@ -148,11 +148,11 @@ class Bench:
     def _in_fp32(self, side: str) -> list[Scores] | None:
         """The scores of a side's checkpoint in fp32, by transformers or Megatron-Core."""
         scores = self._forward(side, "fp32")
-        if scores is not None and side not in self.quantised_sides:
+        if scores is not None and side not in self.quantized_sides:
             self._note(side, f"{side} in fp32", scores)
         return scores
 
-    def _quantised_rounding(
+    def _quantized_rounding(
         self, side: str, in_fp32: dict[str, list[Scores] | None]
     ) -> tuple[list[Scores] | None, list[Scores] | None]:
         """Scores of plain weights that are rounded like those of a side's engine, and the same in fp32: of the other

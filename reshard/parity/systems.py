@@ -50,13 +50,13 @@ class Scoring:
 
 class System(ABC):
     """A model that is ready to score prompts. `name` is for people, `model` its config; where it is not
-    `spread`, any one process will do, and otherwise all of them score together. `quantised`, when it has scored,
-    says whether it did so with quantised weights; `takes_positions`, whether it can score tokens at positions that jump."""
+    `spread`, any one process will do, and otherwise all of them score together. `quantized`, when it has scored,
+    says whether it did so with quantized weights; `takes_positions`, whether it can score tokens at positions that jump."""
 
     name: str
     model: Model
     spread = True
-    quantised = False
+    quantized = False
     takes_positions = False
 
     @abstractmethod
@@ -92,7 +92,7 @@ class ForwardSystem(System):
         """The models that this rank runs."""
 
     def layers_to_round(self) -> Iterator[torch.nn.Module]:
-        """The modules with matrices that an engine with quantised weights quantises: those of the layers but their
+        """The modules with matrices that an engine with quantized weights quantizes: those of the layers but their
         routers."""
         routers = set(self.routers().values())
         for root in self.roots():

@@ -43,7 +43,7 @@ class LiveVllm(System):
     def __init__(self, llm: Any) -> None:
         self.llm = llm
         config = llm.llm_engine.vllm_config.model_config
-        self.quantised = config.quantization is not None
+        self.quantized = config.quantization is not None
         self.name = f"vLLM, {config.model}, {str(config.dtype).removeprefix('torch.')}"
         self.model = Model.from_hf(
             published(config.hf_config.to_dict(), "vLLM's config"), f"vLLM's config of {config.model}"
@@ -115,7 +115,7 @@ class _OwnVllm(System):
                         enable_return_routed_experts=routing and bool(self.model.num_experts),
                         **options,
                     )
-            self.quantised = llm.llm_engine.vllm_config.model_config.quantization is not None
+            self.quantized = llm.llm_engine.vllm_config.model_config.quantization is not None
             return llm
         except ReshardError:
             raise

@@ -25,7 +25,7 @@ from reshard.trainers.base import Trainer
 # Columns of what an inference rank asks a trainer's rank for; offsets and lengths in elements.
 ASKED = 6
 SHARD, ROW, COLUMN, COUNT, ELEMENTS, ENCODED = range(ASKED)
-# Of an engine that serves quantised also where a piece goes: the local tensor's index, the first row and column
+# Of an engine that serves quantized also where a piece goes: the local tensor's index, the first row and column
 # there; that tensor's rows and columns; and the round in which it passes through its region (`rounds_of`), or, of what
 # is made into blocks, in which it comes as bf16 where it is sent (`parts`).
 WHERE, EXTENT, ROUND = slice(ASKED, ASKED + 3), slice(ASKED + 3, ASKED + 5), ASKED + 5
@@ -124,7 +124,7 @@ class Fills(NamedTuple):
 
 
 def fills_of(destination: Engine, device: torch.device) -> Fills:
-    """The padding of an engine's local tensors; of those in blocks it is quantised like anything else, as if from fp32:
+    """The padding of an engine's local tensors; of those in blocks it is quantized like anything else, as if from fp32:
     zeros are zeros in whatever is narrower, too."""
     rows, into, longest = [], [], 0
     for index, (identity, region) in enumerate(destination.regions.items()):

@@ -34,7 +34,7 @@ CODES, CODES_PITCH, SCALES, HEIGHT, LENGTH, FIRST_FRAGMENT, FRAGMENTS = range(IT
 # and the bytes of an element of the source.
 FRAGMENT = 7
 SOURCE, SOURCE_PITCH, TOP, LEFT, HIGH, WIDE, ELEMENT_BYTES = range(FRAGMENT)
-# Columns of where quantised tensors lie (`places_of`): of codes and of scales the addresses, then the pitches in
+# Columns of where quantized tensors lie (`places_of`): of codes and of scales the addresses, then the pitches in
 # elements; rows and columns; the codec that bf16 would have.
 PLACES = 7
 PLACE, PITCH, SHAPE, ENCODING = slice(0, 2), slice(2, 4), slice(4, 6), 6
@@ -43,7 +43,7 @@ TO_BF16 = CODECS[BEFORE_BLOCKS[block_codec("fp32", "float32")]]
 
 
 def places_of(engine: Engine) -> np.ndarray:
-    """Where the engine's quantised local tensors lie now, by their index among its regions: addresses and pitches of
+    """Where the engine's quantized local tensors lie now, by their index among its regions: addresses and pitches of
     codes and of scales, rows, columns, and codec; zeros for all others."""
     matrix = np.zeros((len(engine.regions), PLACES), np.int64)
     for index, (identity, codes) in enumerate(engine.regions.items()):
@@ -145,12 +145,12 @@ class BlockTable:
         self.owners: torch.Tensor | np.ndarray = strips.owners
         if device.type == "cpu":
             return
-        from reshard.refit.kernels import compile_quantise
+        from reshard.refit.kernels import compile_quantize
 
         self.items = torch.from_numpy(items).to(device)
         self.fragments = torch.from_numpy(sources).to(device)
         self.owners = torch.from_numpy(strips.owners.astype(np.int32)).to(device)
-        compile_quantise(self.rounding, self.aligned, device, self.blocks, self.size)
+        compile_quantize(self.rounding, self.aligned, device, self.blocks, self.size)
 
     def shift(self, deltas: np.ndarray) -> None:
         """Add `deltas` bytes, multiples of 16, by owner, to where the sources are."""
@@ -160,14 +160,14 @@ class BlockTable:
             self.fragments[:, SOURCE] += deltas[self.owners]
 
     def run(self) -> None:
-        """Quantise all; on a GPU, enqueue it on the current stream."""
+        """Quantize all; on a GPU, enqueue it on the current stream."""
         if isinstance(self.items, torch.Tensor) and isinstance(self.fragments, torch.Tensor):
-            from reshard.refit.kernels import quantise_strips
+            from reshard.refit.kernels import quantize_strips
 
             how = self.rounding, self.aligned, self.blocks, self.size
-            quantise_strips(self.items, self.fragments, *how)
+            quantize_strips(self.items, self.fragments, *how)
         elif isinstance(self.items, np.ndarray) and isinstance(self.fragments, np.ndarray):
-            quantise_on_host(self.items, self.fragments, self.rounding)
+            quantize_on_host(self.items, self.fragments, self.rounding)
 
 
 def size_of(sizes: np.ndarray) -> int:
@@ -176,7 +176,7 @@ def size_of(sizes: np.ndarray) -> int:
     return int(known[0]) if len(known) == 1 else 0
 
 
-def quantise_on_host(items: np.ndarray, fragments: np.ndarray, rounding: str) -> None:
+def quantize_on_host(items: np.ndarray, fragments: np.ndarray, rounding: str) -> None:
     """Carry out items whose addresses are this process's memory."""
     for codes, codes_pitch, scales, height, length, first, count in items.tolist():
         values = np.zeros((height, length), BF16.numpy())
@@ -185,13 +185,13 @@ def quantise_on_host(items: np.ndarray, fragments: np.ndarray, rounding: str) ->
             if size != BF16.size:
                 held = TO_BF16.encode(held)
             values[top : top + high, left : left + wide] = held.view(BF16.numpy())
-        quantised, factors = quantise(values, rounding)
-        host_bytes(codes, height, length, codes_pitch)[...] = quantised.view(np.uint8)
+        quantized, factors = quantize(values, rounding)
+        host_bytes(codes, height, length, codes_pitch)[...] = quantized.view(np.uint8)
         host_bytes(scales, 1, factors.size * 4, 0)[...] = factors.view(np.uint8).reshape(1, -1)
 
 
-def quantise(values: np.ndarray, rounding: str, divide: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Quantise a matrix whose blocks start at its first element: e4m3 of the same shape, and the fp32 scales of its
+def quantize(values: np.ndarray, rounding: str, divide: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Quantize a matrix whose blocks start at its first element: e4m3 of the same shape, and the fp32 scales of its
     blocks, bit for bit as ``per_block_cast_to_fp8`` does on a CPU; not `divide`: on a GPU, where ``/ 448`` is
     compiled into a product.
     """

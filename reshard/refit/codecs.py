@@ -58,7 +58,7 @@ BLOCK = 128
 E4M3_MAX = 448.0
 SMALLEST = 1e-4  # magnitude that a block is taken to have at least
 # As they are; as powers of two (UE8M0), rounded up; and as vLLM leaves them that loads one after the other: fp32,
-# whose numbers are then quantised again.
+# whose numbers are then quantized again.
 ROUNDINGS = {
     "fp32": "fp32 scales",
     "ue8m0": "power-of-two scales",

@@ -103,7 +103,7 @@ def wait_for_device(
     """Wait for what is enqueued on this device's current stream; False where it takes longer. Calls `meanwhile` several
     times a second.
 
-    A stream that waits for a dead peer would block a plain synchronise.
+    A stream that waits for a dead peer would block a plain synchronize.
     """
     if device.type != "cuda":
         return True

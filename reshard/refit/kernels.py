@@ -166,7 +166,7 @@ def _scaled(value, POWER: tl.constexpr):
 
 
 @triton.jit
-def _quantise(
+def _quantize(
     items,
     fragments,
     POWER: tl.constexpr,
@@ -197,7 +197,7 @@ def _quantise(
         tl.store(tl.load(item + SCALES).to(tl.pointer_type(tl.float32)) + block // EDGE, scale)
 
 
-def quantise_strips(
+def quantize_strips(
     items: torch.Tensor,
     fragments: torch.Tensor,
     rounding: str,
@@ -209,7 +209,7 @@ def quantise_strips(
     and scales. `aligned` says that all addresses, pitches and columns are multiples of 16 bytes, `size` how many an
     element of the source has: 2 (bf16), 4 (fp32), or 0 where fragments differ."""
     how = rounding != "fp32", rounding == "twice", aligned, blocks, size
-    _quantise[(len(items) * blocks,)](items, fragments, *how, num_warps=8)
+    _quantize[(len(items) * blocks,)](items, fragments, *how, num_warps=8)
 
 
 @triton.jit
@@ -299,14 +299,14 @@ def compile_copy(unit: int, device: torch.device, programs: int | None = None, c
 
 
 @cache
-def compile_quantise(
+def compile_quantize(
     rounding: str, aligned: bool, device: torch.device, blocks: int = STRIP, size: int = 2
 ) -> None:
-    """Compile the quantising of items of so many blocks, from elements of so many bytes, now, on one of nothing."""
+    """Compile the quantizing of items of so many blocks, from elements of so many bytes, now, on one of nothing."""
     with torch.cuda.device(device), expected_compilation():
         items = torch.zeros((1, ITEM.value), dtype=torch.int64, device=device)
         fragments = torch.zeros((1, FRAGMENT.value), dtype=torch.int64, device=device)
-        quantise_strips(items, fragments, rounding, aligned, blocks, size)
+        quantize_strips(items, fragments, rounding, aligned, blocks, size)
         torch.cuda.synchronize(device)
 
 
@@ -333,7 +333,7 @@ def compile_ahead(
     def compile_all() -> None:
         compile_copy(16, device)
         for rounding in roundings:
-            compile_quantise(rounding, True, device, STRIP, size)
+            compile_quantize(rounding, True, device, STRIP, size)
         for word, unit in ((8, 8), *((size, size) for size in sizes)):
             compile_digest(word, unit, device)
 

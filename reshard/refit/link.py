@@ -354,7 +354,7 @@ class Link:
         """How this member gets its bytes, for logs: the executor, whether mappings are released, and for each
         trainer's rank the way (``same process``, ``peer``, ``staged``, ``buckets``), the bytes that arrive, of these the
         bytes that are cast on their way (``float32 to bfloat16``), and why memory of the same host is not mapped (``apart``);
-        what the engine serves quantised, how, and by which kernel; of blocks of which several ranks send parts their
+        what the engine serves quantized, how, and by which kernel; of blocks of which several ranks send parts their
         bytes, in how many rounds, and those of the slab in which they are put together; and what a refit does to each of the
         engine's tensors."""
         ways = []
@@ -381,7 +381,7 @@ class Link:
             "release": self.releases,
             "bucket_bytes": self.agreed.bucket_bytes,
             "ways": ways,
-            "quantised": self.engine.engine.quantised() if self.engine is not None else [],
+            "quantized": self.engine.engine.quantized() if self.engine is not None else [],
             "parts": self.engine.slab.described() if self.engine is not None else {},
             "tensors": self.engine.engine.accounted() if self.engine is not None else [],
         }

@@ -56,7 +56,7 @@ def compile_parcels(codecs: np.ndarray, making_them: bool, device: torch.device)
     Raises ReshardError where this GPU cannot make them."""
     if device.type != "cuda" or not len(codecs):
         return
-    from reshard.refit.kernels import compile_copy, compile_quantise
+    from reshard.refit.kernels import compile_copy, compile_quantize
 
     if not making_them:
         compile_copy(SCALE, device, 1)
@@ -67,7 +67,7 @@ def compile_parcels(codecs: np.ndarray, making_them: bool, device: torch.device)
             f"cannot: put trainer and engine on one host, or serve in bf16"
         )
     for rounding, these in by_rounding(codecs):
-        compile_quantise(rounding, True, device, 1, size_of(SOURCE_SIZES[codecs[these]]))
+        compile_quantize(rounding, True, device, 1, size_of(SOURCE_SIZES[codecs[these]]))
 
 
 def parcels_of(table: np.ndarray, into: np.ndarray, places: np.ndarray) -> Strips:

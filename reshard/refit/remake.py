@@ -1,5 +1,5 @@
 """What was made of blocks here, made once more for a check: gathered by plain copies, digested as the trainer has it,
-quantised from there, and compared with what the engine serves.
+quantized from there, and compared with what the engine serves.
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,7 +37,7 @@ BATCH = 128 << 20  # elements at a time, or one local tensor
 
 
 class Remade(NamedTuple):
-    """By trainer's rank a digest for each piece: of those that were quantised as the trainer has them, 0 for the
+    """By trainer's rank a digest for each piece: of those that were quantized as the trainer has them, 0 for the
     others; and the indices of the local tensors that hold other codes or scales than come of them."""
 
     digests: dict[int, np.ndarray]
@@ -73,8 +73,8 @@ def remade(
 def _boxes(pieces: Mapping[int, Pieces], served: np.ndarray, sent: np.ndarray) -> np.ndarray:
     """What is made of blocks here, as local tensor, first row and column, rows and columns: whole local tensors
     with their padding, or the pieces of those that others sent blocks of."""
-    quantised = served[:, ENCODING] != PLAIN
-    whole = np.flatnonzero(quantised & ~np.isin(np.arange(len(served)), sent))
+    quantized = served[:, ENCODING] != PLAIN
+    whole = np.flatnonzero(quantized & ~np.isin(np.arange(len(served)), sent))
     found = [np.concatenate([whole[:, None], np.zeros((len(whole), 2), np.int64), served[whole, SHAPE]], 1)]
     for some in pieces.values():
         here = np.isin(some.into[:, 0], sent)
@@ -115,7 +115,7 @@ def _gathered(
 def _unlike(
     boxes: np.ndarray, served: np.ndarray, first: np.ndarray, held: torch.Tensor, device: torch.device
 ) -> list[int]:
-    """Quantise boxes of what is held of these local tensors, one after the other; the indices of those whose codes
+    """Quantize boxes of what is held of these local tensors, one after the other; the indices of those whose codes
     or scales differ from the engine's there."""
     batch, inverse = np.unique(boxes[:, 0], return_inverse=True)
     shapes = served[batch, SHAPE]

@@ -78,7 +78,7 @@ def distance(a: Seat, b: Seat) -> int:
 
 def nearest(ranks: Sequence[int], distance_to: Callable[[int], int], position: int, tp: int) -> int:
     """The index in `ranks` of a nearest one. Inference ranks, `position` in an engine of tensor parallel size
-    `tp`, share equally near ones out: those that need the same shard are replicas, `tp` apart, or neighbours
+    `tp`, share equally near ones out: those that need the same shard are replicas, `tp` apart, or neighbors
     within a replica.
 
     >>> [nearest([0, 4, 8], lambda rank: int(rank == 0), position, tp=2) for position in range(4)]

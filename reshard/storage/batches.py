@@ -1,4 +1,4 @@
-"""Which worker does which jobs when: batches of neighbours, taken so that few write into one file at a time."""
+"""Which worker does which jobs when: batches of neighbors, taken so that few write into one file at a time."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +20,7 @@ class Batch:
 
 
 class Batches:
-    """All jobs, in batches. Neighbours that write into the same files are together: they are neighbours on
+    """All jobs, in batches. Neighbors that write into the same files are together: they are neighbors on
     the disk, and what is known of them is in the same pages of memory, which a forked worker copies when it
     counts references there."""
 

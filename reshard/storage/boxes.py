@@ -22,7 +22,7 @@ from reshard.storage.streams import SLAB_BYTES, Scratch, Strip
 # Columns that lie this far apart are read one row at a time: less is on the same pages of the disk anyhow, and
 # costs less to read than another call.
 GAP_BYTES, AROUND_BYTES = 16 << 10, 1 << 20
-# Of a call that reads neighbours: what is read between two of them, such as a container's head, and how many
+# Of a call that reads neighbors: what is read between two of them, such as a container's head, and how many
 # buffers the system takes.
 MOST_BETWEEN_BYTES, MOST_BUFFERS = 4 << 10, 1000
 
@@ -98,7 +98,7 @@ class BoxReader:
 def read_boxes(
     files: OpenFiles, wanted: Iterable[tuple[list[Strip], Rows, np.ndarray]], scratch: Scratch
 ) -> int:
-    """Read rows and columns, bytes ``[rows, bytes of a row]``, from the strips that have some of them, neighbours
+    """Read rows and columns, bytes ``[rows, bytes of a row]``, from the strips that have some of them, neighbors
     in a file by one call; how many bytes were read for that. Raises ReshardError where a file cannot be read."""
     read, run = 0, _Run(files, scratch)
     for strips, rows, out in wanted:
@@ -166,7 +166,7 @@ def _read_apart(
 
 
 def place_of(strips: Iterable[Strip], rows: Rows, size: int) -> tuple[str, int]:
-    """The file and the byte at which a box of numbers of `size` bytes begins: sorted by these, neighbours follow one
+    """The file and the byte at which a box of numbers of `size` bytes begins: sorted by these, neighbors follow one
     another."""
     for strip in strips:
         piece = _common(rows, strip)
@@ -176,7 +176,7 @@ def place_of(strips: Iterable[Strip], rows: Rows, size: int) -> tuple[str, int]:
 
 
 def write_boxes(files: OpenFiles, boxes: Iterable[tuple[list[Strip], Rows, np.ndarray]]) -> None:
-    """Write rows and columns, bytes ``[rows, bytes of a row]``, to the strips that have some of them, neighbours in
+    """Write rows and columns, bytes ``[rows, bytes of a row]``, to the strips that have some of them, neighbors in
     a file by one call. Raises ReshardError where a file cannot be written."""
     path, start, stop, waiting = Path(), 0, 0, list[np.ndarray]()
 

@@ -17,7 +17,7 @@ from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import ReshardError
 from reshard.storage.fp8 import BLOCK
 from reshard.storage.packed import pack, words
-from reshard.storage.quantized import Look, Quantised, Quantize, Reader, check_finite
+from reshard.storage.quantized import Look, Quantize, Quantized, Reader, check_finite
 from reshard.storage.streams import SLAB_BYTES, StripWriter, TensorInfo
 
 SUFFIX = "_scale"
@@ -93,7 +93,7 @@ def _codes(weight: np.ndarray, scales: np.ndarray, scheme: Scheme) -> np.ndarray
         return scaled.astype(DTYPES[scheme.codes].numpy())
 
 
-class Channels(Quantised):
+class Channels(Quantized):
     """Weights that are stored so, with a scale for each output channel."""
 
     suffix, rows = SUFFIX, 1
@@ -113,7 +113,7 @@ class Channels(Quantised):
         return self.scheme.scale_shape(info.shape)
 
     def config(self, original: Any, kept: list[str]) -> dict[str, Any]:
-        """As llm-compressor writes it, with activations that are quantised by token, or as a whole, as they come; or not at
+        """As llm-compressor writes it, with activations that are quantized by token, or as a whole, as they come; or not at
         all, where codes are packed."""
         kind = TYPES[self.scheme.codes]
         weights = {
@@ -135,7 +135,7 @@ class Channels(Quantised):
 
 
 class Blocks(Channels):
-    """Weights that are stored with a scale for each 128x128 block, and activations that are quantised by as many columns."""
+    """Weights that are stored with a scale for each 128x128 block, and activations that are quantized by as many columns."""
 
     strategy, inputs, rows = "block", "group", BLOCK
 
@@ -227,13 +227,13 @@ def check_wanted(config: Mapping[str, Any], what: str) -> None:
         or not groups
         or not all(isinstance(g, Mapping) for g in groups.values())
     ):
-        raise ReshardError(f"{what} wants weights quantised by {METHOD}, but has no config_groups")
+        raise ReshardError(f"{what} wants weights quantized by {METHOD}, but has no config_groups")
     for name, group in groups.items():
         weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
         how = {key: weights.get(key) for key in ("num_bits", "type", "strategy", "symmetric", "group_size")}
         bits, strategy = how["num_bits"], how["strategy"]
         form = group.get("format") or config.get("format")
-        # columns that are quantised in the order of what passes them would lie in another one
+        # columns that are quantized in the order of what passes them would lie in another one
         in_order = weights.get("actorder") not in ("group", "dynamic")
         if form == NVFP4:
             known = bits == 4 and how["type"] == "float" and strategy == "tensor_group"
@@ -246,7 +246,7 @@ def check_wanted(config: Mapping[str, Any], what: str) -> None:
             known = known and (bool(inputs) or (strategy == "channel" and how["type"] == "float"))
         if not known or how["symmetric"] is False:
             raise ReshardError(
-                f"{what} wants weights of {name} quantised by {METHOD} as {how}, and of these reshard makes 8 bits for each "
+                f"{what} wants weights of {name} quantized by {METHOD} as {how}, and of these reshard makes 8 bits for each "
                 f"channel, tensor or block, with activations in 8 bits too, fp8 for each channel, and packed int4 or int8 for "
                 f"each channel or group, with plain activations, all symmetric, and nvfp4 with plain activations"
             )
@@ -254,6 +254,6 @@ def check_wanted(config: Mapping[str, Any], what: str) -> None:
             form == NVFP4 or not inputs.get("dynamic")
         ):  # "local" of nvfp4 has a global scale that is not
             raise ReshardError(
-                f"{what} wants activations of {name} quantised by scales that come with a checkpoint, which a Megatron "
+                f"{what} wants activations of {name} quantized by scales that come with a checkpoint, which a Megatron "
                 f"checkpoint has not: serve it with a config whose input_activations are {'null' if form == NVFP4 else 'dynamic'}"
             )

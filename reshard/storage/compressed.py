@@ -1,4 +1,4 @@
-"""Which weights of a Hugging Face directory compressed-tensors has quantised, and how, by its config and by what is stored.
+"""Which weights of a Hugging Face directory compressed-tensors has quantized, and how, by its config and by what is stored.
 
 fp8 and int8 by channel, tensor or block, and int4 and int8 in words, by channel or group: ``dequantize`` of that package, whose product
 is one of the scales' own dtype. nvfp4: ``NVFP4PackedCompressor``, whose product is one of fp32.
@@ -26,7 +26,7 @@ SCALE_DTYPES = ("bfloat16", "float16", "float32")
 OF_OTHER_CODES = ("weight_g_idx",)
 # What belongs to packed codes only.
 BESIDE_PACKED = (SHAPE_END, ZEROS_END, GLOBAL_END)
-# What quantises activations, and keys and values, while a model is served.
+# What quantizes activations, and keys and values, while a model is served.
 OF_ACTIVATIONS = frozenset(
     f"{what}_{end}"
     for what in ("input", "output", "q", "k", "v")
@@ -39,7 +39,7 @@ READ = (
 
 
 class _Way(NamedTuple):
-    """How a group of weights is quantised: the dtype of codes, what shares a scale, how many rows and columns that are where
+    """How a group of weights is quantized: the dtype of codes, what shares a scale, how many rows and columns that are where
     it is a block or a group; and of packed codes, which are uint8 if they are nvfp4, the bits of each, and whether they have zero
     points."""
 
@@ -77,7 +77,7 @@ Numbers = Callable[[list[str]], dict[str, tuple[int, ...]]]
 def compressed(
     config: Mapping[str, Any], stored: Mapping[str, Tensor], where: str, numbers: Numbers
 ) -> dict[str, Codes]:
-    """The weights among `stored` that compressed-tensors has quantised, by name; those that it keeps, for whatever reason, have
+    """The weights among `stored` that compressed-tensors has quantized, by name; those that it keeps, for whatever reason, have
     no scales. Raises ReshardError where the ``quantization_config`` says what is not read, or scales do not add up."""
     ways = _ways(config, where)
     strange = [name for name in stored if name.rpartition(".")[2] in OF_OTHER_CODES]
@@ -99,7 +99,7 @@ def compressed(
         if packed_ways and not ways:
             raise ReshardError(f"{where}: {scale} does not belong to codes, {name}{PACKED_END}")
         if not ways:
-            raise ReshardError(f"{where}: its config_groups quantise no weights, and it holds {scale}")
+            raise ReshardError(f"{where}: its config_groups quantize no weights, and it holds {scale}")
         weight, scales = stored.get(name), stored[scale]
         known = [way for way in ways if weight is not None and way.codes == weight.dtype.name]
         if weight is None or not known or len(weight.shape) != 2:
@@ -204,7 +204,7 @@ def _said(way: _Way) -> str:
 
 
 def _ways(config: Mapping[str, Any], where: str) -> list[_Way]:
-    """How groups of weights are quantised. Raises ReshardError where that is not read."""
+    """How groups of weights are quantized. Raises ReshardError where that is not read."""
     groups = config.get("config_groups")
     groups = {} if groups is None else groups
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
@@ -231,7 +231,7 @@ def _ways(config: Mapping[str, Any], where: str) -> list[_Way]:
 
 
 def _way(where: str, name: str, weights: Mapping[str, Any], form: str | None) -> _Way:
-    """How one group of weights is quantised. Raises ReshardError where that is not read."""
+    """How one group of weights is quantized. Raises ReshardError where that is not read."""
     how: dict[str, Any] = {
         key: weights.get(key) for key in ("num_bits", "type", "strategy", "symmetric", "actorder")
     }
@@ -252,7 +252,7 @@ def _way(where: str, name: str, weights: Mapping[str, Any], form: str | None) ->
         known = kind in TYPES and bits == 8 and strategy in STRATEGIES and not zeros
     known &= isinstance(how["symmetric"], bool | None) and how["actorder"] in IN_ORDER
     if not known or not whole_numbers([bits]):
-        raise ReshardError(f"{where}{name} quantises weights as {how!r:.200}, and {READ}")
+        raise ReshardError(f"{where}{name} quantizes weights as {how!r:.200}, and {READ}")
     if form == NVFP4:
         return FP4
     if strategy == "group":

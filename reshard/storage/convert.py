@@ -24,7 +24,7 @@ from reshard.storage.hf_hub import local_directory
 from reshard.storage.huggingface import HuggingFaceSource
 from reshard.storage.megatron import MegatronSource
 from reshard.storage.nvfp4 import Nvfp4
-from reshard.storage.quantized import Quantised
+from reshard.storage.quantized import Quantized
 from reshard.storage.run import Run
 from reshard.storage.source import Source, has_tokenizer
 from reshard.storage.streams import SLAB_BYTES, TensorInfo
@@ -33,10 +33,10 @@ from reshard.storage.verify import SourceChecks
 from reshard.storage.workdir import Workdir, fingerprint
 from reshard.storage.workers import Aside, Progress, worker_count, workers_for
 
-# Ways to quantise: blocks of fp8; codes with a scale for each output channel, for all of a weight, or for a block, in another
+# Ways to quantize: blocks of fp8; codes with a scale for each output channel, for all of a weight, or for a block, in another
 # format; in words, with one for each output channel, or for so many of its columns; and 4 bits in bytes.
 BLOCKS = "fp8"
-COMPRESSED: dict[str, Callable[[list[str]], Quantised]] = {
+COMPRESSED: dict[str, Callable[[list[str]], Quantized]] = {
     "fp8_per_channel": lambda names: Channels(names, "float8_e4m3fn"),
     "int8_per_channel": lambda names: Channels(names, "int8"),
     "fp8_per_tensor": lambda names: Tensors(names, "float8_e4m3fn"),
@@ -97,7 +97,7 @@ def hf_to_mcore(
     progress: Progress | None = None,
 ) -> Report:
     """Convert a Hugging Face checkpoint (a directory or a hub id) to a Megatron ``torch_dist`` checkpoint; weights in fp8 blocks, or in
-    fp8, int8, int4 or nvfp4 by compressed-tensors, or in nvfp4 by modelopt, are dequantised.
+    fp8, int8, int4 or nvfp4 by compressed-tensors, or in nvfp4 by modelopt, are dequantized.
 
     `layout` decides how the tensors are cut into chunks and files, `dtype` (``bf16``, ``fp16``, ``fp32``)
     casts, `iteration` writes a numbered iteration where None writes a release. The flags file is for
@@ -119,7 +119,7 @@ def hf_to_mcore(
     if iteration is not None:
         check_number(iteration, "--iteration", MAX_ITERATION)
     worker_count(workers)
-    # Codes are dequantised to a dtype that holds them all, so that the cast can count what overflows.
+    # Codes are dequantized to a dtype that holds them all, so that the cast can count what overflows.
     wide = DTYPES["float32"] if target is not None and target.name == "float16" else target
     with (
         Team.from_environment() as team,
@@ -235,19 +235,19 @@ def mcore_to_hf(
             n: TensorInfo(t.shape, _stored_dtype(t.dtype, target, n in src.mapping.fp32))
             for n, t in src.tensors.items()
         }
-        quantised = _quantised(way, _quantized(src, tensors) if way else [])
-        if any(tensors[name].dtype.size > 2 for name in quantised.names):
+        quantized = _scheme_of(way, _names_to_quantize(src, tensors) if way else [])
+        if any(tensors[name].dtype.size > 2 for name in quantized.names):
             raise ReshardError(
                 f"--quantize {way} goes with bf16 or fp16 for what stays as it is, and that is "
                 "fp32 here: add --dtype bf16"
             )
-        uneven = [name for name in sorted(quantised.names) if tensors[name].columns % quantised.columns]
+        uneven = [name for name in sorted(quantized.names) if tensors[name].columns % quantized.columns]
         if uneven:
             raise ReshardError(
-                f"--quantize {way}: {uneven[0]} has {tensors[uneven[0]].columns} columns, which groups of {quantised.columns} "
+                f"--quantize {way}: {uneven[0]} has {tensors[uneven[0]].columns} columns, which groups of {quantized.columns} "
                 f"do not divide ({len(uneven)} such weights): choose another"
             )
-        new = HuggingFaceFiles(src.model, src.mapping.fp32, tensors, quantised, shard_bytes, src.hf_files())
+        new = HuggingFaceFiles(src.model, src.mapping.fp32, tensors, quantized, shard_bytes, src.hf_files())
         report = _report(
             "mcore-to-hf", src, source, destination, "whole tensors", new.sizes, workers, dry_run, team
         )
@@ -268,14 +268,14 @@ def mcore_to_hf(
             progress,
             checks,
             allow_overflow,
-            quantised,
+            quantized,
         )
 
         def create(files: OpenFiles, mine: set[str]) -> None:
             new.write_frames(work.tree, mine, files)
 
         def finish(checksums: dict[str, str]) -> None:
-            fields = new.fields(src.model.family.name, source, sorted(quantised.names)) | _ignored_field(src)
+            fields = new.fields(src.model.family.name, source, sorted(quantized.names)) | _ignored_field(src)
             new.finish(work, fields, checksums, sync)
 
         options = {
@@ -391,13 +391,13 @@ def _identity(src: Source) -> tuple[list, list]:
     return [times, src.model.family.name, src.model.config], places
 
 
-def _quantised(way: str | None, names: list[str]) -> Quantised:
+def _scheme_of(way: str | None, names: list[str]) -> Quantized:
     """How these weights are stored, none of them as it is by default."""
     return COMPRESSED[way](names) if way in COMPRESSED else Fp8Blocks(names)
 
 
-def _quantized(src: MegatronSource, tensors: dict[str, TensorInfo]) -> list[str]:
-    """The names to quantise: those that were in the checkpoint this one came from, else all linear weights of
+def _names_to_quantize(src: MegatronSource, tensors: dict[str, TensorInfo]) -> list[str]:
+    """The names to quantize: those that were in the checkpoint this one came from, else all linear weights of
     the layers, as published checkpoints have them."""
     recorded = (src.manifest() or {}).get("quantized")
     quantized = set(recorded) if recorded else src.model.quantizable()

@@ -107,8 +107,8 @@ def is_block(block: Any) -> TypeGuard[Sequence[int]]:
     return whole_numbers(block, 2, 1) and len(block) == 2 and max(block) <= MAX_BLOCK
 
 
-def dequantise(
-    quantised: np.ndarray,
+def dequantize(
+    quantized: np.ndarray,
     scales: np.ndarray,
     block: tuple[int, int],
     row: int,
@@ -118,11 +118,11 @@ def dequantise(
     """Write ``code * scale``, a product in fp32 that is rounded to the dtype of `scales` and then to that of `out`, to `out
     [rows, columns]`.
 
-    `quantised [rows, columns]` are the bytes of `codes`, fp8 or int8, the first of which are `row` rows into their
+    `quantized [rows, columns]` are the bytes of `codes`, fp8 or int8, the first of which are `row` rows into their
     block; `scales` has one for each `block` (rows, columns). A block has 256 possible numbers, so each
     is computed once and looked up.
     """
-    rows, columns = quantised.shape
+    rows, columns = quantized.shape
     height, width = block
     across = scales.shape[1]
     numbers = np.arange(256, dtype=np.uint8).view(codes.numpy()).astype(np.float32)
@@ -136,7 +136,7 @@ def dequantise(
         here = slice(max(0, first * height - row), min(rows, (first + len(factors)) * height - row))
         with np.errstate(over="ignore", invalid="ignore"):
             table = (factors.astype(np.float32)[:, :, None] * numbers).astype(scales.dtype).astype(out.dtype)
-        entries = quantised[here] + first_entry
+        entries = quantized[here] + first_entry
         if together > 1:
             below = (np.arange(here.start, here.stop) + row) // height - first
             entries += (below * across * 256).astype(index_dtype)[:, None]

@@ -25,7 +25,7 @@ from reshard.storage.files import OpenFiles
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.manifest import file_entry, manifest_json, printable
 from reshard.storage.paths import HF_FILES
-from reshard.storage.quantized import Quantised
+from reshard.storage.quantized import Quantized
 from reshard.storage.rank_files import RankFiles, file_bytes
 from reshard.storage.source import has_tokenizer
 from reshard.storage.streams import Strip, TensorInfo, grouped_strips, strip_of
@@ -153,7 +153,7 @@ class MegatronFiles(Destination):
 
 
 class HuggingFaceFiles(Destination):
-    """A Hugging Face directory of canonical `tensors`; `quantised` says which are, and how, `beside` are config,
+    """A Hugging Face directory of canonical `tensors`; `quantized` says which are, and how, `beside` are config,
     tokenizer and generation config. `shard_bytes` None is 5 GB, or less where a model would not fill 16 files,
     which are written at once, but not less than 1 GB."""
 
@@ -164,20 +164,20 @@ class HuggingFaceFiles(Destination):
         model: Model,
         fp32: frozenset[str],
         tensors: dict[str, TensorInfo],
-        quantised: Quantised,
+        quantized: Quantized,
         shard_bytes: int | None,
         beside: Mapping[str, Path],
     ) -> None:
-        self.model, self.fp32, self.tensors, self.quantised, self.beside = (
+        self.model, self.fp32, self.tensors, self.quantized, self.beside = (
             model,
             fp32,
             tensors,
-            quantised,
+            quantized,
             beside,
         )
         laid_out: dict[str, tuple[Dtype, tuple[int, ...]]] = {}
         for name, info in tensors.items():
-            laid_out |= quantised.stored(name, info)
+            laid_out |= quantized.stored(name, info)
         if shard_bytes is None:
             total = sum(prod(shape) * dtype.size for dtype, shape in laid_out.values())
             shard_bytes = min(MAX_SHARD_BYTES, file_bytes(total))
@@ -217,16 +217,16 @@ class HuggingFaceFiles(Destination):
         }
 
     def _config_json(self, original: bytes | str | None) -> bytes | str:
-        """config.json: as it was, but for dtype and quantisation where those changed."""
+        """config.json: as it was, but for dtype and quantization where those changed."""
         config = dict(self.model.config) if original is None else json.loads(original)
         before = json.dumps(config)
         key = "dtype" if "dtype" in config else "torch_dtype"
         dtype = next(t.dtype.name for n, t in self.tensors.items() if n not in self.fp32)
-        if self.quantised.names:
+        if self.quantized.names:
             matrices = [name for name, info in self.tensors.items() if len(info.shape) == 2]
-            kept = {name.removesuffix(".weight") for name in matrices if name not in self.quantised.names}
+            kept = {name.removesuffix(".weight") for name in matrices if name not in self.quantized.names}
             original_config = config.get("quantization_config")
-            config["quantization_config"] = self.quantised.config(original_config, sorted(kept | {"lm_head"}))
+            config["quantization_config"] = self.quantized.config(original_config, sorted(kept | {"lm_head"}))
         else:
             config.pop("quantization_config", None)
         if config.get(key) != dtype:

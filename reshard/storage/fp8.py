@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from reshard.core.dtypes import DTYPES, Dtype
-from reshard.storage.quantized import Look, Quantised, Quantize
+from reshard.storage.quantized import Look, Quantize, Quantized
 from reshard.storage.streams import TensorInfo
 
 BLOCK = 128
@@ -15,7 +15,7 @@ FP8, FP32 = DTYPES["float8_e4m3fn"], DTYPES["float32"]
 
 
 def quantize(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantise rows that start at a block's border: fp8 of the same shape, and fp32 scales ``[rows / 128,
+    """Quantize rows that start at a block's border: fp8 of the same shape, and fp32 scales ``[rows / 128,
     columns / 128]``.
 
     A block's scale is its largest magnitude / 448, so that this element becomes the largest e4m3 number;
@@ -34,7 +34,7 @@ def quantize(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return scaled.astype(FP8.numpy()), scales
 
 
-class Fp8Blocks(Quantised):
+class Fp8Blocks(Quantized):
     """Weights that are stored as fp8, with a scale for each block."""
 
     suffix, rows = SCALE_SUFFIX, BLOCK

@@ -16,14 +16,14 @@ from reshard.models.model import Model
 from reshard.storage import nvfp4, packed
 from reshard.storage.channels import METHOD, SUFFIX
 from reshard.storage.compressed import compressed, of_activations
-from reshard.storage.dequantized import Codes, Fp4, Words, dequantise, fp8_blocks
+from reshard.storage.dequantized import Codes, Fp4, Words, dequantize, fp8_blocks
 from reshard.storage.files import OpenFiles
 from reshard.storage.fp8 import SCALE_SUFFIX
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.manifest import read_manifest
 from reshard.storage.modelopt import CONFIG as MODELOPT_CONFIG
 from reshard.storage.modelopt import METHOD as MODELOPT
-from reshard.storage.modelopt import optimized, quantisation_beside
+from reshard.storage.modelopt import optimized, quantization_beside
 from reshard.storage.paths import check_config
 from reshard.storage.source import Source, ignored_as_recorded, read_config
 from reshard.storage.streams import Scratch, Strip, TensorInfo
@@ -34,7 +34,7 @@ READERS = 16  # of small tensors, which wait for a disk or a network, not for a 
 
 class HuggingFaceSource(Source):
     """A Hugging Face directory. Weights that are stored as codes with scales read as `dequantize_to`; without it fp8 with
-    128x128 block scales as bf16, and what compressed-tensors or modelopt has quantised in the config's dtype."""
+    128x128 block scales as bf16, and what compressed-tensors or modelopt has quantized in the config's dtype."""
 
     kind = "huggingface"
 
@@ -80,7 +80,7 @@ class HuggingFaceSource(Source):
 
     def _quantization(self, dequantize_to: Dtype | None) -> None:
         """Find weights that are stored as codes, and their scales."""
-        config = self.config.get("quantization_config") or quantisation_beside(self.path, self.stored)
+        config = self.config.get("quantization_config") or quantization_beside(self.path, self.stored)
         if not isinstance(config, dict):
             raise ReshardError(f"{self.path}: quantization_config is {config!r:.80}, not an object")
         method = config.get("quant_method")
@@ -98,7 +98,7 @@ class HuggingFaceSource(Source):
             self.codes = fp8_blocks(config, self.stored, str(self.path))
         else:
             raise ReshardError(
-                f"{self.path}: weights quantised as {method!r:.80} are not supported, only "
+                f"{self.path}: weights quantized as {method!r:.80} are not supported, only "
                 f"fp8 with block scales, and fp8, int8, int4 and nvfp4 by {METHOD}, and nvfp4 by {MODELOPT}"
             )
         self.dequantize_to = dequantize_to or DTYPES[dtype]
@@ -154,7 +154,7 @@ class HuggingFaceSource(Source):
         if codes is None:
             return self._rows(self.stored[name], start, stop, columns)
         stored, scales = (self.stored[part] for part in codes.stored[:2])
-        weight = self.scratch.array("dequantised", stop - start, columns * self.dequantize_to.size)
+        weight = self.scratch.array("dequantized", stop - start, columns * self.dequantize_to.size)
         weight = weight.view(self.dequantize_to.numpy())
         first, last = start // codes.block[0], -(-stop // codes.block[0])
         factors = self._rows(scales, first, last, codes.columns(columns), "scales")
@@ -165,9 +165,9 @@ class HuggingFaceSource(Source):
         if isinstance(codes.packed, Words):
             self._unpack(codes, codes.packed, start, factors, weight)
         else:
-            quantised = self._rows(stored, start, stop, columns).view(np.uint8)
+            quantized = self._rows(stored, start, stop, columns).view(np.uint8)
             row = start - first * codes.block[0]
-            dequantise(quantised, factors, codes.block, row, weight, stored.dtype)
+            dequantize(quantized, factors, codes.block, row, weight, stored.dtype)
         # fp16 alone has less room than the products.
         if "float16" in (scales.dtype.name, self.dequantize_to.name) and np.isinf(weight).any():
             self._too_large(name, "float16")
@@ -178,7 +178,7 @@ class HuggingFaceSource(Source):
             raise ReshardError(f"{self.path}: {codes.stored[1]} holds infinities or NaN, which are no scales")
 
     def _too_large(self, name: str, dtype: str) -> NoReturn:
-        raise ReshardError(f"{self.path}: {name} has numbers that are too large for {dtype} once dequantised")
+        raise ReshardError(f"{self.path}: {name} has numbers that are too large for {dtype} once dequantized")
 
     def _unpack(
         self, codes: Codes, words: Words, start: int, factors: np.ndarray, weight: np.ndarray
@@ -190,7 +190,7 @@ class HuggingFaceSource(Source):
             points = self.stored[words.zeros]
             zeros = self._rows(points, start // together, -(-stop // together), factors.shape[1], "zeros")
         found = self._rows(stored, start, stop, packed.words(weight.shape[1], bits))
-        packed.dequantise(found, factors, bits, weight, zeros, start % together)
+        packed.dequantize(found, factors, bits, weight, zeros, start % together)
 
     def _fp4(
         self, name: str, codes: Codes, divides: bool, start: int, factors: np.ndarray, weight: np.ndarray
@@ -206,7 +206,7 @@ class HuggingFaceSource(Source):
             )
         stored, stop = self.stored[codes.stored[0]], start + len(weight)
         found = self._rows(stored, start, stop, weight.shape[1] // 2)
-        nvfp4.dequantise(found, factors, number, divides, weight)
+        nvfp4.dequantize(found, factors, number, divides, weight)
         with np.errstate(over="ignore"):
             largest = (largest / number if divides else largest * number) * nvfp4.LARGEST
         if not np.isfinite(largest.astype(weight.dtype)) and not np.isfinite(weight).all():

@@ -121,7 +121,7 @@ def _problem(manifest: dict[str, Any]) -> str:
             return f"its entry for {name[:200]!a} lacks bytes or a checksum"
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             return f"it names the file {name[:200]!a}, which is outside of its directory"
-    for field, what in (("quantized", "quantised tensors"), ("ignored_config_fields", "ignored fields")):
+    for field, what in (("quantized", "quantized tensors"), ("ignored_config_fields", "ignored fields")):
         if not all(isinstance(name, str) for name in manifest.get(field, [])):
             return f"its list of {what} holds something else than names"
     return ""

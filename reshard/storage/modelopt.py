@@ -1,7 +1,7 @@
-"""Which weights of a Hugging Face directory NVIDIA's Model Optimizer has quantised as nvfp4: ``weight`` are their codes, ``weight_scale``
+"""Which weights of a Hugging Face directory NVIDIA's Model Optimizer has quantized as nvfp4: ``weight`` are their codes, ``weight_scale``
 the scales, and ``weight_scale_2`` is what those are multiplied by.
 
-What is quantised is said in ``config.json``, or, before version 0.31, in a file of its own, which vLLM reads where a config says nothing.
+What is quantized is said in ``config.json``, or, before version 0.31, in a file of its own, which vLLM reads where a config says nothing.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ READ = (
 )
 
 
-def quantisation_beside(path: Path, stored: Mapping[str, Tensor]) -> dict[str, Any]:
+def quantization_beside(path: Path, stored: Mapping[str, Tensor]) -> dict[str, Any]:
     """What the file beside ``config.json`` says, of a directory with weights that are stored so; nothing for others."""
     if any(name.endswith(f".weight{SECOND_SUFFIX}") for name in stored) and (path / CONFIG).is_file():
         return read_json(path / CONFIG) | {"quant_method": METHOD}

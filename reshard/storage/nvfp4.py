@@ -2,7 +2,7 @@
 which those scales are divided, as compressed-tensors stores it (``nvfp4-pack-quantized``), or multiplied.
 
 A code is a sign above the index of a magnitude; the first column of two is in the low half of their byte. The arithmetic of
-quantising is that of ``generate_gparam``, ``calculate_qparams`` and ``NVFP4PackedCompressor`` of compressed-tensors 0.17: the global
+quantizing is that of ``generate_gparam``, ``calculate_qparams`` and ``NVFP4PackedCompressor`` of compressed-tensors 0.17: the global
 scale and the largest magnitude over 6 in the weights' own dtype, whose numbers each step rounds to, all else in fp32.
 
 An engine has one matrix of what are several weights as they are published, and one global scale for it. So weights that are `fused`
@@ -19,7 +19,7 @@ import numpy as np
 from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import ReshardError
 from reshard.storage.channels import GLOBAL_END, NVFP4, PACKED_END, SUFFIX, config_of
-from reshard.storage.quantized import Look, Quantised, Quantize, check_finite
+from reshard.storage.quantized import Look, Quantize, Quantized, check_finite
 from reshard.storage.streams import Scratch, TensorInfo
 
 GROUP = 16
@@ -61,7 +61,7 @@ def global_scale(largest: np.float32, dtype: np.dtype) -> np.float32:
     return found if np.isfinite(found) else np.float32(1)
 
 
-def quantise(weight: np.ndarray, divisor: np.float32) -> tuple[np.ndarray, np.ndarray]:
+def quantize(weight: np.ndarray, divisor: np.float32) -> tuple[np.ndarray, np.ndarray]:
     """Codes ``[rows, columns / 2]`` and scales ``[rows, columns / 16]`` of rows that hold no infinities or NaN."""
     rows, columns = weight.shape
     wide = weight.astype(np.float32)
@@ -95,7 +95,7 @@ def _pairs(number: np.float32, divides: bool, dtype: np.dtype) -> np.ndarray:
     return pairs.view(f"u{2 * dtype.itemsize}").reshape(-1)
 
 
-def dequantise(codes: np.ndarray, scales: np.ndarray, number: np.float32, divides: bool, out: np.ndarray) -> None:  # fmt: skip
+def dequantize(codes: np.ndarray, scales: np.ndarray, number: np.float32, divides: bool, out: np.ndarray) -> None:  # fmt: skip
     """Write ``code * scale``, a product in fp32 that is rounded to the dtype of `out`, to `out [rows, columns]`; `number` is the one
     by which all `scales` are divided, or multiplied.
 
@@ -115,7 +115,7 @@ def largest(scales: np.ndarray) -> np.float32:
     return np.float32(np.uint8(bits).view(SCALES.numpy()))
 
 
-class Nvfp4(Quantised):
+class Nvfp4(Quantized):
     """Weights that are stored so, by compressed-tensors, with activations as they are: those that are fused are looked at first, all
     of them for each, but for what this process has seen before."""
 
@@ -148,7 +148,7 @@ class Nvfp4(Quantised):
                 f"{name} and what is fused with it are {largest:.3g} at most, for which float16 holds no global scale of nvfp4: add "
                 f"--dtype bf16"
             )
-        return partial(quantise, divisor=divisor), {GLOBAL_END: np.array([divisor], np.float32)}
+        return partial(quantize, divisor=divisor), {GLOBAL_END: np.array([divisor], np.float32)}
 
     def _largest(self, name: str, look: Look) -> tuple[np.float32, np.dtype]:
         """The largest magnitude of a weight, and its dtype."""

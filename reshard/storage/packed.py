@@ -52,7 +52,7 @@ def unpack(packed: np.ndarray, bits: int) -> np.ndarray:
     return numbers.view(np.float32)
 
 
-def dequantise(
+def dequantize(
     packed: np.ndarray,
     scales: np.ndarray,
     bits: int,

@@ -11,7 +11,7 @@ from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
 from reshard.storage.streams import SLAB_BYTES, StripWriter, TensorInfo
 
-# Reads rows `start` .. `stop` of a weight, in the dtype that is to be quantised; valid until the next call.
+# Reads rows `start` .. `stop` of a weight, in the dtype that is to be quantized; valid until the next call.
 Reader = Callable[[int, int], np.ndarray]
 # Reads the slabs of any weight of the source, by its name, in the dtype that it has in the output; each is valid until the next.
 Look = Callable[[str], Iterator[np.ndarray]]
@@ -19,7 +19,7 @@ Look = Callable[[str], Iterator[np.ndarray]]
 Quantize = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
-class Quantised(ABC):
+class Quantized(ABC):
     """How the weights with these `names` are stored: their codes under the weight's name, with `codes_end` where that says
     more, with an end that says `suffix` their scales, of which there is a row for so many `rows` of the weight, and, with
     `more_ends`, small tensors."""
@@ -35,7 +35,7 @@ class Quantised(ABC):
 
     @abstractmethod
     def prepare(self, name: str, info: TensorInfo, look: Look) -> tuple[Quantize, dict[str, np.ndarray]]:
-        """What quantises the rows of a weight, a run of them that begins where a row of scales does, to codes of the shape that they
+        """What quantizes the rows of a weight, a run of them that begins where a row of scales does, to codes of the shape that they
         are stored in and their scales; and what else is stored of it, by the ends `more_ends`. Who needs to know more of this weight,
         or of others, may `look`, as often as needed."""
 
@@ -78,7 +78,7 @@ class Quantised(ABC):
     def copy(
         self, name: str, info: TensorInfo, read: Reader, writer: StripWriter, look: Look
     ) -> dict[str, str]:
-        """Stream one quantised weight, each row of which `read` reads once and in order; the checksums of its parts."""
+        """Stream one quantized weight, each row of which `read` reads once and in order; the checksums of its parts."""
         quantize, more = self.prepare(name, info, look)
         weight_digest, scale_digest = xxhash.xxh3_128(), xxhash.xxh3_128()
         codes_name, scales_name = name + self.codes_end, name + self.suffix
@@ -102,5 +102,5 @@ def check_finite(name: str, scales: np.ndarray, advice: str = "") -> None:
     """Raise ReshardError where a weight has infinities or NaN, of which its scales tell."""
     if not np.isfinite(scales.astype(np.float32)).all():
         raise ReshardError(
-            f"{name} holds infinities or NaN, and quantising would make all that shares a scale with one NaN{advice}"
+            f"{name} holds infinities or NaN, and quantizing would make all that shares a scale with one NaN{advice}"
         )

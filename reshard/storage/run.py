@@ -15,7 +15,7 @@ from reshard.storage.casts import cast, overflow, overflow_notice
 from reshard.storage.files import EarlySync, NoSync, OpenFiles, write_error
 from reshard.storage.fp8 import Fp8Blocks
 from reshard.storage.journal import Done, Journal
-from reshard.storage.quantized import Quantised
+from reshard.storage.quantized import Quantized
 from reshard.storage.source import Source
 from reshard.storage.streams import SLAB_BYTES, Strip, StripReader, StripWriter, TensorInfo
 from reshard.storage.team import Team
@@ -46,7 +46,7 @@ class Run:
     progress: Progress | None
     checks: SourceChecks
     allow_overflow: bool = False
-    quantised: Quantised = field(default_factory=lambda: Fp8Blocks(()))
+    quantized: Quantized = field(default_factory=lambda: Fp8Blocks(()))
     meanwhile: tuple[Aside, ...] = ()
     overflowed: dict[str, int] = field(default_factory=dict)
     was_done: bool = False
@@ -131,7 +131,7 @@ class Run:
         parts = {
             part: {str(s.path) for s in self.strips.get(part, ())} & mine
             for name in names
-            for part in self.quantised.parts(name)
+            for part in self.quantized.parts(name)
         }
         journal = Journal(
             self.work.path / f"journal-{self.team.process}",
@@ -147,7 +147,7 @@ class Run:
                 files.resize(path, self.sizes[name])
             finished = dict(journal.finished)
             todo = [
-                name for name in names if any(part not in finished for part in self.quantised.parts(name))
+                name for name in names if any(part not in finished for part in self.quantized.parts(name))
             ]
             sizes = {name: self.tensors[name].size_bytes for name in todo}
             done = sum(self.tensors[name].size_bytes for name in names) - sum(sizes.values())
@@ -161,7 +161,7 @@ class Run:
 
             def written_into(name: str) -> set[str]:
                 return {
-                    str(strip.path) for part in self.quantised.parts(name) for strip in here.get(part, ())
+                    str(strip.path) for part in self.quantized.parts(name) for strip in here.get(part, ())
                 }
 
             # Workers are forked before the thread that syncs is there.
@@ -203,7 +203,7 @@ class Run:
         A journal and an inode cannot say that: a file may be changed in place, or another may get the inode
         of one that was removed. So the bytes are read again, each tensor by one process.
         """
-        before = {part for _, _, names in answers for name in names for part in self.quantised.parts(name)}
+        before = {part for _, _, names in answers for name in names for part in self.quantized.parts(name)}
         if not before:
             return frozenset()
         written = {part: value for some, _, _ in answers for part, value in some.items()}
@@ -215,7 +215,7 @@ class Run:
         """Of these stored tensors, those of this process's share whose bytes do not have the checksum that
         was `written`."""
         infos = {part: TensorInfo(shape, dtype) for name, info in self.tensors.items()
-                 for part, (dtype, shape) in self.quantised.stored(name, info).items()}  # fmt: skip
+                 for part, (dtype, shape) in self.quantized.stored(name, info).items()}  # fmt: skip
         _, hashed = self._tensors_of(self.team.share(self.sizes))
         strips = {
             part: [s._replace(path=self.work.tree / s.path) for s in self.strips.get(part, ())]
@@ -252,12 +252,12 @@ class Run:
         hashed: set[str] = set()
         for name in self.tensors:
             paths = [
-                str(strip.path) for part in self.quantised.parts(name) for strip in self.strips.get(part, ())
+                str(strip.path) for part in self.quantized.parts(name) for strip in self.strips.get(part, ())
             ]
             owns = paths[0] in mine if paths else self.team.process == 0
             if owns or any(path in mine for path in paths):
                 names.append(name)
-                hashed.update(self.quantised.parts(name) if owns else ())
+                hashed.update(self.quantized.parts(name) if owns else ())
         return names, hashed
 
     def _close(
@@ -287,7 +287,7 @@ class Run:
     def _copy(self, name: str, writer: StripWriter) -> dict[str, Done]:
         """Stream one tensor; its checksum, and that of its scales."""
         info, source_dtype = self.tensors[name], self.source.tensors[name].dtype
-        same_bytes = source_dtype == info.dtype and name not in self.quantised.names
+        same_bytes = source_dtype == info.dtype and name not in self.quantized.names
         # What is written as it was read is hashed once: the manifest has that checksum too.
         watch = None if same_bytes and self.checks.plain(name) else self.checks.watch(name)
         overflowed = 0
@@ -306,8 +306,8 @@ class Run:
             for start, stop in info.slabs(SLAB_BYTES, self.source.row_multiple(other)):
                 yield cast(self.source.read_rows(other, start, stop), stored, info.dtype)
 
-        if name in self.quantised.names:
-            checksums = self.quantised.copy(name, info, read, writer, look)
+        if name in self.quantized.names:
+            checksums = self.quantized.copy(name, info, read, writer, look)
         else:
             digest = xxhash.xxh3_128()
             for start, stop in info.slabs(SLAB_BYTES, self.source.row_multiple(name)):
@@ -324,12 +324,12 @@ class Run:
                 f"{overflow_notice(name, overflowed, info.dtype)}; choose another --dtype, "
                 f"or pass --allow-overflow"
             )
-        first = self.quantised.parts(name)[0]
+        first = self.quantized.parts(name)[0]
         return {part: Done(value, overflowed if part == first else 0) for part, value in checksums.items()}
 
     def _check_copies(self, checksums: dict[str, str]) -> None:
         for name, primary in self.source.copies.items():
-            parts = [[checksums[part] for part in self.quantised.parts(n)] for n in (name, primary)]
+            parts = [[checksums[part] for part in self.quantized.parts(n)] for n in (name, primary)]
             if parts[0] != parts[1]:
                 raise ReshardError(
                     f"{self.source.path}: {name} differs from {primary}, but Megatron holds "

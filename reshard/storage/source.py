@@ -44,7 +44,7 @@ TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json")
 class Source(ABC):
     """A model's weights as canonical tensors.
 
-    `tensors` are shapes and dtypes by published name (quantised ones already as what they dequantise to),
+    `tensors` are shapes and dtypes by published name (quantized ones already as what they dequantize to),
     `copies` the names in it that repeat another tensor, `mapping` the expanded table, `notices` what a user
     should be told, `versions` its files as they were before anything of them was read.
     """
@@ -124,7 +124,7 @@ class Source(ABC):
 
 
 def files_beside(directory: Path) -> list[Path]:
-    """The files of a Hugging Face directory that are no weights: config, tokenizer, whatever else but how weights are quantised, which
+    """The files of a Hugging Face directory that are no weights: config, tokenizer, whatever else but how weights are quantized, which
     vLLM would take for that of the next weights."""
     apart = (MANIFEST, MODELOPT_CONFIG, *OF_TRAINERS)
     files = [p for p in sorted(directory.iterdir()) if p.is_file() and p.name not in apart]

@@ -130,7 +130,7 @@ class Team:
     def conclude(self, step: Callable[[], Any]) -> Any:
         """Run `step` in the first process, once all others have done their part; its result, everywhere.
 
-        What becomes of the others meanwhile or afterwards changes nothing of that: only the first one's
+        What becomes of the others meanwhile or afterward changes nothing of that: only the first one's
         failure is one.
         """
         if self.process == 0:

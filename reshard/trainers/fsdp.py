@@ -62,7 +62,7 @@ class FsdpModel(Trainer):
     Parameters that are no DTensors are whole on every rank. Make it, and refit, between two training steps,
     when FSDP has its parameters sharded.
 
-    Raises ReshardError, naming the parameter, for what is not a box of the whole: partial sums, quantised
+    Raises ReshardError, naming the parameter, for what is not a box of the whole: partial sums, quantized
     tensors.
     """
 
@@ -183,7 +183,7 @@ def _held(model: torch.nn.Module) -> Iterator[Held]:
                 name = name.replace(wrapper, "")
             if type(_local(tensor.detach())) is not torch.Tensor or tensor.dtype.itemsize < 2:
                 raise ReshardError(
-                    f"the trainer's {name} is quantised, and quantised parameters cannot be refitted from"
+                    f"the trainer's {name} is quantized, and quantized parameters cannot be refitted from"
                 )
             yield Held(name, module, key, tuple(tensor.shape), _box(name, tensor))
 

@@ -50,7 +50,7 @@ class MegatronModel(Trainer):
     `metadata` is handed to ``sharded_state_dict``; a trainer that keeps its process
     groups out of ``parallel_state`` passes ``{"dp_cp_group": group}``.
 
-    Raises ReshardError for what has no plain memory: quantised parameters, interleaved gate and up rows.
+    Raises ReshardError for what has no plain memory: quantized parameters, interleaved gate and up rows.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class MegatronModel(Trainer):
         seen: dict[tuple, int] = {}
         for model in self.models:
             named = [*model.named_parameters(), *model.named_buffers()]
-            quantised = [
+            quantized = [
                 n
                 for n, t in named
                 if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.dtype.itemsize < 2
             ]
-            if [n for n in quantised if "_extra_state" not in n]:
-                raise ReshardError(f"quantised parameters cannot be refitted from: {listed(quantised, 3)}")
+            if [n for n in quantized if "_extra_state" not in n]:
+                raise ReshardError(f"quantized parameters cannot be refitted from: {listed(quantized, 3)}")
             state = model.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
             apply_factories(state)
             # Not before: asked for its state, a router makes its expert_bias float32 again, which is a new

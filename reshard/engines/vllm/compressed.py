@@ -122,7 +122,7 @@ class CompressedRecipe(Recipe):
                 split = any(part.box.lengths[1] < part.shape[1] for part in parts)
                 if split and any(part.box.lengths[0] < part.shape[0] for part in parts):
                     raise ReshardError(
-                        f"{self.name}.{matrix.name} is split by rows and by columns, which a refit does not quantise: serve in bf16"
+                        f"{self.name}.{matrix.name} is split by rows and by columns, which a refit does not quantize: serve in bf16"
                     )
             else:
                 split = any(part.box.lengths != part.shape for part in parts)

@@ -62,6 +62,6 @@ def check_blocks(rounding: str, device: torch.device) -> None:
     ]
     if any(wrong):
         raise ReshardError(
-            f"this vLLM quantises blocks with {ROUNDINGS[rounding]} in another way than reshard ({wrong[0]} of "
+            f"this vLLM quantizes blocks with {ROUNDINGS[rounding]} in another way than reshard ({wrong[0]} of "
             f"{values.numel()} codes differ, {wrong[1]} scales): serve in bf16"
         )

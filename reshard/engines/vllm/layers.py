@@ -1,4 +1,4 @@
-"""What vLLM's layers do not say through its interface: which experts they hold, how they are quantised and by which kernel they serve, and
+"""What vLLM's layers do not say through its interface: which experts they hold, how they are quantized and by which kernel they serve, and
 how their parameters are loaded and processed; for vLLM 0.24 to 0.33, as `reshard.engines.vllm.compat` has the rest.
 """
 
@@ -72,7 +72,7 @@ def is_packed(module: Any, method: Any) -> bool:
 
 
 # Kernels that read 128x128 blocks of e4m3 ``[rows, columns]`` with fp32 scales, both as they were loaded; and those
-# before which vLLM quantises once more, to scales that are powers of two, where it says so.
+# before which vLLM quantizes once more, to scales that are powers of two, where it says so.
 BLOCK_KERNELS = ("CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel")
 DEEP_GEMM_KERNELS = ("DeepGemmFp8BlockScaledMMKernel", "FlashInferFp8DeepGEMMDynamicBlockScaledKernel")
 BLOCK_BACKENDS = ("TRITON", "BATCHED_TRITON")
@@ -180,13 +180,13 @@ class Compressed(NamedTuple):
 
 
 def compressed_of(module: torch.nn.Module) -> Compressed | None:
-    """How a layer is loaded from a checkpoint that ``compressed-tensors``, or in nvfp4 ModelOpt, has quantised; None where it
+    """How a layer is loaded from a checkpoint that ``compressed-tensors``, or in nvfp4 ModelOpt, has quantized; None where it
     is not, or where a refit cannot make what it is loaded from."""
     method: Any = getattr(module, "quant_method", None)
     kind = type(method).__name__
     linear = kind == "CompressedTensorsLinearMethod" and not hasattr(module, "org_vocab_size")
     weights = ("weight",) if linear else ("w13_weight", "w2_weight")
-    with known("says in another way how a layer is quantised"):
+    with known("says in another way how a layer is quantized"):
         if kind in PACKED_EXPERTS or (linear and type(module.scheme).__name__ == PACKED_SCHEME):
             return _packed(module, method if not linear else module.scheme, weights)
         if kind in NVFP4_METHODS or (linear and type(module.scheme).__name__ in NVFP4_METHODS):
@@ -224,12 +224,12 @@ def compressed_of(module: torch.nn.Module) -> Compressed | None:
 def _packed(module: torch.nn.Module, owner: Any, weights: tuple[str, ...]) -> Compressed | None:
     """How a layer is loaded whose codes are packed; None where they have zero points, or lie in another order."""
     experts = weights != ("weight",)
-    quantised = owner.weight_quant if experts else owner
+    quantized = owner.weight_quant if experts else owner
     # vLLM 0.33 takes no columns in another order
-    ordered = getattr(quantised, "actorder", None) if experts else getattr(owner, "has_g_idx", False)
+    ordered = getattr(quantized, "actorder", None) if experts else getattr(owner, "has_g_idx", False)
     ordered = getattr(ordered, "value", ordered) in (True, "group", "dynamic")
     templates = loading_templates(module)
-    if not quantised.symmetric or ordered or owner.num_bits not in PACKED_CODES or not templates:
+    if not quantized.symmetric or ordered or owner.num_bits not in PACKED_CODES or not templates:
         return None
     strategy = str(getattr(owner.strategy, "value", owner.strategy))
     block = (1, int(owner.group_size)) if strategy == "group" else None
@@ -277,7 +277,7 @@ def inputs_as_loaded(module: torch.nn.Module, how: Compressed) -> dict[str, torc
 
 
 def plain_templates(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Of a layer whose codes are packed the parameters that it would be loaded into were it not quantised, by name, on the
+    """Of a layer whose codes are packed the parameters that it would be loaded into were it not quantized, by name, on the
     meta device; none for other layers."""
     how = compressed_of(module)
     if how is None or how.packed is None:
@@ -298,7 +298,7 @@ def plain_templates(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def method_of(module: torch.nn.Module) -> str:
-    """How vLLM quantises a layer, by its own names."""
+    """How vLLM quantizes a layer, by its own names."""
     scheme: Any = getattr(module, "scheme", None)
     name = type(module.quant_method).__name__
     owner = module.quant_method if scheme is None else scheme
@@ -313,7 +313,7 @@ PROCESSED = "_already_called_process_weights_after_loading"
 
 
 def made_online(module: torch.nn.Module) -> bool:
-    """Whether vLLM has quantised a layer itself, of plain weights after it had loaded them, in an order that only
+    """Whether vLLM has quantized a layer itself, of plain weights after it had loaded them, in an order that only
     its own processing knows."""
     method = getattr(module, "quant_method", None)
     return type(method).__module__.startswith(ONLINE) and blocks_of(module, method) is None
@@ -391,7 +391,7 @@ def kernel_of(module: torch.nn.Module) -> str:
 
 def own_blocks(values: torch.Tensor, rounding: str) -> tuple[torch.Tensor, torch.Tensor]:
     """What vLLM's own functions make of a bf16 matrix: e4m3, and the scales of its blocks."""
-    with known("quantises blocks elsewhere"):
+    with known("quantizes blocks elsewhere"):
         from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
         from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
@@ -486,7 +486,7 @@ def bound_to(tensor: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
         bound = restore_layer_refs(tensor, module)
         loader: Any = getattr(bound, "weight_loader", None)
         while getattr(loader, "__name__", "") == "online_process_loader":
-            # Of a layer that is quantised while it is loaded: this one waits for all of the layer's weights.
+            # Of a layer that is quantized while it is loaded: this one waits for all of the layer's weights.
             loader = loader.__wrapped__
             setattr(bound, "weight_loader", loader)  # noqa: B010
         return bound

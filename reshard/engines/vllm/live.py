@@ -69,7 +69,7 @@ class VllmModel(Engine):
     """One rank of a running vLLM: a model, its ``VllmConfig``, and, where there are, the worker that runs it
     and the engine of this process that takes the requests.
 
-    Layers that vLLM serves from fp8 blocks are quantised by the refit: with the least error, or, `exact`, bit for bit
+    Layers that vLLM serves from fp8 blocks are quantized by the refit: with the least error, or, `exact`, bit for bit
     as vLLM's own loading of the same weights would have left them.
 
     Raises ReshardError, before anything is changed, where the model serves from another arrangement of its
@@ -107,7 +107,7 @@ class VllmModel(Engine):
         _refuse_processed(self.served, config)
         self.reloads = Reloads(self.served, config, self._guard.fit)
         self.tensors: dict[str, torch.Tensor] = dict(self.served.named_tensors())
-        # As vLLM's loader knows them: of what it quantises after loading, what it loads into.
+        # As vLLM's loader knows them: of what it quantizes after loading, what it loads into.
         self.loaded = self.tensors | self.reloads.loaded
         self.rank = self._rank()
         self.tp = self.rank.tp
@@ -315,8 +315,8 @@ class VllmModel(Engine):
         for tensor in placement.tensors.values():
             name, expert = tensor.id
             live, layer = self.loaded[name], name.rpartition(".")[0]
-            quantised = layer in self.blocks or layer in self.reloads.round_of
-            if expert is not None and quantised and tuple(live.shape[1:]) != tensor.shape:
+            quantized = layer in self.blocks or layer in self.reloads.round_of
+            if expert is not None and quantized and tuple(live.shape[1:]) != tensor.shape:
                 tensor = padded(tensor, tuple(live.shape[1:]), 2 if name.endswith("w13_weight") else 1)
             tensors.append(tensor)
         return Placement.of(placement.shapes, tensors)
@@ -540,7 +540,7 @@ class VllmModel(Engine):
             self._keep_aside()
         self._guard.spoil("a half-written model, since a refit failed or is under way")
 
-    def quantised(self) -> list[dict[str, Any]]:
+    def quantized(self) -> list[dict[str, Any]]:
         """Blocks, by how their scales are rounded, and what vLLM's own processing makes of whole layers."""
         layers: dict[str, tuple[str, str]] = {}
         for (name, *_), scales in self.scales.items():
@@ -554,7 +554,7 @@ class VllmModel(Engine):
         return [{"how": how, "kernel": kernel, "layers": n} for (how, kernel), n in sorted(counted.items())]
 
     def take(self, number: int) -> None:
-        """Let vLLM quantise the layers of a round."""
+        """Let vLLM quantize the layers of a round."""
         self.reloads.take(number, self.timeout)
 
     def unlike(self, number: int) -> list[Any]:
@@ -589,7 +589,7 @@ class VllmModel(Engine):
 
 
 def _processed_as(module: torch.nn.Module) -> str:
-    """How vLLM quantises a layer, for logs."""
+    """How vLLM quantizes a layer, for logs."""
     how = compressed_of(module)
     if how is None:
         return method_of(module)
@@ -642,12 +642,12 @@ def _refuse_processed(model: Served, config: Any) -> None:
         if kind not in PLAIN_METHODS:
             raise ReshardError(
                 f"{name} serves from weights that {method_of(module)} has changed, which a refit cannot "
-                f"write in place: serve in bf16, or let vLLM quantise it as it loads (quantization='fp8_per_block' and the like)"
+                f"write in place: serve in bf16, or let vLLM quantize it as it loads (quantization='fp8_per_block' and the like)"
             )
         if always_packed(method):
             raise ReshardError(
                 f"{name} serves from experts that vLLM's build for the CPU has packed, which a refit cannot write, and from "
-                f"0.28 on it has no other way: use vLLM 0.26 or an older one, or let it quantise them as it loads "
+                f"0.28 on it has no other way: use vLLM 0.26 or an older one, or let it quantize them as it loads "
                 f"(quantization='int8_per_channel_weight_only')"
             )
         if is_packed(module, method):

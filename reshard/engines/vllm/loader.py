@@ -1,7 +1,7 @@
 """``--load-format reshard``: vLLM takes its weights from a Megatron checkpoint, or a Hugging Face directory.
 
 Where vLLM's own ``load_weights`` does nothing but copy, each rank reads the boxes that it would copy, straight
-to where it would copy them. Else, for a model that is quantised while it loads or an architecture without a
+to where it would copy them. Else, for a model that is quantized while it loads or an architecture without a
 table, it is handed whole tensors by their published names, as from a Hugging Face directory.
 """
 
@@ -79,7 +79,7 @@ class ReshardModelLoader(BaseModelLoader):
         where the weights are of another model, or cannot be read."""
         began = time.perf_counter()
         with closing(open_weights(model_config)) as found, found.weights.unchanged():
-            found.quantise_as(model)
+            found.quantize_as(model)
             why = "model_loader_extra_config asks for it" if self.whole_tensors else None
             trace = None
             if why is None:
@@ -105,7 +105,7 @@ class ReshardModelLoader(BaseModelLoader):
         _check_same(_directory(model_config), model_config)
         found = open_weights(model_config)
         try:
-            found.quantise_as(model)
+            found.quantize_as(model)
         except BaseException:
             found.close()
             raise
@@ -113,18 +113,18 @@ class ReshardModelLoader(BaseModelLoader):
 
 
 class _Found:
-    """Opened weights: `name` says which, `quantised` are those that the config wants as fp8 blocks, `compressed` whether it
+    """Opened weights: `name` says which, `quantized` are those that the config wants as fp8 blocks, `compressed` whether it
     wants some as compressed-tensors or ModelOpt makes them of weights in `dtype`."""
 
     def __init__(
         self,
         name: str,
         weights: Weights,
-        quantised: frozenset[str] = frozenset(),
+        quantized: frozenset[str] = frozenset(),
         compressed: bool = False,
         dtype: Dtype = DTYPES["bfloat16"],
     ) -> None:
-        self.name, self.weights, self.quantised, self.compressed = name, weights, quantised, compressed
+        self.name, self.weights, self.quantized, self.compressed = name, weights, quantized, compressed
         self.dtype = dtype
         self.schemes: dict[str, Compressed] = {}
         self.taken: frozenset[str] | None = (
@@ -132,16 +132,16 @@ class _Found:
         )
         self.device = torch.device("cpu")
 
-    def quantise_as(self, model: torch.nn.Module) -> None:
-        """Quantise also what published checkpoints keep and this model, by its config, does not: vLLM would cast a
+    def quantize_as(self, model: torch.nn.Module) -> None:
+        """Quantize also what published checkpoints keep and this model, by its config, does not: vLLM would cast a
         router's plain weights into its fp8. Raises ReshardError where a layer wants what cannot be made."""
         device = next(model.parameters()).device
         self.device = self.device if device.type == "meta" else device  # while vLLM loads anew
         if self.compressed:
             self.schemes, self.taken = _schemes(model, _canonical(self.weights))
-        if self.quantised:
+        if self.quantized:
             held = {name for name, _ in model.named_parameters()}
-            self.quantised |= {name for name in self.weights.tensors if name + SCALE_SUFFIX in held}
+            self.quantized |= {name for name in self.weights.tensors if name + SCALE_SUFFIX in held}
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(published name, full tensor) one after the other."""
@@ -155,8 +155,8 @@ class _Found:
         together: dict[str, torch.Tensor] = {}
         for region, raw in self.weights.read_ahead(regions, _memory, threads()):
             info = self.weights.tensors[region.name]
-            if region.name in self.quantised:
-                codes, scales = _quantised(region.name, raw.view(info.dtype.numpy()))
+            if region.name in self.quantized:
+                codes, scales = _quantized(region.name, raw.view(info.dtype.numpy()))
                 yield region.name, torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e4m3fn)
                 yield region.name + SCALE_SUFFIX, torch.from_numpy(scales)
             elif self._in_nvfp4(region.name):
@@ -170,7 +170,7 @@ class _Found:
                 yield region.name, tensor_of(raw, info.dtype.name).reshape(info.shape)
 
     def to_the_end(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same; what was opened is closed afterwards."""
+        """The same; what was opened is closed afterward."""
         with closing(self), self.weights.unchanged():
             yield from self.stream()
 
@@ -190,7 +190,7 @@ class _Found:
             try:
                 made = nvfp4.stored_as(weight, largest, nvfp4.scaling_of(self.schemes[name]))
             except ReshardError as error:
-                raise ReshardError(f"{name} cannot be quantised ({error})") from error
+                raise ReshardError(f"{name} cannot be quantized ({error})") from error
             for end, tensor in made.items():
                 yield name + end, tensor
 
@@ -223,7 +223,7 @@ def open_weights(model_config: ModelConfig) -> _Found:
         return _Found(
             str(megatron),
             weights_of_megatron(source),
-            _to_quantise(source, wanted),
+            _to_quantize(source, wanted),
             wanted.get("quant_method") in (channels.METHOD, modelopt.METHOD),
             dtype_named(str(model_config.dtype)),
         )
@@ -255,8 +255,8 @@ def _directory(model_config: ModelConfig) -> Path:
     return local_directory(name if revision is None or os.path.isdir(name) else f"{name}@{revision}")
 
 
-def _to_quantise(source: MegatronSource, wanted: Mapping[str, Any]) -> frozenset[str]:
-    """The weights that vLLM expects as fp8 blocks with scales, by the quantisation in the config that it has read: Megatron
+def _to_quantize(source: MegatronSource, wanted: Mapping[str, Any]) -> frozenset[str]:
+    """The weights that vLLM expects as fp8 blocks with scales, by the quantization in the config that it has read: Megatron
     holds them as they were before."""
     if not blocks_wanted({"quantization_config": wanted}, source.path):
         return frozenset()
@@ -266,7 +266,7 @@ def _to_quantise(source: MegatronSource, wanted: Mapping[str, Any]) -> frozenset
     return frozenset(name for name in names if name.removesuffix(".weight") not in excepted)
 
 
-def _quantised(name: str, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _quantized(name: str, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     codes, scales = quantize(weight)
     check_finite(name, scales)
     return codes, scales
@@ -280,7 +280,7 @@ def _schemes(model: torch.nn.Module, canonical: Canonical) -> tuple[dict[str, Co
         how, kind = compressed_of(module), type(getattr(module, "quant_method", None)).__name__
         if how is None and kind not in ("NoneType", *PLAIN_METHODS) and not kind.endswith("KVCacheMethod"):
             raise ReshardError(
-                f"{name} is loaded by {method_of(module)}, for which reshard cannot quantise Megatron's weights"
+                f"{name} is loaded by {method_of(module)}, for which reshard cannot quantize Megatron's weights"
             )
         if how is not None:
             found |= {f"{name}.{weight}": how for weight in how.weights}
@@ -306,7 +306,7 @@ def _boxes(model: torch.nn.Module, model_config: ModelConfig, found: _Found) -> 
         kind = type(getattr(module, "quant_method", None)).__name__
         if kind not in ("NoneType", *PLAIN_METHODS) and not kind.endswith("KVCacheMethod"):
             raise ReshardError(f"{name} is loaded by {kind}")
-    if found.quantised:
+    if found.quantized:
         raise ReshardError("the config wants fp8 blocks")
     canonical = _canonical(found.weights)
     trace = trace_load(model, canonical)
@@ -364,7 +364,7 @@ def _region(copy: TracedCopy, weights: Weights) -> Region:
 
 
 def _check_loaded(model: torch.nn.Module, model_config: ModelConfig, loaded: set[str] | None) -> None:
-    """Raise ReshardError where parameters of a model that is not quantised got nothing, as vLLM's own loader
+    """Raise ReshardError where parameters of a model that is not quantized got nothing, as vLLM's own loader
     does."""
     if loaded is None or model_config.quantization is not None:
         return

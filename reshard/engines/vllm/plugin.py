@@ -121,7 +121,7 @@ WITH_PLAIN_INPUTS = "W4A16_NVFP4"
 def blocks_wanted(config: Mapping[str, Any], directory: Path) -> bool:
     """Whether a config wants weights as fp8 blocks; False where it wants them as they are, by compressed-tensors in a
     way of `check_wanted`, or by ModelOpt in nvfp4 alone, all of which can be made of Megatron's. Raises ReshardError
-    where it wants them quantised in another way."""
+    where it wants them quantized in another way."""
     from reshard.core.errors import ReshardError
     from reshard.storage.channels import METHOD, check_wanted
     from reshard.storage.fp8 import BLOCK
@@ -138,14 +138,14 @@ def blocks_wanted(config: Mapping[str, Any], directory: Path) -> bool:
         algorithm = said.get("quant_algo") if isinstance(said, Mapping) else said
         if str(algorithm).upper() != WITH_PLAIN_INPUTS:
             raise ReshardError(
-                f"the config for {directory} wants weights quantised by {MODELOPT} as {algorithm!r:.80}, and of these reshard makes "
+                f"the config for {directory} wants weights quantized by {MODELOPT} as {algorithm!r:.80}, and of these reshard makes "
                 f"{WITH_PLAIN_INPUTS} alone, since a Megatron checkpoint has no scales of activations: serve it with a config that "
                 f"says that, or none"
             )
         return False
     if wanted.get("quant_method") != "fp8" or list(wanted.get("weight_block_size") or ()) != [BLOCK, BLOCK]:
         raise ReshardError(
-            f"the config for {directory} wants weights quantised as {wanted.get('quant_method')!r:.80}, and a "
+            f"the config for {directory} wants weights quantized as {wanted.get('quant_method')!r:.80}, and a "
             f"Megatron checkpoint has others: serve it with a config that has no quantization_config"
         )
     return True

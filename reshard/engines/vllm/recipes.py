@@ -1,4 +1,4 @@
-"""How the parameters of a layer that vLLM loads from a quantised checkpoint are made of plain weights: what all formats share."""
+"""How the parameters of a layer that vLLM loads from a quantized checkpoint are made of plain weights: what all formats share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -58,7 +58,7 @@ class Recipe(ABC):
     @abstractmethod
     def share_matrices(self, held: Sequence[Held]) -> None:
         """Add to `split` the matrices of which other ranks hold parts. Raises ReshardError where what has one scale cannot
-        be quantised."""
+        be quantized."""
 
     @abstractmethod
     def largest(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -143,5 +143,5 @@ def refuse_parts_of_blocks(what: str, block: tuple[int, int], rows: int, parts: 
         if within:
             raise ReshardError(
                 f"{what} has a part of {part.name} that begins or ends within what has one scale, {block[0]} rows and {block[1]} "
-                f"columns, which a refit does not quantise: serve at another tensor parallel size, or in bf16"
+                f"columns, which a refit does not quantize: serve at another tensor parallel size, or in bf16"
             )

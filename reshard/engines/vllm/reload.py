@@ -1,4 +1,4 @@
-"""Layers that vLLM quantises itself after loading, each in a way of its own: a refit fills a slab with what vLLM would
+"""Layers that vLLM quantizes itself after loading, each in a way of its own: a refit fills a slab with what vLLM would
 have loaded, and vLLM's own processing makes of it what the layer serves from, where that has always been. Of layers that
 it loads from a compressed checkpoint the slab holds plain weights, and `reshard.engines.vllm.compressed` makes of them
 what it would have loaded.
@@ -171,7 +171,7 @@ class Reloads:
 
 
 def _check_finite(found: list[tuple[Layer, dict[str, torch.Tensor]]]) -> None:
-    """Raise ReshardError where weights have infinities or NaN, of which quantised ones would not tell."""
+    """Raise ReshardError where weights have infinities or NaN, of which quantized ones would not tell."""
     named = [(f"{layer.name}.{key}", one) for layer, largest in found for key, one in largest.items()]
     if not named:
         return
@@ -179,7 +179,7 @@ def _check_finite(found: list[tuple[Layer, dict[str, torch.Tensor]]]) -> None:
     wrong = [name for (name, _), good in zip(named, finite, strict=True) if not good]
     if wrong:
         raise ReshardError(
-            f"the trainer's weights for {listed(wrong, 3)} hold infinities or NaN, and quantising would spread or hide them"
+            f"the trainer's weights for {listed(wrong, 3)} hold infinities or NaN, and quantizing would spread or hide them"
         )
 
 
@@ -213,8 +213,8 @@ def _inputs(name: str, module: torch.nn.Module, how: Compressed, whole: bool) ->
     known = _known_inputs.get(module, {})
     if how.reads_inputs and len(known) < len(how.inputs):
         raise ReshardError(
-            f"{name} quantises its input by a scale that comes with a checkpoint and that no trainer has, and this vLLM holds "
-            f"none that it has loaded: load the checkpoint once, or serve one whose activations are quantised dynamically"
+            f"{name} quantizes its input by a scale that comes with a checkpoint and that no trainer has, and this vLLM holds "
+            f"none that it has loaded: load the checkpoint once, or serve one whose activations are quantized dynamically"
         )
     one = torch.ones((), dtype=torch.float32, device=next(module.parameters()).device)
     return {key: known.get(key, one) for key in how.inputs}
@@ -229,7 +229,7 @@ def _templates(name: str, module: torch.nn.Module, how: Compressed | None) -> di
     found = {key: templates[key] for key in templates if key in held}
     if not found or any(not one.is_contiguous() for one in found.values()):
         raise ReshardError(
-            f"vLLM did not note how {name} is loaded, which is quantised after loading: serve in bf16"
+            f"vLLM did not note how {name} is loaded, which is quantized after loading: serve in bf16"
         )
     return found
 
@@ -282,7 +282,7 @@ def _processed(layer: Layer, largest: Mapping[str, torch.Tensor], config: Any) -
         try:
             loaded = layer.recipe.made(loaded, largest)
         except (ReshardError, RuntimeError) as error:
-            raise ReshardError(f"{layer.name} cannot be quantised ({first_line(error)})") from error
+            raise ReshardError(f"{layer.name} cannot be quantized ({first_line(error)})") from error
     parameters, before = dict(module._parameters), [(one, _kept(one)) for one in processing_objects(module)]
     aside = loaded_aside()
     serving = {key: one for key, one in parameters.items() if one is not None and key not in aside}

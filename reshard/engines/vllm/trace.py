@@ -94,8 +94,8 @@ def _stand_ins(model: torch.nn.Module) -> Iterator[dict[int, str]]:
             templates, plain = loading_templates(module), plain_templates(module)
             for name in [one for one in parameters if one.startswith(tuple(plain))]:
                 del module._parameters[name]  # codes, and what belongs to them
-            for name, unquantised in plain.items():
-                bound = bound_to(unquantised, module)
+            for name, unquantized in plain.items():
+                bound = bound_to(unquantized, module)
                 names[_storage(bound)] = f"{path}.{name}"
                 module._parameters[name] = bound  # type: ignore[assignment]
                 keep.append(bound)

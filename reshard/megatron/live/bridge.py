@@ -61,7 +61,7 @@ class AutoBridge:
         """This rank's chunks, on its GPU where there is one, in Float16Module (bf16 and fp16) and DDP, with the
         weights at `weight_path` if that is given.
 
-        Megatron's parallel state must be initialised; `layout` says more than its sizes where stages are
+        Megatron's parallel state must be initialized; `layout` says more than its sizes where stages are
         uneven.
         """
         layout = layout or parallel_layout()

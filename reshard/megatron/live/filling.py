@@ -1,4 +1,4 @@
-"""Stored tensors into live memory: neighbours in a file by one read, through pinned buffers where a GPU has them."""
+"""Stored tensors into live memory: neighbors in a file by one read, through pinned buffers where a GPU has them."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -27,7 +27,7 @@ class Filler:
         self.scratch = Scratch()
 
     def groups(self, pieces: Iterable[Piece]) -> list[list[Part]]:
-        """What is read at a time: neighbours in a file."""
+        """What is read at a time: neighbors in a file."""
 
         def place(piece: Piece) -> tuple[str, int]:
             strips = self.reader.strips(piece.name) or []

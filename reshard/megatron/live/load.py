@@ -78,7 +78,7 @@ def load(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> LoadReport:
-    """Fill a live Megatron-Core model from a Hugging Face directory or hub id (weights in fp8 or int8 are dequantised), or
+    """Fill a live Megatron-Core model from a Hugging Face directory or hub id (weights in fp8 or int8 are dequantized), or
     from a Megatron ``torch_dist`` checkpoint at any layout.
 
     All ranks of torch's default process group call it, each with the `models` that ``get_model`` returned to

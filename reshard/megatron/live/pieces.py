@@ -1,4 +1,4 @@
-"""Boxes of canonical tensors that lie in live memory, and how they are moved: neighbours in a file at a time."""
+"""Boxes of canonical tensors that lie in live memory, and how they are moved: neighbors in a file at a time."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeVar

@@ -125,7 +125,7 @@ class Pull(Transport):
         return CopyTable(tiles[order], self.device, rows.owners[origin][order], self.aside)
 
     def _blocks(self, rows: "Rows") -> list[BlockTable]:
-        """What is quantised, by rounding."""
+        """What is quantized, by rounding."""
         if not len(rows.table):
             return []
         places = places_of(self.engine)
