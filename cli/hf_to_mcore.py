@@ -68,10 +68,10 @@ def command(source: str, destination: str, as_json: bool, release: bool, **optio
     if release and options["iteration"]:
         raise click.UsageError("--release and --iteration exclude each other")
     check_command(source, destination, megatron=False)
-    from reshard.megatron.layout import Layout
+    from reshard.megatron.layout import MegatronLayout
     from reshard.storage.convert import hf_to_mcore
 
-    layout = Layout(**{name: options.pop(name) for name in LAYOUT_NAMES})
+    layout = MegatronLayout(**{name: options.pop(name) for name in LAYOUT_NAMES})
     start = time.perf_counter()
     with progress_bar("hf-to-mcore") as progress, resumable(destination):
         report = hf_to_mcore(source, destination, layout, progress=progress, **options)

@@ -106,7 +106,7 @@ def command(
 
     Example: reshard memory --model Qwen/Qwen3-30B-A3B --tp 2 --ep 8 --etp 1 --gpus 16 --gpu-memory H100
     """
-    from reshard.megatron.layout import Layout
+    from reshard.megatron.layout import MegatronLayout
     from reshard.memory.estimate import estimate_memory
     from reshard.memory.options import Training
     from reshard.memory.outside import bytes_of_gpu
@@ -120,7 +120,7 @@ def command(
     text = given.pop("gpu_memory")
     gpu_bytes = None if text is None else bytes_of_gpu(text)
     training, beside = Training(**given), _engine(engine)
-    layout = None if fitting["fit"] else Layout(**sizes)
+    layout = None if fitting["fit"] else MegatronLayout(**sizes)
     if html is not None:
         _check_html(html, bool(fitting["fit"]))
     model = read_model(path)

@@ -115,7 +115,7 @@ def command(
         raise click.UsageError("--prompts and --random exclude each other")
     numbers = _lengths(lengths)
     from reshard.core.extras import require
-    from reshard.megatron.layout import Layout
+    from reshard.megatron.layout import MegatronLayout
     from reshard.parity.gate import LIMITED, Limits, parity
     from reshard.parity.prompts import SERVED, read_prompts, tokenizer_of
 
@@ -130,7 +130,7 @@ def command(
     given = {name: value for name in LIMITED if (value := options.pop(name, None)) is not None}
     if "routing_margin" in given and not options["routing"]:
         raise click.UsageError("--no-routing leaves nothing for --max-routing-margin to limit")
-    layout = Layout(**{name: options.pop(name) for name in LAYOUT_NAMES})
+    layout = MegatronLayout(**{name: options.pop(name) for name in LAYOUT_NAMES})
     wanted = read_prompts(Path(prompts), lambda: tokenizer_of([a, b])) if prompts is not None else count or 8
     served = vllm_layout(engine, "--vllm", {"tp"}) if engine is not None else None
     found = parity(a, b, wanted, layout=layout, engine=served, lengths=numbers,

@@ -104,7 +104,7 @@ def command(
 
     Example: reshard plan --model Qwen/Qwen3-32B --from tp=4,pp=2 --to tp=8
     """
-    from reshard.megatron.layout import Layout
+    from reshard.megatron.layout import MegatronLayout
     from reshard.models.config_fields import check_ignored
     from reshard.plan import plan_refit
     from reshard.storage.sources import read_model
@@ -114,7 +114,7 @@ def command(
     extra = {name: source.pop(name) for name in ("dp", "cp") if name in source}
     for name in ("link_rate", "network_rate", "memory_rate"):
         options[name] *= 1e9
-    layouts = Layout(**source), vllm_layout(engine, "--to", {"tp", "pp", "dp"})
+    layouts = MegatronLayout(**source), vllm_layout(engine, "--to", {"tp", "pp", "dp"})
     options |= {
         "order": _numbers(gpu_order, "--gpu-order"),
         "ranks": _numbers(ranks, "--ranks"),

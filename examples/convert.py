@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1)
     options = parser.parse_args()
-    layout = reshard.Layout(tp=options.tp, pp=options.pp, ep=options.ep, etp=1)
+    layout = reshard.MegatronLayout(tp=options.tp, pp=options.pp, ep=options.ep, etp=1)
     try:
         plan = reshard.hf_to_mcore(options.source, f"{options.out}-mcore", layout, dry_run=True)
         print(

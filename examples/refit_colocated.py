@@ -19,7 +19,7 @@ os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "VLLM_ENABLE_V1_MULTIPROCESSI
 import torch
 import torch.distributed as dist
 
-from reshard import Layout, read_model
+from reshard import MegatronLayout, read_model
 
 SMALL = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 96,
          "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 1e-6,
@@ -40,7 +40,7 @@ def main(options: argparse.Namespace, folder: Path) -> None:
     from reshard.engines.vllm.compat import plain_weights
     from reshard.engines.vllm.live import VllmModel
     from reshard.megatron.build import build_megatron, initialize_parallel
-    from reshard.refit import Members, connect
+    from reshard.refit import RefitGroup, connect
     from reshard.trainers.megatron import MegatronModel
 
     config = dict(read_model(options.model).config) if options.model else SMALL
@@ -62,7 +62,7 @@ def main(options: argparse.Namespace, folder: Path) -> None:
             pipeline_parallel_size=options.vllm_pp,
             kv_cache_memory_bytes=1 << (30 if cuda else 27),
         )
-    layout = Layout(tp=size)
+    layout = MegatronLayout(tp=size)
     initialize_parallel(layout)
     chunks = build_megatron(
         read_model(str(folder)), layout, transformer_impl="transformer_engine" if cuda else "local"
@@ -70,7 +70,7 @@ def main(options: argparse.Namespace, folder: Path) -> None:
     models = [Float16Module(chunk.config, chunk.cuda() if cuda else chunk) for chunk in chunks]
 
     link = connect(
-        Members.of_process_group(), source=MegatronModel(models), destination=VllmModel.from_llm(llm)
+        RefitGroup.of_process_group(), source=MegatronModel(models), destination=VllmModel.from_llm(llm)
     )
     optimizer = torch.optim.SGD(
         [p for model in models for p in model.parameters() if p.requires_grad], lr=0.5

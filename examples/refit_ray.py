@@ -58,14 +58,14 @@ class Trainer:
         }
         from megatron.core.transformer.module import Float16Module
 
-        from reshard import Layout, read_model
+        from reshard import MegatronLayout, read_model
         from reshard.megatron.build import build_megatron, initialize_parallel, without_gpu
         from reshard.trainers import MegatronModel
 
         self.rank, self.cuda = rank, torch.cuda.is_available()
         backend = "cpu:gloo,cuda:nccl" if self.cuda else "gloo"
         dist.init_process_group(backend, init_method=f"tcp://{address}", rank=rank, world_size=size)
-        layout = Layout(tp=size)
+        layout = MegatronLayout(tp=size)
         with without_gpu():
             initialize_parallel(layout)
             kind = "transformer_engine" if self.cuda else "local"
@@ -84,9 +84,9 @@ class Trainer:
 
     def connect(self, address: str, size: int, secret: str) -> None:
         """Meet the engine; again after either side was restarted."""
-        from reshard.refit import Members, connect
+        from reshard.refit import RefitGroup, connect
 
-        members = Members.join(address, self.rank, size, timeout=300, secret=secret)
+        members = RefitGroup.join(address, self.rank, size, timeout=300, secret=secret)
         self.link = connect(members, self.source)
 
     def refit(self, version: int) -> dict:

@@ -20,7 +20,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from reshard import Layout, read_model
+from reshard import MegatronLayout, read_model
 
 ADDRESS = "127.0.0.1:29617"
 SMALL = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 1000, "hidden_size": 128,
@@ -79,7 +79,7 @@ def main() -> None:
     from megatron.core.transformer.module import Float16Module
 
     from reshard.megatron.build import build_megatron, initialize_parallel, without_gpu
-    from reshard.refit import Members, connect
+    from reshard.refit import RefitGroup, connect
     from reshard.trainers.megatron import MegatronModel
 
     rank, trainers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -133,7 +133,9 @@ def main() -> None:
         print("engine", answer(), flush=True)
     dist.barrier()
     model = read_model(str(folder))
-    layout = Layout(tp=trainers, ep=trainers, etp=1) if model.num_experts else Layout(tp=trainers)
+    layout = (
+        MegatronLayout(tp=trainers, ep=trainers, etp=1) if model.num_experts else MegatronLayout(tp=trainers)
+    )
     with without_gpu():
         initialize_parallel(layout)
         chunks = build_megatron(model, layout, transformer_impl="transformer_engine" if cuda else "local")
@@ -141,7 +143,7 @@ def main() -> None:
 
     # The part that goes into a trainer: connect once ...
     tell("collective_rpc", "reshard_connect", args=(ADDRESS, trainers, trainers + tp))
-    members = Members.join(ADDRESS, rank, trainers + tp)
+    members = RefitGroup.join(ADDRESS, rank, trainers + tp)
     with members.watching(gone):
         link = connect(members, MegatronModel(models))
     answer()

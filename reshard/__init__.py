@@ -3,7 +3,7 @@
 The calls of the command line, as a library. Importing the package imports neither torch nor numpy.
 
 >>> import reshard
->>> reshard.hf_to_mcore("Qwen3-30B-A3B", "mcore", reshard.Layout(tp=4, pp=2, ep=4))  # doctest: +SKIP
+>>> reshard.hf_to_mcore("Qwen3-30B-A3B", "mcore", reshard.MegatronLayout(tp=4, pp=2, ep=4))  # doctest: +SKIP
 """
 
 from importlib import import_module
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from reshard.core.errors import ReshardError
     from reshard.engines.vllm.layout import VllmLayout
-    from reshard.megatron.layout import Layout
+    from reshard.megatron.layout import MegatronLayout
+    from reshard.megatron.layout import MegatronLayout as Layout
     from reshard.megatron.live.bridge import AutoBridge
     from reshard.megatron.live.export import export
     from reshard.megatron.live.load import load
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "AutoBridge": "megatron.live.bridge",
-    "Layout": "megatron.layout",
+    "MegatronLayout": "megatron.layout",
     "ReshardError": "core.errors",
     "VllmLayout": "engines.vllm.layout",
     "check": "storage.compare",
@@ -49,6 +50,7 @@ _MODULES = {
 __all__ = [
     "AutoBridge",
     "Layout",
+    "MegatronLayout",
     "ReshardError",
     "VllmLayout",
     "check",
@@ -73,6 +75,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Layout":  # an alias that stays
+        name = "MegatronLayout"
     if name in _MODULES:
         return getattr(import_module(f"reshard.{_MODULES[name]}"), name)
     if name == "memory":

@@ -36,7 +36,7 @@ def run_demo(folder: Path) -> Iterator[Step]:
     and compared bit for bit and by logits.
     """
     require("parity", "torch", "transformers", "megatron.core")
-    from reshard import Layout, check, diff, hf_to_mcore, mcore_to_hf
+    from reshard import MegatronLayout, check, diff, hf_to_mcore, mcore_to_hf
 
     source, mcore, back = folder / "hf", folder / "mcore", folder / "hf-again"
     with _quiet():
@@ -46,7 +46,7 @@ def run_demo(folder: Path) -> Iterator[Step]:
         f"{parameters / 1e6:.1f} million parameters, bf16, {source}",
         True,
     )
-    layout = Layout(tp=2, pp=2, ep=2, etp=1)
+    layout = MegatronLayout(tp=2, pp=2, ep=2, etp=1)
     report = hf_to_mcore(source, mcore, layout)
     yield Step(f"hf-to-mcore at {layout}", f"{report.tensors} tensors, {report.files} files, {mcore}", True)
     with _quiet():

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from reshard.core.assignment import best_assignment
-from reshard.core.collector import collector_paused
 from reshard.core.errors import ReshardError
+from reshard.core.gc import gc_paused
 from reshard.core.limits import MAX_RANKS, check_number
 from reshard.core.placement import Placement
 from reshard.core.planner import make_plan
 from reshard.engines.vllm.layout import VllmLayout, vllm_placement
-from reshard.megatron.layout import Layout
+from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import Mapping, expand, padded_vocab_size
 from reshard.megatron.ranks import LiveShard, Ranks, live_shards
 from reshard.models.model import Model
@@ -87,10 +87,10 @@ class Forecast:
         return asdict(self) | {"plan_seconds": self.plan_seconds}
 
 
-@collector_paused()
+@gc_paused()
 def plan_refit(
     model: Model,
-    trainer: Layout,
+    trainer: MegatronLayout,
     engine: VllmLayout,
     *,
     dp: int | None = None,
@@ -246,7 +246,7 @@ def _check_bytes(wanted: Placement, itemsize: int, rank: int) -> None:
         )
 
 
-def _ranks_per_stage(model: Model, trainer: Layout, dp: int | None, cp: int) -> int:
+def _ranks_per_stage(model: Model, trainer: MegatronLayout, dp: int | None, cp: int) -> int:
     """Ranks of a pipeline stage: TP times CP times DP, which ETP times EP divides."""
     if dp is None:
         return lcm(trainer.tp * cp, trainer.ranks_per_stage(model))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from reshard.core.errors import ReshardError
-from reshard.megatron.layout import Layout
+from reshard.megatron.layout import MegatronLayout
 from reshard.parity.gate import Limits, ParityReport, parity
 from reshard.parity.metrics import Metrics
 from reshard.parity.prompts import tokenizer_of
@@ -93,9 +93,9 @@ def to_megatron(tmp_path: Path) -> Callable[..., Path]:
     layout."""
     made: list[Path] = []
 
-    def convert(source: str | Path, layout: Layout | None = None) -> Path:
+    def convert(source: str | Path, layout: MegatronLayout | None = None) -> Path:
         made.append(tmp_path / f"megatron-{len(made)}")
-        hf_to_mcore(str(source), made[-1], layout or Layout(), transformer_impl="local")
+        hf_to_mcore(str(source), made[-1], layout or MegatronLayout(), transformer_impl="local")
         return made[-1]
 
     return convert

@@ -78,12 +78,12 @@ def whole(checkpoint, tmp_path_factory):
     """By direction: the source, and the bytes that an undisturbed run makes of it."""
     import torch
 
-    from reshard import Layout, hf_to_mcore, mcore_to_hf
+    from reshard import MegatronLayout, hf_to_mcore, mcore_to_hf
     from tests.disk import tree
 
     folder = tmp_path_factory.mktemp("whole")
     sources = {"hf-to-mcore": checkpoint("qwen3-moe", dtype=torch.bfloat16), "mcore-to-hf": folder / "mcore"}
-    hf_to_mcore(sources["hf-to-mcore"], folder / "mcore", Layout(tp=2, ep=2))
+    hf_to_mcore(sources["hf-to-mcore"], folder / "mcore", MegatronLayout(tp=2, ep=2))
     mcore_to_hf(folder / "mcore", folder / "hf", max_shard_size="200KB")
     return {
         "hf-to-mcore": (sources["hf-to-mcore"], tree(folder / "mcore")),
@@ -102,9 +102,9 @@ def source(checkpoint, tmp_path):
 @pytest.fixture
 def mcore(source, tmp_path):
     """The same as a Megatron checkpoint."""
-    from reshard import Layout, hf_to_mcore
+    from reshard import MegatronLayout, hf_to_mcore
 
-    hf_to_mcore(source, tmp_path / "mcore", Layout(tp=2))
+    hf_to_mcore(source, tmp_path / "mcore", MegatronLayout(tp=2))
     return tmp_path / "mcore"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard import Layout, ReshardError, hf_to_mcore, mcore_to_hf
+from reshard import MegatronLayout, ReshardError, hf_to_mcore, mcore_to_hf
 
 DIRECTIONS = {"hf-to-mcore": ("--tp", "2", "--ep", "2"), "mcore-to-hf": ("--max-shard-size", "200KB")}
 RENAME_EXCHANGE_UNKNOWN = "renameat2:*:0:EINVAL"
@@ -157,7 +157,7 @@ def resumed(direction, whole, out):
     """Go on with it; the bytes are those of an undisturbed run. How many tensors were taken as done."""
     source, expected = whole[direction]
     if direction == "hf-to-mcore":
-        report = hf_to_mcore(source, out, Layout(tp=2, ep=2), resume=True)
+        report = hf_to_mcore(source, out, MegatronLayout(tp=2, ep=2), resume=True)
     else:
         report = mcore_to_hf(source, out, max_shard_size="200KB", resume=True)
     assert tree(out) == expected and beside(out.parent) == ["out"]

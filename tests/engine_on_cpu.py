@@ -71,22 +71,22 @@ def refit_and_serve(cases: list) -> dict:
     import torch.distributed as dist
     from vllm import SamplingParams
 
-    from reshard import Layout
+    from reshard import MegatronLayout
     from reshard.engines.vllm.compat import plain_weights
     from reshard.engines.vllm.live import VllmModel
     from reshard.parity.megatron import Megatron
-    from reshard.refit import Members, connect
+    from reshard.refit import RefitGroup, connect
     from reshard.trainers.megatron import MegatronModel
 
     keep_imports_frozen()
     found = {}
     for name, layout, options, pairs in cases:
-        trainer = Megatron(Path(pairs[0][1]), "fp32", Layout(**layout))
+        trainer = Megatron(Path(pairs[0][1]), "fp32", MegatronLayout(**layout))
         with plain_weights():
             llm = engine(pairs[0][0], load_format="dummy", **options)
         before = answers(llm)  # nobody has looked at it yet; from then on it refuses
         destination = VllmModel.from_llm(llm)
-        link = connect(Members.of_process_group(), MegatronModel(trainer.models), destination)
+        link = connect(RefitGroup.of_process_group(), MegatronModel(trainer.models), destination)
         addresses = {key: tensor.data_ptr() for key, tensor in destination.tensors.items()}
         unfit = caught(partial(answers, llm))
         served = []
@@ -129,11 +129,11 @@ def refit_and_serve(cases: list) -> dict:
 def drafting(pairs: list) -> dict:
     """What a vLLM that drafts tokens by its MTP layers answers, and the bits of its drafter, which has started with weights of no meaning, after a
     refit from each of two Megatron checkpoints; those of ones that have loaded them; and what a refit does to the drafter's tensors."""
-    from reshard import Layout
+    from reshard import MegatronLayout
     from reshard.engines.vllm.compat import draft_model, driver_worker, plain_weights
     from reshard.engines.vllm.live import VllmModel
     from reshard.parity.megatron import Megatron
-    from reshard.refit import Members, connect
+    from reshard.refit import RefitGroup, connect
     from reshard.trainers.megatron import MegatronModel
 
     def served(llm) -> list:
@@ -143,11 +143,11 @@ def drafting(pairs: list) -> dict:
 
     keep_imports_frozen()
     how = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
-    trainer = Megatron(Path(pairs[0][1]), "fp32", Layout())
+    trainer = Megatron(Path(pairs[0][1]), "fp32", MegatronLayout())
     with plain_weights():
         llm = engine(pairs[0][0], load_format="dummy", **how)
     destination = VllmModel.from_llm(llm)
-    link = connect(Members.of_process_group(), MegatronModel(trainer.models), destination)
+    link = connect(RefitGroup.of_process_group(), MegatronModel(trainer.models), destination)
     found: dict = {}
     found["accounts"] = {
         name: one.what for name, one in destination.accounts.items() if name.startswith("draft.")
@@ -192,11 +192,11 @@ def with_adapters(pairs: list) -> dict:
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    from reshard import Layout
+    from reshard import MegatronLayout
     from reshard.engines.vllm.compat import plain_weights
     from reshard.engines.vllm.live import VllmModel
     from reshard.parity.megatron import Megatron
-    from reshard.refit import Members, connect
+    from reshard.refit import RefitGroup, connect
     from reshard.trainers.megatron import MegatronModel
 
     adapter = LoRARequest("one", 1, adapter_of(pairs[0][0]))
@@ -213,11 +213,11 @@ def with_adapters(pairs: list) -> dict:
 
     keep_imports_frozen()
     how = {"enable_lora": True, "max_lora_rank": 8}
-    trainer = Megatron(Path(pairs[0][1]), "fp32", Layout())
+    trainer = Megatron(Path(pairs[0][1]), "fp32", MegatronLayout())
     with plain_weights():
         llm = engine(pairs[0][0], load_format="dummy", **how)
     destination = VllmModel.from_llm(llm)
-    link = connect(Members.of_process_group(), MegatronModel(trainer.models), destination)
+    link = connect(RefitGroup.of_process_group(), MegatronModel(trainer.models), destination)
     found: dict = {}
     found["adapters"] = [
         str(one)
@@ -263,21 +263,21 @@ def adapter_of(hf: str) -> str:
 def int8_experts(pairs: list) -> dict:
     """What a vLLM answers that serves from experts in int8, which it has quantized and packed itself, after a refit from each of two Megatron
     checkpoints, and what ones answer that have loaded them; how it serves, and the names of parameters that lie elsewhere afterward."""
-    from reshard import Layout
+    from reshard import MegatronLayout
     from reshard.engines.vllm.compat import plain_weights
     from reshard.engines.vllm.live import VllmModel
     from reshard.parity import Limits, parity
     from reshard.parity.megatron import Megatron
-    from reshard.refit import Members, connect
+    from reshard.refit import RefitGroup, connect
     from reshard.trainers.megatron import MegatronModel
 
     keep_imports_frozen()
     how = {"quantization": "int8_per_channel_weight_only", "dtype": "bfloat16"}
-    trainer = Megatron(Path(pairs[0][1]), "bf16", Layout())
+    trainer = Megatron(Path(pairs[0][1]), "bf16", MegatronLayout())
     with plain_weights():  # of the dense layers
         llm = engine(pairs[0][0], load_format="dummy", **how)
     destination = VllmModel.from_llm(llm)
-    link = connect(Members.of_process_group(), MegatronModel(trainer.models), destination)
+    link = connect(RefitGroup.of_process_group(), MegatronModel(trainer.models), destination)
     addresses = {key: tensor.data_ptr() for key, tensor in destination.tensors.items()}
     found: dict = {"quantized": link.describe()["quantized"]}
     found["refitted"] = said_after_refits(pairs, trainer, link, llm, answers)
@@ -345,12 +345,12 @@ def compressed_layers(pairs: list) -> dict:
     import torch
     import torch.distributed as dist
 
-    from reshard import Layout
+    from reshard import MegatronLayout
     from reshard.engines.vllm.compat import plain_weights
     from reshard.engines.vllm.layers import multiplied
     from reshard.engines.vllm.live import VllmModel
     from reshard.parity.megatron import Megatron
-    from reshard.refit import Members, connect
+    from reshard.refit import RefitGroup, connect
     from reshard.trainers.megatron import MegatronModel
 
     keep_imports_frozen()
@@ -378,11 +378,11 @@ def compressed_layers(pairs: list) -> dict:
 
     with_int4()
     how = {"dtype": "bfloat16", "tensor_parallel_size": dist.get_world_size()}
-    trainer = Megatron(Path(pairs[0][0]), "bf16", Layout(tp=dist.get_world_size()))
+    trainer = Megatron(Path(pairs[0][0]), "bf16", MegatronLayout(tp=dist.get_world_size()))
     with plain_weights():
         llm = engine(pairs[0][1], load_format="dummy", **how)
     destination = VllmModel.from_llm(llm)
-    link = connect(Members.of_process_group(), MegatronModel(trainer.models), destination)
+    link = connect(RefitGroup.of_process_group(), MegatronModel(trainer.models), destination)
     addresses = {key: tensor.data_ptr() for key, tensor in destination.tensors.items()}
     found: dict = {"quantized": link.describe()["quantized"], "refitted": [], "loaded": []}
     for step, (mcore, _) in enumerate(pairs):
@@ -425,13 +425,13 @@ def transfer(pairs: list, url: str, port: int) -> dict:
     that has loaded the second: what both answer before, and after each of the two in turn."""
     import torch.distributed as dist
 
-    from reshard import Layout
+    from reshard import MegatronLayout
     from reshard.integrations import HttpClient, LlmClient, WeightTransfer
     from reshard.parity.megatron import Megatron
-    from reshard.refit import Members
+    from reshard.refit import RefitGroup
     from reshard.trainers import MegatronModel
 
-    trainer = Megatron(Path(pairs[0][1]), "fp32", Layout(tp=2))
+    trainer = Megatron(Path(pairs[0][1]), "fp32", MegatronLayout(tp=2))
     first = dist.get_rank() == 0
     server, said = HttpClient(url), {}
     if first:
@@ -492,7 +492,7 @@ def transfer(pairs: list, url: str, port: int) -> dict:
     said["no version"] = caught(lambda: link.send(True))
     said["then"] = link.send(9).version
     if first:
-        said["the same port"] = caught(lambda: Members.join(f"127.0.0.1:{port}", 0, 2))
+        said["the same port"] = caught(lambda: RefitGroup.join(f"127.0.0.1:{port}", 0, 2))
     link.close()
     dist.barrier()
     if first:
@@ -527,7 +527,7 @@ def transfer(pairs: list, url: str, port: int) -> dict:
 def transfer_data_parallel(pairs: list, urls: list, port: int) -> dict:
     """What a server of two data parallel engines answers before and after a refit by vLLM's weight transfer, each question often enough that
     both answer it, and what one answers that has loaded those weights; and how many workers the first says that it has."""
-    from reshard import Layout
+    from reshard import MegatronLayout
     from reshard.integrations import HttpClient, WeightTransfer
     from reshard.parity.megatron import Megatron
     from reshard.trainers import MegatronModel
@@ -535,7 +535,7 @@ def transfer_data_parallel(pairs: list, urls: list, port: int) -> dict:
     def said(who: int) -> list:
         return [[asked(urls[who], pairs[who][0], prompt) for _ in range(4)] for prompt in PROMPTS]
 
-    trainer, server = Megatron(Path(pairs[1][1]), "fp32", Layout()), HttpClient(urls[0])
+    trainer, server = Megatron(Path(pairs[1][1]), "fp32", MegatronLayout()), HttpClient(urls[0])
     found = {"workers": server.world_size(), "before": said(0), "loaded": said(1)}
     link = WeightTransfer(MegatronModel(trainer.models), server, f"127.0.0.1:{port}", timeout=180)
     link.send(1, verify=True)
@@ -581,12 +581,12 @@ def transferable(path: str, **options):
 def transfer_quantized(pairs: list, port: int) -> dict:
     """Two ``LLM`` in fp8 by tensor, each of which has loaded one of two checkpoints: what they answer before, and after each of the two in
     turn has come to both by vLLM's weight transfer; and how many of their parameters are in fp8."""
-    from reshard import Layout
+    from reshard import MegatronLayout
     from reshard.integrations import LlmClient, WeightTransfer
     from reshard.parity.megatron import Megatron
     from reshard.trainers import MegatronModel
 
-    trainer = Megatron(Path(pairs[0][1]), "bf16", Layout())
+    trainer = Megatron(Path(pairs[0][1]), "bf16", MegatronLayout())
     how = {"dtype": "bfloat16", "quantization": "fp8_per_tensor", "worker_extension_cls": "tests.fp8_worker.Fp8Extension"}  # fmt: skip
     llms = [transferable(hf, **how) for hf, _ in pairs]
     said: dict = {"in fp8": [llm.collective_rpc("in_fp8") for llm in llms]}
@@ -606,12 +606,12 @@ def transfer_quantized(pairs: list, port: int) -> dict:
 
 def transfer_experts(pair: list, port: int) -> str:
     """What connecting an ``LLM`` with experts in bf16 raises."""
-    from reshard import Layout
+    from reshard import MegatronLayout
     from reshard.integrations import LlmClient, WeightTransfer
     from reshard.parity.megatron import Megatron
     from reshard.trainers import MegatronModel
 
-    trainer, llm = Megatron(Path(pair[1]), "bf16", Layout()), transferable(pair[0], dtype="bfloat16")
+    trainer, llm = Megatron(Path(pair[1]), "bf16", MegatronLayout()), transferable(pair[0], dtype="bfloat16")
     source, address = MegatronModel(trainer.models), f"127.0.0.1:{port}"
     found = caught(lambda: WeightTransfer(source, LlmClient(llm), address, timeout=180))
     llm.llm_engine.engine_core.shutdown()
@@ -650,17 +650,17 @@ async def _engine_of_its_own(pairs: list, port: int, other_port: int) -> dict:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from reshard import Layout, ReshardError, ignored_config_fields
+    from reshard import MegatronLayout, ReshardError, ignored_config_fields
     from reshard.parity.megatron import Megatron
     from reshard.parity.systems import Scoring
-    from reshard.refit import Members, connect
+    from reshard.refit import RefitGroup, connect
     from reshard.trainers.megatron import MegatronModel
 
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(
         pairs[0][0], load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=256, seed=0,
         kv_cache_memory_bytes=1 << 24, disable_log_stats=True, worker_extension_cls="reshard.engines.vllm.worker.RefitExtension",
     ))  # fmt: skip
-    trainer = Megatron(Path(pairs[0][1]), "fp32", Layout())
+    trainer = Megatron(Path(pairs[0][1]), "fp32", MegatronLayout())
     numbers = iter(range(100))
 
     async def both(method: str, arguments: tuple, mine, *more):
@@ -683,7 +683,7 @@ async def _engine_of_its_own(pairs: list, port: int, other_port: int) -> dict:
         return logprobs, list(output.outputs[0].token_ids)
 
     def meet(address: str):
-        return connect(Members.join(address, 0, 2, timeout=120), MegatronModel(trainer.models))
+        return connect(RefitGroup.join(address, 0, 2, timeout=120), MegatronModel(trainer.models))
 
     async def connected(port: int) -> list:
         address = f"127.0.0.1:{port}"

@@ -5,17 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from reshard import Layout, ReshardError
+from reshard import MegatronLayout, ReshardError
 from reshard.core.dtypes import dtype_named
 from reshard.megatron.arguments import arguments, command_line, version_of
 from reshard.models.model import Model
 from tests.checkpoints import VARIANTS
 
 LAYOUTS = (
-    Layout(),
-    Layout(tp=2, pp=2, vpp=2),
-    Layout(pp=2, first_stage_layers=1),
-    Layout(tp=2, pp=2, pipeline="Et|tttL"),
+    MegatronLayout(),
+    MegatronLayout(tp=2, pp=2, vpp=2),
+    MegatronLayout(pp=2, first_stage_layers=1),
+    MegatronLayout(tp=2, pp=2, pipeline="Et|tttL"),
 )
 PARSER = Path(__file__).with_name("parse_flags.py")
 

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 
 from reshard.engines import VllmModel
-from reshard.refit import connect, parts
+from reshard.refit import connect, split_blocks
 from reshard.trainers import FsdpModel
 from tests import vllm_on_cpu
 from tests.ranks import caught
@@ -69,11 +69,11 @@ def refit_twice(
     dtype: torch.dtype = torch.bfloat16,
     executor: str = "auto",
     narrow: tuple[str, ...] = (),
-    slab_bytes: int = parts.SLAB_BYTES,
+    slab_bytes: int = split_blocks.SLAB_BYTES,
 ):
     """Refit from each of two Hugging Face directories in turn; as `refit_on_cpu.refit_twice`. With `moving` the model is moved and run
     before each refit. Blocks in parts come in rounds of `slab_bytes`."""
-    parts.SLAB_BYTES = slab_bytes
+    split_blocks.SLAB_BYTES = slab_bytes
     is_trainer, is_engine, members = start(rank, sides)
     source = model = destination = None
     if is_trainer:

@@ -33,7 +33,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from safetensors.torch import load_file, save_file
 
-from reshard import Layout, ReshardError, hf_to_mcore, mcore_to_hf
+from reshard import MegatronLayout, ReshardError, hf_to_mcore, mcore_to_hf
 from reshard.cli.main import cli
 from tests import readings
 from tests.checkpoints import make
@@ -90,7 +90,7 @@ def subjects(folder: Path, families: tuple[str, ...] = FAMILIES) -> list[Subject
         if family == "qwen3-moe":
             _shard(published)
         truth = hf_tensors(published)
-        hf_to_mcore(published, mcore, Layout(tp=2), sync=False)
+        hf_to_mcore(published, mcore, MegatronLayout(tp=2), sync=False)
         way = QUANTIZED.get(family, False)
         mcore_to_hf(mcore, back, max_shard_size="200KB", sync=False, quantize=way)
         _save_by_torch(mcore, saved)
@@ -102,7 +102,7 @@ def subjects(folder: Path, families: tuple[str, ...] = FAMILIES) -> list[Subject
         partner = mcore
         if way:
             partner = base / "mcore-of-back"
-            hf_to_mcore(back, partner, Layout(tp=2), sync=False)
+            hf_to_mcore(back, partner, MegatronLayout(tp=2), sync=False)
         found += [
             Subject(f"{family} published", published, "hf", False, mcore, truth, megatron),
             Subject(f"{family} back", back, "hf", True, partner, requantized, quantized_megatron),

@@ -165,7 +165,7 @@ class Kills:
     """Kills conversions of one checkpoint in a folder. `start` starts one: `Forked` or `Torchrun`."""
 
     def __init__(self, checkpoint: Path, folder: Path, seed: int, processes: int = 1, start=Forked) -> None:
-        from reshard import Layout, hf_to_mcore, mcore_to_hf
+        from reshard import MegatronLayout, hf_to_mcore, mcore_to_hf
 
         self.folder, self.random, self.processes, self.start, self.outcome = (
             folder,
@@ -176,9 +176,9 @@ class Kills:
         )
         made = folder / "quiet"
         made.mkdir()
-        hf_to_mcore(checkpoint, made / "mcore", Layout(tp=2, ep=2))
+        hf_to_mcore(checkpoint, made / "mcore", MegatronLayout(tp=2, ep=2))
         mcore_to_hf(made / "mcore", made / "hf", max_shard_size="200KB")
-        hf_to_mcore(checkpoint, made / "old-mcore", Layout(pp=2))
+        hf_to_mcore(checkpoint, made / "old-mcore", MegatronLayout(pp=2))
         mcore_to_hf(made / "mcore", made / "old-hf")
         self.sources = {"hf-to-mcore": checkpoint, "mcore-to-hf": made / "mcore"}
         self.new = {"hf-to-mcore": tree(made / "mcore"), "mcore-to-hf": tree(made / "hf")}

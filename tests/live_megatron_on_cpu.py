@@ -371,14 +371,14 @@ def bridge(rank: int, hf: str, folder: str, layout: dict, from_config: bool):
 
     inside = without_gpu()
     inside.__enter__()  # until this process ends
-    sizes = reshard.Layout(**layout)
-    wrong = [caught(lambda: initialize_parallel(reshard.Layout(tp=7)))]
+    sizes = reshard.MegatronLayout(**layout)
+    wrong = [caught(lambda: initialize_parallel(reshard.MegatronLayout(tp=7)))]
     initialize_parallel(sizes)
     made_of = AutoConfig.from_pretrained(hf) if from_config else hf
     make = reshard.AutoBridge.from_config if from_config else reshard.AutoBridge.from_pretrained
     bridge = make(made_of, transformer_impl="local")
     models = bridge.get_model(None if from_config else hf, wrap_with_ddp=not from_config)
-    wrong.append(caught(lambda: bridge.get_model(layout=reshard.Layout(tp=8))))
+    wrong.append(caught(lambda: bridge.get_model(layout=reshard.MegatronLayout(tp=8))))
     said = caught(lambda: bridge.load_weights(models)) if from_config else ""
     if from_config:
         bridge.load_weights(models, hf)

@@ -203,7 +203,7 @@ def _core(core: str, torch: str) -> Callable[[argparse.Namespace, Path], str]:
     def check(options: argparse.Namespace, folder: Path) -> str:
         from safetensors.torch import save_file
 
-        from reshard import Layout, diff, hf_to_mcore, mcore_to_hf
+        from reshard import MegatronLayout, diff, hf_to_mcore, mcore_to_hf
         from tests.oracle import megatron_tensors
 
         needed = [
@@ -224,7 +224,7 @@ def _core(core: str, torch: str) -> Callable[[argparse.Namespace, Path], str]:
             work.mkdir()
             moe = "moe" in variant or "deepseek" in variant
             hf_to_mcore(
-                source, work / "mcore", Layout(tp=2, pp=2, ep=2 if moe else 1, etp=1 if moe else None)
+                source, work / "mcore", MegatronLayout(tp=2, pp=2, ep=2 if moe else 1, etp=1 if moe else None)
             )
             save_file(
                 {key: tensor.contiguous() for key, tensor in megatron_tensors(source, 1024).items()},

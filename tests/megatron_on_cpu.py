@@ -258,11 +258,11 @@ def load_and_run(rank: int, flags: list[str], directory: str, tokens: torch.Tens
 
 def build_and_run(rank: int, config: dict, layout: dict, directory: str, tokens: torch.Tensor):
     """Build from the Hugging Face config alone, load with Megatron-Core's code, run; logits or None."""
-    from reshard import Layout
+    from reshard import MegatronLayout
     from reshard.megatron.build import build_megatron, initialize_parallel, without_gpu
     from reshard.models.model import Model
 
-    sizes = Layout(**layout)
+    sizes = MegatronLayout(**layout)
     inside = without_gpu()
     inside.__enter__()  # until this process ends
     initialize_parallel(sizes)

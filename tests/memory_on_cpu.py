@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from reshard import Layout
+from reshard import MegatronLayout
 from reshard.megatron.build import build_megatron, initialize_parallel, without_gpu
 from reshard.models.model import Model
 
@@ -28,7 +28,7 @@ class Held(NamedTuple):
 
 
 @contextmanager
-def as_rank(rank: int, world: int, layout: Layout, cp: int = 1):
+def as_rank(rank: int, world: int, layout: MegatronLayout, cp: int = 1):
     """This process as one rank of many."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
@@ -42,7 +42,7 @@ def as_rank(rank: int, world: int, layout: Layout, cp: int = 1):
 
 def held(
     model: Model,
-    layout: Layout,
+    layout: MegatronLayout,
     rank: int,
     world: int,
     cp: int = 1,

@@ -78,13 +78,15 @@ class Policy(MegatronCheckpointEngineSendMixin, PolicyCheckpointEngineMixin):
         import torch.distributed as dist
         from megatron.core.transformer.module import Float16Module
 
-        from reshard import Layout, read_model
+        from reshard import MegatronLayout, read_model
         from reshard.megatron.build import build_megatron, initialize_parallel, without_gpu
 
         dist.init_process_group("gloo", init_method=store, rank=self.rank, world_size=POLICIES)
         with without_gpu():
-            initialize_parallel(Layout(tp=POLICIES))
-            [model] = build_megatron(read_model(folder), Layout(tp=POLICIES), transformer_impl="local")
+            initialize_parallel(MegatronLayout(tp=POLICIES))
+            [model] = build_megatron(
+                read_model(folder), MegatronLayout(tp=POLICIES), transformer_impl="local"
+            )
         self.model = Float16Module(model.config, model)
 
     def _iter_params_with_optional_kv_scales(self, kv_scales=None):

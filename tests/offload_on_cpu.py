@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 import reshard
 from reshard.megatron.live import memory
 from reshard.megatron.live import offload as offloading
-from reshard.refit import Members, connect
+from reshard.refit import RefitGroup, connect
 from reshard.trainers.megatron import MegatronModel
 from tests import megatron_on_cpu, vllm_on_cpu
 from tests.live_megatron_on_cpu import chunks
@@ -177,7 +177,7 @@ def refits(rank: int, flags: list[str], checkpoint: tuple[str, str]) -> dict:
     from reshard.engines.vllm.live import VllmModel
 
     link = connect(
-        Members.of_process_group(timeout=180), MegatronModel(training.wrapped), VllmModel(module, config)
+        RefitGroup.of_process_group(timeout=180), MegatronModel(training.wrapped), VllmModel(module, config)
     )
     said: dict = {"held": []}
     for number in range(2):
@@ -216,7 +216,7 @@ def put_off(rank: int, flags: list[str], checkpoint: tuple[str, str], folder: st
     [model] = training.wrapped
     module, config = vllm_on_cpu.build(hf, load_format="dummy", tp=2)
     source = MegatronModel(training.wrapped)
-    link = connect(Members.of_process_group(timeout=180), source, VllmModel(module, config))
+    link = connect(RefitGroup.of_process_group(timeout=180), source, VllmModel(module, config))
     published = lambda: {name: tensor.clone() for name, tensor in reshard.export(training.wrapped, hf)}  # noqa: E731
     said: dict = {"held": [], "gathered": [], "found": [], "expected": []}
     for number, way in enumerate(("export", "save", "refit")):

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from reshard.core.errors import ReshardError
-from reshard.megatron.layout import Layout
+from reshard.megatron.layout import MegatronLayout
 from reshard.parity.gate import parity
 from reshard.parity.huggingface import HuggingFace
 from reshard.parity.locate import locate
@@ -14,7 +14,7 @@ from reshard.testing import assert_logprob_parity
 def find(rank: int, a: str, b: str, layout: dict):
     """Where the two part, as a sentence, and the place."""
     logging.disable(logging.WARNING)
-    found = locate(a, b, list(range(5, 40)), layout=Layout(**layout))
+    found = locate(a, b, list(range(5, 40)), layout=MegatronLayout(**layout))
     return (found.sentence, found.place, [d.name for d in found.differing]) if found else None
 
 
@@ -22,7 +22,7 @@ def run(rank: int, a: str, b: str, layout: dict, options: dict):
     """The report, or what was refused."""
     logging.disable(logging.WARNING)
     try:
-        report = parity(a, b, layout=Layout(**layout), **options)
+        report = parity(a, b, layout=MegatronLayout(**layout), **options)
     except ReshardError as error:
         return str(error)
     return report.to_dict()

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm.live import VllmModel
 from reshard.refit import connect
-from reshard.refit.members import Members
 from reshard.trainers.megatron import MegatronModel
 from tests.mutations import extreme
 from tests.refit_on_cpu import Steps, engine_of, fingerprint, start, trainer
@@ -140,7 +140,7 @@ def _data_bytes() -> int:
 class Spoiler:
     """Spoils one message of one member, the same on all that draw it: `said` is which, and how."""
 
-    def __init__(self, rng: random.Random, members: Members, sides: dict, size: int) -> None:
+    def __init__(self, rng: random.Random, members: RefitGroup, sides: dict, size: int) -> None:
         self.rng, self.members, self.seen = rng, members, 0
         kind = rng.choice([*BOTH, *TRAINERS, *ENGINES, "pieces", "pieces", "parts", "regions", "memory"])
         trainers = range(sides["trainer"])

@@ -20,7 +20,7 @@ from reshard.engines.vllm import layers, reload
 from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.layout import vllm_placement
 from reshard.engines.vllm.live import VllmModel
-from reshard.refit import Members, connect, copies
+from reshard.refit import RefitGroup, connect, copies
 from reshard.refit.tables import DST
 from reshard.trainers.megatron import MegatronModel
 from tests import megatron_on_cpu, two_hosts, vllm_on_cpu
@@ -160,7 +160,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def start(rank: int, sides: dict) -> tuple[bool, bool, Members]:
+def start(rank: int, sides: dict) -> tuple[bool, bool, RefitGroup]:
     """Torch's own process group for this rank's side, and the members of both; whether the rank is a trainer's, an engine's.
 
     With `hosts` in `sides` the trainer's ranks run on the first of `two_hosts`, the engine's on the second.
@@ -182,10 +182,10 @@ def start(rank: int, sides: dict) -> tuple[bool, bool, Members]:
         "gloo", init_method=f"file://{folder}/{name}", rank=index, world_size=world
     )
     if sides.get("together"):
-        return True, True, Members.of_process_group(timeout=timeout)
+        return True, True, RefitGroup.of_process_group(timeout=timeout)
     size = n + m + sides.get("idle", 0)
     Steps(sides, rank, size).meet("start")  # `timeout` is for what comes then
-    members = Members.join(f"{host}:{sides['port']}", rank, size, timeout=timeout, secret=secret)
+    members = RefitGroup.join(f"{host}:{sides['port']}", rank, size, timeout=timeout, secret=secret)
     return rank < n, n <= rank < n + m, members
 
 

@@ -90,7 +90,7 @@ class Trainer(ours.ActorWorker):
         import torch.distributed as dist
         from roll.distributed.strategy.megatron_strategy import MegatronTrainStrategy
 
-        from reshard import Layout
+        from reshard import MegatronLayout
         from reshard.megatron.build import initialize_parallel, without_gpu
 
         dist.init_process_group("gloo", init_method=store, rank=self.rank, world_size=TRAINERS)
@@ -102,7 +102,7 @@ class Trainer(ours.ActorWorker):
             InferenceStrategy.__init__(self.strategy, self)
             without_gpu_figures()
         with without_gpu():
-            initialize_parallel(Layout(tp=TRAINERS))
+            initialize_parallel(MegatronLayout(tp=TRAINERS))
             self.models = self.made(folder)
         self.strategy.models_unwrapped, self.strategy.weight_updaters = self.models, {}
         # Nothing is offloaded without a GPU.
@@ -111,17 +111,19 @@ class Trainer(ours.ActorWorker):
 
     def made(self, folder: str) -> list:
         """ROLL's own model class where that is here, Megatron's otherwise."""
-        from reshard import Layout, read_model
+        from reshard import MegatronLayout, read_model
         from reshard.megatron.build import build_megatron, transformer_config
 
         if not REAL:
-            return build_megatron(read_model(folder), Layout(tp=TRAINERS), transformer_impl="local")
+            return build_megatron(read_model(folder), MegatronLayout(tp=TRAINERS), transformer_impl="local")
         from mcore_adapter.models.model_config import McaModelConfig
         from mcore_adapter.models.model_factory import McaGPTModel
 
         model = read_model(folder)
         plain = vars(
-            transformer_config(model, Layout(tp=TRAINERS), transformer_impl="local", dtype=torch.bfloat16)
+            transformer_config(
+                model, MegatronLayout(tp=TRAINERS), transformer_impl="local", dtype=torch.bfloat16
+            )
         )
         args = model.megatron_args()
         known = {n: v for n, v in plain.items() if n in McaModelConfig.__dataclass_fields__}

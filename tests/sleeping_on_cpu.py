@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from reshard.engines.vllm.live import VllmModel
-from reshard.refit import Members, connect
+from reshard.refit import RefitGroup, connect
 from reshard.trainers.megatron import MegatronModel
 from tests.ranks import caught
 from tests.refit_on_cpu import fingerprint, loaded, trainer
@@ -115,7 +115,7 @@ def after_losses(rank: int, flags: list[str], checkpoints: list[tuple[str, str]]
         module, config = build(hf, **engine)
         worker = worker_of(module, config)
         link = connect(
-            Members.of_process_group(timeout=180), MegatronModel(chunks), VllmModel.from_worker(worker)
+            RefitGroup.of_process_group(timeout=180), MegatronModel(chunks), VllmModel.from_worker(worker)
         )
         lose(worker)
         said = [] if name == "reset_weights" else [caught(link.refit)]
@@ -173,7 +173,7 @@ def drafted(rank: int, flags: list[str], checkpoints: list[tuple[str, str]], eng
     chunks, load = trainer(flags, checkpoints[0][1])
     worker, module, draft, _ = with_drafter(checkpoints[0][0], load_format="dummy", **engine)
     destination = VllmModel.from_worker(worker)
-    link = connect(Members.of_process_group(timeout=180), MegatronModel(chunks), destination)
+    link = connect(RefitGroup.of_process_group(timeout=180), MegatronModel(chunks), destination)
     found: dict = {"wrong": [], "alike": []}
     held = [{}]
     for step, (hf, mcore) in enumerate(checkpoints):
@@ -212,7 +212,7 @@ def drafter_left_alone(rank: int, flags: list[str], checkpoints: list[tuple[str,
 
     def meet(**options):
         worker, module, draft, _ = with_drafter(hf, **engine, **options)
-        members = Members.of_process_group(timeout=180)
+        members = RefitGroup.of_process_group(timeout=180)
         return (
             worker,
             module,

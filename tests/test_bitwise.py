@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from reshard import Layout, ReshardError, check, diff, hf_to_mcore, mcore_to_hf
+from reshard import MegatronLayout, ReshardError, check, diff, hf_to_mcore, mcore_to_hf
 from tests.checkpoints import VARIANTS
 from tests.oracle import hf_tensors, megatron_tensors, same, stored_tensors
 
@@ -23,7 +23,11 @@ CASES = [
 def test_the_checkpoint_holds_what_is_assembled_by_hand(variant, options, checkpoint, tmp_path):
     source = checkpoint(variant, dtype=torch.bfloat16, **options)
     moe = "moe" in variant or "deepseek" in variant
-    hf_to_mcore(source, tmp_path / "mcore", Layout(tp=4, pp=2, ep=4, etp=2) if moe else Layout(tp=4, pp=2))
+    hf_to_mcore(
+        source,
+        tmp_path / "mcore",
+        MegatronLayout(tp=4, pp=2, ep=4, etp=2) if moe else MegatronLayout(tp=4, pp=2),
+    )
     stored = stored_tensors(tmp_path / "mcore" / "release")
     expected = megatron_tensors(source, 1024)
     assert same(stored, expected) == []
@@ -42,7 +46,11 @@ def test_hugging_face_to_megatron_to_hugging_face_is_the_same_bits(
 ):
     source = checkpoint(variant, dtype=dtype, **options)
     moe = "moe" in variant or "deepseek" in variant
-    hf_to_mcore(source, tmp_path / "mcore", Layout(tp=2, pp=2, ep=8, etp=1) if moe else Layout(tp=8, pp=4))
+    hf_to_mcore(
+        source,
+        tmp_path / "mcore",
+        MegatronLayout(tp=2, pp=2, ep=8, etp=1) if moe else MegatronLayout(tp=8, pp=4),
+    )
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", max_shard_size="200KB")
     assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
     for name in ("config.json", "generation_config.json"):
@@ -58,7 +66,7 @@ def test_the_output_loads_with_from_pretrained(checkpoint, tmp_path):
     from transformers import AutoModelForCausalLM
 
     source = checkpoint("qwen3-moe", dtype=torch.bfloat16)
-    hf_to_mcore(source, tmp_path / "mcore", Layout(tp=2, ep=2))
+    hf_to_mcore(source, tmp_path / "mcore", MegatronLayout(tp=2, ep=2))
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", max_shard_size="300KB")
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
@@ -76,7 +84,7 @@ def draw_layout(variant):
     ])  # fmt: skip
     size = st.sampled_from([1, 2, 4, 8])
     experts = st.tuples(size, st.sampled_from([1, 2, 4, 8, None])) if moe else st.just((1, None))
-    return st.builds(lambda tp, p, e: Layout(tp=tp, ep=e[0], etp=e[1], **p), size, pipeline, experts)
+    return st.builds(lambda tp, p, e: MegatronLayout(tp=tp, ep=e[0], etp=e[1], **p), size, pipeline, experts)
 
 
 @settings(
@@ -112,7 +120,7 @@ def test_ranks_save_what_megatron_s_ranks_would(checkpoint, tmp_path):
     from tests.ranks import run_on_ranks
     from tests.test_logits import flags_at
 
-    layout = Layout(tp=2, pp=2, ep=2, etp=1)
+    layout = MegatronLayout(tp=2, pp=2, ep=2, etp=1)
     source = checkpoint("qwen3-moe")
     hf_to_mcore(source, tmp_path / "mcore", layout, transformer_impl="local")
     theirs = tmp_path / "theirs"
@@ -149,14 +157,14 @@ def test_nan_infinity_and_negative_zero_pass_through(checkpoint, tmp_path):
     )
     tensors["model.layers.1.mlp.up_proj.weight"].view(-1)[: len(bits)] = bits
     save_file(tensors, path, metadata={"format": "pt"})
-    hf_to_mcore(source, tmp_path / "mcore", Layout(tp=2))
+    hf_to_mcore(source, tmp_path / "mcore", MegatronLayout(tp=2))
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
     assert same(tensors, hf_tensors(tmp_path / "back")) == [] and check(tmp_path / "back").ok
 
 
 def test_a_cast_rounds_as_torch_does_and_keeps_the_router_bias(checkpoint, tmp_path):
     source = checkpoint("deepseek-v3")
-    hf_to_mcore(source, tmp_path / "mcore", Layout(tp=2), dtype="bf16")
+    hf_to_mcore(source, tmp_path / "mcore", MegatronLayout(tp=2), dtype="bf16")
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
     bias = "mlp.gate.e_score_correction_bias"
     expected = {name: t if name.endswith(bias) else t.bfloat16() for name, t in hf_tensors(source).items()}
@@ -170,7 +178,7 @@ def test_a_tied_head_that_the_files_repeat_comes_back(checkpoint, tmp_path):
     tensors = load_file(source / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    hf_to_mcore(source, tmp_path / "mcore", Layout(tp=2, pp=2))
+    hf_to_mcore(source, tmp_path / "mcore", MegatronLayout(tp=2, pp=2))
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
     assert same(tensors, hf_tensors(tmp_path / "back")) == []
     tensors["lm_head.weight"][0, 0] += 1

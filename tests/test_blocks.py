@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from reshard import mcore_to_hf
 from reshard.core.dtypes import DTYPES
-from reshard.refit import parts
+from reshard.refit import split_blocks
 from reshard.refit.addresses import AT_ONCE, NO_SLOT, PARTS, Pieces
 from reshard.refit.blocks import (
     BF16,
@@ -33,7 +33,7 @@ from reshard.refit.blocks import (
     strips_of,
 )
 from reshard.refit.codecs import CODECS, PLAIN, ROUNDINGS, block_codec, codec_between
-from reshard.refit.parcels import digests_as_made, digests_as_served, places_asked
+from reshard.refit.packed_blocks import digests_as_made, digests_as_served, places_asked
 from reshard.refit.tables import CODEC, DST, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
 from reshard.refit.transports.base import Incoming, Outgoing
 from reshard.refit.transports.packing import Round, Side
@@ -240,8 +240,8 @@ def test_pieces_are_cut_so_that_each_block_is_one_ranks_or_has_a_slot_and_slots_
                      np.full((len(some), PARTS), NO_SLOT)) for rank, some in said.items()
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "SLAB_BYTES", limit)
-        found = parts.divided(pieces, shapes, 7)
+        patch.setattr(split_blocks, "SLAB_BYTES", limit)
+        found = split_blocks.divided(pieces, shapes, 7)
 
     def elements(some: dict[int, Pieces]) -> set[tuple]:
         """What comes from where to where, element by element of every 13th."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 
-from reshard import Layout, ReshardError, hf_to_mcore, read_model
+from reshard import MegatronLayout, ReshardError, hf_to_mcore, read_model
 from reshard.core.dtypes import DTYPES
 from reshard.megatron.arguments import arguments, command_line
 from reshard.megatron.build import build_megatron, initialize_parallel, transformer_config
@@ -25,7 +25,7 @@ NOT_NUMERICS = {
 }  # fmt: skip
 
 
-def config_from_flags(model: Model, layout: Layout, impl: str, monkeypatch):
+def config_from_flags(model: Model, layout: MegatronLayout, impl: str, monkeypatch):
     """Megatron-LM's own way: command line, arguments, config."""
     flags = " ".join(command_line(arguments(model, layout, 1024, 128, DTYPES["bfloat16"], impl))).split()
     monkeypatch.setattr(
@@ -58,13 +58,13 @@ def test_the_config_is_the_one_of_the_command_line(variant, impl, no_cuda, monke
     model = Model.from_hf(config)
     split = "Ett|ttmL" if model.mtp_layers else "Ett|ttL"
     layouts = [
-        Layout(),
-        Layout(tp=2, pp=2),
-        Layout(pp=2, vpp=2),
-        Layout(pp=2, first_stage_layers=1),
-        Layout(pp=2, pipeline=split),
+        MegatronLayout(),
+        MegatronLayout(tp=2, pp=2),
+        MegatronLayout(pp=2, vpp=2),
+        MegatronLayout(pp=2, first_stage_layers=1),
+        MegatronLayout(pp=2, pipeline=split),
     ]
-    for layout in layouts + ([Layout(tp=2, ep=2, etp=1)] if model.num_experts else []):
+    for layout in layouts + ([MegatronLayout(tp=2, ep=2, etp=1)] if model.num_experts else []):
         theirs, ours = (
             config_from_flags(model, layout, impl, monkeypatch),
             transformer_config(model, layout, transformer_impl=impl),
@@ -84,7 +84,7 @@ def test_a_model_built_from_the_config_gives_the_logits_of_transformers(variant,
     make(tmp_path / "hf", variant)
     hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", transformer_impl="local")
     model, tokens = read_model(str(tmp_path / "hf")), torch.randint(0, 1000, (2, 17))
-    ranks = Layout(**layout).world_size(model)
+    ranks = MegatronLayout(**layout).world_size(model)
     results = run_on_ranks(
         ranks, "build_and_run", model.config, layout, str(tmp_path / "mcore" / "release"), tokens
     )
@@ -97,14 +97,14 @@ def test_a_model_built_from_the_config_gives_the_logits_of_transformers(variant,
 def test_a_field_that_megatron_does_not_have_is_refused():
     model = Model.from_hf(VARIANTS["llama"].to_dict())
     with pytest.raises(ReshardError, match="TransformerConfig has no field sequence_paralel"):
-        transformer_config(model, Layout(), sequence_paralel=True)
+        transformer_config(model, MegatronLayout(), sequence_paralel=True)
     with pytest.raises(ReshardError, match="--tp 3 does not divide 8 attention heads"):
-        transformer_config(model, Layout(tp=3))
-    assert transformer_config(model, Layout(tp=2), sequence_parallel=True).sequence_parallel
+        transformer_config(model, MegatronLayout(tp=3))
+    assert transformer_config(model, MegatronLayout(tp=2), sequence_parallel=True).sequence_parallel
 
 
 def test_what_has_to_come_before_a_model_is_said(checkpoint):
-    model, layout = read_model(str(checkpoint("qwen3"))), Layout()
+    model, layout = read_model(str(checkpoint("qwen3"))), MegatronLayout()
     with pytest.raises(ReshardError, match="torch.distributed is not initialized: start this with torchrun"):
         initialize_parallel(layout)
     with pytest.raises(

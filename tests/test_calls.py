@@ -9,7 +9,7 @@ from reshard import ReshardError
 from reshard.comm.background import in_background
 from reshard.integrations import HttpClient
 from reshard.integrations.calls import Calls
-from reshard.refit import Members
+from reshard.refit import RefitGroup
 from tests.ranks import caught, free_port
 
 
@@ -20,8 +20,8 @@ def silent():
         yield HttpClient(f"http://127.0.0.1:{server.getsockname()[1]}")
 
 
-def alone(timeout: float) -> Members:
-    return Members.join(f"127.0.0.1:{free_port()}", 0, 1, timeout=timeout)
+def alone(timeout: float) -> RefitGroup:
+    return RefitGroup.join(f"127.0.0.1:{free_port()}", 0, 1, timeout=timeout)
 
 
 def test_an_engine_that_does_not_answer_once_the_refit_is_over_is_given_up_and_named(silent):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reshard import Layout, ReshardError, check, diff, hf_to_mcore, mcore_to_hf
+from reshard import MegatronLayout, ReshardError, check, diff, hf_to_mcore, mcore_to_hf
 from tests.disk import ended
 from tests.ranks import run_to_the_end
 from tests.test_faults import run_cli
@@ -94,7 +94,7 @@ def test_dry_run_writes_nothing_and_tells_bytes_per_rank(checkpoint, tmp_path):
     )
     report = json.loads(done.stdout)
     assert report["dry_run"] and not list(tmp_path.iterdir())
-    hf_to_mcore(checkpoint("qwen3-moe"), tmp_path / "out", Layout(tp=2, ep=4))
+    hf_to_mcore(checkpoint("qwen3-moe"), tmp_path / "out", MegatronLayout(tp=2, ep=4))
     sizes = {p.name.split("_")[2]: p.stat().st_size for p in (tmp_path / "out" / "release").glob("*.distcp")}
     assert report["bytes_per_rank"].keys() == sizes.keys() and sum(sizes.values()) == report["written_bytes"]
     assert all(0 < sizes[rank] - n < 0.5 * n + 20000 for rank, n in report["bytes_per_rank"].items())
@@ -346,7 +346,7 @@ def test_the_readme_s_library_call_works(checkpoint, tmp_path):
     report = reshard.hf_to_mcore(
         checkpoint("qwen3"),
         tmp_path / "mcore",
-        reshard.Layout(tp=2),
+        reshard.MegatronLayout(tp=2),
         progress=lambda done, total: calls.append((done, total)),
     )
     assert report.tensors == 47 and calls[-1][0] == calls[-1][1] > 0

@@ -14,7 +14,7 @@ from compressed_tensors.quantization.lifecycle.forward import quantize
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 
-from reshard import Layout, ReshardError, check, hf_to_mcore, inspect, mcore_to_hf
+from reshard import MegatronLayout, ReshardError, check, hf_to_mcore, inspect, mcore_to_hf
 from reshard.core.boxes import Box
 from reshard.core.dtypes import dtype_named
 from reshard.engines.vllm.compressed import codes_of, codes_of_blocks, scales_of, stored_as, words_of
@@ -364,7 +364,7 @@ def test_a_real_vllm_serves_layers_that_a_refit_has_made(variant, kind, strategy
     for seed in (0, 1):
         hf, mcore = tmp_path / f"hf {seed}", tmp_path / f"mcore {seed}"
         make(hf, variant, torch.bfloat16, seed=seed)
-        hf_to_mcore(hf, mcore, Layout())
+        hf_to_mcore(hf, mcore, MegatronLayout())
         pairs.append((str(mcore), compressed(str(hf), tmp_path / f"compressed {seed}", kind, strategy)))
     # The second as a conversion writes it.
     mcore_to_hf(pairs[1][0], tmp_path / "written", quantize=way)

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from reshard import Layout, check, diff, hf_to_mcore, inspect, mcore_to_hf
+from reshard import MegatronLayout, check, diff, hf_to_mcore, inspect, mcore_to_hf
 from reshard.core.dtypes import dtype_named
 from reshard.storage import packed
 from reshard.storage.dequantized import dequantize as dequantize_rows
@@ -222,7 +222,7 @@ def test_what_the_package_writes_is_read_as_transformers_reads_it(
         some = opened.read_rows(NAME, 3, 21)
         assert some.tobytes() == in_numpy(wanted[NAME][3:21]).tobytes()
 
-    report = hf_to_mcore(source, tmp_path / "mcore", Layout(tp=2, pp=2))
+    report = hf_to_mcore(source, tmp_path / "mcore", MegatronLayout(tp=2, pp=2))
     said = [notice for notice in report.notices if "left behind, since only weights are converted" in notice]
     assert len(said) == static and all("k_scale" in one or "input_scale" in one for one in said)
     rows = len(wanted["model.embed_tokens.weight"])
@@ -281,7 +281,9 @@ def test_other_shapes_and_dtypes_of_scales_mean_the_same(checkpoint, tmp_path):
 @pytest.mark.parametrize("way", ["fp8_per_channel", "int8_per_channel", "fp8_per_tensor", "int4_per_channel"])
 def test_what_a_conversion_writes_is_a_source(way, checkpoint, tmp_path):
     hf_to_mcore(
-        checkpoint("deepseek-v3", dtype=torch.bfloat16, mtp=True), tmp_path / "mcore", Layout(ep=2, etp=1)
+        checkpoint("deepseek-v3", dtype=torch.bfloat16, mtp=True),
+        tmp_path / "mcore",
+        MegatronLayout(ep=2, etp=1),
     )
     mcore_to_hf(tmp_path / "mcore", tmp_path / "source", quantize=way, max_shard_size="200KB")
     tensors, wanted = hf_tensors(tmp_path / "source"), {}
@@ -299,7 +301,7 @@ def test_what_a_conversion_writes_is_a_source(way, checkpoint, tmp_path):
     wanted |= tensors
     plain = plain_twin(tmp_path / "source", tmp_path / "plain", wanted)
     assert check(tmp_path / "source").ok and diff(tmp_path / "source", plain).equal
-    hf_to_mcore(tmp_path / "source", tmp_path / "again", Layout(tp=2, pp=2, ep=2, etp=1))
+    hf_to_mcore(tmp_path / "source", tmp_path / "again", MegatronLayout(tp=2, pp=2, ep=2, etp=1))
     mcore_to_hf(tmp_path / "again", tmp_path / "back")
     assert same(hf_tensors(tmp_path / "back"), wanted) == []
     # What was quantized is so again, and nothing else.
@@ -348,7 +350,7 @@ def test_a_model_whose_routed_experts_alone_are_packed_is_read(integers, tmp_pat
     twin = plain_twin(source, tmp_path / "twin", expected)
     assert inspect(source).details["compressed"] == 24 * 3 * 3
     assert diff(source, twin).equal and not diff(source, tmp_path / "plain").equal
-    hf_to_mcore(source, tmp_path / "mcore", Layout(tp=2, pp=2, ep=4, etp=1), workers=2)
+    hf_to_mcore(source, tmp_path / "mcore", MegatronLayout(tp=2, pp=2, ep=4, etp=1), workers=2)
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
     assert same(hf_tensors(tmp_path / "back"), expected) == []
 

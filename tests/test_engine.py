@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reshard import Layout, hf_to_mcore
+from reshard import MegatronLayout, hf_to_mcore
 from tests.checkpoints import make
 from tests.install_vllm_cpu import environment_of_engine
 from tests.ranks import free_port, run_to_the_end, torchrun
@@ -36,7 +36,7 @@ def converted(tmp_path_factory):
             for seed in (0, 1):
                 folder = tmp_path_factory.mktemp(name)
                 make(folder / "hf", f"served-{name}", seed=seed)
-                hf_to_mcore(folder / "hf", folder / "mcore", Layout())
+                hf_to_mcore(folder / "hf", folder / "mcore", MegatronLayout())
                 made[name].append((str(folder / "hf"), str(folder / "mcore")))
         return made[name]
 
@@ -85,7 +85,7 @@ def test_a_live_vllm_drafts_by_the_mtp_layers_that_it_was_refitted_with(tmp_path
     for seed in (0, 1):
         hf, mcore = tmp_path / f"hf {seed}", tmp_path / f"mcore {seed}"
         make(hf, "served-glm4-moe", seed=seed, mtp=True)
-        hf_to_mcore(hf, mcore, Layout())
+        hf_to_mcore(hf, mcore, MegatronLayout())
         pairs.append((str(hf), str(mcore)))
     said = run(tmp_path, 1, "drafting", pairs)
     for (answers, drafter), (loaded, drafter_loaded) in zip(said["refitted"], said["loaded"], strict=True):
@@ -112,7 +112,7 @@ def test_experts_that_vllm_quantizes_and_packs_itself_serve_what_they_serve_afte
     for seed in (0, 1):
         hf, mcore = tmp_path / f"hf {seed}", tmp_path / f"mcore {seed}"
         make(hf, "served-int8", torch.bfloat16, seed=seed)
-        hf_to_mcore(hf, mcore, Layout())
+        hf_to_mcore(hf, mcore, MegatronLayout())
         pairs.append((str(hf), str(mcore)))
     said = run(tmp_path, 1, "int8_experts", pairs)
     assert said["refitted"] == said["loaded"], "equal to the last bit"

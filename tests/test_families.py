@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from reshard import Layout, ReshardError, diff, hf_to_mcore, mcore_to_hf, read_model
+from reshard import MegatronLayout, ReshardError, diff, hf_to_mcore, mcore_to_hf, read_model
 from reshard.models.family import Family, families, family_of_args
 from reshard.models.model import Model
 from tests.checkpoints import OTHERS_OF_DEEPSEEK, VARIANTS, hf_logits
@@ -119,7 +119,7 @@ def test_models_built_like_deepseek_v3_convert_and_have_the_logits_of_transforme
         if name not in ("rope_theta", "partial_rotary_factor")
     }
     (source / "config.json").write_text(json.dumps(config))
-    hf_to_mcore(source, tmp_path / "te", Layout(tp=2, pp=2, ep=2, etp=1))
+    hf_to_mcore(source, tmp_path / "te", MegatronLayout(tp=2, pp=2, ep=2, etp=1))
     assert same(stored_tensors(tmp_path / "te" / "release"), megatron_tensors(source, 1024)) == []
     mcore_to_hf(tmp_path / "te", tmp_path / "back")
     assert (

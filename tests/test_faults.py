@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from reshard import Layout, ReshardError, check, diff, hf_to_mcore, inspect, mcore_to_hf
+from reshard import MegatronLayout, ReshardError, check, diff, hf_to_mcore, inspect, mcore_to_hf
 from reshard.formats import pickles
 from reshard.storage.workers import run_jobs
 from tests.oracle import hf_tensors, same
@@ -49,7 +49,7 @@ def sharded(source):
 @pytest.fixture
 def mcore(checkpoint, tmp_path):
     """A Megatron checkpoint that a test may spoil."""
-    hf_to_mcore(checkpoint("qwen3-moe", dtype=torch.bfloat16), tmp_path / "mcore", Layout(tp=2))
+    hf_to_mcore(checkpoint("qwen3-moe", dtype=torch.bfloat16), tmp_path / "mcore", MegatronLayout(tp=2))
     return tmp_path / "mcore"
 
 
@@ -342,11 +342,11 @@ def test_a_taken_destination_is_refused_and_replaced_only_on_success(source, tmp
     refused(lambda: hf_to_mcore(source, out), "exists; pass --overwrite")
     with pytest.raises(ReshardError):
         os.truncate(source / "model.safetensors", 5000)
-        hf_to_mcore(source, out, Layout(tp=2), overwrite=True)
+        hf_to_mcore(source, out, MegatronLayout(tp=2), overwrite=True)
     assert before == sorted((p, p.stat().st_mtime_ns) for p in out.rglob("*"))
     back = tmp_path / "source2"
     mcore_to_hf(out, back)
-    hf_to_mcore(back, out, Layout(tp=2), overwrite=True)
+    hf_to_mcore(back, out, MegatronLayout(tp=2), overwrite=True)
     assert inspect(out).layout["tp"] == 2
     (tmp_path / "file").write_text("")
     refused(lambda: hf_to_mcore(back, tmp_path / "file"), "is a file, not a directory")

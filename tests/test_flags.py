@@ -7,7 +7,7 @@ import shutil
 import pytest
 from click.testing import CliRunner
 
-from reshard import Layout, ReshardError, diff, hf_to_mcore
+from reshard import MegatronLayout, ReshardError, diff, hf_to_mcore
 from reshard.cli.main import cli
 from reshard.megatron.arguments import NEWEST, arguments_for, command_line, version_of
 from tests.flags import cases, lines_for
@@ -78,7 +78,7 @@ def test_only_the_flags_file_follows_the_version(checkpoint, tmp_path):
         cli, ["hf-to-mcore", str(source), str(tmp_path / "old"), "--megatron-version", "0.13", "--tp", "2"]
     )
     assert done.exit_code == 0, done.output
-    hf_to_mcore(source, tmp_path / "new", Layout(tp=2))
+    hf_to_mcore(source, tmp_path / "new", MegatronLayout(tp=2))
     old, new = ((tmp_path / side / "megatron_flags.txt").read_text() for side in ("old", "new"))
     assert names(new) - names(old) == {"--padded-vocab-size", "--rope-type"} and "--vocab-size" in old
     assert diff(tmp_path / "old", tmp_path / "new").equal

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from reshard import Layout, ReshardError, check, diff, hf_to_mcore, inspect, mcore_to_hf
+from reshard import MegatronLayout, ReshardError, check, diff, hf_to_mcore, inspect, mcore_to_hf
 from reshard.megatron.parameters import expand
 from reshard.models.family import families
 from reshard.models.model import Model
@@ -110,7 +110,7 @@ def published(tmp_path_factory):
 
 
 def test_fp8_blocks_are_dequantized_on_the_way_in(published, tmp_path):
-    hf_to_mcore(published / "fp8", tmp_path / "mcore", Layout(tp=2, pp=2, ep=2, etp=1))
+    hf_to_mcore(published / "fp8", tmp_path / "mcore", MegatronLayout(tp=2, pp=2, ep=2, etp=1))
     assert (
         same(stored_tensors(tmp_path / "mcore" / "release"), megatron_tensors(published / "bf16", 512)) == []
     )
@@ -123,7 +123,7 @@ def test_fp8_blocks_are_dequantized_on_the_way_in(published, tmp_path):
 
 
 def test_they_are_quantized_again_on_request(published, tmp_path):
-    hf_to_mcore(published / "fp8", tmp_path / "mcore", Layout(tp=4, ep=4, etp=2))
+    hf_to_mcore(published / "fp8", tmp_path / "mcore", MegatronLayout(tp=4, ep=4, etp=2))
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", quantize=True, max_shard_size="1MB")
     ours, theirs = hf_tensors(tmp_path / "back"), hf_tensors(published / "fp8")
     assert set(ours) == set(theirs) and {n: t.dtype for n, t in ours.items()} == {
@@ -142,7 +142,7 @@ def test_they_are_quantized_again_on_request(published, tmp_path):
     assert check(tmp_path / "back").ok
     assert inspect(tmp_path / "back").details["fp8_blocks"] == sum(n.endswith("_scale_inv") for n in ours)
     # and it is a source like any other
-    hf_to_mcore(tmp_path / "back", tmp_path / "again", Layout(tp=2))
+    hf_to_mcore(tmp_path / "back", tmp_path / "again", MegatronLayout(tp=2))
     assert (
         same(
             stored_tensors(tmp_path / "again" / "release"),
@@ -172,7 +172,7 @@ def test_the_config_says_what_was_quantized_whatever_it_said_before(before, publ
 
 
 def test_a_bf16_model_can_be_quantized(published, tmp_path):
-    hf_to_mcore(published / "bf16", tmp_path / "mcore", Layout(tp=2))
+    hf_to_mcore(published / "bf16", tmp_path / "mcore", MegatronLayout(tp=2))
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", quantize=True)
     ours, theirs, exact = (
         hf_tensors(path) for path in (tmp_path / "back", published / "fp8", published / "bf16")

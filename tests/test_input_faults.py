@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard import Layout, ReshardError, check, diff, hf_to_mcore, inspect, mcore_to_hf
+from reshard import MegatronLayout, ReshardError, check, diff, hf_to_mcore, inspect, mcore_to_hf
 from reshard.formats import pickles
 from reshard.megatron.arguments import command_line
 from reshard.megatron.layout import parse_pipeline
@@ -37,7 +37,7 @@ def source(checkpoint, tmp_path):
 def converted(checkpoint, tmp_path_factory):
     """A Megatron checkpoint and the way back, which nobody spoils."""
     folder = tmp_path_factory.mktemp("converted")
-    hf_to_mcore(checkpoint("qwen3-moe", dtype=torch.bfloat16), folder / "mcore", Layout(tp=2))
+    hf_to_mcore(checkpoint("qwen3-moe", dtype=torch.bfloat16), folder / "mcore", MegatronLayout(tp=2))
     mcore_to_hf(folder / "mcore", folder / "back")
     return folder
 
@@ -496,7 +496,8 @@ def test_a_pipeline_layout_of_a_billion_layers_is_refused_at_once(text):
 )
 def test_a_layout_of_a_billion_ranks_is_refused_at_once(sizes, source, tmp_path):
     bounded(
-        lambda: hf_to_mcore(source, tmp_path / "out", Layout(**sizes), dry_run=True), "sizes end at|at most"
+        lambda: hf_to_mcore(source, tmp_path / "out", MegatronLayout(**sizes), dry_run=True),
+        "sizes end at|at most",
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import reshard.cli
 import reshard.mappings
-from reshard import Layout, ReshardError
+from reshard import MegatronLayout, ReshardError
 from reshard.megatron.layout import parse_pipeline
 from reshard.models.config_fields import ELSEWHERE
 from reshard.models.family import Family, families
@@ -27,9 +27,9 @@ def model(variant, **changes):
 
 
 PIPELINES = [
-    (8, Layout(pp=2)), (8, Layout(pp=4, vpp=2)), (12, Layout(pp=2, vpp=3)), (9, Layout(pp=4, first_stage_layers=2, last_stage_layers=3)),
-    (10, Layout(pp=4, vpp=2, first_stage_layers=2, last_stage_layers=4)), (7, Layout(pp=3, last_stage_layers=1)), (6, Layout(pp=4, embedding_in_split=True, loss_in_split=True)),
-    (7, Layout(pp=2, vpp=2, loss_in_split=True)), (6, Layout(pp=4, pipeline="Et|t*2|tt|tL")), (5, Layout(pp=2, pipeline="Et|t|(t|)*1,ttL")),
+    (8, MegatronLayout(pp=2)), (8, MegatronLayout(pp=4, vpp=2)), (12, MegatronLayout(pp=2, vpp=3)), (9, MegatronLayout(pp=4, first_stage_layers=2, last_stage_layers=3)),
+    (10, MegatronLayout(pp=4, vpp=2, first_stage_layers=2, last_stage_layers=4)), (7, MegatronLayout(pp=3, last_stage_layers=1)), (6, MegatronLayout(pp=4, embedding_in_split=True, loss_in_split=True)),
+    (7, MegatronLayout(pp=2, vpp=2, loss_in_split=True)), (6, MegatronLayout(pp=4, pipeline="Et|t*2|tt|tL")), (5, MegatronLayout(pp=2, pipeline="Et|t|(t|)*1,ttL")),
 ]  # fmt: skip
 
 
@@ -65,27 +65,39 @@ def test_pipeline_strings_unroll_as_in_megatron():
 REFUSALS = [
     (
         "llama",
-        Layout(tp=3),
+        MegatronLayout(tp=3),
         r"--tp 3 does not divide 8 attention heads in 2 query groups; sizes that do: 1, 2, 4, 8",
     ),
-    ("llama", Layout(pp=3), r"--pp 3 does not divide 4 layers; sizes that do: 1, 2, 4"),
-    ("llama", Layout(pp=2, vpp=3), r"--vpp 3 does not divide a stage of 2 layers; sizes that do: 1, 2"),
-    ("llama", Layout(vpp=2), r"--vpp 2 needs --pp above 1"),
-    ("llama", Layout(ep=2), r"without experts has only 1 and 1"),
-    ("llama", Layout(pp=2, first_stage_layers=5), r"-1 of 4 layers are left"),
-    ("llama", Layout(first_stage_layers=2), r"need --pp above 1"),
-    ("llama", Layout(pp=2, first_stage_layers=1, embedding_in_split=True), r"do not go with embedding"),
-    ("llama", Layout(pp=2, pipeline="Ett|tL"), r"has 3 decoder layers \(t\); the model has 4"),
-    ("llama", Layout(pp=2, pipeline="Ett|xtL"), r"has x in it"),
-    ("llama", Layout(pp=3, pipeline="Ett|ttL"), r"has 2 stages, which --pp 3"),
-    ("llama", Layout(pp=2, pipeline="tt|EttL"), r"must run from E"),
-    ("qwen3-moe", Layout(ep=3, etp=1), r"--ep 3 does not divide experts 8; sizes that do: 1, 2, 4, 8"),
+    ("llama", MegatronLayout(pp=3), r"--pp 3 does not divide 4 layers; sizes that do: 1, 2, 4"),
+    (
+        "llama",
+        MegatronLayout(pp=2, vpp=3),
+        r"--vpp 3 does not divide a stage of 2 layers; sizes that do: 1, 2",
+    ),
+    ("llama", MegatronLayout(vpp=2), r"--vpp 2 needs --pp above 1"),
+    ("llama", MegatronLayout(ep=2), r"without experts has only 1 and 1"),
+    ("llama", MegatronLayout(pp=2, first_stage_layers=5), r"-1 of 4 layers are left"),
+    ("llama", MegatronLayout(first_stage_layers=2), r"need --pp above 1"),
+    (
+        "llama",
+        MegatronLayout(pp=2, first_stage_layers=1, embedding_in_split=True),
+        r"do not go with embedding",
+    ),
+    ("llama", MegatronLayout(pp=2, pipeline="Ett|tL"), r"has 3 decoder layers \(t\); the model has 4"),
+    ("llama", MegatronLayout(pp=2, pipeline="Ett|xtL"), r"has x in it"),
+    ("llama", MegatronLayout(pp=3, pipeline="Ett|ttL"), r"has 2 stages, which --pp 3"),
+    ("llama", MegatronLayout(pp=2, pipeline="tt|EttL"), r"must run from E"),
     (
         "qwen3-moe",
-        Layout(ep=2, etp=5),
+        MegatronLayout(ep=3, etp=1),
+        r"--ep 3 does not divide experts 8; sizes that do: 1, 2, 4, 8",
+    ),
+    (
+        "qwen3-moe",
+        MegatronLayout(ep=2, etp=5),
         r"--etp 5 does not divide moe_intermediate_size 48; sizes that do: 1, 2, 3, 4, 6",
     ),
-    ("qwen3-moe-mixed", Layout(tp=8, etp=32), r"--etp 32 does not divide moe_intermediate_size"),
+    ("qwen3-moe-mixed", MegatronLayout(tp=8, etp=32), r"--etp 32 does not divide moe_intermediate_size"),
 ]
 
 
@@ -98,10 +110,10 @@ def test_sizes_that_do_not_divide_are_refused_with_those_that_would(variant, lay
 def test_ranks_per_stage_hold_both_meshes():
     moe = model("qwen3-moe")
     for tp, ep, etp in itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4)):
-        n = Layout(tp=tp, ep=ep, etp=etp).ranks_per_stage(moe)
+        n = MegatronLayout(tp=tp, ep=ep, etp=etp).ranks_per_stage(moe)
         assert n % tp == 0 and n % (ep * etp) == 0
-    assert Layout(tp=2, ep=4).ranks_per_stage(moe) == 8  # ETP is TP where it is not given
-    assert Layout(tp=2, ep=4, etp=1).ranks_per_stage(moe) == 4
+    assert MegatronLayout(tp=2, ep=4).ranks_per_stage(moe) == 8  # ETP is TP where it is not given
+    assert MegatronLayout(tp=2, ep=4, etp=1).ranks_per_stage(moe) == 4
 
 
 def test_mapping_files_are_tables_of_literals_and_the_rules_of_a_family_its_methods():

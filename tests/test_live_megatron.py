@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from reshard import Layout, ReshardError, check, hf_to_mcore, mcore_to_hf, read_model
+from reshard import MegatronLayout, ReshardError, check, hf_to_mcore, mcore_to_hf, read_model
 from reshard.storage.sources import open_source
 from tests.checkpoints import make
 from tests.disk import tree
@@ -16,14 +16,14 @@ from tests.test_logits import EP, ETP, PP, TP, VPP, flags_at
 
 # variant, options of its checkpoint, Megatron's layout, ranks, the layout of another checkpoint of the same weights
 LAYOUTS = [
-    ("llama-rope-tied", {}, f"{TP} 2 {PP} 2", 4, Layout(tp=4)),
-    ("llama-bias", {}, f"{PP} 2 {VPP} 2", 4, Layout(tp=2, pp=4)),
-    ("qwen2-tied", {}, f"{TP} 8", 8, Layout(pp=2)),  # four times the query groups
-    ("qwen3", {}, f"{PP} 3 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 2", 3, Layout(tp=8)),
-    ("qwen3-moe", {}, f"{TP} 2 {EP} 2 {ETP} 1", 4, Layout(tp=4, ep=2, etp=2)),
-    ("qwen3-moe-mixed", {}, f"{TP} 2 {PP} 2 {VPP} 2 {EP} 2 {ETP} 2", 8, Layout(ep=8, etp=1)),
-    ("deepseek-v3", {"mtp": True}, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, Layout(tp=4, ep=4, etp=1)),
-    ("glm4-moe", {"mtp": True}, f"{TP} 4 {EP} 2 {ETP} 2", 4, Layout(pp=2, first_stage_layers=1)),
+    ("llama-rope-tied", {}, f"{TP} 2 {PP} 2", 4, MegatronLayout(tp=4)),
+    ("llama-bias", {}, f"{PP} 2 {VPP} 2", 4, MegatronLayout(tp=2, pp=4)),
+    ("qwen2-tied", {}, f"{TP} 8", 8, MegatronLayout(pp=2)),  # four times the query groups
+    ("qwen3", {}, f"{PP} 3 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 2", 3, MegatronLayout(tp=8)),
+    ("qwen3-moe", {}, f"{TP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=4, ep=2, etp=2)),
+    ("qwen3-moe-mixed", {}, f"{TP} 2 {PP} 2 {VPP} 2 {EP} 2 {ETP} 2", 8, MegatronLayout(ep=8, etp=1)),
+    ("deepseek-v3", {"mtp": True}, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=4, ep=4, etp=1)),
+    ("glm4-moe", {"mtp": True}, f"{TP} 4 {EP} 2 {ETP} 2", 4, MegatronLayout(pp=2, first_stage_layers=1)),
 ]  # fmt: skip
 
 
@@ -235,13 +235,13 @@ def test_a_source_that_is_rewritten_while_it_is_loaded_is_named_on_all_ranks(kin
 
 
 SAVED = [
-    ("llama-rope-tied", {}, f"{TP} 2 {PP} 2 --pipeline-model-parallel-layout Et|tttL", 4, Layout(tp=2, pp=2, pipeline="Et|tttL")),
-    ("qwen2", {}, f"{PP} 2 {VPP} 2", 4, Layout(pp=2, vpp=2)),
+    ("llama-rope-tied", {}, f"{TP} 2 {PP} 2 --pipeline-model-parallel-layout Et|tttL", 4, MegatronLayout(tp=2, pp=2, pipeline="Et|tttL")),
+    ("qwen2", {}, f"{PP} 2 {VPP} 2", 4, MegatronLayout(pp=2, vpp=2)),
     ("qwen3", {}, f"{PP} 3 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 2", 3,
-     Layout(pp=3, first_stage_layers=1, last_stage_layers=2)),
-    ("qwen3-moe-mixed", {}, f"{TP} 2 {EP} 4 {ETP} 1", 8, Layout(tp=2, ep=4, etp=1)),
-    ("deepseek-v3", {"mtp": True}, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 2", 8, Layout(tp=2, pp=2, ep=2, etp=2)),
-    ("glm4-moe-air", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, Layout(tp=2, ep=2, etp=1)),
+     MegatronLayout(pp=3, first_stage_layers=1, last_stage_layers=2)),
+    ("qwen3-moe-mixed", {}, f"{TP} 2 {EP} 4 {ETP} 1", 8, MegatronLayout(tp=2, ep=4, etp=1)),
+    ("deepseek-v3", {"mtp": True}, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 2", 8, MegatronLayout(tp=2, pp=2, ep=2, etp=2)),
+    ("glm4-moe-air", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, MegatronLayout(tp=2, ep=2, etp=1)),
 ]  # fmt: skip
 
 
@@ -389,7 +389,9 @@ def test_iterations_join_the_others_of_a_run(begun, weights, tmp_path):
             2, "save_as_trained", flags, str(first / "mcore"), str(run), 3, module="live_megatron_on_cpu"
         )
     elif begun == "by a conversion":
-        hf_to_mcore(first / "hf", run, Layout(pp=2), transformer_impl="local", make_vocab_size_divisible_by=8)
+        hf_to_mcore(
+            first / "hf", run, MegatronLayout(pp=2), transformer_impl="local", make_vocab_size_divisible_by=8
+        )
     elif begun == "by logs":
         (run / "events.txt").write_text("mine")
     with_tokenizer(first / "hf", tmp_path / "with-tokenizer")
@@ -481,7 +483,7 @@ def test_ranks_that_ask_for_different_saves_or_loads_are_told_so(weights, tmp_pa
     saves = [
         ({"destination": f"{out}-1"}, f"destination is {out} on rank 0, {out}-1 on rank 1"),
         ({"hf_config": str(renamed)}, "the digest of the config is "),
-        ({"layout": Layout(tp=1)}, "layout is TP2 on rank 0, TP1 on rank 1"),
+        ({"layout": MegatronLayout(tp=1)}, "layout is TP2 on rank 0, TP1 on rank 1"),
         ({"iteration": 7}, "iteration is None on rank 0, 7 on rank 1"),
         ({"format": "hf"}, "format is torch_dist on rank 0, hf on rank 1"),
         ({"make_vocab_size_divisible_by": 16}, "make_vocab_size_divisible_by is 128 on rank 0, 16 on rank 1"),
@@ -542,8 +544,8 @@ def test_what_a_save_cannot_do_is_said_before_anything_is_written(weights, tmp_p
         (out, str(tmp_path / "none"), {}, "is neither a directory nor a hub id"),
         (out, str(weights("llama") / "hf"), {}, "the served model's"),
         (out, good, {"overwrite": "no"}, "overwrite is 'no'; it is true or false"),
-        (out, good, {"layout": Layout(tp=3)}, "--tp 3 does not divide"),
-        (out, good, {"layout": 2}, "not a reshard.Layout"),
+        (out, good, {"layout": MegatronLayout(tp=3)}, "--tp 3 does not divide"),
+        (out, good, {"layout": 2}, "not a reshard.MegatronLayout"),
         (
             str(folder / "mcore" / "release"),
             good,

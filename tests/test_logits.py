@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reshard import Layout, hf_to_mcore, mcore_to_hf
+from reshard import MegatronLayout, hf_to_mcore, mcore_to_hf
 from tests.checkpoints import VARIANTS, hf_logits
 from tests.ranks import run_on_ranks
 
@@ -62,34 +62,34 @@ VPP = "--num-virtual-stages-per-pipeline-rank"
 
 # variant, written at, loaded with, on how many ranks
 RELOADS = [
-    ("llama", Layout(tp=2, pp=2), f"{TP} 4", 4),
-    ("llama", Layout(tp=8), f"{TP} 2 {PP} 2", 4),
-    ("llama", Layout(pp=2, vpp=2), f"{PP} 4", 4),
-    ("llama-rope-tied", Layout(tp=4), f"{PP} 2 {VPP} 2", 2),
-    ("llama-bias", Layout(tp=2, pp=2), f"{TP} 4", 4),
-    ("llama-mha", Layout(tp=4), f"{TP} 2", 2),
-    ("qwen2", Layout(tp=4, pp=2), f"{TP} 2", 2),
-    ("qwen2-tied", Layout(pp=4), f"{TP} 2 {PP} 2", 4),
-    ("qwen3", Layout(pp=3, first_stage_layers=1, last_stage_layers=2), f"{TP} 8", 8),
-    ("qwen3-tied", Layout(tp=2), f"{PP} 2 --decoder-first-pipeline-num-layers 3", 2),
-    ("qwen3-moe", Layout(tp=2, pp=2, ep=2, etp=1), f"{TP} 1 {PP} 1 {EP} 4 {ETP} 1", 4),
-    ("qwen3-moe", Layout(ep=8, etp=1), f"{TP} 2 {EP} 2 {ETP} 2", 4),
-    ("qwen3-moe", Layout(tp=2, ep=2), f"{TP} 4 {EP} 2 {ETP} 2", 4),
-    ("qwen3-moe", Layout(tp=4, ep=4, etp=1), f"{PP} 2 {VPP} 2 {EP} 2 {ETP} 1", 4),
-    ("qwen3-moe-mixed", Layout(pp=4, ep=2, etp=1), f"{TP} 2 {EP} 2 {ETP} 1", 2),
-    ("qwen3-moe-mixed", Layout(tp=2), f"{PP} 2 {VPP} 2", 2),
-    ("qwen3-moe-step", Layout(tp=2, pp=2, ep=4, etp=1), f"{TP} 2 {PP} 2 {ETP} 2", 4),
-    ("deepseek-v3", Layout(tp=2, pp=2, ep=4, etp=1), f"{TP} 4 {EP} 2 {ETP} 2", 4),
-    ("deepseek-v3", Layout(pp=2, ep=2, etp=1, pipeline="Ettt|tL"), f"{PP} 4 {EP} 2 {ETP} 1", 8),
-    ("deepseek-v3-no-q-lora", Layout(tp=4, ep=2, etp=2), f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4),
-    ("glm4-moe", Layout(tp=2, pp=2, ep=4, etp=1), f"{TP} 4 {EP} 2 {ETP} 2", 4),
-    ("glm4-moe-air", Layout(pp=2, vpp=2, ep=2, etp=1), f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4),
+    ("llama", MegatronLayout(tp=2, pp=2), f"{TP} 4", 4),
+    ("llama", MegatronLayout(tp=8), f"{TP} 2 {PP} 2", 4),
+    ("llama", MegatronLayout(pp=2, vpp=2), f"{PP} 4", 4),
+    ("llama-rope-tied", MegatronLayout(tp=4), f"{PP} 2 {VPP} 2", 2),
+    ("llama-bias", MegatronLayout(tp=2, pp=2), f"{TP} 4", 4),
+    ("llama-mha", MegatronLayout(tp=4), f"{TP} 2", 2),
+    ("qwen2", MegatronLayout(tp=4, pp=2), f"{TP} 2", 2),
+    ("qwen2-tied", MegatronLayout(pp=4), f"{TP} 2 {PP} 2", 4),
+    ("qwen3", MegatronLayout(pp=3, first_stage_layers=1, last_stage_layers=2), f"{TP} 8", 8),
+    ("qwen3-tied", MegatronLayout(tp=2), f"{PP} 2 --decoder-first-pipeline-num-layers 3", 2),
+    ("qwen3-moe", MegatronLayout(tp=2, pp=2, ep=2, etp=1), f"{TP} 1 {PP} 1 {EP} 4 {ETP} 1", 4),
+    ("qwen3-moe", MegatronLayout(ep=8, etp=1), f"{TP} 2 {EP} 2 {ETP} 2", 4),
+    ("qwen3-moe", MegatronLayout(tp=2, ep=2), f"{TP} 4 {EP} 2 {ETP} 2", 4),
+    ("qwen3-moe", MegatronLayout(tp=4, ep=4, etp=1), f"{PP} 2 {VPP} 2 {EP} 2 {ETP} 1", 4),
+    ("qwen3-moe-mixed", MegatronLayout(pp=4, ep=2, etp=1), f"{TP} 2 {EP} 2 {ETP} 1", 2),
+    ("qwen3-moe-mixed", MegatronLayout(tp=2), f"{PP} 2 {VPP} 2", 2),
+    ("qwen3-moe-step", MegatronLayout(tp=2, pp=2, ep=4, etp=1), f"{TP} 2 {PP} 2 {ETP} 2", 4),
+    ("deepseek-v3", MegatronLayout(tp=2, pp=2, ep=4, etp=1), f"{TP} 4 {EP} 2 {ETP} 2", 4),
+    ("deepseek-v3", MegatronLayout(pp=2, ep=2, etp=1, pipeline="Ettt|tL"), f"{PP} 4 {EP} 2 {ETP} 1", 8),
+    ("deepseek-v3-no-q-lora", MegatronLayout(tp=4, ep=2, etp=2), f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4),
+    ("glm4-moe", MegatronLayout(tp=2, pp=2, ep=4, etp=1), f"{TP} 4 {EP} 2 {ETP} 2", 4),
+    ("glm4-moe-air", MegatronLayout(pp=2, vpp=2, ep=2, etp=1), f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4),
 ]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_megatron_gives_the_logits_of_transformers(variant, checkpoint, tmp_path):
-    hf_to_mcore(checkpoint(variant), tmp_path / "mcore", Layout(), transformer_impl="local")
+    hf_to_mcore(checkpoint(variant), tmp_path / "mcore", MegatronLayout(), transformer_impl="local")
     assert compare(checkpoint(variant), tmp_path / "mcore") < TOLERANCE
 
 
@@ -117,13 +117,16 @@ def test_a_swapped_tensor_shows_in_the_logits_and_in_diff(mistake, checkpoint, t
     from reshard import diff
 
     hf_to_mcore(
-        checkpoint("qwen3-moe"), tmp_path / "mcore", Layout(tp=2, ep=2, etp=1), transformer_impl="local"
+        checkpoint("qwen3-moe"),
+        tmp_path / "mcore",
+        MegatronLayout(tp=2, ep=2, etp=1),
+        transformer_impl="local",
     )
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
     swap(tmp_path / "back" / "model.safetensors", mistake)
     (tmp_path / "back" / "reshard.json").unlink()  # by which the conversion would name it
     assert not diff(checkpoint("qwen3-moe"), tmp_path / "back").equal
-    hf_to_mcore(tmp_path / "back", tmp_path / "wrong", Layout(tp=2), transformer_impl="local")
+    hf_to_mcore(tmp_path / "back", tmp_path / "wrong", MegatronLayout(tp=2), transformer_impl="local")
     assert not diff(checkpoint("qwen3-moe"), tmp_path / "wrong").equal
     assert compare(checkpoint("qwen3-moe"), tmp_path / "wrong") > 20 * TOLERANCE
 

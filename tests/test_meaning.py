@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from reshard import (
-    Layout,
+    MegatronLayout,
     ReshardError,
     check,
     diff,
@@ -22,7 +22,7 @@ from reshard import (
 from reshard.cli.main import cli
 from reshard.models.config_defaults import DEFAULTS
 from reshard.models.family import families
-from reshard.models.meaning import DECIDES, DERIVED
+from reshard.models.meaning import DERIVED, NUMERICS_ARGS
 from reshard.models.model import Model
 from reshard.models.rope import attention_factor, hf_rope, inverse_frequencies, megatron_rope, rope_of
 from tests.checkpoints import LLAMA3_ROPE, PLAIN_YARN, VARIANTS, YARN
@@ -475,12 +475,18 @@ def test_diff_names_the_fields_that_make_two_models_of_the_same_weights(checkpoi
 
 
 def test_every_argument_of_the_installed_megatron_either_decides_or_does_not():
-    """A new argument of Megatron's has to be put into `DECIDES` or into ``not_deciding.txt``."""
+    """A new argument of Megatron's has to be put into `NUMERICS_ARGS` or into ``not_deciding.txt``."""
     [(actions, fields)] = run_on_ranks(1, "arguments")
     others = set((Path(__file__).parent / "not_deciding.txt").read_text().split())
-    assert (actions | fields).keys() - DECIDES.keys() - others == set() and others & DECIDES.keys() == set()
-    sizes = {name for name, default in DECIDES.items() if default is DERIVED}
-    wrong = {name for name in DECIDES.keys() & actions.keys() - sizes if actions[name] != repr(DECIDES[name])}
+    assert (
+        actions | fields
+    ).keys() - NUMERICS_ARGS.keys() - others == set() and others & NUMERICS_ARGS.keys() == set()
+    sizes = {name for name, default in NUMERICS_ARGS.items() if default is DERIVED}
+    wrong = {
+        name
+        for name in NUMERICS_ARGS.keys() & actions.keys() - sizes
+        if actions[name] != repr(NUMERICS_ARGS[name])
+    }
     assert wrong == set(), "defaults that are not Megatron's"
 
 
@@ -550,7 +556,7 @@ MEANT = {
 }  # fmt: skip
 
 
-def published(name: str) -> tuple[dict, Layout]:
+def published(name: str) -> tuple[dict, MegatronLayout]:
     config, _, layout = PUBLISHED[name.split(" ")[0]]
     if "YaRN" in name:
         yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -559,7 +565,7 @@ def published(name: str) -> tuple[dict, Layout]:
 
 
 def flags_of(
-    config: dict, layout: Layout, transformer_impl: str = "transformer_engine"
+    config: dict, layout: MegatronLayout, transformer_impl: str = "transformer_engine"
 ) -> tuple[list[str], int]:
     """The flags as the conversion writes them, word by word, and the size of their world."""
     from reshard.core.dtypes import dtype_named
@@ -586,7 +592,7 @@ def test_the_flags_alone_make_the_published_model_in_megatrons_own_parser():
         # Whatever else decides what the model computes is as Megatron has it for a plain transformer.
         plain = {
             key: value
-            for key, value in DECIDES.items()
+            for key, value in NUMERICS_ARGS.items()
             if key in config and key not in wanted and value is not None
         }
         own = {"num_experts", "moe_router_topk", "moe_ffn_hidden_size", "rope_type", "rope_scaling_factor", "swiglu",
@@ -647,13 +653,15 @@ def test_use_checkpoint_args_needs_the_listed_flags_and_no_others(checkpoint, tm
     assert needed == set(NOT_RESTORED) - as_default
 
 
-@pytest.mark.parametrize(("variant", "other"), [("llama", Layout(tp=2)), ("qwen3-moe", Layout(ep=2, etp=1))])
+@pytest.mark.parametrize(
+    ("variant", "other"), [("llama", MegatronLayout(tp=2)), ("qwen3-moe", MegatronLayout(ep=2, etp=1))]
+)
 def test_the_first_loss_of_a_training_is_the_same_at_two_layouts_with_the_flags_alone(
     variant, other, checkpoint, tmp_path
 ):
     torch.manual_seed(3)
     tokens, losses = torch.randint(0, 1000, (2, 33)), []
-    for ranks, layout in ((1, Layout()), (2, other)):
+    for ranks, layout in ((1, MegatronLayout()), (2, other)):
         hf_to_mcore(checkpoint(variant), tmp_path / str(ranks), layout, transformer_impl="local")
         flags = (tmp_path / str(ranks) / "megatron_flags.txt").read_text().split()
         losses += run_on_ranks(ranks, "training_loss", flags, str(tmp_path / str(ranks)), tokens)

@@ -14,14 +14,14 @@ import pytest
 
 from reshard import ReshardError
 from reshard.engines import VllmModel
-from reshard.refit import Members, connect
+from reshard.refit import RefitGroup, connect
 from tests.ranks import caught, free_port
 
 
 def test_a_rank_beyond_the_size_is_refused_before_anybody_is_waited_for():
     began = time.monotonic()
     assert (
-        caught(lambda: Members.join("127.0.0.1:1", 2, 2, timeout=20))
+        caught(lambda: RefitGroup.join("127.0.0.1:1", 2, 2, timeout=20))
         == "rank 2 is not one of 2 members, which count from 0"
     )
     assert time.monotonic() - began < 10
@@ -33,16 +33,16 @@ def test_a_rank_beyond_the_size_is_refused_before_anybody_is_waited_for():
 )
 def test_what_is_no_address_is_refused(address):
     assert "is not an address such as 10.0.0.1:29600 or [::1]:29600" in caught(
-        lambda: Members.join(address, 1, 2)
+        lambda: RefitGroup.join(address, 1, 2)
     )
 
 
 NOBODY = """
 import time
-from reshard.refit import Members
+from reshard.refit import RefitGroup
 began = time.monotonic()
 try:
-    Members.join("127.0.0.1:{port}", 1, 2, timeout=3)
+    RefitGroup.join("127.0.0.1:{port}", 1, 2, timeout=3)
 except Exception as error:
     print(time.monotonic() - began, type(error).__name__, error)
 """
@@ -65,20 +65,20 @@ def test_without_a_member_0_one_sentence_comes_within_the_time_limit():
 def meeting():
     """The first of three members."""
     port = free_port()
-    return port, Members.join(f"127.0.0.1:{port}", 0, 3, timeout=20)
+    return port, RefitGroup.join(f"127.0.0.1:{port}", 0, 3, timeout=20)
 
 
 def test_two_processes_of_one_rank_are_told_apart(meeting):
     port, _ = meeting
-    Members.join(f"127.0.0.1:{port}", 1, 3, timeout=20)
-    said = caught(lambda: Members.join(f"127.0.0.1:{port}", 1, 3, timeout=20))
+    RefitGroup.join(f"127.0.0.1:{port}", 1, 3, timeout=20)
+    said = caught(lambda: RefitGroup.join(f"127.0.0.1:{port}", 1, 3, timeout=20))
     assert said.startswith("rank 1 has joined at 127.0.0.1") and "give each process a rank of its own" in said
 
 
 def test_members_that_count_differently_are_refused(meeting):
     port, _ = meeting
     assert "rank 1 expects 2 members at 127.0.0.1" in caught(
-        lambda: Members.join(f"127.0.0.1:{port}", 1, 2, timeout=20)
+        lambda: RefitGroup.join(f"127.0.0.1:{port}", 1, 2, timeout=20)
     )
 
 
@@ -94,7 +94,9 @@ def test_members_meet_while_other_threads_open_and_close_connections():
     for thread in threads:
         thread.start()
     try:
-        said = [caught(lambda: Members.join(f"127.0.0.1:{free_port()}", 0, 1, timeout=20)) for _ in range(30)]
+        said = [
+            caught(lambda: RefitGroup.join(f"127.0.0.1:{free_port()}", 0, 1, timeout=20)) for _ in range(30)
+        ]
     finally:
         over.set()
     assert set(said) == {"no error"}
@@ -111,7 +113,7 @@ def test_a_mistake_at_connect_is_told_to_all_at_once(given, sentence):
     port, said = free_port(), {}
 
     def join(rank: int) -> None:
-        members, began = Members.join(f"127.0.0.1:{port}", rank, 2, timeout=60), time.monotonic()
+        members, began = RefitGroup.join(f"127.0.0.1:{port}", rank, 2, timeout=60), time.monotonic()
         said[rank] = caught(lambda: connect(members, **(given if rank else {}))), time.monotonic() - began
 
     threads = [threading.Thread(target=join, args=(rank,), daemon=True) for rank in range(2)]
@@ -129,11 +131,11 @@ def test_a_mistake_at_connect_is_told_to_all_at_once(given, sentence):
 
 @pytest.mark.parametrize(("rank", "size"), [("0", 2), (0, 1 << 40), (None, 2)])
 def test_numbers_of_members_that_are_none_are_refused(rank, size):
-    assert "is not a whole number" in caught(lambda: Members.join("127.0.0.1:1", rank, size))
+    assert "is not a whole number" in caught(lambda: RefitGroup.join("127.0.0.1:1", rank, size))
 
 
 def test_after_a_failed_turn_the_version_is_one_more_than_the_last_good_one():
-    members = Members.join(f"127.0.0.1:{free_port()}", 0, 1, timeout=20)
+    members = RefitGroup.join(f"127.0.0.1:{free_port()}", 0, 1, timeout=20)
     for version, agreed, fails in (
         (4, 4, False),
         (None, 5, True),
@@ -158,10 +160,10 @@ def test_after_a_failed_turn_the_version_is_one_more_than_the_last_good_one():
 
 FORKED = """
 import os, sys
-from reshard.refit import Members
+from reshard.refit import RefitGroup
 
 def meet(port):
-    members = Members.join(f"127.0.0.1:{port}", 0, 1, timeout=20)
+    members = RefitGroup.join(f"127.0.0.1:{port}", 0, 1, timeout=20)
     with members.turn("connect"):
         members.go()
         members.done()
@@ -186,7 +188,7 @@ def of_one_meeting() -> None:
     address, together = f"127.0.0.1:{free_port()}", threading.Barrier(2)
 
     def member(rank: int) -> None:
-        members = Members.join(address, rank, 2, timeout=60)
+        members = RefitGroup.join(address, rank, 2, timeout=60)
         with members.turn("connect"):
             members.go()
             members.done()
@@ -208,7 +210,7 @@ def open_files() -> int:
 def test_nothing_stays_open_of_meetings_that_are_over_and_who_comes_late_to_one_that_failed_is_told():
     before = open_files()
     address = f"127.0.0.1:{free_port()}"
-    first = Members.join(address, 0, 2, timeout=0.2)
+    first = RefitGroup.join(address, 0, 2, timeout=0.2)
     with pytest.raises(ReshardError, match="rank 1 did not come to connect"), first.turn("connect"):
         first.go()
     del first
@@ -217,7 +219,7 @@ def test_nothing_stays_open_of_meetings_that_are_over_and_who_comes_late_to_one_
     for _ in range(5):
         of_one_meeting()
     assert before < open_files() <= two
-    late = Members.join(address, 1, 2, timeout=60)
+    late = RefitGroup.join(address, 1, 2, timeout=60)
     with (
         pytest.raises(ReshardError, match="rank 0: rank 1 did not come to connect within 0.2 s"),
         late.turn("connect"),
@@ -230,11 +232,11 @@ def test_nothing_stays_open_of_meetings_that_are_over_and_who_comes_late_to_one_
 
 STOPPED = """
 import sys, time
-from reshard.refit import Members
+from reshard.refit import RefitGroup
 rank = int(sys.argv[1])
 print("here", flush=True)
 sys.stdin.readline()
-members = Members.join("127.0.0.1:{port}", rank, 2, timeout=5)
+members = RefitGroup.join("127.0.0.1:{port}", rank, 2, timeout=5)
 with members.turn("connect"):
     members.go()
     members.done()
@@ -302,7 +304,7 @@ class Turns:
             self.others_know.release(2)
 
     def take_part(self, rank: int) -> None:
-        members = Members.join(f"127.0.0.1:{self.port}", rank, 3, timeout=60)
+        members = RefitGroup.join(f"127.0.0.1:{self.port}", rank, 3, timeout=60)
         self.all.wait(60)
         members.timeout = 4
         for odd in (rank == self.who, False):
@@ -316,7 +318,7 @@ class Turns:
         for _ in range(2):
             assert self.others_know.acquire(timeout=60), "the others wait longer than their limit"
 
-    def turn(self, members: Members, odd: bool) -> None:
+    def turn(self, members: RefitGroup, odd: bool) -> None:
         with members.turn("a refit"):
             members.go()
             if odd and self.phase == "between":
@@ -350,10 +352,10 @@ def in_threads(*members) -> list[str]:
         return list(pool.map(caught, members))
 
 
-def met(size: int, but: int = 0, timeout: float = 60) -> list[Members]:
+def met(size: int, but: int = 0, timeout: float = 60) -> list[RefitGroup]:
     """Members that have joined, the last ones left out."""
     address = f"127.0.0.1:{free_port()}"
-    return [Members.join(address, rank, size, timeout=timeout) for rank in range(size - but)]
+    return [RefitGroup.join(address, rank, size, timeout=timeout) for rank in range(size - but)]
 
 
 def test_all_say_the_same_of_a_member_that_does_not_come():
@@ -398,8 +400,8 @@ def test_who_is_in_a_long_call_and_says_so_is_not_blamed():
 
 DIES = """
 import os, sys
-from reshard.refit import Members
-members = Members.join("127.0.0.1:{port}", 2, 3, timeout=60)
+from reshard.refit import RefitGroup
+members = RefitGroup.join("127.0.0.1:{port}", 2, 3, timeout=60)
 with members.turn("a refit"):
     if {phase!r} in ("go", "done"):
         members.gather("hello", b"")
@@ -415,7 +417,7 @@ with members.turn("a refit"):
 def test_a_member_whose_process_ends_is_named_at_once(phase):
     """Two members wait for a third, which dies; and the next refit says so before it begins."""
     port = free_port()
-    members = [Members.join(f"127.0.0.1:{port}", rank, 3, timeout=60) for rank in range(2)]
+    members = [RefitGroup.join(f"127.0.0.1:{port}", rank, 3, timeout=60) for rank in range(2)]
     code = DIES.format(port=port, phase=phase)
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as third, ThreadPoolExecutor(2) as pool:  # fmt: skip
         both = [pool.submit(caught, lambda one=one: waits(one, "a message")) for one in members]
@@ -431,7 +433,7 @@ def test_a_member_whose_process_ends_is_named_at_once(phase):
     assert time.monotonic() - began < 5
 
 
-def waits(members: Members, phase: str) -> None:
+def waits(members: RefitGroup, phase: str) -> None:
     """One turn, of which a member does not come to this phase."""
     with members.turn("a refit"):
         if phase == "a message":
@@ -446,7 +448,7 @@ def test_who_knows_that_a_process_is_gone_ends_the_turn_for_all(phase, told):
     """Two members wait for a third, whose process is killed: the first looks at that process, or another one that is no member says it."""
     address, gone = f"127.0.0.1:{free_port()}", "the engine is gone"
     process = subprocess.Popen(["sleep", "100"])
-    members = [Members.join(address, rank, 3, timeout=60) for rank in range(2 if phase != "done" else 3)]
+    members = [RefitGroup.join(address, rank, 3, timeout=60) for rank in range(2 if phase != "done" else 3)]
     said: dict[int, str] = {}
 
     def take_part(rank: int) -> None:
@@ -466,7 +468,7 @@ def test_who_knows_that_a_process_is_gone_ends_the_turn_for_all(phase, told):
     process.wait()
     began = time.monotonic()
     if told:
-        Members.tell(address, gone)
+        RefitGroup.tell(address, gone)
     for thread in threads:
         thread.join(90)
     assert time.monotonic() - began < 10, "of 60"
@@ -476,7 +478,7 @@ def test_who_knows_that_a_process_is_gone_ends_the_turn_for_all(phase, told):
 @pytest.mark.parametrize("timeout", [0, -1, "60", float("inf"), True, None])
 def test_a_time_limit_that_is_none_is_refused(timeout):
     for rank in (0, 1):
-        said = caught(lambda rank=rank: Members.join("127.0.0.1:1", rank, 2, timeout=timeout))
+        said = caught(lambda rank=rank: RefitGroup.join("127.0.0.1:1", rank, 2, timeout=timeout))
         assert said == f"timeout is {timeout!r}; it is a number of seconds above 0"
 
 

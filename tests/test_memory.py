@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 import reshard
-from reshard import Layout, ReshardError, VllmLayout
+from reshard import MegatronLayout, ReshardError, VllmLayout
 from reshard.cli.main import cli
 from reshard.megatron.parameters import expand, padded_vocab_size
 from reshard.megatron.ranks import Ranks, live_shards
@@ -25,26 +25,26 @@ from tests.test_published import PUBLISHED
 
 # variant, fields that it is changed in, layout, ranks, cp
 LAYOUTS = {
-    "one rank": ("qwen3", {}, Layout(), 1, 1),
-    "tied, PP": ("qwen3-tied", {}, Layout(tp=2, pp=2), 8, 1),
-    "tied, PP1": ("qwen2-tied", {}, Layout(tp=2), 6, 1),
-    "biases": ("llama-bias", {}, Layout(tp=2, pp=2), 12, 1),
-    "TP above the key heads": ("llama", {}, Layout(tp=4), 8, 1),
-    "VPP, CP": ("llama", {"num_hidden_layers": 8}, Layout(tp=2, pp=2, vpp=2), 24, 2),
-    "uneven stages": ("qwen3", {"num_hidden_layers": 7}, Layout(pp=3, first_stage_layers=1, last_stage_layers=2), 9, 1),
+    "one rank": ("qwen3", {}, MegatronLayout(), 1, 1),
+    "tied, PP": ("qwen3-tied", {}, MegatronLayout(tp=2, pp=2), 8, 1),
+    "tied, PP1": ("qwen2-tied", {}, MegatronLayout(tp=2), 6, 1),
+    "biases": ("llama-bias", {}, MegatronLayout(tp=2, pp=2), 12, 1),
+    "TP above the key heads": ("llama", {}, MegatronLayout(tp=4), 8, 1),
+    "VPP, CP": ("llama", {"num_hidden_layers": 8}, MegatronLayout(tp=2, pp=2, vpp=2), 24, 2),
+    "uneven stages": ("qwen3", {"num_hidden_layers": 7}, MegatronLayout(pp=3, first_stage_layers=1, last_stage_layers=2), 9, 1),
     "embedding and loss in the split": (
-        "qwen3", {"num_hidden_layers": 6}, Layout(pp=4, embedding_in_split=True, loss_in_split=True), 8, 1,
+        "qwen3", {"num_hidden_layers": 6}, MegatronLayout(pp=4, embedding_in_split=True, loss_in_split=True), 8, 1,
     ),
-    "EP, ETP1": ("qwen3-moe", {}, Layout(tp=2, pp=2, ep=4, etp=1), 16, 1),
-    "EP, ETP2, odd DP": ("qwen3-moe-mixed", {}, Layout(tp=2, ep=4, etp=2), 24, 1),
-    "shared experts": ("glm4-moe-air", {}, Layout(tp=2, pp=2, ep=2, etp=2), 16, 1),
-    "MLA, MTP, EP": ("deepseek-v3", {"num_nextn_predict_layers": 1}, Layout(tp=2, pp=2, ep=4, etp=1), 16, 1),
-    "MLA, MTP, one stage": ("deepseek-v3", {"num_nextn_predict_layers": 1}, Layout(tp=2, ep=2, etp=2), 12, 1),
+    "EP, ETP1": ("qwen3-moe", {}, MegatronLayout(tp=2, pp=2, ep=4, etp=1), 16, 1),
+    "EP, ETP2, odd DP": ("qwen3-moe-mixed", {}, MegatronLayout(tp=2, ep=4, etp=2), 24, 1),
+    "shared experts": ("glm4-moe-air", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=2), 16, 1),
+    "MLA, MTP, EP": ("deepseek-v3", {"num_nextn_predict_layers": 1}, MegatronLayout(tp=2, pp=2, ep=4, etp=1), 16, 1),
+    "MLA, MTP, one stage": ("deepseek-v3", {"num_nextn_predict_layers": 1}, MegatronLayout(tp=2, ep=2, etp=2), 12, 1),
     "no q_lora, layout string": (
-        "deepseek-v3-no-q-lora", {"num_nextn_predict_layers": 1}, Layout(pp=2, ep=4, pipeline="Et|t*2|t|mL"), 8, 1,
+        "deepseek-v3-no-q-lora", {"num_nextn_predict_layers": 1}, MegatronLayout(pp=2, ep=4, pipeline="Et|t*2|t|mL"), 8, 1,
     ),
     "tied, MTP": (
-        "deepseek-v3", {"num_nextn_predict_layers": 1, "tie_word_embeddings": True}, Layout(tp=2, pp=2, ep=4, etp=1), 8, 1,
+        "deepseek-v3", {"num_nextn_predict_layers": 1, "tie_word_embeddings": True}, MegatronLayout(tp=2, pp=2, ep=4, etp=1), 8, 1,
     ),
 }  # fmt: skip
 
@@ -53,7 +53,7 @@ def model(variant: str, **fields) -> Model:
     return Model.from_hf(VARIANTS[variant].to_dict() | fields, variant)
 
 
-def planned(found: Model, layout: Layout, **options) -> Plan:
+def planned(found: Model, layout: MegatronLayout, **options) -> Plan:
     return Plan.of(found, layout, Training(transformer_impl="local", **options))
 
 
@@ -149,35 +149,35 @@ GIB = 1 << 30
 # Allocated at most on a GPU, as others measured it: (model, layout, options, {stage: GiB}, tolerance in GiB). Runs of dense models,
 # and of experts with balanced routing, are within 2 GiB but for the last two lines, which say by how much they are not.
 MEASURED = {
-    "Llama-70B x12, PP2": (LLAMA, Layout(pp=2), dict(gpus=8), {0: 66.55, 1: 62.97}, 0.5),
-    "Llama-70B x12, TP2": (LLAMA, Layout(tp=2), dict(gpus=8), {0: 60.68}, 0.5),
-    "Llama-70B x12, TP4": (LLAMA, Layout(tp=4), dict(gpus=8), {0: 39.07}, 0.5),
-    "Llama-70B x12, TP8": (LLAMA, Layout(tp=8), dict(gpus=8), {0: 28.29}, 0.5),
-    "Llama-405B x4, PP2": (LLAMA_405B, Layout(pp=2), dict(gpus=8), {0: 86.61, 1: 87.08}, 1.0),
-    "Llama-405B x4, TP2": (LLAMA_405B, Layout(tp=2), dict(gpus=8), {0: 81.59}, 1.0),
-    "Llama-405B x4, TP4": (LLAMA_405B, Layout(tp=4), dict(gpus=8), {0: 52.89}, 1.0),
-    "Llama-405B x4, TP8": (LLAMA_405B, Layout(tp=8), dict(gpus=8), {0: 38.57}, 1.0),
-    "DeepSeek-V3 x4, EP8": (V3, Layout(ep=8), dict(gpus=8), {0: 104.30}, 1.0),
-    "DeepSeek-V3 x4, EP4 PP2": (V3, Layout(ep=4, pp=2), dict(gpus=8), {0: 71.24, 1: 114.00}, 1.5),
-    "DeepSeek-V2 x4, EP8": (V2, Layout(ep=8), dict(gpus=8), {0: 45.63}, 1.0),
-    "DeepSeek-V2 x4, EP4 PP2": (V2, Layout(ep=4, pp=2), dict(gpus=8), {0: 31.58, 1: 44.70}, 1.0),
-    "Llama-70B x12, TP2 CP4, 32k": (LLAMA, Layout(tp=2), dict(gpus=8, cp=4, seq_length=32768), {0: 68.43}, 0.5),
+    "Llama-70B x12, PP2": (LLAMA, MegatronLayout(pp=2), dict(gpus=8), {0: 66.55, 1: 62.97}, 0.5),
+    "Llama-70B x12, TP2": (LLAMA, MegatronLayout(tp=2), dict(gpus=8), {0: 60.68}, 0.5),
+    "Llama-70B x12, TP4": (LLAMA, MegatronLayout(tp=4), dict(gpus=8), {0: 39.07}, 0.5),
+    "Llama-70B x12, TP8": (LLAMA, MegatronLayout(tp=8), dict(gpus=8), {0: 28.29}, 0.5),
+    "Llama-405B x4, PP2": (LLAMA_405B, MegatronLayout(pp=2), dict(gpus=8), {0: 86.61, 1: 87.08}, 1.0),
+    "Llama-405B x4, TP2": (LLAMA_405B, MegatronLayout(tp=2), dict(gpus=8), {0: 81.59}, 1.0),
+    "Llama-405B x4, TP4": (LLAMA_405B, MegatronLayout(tp=4), dict(gpus=8), {0: 52.89}, 1.0),
+    "Llama-405B x4, TP8": (LLAMA_405B, MegatronLayout(tp=8), dict(gpus=8), {0: 38.57}, 1.0),
+    "DeepSeek-V3 x4, EP8": (V3, MegatronLayout(ep=8), dict(gpus=8), {0: 104.30}, 1.0),
+    "DeepSeek-V3 x4, EP4 PP2": (V3, MegatronLayout(ep=4, pp=2), dict(gpus=8), {0: 71.24, 1: 114.00}, 1.5),
+    "DeepSeek-V2 x4, EP8": (V2, MegatronLayout(ep=8), dict(gpus=8), {0: 45.63}, 1.0),
+    "DeepSeek-V2 x4, EP4 PP2": (V2, MegatronLayout(ep=4, pp=2), dict(gpus=8), {0: 31.58, 1: 44.70}, 1.0),
+    "Llama-70B x12, TP2 CP4, 32k": (LLAMA, MegatronLayout(tp=2), dict(gpus=8, cp=4, seq_length=32768), {0: 68.43}, 0.5),
     "DeepSeek-V3 x14, MTP, 64 GPUs": (
-        V3_MTP, Layout(pp=4, ep=16, pipeline=MTP_PIPELINE), dict(gpus=64, seq_length=2048), {2: 68704 / 1024}, 2.0,
+        V3_MTP, MegatronLayout(pp=4, ep=16, pipeline=MTP_PIPELINE), dict(gpus=64, seq_length=2048), {2: 68704 / 1024}, 2.0,
     ),
     "DeepSeek-V3 x14, MTP, 64 GPUs, full": (
-        V3_MTP, Layout(pp=4, ep=16, pipeline=MTP_PIPELINE), dict(gpus=64, seq_length=2048, recompute="full"), {3: 60154 / 1024}, 2.5,
+        V3_MTP, MegatronLayout(pp=4, ep=16, pipeline=MTP_PIPELINE), dict(gpus=64, seq_length=2048, recompute="full"), {3: 60154 / 1024}, 2.5,
     ),
     # in GB as published; gradients and moments in bf16 are assumed
     "Moonlight, TP2 EP8": (
-        MOONLIGHT, Layout(tp=2, ep=8, etp=1), dict(gpus=8, grads="bf16", exp_avg="bf16", exp_avg_sq="bf16"), {0: 36.62e9 / GIB}, 1.0,
+        MOONLIGHT, MegatronLayout(tp=2, ep=8, etp=1), dict(gpus=8, grads="bf16", exp_avg="bf16", exp_avg_sq="bf16"), {0: 36.62e9 / GIB}, 1.0,
     ),
     "Moonlight, TP2 EP8, moe_act": (
-        MOONLIGHT, Layout(tp=2, ep=8, etp=1), dict(gpus=8, grads="bf16", exp_avg="bf16", exp_avg_sq="bf16", recompute="moe_act"),
+        MOONLIGHT, MegatronLayout(tp=2, ep=8, etp=1), dict(gpus=8, grads="bf16", exp_avg="bf16", exp_avg_sq="bf16", recompute="moe_act"),
         {0: 35.94e9 / GIB}, 1.5,
     ),
-    "Qwen3-30B-A3B, EP16": (QWEN, Layout(ep=16), dict(gpus=16, grads="bf16"), {0: 61.35e9 / GIB}, 1.5),
-    "Llama-70B x12, TP2 CP4, 131k": (LLAMA, Layout(tp=2), dict(gpus=8, cp=4, seq_length=131072), {0: 112.67}, 3.0),
+    "Qwen3-30B-A3B, EP16": (QWEN, MegatronLayout(ep=16), dict(gpus=16, grads="bf16"), {0: 61.35e9 / GIB}, 1.5),
+    "Llama-70B x12, TP2 CP4, 131k": (LLAMA, MegatronLayout(tp=2), dict(gpus=8, cp=4, seq_length=131072), {0: 112.67}, 3.0),
 }  # fmt: skip
 
 # The same of whole models, a rank at a time (benchmarks/results/2026-11-23-memory-ranks.md), which nothing was corrected by but the copies
@@ -192,19 +192,19 @@ LARGE = of(
     num_hidden_layers=94,
 )
 UNEVEN = dict(pp=8, etp=1, first_stage_layers=11, last_stage_layers=11)
-WIDE = Layout(tp=2, pp=16, ep=64, etp=1, pipeline="Et*4|(tttt|)*14tmL")
+WIDE = MegatronLayout(tp=2, pp=16, ep=64, etp=1, pipeline="Et*4|(tttt|)*14tmL")
 FINE = "moe_act,layernorm,mla_up_proj,mlp"
 OURS = {
-    "Llama-70B, TP8 PP4": (SEVENTY, Layout(tp=8, pp=4), dict(gpus=32, seq_length=8192), {0: 60.10, 3: 44.99}, 0.5),
-    "Llama-70B, TP8 PP4 VPP5": (SEVENTY, Layout(tp=8, pp=4, vpp=5), dict(gpus=32, seq_length=8192), {0: 63.72}, 1.0),
-    "Llama-70B, TP8 PP2 CP4": (SEVENTY, Layout(tp=8, pp=2), dict(gpus=64, cp=4, seq_length=32768, recompute="full"), {0: 38.90}, 0.5),
-    "Llama-70B, TP8 PP4, blockwise": (SEVENTY, Layout(tp=8, pp=4), dict(gpus=32, seq_length=8192, fp8="blockwise"), {1: 54.05}, 0.5),
-    "Llama-70B, TP8 PP4, tensorwise": (SEVENTY, Layout(tp=8, pp=4), dict(gpus=32, seq_length=8192, fp8="tensorwise"), {1: 54.03}, 0.5),
-    "Qwen3-32B, TP4 PP2": (of("Qwen3-32B"), Layout(tp=4, pp=2), dict(gpus=16, seq_length=8192, recompute="mlp"), {0: 57.55}, 0.5),
-    "Qwen3-30B-A3B, TP2 PP2 EP8": (THIRTY, Layout(tp=2, pp=2, ep=8, etp=1), dict(gpus=16, recompute="moe_act"), {0: 43.76}, 0.5),
-    "Qwen3-30B-A3B, TP2 PP4 VPP3 EP4": (THIRTY, Layout(tp=2, pp=4, vpp=3, ep=4, etp=1), dict(gpus=16), {0: 47.49}, 0.5),
-    "Qwen3-235B, TP4 PP8 EP8": (LARGE, Layout(tp=4, ep=8, **UNEVEN), dict(gpus=64), {0: 79.84}, 1.0),
-    "Qwen3-235B, TP2 PP8 EP16": (LARGE, Layout(tp=2, ep=16, **UNEVEN), dict(gpus=128, recompute="moe_act,layernorm"), {0: 66.58}, 0.5),
+    "Llama-70B, TP8 PP4": (SEVENTY, MegatronLayout(tp=8, pp=4), dict(gpus=32, seq_length=8192), {0: 60.10, 3: 44.99}, 0.5),
+    "Llama-70B, TP8 PP4 VPP5": (SEVENTY, MegatronLayout(tp=8, pp=4, vpp=5), dict(gpus=32, seq_length=8192), {0: 63.72}, 1.0),
+    "Llama-70B, TP8 PP2 CP4": (SEVENTY, MegatronLayout(tp=8, pp=2), dict(gpus=64, cp=4, seq_length=32768, recompute="full"), {0: 38.90}, 0.5),
+    "Llama-70B, TP8 PP4, blockwise": (SEVENTY, MegatronLayout(tp=8, pp=4), dict(gpus=32, seq_length=8192, fp8="blockwise"), {1: 54.05}, 0.5),
+    "Llama-70B, TP8 PP4, tensorwise": (SEVENTY, MegatronLayout(tp=8, pp=4), dict(gpus=32, seq_length=8192, fp8="tensorwise"), {1: 54.03}, 0.5),
+    "Qwen3-32B, TP4 PP2": (of("Qwen3-32B"), MegatronLayout(tp=4, pp=2), dict(gpus=16, seq_length=8192, recompute="mlp"), {0: 57.55}, 0.5),
+    "Qwen3-30B-A3B, TP2 PP2 EP8": (THIRTY, MegatronLayout(tp=2, pp=2, ep=8, etp=1), dict(gpus=16, recompute="moe_act"), {0: 43.76}, 0.5),
+    "Qwen3-30B-A3B, TP2 PP4 VPP3 EP4": (THIRTY, MegatronLayout(tp=2, pp=4, vpp=3, ep=4, etp=1), dict(gpus=16), {0: 47.49}, 0.5),
+    "Qwen3-235B, TP4 PP8 EP8": (LARGE, MegatronLayout(tp=4, ep=8, **UNEVEN), dict(gpus=64), {0: 79.84}, 1.0),
+    "Qwen3-235B, TP2 PP8 EP16": (LARGE, MegatronLayout(tp=2, ep=16, **UNEVEN), dict(gpus=128, recompute="moe_act,layernorm"), {0: 66.58}, 0.5),
     "DeepSeek-V3, TP2 PP16 EP64": (DEEPSEEK, WIDE, dict(gpus=1024, recompute=FINE), {0: 27.43, 1: 46.59, 15: 18.32}, 1.0),
     "DeepSeek-V3, TP2 PP16 EP64, full": (DEEPSEEK, WIDE, dict(gpus=1024, recompute="full"), {1: 19.04}, 1.0),
 }  # fmt: skip
@@ -243,7 +243,7 @@ def test_the_parts_of_a_published_profile():
     pipeline = "Ettt|(tttt|)*14ttmL"
     report = estimate_memory(
         of("DeepSeek-V3"),
-        Layout(pp=4, ep=64, pipeline=pipeline),
+        MegatronLayout(pp=4, ep=64, pipeline=pipeline),
         gpus=256,
         probs_after_experts=True,
         num_microbatches=64,
@@ -263,7 +263,7 @@ LAYERS = {
 @pytest.mark.parametrize(("name", "kind"), LAYERS)
 def test_what_a_layer_keeps_for_each_token(name, kind):
     found = of(name)
-    z = Sizes.of(Plan.of(found, Layout(), Training()), 1.0)
+    z = Sizes.of(Plan.of(found, MegatronLayout(), Training()), 1.0)
     assert sum(row.bytes for row in layer_tensors(found, kind, z)) / 2 == pytest.approx(
         LAYERS[name, kind], rel=2e-3
     )
@@ -278,7 +278,7 @@ def test_the_fullest_moment_is_the_one_of_megatrons_own_order(pp, chunks, group,
     from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
     for rank in range(pp):
-        with memory_on_cpu.as_rank(rank, pp, Layout(pp=pp, vpp=chunks)):
+        with memory_on_cpu.as_rank(rank, pp, MegatronLayout(pp=pp, vpp=chunks)):
             total, _, warm, _ = get_pp_rank_microbatches(microbatches, chunks, group)
         table = [chunk for _, chunk in get_schedule_table(microbatches, chunks, group)]
         sizes = [1.0 + 0.37 * chunk for chunk in range(chunks)]
@@ -297,7 +297,7 @@ def test_the_fullest_moment_is_the_one_of_megatrons_own_order(pp, chunks, group,
 def test_recomputing_more_keeps_less():
     found, layout = (
         of("DeepSeek-V3"),
-        Layout(tp=1, pp=8, ep=32, pipeline="Et*7|t*8|t*8|t*8|t*8|t*8|t*8|t*6mL"),
+        MegatronLayout(tp=1, pp=8, ep=32, pipeline="Et*7|t*8|t*8|t*8|t*8|t*8|t*8|t*6mL"),
     )
     ladder = [
         "none",
@@ -343,7 +343,7 @@ def test_the_command_the_call_and_megatrons_names_say_the_same(configs):
     a, b = (json.loads(run(configs("Llama-3.1-70B"), *line).stdout) for line in (ours, theirs))
     assert a == b
     report = reshard.estimate_memory(
-        configs("Llama-3.1-70B"), Layout(tp=4, pp=2), dp=2, recompute="uniform:2"
+        configs("Llama-3.1-70B"), MegatronLayout(tp=4, pp=2), dp=2, recompute="uniform:2"
     )
     assert [stage["allocated"] for stage in a["stages"]] == [stage.allocated for stage in report.stages]
     for stage in report.stages:
@@ -429,7 +429,7 @@ def test_what_fits_is_what_the_estimate_says_fits(configs):
         }
         again = estimate_memory(
             QWEN,
-            Layout(**one["layout"]),
+            MegatronLayout(**one["layout"]),
             gpu_memory="40GB",
             num_microbatches=one["microbatches"],
             **options,
@@ -480,7 +480,9 @@ def test_the_phases_of_a_step_that_was_measured():
     )
 
     def bands(**engine) -> dict:
-        phases = estimate_memory(found, Layout(), **options, engine=Engine(VllmLayout(), **engine)).phases
+        phases = estimate_memory(
+            found, MegatronLayout(), **options, engine=Engine(VllmLayout(), **engine)
+        ).phases
         return {phase.name: [bound / GIB for bound in phase.total_band] for phase in phases}
 
     measured = {"generate": 78.1, "sync": 21.1, "logprob": 18.4, "train": 75.5}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from reshard import Layout, hf_to_mcore
+from reshard import MegatronLayout, hf_to_mcore
 from reshard.storage import boxes
 from reshard.storage.files import OpenFiles
 from reshard.storage.sources import open_source
@@ -28,7 +28,7 @@ def test_any_boxes_are_read_and_written_as_they_lie(
         monkeypatch.setattr(boxes, f"{name}_BYTES", value)
     monkeypatch.setattr(boxes, "MOST_BUFFERS", buffers)
     folder, random = checkpoint("qwen3-moe", dtype=torch.bfloat16), np.random.default_rng(0)
-    hf_to_mcore(folder, tmp_path / "mcore", Layout(tp=2, ep=2, etp=2))
+    hf_to_mcore(folder, tmp_path / "mcore", MegatronLayout(tp=2, ep=2, etp=2))
     tensors = hf_tensors(folder)
     with OpenFiles(os.O_RDWR | os.O_CREAT) as files:
         for path in (folder, tmp_path / "mcore"):

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, DeepseekV3Config
 
-from reshard import Layout, check, diff, hf_to_mcore, inspect, mcore_to_hf
+from reshard import MegatronLayout, check, diff, hf_to_mcore, inspect, mcore_to_hf
 from reshard.core.dtypes import dtype_named
 from reshard.engines.vllm.names import vllm_name
 from reshard.models.model import Model
@@ -262,10 +262,10 @@ def test_what_the_package_stores_is_read_as_it_dequantizes(
     source = directory(hf, tmp_path / "source", stored, config_of(**(INPUTS if activations else {})))
     plain = directory(hf, tmp_path / "plain", wanted, None)
     monkeypatch.setattr(run, "SLAB_BYTES", 1024)  # a few rows at a time
-    report = hf_to_mcore(source, tmp_path / "mcore", Layout(tp=2, pp=2), workers=2)
+    report = hf_to_mcore(source, tmp_path / "mcore", MegatronLayout(tp=2, pp=2), workers=2)
     said = [notice for notice in report.notices if "left behind, since only weights are converted" in notice]
     assert len(said) == activations and all("input_global_scale" in notice for notice in said)
-    hf_to_mcore(plain, tmp_path / "of plain", Layout(tp=2, pp=2))
+    hf_to_mcore(plain, tmp_path / "of plain", MegatronLayout(tp=2, pp=2))
     held = [stored_tensors(tmp_path / one / "release") for one in ("mcore", "of plain")]
     assert same(*held) == []
     if variant == "qwen3":
@@ -361,7 +361,7 @@ def test_a_conversion_writes_what_the_package_makes(variant, options, checkpoint
         plain[f"model.{name}.weight"] *= change
     plain["model.layers.3.mlp.experts.1.up_proj.weight"][5, 7] = -300
     plain["model.layers.3.mlp.experts.2.down_proj.weight"][:, 16:32] = -0.0
-    hf_to_mcore(directory(hf, tmp_path / "hf", plain, None), tmp_path / "mcore", Layout(ep=2, etp=1))
+    hf_to_mcore(directory(hf, tmp_path / "hf", plain, None), tmp_path / "mcore", MegatronLayout(ep=2, etp=1))
     for module in (quantized, run):
         monkeypatch.setattr(module, "SLAB_BYTES", 1024)  # a few rows at a time
     report = mcore_to_hf(
@@ -580,7 +580,7 @@ def test_what_nvidia_publishes_is_read_as_vllm_dequantizes(form, checkpoint, tmp
     wanted = of_vllm(tensors, torch.bfloat16)
     plain = directory(hf, tmp_path / "plain", wanted, None)
     monkeypatch.setattr(run, "SLAB_BYTES", 1024)
-    report = hf_to_mcore(source, tmp_path / "mcore", Layout(tp=2, ep=2, etp=1), workers=2)
+    report = hf_to_mcore(source, tmp_path / "mcore", MegatronLayout(tp=2, ep=2, etp=1), workers=2)
     left = [notice for notice in report.notices if "left behind, since only weights are converted" in notice]
     assert len(left) == 1 and "input_scale" in left[0]
     assert inspect(source).details["modelopt"] == sum(name.endswith("_scale_2") for name in tensors)

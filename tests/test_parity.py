@@ -17,7 +17,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from reshard import Layout, ReshardError, hf_to_mcore, mcore_to_hf
+from reshard import MegatronLayout, ReshardError, hf_to_mcore, mcore_to_hf
 from reshard.cli.main import cli
 from reshard.parity import Limits, Scores, check_rollout, metrics_of, parity
 from reshard.parity.huggingface import HuggingFace
@@ -29,23 +29,23 @@ from tests.ranks import run_on_ranks, run_to_the_end, torchrun
 from tests.test_report import Parsed, assert_stands_alone
 from tests.warm import python_of_trainer
 
-TP1 = Layout()
+TP1 = MegatronLayout()
 # A variant, the layout that it is written at, and the one that it is loaded and run at.
 SAME = [
-    ("llama", Layout(tp=2), dict(pp=2, vpp=2)),
-    ("llama-rope-tied", Layout(pp=2), dict(tp=2, pp=2)),
-    ("llama-bias", Layout(), dict(tp=2)),
-    ("llama-mha", Layout(tp=4), dict(pp=2, first_stage_layers=1)),
-    ("qwen2", Layout(pp=2), dict(tp=4)),
-    ("qwen2-tied", Layout(tp=2), dict(pp=2)),
-    ("qwen3", Layout(tp=2, pp=2), dict(tp=2)),
-    ("qwen3-tied", Layout(), dict(tp=2, pp=2)),
-    ("qwen3-moe", Layout(ep=4, etp=1), dict(tp=2, ep=2, etp=1)),
-    ("qwen3-moe-mixed", Layout(tp=2, ep=2, etp=2), dict(pp=2, ep=2, etp=1)),
-    ("qwen3-moe-step", Layout(pp=2), dict(tp=2, ep=2, etp=2)),
-    ("deepseek-v3", Layout(tp=2, ep=2, etp=1), dict(tp=2, pp=2, ep=2, etp=1)),
-    ("deepseek-v3-no-q-lora", Layout(pp=2), dict(ep=4, etp=1)),
-    ("glm4-moe", Layout(tp=2, ep=2, etp=1), dict(tp=2, pp=2, ep=2, etp=1)),
+    ("llama", MegatronLayout(tp=2), dict(pp=2, vpp=2)),
+    ("llama-rope-tied", MegatronLayout(pp=2), dict(tp=2, pp=2)),
+    ("llama-bias", MegatronLayout(), dict(tp=2)),
+    ("llama-mha", MegatronLayout(tp=4), dict(pp=2, first_stage_layers=1)),
+    ("qwen2", MegatronLayout(pp=2), dict(tp=4)),
+    ("qwen2-tied", MegatronLayout(tp=2), dict(pp=2)),
+    ("qwen3", MegatronLayout(tp=2, pp=2), dict(tp=2)),
+    ("qwen3-tied", MegatronLayout(), dict(tp=2, pp=2)),
+    ("qwen3-moe", MegatronLayout(ep=4, etp=1), dict(tp=2, ep=2, etp=1)),
+    ("qwen3-moe-mixed", MegatronLayout(tp=2, ep=2, etp=2), dict(pp=2, ep=2, etp=1)),
+    ("qwen3-moe-step", MegatronLayout(pp=2), dict(tp=2, ep=2, etp=2)),
+    ("deepseek-v3", MegatronLayout(tp=2, ep=2, etp=1), dict(tp=2, pp=2, ep=2, etp=1)),
+    ("deepseek-v3-no-q-lora", MegatronLayout(pp=2), dict(ep=4, etp=1)),
+    ("glm4-moe", MegatronLayout(tp=2, ep=2, etp=1), dict(tp=2, pp=2, ep=2, etp=1)),
 ]
 
 
@@ -54,7 +54,7 @@ def converted(tmp_path_factory):
     """A variant's Hugging Face directory, and its Megatron checkpoint at a layout."""
     made = {}
 
-    def get(variant: str, layout: Layout = TP1):
+    def get(variant: str, layout: MegatronLayout = TP1):
         if (variant, layout) not in made:
             folder = tmp_path_factory.mktemp(variant)
             make(folder / "hf", variant)
@@ -66,7 +66,7 @@ def converted(tmp_path_factory):
 
 
 def ranks_of(sizes: dict) -> int:
-    layout = Layout(**sizes)
+    layout = MegatronLayout(**sizes)
     return layout.pp * max(layout.tp, layout.ep * layout.expert_tp)
 
 
@@ -249,7 +249,7 @@ def trained_pair(trained, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained-pair")
     shutil.copytree(trained, folder / "hf")
     change_config(folder / "hf", unk_token_id=None)
-    hf_to_mcore(folder / "hf", folder / "mcore", Layout(pp=2), transformer_impl="local")
+    hf_to_mcore(folder / "hf", folder / "mcore", MegatronLayout(pp=2), transformer_impl="local")
     return folder / "hf", folder / "mcore"
 
 

@@ -12,7 +12,7 @@ from hypothesis.strategies import integers, lists, tuples
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 
-from reshard import Layout, ReshardError, VllmLayout, plan_refit
+from reshard import MegatronLayout, ReshardError, VllmLayout, plan_refit
 from reshard.cli.main import cli
 from reshard.models.model import Model
 from reshard.refit.tables import table_of, tile_count, tiles_of
@@ -58,7 +58,7 @@ def test_layers_are_where_vllm_puts_them(layers, pp):
 
 
 def test_every_byte_comes_from_somewhere_and_none_is_counted_twice():
-    found = plan_refit(model("Qwen3-30B-A3B"), Layout(tp=2, ep=8, etp=1), VllmLayout(tp=8))
+    found = plan_refit(model("Qwen3-30B-A3B"), MegatronLayout(tp=2, ep=8, etp=1), VllmLayout(tp=8))
     assert found.colocated and found.trainer_ranks == found.engine_ranks == 8
     for rank in found.ranks:
         assert rank.local_bytes + rank.host_bytes == rank.weight_bytes and not rank.network_bytes
@@ -76,20 +76,25 @@ def test_every_byte_comes_from_somewhere_and_none_is_counted_twice():
 def test_replicas_share_the_reading_out():
     found = plan_refit(
         model("Qwen3-30B-A3B"),
-        Layout(ep=8),
+        MegatronLayout(ep=8),
         VllmLayout(tp=1, dp=8, expert_parallel=True),
         colocated=False,
         gpus_per_host=16,
     )
     assert max(found.out_bytes) < 1.001 * min(found.out_bytes)
     dense = plan_refit(
-        model("Llama-3.1-8B"), Layout(tp=2), VllmLayout(tp=2, dp=4), dp=4, colocated=False, gpus_per_host=16
+        model("Llama-3.1-8B"),
+        MegatronLayout(tp=2),
+        VllmLayout(tp=2, dp=4),
+        dp=4,
+        colocated=False,
+        gpus_per_host=16,
     )
     assert max(dense.out_bytes) < 1.001 * min(dense.out_bytes)
 
 
 def test_a_gpu_order_keeps_more_bytes_at_home_and_says_how_many():
-    sizes = model("Qwen3-32B"), Layout(tp=4, pp=2), VllmLayout(tp=8)
+    sizes = model("Qwen3-32B"), MegatronLayout(tp=4, pp=2), VllmLayout(tp=8)
     plain = plan_refit(*sizes)
     ordered = plan_refit(*sizes, order=plain.gpu_order)
     assert (
@@ -99,12 +104,12 @@ def test_a_gpu_order_keeps_more_bytes_at_home_and_says_how_many():
     )
     assert ordered.wire_seconds < 0.51 * plain.wire_seconds
     assert ordered.gpu_order == plain.gpu_order  # it cannot be improved upon
-    same = plan_refit(model("Qwen3-32B"), Layout(tp=8), VllmLayout(tp=8))
+    same = plan_refit(model("Qwen3-32B"), MegatronLayout(tp=8), VllmLayout(tp=8))
     assert same.gpu_order == list(range(8))
 
 
 def test_hosts_are_told_apart():
-    found = plan_refit(model("Qwen3-32B"), Layout(tp=4, pp=2), VllmLayout(tp=8), gpus_per_host=4)
+    found = plan_refit(model("Qwen3-32B"), MegatronLayout(tp=4, pp=2), VllmLayout(tp=8), gpus_per_host=4)
     # Rank 1 has eighths of both stages to fetch: one stage from its host, the other from the next.
     assert found.ranks[1].host_bytes == pytest.approx(found.ranks[1].network_bytes, rel=0.01)
     # A trainer's rank feeds two of the other host, which is more than any rank receives from there.
@@ -113,7 +118,7 @@ def test_hosts_are_told_apart():
 
 
 def test_deepseek_v3_is_planned_from_1024_ranks_to_256():
-    trainer = Layout(tp=1, pp=16, ep=64, etp=1, pipeline="Et*3|(t*4|)*14t*2mL")
+    trainer = MegatronLayout(tp=1, pp=16, ep=64, etp=1, pipeline="Et*3|(t*4|)*14t*2mL")
     found = plan_refit(
         model("DeepSeek-V3"), trainer, VllmLayout(tp=8, dp=32, expert_parallel=True), ranks=[0, 100, 255]
     )
@@ -134,7 +139,7 @@ def test_deepseek_v3_is_planned_from_1024_ranks_to_256():
 ])  # fmt: skip
 def test_sizes_that_cannot_be_are_refused(engine, options, sentence):
     with pytest.raises(ReshardError) as error:
-        plan_refit(model("Qwen3-32B"), Layout(tp=4, pp=2), engine, **options)
+        plan_refit(model("Qwen3-32B"), MegatronLayout(tp=4, pp=2), engine, **options)
     assert sentence in str(error.value)
 
 
@@ -169,7 +174,7 @@ def test_data_parallel_sizes_must_make_room_for_the_experts():
         ReshardError,
         match="tp 2 x cp 1 x dp 3 are 6 ranks a pipeline stage, which ep 4 x etp 1 do not divide",
     ):
-        plan_refit(model("Qwen3-30B-A3B"), Layout(tp=2, ep=4, etp=1), VllmLayout(tp=2), dp=3)
+        plan_refit(model("Qwen3-30B-A3B"), MegatronLayout(tp=2, ep=4, etp=1), VllmLayout(tp=2), dp=3)
 
 
 def test_the_command_prints_a_row_for_each_rank(qwen):

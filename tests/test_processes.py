@@ -14,7 +14,7 @@ import time
 import psutil
 import pytest
 
-from reshard import Layout, hf_to_mcore
+from reshard import MegatronLayout, hf_to_mcore
 from tests.disk import (
     DIRECTIONS,
     beside,
@@ -137,7 +137,7 @@ def test_resume_of_a_run_that_was_killed_after_it_had_published_says_that_it_is_
         *(["--overwrite"] if overwrite else []),
     ]
     if overwrite:
-        hf_to_mcore(whole["hf-to-mcore"][0], tmp_path / "out", Layout(pp=2))
+        hf_to_mcore(whole["hf-to-mcore"][0], tmp_path / "out", MegatronLayout(pp=2))
     done = cli(*arguments, faults=("renameat2:*:1:DIE" if overwrite else "rename:/out$:1:DIE",))
     assert done.returncode == -signal.SIGKILL and tree(tmp_path / "out") == whole["hf-to-mcore"][1]
     inode = (tmp_path / "out").stat().st_ino

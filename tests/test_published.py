@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard import Layout, hf_to_mcore, inspect
+from reshard import MegatronLayout, hf_to_mcore, inspect
 from reshard.core.dtypes import DTYPES
 from reshard.formats import safetensors
 from reshard.megatron.parameters import expand
@@ -50,7 +50,7 @@ PUBLISHED = {
             "torch_dtype": "float16",
         },
         6.74,
-        Layout(tp=8),
+        MegatronLayout(tp=8),
     ),
     "Llama-3.1-8B": (
         LLAMA
@@ -64,7 +64,7 @@ PUBLISHED = {
             "rope_scaling": LLAMA3_SCALING,
         },
         8.03,
-        Layout(tp=4, pp=2),
+        MegatronLayout(tp=4, pp=2),
     ),
     "Llama-3.2-1B": (
         LLAMA
@@ -80,7 +80,7 @@ PUBLISHED = {
             "tie_word_embeddings": True,
         },
         1.24,
-        Layout(tp=2, pp=2),
+        MegatronLayout(tp=2, pp=2),
     ),
     "Llama-3.1-70B": (
         LLAMA
@@ -94,7 +94,7 @@ PUBLISHED = {
             "rope_scaling": LLAMA3_SCALING,
         },
         70.6,
-        Layout(tp=8, pp=4, vpp=5),
+        MegatronLayout(tp=8, pp=4, vpp=5),
     ),
     "Qwen2.5-7B": (
         QWEN
@@ -112,7 +112,7 @@ PUBLISHED = {
             "max_window_layers": 28,
         },
         7.62,
-        Layout(tp=4, pp=2),
+        MegatronLayout(tp=4, pp=2),
     ),
     "Qwen3-32B": (
         QWEN
@@ -131,7 +131,7 @@ PUBLISHED = {
             "sliding_window": None,
         },
         32.8,
-        Layout(tp=8, pp=2),
+        MegatronLayout(tp=8, pp=2),
     ),
     "Qwen3-30B-A3B": (
         QWEN
@@ -155,7 +155,7 @@ PUBLISHED = {
             "router_aux_loss_coef": 0.001,
         },
         30.5,
-        Layout(tp=4, pp=2, ep=8, etp=1),
+        MegatronLayout(tp=4, pp=2, ep=8, etp=1),
     ),
     "DeepSeek-V3": (
         {
@@ -210,9 +210,9 @@ PUBLISHED = {
             },
         },
         682.6,
-        Layout(tp=8, pp=16, ep=32, etp=1, pipeline="Et*3|(t*4|)*14t*2mL"),
+        MegatronLayout(tp=8, pp=16, ep=32, etp=1, pipeline="Et*3|(t*4|)*14t*2mL"),
     ),
-    "GLM-4.5": (GLM, 356.8, Layout(tp=8, pp=8, ep=16, etp=1, pipeline="Et*11|(t*12|)*6t*9mL")),
+    "GLM-4.5": (GLM, 356.8, MegatronLayout(tp=8, pp=8, ep=16, etp=1, pipeline="Et*11|(t*12|)*6t*9mL")),
     "GLM-4.5-Air": (
         GLM
         | {
@@ -226,7 +226,7 @@ PUBLISHED = {
             "use_qk_norm": False,
         },
         109.2,
-        Layout(tp=4, pp=2, ep=16, etp=1),
+        MegatronLayout(tp=4, pp=2, ep=16, etp=1),
     ),
 }
 PUBLISHED["Kimi-K2"] = (PUBLISHED["DeepSeek-V3"][0] | {
@@ -235,13 +235,13 @@ PUBLISHED["Kimi-K2"] = (PUBLISHED["DeepSeek-V3"][0] | {
     "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "seq_aux": True, "topk_group": 1, "vocab_size": 163840,
     "rope_scaling": {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
                      "original_max_position_embeddings": 4096, "type": "yarn"}},
-    1026.4, Layout(tp=8, pp=16, ep=32, etp=1, pipeline="Et*3|(t*4|)*14t*2L"))  # fmt: skip
+    1026.4, MegatronLayout(tp=8, pp=16, ep=32, etp=1, pipeline="Et*3|(t*4|)*14t*2L"))  # fmt: skip
 PUBLISHED["Moonlight-16B-A3B"] = (
     {name: value for name, value in PUBLISHED["Kimi-K2"][0].items() if name != "quantization_config"} | {
         "model_type": "deepseek_v3", "hidden_size": 2048, "intermediate_size": 11264, "max_position_embeddings": 8192, "n_routed_experts": 64,
         "moe_intermediate_size": 1408, "n_shared_experts": 2, "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27,
         "num_key_value_heads": 16, "q_lora_rank": None, "rms_norm_eps": 1e-05, "rope_scaling": None, "routed_scaling_factor": 2.446},
-    15.96, Layout(tp=2, pp=3, ep=8, etp=1))  # fmt: skip
+    15.96, MegatronLayout(tp=2, pp=3, ep=8, etp=1))  # fmt: skip
 # What Megatron-Core 0.19 cannot be told, or computes otherwise.
 CAVEATS = {
     "Kimi-K2": ["Megatron-LM has no flag for beta_fast 1.0 of the rotary embedding: set it in the trainer's config"],

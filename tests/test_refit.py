@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard import Layout, VllmLayout, plan_refit, read_model
+from reshard import MegatronLayout, VllmLayout, plan_refit, read_model
 from tests.disk import ended
 from tests.ranks import free_port, run_on_ranks
 from tests.test_logits import EP, ETP, PP, TP, VPP, flags_at
@@ -127,7 +127,7 @@ def as_forecast(
     words = parallel.split()
     sizes = {SIZES[flag]: int(n) for flag, n in zip(words[::2], words[1::2], strict=True)}
     model = read_model(checkpoint)
-    layout = Layout(**sizes)
+    layout = MegatronLayout(**sizes)
     target = VllmLayout(engine.get("tp", 1), engine.get("pp", 1), engine.get("dp", 1), engine.get("enable_expert_parallel", False),
                         engine.get("expert_placement_strategy") == "round_robin")  # fmt: skip
     dp = trainers // (layout.tp * layout.pp)

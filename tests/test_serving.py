@@ -7,19 +7,19 @@ import urllib.error
 import pytest
 import torch
 
-from reshard import Layout, hf_to_mcore, mcore_to_hf
+from reshard import MegatronLayout, hf_to_mcore, mcore_to_hf
 from tests.checkpoints import make
 from tests.ranks import run_on_ranks
 from tests.vllm_server import post, served, with_tokenizer
 
 # variant, its options, Megatron's layout, vLLM's sizes on four ranks
 CASES = [
-    ("llama-rope-tied", {}, Layout(tp=2, pp=2), dict(tp=2, pp=2)),
-    ("qwen2", {}, Layout(tp=4), dict(tp=4)),  # twice the key heads
-    ("qwen3-moe", {}, Layout(tp=2, pp=2, ep=2, etp=1), dict(tp=4, enable_expert_parallel=True)),
-    ("qwen3-moe-mixed", {}, Layout(ep=4, etp=1), dict(tp=4)),
-    ("deepseek-v3", dict(dtype=torch.bfloat16, mtp=True), Layout(tp=2, pp=2, ep=2, etp=1), dict(tp=4)),
-    ("glm4-moe", {}, Layout(tp=2), dict(tp=2, pp=2)),
+    ("llama-rope-tied", {}, MegatronLayout(tp=2, pp=2), dict(tp=2, pp=2)),
+    ("qwen2", {}, MegatronLayout(tp=4), dict(tp=4)),  # twice the key heads
+    ("qwen3-moe", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), dict(tp=4, enable_expert_parallel=True)),
+    ("qwen3-moe-mixed", {}, MegatronLayout(ep=4, etp=1), dict(tp=4)),
+    ("deepseek-v3", dict(dtype=torch.bfloat16, mtp=True), MegatronLayout(tp=2, pp=2, ep=2, etp=1), dict(tp=4)),
+    ("glm4-moe", {}, MegatronLayout(tp=2), dict(tp=2, pp=2)),
 ]  # fmt: skip
 RESHARD = dict(load_format="reshard")
 WHOLE = RESHARD | dict(model_loader_extra_config={"whole_tensors": True})
@@ -60,9 +60,9 @@ def test_a_config_that_wants_fp8_gets_the_blocks_that_a_conversion_writes(tmp_pa
     from safetensors.torch import load_file
 
     make(tmp_path / "hf", "served-blocks", dtype=torch.bfloat16)
-    hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", Layout(tp=2))
+    hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", MegatronLayout(tp=2))
     mcore_to_hf(tmp_path / "mcore", tmp_path / "fp8", quantize=True)
-    hf_to_mcore(tmp_path / "fp8", tmp_path / "dequantized", Layout(tp=2))
+    hf_to_mcore(tmp_path / "fp8", tmp_path / "dequantized", MegatronLayout(tp=2))
     mcore_to_hf(tmp_path / "dequantized", tmp_path / "again", quantize=True)
     excepted = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
     excepted["modules_to_not_convert"].append("model.layers.1.self_attn.o_proj")
@@ -82,7 +82,7 @@ def test_a_config_that_wants_fp8_gets_the_blocks_that_a_conversion_writes(tmp_pa
 def test_a_router_that_the_config_does_not_except_is_in_blocks_too(tmp_path):
     """Without ``modules_to_not_convert`` vLLM makes a router of fp8 and its scales: the bf16 weights alone would be cast into it."""
     make(tmp_path / "hf", "served-moe-blocks", dtype=torch.bfloat16)
-    hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", Layout(ep=2, etp=1))
+    hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", MegatronLayout(ep=2, etp=1))
     mcore_to_hf(tmp_path / "mcore", tmp_path / "fp8", quantize=True)
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
     routers = [f"model.layers.{layer}.mlp.gate" for layer in range(4)]
@@ -98,7 +98,7 @@ def test_a_router_that_the_config_does_not_except_is_in_blocks_too(tmp_path):
 
 
 def test_what_cannot_be_served_is_refused_in_one_sentence(checkpoint, tmp_path):
-    hf_to_mcore(checkpoint("qwen3"), tmp_path / "mcore", Layout(tp=2))
+    hf_to_mcore(checkpoint("qwen3"), tmp_path / "mcore", MegatronLayout(tp=2))
     (tmp_path / "empty").mkdir()
     shutil.copytree(tmp_path / "mcore", tmp_path / "bare")
     shutil.rmtree(tmp_path / "bare" / "hf")
@@ -152,7 +152,7 @@ def test_a_source_that_is_rewritten_while_it_is_loaded_is_named(checkpoint, tmp_
             shutil.copytree(checkpoint("qwen3"), tmp_path / f"{name}-hf"),
             tmp_path / f"{name}-mcore",
         ]
-        hf_to_mcore(*directories, Layout(tp=2))
+        hf_to_mcore(*directories, MegatronLayout(tp=2))
         for directory in directories:
             files.append(max(directory.rglob("*"), key=lambda path: path.is_file() and path.stat().st_size))
             cases.append((directory, options, files[-1]))
@@ -175,7 +175,10 @@ def test_a_training_run_is_served_over_http_while_it_writes(tmp_path):
     for iteration, name in ((7, "hf"), (14, "later")):
         make(tmp_path / name, "served-qwen3-moe", seed=iteration)
         hf_to_mcore(
-            tmp_path / name, tmp_path / f"{name}-mcore", Layout(pp=2, ep=2, etp=1), iteration=iteration
+            tmp_path / name,
+            tmp_path / f"{name}-mcore",
+            MegatronLayout(pp=2, ep=2, etp=1),
+            iteration=iteration,
         )
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
         tokens = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from reshard import Layout, ReshardError, check, diff, hf_to_mcore, mcore_to_hf
+from reshard import MegatronLayout, ReshardError, check, diff, hf_to_mcore, mcore_to_hf
 from tests.disk import DIRECTIONS, beside, cli, flip, held_run, refused
 from tests.oracle import hf_tensors, same
 
@@ -293,7 +293,7 @@ def test_a_changed_config_is_refused_unless_it_is_given(mcore, source, tmp_path)
 
 def test_a_later_iteration_in_the_same_directory_is_not_held_against_the_manifest(mcore, source, tmp_path):
     """Who trains with --load DST --save DST has a manifest of the release beside what training wrote."""
-    hf_to_mcore(source, tmp_path / "other", Layout(), dtype="fp32", iteration=7)
+    hf_to_mcore(source, tmp_path / "other", MegatronLayout(), dtype="fp32", iteration=7)
     (tmp_path / "other" / "iter_0000007").rename(mcore / "iter_0000007")
     (mcore / "latest_checkpointed_iteration.txt").write_text("7")
     mcore_to_hf(mcore, tmp_path / "out")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard import Layout, ReshardError, check, hf_to_mcore, mcore_to_hf
+from reshard import MegatronLayout, ReshardError, check, hf_to_mcore, mcore_to_hf
 from tests.disk import (
     DIRECTIONS,
     RENAME_EXCHANGE_UNKNOWN,
@@ -32,7 +32,7 @@ from tests.disk import (
 def replacing(whole, out, *faults, options=()):
     """Replace a checkpoint, an older one, by one that meets these faults on the way."""
     if not out.exists():
-        hf_to_mcore(whole["hf-to-mcore"][0], out, Layout(pp=2))
+        hf_to_mcore(whole["hf-to-mcore"][0], out, MegatronLayout(pp=2))
     before = tree(out)
     done = cli(
         "hf-to-mcore",
@@ -97,7 +97,7 @@ def test_a_kill_right_after_the_last_rename_leaves_no_stray_file_in_the_destinat
     overwrite, whole, tmp_path
 ):
     if overwrite:
-        hf_to_mcore(whole["hf-to-mcore"][0], tmp_path / "out", Layout(pp=2))
+        hf_to_mcore(whole["hf-to-mcore"][0], tmp_path / "out", MegatronLayout(pp=2))
     options = ["--overwrite"] if overwrite else []
     fault = "renameat2:*:1:DIE" if overwrite else "rename:/out$:1:DIE"
     done = cli(
@@ -131,7 +131,7 @@ def test_somebody_s_data_under_the_working_directory_s_name_is_not_touched(name,
     if kind == "link":
         (tmp_path / name).symlink_to(theirs)
     if name.endswith("replaced"):
-        hf_to_mcore(whole["hf-to-mcore"][0], tmp_path / "out", Layout(pp=2))
+        hf_to_mcore(whole["hf-to-mcore"][0], tmp_path / "out", MegatronLayout(pp=2))
     before = tree(theirs) if theirs.is_dir() else theirs.read_bytes()
     for resume in (False, True):
         done = cli(
@@ -287,14 +287,14 @@ def test_what_nobody_expected_leaves_nothing_and_an_interrupt_what_resume_needs(
             raise error
 
     with pytest.raises(type(error)):
-        hf_to_mcore(whole["hf-to-mcore"][0], tmp_path / "out", Layout(tp=2, ep=2), progress=progress)
+        hf_to_mcore(whole["hf-to-mcore"][0], tmp_path / "out", MegatronLayout(tp=2, ep=2), progress=progress)
     assert beside(tmp_path) == ([".out.reshard-partial"] if kept else [])
 
 
 def test_arguments_of_the_wrong_kind_are_one_sentence(source, tmp_path):
-    for call, said in ((lambda: Layout(tp="2"), "--tp is '2', which is not a whole number"), (lambda: Layout(pp=True), "--pp is True"),
-                       (lambda: Layout(etp=2.0), "--etp is 2.0"), (lambda: Layout(pipeline=["Et"]), "--pipeline-layout is"),
-                       (lambda: hf_to_mcore(source, tmp_path / "out", {"tp": 2}), "layout is {'tp': 2}, not a reshard.Layout"),
+    for call, said in ((lambda: MegatronLayout(tp="2"), "--tp is '2', which is not a whole number"), (lambda: MegatronLayout(pp=True), "--pp is True"),
+                       (lambda: MegatronLayout(etp=2.0), "--etp is 2.0"), (lambda: MegatronLayout(pipeline=["Et"]), "--pipeline-layout is"),
+                       (lambda: hf_to_mcore(source, tmp_path / "out", {"tp": 2}), "layout is {'tp': 2}, not a reshard.MegatronLayout"),
                        (lambda: hf_to_mcore(source, tmp_path / "out", workers="3"), "--workers is '3'"),
                        (lambda: mcore_to_hf(source, tmp_path / "out", workers=1.5), "--workers is 1.5"),
                        (lambda: hf_to_mcore(source, tmp_path / "out", iteration=1.5), "--iteration is 1.5"),

@@ -18,13 +18,13 @@ from reshard.comm import channel as channels
 from reshard.comm import secret as secret_module
 from reshard.comm.channel import BrokenChannelError, Door, FrameReader, FrameWriter, connect
 from reshard.comm.hosts import address_towards, is_loopback, listener_for
-from reshard.refit import Members
+from reshard.refit import RefitGroup
 from tests.ranks import caught, free_port
 
 SECRET, OTHER = "a secret of the members", "a guess of the stranger"
 
 
-def refit(members: Members, payload: bytes = b"what only members read") -> list[bytes]:
+def refit(members: RefitGroup, payload: bytes = b"what only members read") -> list[bytes]:
     with members.turn("a refit"):
         parts = members.gather("parts", payload)
         members.go()
@@ -32,7 +32,7 @@ def refit(members: Members, payload: bytes = b"what only members read") -> list[
     return parts
 
 
-def of_all(members: list[Members], times: int = 1) -> float:
+def of_all(members: list[RefitGroup], times: int = 1) -> float:
     """Refit together; the seconds of the slowest one."""
     began = time.monotonic()
     with ThreadPoolExecutor(len(members)) as pool:
@@ -41,13 +41,15 @@ def of_all(members: list[Members], times: int = 1) -> float:
     return time.monotonic() - began
 
 
-def met(port: int, size: int = 2, secret: str = SECRET) -> list[Members]:
-    return [Members.join(f"127.0.0.1:{port}", rank, size, timeout=20, secret=secret) for rank in range(size)]
+def met(port: int, size: int = 2, secret: str = SECRET) -> list[RefitGroup]:
+    return [
+        RefitGroup.join(f"127.0.0.1:{port}", rank, size, timeout=20, secret=secret) for rank in range(size)
+    ]
 
 
 def steals(port: int, secret: str) -> list[bytes]:
     """What a stranger reads who speaks the whole protocol as rank 1 of 2."""
-    return refit(Members.join(f"127.0.0.1:{port}", 1, 2, timeout=20, secret=secret))
+    return refit(RefitGroup.join(f"127.0.0.1:{port}", 1, 2, timeout=20, secret=secret))
 
 
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "control"])
@@ -57,7 +59,7 @@ def test_a_stranger_who_joins_with_another_secret_is_not_let_in_and_with_the_che
     if not checked:  # as if everybody knew the secret
         monkeypatch.setattr(channels, "_proof", lambda secret, label, challenge, nonce: label.ljust(32, b"-"))
     port = free_port()
-    first = Members.join(f"127.0.0.1:{port}", 0, 2, timeout=20, secret=SECRET)
+    first = RefitGroup.join(f"127.0.0.1:{port}", 0, 2, timeout=20, secret=SECRET)
     with ThreadPoolExecutor(2) as pool:
         mine = pool.submit(refit, first)
         if not checked:
@@ -69,7 +71,7 @@ def test_a_stranger_who_joins_with_another_secret_is_not_let_in_and_with_the_che
         )
         assert "RESHARD_SECRET" in said and OTHER not in said and SECRET not in said
         assert "does not know the same secret" in caught(
-            lambda: Members.tell(f"127.0.0.1:{port}", "it is over", secret=OTHER)
+            lambda: RefitGroup.tell(f"127.0.0.1:{port}", "it is over", secret=OTHER)
         )
         assert steals(port, SECRET) == mine.result(), "a member with the right secret works"
 
@@ -89,7 +91,7 @@ def test_who_serves_without_the_secret_learns_nothing():
 
         thread = threading.Thread(target=serve)
         thread.start()
-        said = caught(lambda: Members.join(f"127.0.0.1:{port}", 1, 2, timeout=20, secret=SECRET))
+        said = caught(lambda: RefitGroup.join(f"127.0.0.1:{port}", 1, 2, timeout=20, secret=SECRET))
         thread.join()
     assert "does not know the same secret" in said
     assert len(heard[0]) == 64 and heard[1] == b"", "but for a nonce and a proof nothing is said"
@@ -141,10 +143,10 @@ def silent(port: int, number: int):
 def test_strangers_disturb_no_connect_and_no_refit():
     port = free_port()
     quiet = of_all(met(free_port()), times=20)
-    first = Members.join(f"127.0.0.1:{port}", 0, 3, timeout=20, secret=SECRET)
+    first = RefitGroup.join(f"127.0.0.1:{port}", 0, 3, timeout=20, secret=SECRET)
     with silent(port, 600), ThreadPoolExecutor(1) as pool:
         began = time.monotonic()
-        others = [Members.join(f"127.0.0.1:{port}", rank, 3, timeout=20, secret=SECRET) for rank in (1, 2)]
+        others = [RefitGroup.join(f"127.0.0.1:{port}", rank, 3, timeout=20, secret=SECRET) for rank in (1, 2)]
         assert time.monotonic() - began < 5, "members wait for no stranger"
         over = threading.Event()
 
@@ -170,8 +172,8 @@ def most_memory(process) -> int:
 def test_memory_is_not_taken_for_what_a_stranger_only_announces():
     code = f"""
 import sys
-from reshard.refit import Members
-first = Members.join("127.0.0.1:{(port := free_port())}", 0, 1, timeout=20, secret={SECRET!r})
+from reshard.refit import RefitGroup
+first = RefitGroup.join("127.0.0.1:{(port := free_port())}", 0, 1, timeout=20, secret={SECRET!r})
 print("here", flush=True)
 sys.stdin.readline()
 with first.turn("a refit"):
@@ -248,8 +250,8 @@ class InTheMiddle:
 @pytest.mark.parametrize("does", ["nothing", "alters", "replays"])
 def test_who_stands_between_two_members_changes_nothing_unseen(does):
     port = free_port()
-    first = Members.join(f"127.0.0.1:{port}", 0, 2, timeout=20, secret=SECRET)
-    second = Members.join(InTheMiddle(port, does).address, 1, 2, timeout=20, secret=SECRET)
+    first = RefitGroup.join(f"127.0.0.1:{port}", 0, 2, timeout=20, secret=SECRET)
+    second = RefitGroup.join(InTheMiddle(port, does).address, 1, 2, timeout=20, secret=SECRET)
     with ThreadPoolExecutor(2) as pool:
         both = [pool.submit(refit, first), pool.submit(refit, second, b"secret weights")]
         if does == "nothing":
@@ -266,14 +268,14 @@ def test_members_on_an_address_that_others_reach_need_a_secret_and_are_told_how_
     host = socket.gethostbyname(socket.gethostname())
     if is_loopback(host):
         host = "10.0.0.1"
-    said = caught(lambda: Members.join(f"{host}:{free_port()}", 0, 1, timeout=5))
+    said = caught(lambda: RefitGroup.join(f"{host}:{free_port()}", 0, 1, timeout=5))
     assert said.startswith(
         f"members that meet on {host}, which other hosts may reach, need a secret: set RESHARD_SECRET"
     )
     assert "openssl rand -hex 32" in said
     monkeypatch.setenv("RESHARD_SECRET", "short")
     assert "RESHARD_SECRET is no text of at least 16 characters" in caught(
-        lambda: Members.join("127.0.0.1:1", 1, 2)
+        lambda: RefitGroup.join("127.0.0.1:1", 1, 2)
     )
     monkeypatch.setenv("RESHARD_SECRET", SECRET)
     of_all(met(free_port(), secret=None))
@@ -329,9 +331,9 @@ def test_a_group_of_torchs_processes_meets_at_one_address_of_its_host_only():
     code = """
 import os, sys, socket
 import torch.distributed as dist
-from reshard.refit import Members
+from reshard.refit import RefitGroup
 dist.init_process_group("gloo", rank=int(sys.argv[1]), world_size=2)
-members = Members.of_process_group(timeout=20)
+members = RefitGroup.of_process_group(timeout=20)
 with members.turn("a refit"):
     members.gather("hello", b"x"); members.go(); members.done()
 print(members.address.rpartition(":")[0], flush=True)
@@ -347,15 +349,15 @@ print(members.address.rpartition(":")[0], flush=True)
 def test_an_error_that_member_0_raises_is_told_to_all_before_its_process_ends():
     code = """
 from reshard import ReshardError
-from reshard.refit import Members
-members = Members.join("127.0.0.1:{port}", 0, 2, timeout=20)
+from reshard.refit import RefitGroup
+members = RefitGroup.join("127.0.0.1:{port}", 0, 2, timeout=20)
 with members.turn("connect"):
     members.read("hello", 1)
     raise ReshardError("no luck")
 """
     port = free_port()
     with subprocess.Popen([sys.executable, "-c", code.format(port=port)], stderr=subprocess.DEVNULL):
-        other = Members.join(f"127.0.0.1:{port}", 1, 2, timeout=20)
+        other = RefitGroup.join(f"127.0.0.1:{port}", 1, 2, timeout=20)
         other.turns = 1
         other.post("hello")
         assert caught(lambda: other.read("parts", 0)) == "rank 0: no luck"

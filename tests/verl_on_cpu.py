@@ -174,13 +174,13 @@ class Actor:
 
         self.adapt(config)
         import reshard.integrations.verl as verl
-        from reshard import Layout, read_model
+        from reshard import MegatronLayout, read_model
         from reshard.megatron.build import build_megatron, initialize_parallel, without_gpu
 
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         with without_gpu():
-            initialize_parallel(Layout())
-            models = build_megatron(read_model(folder), Layout(), transformer_impl="local")
+            initialize_parallel(MegatronLayout())
+            models = build_megatron(read_model(folder), MegatronLayout(), transformer_impl="local")
         self.models = [Float16Module(model.config, model) for model in models]
         self.shards = verl.Shards(verl.MegatronModel(self.models))
 

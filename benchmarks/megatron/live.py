@@ -127,7 +127,7 @@ def fingerprint(models: list[torch.nn.Module], tp: int, vocabulary: int) -> list
 
 def main() -> None:
     import reshard
-    from reshard import Layout
+    from reshard import MegatronLayout
     from reshard.trainers.megatron import MegatronModel
 
     parser = argparse.ArgumentParser(
@@ -143,7 +143,7 @@ def main() -> None:
     start_processes()
     first = dist.get_rank() == 0
     config = config_of(options.model, options.layers)
-    layout = Layout(tp=options.tp, pp=options.pp, ep=options.ep, etp=options.etp)
+    layout = MegatronLayout(tp=options.tp, pp=options.pp, ep=options.ep, etp=options.etp)
     models = megatron_models(config, layout)
     change(MegatronModel(models), 0)
     begin = options.folder / "config"

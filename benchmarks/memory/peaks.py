@@ -112,7 +112,7 @@ def estimate(
     from reshard.models.model import Model
 
     model = Model.from_hf(config or (WIDTHS | TOYS)[case.model], case.model)
-    layout = reshard.Layout(**case.layout)
+    layout = reshard.MegatronLayout(**case.layout)
     return model, layout, reshard.estimate_memory(
         model, layout, gpus=gpus, cp=case.cp, seq_length=case.seq_length, recompute=case.recompute, imbalance=1.0,
         num_microbatches=case.microbatches, gradient_accumulation_fusion=fusion, gpu_memory=gpu_bytes, transformer_impl=impl,

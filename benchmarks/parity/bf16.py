@@ -70,7 +70,7 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     """All systems' scores of one model, compared."""
     from benchmarks.models import MODELS, config_of
     from benchmarks.processes import device
-    from reshard import Layout, VllmLayout, hf_to_mcore
+    from reshard import MegatronLayout, VllmLayout, hf_to_mcore
     from reshard.models.model import Model
     from reshard.parity import compare_scores, metrics_of, random_prompts
     from reshard.parity.gate import Limits, routing_of
@@ -89,9 +89,9 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     model = Model.from_hf(config)
     moe = model.num_experts > 0
     layout = (
-        Layout(tp=size, ep=size if moe else 1, etp=1 if moe else None)
+        MegatronLayout(tp=size, ep=size if moe else 1, etp=1 if moe else None)
         if not options.pp
-        else Layout(tp=size // options.pp, pp=options.pp)
+        else MegatronLayout(tp=size // options.pp, pp=options.pp)
     )
     folder = options.folder / Path(name).name
     hf, mcore = folder / "hf", folder / "mcore"

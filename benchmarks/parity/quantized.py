@@ -108,7 +108,7 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     """All engines of one model."""
     from benchmarks.models import config_of
     from benchmarks.parity.bf16 import write
-    from reshard import Layout, hf_to_mcore, mcore_to_hf
+    from reshard import MegatronLayout, hf_to_mcore, mcore_to_hf
     from reshard.models.model import Model
     from reshard.parity import random_prompts
     from reshard.parity.megatron import Megatron
@@ -117,7 +117,7 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     folder = options.folder / name
     places = Places(*(folder / kind for kind in Places._fields))
     write(places.hf, config, 0.02, 0.1)
-    hf_to_mcore(places.hf, places.mcore, Layout())
+    hf_to_mcore(places.hf, places.mcore, MegatronLayout())
     if PUBLISHED in options.ways:
         mcore_to_hf(places.mcore, places.converted, quantize=True)
         publish(places)
@@ -136,7 +136,7 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     engines = Engines(name, model, random_prompts(9, config["vocab_size"], [32, 128, 512]))
     with engines.one("bf16", places.hf) as llm:
         engines.note("bf16", llm)
-    trainer = Megatron(places.mcore, "bf16", Layout())
+    trainer = Megatron(places.mcore, "bf16", MegatronLayout())
     found = {way: compare(way, engines, places, trainer) for way in options.ways}
     trainer.close()
     return {"model": name, "layers": config["num_hidden_layers"], "seconds": engines.seconds, "checks": engines.checks,
@@ -343,7 +343,7 @@ def refitted(way: str, engines: Engines, llm, trainer, loaded: dict, numbers: di
     """An engine that began with other weights, after refits, against what one has that has `loaded` them."""
     from benchmarks.refits.refit import Today, measured
     from reshard.engines.vllm.live import VllmModel
-    from reshard.refit import Members, connect
+    from reshard.refit import RefitGroup, connect
     from reshard.trainers.megatron import MegatronModel
 
     found: dict = {}
@@ -353,7 +353,7 @@ def refitted(way: str, engines: Engines, llm, trainer, loaded: dict, numbers: di
     blocks = way == PUBLISHED or ("block" in way and way not in ALL_PUBLISHED)
     for mode in ("exact", "best") if blocks else ("exact",):
         engine = VllmModel.from_llm(llm, exact=mode == "exact")
-        link = connect(Members.of_process_group(), MegatronModel(trainer.models), engine)
+        link = connect(RefitGroup.of_process_group(), MegatronModel(trainer.models), engine)
         before = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
         report = link.refit(verify=True)
         what = f"{way} {mode}"

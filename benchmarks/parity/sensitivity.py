@@ -144,7 +144,7 @@ def faulty(module: torch.nn.Module, fault: Fault, size: float) -> Iterator[None]
 def measure(name: str, hf: Path, folder: Path) -> dict:
     """The smallest size that is seen, by fault and column."""
     from reshard import hf_to_mcore, mcore_to_hf
-    from reshard.megatron.layout import Layout
+    from reshard.megatron.layout import MegatronLayout
     from reshard.models.model import Model
     from reshard.parity import random_prompts
     from reshard.parity.huggingface import HuggingFace
@@ -169,7 +169,7 @@ def measure(name: str, hf: Path, folder: Path) -> dict:
         return {"scores": scores_of(system, prompts, how), "far": far}
 
     def run_mcore(path: Path, dtype: str) -> Runs:
-        with closing(Megatron(path, dtype, Layout())) as system:
+        with closing(Megatron(path, dtype, MegatronLayout())) as system:
             return run(system)
 
     sound = {dtype: run_mcore(folder / "mcore", dtype) for dtype in ("fp32", "bf16")}

@@ -128,7 +128,7 @@ def main() -> None:
     say("both are up")
 
     from reshard.engines import VllmModel
-    from reshard.refit import Members, connect
+    from reshard.refit import RefitGroup, connect
     from reshard.trainers import FsdpModel
 
     cuda = device() == "cuda"
@@ -142,7 +142,7 @@ def main() -> None:
         source, destination = FsdpModel(model), VllmModel.from_llm(llm, exact=options.exact)
         read = time.perf_counter()
         links[executor] = connect(
-            Members.of_process_group(executor), source, destination, executor=executor, release=False
+            RefitGroup.of_process_group(executor), source, destination, executor=executor, release=False
         )
         result["connect_seconds"][executor] = {
             "read": read - start,

@@ -155,8 +155,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
-    from reshard import Layout, ReshardError
-    from reshard.refit import Members, connect
+    from reshard import MegatronLayout, ReshardError
+    from reshard.refit import RefitGroup, connect
     from reshard.trainers.megatron import MegatronModel
 
     rank, trainers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -187,7 +187,9 @@ def main() -> None:
     start_processes()
     dist.barrier()
     trainer = Trainer(
-        megatron_models(config, Layout(tp=trainers, ep=trainers if moe else 1, etp=1 if moe else None)),
+        megatron_models(
+            config, MegatronLayout(tp=trainers, ep=trainers if moe else 1, etp=1 if moe else None)
+        ),
         options.wrap,
     )
     weights = sum(p.numel() * p.element_size() for p in trainer.parameters())
@@ -197,7 +199,7 @@ def main() -> None:
         trainer.step(0)
         tell("collective_rpc", "reshard_connect", args=(f"127.0.0.1:{port}", trainers, trainers + tp))
         link = connect(
-            Members.join(f"127.0.0.1:{port}", rank, trainers + tp),
+            RefitGroup.join(f"127.0.0.1:{port}", rank, trainers + tp),
             MegatronModel(trainer.models),
             executor=options.executor,
             release=release,

@@ -265,7 +265,7 @@ def rival(models, folder: Path, module, rounds: int, found: dict) -> None:
 def main() -> None:
     from benchmarks.models import config_of, megatron_models, model_options, vllm_engine
     from benchmarks.processes import start_processes
-    from reshard import Layout, ReshardError
+    from reshard import MegatronLayout, ReshardError
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -289,7 +289,7 @@ def main() -> None:
     start_processes()
     config, layout = (
         config_of(options.model, options.layers),
-        Layout(tp=options.tp, pp=options.pp, ep=options.ep, etp=options.etp),
+        MegatronLayout(tp=options.tp, pp=options.pp, ep=options.ep, etp=options.etp),
     )
     start = time.perf_counter()
     extra = {"enable_expert_parallel": True} if options.vllm_ep else {}
@@ -306,7 +306,7 @@ def main() -> None:
     )
     from benchmarks.models import change
     from reshard.engines.vllm.live import VllmModel
-    from reshard.refit import Members, connect
+    from reshard.refit import RefitGroup, connect
     from reshard.refit.addresses import COUNT, ELEMENTS
     from reshard.trainers.megatron import MegatronModel
 
@@ -324,7 +324,7 @@ def main() -> None:
         traced = time.perf_counter()
         try:
             links[executor] = connect(
-                Members.of_process_group(executor),
+                RefitGroup.of_process_group(executor),
                 source,
                 destination,
                 executor=executor,
@@ -354,7 +354,7 @@ def main() -> None:
             )
         )
     start = time.perf_counter()
-    again = connect(Members.of_process_group("again"), source, destination, executor="peer", release=False)
+    again = connect(RefitGroup.of_process_group("again"), source, destination, executor="peer", release=False)
     seconds["again, the same two"] = {"connect": round(time.perf_counter() - start, 3)}
     again.close()
     result["connect_seconds"] = seconds

@@ -70,9 +70,9 @@ def spoken(llm, vocabulary: int) -> list:
 def refit(options) -> None:
     from benchmarks.models import change, config_of, megatron_models, vllm_engine
     from benchmarks.refits.refit import Today, used_bytes
-    from reshard import Layout
+    from reshard import MegatronLayout
     from reshard.engines.vllm.live import VllmModel
-    from reshard.refit import Members, connect
+    from reshard.refit import RefitGroup, connect
     from reshard.trainers.megatron import MegatronModel
 
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -80,12 +80,12 @@ def refit(options) -> None:
     moe = config.get("num_experts") or config.get("n_routed_experts")
     if "n_routed_experts" in config:
         config |= {"n_routed_experts": 64, "n_group": 8}
-    layout = Layout(tp=size, ep=size, etp=1) if moe else Layout(tp=size // 2, pp=2)
+    layout = MegatronLayout(tp=size, ep=size, etp=1) if moe else MegatronLayout(tp=size // 2, pp=2)
     llm = vllm_engine(options.folder / f"dummy{rank}", config, tensor_parallel_size=size, **GRAPHS)
     models = megatron_models(config, layout)
     source, destination = MegatronModel(models), VllmModel.from_llm(llm)
     links = [
-        connect(Members.of_process_group(name), source, destination, executor=name)
+        connect(RefitGroup.of_process_group(name), source, destination, executor=name)
         for name in ("peer", "buckets")
     ]
     addresses = [tensor.data_ptr() for tensor in destination.tensors.values()]
@@ -178,17 +178,17 @@ def fresh(options) -> None:
 def sleep(options) -> None:
     """What an engine answers that has no weights worth the name, and after each refit."""
     from benchmarks.models import change, config_of, megatron_models, vllm_engine
-    from reshard import Layout, ReshardError
+    from reshard import MegatronLayout, ReshardError
     from reshard.engines.vllm.live import VllmModel
-    from reshard.refit import Members, connect
+    from reshard.refit import RefitGroup, connect
     from reshard.trainers.megatron import MegatronModel
 
     config = config_of(options.model, options.layers)
     if "n_routed_experts" in config:
         config |= {"n_routed_experts": 64}
     llm = vllm_engine(options.folder / "dummy", config, tensor_parallel_size=1, enable_sleep_mode=True)
-    source = MegatronModel(megatron_models(config, Layout()))
-    link = connect(Members.of_process_group(), source, VllmModel.from_llm(llm))
+    source = MegatronModel(megatron_models(config, MegatronLayout()))
+    link = connect(RefitGroup.of_process_group(), source, VllmModel.from_llm(llm))
 
     def refused() -> str:
         try:

@@ -220,7 +220,7 @@ def clock(owner, name, label):
 clock(files.OpenFiles, "read_into", "read"); clock(files.OpenFiles, "write", "write"); clock(files.OpenFiles, "sync", "fsync (waits of 4 threads)")
 clock(destinations, "make_plan", "plan and proof"); clock(destinations, "chunks_to_write", "chunks"); clock(c, "HuggingFaceSource", "open source")
 clock(rank_files.RankFiles, "metadata", ".metadata"); clock(run.Run, "_copy", "streams (all of a tensor)")
-c.hf_to_mcore({str(source)!r}, {str(target)!r}, c.Layout(tp=4, pp=2))
+c.hf_to_mcore({str(source)!r}, {str(target)!r}, c.MegatronLayout(tp=4, pp=2))
 spent["wall"] = time.perf_counter() - start
 print(json.dumps(spent))
 """

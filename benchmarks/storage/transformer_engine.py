@@ -22,7 +22,7 @@ QUIET = """--micro-batch-size 1 --no-load-optim --no-load-rng --attention-dropou
 def make(folder: Path) -> None:
     import torch
 
-    from reshard import Layout, hf_to_mcore
+    from reshard import MegatronLayout, hf_to_mcore
     from tests.checkpoints import VARIANTS
     from tests.checkpoints import make as make_checkpoint
 
@@ -31,9 +31,9 @@ def make(folder: Path) -> None:
         source.mkdir(parents=True)
         make_checkpoint(source, variant, dtype=torch.bfloat16, mtp=variant == "deepseek-v3")
         layout = (
-            Layout(tp=2, pp=2, ep=2, etp=1)
+            MegatronLayout(tp=2, pp=2, ep=2, etp=1)
             if ("moe" in variant or "deepseek" in variant)
-            else Layout(tp=2, pp=2)
+            else MegatronLayout(tp=2, pp=2)
         )
         hf_to_mcore(source, folder / variant / "mcore", layout)
 

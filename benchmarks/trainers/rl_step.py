@@ -103,11 +103,11 @@ def main() -> None:
     from reshard.megatron.build import initialize_parallel, without_gpu
     from reshard.memory.phases import Engine
     from reshard.models.model import Model
-    from reshard.refit import Members, connect
+    from reshard.refit import RefitGroup, connect
     from reshard.trainers.megatron import MegatronModel
 
     config = MODELS[options.model] | {"num_hidden_layers": options.layers}
-    model, layout = Model.from_hf(config, options.model), reshard.Layout()
+    model, layout = Model.from_hf(config, options.model), reshard.MegatronLayout()
     watch = Watch()
     with without_gpu():
         initialize_parallel(layout)
@@ -161,7 +161,7 @@ def main() -> None:
     with watch.phase(0, "connect"):
         move(0, True, params=True)
         ask("collective_rpc", "reshard_connect", args=(address, 1, 2))
-        link = connect(Members.join(address, 0, 2), MegatronModel(chunks))
+        link = connect(RefitGroup.join(address, 0, 2), MegatronModel(chunks))
         answer()
 
     def refit(step: int) -> None:

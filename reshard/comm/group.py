@@ -82,7 +82,7 @@ class RefitGroup:
 
         if not dist.is_initialized():
             raise ReshardError(
-                "torch.distributed is not initialized: call init_process_group first, or use Members.join"
+                "torch.distributed is not initialized: call init_process_group first, or use RefitGroup.join"
             )
         check_seconds(timeout, "timeout")
         # What earlier members of this name have left in the store must not be read again.

@@ -18,7 +18,7 @@ class ReshardError(Exception):
 
 
 @contextmanager
-def said_as(*words: tuple[str, str]) -> Iterator[None]:
+def rewrite_message(*words: tuple[str, str]) -> Iterator[None]:
     """Inside, sentences say the second instead of what matches the first of each pair: what a user acts on has another
     name on the command line than in a call, or in another program."""
     try:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, TypeVar
 
+from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, first_line, listed
-from reshard.refit.members import Members
 
 Result = TypeVar("Result")
 # How long an engine that others have failed may take to say what it knows of that.
@@ -27,7 +27,7 @@ class Calls:
         wait(self.calls.values(), within, FIRST_EXCEPTION)
         return next(iter(self._sentences()), "")
 
-    def beside(self, members: Members, part: Callable[[], Result]) -> Result:
+    def beside(self, members: RefitGroup, part: Callable[[], Result]) -> Result:
         """What this process's `part` returns, which is a connect or a refit with these members; all give up when one of the
         calls fails. Raises ReshardError where either fails.
 

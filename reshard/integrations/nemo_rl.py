@@ -22,6 +22,7 @@ with importing_beside("NeMo-RL", "nemo_rl", "ray"):
     from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
     from nemo_rl.weight_sync.interfaces import WeightSynchronizer
 
+from reshard.comm.group import RefitGroup
 from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import check_seconds, check_switch
@@ -29,7 +30,6 @@ from reshard.integrations.calls import WORD_SECONDS, Calls
 from reshard.integrations.meeting import meeting_place
 from reshard.refit.connecting import connect
 from reshard.refit.link import Link
-from reshard.refit.members import Members
 from reshard.refit.routes import check_executor
 from reshard.trainers.megatron import MegatronModel
 
@@ -62,7 +62,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         self.verify, self.timeout, self.executor = checked(verify, timeout, executor, others)
         self.rank, self.size, self.secret = 0, 0, ""
         # Where all are seated, for as long as they live: NeMo-RL tells no member of another's death.
-        self.board: Members | None = None
+        self.board: RefitGroup | None = None
         self.given: str | None = None
         self.link: Link | None = None
         self.source: MegatronModel | None = None
@@ -92,7 +92,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
     def _seat(self, rank: int, policies: int, rollouts: int, metadata: list[Any]) -> None:
         self.rank, self.size, self.secret = rank, policies + rollouts, metadata[0]["secret"]
         self.board = None  # the one before ends first
-        self.board = Members.join(metadata[0]["address"], rank, self.size, self.timeout, self.secret)
+        self.board = RefitGroup.join(metadata[0]["address"], rank, self.size, self.timeout, self.secret)
         self.board.names = {
             one: f"rank {one} of the policy" if one < policies else f"rank {one - policies} of the rollout"
             for one in range(self.size)
@@ -117,7 +117,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
                 worker = worker_of(weights)
                 self.rank = worker.rank
                 address = self.given or self._said_where()
-                members = Members.join(address, self.rank, self.size, self.timeout, self.secret)
+                members = RefitGroup.join(address, self.rank, self.size, self.timeout, self.secret)
                 with members.watching(self._ended):
                     self.link = connect(members, lambda: self._source(worker), executor=self.executor)
             with self.link.members.watching(self._ended):
@@ -260,7 +260,7 @@ class ColocatedSynchronizer(WeightSynchronizer):
                 # An engine that has died, or refuses before it comes, can tell nobody; the policy waits for it.
                 calls = Calls({f"engine {i} of the rollout": one.future() for i, one in enumerate(asked)})
                 if said := calls.failed(WORD_SECONDS):
-                    Members.tell(self._address, said, secret=self._secret)
+                    RefitGroup.tell(self._address, said, secret=self._secret)
                     raise ReshardError(said) from error
                 if isinstance(error, ray.exceptions.GetTimeoutError):
                     late = [f"rank {i} of the policy" for i, one in enumerate(policy) if not _is_done(one)]

@@ -19,13 +19,13 @@ with importing_beside("ROLL", "ray", "roll", "torch"):
     import torch.distributed as dist
     from roll.pipeline import base_worker
 
+from reshard.comm.group import RefitGroup
 from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds
 from reshard.integrations.calls import Calls, what_failed
 from reshard.refit.connecting import connect
-from reshard.refit.link import Link, Report
-from reshard.refit.members import Members
+from reshard.refit.link import Link, RefitReport
 from reshard.refit.routes import check_executor
 from reshard.trainers.megatron import MegatronModel
 
@@ -141,7 +141,7 @@ class Refit:
         firsts = range(trainers, size, self.ranks_each)
         meeting = [(address, first, size, self.timeout, secret) for first in firsts]
         calls = self._asked("reshard_meet", meeting)
-        members = Members.join(address, rank, size, self.timeout, secret)
+        members = RefitGroup.join(address, rank, size, self.timeout, secret)
         self.link = calls.beside(members, lambda: connect(members, self._source, executor=self.executor))
 
     def _source(self) -> MegatronModel:
@@ -150,7 +150,7 @@ class Refit:
             self.source = MegatronModel(self.models)
         return self.source
 
-    def _refit(self) -> Report:
+    def _refit(self) -> RefitReport:
         link = self.link
         assert link is not None
         calls = self._asked("reshard_take", [(self.verify,)] * len(self.workers))

@@ -21,6 +21,7 @@ with importing_beside("ms-swift", "mcore_bridge", "megatron", "swift"):
 
 import torch
 
+from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds, check_switch
 from reshard.engines.vllm.live import VllmModel
@@ -28,7 +29,6 @@ from reshard.models.model import Model
 from reshard.models.rope import attention_factor
 from reshard.refit.connecting import connect
 from reshard.refit.link import Link
-from reshard.refit.members import Members
 from reshard.refit.routes import check_executor
 from reshard.trainers.megatron import MegatronModel, rope_is_ignored
 
@@ -78,7 +78,7 @@ class ReshardGRPOTrainer(MegatronGRPOTrainer):
         try:
             if self._reshard_link is None:
                 self._reshard_link = connect(
-                    Members.of_process_group(timeout=self.reshard_timeout),
+                    RefitGroup.of_process_group(timeout=self.reshard_timeout),
                     lambda: SwiftModel(self.wrapped_models),
                     lambda: VllmModel.from_llm(self.engine.engine),
                     executor=self.reshard_executor,

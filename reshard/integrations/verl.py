@@ -28,6 +28,7 @@ with importing_beside("verl", "ray", "torch", "verl"):
     from verl.workers.rollout import base as rollouts
     from verl.workers.rollout.vllm_rollout import ServerAdapter
 
+from reshard.comm.group import RefitGroup
 from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds, check_switch
@@ -35,7 +36,6 @@ from reshard.integrations.calls import Calls, what_failed
 from reshard.integrations.meeting import meeting_place
 from reshard.refit.connecting import connect
 from reshard.refit.link import Link
-from reshard.refit.members import Members
 from reshard.refit.routes import check_executor
 from reshard.trainers.megatron import MegatronModel
 
@@ -119,7 +119,7 @@ class ReshardServerAdapter(ServerAdapter):
             except ray.exceptions.RayError as error:
                 # An engine that has died, or refuses before it comes, can tell nobody; the actor waits for it.
                 said = f"{self._me()} has failed: {what_failed(error)}"
-                Members.tell(weights.address, said, secret=weights.secret)
+                RefitGroup.tell(weights.address, said, secret=weights.secret)
                 raise ReshardError(said) from error
         if self._has_server:
             await self._within(options, self.server_handle.clear_kv_cache.remote())
@@ -152,7 +152,7 @@ class ReshardServerAdapter(ServerAdapter):
                 calls = await self._asked(
                     "reshard_connect", kwargs=_connecting(address, first, size, secret, options)
                 )
-                members = Members.join(address, dist.get_rank(), size, timeout, secret)
+                members = RefitGroup.join(address, dist.get_rank(), size, timeout, secret)
                 self._link = calls.beside(members, lambda: connect(members, source, executor=executor))
             link = self._link
             calls = await self._asked("reshard_refit", args=(version, verify))
@@ -262,7 +262,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
             )
         try:
             if self.new or self.link is None:
-                members = Members.join(
+                members = RefitGroup.join(
                     self.told["address"],
                     self.told["rank"],
                     self.told["size"],

@@ -21,13 +21,13 @@ from urllib.request import Request, urlopen
 import torch.distributed as dist
 
 from reshard.comm.background import in_background
+from reshard.comm.group import MOST_MEMBERS, RefitGroup, check_rank
 from reshard.comm.secret import given_secret, new_secret
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.limits import check_number, check_seconds
 from reshard.integrations.calls import Calls
 from reshard.refit.connecting import BUCKET_BYTES, connect
-from reshard.refit.link import Report
-from reshard.refit.members import MOST_MEMBERS, Members, check_rank
+from reshard.refit.link import RefitReport
 from reshard.trainers.base import Trainer
 
 MOST_ANSWER = 1 << 20  # bytes
@@ -162,9 +162,9 @@ class WeightTransfer:
     for all where torch's process group has the trainer's ranks, else on every rank, so that those without a client of
     their own give it. `address` is a ``host:port`` that all
     processes reach; the first rank serves there. `rank` and `ranks` count the trainer, by default torch's
-    process group. Other arguments are those of `reshard.refit.connect`, `timeout` is that of `Members.join`.
+    process group. Other arguments are those of `reshard.refit.connect`, `timeout` is that of `RefitGroup.join`.
 
-    `secret` is that of `Members.join`; the engines are given it with the address. The first rank makes one where torch's process
+    `secret` is that of `RefitGroup.join`; the engines are given it with the address. The first rank makes one where torch's process
     group has the trainer's ranks, or there is one rank only.
 
     Raises ReshardError on all sides where they do not fit, before a byte moves.
@@ -189,11 +189,11 @@ class WeightTransfer:
             self.clients[index].init_weight_transfer_engine(meeting | {"secret": secret})
 
         calls = self._asked(ask)
-        members = Members.join(address, self.rank, size, timeout, secret)
+        members = RefitGroup.join(address, self.rank, size, timeout, secret)
         options: dict[str, Any] = {"executor": executor, "bucket_bytes": bucket_bytes, "release": release}
         self.link = calls.beside(members, lambda: connect(members, source, **options))
 
-    def send(self, version: int | None = None, verify: bool = False) -> Report:
+    def send(self, version: int | None = None, verify: bool = False) -> RefitReport:
         """One refit of all engines; see `Link.refit`. Returns when they have the weights.
 
         What engines remember of the old weights is theirs: pause them before, and reset their prefix cache.

@@ -6,7 +6,7 @@ from typing import Any
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
 from reshard.formats.pickles import Name
-from reshard.megatron.layout import Layout
+from reshard.megatron.layout import MegatronLayout
 from reshard.models.model import Model
 from reshard.models.rope import MLA_YARN
 
@@ -33,7 +33,12 @@ TOKENIZER = "--tokenizer-type HuggingFaceTokenizer"
 
 
 def arguments(
-    model: Model, layout: Layout, padded_vocab: int, divisible_by: int, dtype: Dtype, transformer_impl: str
+    model: Model,
+    layout: MegatronLayout,
+    padded_vocab: int,
+    divisible_by: int,
+    dtype: Dtype,
+    transformer_impl: str,
 ) -> dict[str, Any]:
     """All arguments that describe a model in a layout, by their names in ``args``."""
     args = model.megatron_args() | layout.megatron_args()

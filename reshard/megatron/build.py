@@ -17,7 +17,7 @@ with importing("megatron"):
     import torch
 
 from reshard.core.errors import ReshardError, first_line, listed
-from reshard.megatron.layout import Layout
+from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS, padded_vocab_size
 from reshard.models.model import Model
 
@@ -31,7 +31,7 @@ YARN_ATTRIBUTES = {
 
 def transformer_config(
     model: Model,
-    layout: Layout,
+    layout: MegatronLayout,
     *,
     transformer_impl: str = "transformer_engine",
     dtype: torch.dtype = torch.bfloat16,
@@ -98,7 +98,7 @@ def transformer_config(
     return config
 
 
-def initialize_parallel(layout: Layout, seed: int = 1234, **options: Any) -> None:
+def initialize_parallel(layout: MegatronLayout, seed: int = 1234, **options: Any) -> None:
     """Megatron's ``initialize_model_parallel`` for a layout; torch.distributed must be initialized, with as
     many ranks as it needs.
 
@@ -127,7 +127,7 @@ def initialize_parallel(layout: Layout, seed: int = 1234, **options: Any) -> Non
 
 def build_megatron(
     model: Model,
-    layout: Layout,
+    layout: MegatronLayout,
     *,
     transformer_impl: str = "transformer_engine",
     dtype: torch.dtype = torch.bfloat16,
@@ -179,7 +179,7 @@ def build_megatron(
     return chunks
 
 
-def parallel_layout() -> Layout:
+def parallel_layout() -> MegatronLayout:
     """The layout that Megatron's parallel state has. Raises ReshardError where it is not initialized."""
     from megatron.core import parallel_state as state
 
@@ -188,7 +188,7 @@ def parallel_layout() -> Layout:
             "Megatron's parallel state is not initialized: call reshard.megatron.build.initialize_parallel(layout) "
             "first, or Megatron's own initialize_model_parallel"
         )
-    return Layout(
+    return MegatronLayout(
         tp=state.get_tensor_model_parallel_world_size(),
         pp=state.get_pipeline_model_parallel_world_size(),
         vpp=state.get_virtual_pipeline_model_parallel_world_size() or 1,
@@ -197,7 +197,7 @@ def parallel_layout() -> Layout:
     )
 
 
-def _check_parallel(model: Model, layout: Layout) -> None:
+def _check_parallel(model: Model, layout: MegatronLayout) -> None:
     """Raise ReshardError where a layout is not that of Megatron's parallel state."""
     there = parallel_layout()
     for name in ("tp", "pp", *(("ep", "expert_tp") if model.num_experts else ())):

@@ -20,7 +20,7 @@ from reshard.core.boxes import Box, whole
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Placement
 from reshard.formats.torch_dist import Key
-from reshard.megatron.layout import Layout
+from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import Mapping, Parameter, inside
 from reshard.megatron.ranks import Ranks, cuts
 from reshard.models.model import Model
@@ -79,7 +79,9 @@ class NewObject(NamedTuple):
     rank: int
 
 
-def chunks_to_write(model: Model, mapping: Mapping, layout: Layout, transformer_impl: str) -> Iterator[Chunk]:
+def chunks_to_write(
+    model: Model, mapping: Mapping, layout: MegatronLayout, transformer_impl: str
+) -> Iterator[Chunk]:
     """Every chunk that the ranks of a layout save, the way Megatron's own ``dist_checkpointing.save`` cuts
     them.
 
@@ -97,7 +99,7 @@ def chunks_to_write(model: Model, mapping: Mapping, layout: Layout, transformer_
 
 
 def extra_states_to_write(
-    model: Model, mapping: Mapping, layout: Layout, transformer_impl: str
+    model: Model, mapping: Mapping, layout: MegatronLayout, transformer_impl: str
 ) -> Iterator[NewObject]:
     """The ``_extra_state`` objects that a model of these layers asks for when it loads; they hold nothing
     without fp8.

@@ -27,7 +27,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MegatronLayout:
     """Megatron's parallel sizes. `etp` None means `tp`, as in Megatron; `pipeline` is its layout string, such
     as ``Et*3|t*4L``."""
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from reshard.core.boxes import Box, whole
 from reshard.core.placement import LocalTensor
 from reshard.core.splits import split
-from reshard.megatron.layout import Layout
+from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import Parameter, inside
 from reshard.models.model import Model
 
@@ -20,7 +20,7 @@ class Ranks:
     """The ranks of a layout whose pipeline stages have `per_stage` ranks each, by default the fewest that
     they can have."""
 
-    def __init__(self, model: Model, layout: Layout, per_stage: int | None = None) -> None:
+    def __init__(self, model: Model, layout: MegatronLayout, per_stage: int | None = None) -> None:
         self.layout = layout
         self.per_stage = layout.ranks_per_stage(model) if per_stage is None else per_stage
         self.local_experts = model.num_experts // layout.ep
@@ -88,7 +88,7 @@ def live_shards(ranks: Ranks, p: Parameter) -> list[LiveShard]:
     ]
 
 
-def cuts(p: Parameter, layout: Layout) -> Iterator[tuple[int, Box]]:
+def cuts(p: Parameter, layout: MegatronLayout) -> Iterator[tuple[int, Box]]:
     """(rank along the splitting axis, box of the parameter) for each chunk."""
     axis, dim = p.split or ("tp", 0)
     ranks = 1 if p.split is None else {"tp": layout.tp, "etp": layout.expert_tp}[axis]

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from reshard.core.errors import ReshardError
-from reshard.megatron.layout import Layout, Stage
+from reshard.megatron.layout import MegatronLayout, Stage
 from reshard.memory.activations import Chunk, chunk_bytes
 from reshard.memory.options import Plan, Training
 from reshard.memory.outside import IMBALANCE, RESERVED, Band, bytes_of_gpu, outside
@@ -99,7 +99,7 @@ class MemoryReport:
 
 def estimate_memory(
     model: Model | str,
-    layout: Layout | Mapping[str, Any] | None = None,
+    layout: MegatronLayout | Mapping[str, Any] | None = None,
     *,
     gpu_memory: str | int | None = None,
     engine: Any = None,
@@ -108,7 +108,7 @@ def estimate_memory(
     """Every byte that training a model at a layout needs on a GPU of each pipeline stage.
 
     `model` is a `reshard.Model`, or what `reshard.read_model` takes: a directory of either format, a
-    config.json, a hub id. `layout` is a `reshard.Layout` or its fields. `options` are the fields of
+    config.json, a hub id. `layout` is a `reshard.MegatronLayout` or its fields. `options` are the fields of
     `reshard.memory.options.Training` by their names. `gpu_memory`, bytes or a text such as ``80GB``, is
     what ``report.fits`` is held against. `engine` is an `reshard.memory.phases.Engine`, for the phases of
     an RL step.
@@ -116,15 +116,15 @@ def estimate_memory(
     Static bytes are exact, activations those of Transformer Engine's layers, the rest bands. Raises
     ReshardError where a size does not divide, or an option has no such value.
 
-        report = reshard.estimate_memory("Qwen/Qwen3-32B", reshard.Layout(tp=8, pp=2), gpus=16, gpu_memory="H100")
+        report = reshard.estimate_memory("Qwen/Qwen3-32B", reshard.MegatronLayout(tp=8, pp=2), gpus=16, gpu_memory="H100")
         report.fits, report.peak.allocated, report.peak.moment
     """
     if not isinstance(model, Model):
         from reshard.storage.sources import read_model
 
         model = read_model(model)
-    if not isinstance(layout, Layout):
-        layout = Layout(**(layout or {}))
+    if not isinstance(layout, MegatronLayout):
+        layout = MegatronLayout(**(layout or {}))
     unknown = options.keys() - Training.__dataclass_fields__.keys()
     if unknown:
         raise ReshardError(

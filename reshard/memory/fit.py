@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from reshard.core.errors import ReshardError
-from reshard.megatron.layout import Layout
+from reshard.megatron.layout import MegatronLayout
 from reshard.memory.estimate import report_of
 from reshard.memory.options import Plan, Training
 from reshard.models.model import Model
@@ -53,7 +53,7 @@ class Fitting:
     """A layout that fits with this recomputation and offload. `surely` is whether the upper end of its band is
     within the GPU's memory, else only the lower end is. `bubble` is the share of a pipeline's time that waits."""
 
-    layout: Layout
+    layout: MegatronLayout
     cp: int
     dp: int
     recompute: str
@@ -98,7 +98,12 @@ def fit(
 
 
 def _least(
-    model: Model, layout: Layout, training: Training, gpu_bytes: int, ladder: tuple[str, ...], offload: bool
+    model: Model,
+    layout: MegatronLayout,
+    training: Training,
+    gpu_bytes: int,
+    ladder: tuple[str, ...],
+    offload: bool,
 ) -> Fitting | None:
     """The least recomputation and offload with which a layout fits surely, else with which it may."""
     maybe = None
@@ -127,7 +132,9 @@ def _least(
     return maybe
 
 
-def _fitting(plan: Plan, layout: Layout, peak: Any, gpu_bytes: int, level: int, surely: bool) -> Fitting:
+def _fitting(
+    plan: Plan, layout: MegatronLayout, peak: Any, gpu_bytes: int, level: int, surely: bool
+) -> Fitting:
     t = plan.training
     bubble = (layout.pp - 1) / (layout.virtual_stages * plan.microbatches)
     bubble /= 1 + bubble
@@ -141,7 +148,7 @@ def _fitting(plan: Plan, layout: Layout, peak: Any, gpu_bytes: int, level: int, 
     )  # fmt: skip
 
 
-def _layouts(model: Model, t: Training, limits: Limits) -> Iterator[tuple[Layout, int]]:
+def _layouts(model: Model, t: Training, limits: Limits) -> Iterator[tuple[MegatronLayout, int]]:
     """Every layout of so many GPUs that divides the model."""
     gpus = t.gpus or 1
     sizes = _divisors(gpus)
@@ -162,10 +169,10 @@ def _layouts(model: Model, t: Training, limits: Limits) -> Iterator[tuple[Layout
                             yield layout, cp
 
 
-def _staged(model: Model, tp: int, pp: int, vpp: int, ep: int) -> Layout | None:
+def _staged(model: Model, tp: int, pp: int, vpp: int, ep: int) -> MegatronLayout | None:
     """A layout with even stages, or with stages as even as a layout string makes them; None where there is none."""
     etp = 1 if model.num_experts else None
-    even = Layout(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
+    even = MegatronLayout(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
     layouts = [even]
     if pp > 1 and (model.mtp_layers or model.num_layers % (pp * vpp)):
         text = even_stages(model.num_layers, model.mtp_layers, pp * vpp)

@@ -7,7 +7,7 @@ from typing import Any
 
 from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import MAX_RANKS, check_number
-from reshard.megatron.layout import Layout
+from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
 from reshard.models.model import Model
 
@@ -173,7 +173,7 @@ class Plan:
     dense and of expert parameters, microbatches, tokens of one microbatch on one rank."""
 
     model: Model
-    layout: Layout
+    layout: MegatronLayout
     training: Training
     recompute: Recompute
     dp: int
@@ -183,7 +183,7 @@ class Plan:
     sequence_parallel: bool
 
     @staticmethod
-    def of(model: Model, layout: Layout, training: Training) -> "Plan":
+    def of(model: Model, layout: MegatronLayout, training: Training) -> "Plan":
         """Settle the sizes. Raises ReshardError, naming both, where one does not divide another."""
         layout.check(model)
         t, experts = training, layout.ep * layout.expert_tp
@@ -261,7 +261,7 @@ class Plan:
         return self.training.seq_length * self.training.micro_batch_size // self.training.cp
 
 
-def _microbatches(layout: Layout, t: Training, dp: int) -> int:
+def _microbatches(layout: MegatronLayout, t: Training, dp: int) -> int:
     if t.global_batch_size is not None:
         each = t.micro_batch_size * dp
         if t.global_batch_size % each:

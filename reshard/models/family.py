@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.core.errors import ReshardError, listed
 from reshard.models.config_fields import MAPPED, NO_EFFECT, NO_EFFECT_ENDS, WINDOW, whole_number
-from reshard.models.meaning import DECIDES, DERIVED, moe_pattern
+from reshard.models.meaning import DERIVED, NUMERICS_ARGS, moe_pattern
 from reshard.models.rope import MLA_YARN, hf_rope, inverse_frequencies, megatron_rope, rope_of
 from reshard.models.tables import Row, read_rows
 
@@ -305,8 +305,8 @@ class Family:
                     f"{where} has no {arg}, which {self.name} needs: pass --hf-config with "
                     f"the model's config.json"
                 )
-            if value is None and DECIDES.get(arg) is not DERIVED:
-                value = DECIDES.get(arg)
+            if value is None and NUMERICS_ARGS.get(arg) is not DERIVED:
+                value = NUMERICS_ARGS.get(arg)
             if value is not None or relation == "not" or default is None:
                 config[name] = not value if relation == "not" else value
         config |= hf_rope(args)
@@ -336,8 +336,8 @@ class Family:
         for name in TELLS_APART:
             if self.field_of(name) or (name.startswith("moe_") and not experts):
                 continue
-            said = DECIDES[name] if args.get(name) is None else args[name]
-            if said != self.megatron.get(name, DECIDES[name]):
+            said = NUMERICS_ARGS[name] if args.get(name) is None else args[name]
+            if said != self.megatron.get(name, NUMERICS_ARGS[name]):
                 found.append(name)
         return found
 

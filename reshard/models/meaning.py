@@ -1,6 +1,6 @@
 """Which of Megatron's arguments decide what a model computes, and where two sets of them disagree.
 
-`DECIDES` names them all, with Megatron's defaults; everything else in its parser is about speed, memory,
+`NUMERICS_ARGS` names them all, with Megatron's defaults; everything else in its parser is about speed, memory,
 training or files. A test holds each argument of the installed Megatron, and each field of its configs,
 against this table.
 """
@@ -13,7 +13,7 @@ from typing import Any
 # An argument that Megatron derives where it is not given.
 DERIVED = object()
 
-DECIDES: dict[str, Any] = {
+NUMERICS_ARGS: dict[str, Any] = {
     # sizes
     "num_layers": DERIVED, "hidden_size": DERIVED, "ffn_hidden_size": DERIVED, "num_attention_heads": DERIVED, "num_query_groups": DERIVED,
     "kv_channels": DERIVED,
@@ -69,10 +69,13 @@ def disagreements(said: Mapping[str, Any], meant: Mapping[str, Any]) -> list[tup
 
     What `meant` lacks is at Megatron's default; what `said` lacks is not compared.
     """
-    a, b = _settled(said), _settled({k: v for k, v in DECIDES.items() if v is not DERIVED} | dict(meant))
+    a, b = (
+        _settled(said),
+        _settled({k: v for k, v in NUMERICS_ARGS.items() if v is not DERIVED} | dict(meant)),
+    )
     skipped = _without_effect(b)
     found = []
-    for name, default in DECIDES.items():
+    for name, default in NUMERICS_ARGS.items():
         unsaid = name not in a or (a[name] is None and default is not None)
         if unsaid or name in skipped or (default is DERIVED and name not in b):
             continue
@@ -119,14 +122,14 @@ def _without_effect(args: Mapping[str, Any]) -> set[str]:
     """The arguments that this model does not look at."""
     mla, skipped = bool(args.get("multi_latent_attention")), set()
     if not args.get("num_experts"):
-        skipped |= {name for name in DECIDES if name.startswith("moe_")}
+        skipped |= {name for name in NUMERICS_ARGS if name.startswith("moe_")}
     elif isinstance(args.get("moe_layer_freq"), list) and all(args["moe_layer_freq"]):
         skipped.add("ffn_hidden_size")  # of dense layers, of which there are none
     if args.get("moe_router_score_function") == "sigmoid":
         skipped.add("moe_router_pre_softmax")  # there is no softmax
     skipped |= set(_NOT_MLA if mla else _MLA)
     if not (args.get("rope_type") == "yarn" if mla else args.get("position_embedding_type") == "yarn"):
-        skipped |= {*_YARN, *(name for name in DECIDES if name.startswith("yarn_"))}
+        skipped |= {*_YARN, *(name for name in NUMERICS_ARGS if name.startswith("yarn_"))}
         skipped |= {"original_max_position_embeddings", "beta_fast", "beta_slow"}
     if not args.get("use_rope_scaling"):
         skipped.add("rope_scaling_factor")

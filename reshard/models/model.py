@@ -20,7 +20,7 @@ from reshard.models.config_fields import (
     without,
 )
 from reshard.models.family import NEEDED, NULLABLE, Family, families, family_of, family_of_args
-from reshard.models.meaning import DECIDES, as_named_now, disagreements, same_value
+from reshard.models.meaning import NUMERICS_ARGS, as_named_now, disagreements, same_value
 from reshard.models.tables import KINDS, Row, shape_of
 
 # Far above every published model. A config is checked against them before anything is made for each layer or
@@ -81,7 +81,7 @@ class Model:
         family = family_of(config, where)
         full = dict(config)
         for name, aliases, arg, _, default in family.spellings:
-            if arg in DECIDES:
+            if arg in NUMERICS_ARGS:
                 _check_null(name, aliases, default, config, where)
             for alias in aliases:
                 if full.get(name) is None:
@@ -126,7 +126,14 @@ class Model:
         """The names of fields and arguments that can be ignored: those that were, and all that the family or
         Megatron's arguments have."""
         family = self.family
-        return {*self.ignored, *family.fields, *family.always, *DEFAULTS[family.name], *ELSEWHERE, *DECIDES}
+        return {
+            *self.ignored,
+            *family.fields,
+            *family.always,
+            *DEFAULTS[family.name],
+            *ELSEWHERE,
+            *NUMERICS_ARGS,
+        }
 
     @property
     def notices(self) -> list[str]:
@@ -331,7 +338,7 @@ def different_fields(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
         return {"architectures": (a.family.architecture, b.family.architecture)}
     found = {}
     for name, _, arg, _, _ in a.family.spellings:
-        if arg in DECIDES and not same_value(a.config[name], b.config[name]):
+        if arg in NUMERICS_ARGS and not same_value(a.config[name], b.config[name]):
             found[name] = (a.config[name], b.config[name])
     if a.num_layers == b.num_layers and a.kinds != b.kinds:
         found["layers with experts"] = (a.moe_layers, b.moe_layers)

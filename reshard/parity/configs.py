@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from reshard.models.meaning import DECIDES, DERIVED, disagreements
+from reshard.models.meaning import DERIVED, NUMERICS_ARGS, disagreements
 from reshard.models.model import Model
 
 # Two spellings of one number in fp32, as 1e-5 and 9.999999747e-06.
@@ -14,7 +14,7 @@ def config_differences(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
     """Fields by which two configs make two models of the same weights, with both values. Fields that mean the same in
     other words, or have no effect on what the weights compute, are not among them."""
     args_a, args_b = a.megatron_args(), b.megatron_args()
-    defaults = {name: value for name, value in DECIDES.items() if value is not DERIVED}
+    defaults = {name: value for name, value in NUMERICS_ARGS.items() if value is not DERIVED}
     different = {name: (ours, theirs) for name, theirs, ours in disagreements(defaults | args_b, args_a)}
     different |= {name: (ours, theirs) for name, ours, theirs in disagreements(defaults | args_a, args_b)}
     rotary = {*a.family.rope_args(a.config, a.where), *b.family.rope_args(b.config, b.where)}

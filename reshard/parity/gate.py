@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from reshard.core.errors import ReshardError
 from reshard.core.extras import require
 from reshard.engines.vllm.layout import VllmLayout
-from reshard.megatron.layout import Layout
+from reshard.megatron.layout import MegatronLayout
 from reshard.models.model import Model
 from reshard.parity.configs import config_differences, sentences_on
 from reshard.parity.metrics import Metrics, Scores, metrics_of, routing_of
@@ -278,7 +278,7 @@ def parity(
     prompts: Sequence[Prompt] | int = 8,
     *,
     dtype: str | None = None,
-    layout: Layout | None = None,
+    layout: MegatronLayout | None = None,
     engine: VllmLayout | None = None,
     hf_config: str | Path | None = None,
     limits: Limits | Callable[[str], Limits] | None = None,
@@ -334,7 +334,7 @@ def parity(
             rounded = _limits(limits or Limits.of_dtype, "fp8")
     join_processes()
     where = Path(hf_config) if hf_config is not None else None
-    bench = Bench(a, b, dtype, layout or Layout(), where, engine, quantization, exact)
+    bench = Bench(a, b, dtype, layout or MegatronLayout(), where, engine, quantization, exact)
     _check_same(*bench.models)
     fields = config_differences(*bench.models)
     context = min(int(model.config["max_position_embeddings"]) for model in bench.models)

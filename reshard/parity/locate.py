@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.core.errors import ReshardError, listed
-from reshard.megatron.layout import Layout
+from reshard.megatron.layout import MegatronLayout
 from reshard.models.model import Model
 from reshard.parity.configs import config_differences
 from reshard.parity.huggingface import HuggingFace
@@ -114,7 +114,7 @@ def locate(
     prompt: Prompt,
     *,
     dtype: str = "fp32",
-    layout: Layout | None = None,
+    layout: MegatronLayout | None = None,
     hf_config: str | Path | None = None,
     tolerance: float | None = None,
     positions: Sequence[int] | None = None,
@@ -142,7 +142,7 @@ def locate(
     check_prompts([prompt], models[0].symbols["V"], context)
 
     def states_in(kind: str) -> tuple[Model, States, States]:
-        return _states(hf, mcore, prompt, positions, kind, layout or Layout(), where)
+        return _states(hf, mcore, prompt, positions, kind, layout or MegatronLayout(), where)
 
     model, *outputs = states_in(dtype)
     exact = states_in("fp32")[1:] if tolerance is None and dtype != "fp32" else None
@@ -168,7 +168,7 @@ def _states(
     prompt: Prompt,
     positions: Sequence[int] | None,
     dtype: str,
-    layout: Layout,
+    layout: MegatronLayout,
     hf_config: Path | None,
 ) -> tuple[Model, States, States]:
     """Outputs of transformers' modules and of Megatron-Core's, one system after the other, on every rank."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.formats.torch_dist import Checkpoint
 from reshard.megatron.build import build_megatron, initialize_parallel, without_gpu
-from reshard.megatron.layout import Layout
+from reshard.megatron.layout import MegatronLayout
 from reshard.models.model import Model
 from reshard.parity.systems import (
     DTYPES,
@@ -32,7 +32,7 @@ class Megatron(ForwardSystem):
     Under torchrun every rank makes one; the logits are on the ranks of the last pipeline stage.
     """
 
-    def __init__(self, path: Path, dtype: str, layout: Layout, hf_config: Path | None = None) -> None:
+    def __init__(self, path: Path, dtype: str, layout: MegatronLayout, hf_config: Path | None = None) -> None:
         self.hf_config = hf_config
         self.model, checkpoint = self._looked_at(path)
         self.name = f"Megatron-Core, {path}, {layout}, {dtype}"

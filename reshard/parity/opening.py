@@ -4,7 +4,7 @@ from pathlib import Path
 
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm.layout import VllmLayout
-from reshard.megatron.layout import Layout
+from reshard.megatron.layout import MegatronLayout
 from reshard.models.model import Model
 from reshard.parity.huggingface import HuggingFace
 from reshard.parity.prompts import SERVED
@@ -40,7 +40,7 @@ def model_of(spec: str, hf_config: Path | None = None) -> Model:
 def open_system(
     spec: str,
     dtype: str,
-    layout: Layout,
+    layout: MegatronLayout,
     hf_config: Path | None = None,
     engine: VllmLayout | None = None,
     quantization: str | None = None,

@@ -9,7 +9,7 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm.layout import VllmLayout
-from reshard.megatron.layout import Layout
+from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import expand
 from reshard.parity.metrics import Metrics, Scores, metrics_of, routing_of
 from reshard.parity.noise import BOTH_IN_FP32, Noise, noise_of
@@ -37,7 +37,7 @@ class Bench:
         a: str | System,
         b: str | System,
         dtype: str,
-        layout: Layout,
+        layout: MegatronLayout,
         hf_config: Path | None = None,
         engine: VllmLayout | None = None,
         quantization: str | None = None,

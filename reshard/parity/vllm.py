@@ -21,14 +21,14 @@ from reshard.core.extras import require
 from reshard.engines.vllm.compat import end_groups, own_shared_memory, plain_weights
 from reshard.engines.vllm.layout import VllmLayout
 from reshard.engines.vllm.live import VllmModel
-from reshard.megatron.layout import Layout
+from reshard.megatron.layout import MegatronLayout
 from reshard.models.model import Model
 from reshard.models.published import published
 from reshard.parity.metrics import Scores
 from reshard.parity.prompts import Prompt
 from reshard.parity.routing import Choices
 from reshard.parity.systems import Scoring, System, check_processes, join_processes, release_memory
-from reshard.refit import Members, connect
+from reshard.refit import RefitGroup, connect
 from reshard.storage.source import read_config
 from reshard.trainers.megatron import MegatronModel
 
@@ -154,7 +154,7 @@ class RefittedVllm(_OwnVllm):
         self,
         path: Path,
         dtype: str,
-        layout: Layout,
+        layout: MegatronLayout,
         hf_config: Path | None = None,
         engine: VllmLayout | None = None,
         quantization: str | None = None,
@@ -175,7 +175,7 @@ class RefittedVllm(_OwnVllm):
             with plain_weights():
                 self.llm = self.launch(Path(folder), context, routing, load_format="dummy")
         link = connect(
-            Members.of_process_group(),
+            RefitGroup.of_process_group(),
             MegatronModel(self.trainer.models),
             VllmModel.from_llm(self.llm, self.exact),
         )

@@ -6,19 +6,29 @@ No trainer and no engine is known here by name: `reshard.trainers.base` and `res
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.deprecated import warn_renamed
 from reshard.core.extras import importing
 
 if TYPE_CHECKING:
+    from reshard.comm.group import RefitGroup
     from reshard.refit.connecting import connect
-    from reshard.refit.link import Link, Report
-    from reshard.refit.members import Members
+    from reshard.refit.link import Link, RefitReport
 
-_HOMES = {"Link": "link", "Report": "link", "connect": "connecting", "Members": "members"}
-__all__ = ["Link", "Members", "Report", "connect"]
+_MODULES = {
+    "Link": "reshard.refit.link",
+    "RefitGroup": "reshard.comm.group",
+    "RefitReport": "reshard.refit.link",
+    "connect": "reshard.refit.connecting",
+}
+_RENAMED = {"Members": "RefitGroup", "Report": "RefitReport"}
+__all__ = ["Link", "RefitGroup", "RefitReport", "connect"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
+    if name in _RENAMED:
+        warn_renamed(f"reshard.refit.{name}", f"reshard.refit.{_RENAMED[name]}")
+        name = _RENAMED[name]
+    if name in _MODULES:
         with importing("megatron"):
-            return getattr(import_module(f"reshard.refit.{_HOMES[name]}"), name)
+            return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'reshard.refit' has no attribute {name!r}")

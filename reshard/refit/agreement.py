@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from reshard.comm.group import RefitGroup
 from reshard.comm.hosts import namespaces, this_host
 from reshard.core.errors import ReshardError, listed
 from reshard.models.config_fields import ignored, ignored_config_fields
 from reshard.refit.checks import check_greeting, check_hello, check_ignored_fields, check_own, gathered
-from reshard.refit.members import Members
 from reshard.refit.routes import Seat, distance, way_between, why_apart
 from reshard.refit.wire import unpack_json
 
@@ -70,7 +70,7 @@ class Agreement:
         )
 
 
-def agree(members: Members, mine: dict[str, Any]) -> Agreement:
+def agree(members: RefitGroup, mine: dict[str, Any]) -> Agreement:
     """Tell all members what this one is, and hear what they are.
 
     Raises ReshardError where they are not of one kind of device, where a side is missing, or where two ask
@@ -104,7 +104,7 @@ def agree(members: Members, mine: dict[str, Any]) -> Agreement:
 
 
 @contextmanager
-def ignoring_alike(members: Members, name: str) -> Iterator[None]:
+def ignoring_alike(members: RefitGroup, name: str) -> Iterator[None]:
     """Inside, every member ignores the fields of a config that one of them does: a trainer's process is told in its code,
     an engine's cannot be. It is the first that members tell each other, before any makes its side.
 
@@ -136,7 +136,7 @@ def _check_alike(key: str, peer: dict[str, Any], mine: dict[str, Any]) -> None:
         raise ReshardError(f"{peer['name']} has {key} {peer[key]}, {mine['name']} has {mine[key]}")
 
 
-def one_config(members: Members, engines: list[int], mine: bytes) -> dict[str, Any]:
+def one_config(members: RefitGroup, engines: list[int], mine: bytes) -> dict[str, Any]:
     """The config that all inference ranks have published as ``model``, this one as `mine`. Raises ReshardError where two serve
     different models."""
     read = []
@@ -160,7 +160,7 @@ def one_config(members: Members, engines: list[int], mine: bytes) -> dict[str, A
     return config
 
 
-def names_of(members: Members, ranks: Any) -> str:
+def names_of(members: RefitGroup, ranks: Any) -> str:
     """Members by name, for a sentence."""
     return listed(members.names[rank] for rank in ranks)
 

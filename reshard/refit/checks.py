@@ -34,7 +34,7 @@ from reshard.refit.routes import EXECUTORS
 from reshard.refit.wire import pack_json, unpack_json
 
 if TYPE_CHECKING:
-    from reshard.refit.members import Members
+    from reshard.comm.group import RefitGroup
 
 # Above all that is of use: local tensors of an engine's rank, rounds in which an engine makes what it serves, buckets of
 # such a round, and how often a rank's elements are asked for by one other.
@@ -78,7 +78,7 @@ def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     return two(shape, 1)
 
 
-def gathered(members: "Members", key: str, value: Any) -> list[Any]:
+def gathered(members: "RefitGroup", key: str, value: Any) -> list[Any]:
     """Publish JSON, and read what all members have published, by rank. Raises ReshardError where this member's own is not
     there as it was said, since the others then go by something else."""
     mine = pack_json(value)
@@ -90,7 +90,7 @@ def gathered(members: "Members", key: str, value: Any) -> list[Any]:
     ]
 
 
-def check_own(members: "Members", key: str, said: bytes, heard: bytes) -> None:
+def check_own(members: "RefitGroup", key: str, said: bytes, heard: bytes) -> None:
     """Raise ReshardError where what others have heard of this member is not what it has said."""
     if said != heard:
         raise ReshardError(_garbled(members.names[members.rank], key))

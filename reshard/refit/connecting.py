@@ -9,25 +9,25 @@ from typing import Any
 
 import torch
 
-from reshard.core.collector import collector_paused
+from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
+from reshard.core.gc import gc_paused
 from reshard.core.limits import MOST_BUCKET_BYTES, check_number
 from reshard.engines.base import Engine
 from reshard.models.model import Model
 from reshard.refit.agreement import agree, hello, ignoring_alike, one_config
 from reshard.refit.blocks import BF16
-from reshard.refit.engine_side import EngineSide
 from reshard.refit.link import Link
-from reshard.refit.members import Members
+from reshard.refit.receiver import Receiver
 from reshard.refit.routes import check_executor
-from reshard.refit.trainer_side import TrainerSide
+from reshard.refit.sender import Sender
 from reshard.refit.wire import pack_json, readable
 from reshard.trainers.base import Trainer
 
 BUCKET_BYTES = 512 << 20
 
 
-def connect(members: Members, source: "Trainer | Callable[[], Trainer] | None" = None,
+def connect(members: RefitGroup, source: "Trainer | Callable[[], Trainer] | None" = None,
             destination: "Engine | Callable[[], Engine] | None" = None, *, executor: str = "auto",
             bucket_bytes: int = BUCKET_BYTES, release: bool = True) -> Link:  # fmt: skip
     """Connect a trainer's ranks (`source`) and an inference engine's (`destination`); a process may be both,
@@ -52,7 +52,7 @@ def connect(members: Members, source: "Trainer | Callable[[], Trainer] | None" =
     roles = [name for name, side in (("trainer", source), ("inference", destination)) if side is not None]
     name = f"{' and '.join(roles) or 'idle'} rank {members.rank}"
     try:
-        with members.turn("connect"), collector_paused(), ignoring_alike(members, name):
+        with members.turn("connect"), gc_paused(), ignoring_alike(members, name):
             check_executor(executor)
             check_number(bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
             trains: Trainer | None = _made(
@@ -78,8 +78,8 @@ def connect(members: Members, source: "Trainer | Callable[[], Trainer] | None" =
                 "release": release and trains is not None,
             }
             agreed = agree(members, mine)
-            trainer = TrainerSide(trains, members, agreed, device) if trains is not None else None
-            engine = EngineSide(serves, members, agreed, device) if serves is not None else None
+            trainer = Sender(trains, members, agreed, device) if trains is not None else None
+            engine = Receiver(serves, members, agreed, device) if serves is not None else None
             config = b""
             if engine is not None:
                 engine.engine.follow()
@@ -93,7 +93,7 @@ def connect(members: Members, source: "Trainer | Callable[[], Trainer] | None" =
             if engine is not None:
                 engine.plan(model.where)
             if trainer is not None:
-                trainer.hear_what_is_asked()
+                trainer.receive_requests()
             link = Link(members, agreed, trainer, engine, device)
             link._set_up()
             if compiling is not None:

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
+from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, first_line
 from reshard.refit.addresses import AT_ONCE, located
 from reshard.refit.agreement import Agreement, names_of
 from reshard.refit.checks import check_unmapped, gathered
 from reshard.refit.codecs import CODECS, PLAIN
 from reshard.refit.copies import wait_for_device
-from reshard.refit.engine_side import EngineSide
-from reshard.refit.members import Members
+from reshard.refit.receiver import Receiver
 from reshard.refit.routes import BUCKETS, HERE, PEER, SENT, STAGED
+from reshard.refit.sender import Sender
 from reshard.refit.tables import CODEC, bytes_of
-from reshard.refit.trainer_side import TrainerSide
 from reshard.refit.transports.base import Incoming, Outgoing, Transport
 from reshard.refit.transports.buckets import Buckets
 from reshard.refit.transports.pull import Pull
@@ -31,7 +31,7 @@ log = logging.getLogger("reshard")
 
 
 @dataclass(frozen=True)
-class Report:
+class RefitReport:
     """One refit as a member saw it: the version that the engine now has; seconds waiting for the others, moving bytes, and in
     all; bytes pulled within the process and from peers' memory, received through slabs of the same host and in buckets.
 
@@ -59,10 +59,10 @@ class Link:
 
     def __init__(
         self,
-        members: Members,
+        members: RefitGroup,
         agreed: Agreement,
-        trainer: TrainerSide | None,
-        engine: EngineSide | None,
+        trainer: Sender | None,
+        engine: Receiver | None,
         device: torch.device,
     ) -> None:
         self.members, self.agreed, self.trainer, self.engine, self.device = (
@@ -146,7 +146,7 @@ class Link:
 
     # Refitting
 
-    def refit(self, version: int | None = None, verify: bool = False) -> Report:
+    def refit(self, version: int | None = None, verify: bool = False) -> RefitReport:
         """Move the weights. Every member calls this; it returns when all have what they need.
 
         `version` is what both sides then carry; members that give one must give the same, and where nobody
@@ -185,13 +185,13 @@ class Link:
         self.version = agreed
         return self._report(agreed, waited - start, moved_at - waited, time.perf_counter() - start)
 
-    def _report(self, version: int, waited: float, moved: float, total: float) -> Report:
+    def _report(self, version: int, waited: float, moved: float, total: float) -> RefitReport:
         local, peer = (self.pull.local_bytes, self.pull.peer_bytes) if self.pull is not None else (0, 0)
         staged, buckets = self.staged.received_bytes, self.buckets.received_bytes
         launches = sum(transport.launches for transport in self._transports)
         if self.engine is not None:
             launches += self.engine.slab.launches
-        return Report(
+        return RefitReport(
             version,
             waited,
             moved,
@@ -214,7 +214,7 @@ class Link:
         engine_moved = self.engine is not None and self.engine.engine.follow()
         return self.trainer is not None and self.trainer.tell_if_moved(), engine_moved
 
-    def _settle(self, trainer: TrainerSide) -> None:
+    def _settle(self, trainer: Sender) -> None:
         """Let the trainer's ranks finish what they have put off, together: not before all have come so far, since torch
         bounds their wait for each other by a limit of its own."""
         trainer.source.check_memory(self.device)

@@ -56,7 +56,7 @@ def needed(
     return {rank: Pieces.of(some, index) for rank, some in copies.items()}
 
 
-def asked_of(engine: Engine, pieces: Pieces) -> np.ndarray:
+def build_requests(engine: Engine, pieces: Pieces) -> np.ndarray:
     """What a trainer's rank is told of its pieces."""
     if not engine.scales and not engine.passing:
         return pieces.asked

@@ -23,20 +23,20 @@ from reshard.refit.blocks import Strips, places_of
 from reshard.refit.checks import check_digests
 from reshard.refit.codecs import BLOCKWISE
 from reshard.refit.digests import Digests
-from reshard.refit.parcels import digests_as_made, digests_as_served, parcels_of
-from reshard.refit.remake import remade
+from reshard.refit.packed_blocks import digests_as_made, digests_as_served, parcels_of
+from reshard.refit.requantize_for_check import remade
 from reshard.refit.routes import SENT
 
 if TYPE_CHECKING:
-    from reshard.refit.engine_side import EngineSide
-    from reshard.refit.trainer_side import TrainerSide
+    from reshard.refit.receiver import Receiver
+    from reshard.refit.sender import Sender
 
 
 class TrainerDigests:
     """Those of a trainer's rank, by inference rank: of pieces, then of parcels."""
 
-    def __init__(self, side: "TrainerSide") -> None:
-        self.side: TrainerSide = weakref.proxy(side)  # which holds this one
+    def __init__(self, side: "Sender") -> None:
+        self.side: Sender = weakref.proxy(side)  # which holds this one
         self.begun: dict[int, tuple[Digests, np.ndarray]] = {}
 
     def begin(self) -> None:
@@ -63,8 +63,8 @@ class TrainerDigests:
 class EngineDigests:
     """Those of an inference rank, by trainer's rank; of what was made of several pieces here it is seen whether it comes of them."""
 
-    def __init__(self, side: "EngineSide") -> None:
-        self.side: EngineSide = weakref.proxy(side)  # which holds this one
+    def __init__(self, side: "Receiver") -> None:
+        self.side: Receiver = weakref.proxy(side)  # which holds this one
         self.begun: dict[int, tuple[Digests, np.ndarray]] = {}
         self.passed: dict[int, np.ndarray] = {}
         self.unlike: list[int] = []

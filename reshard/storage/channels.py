@@ -17,7 +17,7 @@ from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import ReshardError
 from reshard.storage.fp8 import BLOCK
 from reshard.storage.packed import pack, words
-from reshard.storage.quantized import Look, Quantize, Quantized, Reader, check_finite
+from reshard.storage.quantized import Quantize, Quantized, Reader, TensorReader, check_finite
 from reshard.storage.streams import SLAB_BYTES, StripWriter, TensorInfo
 
 SUFFIX = "_scale"
@@ -103,7 +103,9 @@ class Channels(Quantized):
         super().__init__(names)
         self.scheme = Scheme(codes, self.strategy)
 
-    def prepare(self, name: str, info: TensorInfo, look: Look) -> tuple[Quantize, dict[str, np.ndarray]]:
+    def prepare(
+        self, name: str, info: TensorInfo, look: TensorReader
+    ) -> tuple[Quantize, dict[str, np.ndarray]]:
         return partial(quantize, scheme=self.scheme), {}
 
     def dtypes(self, info: TensorInfo) -> tuple[Dtype, Dtype]:
@@ -147,7 +149,7 @@ class Blocks(Channels):
 class PackedChannels(Channels):
     """Weights that are stored in words, with a scale for each output channel."""
 
-    codes_end = PACKED_END
+    codes_suffix = PACKED_END
     more_ends = (SHAPE_END,)
 
     def __init__(self, names: Iterable[str], codes: str) -> None:
@@ -157,7 +159,9 @@ class PackedChannels(Channels):
     def codes_shape(self, info: TensorInfo) -> tuple[int, ...]:
         return info.rows, words(info.columns, BITS[self.scheme.codes])
 
-    def prepare(self, name: str, info: TensorInfo, look: Look) -> tuple[Quantize, dict[str, np.ndarray]]:
+    def prepare(
+        self, name: str, info: TensorInfo, look: TensorReader
+    ) -> tuple[Quantize, dict[str, np.ndarray]]:
         return partial(quantize, scheme=self.scheme), {SHAPE_END: np.array(info.shape, np.int64)}
 
     def more(self, info: TensorInfo) -> dict[str, tuple[Dtype, tuple[int, ...]]]:
@@ -183,7 +187,7 @@ class Tensors(Channels):
         return (1,)
 
     def copy(
-        self, name: str, info: TensorInfo, read: Reader, writer: StripWriter, look: Look
+        self, name: str, info: TensorInfo, read: Reader, writer: StripWriter, look: TensorReader
     ) -> dict[str, str]:
         largest = np.zeros((1, 1), np.float32)
         for slab in look(name):

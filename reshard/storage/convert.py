@@ -12,7 +12,7 @@ from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE, check_number
 from reshard.megatron.arguments import version_of
-from reshard.megatron.layout import Layout
+from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
 from reshard.models.config_fields import check_ignored
 from reshard.storage.casts import overflow_notice
@@ -31,7 +31,7 @@ from reshard.storage.streams import SLAB_BYTES, TensorInfo
 from reshard.storage.team import Team
 from reshard.storage.verify import SourceChecks
 from reshard.storage.workdir import Workdir, fingerprint
-from reshard.storage.workers import Aside, Progress, worker_count, workers_for
+from reshard.storage.workers import BackgroundCall, Progress, worker_count, workers_for
 
 # Ways to quantize: blocks of fp8; codes with a scale for each output channel, for all of a weight, or for a block, in another
 # format; in words, with one for each output channel, or for so many of its columns; and 4 bits in bytes.
@@ -54,7 +54,7 @@ BASE_MEMORY_BYTES, WORKER_MEMORY_BYTES, TENSOR_MEMORY_BYTES = 48 << 20, 8 << 20,
 
 
 @dataclass
-class Report:
+class ConversionReport:
     """What a conversion did, or would do with `dry_run`. Sizes in bytes."""
 
     direction: str
@@ -81,7 +81,7 @@ class Report:
 def hf_to_mcore(
     source: str | Path,
     destination: str | Path,
-    layout: Layout | None = None,
+    layout: MegatronLayout | None = None,
     *,
     dtype: str | None = None,
     allow_overflow: bool = False,
@@ -95,7 +95,7 @@ def hf_to_mcore(
     workers: int | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
-) -> Report:
+) -> ConversionReport:
     """Convert a Hugging Face checkpoint (a directory or a hub id) to a Megatron ``torch_dist`` checkpoint; weights in fp8 blocks, or in
     fp8, int8, int4 or nvfp4 by compressed-tensors, or in nvfp4 by modelopt, are dequantized.
 
@@ -109,9 +109,11 @@ def hf_to_mcore(
     Raises ReshardError, and leaves no destination, for anything that cannot be converted exactly.
     """
     allow_many_files()
-    if not isinstance(layout, (Layout, type(None))):
-        raise ReshardError(f"layout is {layout!r:.80}, not a reshard.Layout such as Layout(tp=2)")
-    layout, target = layout or Layout(), float_dtype(dtype)
+    if not isinstance(layout, (MegatronLayout, type(None))):
+        raise ReshardError(
+            f"layout is {layout!r:.80}, not a reshard.MegatronLayout such as MegatronLayout(tp=2)"
+        )
+    layout, target = layout or MegatronLayout(), float_dtype(dtype)
     if transformer_impl not in TRANSFORMER_IMPLS:
         raise ReshardError(f"--transformer-impl {transformer_impl} is not one of {listed(TRANSFORMER_IMPLS)}")
     check_number(make_vocab_size_divisible_by, "--make-vocab-size-divisible-by", MAX_VOCAB_MULTIPLE)
@@ -178,7 +180,7 @@ def hf_to_mcore(
             fields = new.fields(src.model.family.name, source, sorted(src.codes)) | _ignored_field(src)
             new.finish(work, fields, checksums, sync)
 
-        with Aside(new.rank_files.metadata) as metadata:  # while tensors are written
+        with BackgroundCall(new.rank_files.metadata) as metadata:  # while tensors are written
             new.metadata = metadata.result
             run.meanwhile = (metadata,)
             identity, places = _identity(src)
@@ -204,7 +206,7 @@ def mcore_to_hf(
     workers: int | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
-) -> Report:
+) -> ConversionReport:
     """Convert a Megatron ``torch_dist`` checkpoint, whoever wrote it and at whatever layout, to a Hugging
     Face directory.
 
@@ -297,7 +299,7 @@ def _ignored_field(src: Source) -> dict[str, list[str]]:
     return {"ignored_config_fields": sorted(src.model.ignored)} if src.model.ignored else {}
 
 
-def _without_tokenizer(src: Source, report: Report) -> list[str]:
+def _without_tokenizer(src: Source, report: ConversionReport) -> list[str]:
     """What is said where no tokenizer comes with the weights."""
     if has_tokenizer(src.hf_files()):
         return []
@@ -354,12 +356,12 @@ def _report(
     workers: int | None,
     dry_run: bool,
     team: Team,
-) -> Report:
+) -> ConversionReport:
     read = sum(t.size_bytes for n, t in src.tensors.items())
     slab = max(SLAB_BYTES, *(src.row_multiple(n) * t.columns * 4 for n, t in src.tensors.items()))
     # Read, assembled, cast, cut into columns.
     memory = BASE_MEMORY_BYTES + workers_for(read, workers) * (WORKER_MEMORY_BYTES + 4 * slab)
-    return Report(
+    return ConversionReport(
         direction,
         src.model.family.name,
         str(source),

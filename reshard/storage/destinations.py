@@ -18,7 +18,7 @@ from reshard.core.planner import make_plan
 from reshard.formats import safetensors, torch_dist
 from reshard.megatron.arguments import FLAGS_FILE, arguments, checkpoint_args, command_line
 from reshard.megatron.checkpoint import chunks_to_write, extra_states_to_write
-from reshard.megatron.layout import Layout
+from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import expand, padded_vocab_size
 from reshard.models.model import Model
 from reshard.storage.files import OpenFiles
@@ -92,7 +92,7 @@ class MegatronFiles(Destination):
     def __init__(
         self,
         model: Model,
-        layout: Layout,
+        layout: MegatronLayout,
         tensors: dict[str, TensorInfo],
         copies: Mapping[str, str],
         beside: Mapping[str, Path],

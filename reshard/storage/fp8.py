@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from reshard.core.dtypes import DTYPES, Dtype
-from reshard.storage.quantized import Look, Quantize, Quantized
+from reshard.storage.quantized import Quantize, Quantized, TensorReader
 from reshard.storage.streams import TensorInfo
 
 BLOCK = 128
@@ -39,7 +39,9 @@ class Fp8Blocks(Quantized):
 
     suffix, rows = SCALE_SUFFIX, BLOCK
 
-    def prepare(self, name: str, info: TensorInfo, look: Look) -> tuple[Quantize, dict[str, np.ndarray]]:
+    def prepare(
+        self, name: str, info: TensorInfo, look: TensorReader
+    ) -> tuple[Quantize, dict[str, np.ndarray]]:
         return quantize, {}
 
     def dtypes(self, info: TensorInfo) -> tuple[Dtype, Dtype]:

@@ -19,7 +19,7 @@ import numpy as np
 from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import ReshardError
 from reshard.storage.channels import GLOBAL_END, NVFP4, PACKED_END, SUFFIX, config_of
-from reshard.storage.quantized import Look, Quantize, Quantized, check_finite
+from reshard.storage.quantized import Quantize, Quantized, TensorReader, check_finite
 from reshard.storage.streams import Scratch, TensorInfo
 
 GROUP = 16
@@ -120,7 +120,7 @@ class Nvfp4(Quantized):
     of them for each, but for what this process has seen before."""
 
     suffix, rows, columns = SUFFIX, 1, GROUP
-    codes_end = PACKED_END
+    codes_suffix = PACKED_END
     more_ends = (GLOBAL_END,)
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -139,7 +139,9 @@ class Nvfp4(Quantized):
     def more(self, info: TensorInfo) -> dict[str, tuple[Dtype, tuple[int, ...]]]:
         return {GLOBAL_END: (FP32, (1,))}
 
-    def prepare(self, name: str, info: TensorInfo, look: Look) -> tuple[Quantize, dict[str, np.ndarray]]:
+    def prepare(
+        self, name: str, info: TensorInfo, look: TensorReader
+    ) -> tuple[Quantize, dict[str, np.ndarray]]:
         found = [self._largest(other, look) for other in fused(name) if other in self.names]
         largest, dtype = max(number for number, _ in found), found[0][1]
         divisor = global_scale(largest, dtype)
@@ -150,7 +152,7 @@ class Nvfp4(Quantized):
             )
         return partial(quantize, divisor=divisor), {GLOBAL_END: np.array([divisor], np.float32)}
 
-    def _largest(self, name: str, look: Look) -> tuple[np.float32, np.dtype]:
+    def _largest(self, name: str, look: TensorReader) -> tuple[np.float32, np.dtype]:
         """The largest magnitude of a weight, and its dtype."""
         if name not in self.seen:
             largest, dtype = np.float32(0), np.dtype(np.float32)

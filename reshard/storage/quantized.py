@@ -14,19 +14,19 @@ from reshard.storage.streams import SLAB_BYTES, StripWriter, TensorInfo
 # Reads rows `start` .. `stop` of a weight, in the dtype that is to be quantized; valid until the next call.
 Reader = Callable[[int, int], np.ndarray]
 # Reads the slabs of any weight of the source, by its name, in the dtype that it has in the output; each is valid until the next.
-Look = Callable[[str], Iterator[np.ndarray]]
+TensorReader = Callable[[str], Iterator[np.ndarray]]
 # Makes codes and scales of rows.
 Quantize = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class Quantized(ABC):
-    """How the weights with these `names` are stored: their codes under the weight's name, with `codes_end` where that says
+    """How the weights with these `names` are stored: their codes under the weight's name, with `codes_suffix` where that says
     more, with an end that says `suffix` their scales, of which there is a row for so many `rows` of the weight, and, with
     `more_ends`, small tensors."""
 
     suffix: str
     rows: int
-    codes_end = ""
+    codes_suffix = ""
     more_ends: tuple[str, ...] = ()
     columns = 1  # which a weight has so many times, or cannot be stored so
 
@@ -34,7 +34,9 @@ class Quantized(ABC):
         self.names = frozenset(names)
 
     @abstractmethod
-    def prepare(self, name: str, info: TensorInfo, look: Look) -> tuple[Quantize, dict[str, np.ndarray]]:
+    def prepare(
+        self, name: str, info: TensorInfo, look: TensorReader
+    ) -> tuple[Quantize, dict[str, np.ndarray]]:
         """What quantizes the rows of a weight, a run of them that begins where a row of scales does, to codes of the shape that they
         are stored in and their scales; and what else is stored of it, by the ends `more_ends`. Who needs to know more of this weight,
         or of others, may `look`, as often as needed."""
@@ -61,7 +63,7 @@ class Quantized(ABC):
 
     def parts(self, name: str) -> tuple[str, ...]:
         """The stored tensors that a canonical tensor becomes, its codes first."""
-        ends = (self.codes_end, self.suffix, *self.more_ends)
+        ends = (self.codes_suffix, self.suffix, *self.more_ends)
         return tuple(name + end for end in ends) if name in self.names else (name,)
 
     def stored(self, name: str, info: TensorInfo) -> dict[str, tuple[Dtype, tuple[int, ...]]]:
@@ -70,18 +72,18 @@ class Quantized(ABC):
             return {name: (info.dtype, info.shape)}
         codes, scales = self.dtypes(info)
         found = {
-            name + self.codes_end: (codes, self.codes_shape(info)),
+            name + self.codes_suffix: (codes, self.codes_shape(info)),
             name + self.suffix: (scales, self.scale_shape(info)),
         }
         return found | {name + end: one for end, one in self.more(info).items()}
 
     def copy(
-        self, name: str, info: TensorInfo, read: Reader, writer: StripWriter, look: Look
+        self, name: str, info: TensorInfo, read: Reader, writer: StripWriter, look: TensorReader
     ) -> dict[str, str]:
         """Stream one quantized weight, each row of which `read` reads once and in order; the checksums of its parts."""
         quantize, more = self.prepare(name, info, look)
         weight_digest, scale_digest = xxhash.xxh3_128(), xxhash.xxh3_128()
-        codes_name, scales_name = name + self.codes_end, name + self.suffix
+        codes_name, scales_name = name + self.codes_suffix, name + self.suffix
         for start, stop in info.slabs(SLAB_BYTES, self.rows):
             weight, scales = quantize(read(start, stop))
             check_finite(name, scales, "; drop --quantize")

@@ -21,7 +21,7 @@ from reshard.storage.streams import SLAB_BYTES, Strip, StripReader, StripWriter,
 from reshard.storage.team import Team
 from reshard.storage.verify import SourceChecks, checksum_of
 from reshard.storage.workdir import Workdir
-from reshard.storage.workers import Aside, Progress, Workers, run_jobs
+from reshard.storage.workers import BackgroundCall, Progress, Workers, run_jobs
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Run:
     checks: SourceChecks
     allow_overflow: bool = False
     quantized: Quantized = field(default_factory=lambda: Fp8Blocks(()))
-    meanwhile: tuple[Aside, ...] = ()
+    meanwhile: tuple[BackgroundCall, ...] = ()
     overflowed: dict[str, int] = field(default_factory=dict)
     was_done: bool = False
 
@@ -166,7 +166,7 @@ class Run:
 
             # Workers are forked before the thread that syncs is there.
             with (
-                Aside(lambda: create(files, mine), files.close) as created,
+                BackgroundCall(lambda: create(files, mine), files.close) as created,
                 Workers(copy, sizes, self.workers, written_into, files.close) as workers,
                 (EarlySync if self.sync else NoSync)(
                     files, list(paths.values()), journal.record, lost

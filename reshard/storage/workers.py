@@ -174,7 +174,7 @@ class Workers:
         _end(self.workers, at_once=kind is not None)
 
 
-class Aside:
+class BackgroundCall:
     """A call in a worker of its own, from the beginning of the `with` block on; what it returns is
     pickled. `left` is what `leave` gives, which the worker calls after it if it is a process."""
 
@@ -184,7 +184,7 @@ class Aside:
         self.found: Any = None
         self.left: Any = None
 
-    def __enter__(self) -> "Aside":
+    def __enter__(self) -> "BackgroundCall":
         try:
             _start(lambda name: self.call(), self.leave, self.workers)
             self.workers[0].tell([""])

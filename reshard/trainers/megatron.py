@@ -22,7 +22,7 @@ from reshard.formats.torch_dist import Key, Stored
 from reshard.megatron.checkpoint import EMBEDDING, OUTPUT, placement_of_keys
 from reshard.megatron.parameters import expand
 from reshard.models.config_fields import ignored
-from reshard.models.meaning import DECIDES, disagreements
+from reshard.models.meaning import NUMERICS_ARGS, disagreements
 from reshard.models.model import Model
 from reshard.models.rope import ROPE_FIELDS, inverse_frequencies
 from reshard.trainers.base import Trainer
@@ -242,7 +242,7 @@ def _form(tensor: Any) -> tuple | None:
 def _settings(model: torch.nn.Module) -> dict[str, Any]:
     """What a live GPTModel says about what it computes, by the names of Megatron's arguments."""
     config: Any = model.config
-    said = {name: getattr(config, name) for name in DECIDES if hasattr(config, name)}
+    said = {name: getattr(config, name) for name in NUMERICS_ARGS if hasattr(config, name)}
     gated, function = getattr(config, "gated_linear_unit", None), getattr(config, "activation_func", None)
     if gated is not None and function is not None:
         said["swiglu"] = gated and getattr(function, "__name__", type(function).__name__).lower() in (

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from reshard import Layout
+from reshard import MegatronLayout
 from reshard.testing import assert_logprob_parity, to_megatron  # noqa: F401
 
 MODEL = os.environ["MODEL"]
@@ -18,7 +18,7 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2)], ids=str)
+@pytest.mark.parametrize("layout", [MegatronLayout(), MegatronLayout(pp=2)], ids=str)
 def test_the_converted_checkpoint_is_the_model(layout, to_megatron):  # noqa: F811
     report = assert_logprob_parity(MODEL, to_megatron(MODEL, layout), max_abs=1e-4, texts=TEXTS)
     print(f"{report.overall.tokens} tokens, max |difference| {report.overall.max_abs:.2g}")

@@ -16,8 +16,8 @@ with importing("vllm"):
     import torch
 
 from reshard.core.boxes import whole
-from reshard.core.collector import collector_paused
 from reshard.core.errors import ReshardError, listed
+from reshard.core.gc import gc_paused
 from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.device.cuda import is_mapped
 from reshard.device.memory import Region
@@ -111,7 +111,7 @@ class VllmModel(Engine):
         self.loaded = self.tensors | self.reloads.loaded
         self.rank = self._rank()
         self.tp = self.rank.tp
-        with collector_paused():
+        with gc_paused():
             self.placement, self.regions = self._placement()
             self.reloads.share(self._held())
         self.scales = self._scales(exact)

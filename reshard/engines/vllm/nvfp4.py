@@ -151,8 +151,8 @@ class Nvfp4Recipe(Recipe):
         self.matrices = []
         for key, plain in plain_templates(self.module).items():
             *experts, rows, columns = plain.shape
-            codes_end, scales_end, one_end = self.scaling.ends
-            parts = key + codes_end, key + scales_end, key + one_end
+            codes_suffix, scales_end, one_end = self.scaling.ends
+            parts = key + codes_suffix, key + scales_end, key + one_end
             codes, scales, one = map(self.templates.get, parts)
             known = _is(codes, (*experts, rows, columns // 2), torch.uint8)
             known &= _is(scales, (*experts, rows, columns // GROUP), torch.float8_e4m3fn)

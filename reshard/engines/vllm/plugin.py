@@ -66,12 +66,12 @@ def complete_arguments(arguments: Any) -> None:
         arguments.worker_extension_cls = EXTENSION
     if arguments.load_format != LOAD_FORMAT:
         return
-    from reshard.core.errors import said_as
+    from reshard.core.errors import rewrite_message
     from reshard.models.config_fields import asked_by
 
     with (
         asked_by("engine"),
-        said_as(
+        rewrite_message(
             ("--hf-config with the config.json", "--hf-config-path with the directory of the config.json"),
             ("--hf-config with", "--hf-config-path with the directory of"),
         ),

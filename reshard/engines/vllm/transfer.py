@@ -26,7 +26,7 @@ with importing("vllm"):
 @dataclass
 class ReshardInitInfo(WeightTransferInitInfo):
     """Where all members meet (``host:port``), the rank of this engine's first worker among them, how many they
-    are, how long each waits for the others, in seconds, and the secret that they share (`Members.join`)."""
+    are, how long each waits for the others, in seconds, and the secret that they share (`RefitGroup.join`)."""
 
     address: str
     first_rank: int

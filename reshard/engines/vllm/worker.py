@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from reshard.comm.group import MOST_MEMBERS, RefitGroup, check_rank
 from reshard.comm.hosts import parsed
 from reshard.core.errors import ReshardError
 from reshard.core.limits import MOST_BUCKET_BYTES, check_number, check_seconds, check_switch
@@ -23,7 +24,6 @@ from reshard.engines.vllm.transfer import ReshardTransfer
 from reshard.models.config_fields import asked_by
 from reshard.refit.connecting import BUCKET_BYTES, connect
 from reshard.refit.link import Link
-from reshard.refit.members import MOST_MEMBERS, Members, check_rank
 from reshard.refit.routes import check_executor
 
 # Methods of a worker that make layers or load weights.
@@ -68,7 +68,7 @@ class RefitExtension:
         `executor`, the way that bytes go, and `bucket_bytes`, the memory of a rank for those that cannot be read where they
         are, are those of `reshard.refit.connect`. `timeout` is for how many seconds members wait for each other,
         in this call and in every refit. `exact` is that of `VllmModel`: layers in fp8 blocks get bit for bit what vLLM's own
-        loading makes of the weights. `secret` is that of `Members.join`, the same for all members.
+        loading makes of the weights. `secret` is that of `RefitGroup.join`, the same for all members.
 
         Raises ReshardError, as on every other member, where the two sides do not hold the same model or a member is missing.
         """
@@ -98,7 +98,7 @@ class RefitExtension:
         check_seconds(timeout, "timeout")
         check_switch(exact, "exact")
         self.reshard_close()
-        members = Members.join(address, rank, size, timeout, secret)
+        members = RefitGroup.join(address, rank, size, timeout, secret)
         with asked_by("refit"):
             self._reshard_link = connect(
                 members,

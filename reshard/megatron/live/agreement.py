@@ -7,14 +7,14 @@ from reshard.core.boxes import Box, whole
 from reshard.core.dtypes import DTYPES
 from reshard.core.errors import ReshardError, listed
 from reshard.megatron.live.config import Published
-from reshard.megatron.live.ranks import Rank, Told, box_of, decide, not_covered
+from reshard.megatron.live.ranks import HeldBoxes, Rank, box_of, decide, not_covered
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
 from reshard.storage.streams import TensorInfo
 from reshard.storage.team import Team
 
 
-class Given(NamedTuple):
+class WriteAssignment(NamedTuple):
     """A box that `rank` gives; `number` is the box's among those that it holds of the tensor."""
 
     rank: int
@@ -32,14 +32,14 @@ class Agreed:
     tensors: dict[str, TensorInfo]
     copies: dict[str, str]
     fp32: frozenset[str]
-    given: dict[str, list[Given]]
+    given: dict[str, list[WriteAssignment]]
 
 
 def agree(team: Team, rank: Rank, published: Published) -> Agreed:
     """Meet, and agree. Raises ReshardError everywhere where all ranks together lack a part of a tensor, hold one
     in two dtypes, or parts that overlap."""
     held = team.gather([rank.told(), rank.dtypes()])
-    given: dict[str, list[Given]] = {}
+    given: dict[str, list[WriteAssignment]] = {}
 
     def verdict() -> dict[str, Any]:
         dtypes = _dtypes([told for _, told in held])
@@ -90,9 +90,11 @@ def _dtypes(told: list[dict[str, list[str]]]) -> dict[str, str]:
     return dtypes
 
 
-def _givers(held: list[dict[str, list[Told]]], shapes: dict[str, tuple[int, ...]]) -> dict[str, list[Given]]:
+def _givers(
+    held: list[dict[str, list[HeldBoxes]]], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, list[WriteAssignment]]:
     """Of boxes that several ranks hold alike one, so that each rank gives about as many elements."""
-    given: dict[str, list[Given]] = {}
+    given: dict[str, list[WriteAssignment]] = {}
     load = [0] * len(held)
     holders: dict[str, dict[tuple[int, ...], list[tuple[int, int]]]] = {name: {} for name in shapes}
     for rank, one in enumerate(held):
@@ -106,5 +108,5 @@ def _givers(held: list[dict[str, list[Told]]], shapes: dict[str, tuple[int, ...]
         for box, several in sorted(holders[name].items()):
             rank, number = min(several, key=lambda holder: (load[holder[0]], holder))
             load[rank] += box_of(box).volume
-            given[name].append(Given(rank, number, box_of(box)))
+            given[name].append(WriteAssignment(rank, number, box_of(box)))
     return given

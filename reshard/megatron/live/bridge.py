@@ -9,7 +9,7 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.megatron.build import build_megatron, parallel_layout
-from reshard.megatron.layout import Layout
+from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.live.config import Published
 from reshard.megatron.live.export import export
 from reshard.megatron.live.load import LoadReport, load
@@ -54,7 +54,7 @@ class AutoBridge:
         self,
         weight_path: str | Path | None = None,
         *,
-        layout: Layout | None = None,
+        layout: MegatronLayout | None = None,
         wrap_with_ddp: bool = True,
         ddp_config: Any = None,
     ) -> list[torch.nn.Module]:

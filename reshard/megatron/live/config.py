@@ -13,7 +13,7 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.formats import safetensors
 from reshard.formats.small_files import MAX_COPIED_BYTES, MAX_INDEX_BYTES, read_json
-from reshard.megatron.layout import Layout
+from reshard.megatron.layout import MegatronLayout
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import Model
 from reshard.storage.hf_hub import BESIDE_WEIGHTS, local_directory
@@ -97,7 +97,7 @@ def config_path(config: str | Path) -> Path:
     return Path(config) if Path(config).is_file() else local_directory(str(config), BESIDE_WEIGHTS)
 
 
-def layout_of(config: Any) -> Layout:
+def layout_of(config: Any) -> MegatronLayout:
     """The layout of a live model, by its ``TransformerConfig``. Raises ReshardError where its stages were not
     given as a string."""
     pipeline = getattr(config, "pipeline_model_parallel_layout", None)
@@ -106,7 +106,7 @@ def layout_of(config: Any) -> Layout:
         raise ReshardError(
             "the trainer's pipeline_model_parallel_layout was given as a list: pass layout=, with the string"
         )
-    return Layout(
+    return MegatronLayout(
         tp=config.tensor_model_parallel_size,
         pp=config.pipeline_model_parallel_size,
         vpp=1 if text is not None else config.virtual_pipeline_model_parallel_size or 1,

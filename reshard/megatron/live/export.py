@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.core.collector import collector_paused
 from reshard.core.errors import ReshardError, first_line
+from reshard.core.gc import gc_paused
 from reshard.core.limits import check_number
-from reshard.megatron.live.agreement import Agreed, Given, agree
+from reshard.megatron.live.agreement import Agreed, WriteAssignment, agree
 from reshard.megatron.live.config import Published
 from reshard.megatron.live.memory import bytes_of
-from reshard.megatron.live.ranks import Models, Rank, box_of, check_alike, decide, in_words_of_calls, meet
+from reshard.megatron.live.ranks import Models, Rank, box_of, check_alike, decide, keyword_style_errors, meet
 from reshard.storage.boxes import Rows
 
 MAX_BUFFER_BYTES = 1 << 40
@@ -45,7 +45,7 @@ def export(
     Raises ReshardError on every rank, before the first tensor, where the models are not that of `hf_config` or
     lack a part of it.
     """
-    with in_words_of_calls(), collector_paused(), meet("export") as team:
+    with keyword_style_errors(), gc_paused(), meet("export") as team:
         described: list[tuple[Published, Rank]] = []
 
         def describe() -> None:
@@ -68,7 +68,7 @@ def export(
         return _Stream(rank, agreed, given, buffer_bytes, team.process, takers, copy).tensors()
 
 
-def _told(given: dict[str, list[Given]]) -> dict[str, list[list[int]]]:
+def _told(given: dict[str, list[WriteAssignment]]) -> dict[str, list[list[int]]]:
     return {
         name: [[one.rank, one.number, *one.box.offsets, *one.box.lengths] for one in several]
         for name, several in given.items()
@@ -92,7 +92,7 @@ class _Stream:
         self.copy = copy
         self.pieces = rank.by_name()
         self.given = {
-            name: [Given(number, piece, box_of(box)) for number, piece, *box in several]
+            name: [WriteAssignment(number, piece, box_of(box)) for number, piece, *box in several]
             for name, several in given.items()
         }
         self.batches: list[list[str]] = [[]]
@@ -184,10 +184,10 @@ class _Stream:
         """The ranks besides this one that take tensors."""
         return [taker for taker in self.takers if taker != self.process]
 
-    def _bytes(self, name: str, given: Given) -> int:
+    def _bytes(self, name: str, given: WriteAssignment) -> int:
         return given.box.volume * self.agreed.tensors[name].dtype.size
 
-    def _mine(self, name: str, given: Given) -> torch.Tensor:
+    def _mine(self, name: str, given: WriteAssignment) -> torch.Tensor:
         """What this rank gives, where it lies: bytes ``[rows, bytes of a row]``."""
         piece = self.pieces[name][given.number]
         return bytes_of(piece.region, piece.local)
@@ -202,7 +202,7 @@ class _Stream:
                 return mine.view(dtype).view(info.shape)
         return torch.empty(info.shape, dtype=dtype, device=self.device)
 
-    def _within(self, tensor: torch.Tensor, given: Given) -> torch.Tensor:
+    def _within(self, tensor: torch.Tensor, given: WriteAssignment) -> torch.Tensor:
         """The bytes ``[rows, bytes of a row]`` of a whole tensor that a rank gives."""
         rows, size = Rows.of(given.box), tensor.element_size()
         matrix = tensor.view(tensor.shape[0] if tensor.ndim else 1, -1).view(torch.uint8)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from reshard.core.collector import collector_paused
 from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import ReshardError, first_line, listed
+from reshard.core.gc import gc_paused
 from reshard.core.limits import check_switch
 from reshard.megatron.live.config import config_path, digest_of
 from reshard.megatron.live.filling import Filler
@@ -22,7 +22,7 @@ from reshard.megatron.live.ranks import (
     Rank,
     check_alike,
     decide,
-    in_words_of_calls,
+    keyword_style_errors,
     meet,
     not_covered,
 )
@@ -95,7 +95,7 @@ def load(
     any rank; what fails while weights are read (a disk, an overflow) leaves a model of two kinds, and is said.
     """
     began = time.monotonic()
-    with in_words_of_calls(), collector_paused(), meet("load") as team:
+    with keyword_style_errors(), gc_paused(), meet("load") as team:
         job = _Load(team, models, source, hf_config, family, dtype, allow_overflow, skip_mtp,
                     make_vocab_size_divisible_by, optimizer, metadata, workers, progress)  # fmt: skip
         return job.run(began)

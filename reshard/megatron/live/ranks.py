@@ -8,7 +8,7 @@ import torch
 
 from reshard.core.boxes import Box, whole
 from reshard.core.dtypes import dtype_named
-from reshard.core.errors import ReshardError, listed, said_as
+from reshard.core.errors import ReshardError, listed, rewrite_message
 from reshard.core.extras import require
 from reshard.core.limits import MAX_VOCAB_MULTIPLE, check_number
 from reshard.core.placement import LocalTensor
@@ -27,7 +27,7 @@ require("megatron", "torch", "megatron.core")
 # What a trainer holds of a model: what ``get_model`` returned, or our view of it.
 Models = Sequence[torch.nn.Module] | torch.nn.Module | MegatronModel
 # Of a message: a box as the others are told it.
-Told = list[Any]
+HeldBoxes = list[Any]
 
 
 class Rank:
@@ -105,9 +105,9 @@ class Rank:
             found.setdefault(piece.name, []).append(piece)
         return found
 
-    def told(self) -> dict[str, list[Told]]:
+    def told(self) -> dict[str, list[HeldBoxes]]:
         """What the others are told of the pieces: boxes by name, in the order of `pieces`."""
-        found: dict[str, list[Told]] = {}
+        found: dict[str, list[HeldBoxes]] = {}
         for piece in self.pieces:
             found.setdefault(piece.name, []).append([*piece.box.offsets, *piece.box.lengths])
         return found
@@ -119,7 +119,7 @@ def box_of(told: Sequence[int]) -> Box:
     return Box(tuple(told[:dims]), tuple(told[dims:]))
 
 
-def not_covered(held: list[dict[str, list[Told]]], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def not_covered(held: list[dict[str, list[HeldBoxes]]], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """The canonical tensors of which no rank holds some element."""
     boxes: dict[str, set[tuple[int, ...]]] = {}
     for one in held:
@@ -135,10 +135,10 @@ def not_covered(held: list[dict[str, list[Told]]], shapes: Mapping[str, tuple[in
     return left
 
 
-def in_words_of_calls() -> AbstractContextManager[None]:
+def keyword_style_errors() -> AbstractContextManager[None]:
     """Inside, sentences name the options of `load`, `save` and `export`, not those of the command line. Nothing is
     resumed: a load or a save is made anew."""
-    return said_as(
+    return rewrite_message(
         ("(;| and|,) run again with --resume", ""),
         ("pass --overwrite", "pass overwrite=True"),
         ("pass --hf-config with", "pass hf_config= with"),

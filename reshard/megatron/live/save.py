@@ -17,16 +17,16 @@ import numpy as np
 import torch
 import xxhash
 
-from reshard.core.collector import collector_paused
 from reshard.core.errors import ReshardError, first_line, listed
+from reshard.core.gc import gc_paused
 from reshard.core.limits import MAX_ITERATION, check_number, check_switch
 from reshard.megatron.arguments import version_of
-from reshard.megatron.layout import Layout
+from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.live.agreement import agree
 from reshard.megatron.live.config import Published, implementation_of, layout_of
 from reshard.megatron.live.memory import PINNED_BYTES, FromDevice, bytes_of, on_host, slab_bytes
 from reshard.megatron.live.pieces import Part, Piece, bundles, parts_of
-from reshard.megatron.live.ranks import Models, Rank, check_alike, decide, in_words_of_calls, meet
+from reshard.megatron.live.ranks import Models, Rank, check_alike, decide, keyword_style_errors, meet
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
 from reshard.storage.boxes import Rows, box_bytes, place_of, write_boxes
 from reshard.storage.destinations import Destination, HuggingFaceFiles, MegatronFiles, parse_size
@@ -81,7 +81,7 @@ class Saving:
 
     def _run(self, job: "_Save") -> None:
         try:
-            with in_words_of_calls():
+            with keyword_style_errors():
                 self.report = job.write()
         except BaseException as error:
             self.error = error
@@ -113,7 +113,7 @@ def save(
     *,
     format: str = "torch_dist",
     background: bool = False,
-    layout: Layout | None = None,
+    layout: MegatronLayout | None = None,
     iteration: int | None = None,
     transformer_impl: str | None = None,
     make_vocab_size_divisible_by: int = 128,
@@ -152,7 +152,7 @@ def save(
         last.result()
     job = _Save(models, destination, hf_config, format, background, layout, iteration, transformer_impl,
                 make_vocab_size_divisible_by, megatron_version, max_shard_size, overwrite, sync, metadata, workers)  # fmt: skip
-    with in_words_of_calls(), collector_paused():
+    with keyword_style_errors(), gc_paused():
         job.prepare()
         if background:
             _last = Saving(job)
@@ -169,7 +169,7 @@ class _Save:
     hf_config: str | Path | Published
     format: str
     background: bool
-    layout: Layout | None
+    layout: MegatronLayout | None
     iteration: int | None
     transformer_impl: str | None
     divisible_by: int
@@ -240,8 +240,10 @@ class _Save:
             check_switch(getattr(self, name), name)
         if self.format not in FORMATS:
             raise ReshardError(f"format is {self.format!r:.80}, which is not one of {listed(FORMATS)}")
-        if not isinstance(self.layout, (Layout, type(None))):
-            raise ReshardError(f"layout is {self.layout!r:.80}, not a reshard.Layout such as Layout(tp=2)")
+        if not isinstance(self.layout, (MegatronLayout, type(None))):
+            raise ReshardError(
+                f"layout is {self.layout!r:.80}, not a reshard.MegatronLayout such as MegatronLayout(tp=2)"
+            )
         if self.transformer_impl not in (*TRANSFORMER_IMPLS, None):
             raise ReshardError(
                 f"transformer_impl {self.transformer_impl} is not one of {listed(TRANSFORMER_IMPLS)}"

@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 
 from reshard.comm.background import in_background
-from reshard.comm.group import LOOK_SECONDS
+from reshard.comm.group import LOOK_SECONDS, RefitGroup
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.refit.addresses import AT_ONCE
 from reshard.refit.checks import check_partners, gathered, most_buckets
-from reshard.refit.members import Members
 from reshard.refit.tables import DST, SRC, TILE_BYTES, bytes_packed
 from reshard.refit.transports.base import Incoming, Outgoing, Transport, by_round
 from reshard.refit.transports.packing import ALIGNMENT, Round, Side
@@ -33,7 +32,7 @@ PROGRAMS = 64
 _of_nccl: "weakref.WeakSet[Any]" = weakref.WeakSet()  # communicators of ours
 
 
-def group_of(members: Members, ranks: Sequence[int], device: torch.device, fresh: bool) -> tuple[Any, Any]:
+def group_of(members: RefitGroup, ranks: Sequence[int], device: torch.device, fresh: bool) -> tuple[Any, Any]:
     """Return a communicator of these members, and the store that it needs as long as it is there: on GPUs torch's own where they
     are its ranks, since another takes memory of its own.
 
@@ -67,7 +66,7 @@ def group_of(members: Members, ranks: Sequence[int], device: torch.device, fresh
     raise ReshardError(f"there is no communicator for buckets ({reason}); {silent or 'no member'} is silent")
 
 
-def _made(members: Members, store: Any, index: int, size: int, device: torch.device) -> Any:
+def _made(members: RefitGroup, store: Any, index: int, size: int, device: torch.device) -> Any:
     # Under a name of its own: what a broken communicator has left in the store must not be read again.
     named, timeout = dist.PrefixStore(f"buckets/{members.turns}", store), timedelta(seconds=members.timeout)
     if device.type == "cuda":
@@ -111,7 +110,7 @@ class Buckets(Transport):
     """
 
     def __init__(
-        self, members: Members, ranks: Sequence[int], device: torch.device, bucket_bytes: int
+        self, members: RefitGroup, ranks: Sequence[int], device: torch.device, bucket_bytes: int
     ) -> None:
         self.members, self.ranks, self.device, self.bucket_bytes = members, ranks, device, bucket_bytes
         self.group: Any = None

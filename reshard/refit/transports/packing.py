@@ -22,7 +22,7 @@ from reshard.refit.codecs import (
     bytes_in_source,
 )
 from reshard.refit.copies import CopyTable
-from reshard.refit.parcels import ALIGNMENT, bytes_of_parcels, making, parcels_of, run_of, unpacking
+from reshard.refit.packed_blocks import ALIGNMENT, bytes_of_parcels, making, parcels_of, run_of, unpacking
 from reshard.refit.tables import (
     CODEC,
     DST,

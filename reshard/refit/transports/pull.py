@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from reshard.core.errors import ReshardError, said_as
+from reshard.core.errors import ReshardError, rewrite_message
 from reshard.engines.base import Engine
-from reshard.refit import parcels
+from reshard.refit import packed_blocks
 from reshard.refit.addresses import AT_ONCE, SHARD, fills_of, from_source, rounds_of, shards_here
 from reshard.refit.blocks import FIRST_FRAGMENT, BlockTable, places_of, strips_of
 from reshard.refit.codecs import BLOCKWISE, block_codec, by_rounding
@@ -99,24 +99,24 @@ class Pull(Transport):
         """Kernels that a refit launches."""
         return sum(table.launches for table in (self.table, *self.rounds.values())) + len(self.blocks)
 
-    def _padding(self, sent: Iterable[Incoming]) -> parcels.Placed:
+    def _padding(self, sent: Iterable[Incoming]) -> packed_blocks.Placed:
         """Rows of padding, but what lies in blocks that are sent. In blocks that are put together of parts it is written,
         and written again with them."""
         table, into = self.fills.table, self.fills.into
         blockwise = BLOCKWISE[table[:, CODEC]]
         if not blockwise.any():
-            return parcels.Placed(table, into)
+            return packed_blocks.Placed(table, into)
         found = []
         for some in sent:
             here = BLOCKWISE[some.table[:, CODEC]]
-            found.append(parcels.parcels_of(some.table[here], some.into[here], some.places))
+            found.append(packed_blocks.parcels_of(some.table[here], some.into[here], some.places))
         if not any(len(some.items) for some in found):
-            return parcels.Placed(table, into)
-        kept = parcels.besides(
-            parcels.Placed(table[blockwise], into[blockwise]), found, places_of(self.engine)
+            return packed_blocks.Placed(table, into)
+        kept = packed_blocks.besides(
+            packed_blocks.Placed(table[blockwise], into[blockwise]), found, places_of(self.engine)
         )
         both = (table[~blockwise], kept.table), (into[~blockwise], kept.into)
-        return parcels.Placed(*map(np.concatenate, both))
+        return packed_blocks.Placed(*map(np.concatenate, both))
 
     def _copies(self, rows: "Rows") -> CopyTable:
         """A table in the order in which all peers' links are busy at once."""
@@ -173,7 +173,7 @@ class Pull(Transport):
         if rank == self.rank:
             regions: np.ndarray = memory["regions"]
             return regions
-        with said_as(HINT):
+        with rewrite_message(HINT):
             return shards_here(memory, self.mappings, self.names[rank])
 
     def unmappable(self, memory: Mapping[int, Mapping[str, Any]]) -> list[tuple[int, str]]:

@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from reshard.core.errors import ReshardError, said_as
+from reshard.comm.group import RefitGroup
+from reshard.core.errors import ReshardError, rewrite_message
 from reshard.device.cuda import cuda_free, cuda_memory, exported
 from reshard.refit.addresses import AT_ONCE
 from reshard.refit.checks import check_slab, is_handle
 from reshard.refit.copies import wait_for_device
-from reshard.refit.members import Members
 from reshard.refit.tables import DST, SRC, TILE_BYTES, bytes_packed
 from reshard.refit.transports.base import Incoming, Outgoing, Transport, by_round, rounds_in
 from reshard.refit.transports.mappings import HINT, Mappings
@@ -74,7 +74,7 @@ class Views:
             self._unmap(whose)
         self.mapped[whose] = number, handle
         if not handle.startswith("/proc/"):
-            with said_as(HINT):
+            with rewrite_message(HINT):
                 return self.mappings.address(handle, size, whose)
         if handle not in self.files:
             self.files[handle] = _mapped(handle, whose)
@@ -129,7 +129,7 @@ class Staged(Transport):
     """
 
     def __init__(
-        self, members: Members, device: torch.device, bucket_bytes: int, processes: Sequence[int]
+        self, members: RefitGroup, device: torch.device, bucket_bytes: int, processes: Sequence[int]
     ) -> None:
         self.members, self.device, self.bucket_bytes = members, device, bucket_bytes
         self.processes = processes  # of all members, by rank

@@ -30,7 +30,7 @@ from reshard.refit.addresses import (
 )
 from reshard.refit.blocks import BF16, ENCODING, BlockTable, Strips, places_of, strips_of
 from reshard.refit.codecs import BEFORE_BLOCKS, BLOCK, BLOCKWISE, by_rounding
-from reshard.refit.parcels import digests_as_made, digests_as_served, parcels_of
+from reshard.refit.packed_blocks import digests_as_made, digests_as_served, parcels_of
 from reshard.refit.tables import (
     CODEC,
     DST,

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.engines.base import Engine
 from reshard.refit.addresses import (
@@ -24,11 +25,10 @@ from reshard.refit.agreement import Agreement
 from reshard.refit.blocks import SHAPE, places_of
 from reshard.refit.checks import Extents, check_memory, check_regions
 from reshard.refit.codecs import BLOCKWISE
-from reshard.refit.members import Members
-from reshard.refit.needs import asked_of, needed
-from reshard.refit.parcels import compile_parcels
-from reshard.refit.parts import PartsSlab, divided
+from reshard.refit.needs import build_requests, needed
+from reshard.refit.packed_blocks import compile_parcels
 from reshard.refit.routes import BUCKETS, HERE, PEER, SENT, STAGED
+from reshard.refit.split_blocks import PartsSlab, divided
 from reshard.refit.tables import CODEC
 from reshard.refit.transports.base import Incoming
 from reshard.refit.verification import EngineDigests
@@ -49,11 +49,11 @@ from reshard.refit.wire import (
 _planned: WeakKeyDictionary[Engine, tuple[str, dict[int, Pieces], dict[int, Extents]]] = WeakKeyDictionary()
 
 
-class EngineSide:
+class Receiver:
     """An inference rank in a connection: which pieces it needs, and what the trainer's ranks have said of
     their memory."""
 
-    def __init__(self, engine: Engine, members: Members, agreed: Agreement, device: torch.device) -> None:
+    def __init__(self, engine: Engine, members: RefitGroup, agreed: Agreement, device: torch.device) -> None:
         self.engine, self.members, self.agreed, self.device = engine, members, agreed, device
         self.pieces: dict[int, Pieces] = {}
         self.extents: dict[int, Extents] = {}  # of the trainer's ranks' shards
@@ -90,7 +90,7 @@ class EngineSide:
             _planned[self.engine] = key, self.pieces, self.extents
         for rank in self.agreed.trainers:
             asked = (
-                asked_of(self.engine, self.pieces[rank])
+                build_requests(self.engine, self.pieces[rank])
                 if rank in self.pieces
                 else np.zeros((0, ASKED), np.int64)
             )

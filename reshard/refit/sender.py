@@ -5,6 +5,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from reshard.comm.group import RefitGroup
 from reshard.core.dtypes import dtype_named
 from reshard.core.errors import ReshardError
 from reshard.device.cuda import Allocation, frees_of, generation_of, is_exportable
@@ -28,8 +29,7 @@ from reshard.refit.agreement import Agreement
 from reshard.refit.blocks import PLACES
 from reshard.refit.checks import Extents, check_asked
 from reshard.refit.codecs import BLOCKWISE
-from reshard.refit.members import Members
-from reshard.refit.parcels import compile_parcels, places_asked
+from reshard.refit.packed_blocks import compile_parcels, places_asked
 from reshard.refit.routes import PEER, SENT
 from reshard.refit.transports.base import Outgoing
 from reshard.refit.verification import TrainerDigests
@@ -50,10 +50,10 @@ _published: WeakKeyDictionary[Trainer, tuple[tuple[Model, list[torch.dtype]], by
 )
 
 
-class TrainerSide:
+class Sender:
     """A trainer's rank in a connection: what inference ranks ask it for, and where its memory is."""
 
-    def __init__(self, source: Trainer, members: Members, agreed: Agreement, device: torch.device) -> None:
+    def __init__(self, source: Trainer, members: RefitGroup, agreed: Agreement, device: torch.device) -> None:
         self.source, self.members, self.agreed, self.device = source, members, agreed, device
         self.asked: dict[int, np.ndarray] = {}
         self.extents = Extents.of([], [])
@@ -82,7 +82,7 @@ class TrainerSide:
         self.members.post("held", header)
         self.members.post("parts", parts)
 
-    def hear_what_is_asked(self) -> None:
+    def receive_requests(self) -> None:
         """Read which pieces every inference rank asks for, and tell where they are."""
         requests = self.members.read_all(f"pieces/{self.members.rank}", self.agreed.engines)
         asked = {

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """No garbage collection inside, as a decorator or a context; boxes and transfers have no cycles."""
     enabled = gc.isenabled()
     gc.disable()
