@@ -392,7 +392,7 @@ def compressed_layers(pairs: list) -> dict:
         found["refitted"].append(served(llm, destination.module))
     found["moved"] = [k for k, one in destination.tensors.items() if one.data_ptr() != addresses[k]]
     # In rank 0 layer 1 serves from what layer 2 does: all are told.
-    settle = destination.settle
+    update_derived = destination.update_derived
 
     def mixed_up(model) -> None:
         if dist.get_rank():
@@ -403,13 +403,13 @@ def compressed_layers(pairs: list) -> dict:
         else:
             one.weight_packed.data.copy_(other.weight_packed.data)
 
-    destination.settle = partial(mixed_up, destination.module)
+    destination.update_derived = partial(mixed_up, destination.module)
     found["mixed up"] = caught(partial(link.refit, verify=True))
-    destination.settle = settle
+    destination.update_derived = update_derived
     link.refit(verify=True)
     found["mended"] = served(llm, destination.module)
     trainer.close()
-    del llm, link, destination, trainer, settle
+    del llm, link, destination, trainer, update_derived
     forget()
     for _, hf in pairs:
         with plain_weights():

@@ -67,7 +67,7 @@ def refit_twice(
     engine: dict,
     moving: bool = False,
     dtype: torch.dtype = torch.bfloat16,
-    executor: str = "auto",
+    backend: str = "auto",
     narrow: tuple[str, ...] = (),
     slab_bytes: int = split_blocks.SLAB_BYTES,
 ):
@@ -82,7 +82,7 @@ def refit_twice(
     if is_engine:
         module, config = vllm_on_cpu.build(checkpoints[0], load_format="dummy", **engine)
         destination = VllmModel(module, config)
-    link = connect(members, source, destination, executor=executor)
+    link = connect(members, source, destination, backend=backend)
     held = []
     for step, checkpoint in enumerate(checkpoints):
         if step and model is not None:

@@ -27,7 +27,7 @@ class Probed:
         from reshard.engines.vllm.guard import guard_of
 
         guard = guard_of(self.get_model(), self.vllm_config)
-        return [guard.fit, guard.version]
+        return [guard.ready, guard.version]
 
 
 def caught(function: Callable[[], Any]) -> str:

@@ -78,7 +78,7 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
             os._exit(0)
         said.append(caught(lambda: link.refit(version=2)))
         steps.reach("refitted again")
-        return [*said, destination.fit if destination else None]
+        return [*said, destination.ready if destination else None]
     if what == "is offloaded":
         if is_trainer:
             weight = source.models[0].output_layer.weight
@@ -88,7 +88,7 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
         if is_trainer:
             weight.data = aside
         said.append(caught(lambda: link.refit(version=2, verify=True)))
-        return [*said, destination.fit if destination else None]
+        return [*said, destination.ready if destination else None]
     if is_trainer:
         with torch.no_grad():  # else what was lost would be there from the first refit
             for tensor in source.models[0].parameters():
@@ -112,10 +112,10 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
                 lambda: destination.module(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
             )
         )
-        said.append(str((destination.fit, destination.version)))
+        said.append(str((destination.ready, destination.version)))
     link.refit(version=3, verify=True)
     if is_engine:
-        said.append(str((destination.fit, destination.version)))
+        said.append(str((destination.ready, destination.version)))
     return said
 
 
@@ -158,7 +158,7 @@ def death(
     moment: str,
 ):
     """A member dies at a moment of a connection's life. Of every other one: what the call said in which that was, after how many seconds,
-    whether the engine is fit, with which version, and how many slabs are left."""
+    whether the engine is ready, with which version, and how many slabs are left."""
     is_trainer, _, members = start(rank, sides)
     source = MegatronModel(trainer(flags, checkpoint[1])[0]) if is_trainer else None
     destination = None
@@ -199,7 +199,7 @@ def death(
     if torch.cuda.is_initialized():
         assert torch.ones(1, device="cuda").item() == 1, "this process can go on with its GPU"
     slabs = [file for file in Path("/proc/self/fd").iterdir() if "memfd:reshard" in os.path.realpath(file)]
-    return said, took, (destination.fit, destination.version) if destination else None, len(slabs)
+    return said, took, (destination.ready, destination.version) if destination else None, len(slabs)
 
 
 def dies_at(owner, name: str, last, key: str = "", after: bool = False) -> None:
@@ -234,7 +234,7 @@ DEATHS = {
     "meets": lambda members, engine, last: dies_in_torch(last),
     "comes": lambda members, engine, last: dies_at(members, "go", last),
     "between": lambda members, engine, last: dies_at(members, "go", last, after=True),
-    "copies": lambda members, engine, last: dies_at(engine, "settle", last),
+    "copies": lambda members, engine, last: dies_at(engine, "update_derived", last),
     "ends": lambda members, engine, last: dies_at(members, "done", last),
     "over": lambda members, engine, last: dies_at(members, "done", last, after=True),
 }  # fmt: skip
@@ -279,7 +279,7 @@ class SlowEngine(VllmModel):
 
 def lateness(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]]):
     """A trainer (rank 0) and an engine (rank 1), one of whom comes when the other has given up, in one phase after the other; what each
-    says, how long that took, and whether the engine is fit, its version, and which checkpoint's weights it holds."""
+    says, how long that took, and whether the engine is ready, its version, and which checkpoint's weights it holds."""
     is_trainer, _, members = start(rank, sides)
     steps, said = Steps(sides, rank, 2), {}
     source = destination = None
@@ -308,7 +308,7 @@ def lateness(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[s
         state = None
         if destination:
             held = fingerprint(destination.module)
-            state = destination.fit, destination.version, known.index(held) if held in known else None
+            state = destination.ready, destination.version, known.index(held) if held in known else None
         said[step] = heard, round(took, 1), state
         steps.meet(step)
 
@@ -338,9 +338,9 @@ def lateness(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[s
         destination = VllmModel(model, config)
     now(
         "they want other ways",
-        lambda: connect(members, source, destination, executor="staged" if is_trainer else "buckets"),
+        lambda: connect(members, source, destination, backend="staged" if is_trainer else "nccl"),
     )
-    more = {"executor": "staged", "bucket_bytes": 1 << 19} if is_trainer else {}
+    more = {"backend": "staged", "bucket_bytes": 1 << 19} if is_trainer else {}
     now("connect anew", lambda: links.append(connect(members, source, destination, **more)))
     link = links[-1]
     now("refit anew", lambda: link.refit(version=61))

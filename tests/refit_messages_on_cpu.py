@@ -104,7 +104,7 @@ def spoiled(
         if destination:
             now = fingerprint(destination.module)
             holds = "right" if now == right else "untouched" if now == before else "other"
-            holds = holds, destination.fit
+            holds = holds, destination.ready
         with (steps.folder / f"said {rank}").open("a") as log:  # for who looks while it goes on
             print(
                 number, spoiler.said if spoiler else "nothing", what[:600], f"{took:.1f} s", holds, file=log

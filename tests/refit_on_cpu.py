@@ -282,14 +282,14 @@ def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tu
         return caught(lambda: link.refit(verify=True))
 
     before, found = objects(), [said()]
-    settle = destination.settle
+    update_derived = destination.update_derived
     for change in (
         lambda: layer.weight_scale.data.mul_(1.5),
         lambda: layer.weight.data.view(torch.uint8)[3].bitwise_xor_(1),
     ):
-        destination.settle = change
+        destination.update_derived = change
         found.append(said())
-    destination.settle = settle
+    destination.update_derived = update_derived
     process = layers.process
 
     def fails(*of):
@@ -303,10 +303,10 @@ def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tu
 
     for other in (fails, counts):
         reload.process = other
-        found.append((said(), destination.fit, objects() == before))
+        found.append((said(), destination.ready, objects() == before))
     reload.process = process
     # A check that ends in its middle, when it has seen something, must not be remembered by the next.
-    unlike, seen = destination.unlike, []
+    unlike, seen = destination.mismatches, []
 
     def ends(number):
         if seen:
@@ -314,9 +314,9 @@ def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tu
         seen.extend(unlike(number))
         return seen
 
-    destination.unlike, destination.settle = ends, lambda: layer.weight_scale.data.mul_(1.5)
+    destination.mismatches, destination.update_derived = ends, lambda: layer.weight_scale.data.mul_(1.5)
     found.append(said())
-    destination.unlike, destination.settle = unlike, settle
+    destination.mismatches, destination.update_derived = unlike, update_derived
     return [*found, said(), objects() == before, link.describe()["quantized"]]
 
 
@@ -444,16 +444,16 @@ def absorbed_where_it_was(
         held.append(bits(at_start))
     served = bits(matrices(module)) == held[-1]
     expected = [bits(matrices(engine_of(hf, **engine)[0])) for hf, _ in checkpoints]
-    settle = destination.settle
+    update_derived = destination.update_derived
 
     def spoiled() -> None:
-        settle()
+        update_derived()
         one = matrices(module)["model.layers.1.self_attn.mla_attn.mla_attn.W_UV"]
         one[0, 0, 0] += 1
 
-    destination.settle = spoiled
+    destination.update_derived = spoiled
     said = caught(lambda: link.refit(verify=True))
-    destination.settle = settle
+    destination.update_derived = update_derived
     return held, expected, served, len(at_start), said, caught(lambda: link.refit(verify=True))
 
 
@@ -472,7 +472,7 @@ def of_infinities(
     kept = weight.data.view(-1)[7].clone()
     for value in (kept if rank else torch.tensor(number), kept):
         weight.data.view(-1)[7] = value
-        found.append((caught(link.refit), destination.fit))
+        found.append((caught(link.refit), destination.ready))
     return found
 
 
@@ -485,7 +485,7 @@ def failing_alone(rank: int, sides: dict, flags: list[str], checkpoint: tuple[st
     destination = VllmModel(module, config)
     link = connect(members, MegatronModel(trainer(flags, checkpoint[1])[0]), destination)
     layer = module.get_submodule(next(iter(destination.reloads.round_of)))
-    process, settle, found = layers.process, destination.settle, []
+    process, update_derived, found = layers.process, destination.update_derived, []
 
     def fails(*of):
         if of[0] is layer:
@@ -493,7 +493,7 @@ def failing_alone(rank: int, sides: dict, flags: list[str], checkpoint: tuple[st
         process(*of)
 
     def refitted() -> None:
-        found.append((caught(lambda: link.refit(verify=True)), destination.fit))
+        found.append((caught(lambda: link.refit(verify=True)), destination.ready))
 
     if not rank:
         reload.process = fails
@@ -505,9 +505,9 @@ def failing_alone(rank: int, sides: dict, flags: list[str], checkpoint: tuple[st
         lambda: layer.weight_scale.data.mul_(1.5),
     ):
         if not rank:
-            destination.settle = change
+            destination.update_derived = change
         refitted()
-    destination.settle = settle
+    destination.update_derived = update_derived
     refitted()
     return found
 
@@ -530,11 +530,11 @@ def blocks_that_differ(
         name, scales = next(iter(destination.scales.items()))
         codes = destination.regions[name].tensor.view(torch.uint8)
         changes[1:3] = lambda: codes[-3].bitwise_xor_(1), lambda: scales.region.tensor[-1].mul_(1.5)
-        settle, plain = destination.settle, copies.copy_on_host
+        update_derived, plain = destination.update_derived, copies.copy_on_host
     link, said = connect(members, source, destination), []
     for number, change in enumerate(changes):
         if is_engine:
-            destination.settle, slab = change or settle, link.engine.slab.memory
+            destination.update_derived, slab = change or update_derived, link.engine.slab.memory
             if number == 3 and slab is not None:
                 slab.fill_(1)
                 copies.copy_on_host = partial(all_but, slab, plain)
@@ -611,7 +611,7 @@ def of_a_table_without(rank: int, sides: dict, directory: str, rows: list[str], 
     if traced:
         without_vllm_names()
     module, config = engine_of(directory, load_format="dummy")
-    return caught(lambda: VllmModel(module, config)), guard_of(module, config).fit
+    return caught(lambda: VllmModel(module, config)), guard_of(module, config).ready
 
 
 def without_vllm_names() -> None:

@@ -123,7 +123,7 @@ def after_losses(rank: int, flags: list[str], checkpoints: list[tuple[str, str]]
             worker.wake_up(["kv_cache"])
             said.append(caught(link.refit))
             worker.wake_up(["weights"])
-        fit = link.engine.engine.fit
+        fit = link.engine.engine.ready
         link.refit(version=7)
         held = fingerprint(module)
         wrong = sorted(key for key in expected if held[key] != expected[key])
@@ -189,16 +189,16 @@ def drafted(rank: int, flags: list[str], checkpoints: list[tuple[str, str]], eng
     found["own"] = sorted(name for name in destination.tensors if name.startswith("draft."))
     found["same"] = [name for name in held[1] if name.startswith("draft.") and held[1][name] == held[2][name]]
     found["accounts"] = [(one["what"], one["tensors"]) for one in link.describe()["tensors"]]
-    settle = destination.settle
+    update_derived = destination.update_derived
 
     def spoiled() -> None:
-        settle()
+        update_derived()
         if draft is not None:
             next(p for name, p in draft.named_parameters() if name.endswith("enorm.weight")).data[0] += 1
 
-    destination.settle = spoiled
+    destination.update_derived = spoiled
     found["spoiled"] = caught(partial(link.refit, verify=True))
-    destination.settle = settle
+    destination.update_derived = update_derived
     found["then"] = caught(partial(link.refit, verify=True))
     return found
 

@@ -151,7 +151,7 @@ def live(plugin: str, hf: str, other: str, *options: str) -> dict:
     )
     said["options"] = [trainer.reshard_verify, trainer.reshard_timeout]
     said["wrong options"] = [
-        caught(lambda: swift.use(verify="yes")), caught(lambda: swift.use(timeout=0)), caught(lambda: swift.use(timeout="60")), caught(lambda: swift.use(executor="ipc")),
+        caught(lambda: swift.use(verify="yes")), caught(lambda: swift.use(timeout=0)), caught(lambda: swift.use(timeout="60")), caught(lambda: swift.use(backend="ipc")),
     ]  # fmt: skip
     said["still"] = [trainer.reshard_verify, trainer.reshard_timeout]
 

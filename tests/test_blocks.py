@@ -422,7 +422,7 @@ IGNORED = ["_k_scale", "_v_scale"]
         ("served-blocks", "", 1, True, {}),
         ("served-blocks", "", 1, False, {"bucket_bytes": 1 << 19}),
         ("served-moe-blocks", "", 1, True, {}),
-        ("served-moe-blocks", f"{PP} 2 {EP} 2", 4, False, {"executor": "staged", "bucket_bytes": 1 << 19}),
+        ("served-moe-blocks", f"{PP} 2 {EP} 2", 4, False, {"backend": "staged", "bucket_bytes": 1 << 19}),
         ("served-blocks", f"{TP} 2", 2, True, {"bucket_bytes": 1 << 20}),
     ],
 )

@@ -120,7 +120,7 @@ def test_warming_up_runs_before_there_are_weights_and_requests_do_not():
         worker.compile_or_warm_up_model(fails=True)
     with pytest.raises(ReshardError, match="refit it before it serves"):
         worker.model_runner.execute_model(3)
-    guard_of(module, config).fit = True
+    guard_of(module, config).ready = True
     assert worker.model_runner.execute_model(3) == 3
 
 
@@ -149,7 +149,7 @@ def test_weights_that_vllm_gives_back_or_sets_to_zero_are_not_served_until_a_ref
     worker.reset_weights()
     said = said_by(lambda: worker.model_runner.execute_model(1))
     assert "this vLLM holds zeros since its weights were reset: refit it" in said and guard.version is None
-    guard.fit, guard.version = True, 4
+    guard.ready, guard.version = True, 4
     worker.discard(("weights", "kv_cache"))
     assert "no weights since it discarded them" in said_by(lambda: worker.model_runner.execute_model(1))
     assert guard.asleep and guard.version is None

@@ -106,7 +106,7 @@ def test_members_meet_while_other_threads_open_and_close_connections():
     ({"source": [1]}, "source is a list: give reshard.trainers.MegatronModel(models)"),
     ({"destination": 1}, "destination is a int: give reshard.engines.VllmModel.from_llm(llm)"),
     ({"bucket_bytes": "1GB"}, "bucket_bytes is '1GB'; it is a whole number between 1 and "),
-    ({"executor": "nvlink"}, "executor 'nvlink' is not one of auto, peer, staged, buckets"),
+    ({"backend": "nvlink"}, "backend 'nvlink' is not one of auto, cuda_ipc, staged, nccl"),
     ({"destination": lambda: VllmModel.from_llm(None)}, "this LLM's workers run in other processes"),
 ])  # fmt: skip
 def test_a_mistake_at_connect_is_told_to_all_at_once(given, sentence):

@@ -103,7 +103,7 @@ def refit(
             [n for n in held[0] if not n.endswith(ALIKE) and "scale" not in n and "cache" not in n]
         )
     assert checked == engines
-    if not options.keys() & {"traced", "executor"}:
+    if not options.keys() & {"traced", "backend"}:
         as_forecast(
             checkpoints[0][0],
             parallel,
@@ -196,7 +196,7 @@ def test_what_cannot_be_mapped_is_staged_on_the_same_host(converted, tmp_path):
         2,
         True,
         tmp_path,
-        executor="staged",
+        backend="staged",
         bucket_bytes=4 << 16,
     )
     apart = refit(
@@ -207,7 +207,7 @@ def test_what_cannot_be_mapped_is_staged_on_the_same_host(converted, tmp_path):
         2,
         False,
         tmp_path / "apart",
-        executor="staged",
+        backend="staged",
         moving=True,
     )
     for reports in (*together, *apart[-2:]):
@@ -226,7 +226,7 @@ def test_what_is_staged_is_what_the_trainer_has_now_also_where_its_memory_moves_
         1,
         False,
         tmp_path,
-        executor="staged",
+        backend="staged",
         moving=True,
         release=False,
         verify=False,

@@ -108,7 +108,7 @@ def test_a_disagreement_with_vllms_own_loader_is_refused_and_changes_nothing(
 def test_a_trainer_and_an_engine_in_two_containers_of_one_host_map_nothing_of_each_other(converted, tmp_path):
     sides = {"trainer": 1, "engine": 1, "folder": str(tmp_path), "port": free_port(), "timeout": 60}
     checkpoint = converted("qwen3")[0]
-    hows = [{}, {"executor": "staged"}, {"executor": "buckets"}, {"executor": "peer"}]
+    hows = [{}, {"backend": "staged"}, {"backend": "nccl"}, {"backend": "cuda_ipc"}]
     results = run_on_ranks(
         2,
         "in_containers",
@@ -120,26 +120,24 @@ def test_a_trainer_and_an_engine_in_two_containers_of_one_host_map_nothing_of_ea
     )
     (trainer, of_trainer), (engine, of_engine) = results
     for (said, ways, right), how in zip(engine, hows, strict=True):
-        if how.get("executor") in ("staged", "peer"):
+        if how.get("backend") in ("staged", "cuda_ipc"):
             continue
         [[way]] = ways
         assert said == ["no error"] * 2 and right, (how, said)
-        assert (
-            way["way"] == "buckets" and "they run in pid and ipc namespaces of their own" in way["apart"]
-        ), way
+        assert way["way"] == "nccl" and "they run in pid and ipc namespaces of their own" in way["apart"], way
     for (said, _, _), (heard, _, _) in zip(trainer[1::2], engine[1::2], strict=True):
         for sentence in (*said, *heard):  # at connect, so there is no refit
             assert "cannot read each other's memory, since they run in pid and ipc namespaces" in sentence, (
                 sentence
             )
-            assert sentence.endswith("use executor='auto', or 'buckets'")
+            assert sentence.endswith("use backend='auto', or 'nccl'")
     # On GPUs of that host, by what both have said of themselves; and as they would say it in one container.
     gpus = [hello | {"device": "cuda", "gpu": str(i)} for i, hello in enumerate((of_trainer, of_engine))]
     together = [hello | {"namespaces": of_trainer["namespaces"]} for hello in gpus]
     for exported in (True, False):
-        assert way_between(*gpus, False, "auto", exported) == "buckets"
-        assert way_between(*together, False, "auto", exported) == ("peer" if exported else "staged")
-        assert way_between(*together, False, "auto", exported, mappable=False) == "buckets"
+        assert way_between(*gpus, False, "auto", exported) == "nccl"
+        assert way_between(*together, False, "auto", exported) == ("cuda_ipc" if exported else "staged")
+        assert way_between(*together, False, "auto", exported, mappable=False) == "nccl"
 
 
 # Moments of a connect and of a refit, and whose rank dies then.
@@ -173,7 +171,7 @@ def death(checkpoint, folder, moment: str):
         "timeout": PATIENCE,
     }
     if moment.endswith(("packed", "meets")):
-        sides["how"] = {"executor": "staged" if moment.endswith("packed") else "buckets"}
+        sides["how"] = {"backend": "staged" if moment.endswith("packed") else "nccl"}
     arguments = sides, flags, checkpoint, {"tp": RANKS}, victim, moment
     return victim, run_on_ranks(2 * RANKS, "death", *arguments, module="refit_faults_on_cpu", may_die=True)
 
@@ -259,7 +257,7 @@ def blamed(sentence: str) -> set[int]:
     ("trainer late in the middle", "inference rank 1: ", "trainer rank 0 did not", (False, 51, None)),
     ("after trainer was late in the middle", "no error", "no error", (True, 51, 0)),
     ("engine late once more", "inference rank 1 ", "trainer rank 0: ", (False, 51, None)),
-    ("they want other ways", "asks for executor='staged', inference rank 1 for 'buckets'", "give all the same", (False, 51, None)),
+    ("they want other ways", "asks for backend='staged', inference rank 1 for 'nccl'", "give all the same", (False, 51, None)),
     ("connect anew", "no error", "no error", (False, 51, None)),
     ("refit anew", "no error", "no error", (True, 61, 0)),
     ("both sides moved", "no error", "no error", (True, 62, 1)),

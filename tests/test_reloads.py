@@ -52,7 +52,7 @@ TURNS = [
     ("qwen3-moe", f"{TP} 2", 2, 2, True, {"round_bytes": 1}),
     ("qwen2", f"{TP} 2", 2, 2, True, {"round_bytes": 50_000}),
     ("qwen3-moe", f"{PP} 2 {EP} 2", 4, 2, False, {"round_bytes": 1, "bucket_bytes": 1 << 20}),
-    ("qwen2", f"{TP} 2", 2, 1, False, {"round_bytes": 50_000, "executor": "staged", "bucket_bytes": 1 << 19}),
+    ("qwen2", f"{TP} 2", 2, 1, False, {"round_bytes": 50_000, "backend": "staged", "bucket_bytes": 1 << 19}),
     ("qwen3-moe", f"{PP} 2", 2, 2, True, {"round_bytes": 50_000}),
 ]
 

@@ -114,7 +114,7 @@ def test_wrong_options_are_refused_and_change_nothing(ranks):
             "verify of swift.use is 'yes'; it is true or false",
             "timeout of swift.use is 0; it is a number of seconds above 0",
             "timeout of swift.use is '60'; it is a number of seconds above 0",
-            "executor of swift.use 'ipc' is not one of auto, peer, staged, buckets",
+            "backend of swift.use 'ipc' is not one of auto, cuda_ipc, staged, nccl",
         ]
         assert said["still"] == said["options"]
 

@@ -63,12 +63,12 @@ def test_the_lines_of_config_put_ours_in_the_place_of_verls(said):
         "reshard.integrations.verl.ReshardServerAdapter",
     ]
     assert said["extension"] == "reshard.integrations.verl_worker.VerlExtension"
-    assert said["options"] == {"verify": True, "timeout": 60, "executor": "auto"}
+    assert said["options"] == {"verify": True, "timeout": 60, "backend": "auto"}
     assert said["wrong options"] == [
-        "checkpoint_engine.engine_kwargs.reshard has ['verfy']: it takes verify, timeout and executor",
+        "checkpoint_engine.engine_kwargs.reshard has ['verfy']: it takes verify, timeout and backend",
         "checkpoint_engine.engine_kwargs.reshard.verify is 1; it is true or false",
         "checkpoint_engine.engine_kwargs.reshard.timeout is 0; it is a number of seconds above 0",
-        "checkpoint_engine.engine_kwargs.reshard.executor 'bucket' is not one of auto, peer, staged, buckets",
+        "checkpoint_engine.engine_kwargs.reshard.backend 'bucket' is not one of auto, cuda_ipc, staged, nccl",
     ]
 
 

@@ -65,7 +65,7 @@ def main() -> None:
 
     said["options"] = verl.options_of(rollout)
     said["wrong options"] = []
-    for given in ({"verfy": True}, {"verify": 1}, {"timeout": 0}, {"executor": "bucket"}):
+    for given in ({"verfy": True}, {"verify": 1}, {"timeout": 0}, {"backend": "bucket"}):
         rollout.checkpoint_engine.engine_kwargs["reshard"] = given
         said["wrong options"].append(caught(lambda: verl.options_of(rollout)))
 

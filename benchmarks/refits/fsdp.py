@@ -7,7 +7,7 @@ Every process holds a rank of a transformers model under ``fully_shard`` (random
 in fp32, which all ways cast; with `--tp` on a mesh of shards and tensor parallelism) and a rank of a real vLLM (`external_launcher`). Reported:
 connect, then warm medians of the slowest rank for
 
-- peer: pulls from peers' memory; buckets: all bytes through NCCL; staged, with `--quantization`: through slabs, but for a process's own;
+- cuda_ipc: pulls from peers' memory; nccl: all bytes through NCCL; staged, with `--quantization`: through slabs, but for a process's own;
 - full_tensor: ``full_tensor()`` of each parameter in turn, into vLLM's `load_weights`;
 - gathered: the same with a GiB of parameters gathered at once, asynchronously.
 
@@ -135,16 +135,16 @@ def main() -> None:
     result: dict = {"model": options.model, "layers": config["num_hidden_layers"], "gpus": dist.get_world_size(), "tp": options.tp, "dtype": str(dtype),
                     "vllm_tp": options.vllm_tp, "quantization": options.quantization, "exact": options.exact, "gpu": torch.cuda.get_device_name() if cuda else "none", "connect_seconds": {}}  # fmt: skip
     links = {}
-    executors = ("peer", "buckets", "staged") if options.quantization else ("peer", "buckets")
-    for executor in executors if cuda else ("buckets",):
+    backends = ("cuda_ipc", "nccl", "staged") if options.quantization else ("cuda_ipc", "nccl")
+    for backend in backends if cuda else ("nccl",):
         dist.barrier()
         start = time.perf_counter()
         source, destination = FsdpModel(model), VllmModel.from_llm(llm, exact=options.exact)
         read = time.perf_counter()
-        links[executor] = connect(
-            RefitGroup.of_process_group(executor), source, destination, executor=executor, release=False
+        links[backend] = connect(
+            RefitGroup.of_process_group(backend), source, destination, backend=backend, release=False
         )
-        result["connect_seconds"][executor] = {
+        result["connect_seconds"][backend] = {
             "read": read - start,
             "connect": time.perf_counter() - read,
         }
@@ -171,7 +171,7 @@ def main() -> None:
     result["quantized"] = next(iter(described.values()))["quantized"]
     say("bits:", len(found[0]), "parameters and buffers; different:", different[:5])
     if cuda:
-        pull = links["peer"].pull
+        pull = links["cuda_ipc"].pull
         wire, memory = min(everyone(link_rate())), min(everyone(memory_rate()))
         moved = everyone((pull.local_bytes, pull.peer_bytes))
         result |= {"local_and_peer_bytes": moved, "link_bytes_per_second": wire}
@@ -184,7 +184,7 @@ def main() -> None:
             times = everyone([getattr(report, what) for report in reports])
             result[f"{name}_{what}"] = statistics.median(max(column) for column in zip(*times, strict=True))
     start = time.perf_counter()
-    links["peer" if cuda else "buckets"].refit(verify=True)
+    links["cuda_ipc" if cuda else "nccl"].refit(verify=True)
     result["verified_refit_seconds"] = max(everyone(time.perf_counter() - start))
     if cuda:
         for name in ("full_tensor", "gathered"):

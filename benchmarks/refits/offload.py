@@ -11,7 +11,7 @@ Checked: the driver has the memory back (`mem_get_info`); every refit after a re
 the bits in vLLM that a verified refit of the same weights left; an engine that sleeps is refused, and one
 that has lost its weights does not serve. Measured: a refit with mappings released after each, and kept. With
 ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` in the environment the trainer's memory cannot be mapped,
-and is staged. Two runs that differ in nothing but `--executor` must print the same ``bits``.
+and is staged. Two runs that differ in nothing but `--backend` must print the same ``bits``.
 """
 
 import argparse
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--wrap", choices=["bare", "ddp"], default="bare")
     parser.add_argument("--engine-gpus", help="default: the trainer's")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.35)
-    parser.add_argument("--executor", default="auto")
+    parser.add_argument("--backend", default="auto")
     parser.add_argument("--quantization", help="what vLLM serves in: fp8_per_block")
     parser.add_argument("--port", type=int, default=29631)
     parser.add_argument("--rounds", type=int, default=7)
@@ -165,7 +165,7 @@ def main() -> None:
     config = config_of(options.model, options.layers)
     moe = "num_experts" in config or "n_routed_experts" in config
     found: dict = {"model": options.model, "layers": config["num_hidden_layers"], "wrap": options.wrap, "engine_gpus": gpus, "trainers": trainers,
-                   "executor": options.executor, "quantization": options.quantization, "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")}  # fmt: skip
+                   "backend": options.backend, "quantization": options.quantization, "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")}  # fmt: skip
 
     def tell(method: str, *args, **keywords) -> None:
         if rank == 0:
@@ -201,7 +201,7 @@ def main() -> None:
         link = connect(
             RefitGroup.join(f"127.0.0.1:{port}", rank, trainers + tp),
             MegatronModel(trainer.models),
-            executor=options.executor,
+            backend=options.backend,
             release=release,
         )
         answer()
@@ -235,7 +235,7 @@ def main() -> None:
             known[seed] = held()
         check(f"{how}: two sets of weights differ", rank or known[1] != known[2])
         if rank == 0:
-            # The same for every executor: the weights come from seeds.
+            # The same for every backend: the weights come from seeds.
             found[f"{how}_bits"] = zlib.crc32(
                 json.dumps([sorted(held_by_one.items()) for held_by_one in known[2]]).encode()
             )

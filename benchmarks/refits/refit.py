@@ -6,7 +6,7 @@ run.
 Every process holds a rank of a real Megatron model (Transformer Engine layers, random weights) and a rank of
 a real vLLM (`external_launcher`). Reported: connect, then warm medians of the slowest rank for
 
-- peer: pulls from peers' memory; buckets: all bytes through NCCL;
+- cuda_ipc: pulls from peers' memory; nccl: all bytes through NCCL;
 - today: every rank gathers every full Hugging Face tensor, layer by layer, and gives it to vLLM's
   `load_weights`;
 - mbridge, where it is installed (`pip install --no-deps mbridge`): its `export_weights` alone, and into
@@ -314,7 +314,7 @@ def main() -> None:
     result: dict = {"model": options.model, "layers": config["num_hidden_layers"], "megatron": str(layout), "gpu": torch.cuda.get_device_name(),
                     "vllm": f"TP{options.vllm_tp}" + (" EP" if options.vllm_ep else ""), "gpus": dist.get_world_size(), "release": options.release}  # fmt: skip
     links, seconds = {}, {}
-    for executor in ("peer", "buckets"):
+    for backend in ("cuda_ipc", "nccl"):
         torch.cuda.synchronize()
         dist.barrier()
         before, start = used_bytes(), time.perf_counter()
@@ -323,29 +323,29 @@ def main() -> None:
         destination = VllmModel.from_llm(llm, options.exact)
         traced = time.perf_counter()
         try:
-            links[executor] = connect(
-                RefitGroup.of_process_group(executor),
+            links[backend] = connect(
+                RefitGroup.of_process_group(backend),
                 source,
                 destination,
-                executor=executor,
+                backend=backend,
                 release=options.release,
             )
         except ReshardError as error:
-            if executor == "peer":
+            if backend == "cuda_ipc":
                 raise
-            say(f"{executor}: {error}")  # blocks of which several ranks hold parts
+            say(f"{backend}: {error}")  # blocks of which several ranks hold parts
             continue
         connected = time.perf_counter()
-        seconds[executor] = {
+        seconds[backend] = {
             "read_megatron": round(read - start, 3),
             "trace_vllm": round(traced - read, 3),
             "connect": round(connected - traced, 3),
         }
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_reserved()
-        links[executor].refit()
+        links[backend].refit()
         torch.cuda.synchronize()
-        result[f"{executor}_extra_bytes"] = max(
+        result[f"{backend}_extra_bytes"] = max(
             everyone(
                 used_bytes()
                 - before
@@ -354,7 +354,9 @@ def main() -> None:
             )
         )
     start = time.perf_counter()
-    again = connect(RefitGroup.of_process_group("again"), source, destination, executor="peer", release=False)
+    again = connect(
+        RefitGroup.of_process_group("again"), source, destination, backend="cuda_ipc", release=False
+    )
     seconds["again, the same two"] = {"connect": round(time.perf_counter() - start, 3)}
     again.close()
     result["connect_seconds"] = seconds
@@ -376,14 +378,14 @@ def main() -> None:
     result["parameters"], result["different"] = len(found["today"]), max(everyone(len(different)))
     say("bits:", result["parameters"], "parameters and buffers;", "different:", different[:5])
     try:
-        links["peer"].refit(verify=True)
+        links["cuda_ipc"].refit(verify=True)
         start = time.perf_counter()
-        links["peer"].refit(verify=True)
+        links["cuda_ipc"].refit(verify=True)
         result["verified_refit_seconds"] = max(everyone(time.perf_counter() - start))
     except Exception as error:
         result["verify_error"] = str(error)
         raise
-    link = links["peer"]
+    link = links["cuda_ipc"]
     result |= {
         "local_bytes": everyone(link.pull.local_bytes),
         "peer_bytes": everyone(link.pull.peer_bytes),
@@ -402,20 +404,20 @@ def main() -> None:
         / memory
     )
     floor = max(result["wire_floor_seconds"], result["memory_floor_seconds"])
-    for executor, link in links.items():
+    for backend, link in links.items():
         reports = [link.refit() for _ in range(options.rounds)]
         for what in ("wait_seconds", "transfer_seconds", "total_seconds"):
             slowest = [
                 max(column) for column in zip(*everyone([getattr(r, what) for r in reports]), strict=True)
             ]
-            result[f"{executor}_{what}"] = statistics.median(slowest)
-        result[f"{executor}_ratio_to_floor"] = result[f"{executor}_transfer_seconds"] / floor
+            result[f"{backend}_{what}"] = statistics.median(slowest)
+        result[f"{backend}_ratio_to_floor"] = result[f"{backend}_transfer_seconds"] / floor
     result["today_seconds"], result["today_extra_bytes"] = measured(today.run, options.today_rounds)
     try:
         rival(models, folder, module, options.today_rounds, result)
     except Exception:
         result["mbridge_error"] = traceback.format_exc()[-1200:]
-    result["today_over_peer"] = result["today_seconds"] / result["peer_total_seconds"]
+    result["today_over_peer"] = result["today_seconds"] / result["cuda_ipc_total_seconds"]
     conclude(result, options.json)
 
 

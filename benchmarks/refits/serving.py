@@ -6,7 +6,7 @@ real engines.
     torchrun --nproc-per-node 1 -m benchmarks.refits.serving sleep --folder DIR
 
 `refit` starts vLLM with random weights and a Megatron model with Transformer Engine layers, changes
-Megatron's weights and refits, 20 times, by both executors in turn, generating in between; then it writes the
+Megatron's weights and refits, 20 times, by both backends in turn, generating in between; then it writes the
 weights as a Hugging Face checkpoint, gathered by broadcasts, and what vLLM generates and its prompt logprobs.
 `fresh` starts vLLM from that checkpoint and compares, exactly. `sleep` asks an engine that has weights of no
 meaning, or has lost them in its sleep, and refits it.
@@ -85,8 +85,8 @@ def refit(options) -> None:
     models = megatron_models(config, layout)
     source, destination = MegatronModel(models), VllmModel.from_llm(llm)
     links = [
-        connect(RefitGroup.of_process_group(name), source, destination, executor=name)
-        for name in ("peer", "buckets")
+        connect(RefitGroup.of_process_group(name), source, destination, backend=name)
+        for name in ("cuda_ipc", "nccl")
     ]
     addresses = [tensor.data_ptr() for tensor in destination.tensors.values()]
     used = []

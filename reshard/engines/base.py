@@ -22,7 +22,7 @@ class Engine(ABC):
     `hf_config` is the published config of the model that it serves, `placement` what its local tensors hold
     of the canonical ones, and `regions` where each of these lies, by its id, in an order that stays. A refit
     writes into the regions, and into the `scales` of those that are quantized, and nowhere else. As long as it is
-    not `fit`, from when it is made on, an engine refuses to serve.
+    not `ready`, from when it is made on, an engine refuses to serve.
     """
 
     hf_config: dict[str, Any]
@@ -30,8 +30,8 @@ class Engine(ABC):
     regions: Mapping[Any, Region]
     scales: Mapping[Any, Scales]  # by the ids of those that are quantized
     # By the ids of local tensors that only pass through their regions, the round in which they do: the regions of all
-    # rounds may be the same memory. When those of a round have come, `take` is called, before the first of the next.
-    passing: Mapping[Any, int]
+    # rounds may be the same memory. When those of a round have come, `process_round` is called, before the first of the next.
+    staged_rounds: Mapping[Any, int]
     # Published names that a trainer may lack altogether; `offered` is told, before anything is planned, which of them it has.
     optional: frozenset[str] = frozenset()
     timeout: float = 60.0  # seconds that ranks wait for each other where they make something together
@@ -39,7 +39,7 @@ class Engine(ABC):
 
     @property
     @abstractmethod
-    def fit(self) -> bool:
+    def ready(self) -> bool:
         """Whether it holds whole weights."""
 
     @property
@@ -64,7 +64,7 @@ class Engine(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Before the first byte: not fit, until `end`."""
+        """Before the first byte: not ready, until `end`."""
 
     @abstractmethod
     def quantized(self) -> list[dict[str, Any]]:
@@ -72,27 +72,27 @@ class Engine(ABC):
         ``layers``."""
 
     @abstractmethod
-    def take(self, number: int) -> None:
+    def process_round(self, number: int) -> None:
         """Make what is served of the local tensors of a round, which lie in their regions now. On a GPU they are there
         once the current stream is."""
 
     @abstractmethod
-    def unlike(self, number: int) -> list[Any]:
+    def mismatches(self, number: int) -> list[Any]:
         """The ids of the local tensors of a round, which lie in their regions now, of which something else is served."""
 
     @abstractmethod
-    def settle(self) -> None:
+    def update_derived(self) -> None:
         """After the last byte: make again what is derived from the weights."""
 
-    def stale(self) -> list[str]:
+    def stale_derived(self) -> list[str]:
         """For a check: the names of tensors that it derives from the weights, and that are not what those give."""
         return []
 
-    def accounted(self) -> list[dict[str, Any]]:
+    def tensor_accounts(self) -> list[dict[str, Any]]:
         """What a refit does to each of its tensors, for logs: ``what`` (brought, derived, left alone), ``how`` or why, how many
         ``tensors``, and the name of the ``first``."""
         return []
 
     @abstractmethod
     def end(self, version: int) -> None:
-        """All members have what they need: fit, with weights of this version."""
+        """All members have what they need: ready, with weights of this version."""

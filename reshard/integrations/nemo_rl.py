@@ -30,7 +30,7 @@ from reshard.integrations.calls import WORD_SECONDS, Calls
 from reshard.integrations.meeting import meeting_place
 from reshard.refit.connecting import connect
 from reshard.refit.link import Link
-from reshard.refit.routes import check_executor
+from reshard.refit.routes import check_backend
 from reshard.trainers.megatron import MegatronModel
 
 BACKEND = "reshard.integrations.nemo_rl:ReshardCheckpointEngine"
@@ -46,7 +46,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
     and in every worker of vLLM.
 
     `verify` compares digests of both sides after each sync, `timeout` is how long members wait for one another, in
-    seconds, `executor` is that of `reshard.refit.connect`.
+    seconds, `backend` is that of `reshard.refit.connect`.
     All meet at the first sync, and anew after one that failed, or with `release_after_refit`.
     """
 
@@ -55,11 +55,11 @@ class ReshardCheckpointEngine(CheckpointEngine):
         bucket_size: int = 0,
         verify: bool = False,
         timeout: float = TIMEOUT,
-        executor: str = "auto",
+        backend: str = "auto",
         release_after_refit: bool = False,
         **others: Any,
     ) -> None:
-        self.verify, self.timeout, self.executor = checked(verify, timeout, executor, others)
+        self.verify, self.timeout, self.backend = checked(verify, timeout, backend, others)
         self.rank, self.size, self.secret = 0, 0, ""
         # Where all are seated, for as long as they live: NeMo-RL tells no member of another's death.
         self.board: RefitGroup | None = None
@@ -119,7 +119,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
                 address = self.given or self._said_where()
                 members = RefitGroup.join(address, self.rank, self.size, self.timeout, self.secret)
                 with members.watching(self._ended):
-                    self.link = connect(members, lambda: self._source(worker), executor=self.executor)
+                    self.link = connect(members, lambda: self._source(worker), backend=self.backend)
             with self.link.members.watching(self._ended):
                 self.link.refit(verify=self.verify)
         except BaseException:
@@ -195,10 +195,10 @@ class ColocatedSynchronizer(WeightSynchronizer):
         generation: Any,
         verify: bool = False,
         timeout: float = TIMEOUT,
-        executor: str = "auto",
+        backend: str = "auto",
     ) -> None:
         self._policy, self._generation = policy, generation
-        self._verify, self._timeout, self._executor = verify, timeout, executor
+        self._verify, self._timeout, self._backend = verify, timeout, backend
         self._stale, self._new = True, True
         self._address, self._secret = "", ""  # where all have met last, and with which secret
 
@@ -209,7 +209,7 @@ class ColocatedSynchronizer(WeightSynchronizer):
 
     def init_communicator(self) -> None:
         """Make our side of every rank of the policy; the first sync connects."""
-        options = {"verify": self._verify, "timeout": self._timeout, "executor": self._executor}
+        options = {"verify": self._verify, "timeout": self._timeout, "backend": self._backend}
         self._got(
             self._on_policy(
                 "init_checkpoint_engine", backend=BACKEND, bucket_size_bytes=0, engine_kwargs=options
@@ -324,18 +324,18 @@ def refused(config: Mapping[str, Any]) -> str:
     return ""
 
 
-def checked(verify: Any, timeout: Any, executor: Any, others: Mapping[str, Any]) -> tuple[bool, float, str]:
+def checked(verify: Any, timeout: Any, backend: Any, others: Mapping[str, Any]) -> tuple[bool, float, str]:
     """The options of ``policy.generation.refit_cfg``. Raises ReshardError for others."""
     where = f"policy.generation.refit_cfg[{BACKEND!r}]"
     unknown = set(others) - {"update_weights_bucket_memory_ratio", "release_after_refit"}
     if unknown:
         raise ReshardError(
-            f"{where} has {sorted(unknown)}: it takes verify, timeout, executor and release_after_refit"
+            f"{where} has {sorted(unknown)}: it takes verify, timeout, backend and release_after_refit"
         )
     check_switch(verify, f"verify of {where}")
     check_seconds(timeout, f"timeout of {where}")
-    check_executor(executor, f"executor of {where}")
-    return verify, float(timeout), executor
+    check_backend(backend, f"backend of {where}")
+    return verify, float(timeout), backend
 
 
 def with_refits(setup: Callable[..., Any]) -> Callable[..., Any]:
@@ -362,7 +362,7 @@ def with_refits(setup: Callable[..., Any]) -> Callable[..., Any]:
             raise ReshardError(f"{why}, which reshard does not refit: run NeMo-RL's own script")
         of_ours = dict((generation.get("refit_cfg") or {}).get(BACKEND) or {})
         verify, timeout = of_ours.pop("verify", False), of_ours.pop("timeout", TIMEOUT)
-        options = checked(verify, timeout, of_ours.pop("executor", "auto"), of_ours)
+        options = checked(verify, timeout, of_ours.pop("backend", "auto"), of_ours)
         engine = generation.setdefault("vllm_kwargs", {})
         if engine.setdefault("worker_cls", WORKER) != WORKER:
             raise ReshardError(

@@ -26,7 +26,7 @@ from reshard.core.limits import check_seconds
 from reshard.integrations.calls import Calls, what_failed
 from reshard.refit.connecting import connect
 from reshard.refit.link import Link, RefitReport
-from reshard.refit.routes import check_executor
+from reshard.refit.routes import check_backend
 from reshard.trainers.megatron import MegatronModel
 
 TIMEOUT = 600.0
@@ -98,7 +98,7 @@ class Refit:
         self.models, self.meeting_place = models, meeting_place
         self.workers = list(infer_cluster.workers)
         self.ranks_each = int(infer_cluster.worker_config.num_gpus_per_worker)
-        self.verify, self.timeout, self.executor = options()
+        self.verify, self.timeout, self.backend = options()
         self.source: MegatronModel | None = None
         self.link: Link | None = None
 
@@ -142,7 +142,7 @@ class Refit:
         meeting = [(address, first, size, self.timeout, secret) for first in firsts]
         calls = self._asked("reshard_meet", meeting)
         members = RefitGroup.join(address, rank, size, self.timeout, secret)
-        self.link = calls.beside(members, lambda: connect(members, self._source, executor=self.executor))
+        self.link = calls.beside(members, lambda: connect(members, self._source, backend=self.backend))
 
     def _source(self) -> MegatronModel:
         """Made when all are connecting, so that they hear of it where that fails on this rank alone."""
@@ -169,9 +169,9 @@ class Refit:
 
 
 def options() -> tuple[bool, float, str]:
-    """Whether digests are compared, how many seconds members wait for one another, and the executor of `reshard.refit.connect`:
-    ``RESHARD_VERIFY``, ``RESHARD_TIMEOUT`` and ``RESHARD_EXECUTOR`` in ``actor_train.system_envs``. Raises ReshardError for others
-    than 0, 1, seconds and executors."""
+    """Whether digests are compared, how many seconds members wait for one another, and the backend of `reshard.refit.connect`:
+    ``RESHARD_VERIFY``, ``RESHARD_TIMEOUT`` and ``RESHARD_BACKEND`` in ``actor_train.system_envs``. Raises ReshardError for others
+    than 0, 1, seconds and backends."""
     verify, timeout = os.environ.get("RESHARD_VERIFY", "0"), os.environ.get("RESHARD_TIMEOUT", str(TIMEOUT))
     if verify not in ("0", "1"):
         raise ReshardError(f"RESHARD_VERIFY is {verify!r}: set it to 0 or 1 in actor_train.system_envs")
@@ -180,9 +180,9 @@ def options() -> tuple[bool, float, str]:
     except ValueError:
         seconds = timeout
     check_seconds(seconds, "RESHARD_TIMEOUT in actor_train.system_envs")
-    executor = os.environ.get("RESHARD_EXECUTOR", "auto")
-    check_executor(executor, "RESHARD_EXECUTOR in actor_train.system_envs")
-    return verify == "1", seconds, executor
+    backend = os.environ.get("RESHARD_BACKEND", "auto")
+    check_backend(backend, "RESHARD_BACKEND in actor_train.system_envs")
+    return verify == "1", seconds, backend
 
 
 class InferWorker(base_worker.InferWorker):

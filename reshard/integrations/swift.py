@@ -29,7 +29,7 @@ from reshard.models.model import Model
 from reshard.models.rope import attention_factor
 from reshard.refit.connecting import connect
 from reshard.refit.link import Link
-from reshard.refit.routes import check_executor
+from reshard.refit.routes import check_backend
 from reshard.trainers.megatron import MegatronModel, rope_is_ignored
 
 TIMEOUT = 600.0
@@ -41,19 +41,19 @@ ROTARY = frozenset(
 log = logging.getLogger("reshard.swift")
 
 
-def use(verify: bool = False, timeout: float = TIMEOUT, executor: str = "auto") -> None:
+def use(verify: bool = False, timeout: float = TIMEOUT, backend: str = "auto") -> None:
     """From now on ms-swift's entry makes the trainer of GRPO that refits; called in a file that
     ``--external_plugins`` names.
 
     With `verify` digests of both sides are compared after each sync. `timeout` is how many seconds the ranks
-    wait for one another, `executor` that of `reshard.refit.connect`.
+    wait for one another, `backend` that of `reshard.refit.connect`.
     Called again, the last call's options count. Raises ReshardError for others.
     """
     check_switch(verify, "verify of swift.use")
     check_seconds(timeout, "timeout of swift.use")
-    check_executor(executor, "executor of swift.use")
+    check_backend(backend, "backend of swift.use")
     ReshardGRPOTrainer.reshard_verify, ReshardGRPOTrainer.reshard_timeout = verify, timeout
-    ReshardGRPOTrainer.reshard_executor = executor
+    ReshardGRPOTrainer.reshard_backend = backend
     trainers.MegatronGRPOTrainer = ReshardGRPOTrainer
 
 
@@ -62,7 +62,7 @@ class ReshardGRPOTrainer(MegatronGRPOTrainer):
 
     reshard_verify: bool = False
     reshard_timeout: float = TIMEOUT
-    reshard_executor: str = "auto"
+    reshard_backend: str = "auto"
     _reshard_link: Link | None = None
 
     def _export_and_load_weights(self) -> None:
@@ -81,7 +81,7 @@ class ReshardGRPOTrainer(MegatronGRPOTrainer):
                     RefitGroup.of_process_group(timeout=self.reshard_timeout),
                     lambda: SwiftModel(self.wrapped_models),
                     lambda: VllmModel.from_llm(self.engine.engine),
-                    executor=self.reshard_executor,
+                    backend=self.reshard_backend,
                 )
             self._reshard_link.refit(self._step, self.reshard_verify)
         except BaseException:

@@ -36,7 +36,7 @@ from reshard.integrations.calls import Calls, what_failed
 from reshard.integrations.meeting import meeting_place
 from reshard.refit.connecting import connect
 from reshard.refit.link import Link
-from reshard.refit.routes import check_executor
+from reshard.refit.routes import check_backend
 from reshard.trainers.megatron import MegatronModel
 
 BACKEND = "reshard"
@@ -136,7 +136,7 @@ class ReshardServerAdapter(ServerAdapter):
 
     async def _together(self, source: MegatronModel, version: int | None, options: dict[str, Any]) -> None:
         """This process is a rank of the trainer, and perhaps the one that talks to its replica's server."""
-        verify, timeout, executor = (options[name] for name in ("verify", "timeout", "executor"))
+        verify, timeout, backend = (options[name] for name in ("verify", "timeout", "backend"))
         try:
             if self._link is None:
                 trainers = dist.get_world_size()
@@ -153,7 +153,7 @@ class ReshardServerAdapter(ServerAdapter):
                     "reshard_connect", kwargs=_connecting(address, first, size, secret, options)
                 )
                 members = RefitGroup.join(address, dist.get_rank(), size, timeout, secret)
-                self._link = calls.beside(members, lambda: connect(members, source, executor=executor))
+                self._link = calls.beside(members, lambda: connect(members, source, backend=backend))
             link = self._link
             calls = await self._asked("reshard_refit", args=(version, verify))
             calls.beside(link.members, lambda: link.refit(version, verify))
@@ -178,23 +178,23 @@ class ReshardServerAdapter(ServerAdapter):
 
 def options_of(config: Any) -> dict[str, Any]:
     """``rollout.checkpoint_engine.engine_kwargs.reshard``: whether digests are compared, how long members wait for
-    one another, in seconds, and the executor of `reshard.refit.connect`. Raises ReshardError for others."""
+    one another, in seconds, and the backend of `reshard.refit.connect`. Raises ReshardError for others."""
     given = dict((config.checkpoint_engine.engine_kwargs or {}).get(BACKEND, {}))
-    known: dict[str, Any] = {"verify": False, "timeout": TIMEOUT, "executor": "auto"}
+    known: dict[str, Any] = {"verify": False, "timeout": TIMEOUT, "backend": "auto"}
     if given.keys() - known.keys():
         raise ReshardError(
             f"checkpoint_engine.engine_kwargs.{BACKEND} has {sorted(given.keys() - known.keys())}: it takes "
-            f"verify, timeout and executor"
+            f"verify, timeout and backend"
         )
     _check(**known | given)
     return known | given
 
 
-def _check(verify: bool, timeout: float, executor: str) -> None:
+def _check(verify: bool, timeout: float, backend: str) -> None:
     where = f"checkpoint_engine.engine_kwargs.{BACKEND}"
     check_switch(verify, f"{where}.verify")
     check_seconds(timeout, f"{where}.timeout")
-    check_executor(executor, f"{where}.executor")
+    check_backend(backend, f"{where}.backend")
 
 
 @CheckpointEngineRegistry.register(BACKEND)
@@ -208,10 +208,10 @@ class ReshardCheckpointEngine(CheckpointEngine):
         is_master: bool = False,
         verify: bool = False,
         timeout: float = TIMEOUT,
-        executor: str = "auto",
+        backend: str = "auto",
     ) -> None:
-        _check(verify, timeout, executor)
-        self.verify, self.timeout, self.executor = verify, timeout, executor
+        _check(verify, timeout, backend)
+        self.verify, self.timeout, self.backend = verify, timeout, backend
         self.me = f"{socket.gethostname()} {id(self)} {ray.get_runtime_context().get_worker_id()}"
         self.told: dict[str, Any] = {}
         self.new = True
@@ -269,7 +269,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
                     self.timeout,
                     self.told["secret"],
                 )
-                self.link = connect(members, weights.source, executor=self.executor)
+                self.link = connect(members, weights.source, backend=self.backend)
             self.link.refit(global_steps, self.verify)
         except BaseException:
             self.link, self.new = None, True

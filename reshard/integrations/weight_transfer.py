@@ -172,7 +172,7 @@ class WeightTransfer:
 
     def __init__(self, source: Trainer | Callable[[], Trainer], clients: Client | Sequence[Client], address: str, *,
                  engine_ranks: Sequence[int] | None = None, rank: int | None = None, ranks: int | None = None,
-                 timeout: float = 60.0, secret: str | None = None, executor: str = "auto", bucket_bytes: int = BUCKET_BYTES,
+                 timeout: float = 60.0, secret: str | None = None, backend: str = "auto", bucket_bytes: int = BUCKET_BYTES,
                  release: bool = True) -> None:  # fmt: skip
         check_seconds(timeout, "timeout")
         self.rank = rank if rank is not None else _of_group(dist.get_rank, 0)
@@ -190,7 +190,7 @@ class WeightTransfer:
 
         calls = self._asked(ask)
         members = RefitGroup.join(address, self.rank, size, timeout, secret)
-        options: dict[str, Any] = {"executor": executor, "bucket_bytes": bucket_bytes, "release": release}
+        options: dict[str, Any] = {"backend": backend, "bucket_bytes": bucket_bytes, "release": release}
         self.link = calls.beside(members, lambda: connect(members, source, **options))
 
     def send(self, version: int | None = None, verify: bool = False) -> RefitReport:

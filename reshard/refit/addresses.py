@@ -109,9 +109,9 @@ def located(regions: Iterable[Region]) -> np.ndarray:
 def rounds_of(engine: Engine) -> np.ndarray:
     """By the index of each local tensor among the engine's regions the round in which it passes through its region;
     `AT_ONCE` for one that stays there."""
-    if not engine.passing:
+    if not engine.staged_rounds:
         return np.full(len(engine.regions), AT_ONCE, np.int64)
-    return np.array([engine.passing.get(identity, AT_ONCE) for identity in engine.regions], np.int64)
+    return np.array([engine.staged_rounds.get(identity, AT_ONCE) for identity in engine.regions], np.int64)
 
 
 class Fills(NamedTuple):

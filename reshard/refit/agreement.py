@@ -22,7 +22,7 @@ PROTOCOL = 8
 @dataclass(frozen=True)
 class Agreement:
     """`peers` are the members' own words (`hello`), `trainers` and `engines` the ranks that have a
-    side, `executor` what one has chosen or ``auto``, `bucket_bytes` the least that one gives, `releases`
+    side, `backend` what one has chosen or ``auto``, `bucket_bytes` the least that one gives, `releases`
     whether a trainer wants its memory for itself, `unmapped` why an inference rank could not map a trainer's memory when it
     tried to at connect, by the ranks of both."""
 
@@ -30,7 +30,7 @@ class Agreement:
     peers: list[dict[str, Any]]
     trainers: list[int]
     engines: list[int]
-    executor: str
+    backend: str
     bucket_bytes: int
     releases: bool
     unmapped: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Agreement:
         or not."""
         mappable = (trainer, engine) not in self.unmapped
         return way_between(
-            self.peers[trainer], self.peers[engine], trainer == engine, self.executor, exported, mappable
+            self.peers[trainer], self.peers[engine], trainer == engine, self.backend, exported, mappable
         )
 
     def why_apart(self, trainer: int, engine: int) -> str:
@@ -65,7 +65,7 @@ class Agreement:
     @property
     def may_map(self) -> bool:
         """Whether some member may come to map another's memory, if it can: the same on all."""
-        return self.executor == "auto" and any(
+        return self.backend == "auto" and any(
             self.peers[rank]["device"] == "cuda" for rank in self.participants
         )
 
@@ -74,7 +74,7 @@ def agree(members: RefitGroup, mine: dict[str, Any]) -> Agreement:
     """Tell all members what this one is, and hear what they are.
 
     Raises ReshardError where they are not of one kind of device, where a side is missing, or where two ask
-    for different executors.
+    for different backends.
     """
     peers = gathered(members, "sides", mine)
     for rank, peer in enumerate(peers):
@@ -91,11 +91,11 @@ def agree(members: RefitGroup, mine: dict[str, Any]) -> Agreement:
     for role, ranks in having.items():
         if not ranks:
             raise ReshardError(f"none of the {members.size} members brings the {role} side of the refit")
-    chosen = {peer["executor"]: peer["name"] for peer in peers if peer["executor"] != "auto"}
+    chosen = {peer["backend"]: peer["name"] for peer in peers if peer["backend"] != "auto"}
     if len(chosen) > 1:
         (one, who), (two, other), *_ = chosen.items()
         raise ReshardError(
-            f"{who} asks for executor='{one}', {other} for '{two}': give all the same, or let one choose"
+            f"{who} asks for backend='{one}', {other} for '{two}': give all the same, or let one choose"
         )
     return Agreement(
         members.rank, peers, having["trainer"], having["inference"], next(iter(chosen), "auto"),

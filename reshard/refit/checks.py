@@ -30,7 +30,7 @@ from reshard.refit.addresses import (
     two,
 )
 from reshard.refit.codecs import BLOCKWISE, CODECS, PLAIN, ROUNDINGS
-from reshard.refit.routes import EXECUTORS
+from reshard.refit.routes import BACKENDS
 from reshard.refit.wire import pack_json, unpack_json
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def check_hello(peer: Mapping[str, Any]) -> None:
     roles = peer.get("roles")
     valid = {
         "roles": isinstance(roles, list) and all(r in ROLES for r in roles) and len({*map(str, roles)}) == len(roles),
-        "executor": isinstance(peer.get("executor"), str) and peer["executor"] in EXECUTORS,
+        "backend": isinstance(peer.get("backend"), str) and peer["backend"] in BACKENDS,
         "bucket_bytes": _is_number(peer.get("bucket_bytes"), 1, MOST_BUCKET_BYTES),
         "release": isinstance(peer.get("release"), bool),
         **{key: _is_number(peer.get(key), 0, MOST_ADDRESS) for key in ("user", "pid")},

@@ -19,7 +19,7 @@ from reshard.refit.agreement import agree, hello, ignoring_alike, one_config
 from reshard.refit.blocks import BF16
 from reshard.refit.link import Link
 from reshard.refit.receiver import Receiver
-from reshard.refit.routes import check_executor
+from reshard.refit.routes import check_backend
 from reshard.refit.sender import Sender
 from reshard.refit.wire import pack_json, readable
 from reshard.trainers.base import Trainer
@@ -28,7 +28,7 @@ BUCKET_BYTES = 512 << 20
 
 
 def connect(members: RefitGroup, source: "Trainer | Callable[[], Trainer] | None" = None,
-            destination: "Engine | Callable[[], Engine] | None" = None, *, executor: str = "auto",
+            destination: "Engine | Callable[[], Engine] | None" = None, *, backend: str = "auto",
             bucket_bytes: int = BUCKET_BYTES, release: bool = True) -> Link:  # fmt: skip
     """Connect a trainer's ranks (`source`) and an inference engine's (`destination`); a process may be both,
     or neither.
@@ -36,7 +36,7 @@ def connect(members: RefitGroup, source: "Trainer | Callable[[], Trainer] | None
     Every member calls this. A side may be a function that makes it, so that all members hear of it at once
     where that fails.
 
-    `executor` is ``auto`` (peers' memory within a host, staged where that cannot be mapped, buckets between
+    `backend` is ``auto`` (peers' memory within a host, staged where that cannot be mapped, buckets between
     hosts), ``peer``, ``staged`` or ``buckets``; one that says another than ``auto`` decides for all.
     `bucket_bytes` bounds the memory of all buckets of a rank together; the least that a member gives counts.
     With `release`, which a trainer's rank decides, nobody has its memory mapped when a refit returns, so that
@@ -53,7 +53,7 @@ def connect(members: RefitGroup, source: "Trainer | Callable[[], Trainer] | None
     name = f"{' and '.join(roles) or 'idle'} rank {members.rank}"
     try:
         with members.turn("connect"), gc_paused(), ignoring_alike(members, name):
-            check_executor(executor)
+            check_backend(backend)
             check_number(bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
             trains: Trainer | None = _made(
                 source, Trainer, "source", "reshard.trainers.MegatronModel(models), or another Trainer"
@@ -73,7 +73,7 @@ def connect(members: RefitGroup, source: "Trainer | Callable[[], Trainer] | None
                 )
             mine = hello(name, roles, device)
             mine |= {
-                "executor": executor,
+                "backend": backend,
                 "bucket_bytes": bucket_bytes,
                 "release": release and trains is not None,
             }

@@ -18,7 +18,7 @@ from reshard.refit.checks import check_unmapped, gathered
 from reshard.refit.codecs import CODECS, PLAIN
 from reshard.refit.copies import wait_for_device
 from reshard.refit.receiver import Receiver
-from reshard.refit.routes import BUCKETS, HERE, PEER, SENT, STAGED
+from reshard.refit.routes import CUDA_IPC, LOCAL, NCCL, SENT, STAGED
 from reshard.refit.sender import Sender
 from reshard.refit.tables import CODEC, bytes_of
 from reshard.refit.transports.base import Incoming, Outgoing, Transport
@@ -95,7 +95,7 @@ class Link:
             self.engine.hear_answers()
         self._find_unmappable()
         outgoing, incoming = self._prepare()
-        self.buckets.agree(outgoing.get(BUCKETS, {}), incoming.get(BUCKETS, {}))
+        self.buckets.agree(outgoing.get(NCCL, {}), incoming.get(NCCL, {}))
         if self.pull is not None and self.buckets.group is not None:
             self.pull.go_aside()
         self._unmap()
@@ -106,7 +106,7 @@ class Link:
         if self.agreed.may_map:
             mine: list[tuple[int, str]] = []
             if self.engine is not None and self.pull is not None:
-                peers = [rank for rank, way in self.engine.ways().items() if way == PEER]
+                peers = [rank for rank, way in self.engine.ways().items() if way == CUDA_IPC]
                 mine = self.pull.unmappable({rank: self.engine.memory[rank] for rank in peers})
             said = gathered(self.members, "unmapped", mine)
             self.agreed.unmapped.update(check_unmapped(said, self.agreed.trainers, self.members.names))
@@ -125,11 +125,11 @@ class Link:
         incoming = self.engine.incoming() if self.engine is not None else {}
         if self.pull is not None:
             sent = [some for way in SENT for some in incoming[way].values()]
-            self.pull.prepare({}, incoming[HERE] | incoming[PEER], sent)
-        for way, transport in ((STAGED, self.staged), (BUCKETS, self.buckets)):
+            self.pull.prepare({}, incoming[LOCAL] | incoming[CUDA_IPC], sent)
+        for way, transport in ((STAGED, self.staged), (NCCL, self.buckets)):
             transport.prepare(outgoing.get(way, {}), incoming.get(way, {}))
         if partners := sorted(self.staged.outgoing.keys() | self.staged.incoming.keys()):
-            why = "" if self.agreed.executor == STAGED else UNMAPPABLE
+            why = "" if self.agreed.backend == STAGED else UNMAPPABLE
             log.info(
                 "%s: bytes of %s are staged%s",
                 self.members.names[self.members.rank],
@@ -206,7 +206,7 @@ class Link:
     def _ready(self) -> tuple[bool, bool]:
         """Finish what this GPU has to do first, and tell where the trainer's memory is if that changed;
         whether the trainer's side, and the engine's, have moved."""
-        if self.trainer is not None and self.trainer.source.puts_off:
+        if self.trainer is not None and self.trainer.source.has_pending_sync:
             self._settle(self.trainer)
         if self.device.type == "cuda":
             # the optimizer's work, or the engine's last step, on whatever stream
@@ -221,7 +221,7 @@ class Link:
         self.members.post("settles")
         self.members.wait("settles", self.agreed.trainers)
         with self.members.answering():
-            trainer.source.settle()
+            trainer.source.sync_params()
             if not wait_for_device(self.device, self.members.timeout):
                 raise ReshardError(
                     f"the trainer's parameters were not gathered after its last step within {self.members.timeout:g} s"
@@ -237,7 +237,7 @@ class Link:
             pulled = {
                 rank: self.engine.memory[rank]
                 for rank, way in self.engine.ways().items()
-                if way in (HERE, PEER)
+                if way in (LOCAL, CUDA_IPC)
             }
             stays = stays and self.pull.follow(pulled)
         if not stays:
@@ -259,9 +259,9 @@ class Link:
 
     def _bring(self) -> None:
         """Carry out all copies, and let the engine make of them what it makes itself."""
-        self._go_through((AT_ONCE, *self._rounds()), self.engine.take if self.engine else None)
+        self._go_through((AT_ONCE, *self._rounds()), self.engine.process_round if self.engine else None)
         if self.engine is not None:
-            self.engine.engine.settle()
+            self.engine.engine.update_derived()
 
     def _bring_again(self) -> None:
         """Carry out once more the copies of what engines make in rounds, and compare it with what they then make."""
@@ -351,7 +351,7 @@ class Link:
             self.releases = kept
 
     def describe(self) -> dict[str, Any]:
-        """How this member gets its bytes, for logs: the executor, whether mappings are released, and for each
+        """How this member gets its bytes, for logs: the backend, whether mappings are released, and for each
         trainer's rank the way (``same process``, ``peer``, ``staged``, ``buckets``), the bytes that arrive, of these the
         bytes that are cast on their way (``float32 to bfloat16``), and why memory of the same host is not mapped (``apart``);
         what the engine serves quantized, how, and by which kernel; of blocks of which several ranks send parts their
@@ -377,13 +377,13 @@ class Link:
                     }
                 )
         return {
-            "executor": self.agreed.executor,
+            "backend": self.agreed.backend,
             "release": self.releases,
             "bucket_bytes": self.agreed.bucket_bytes,
             "ways": ways,
             "quantized": self.engine.engine.quantized() if self.engine is not None else [],
             "parts": self.engine.slab.described() if self.engine is not None else {},
-            "tensors": self.engine.engine.accounted() if self.engine is not None else [],
+            "tensors": self.engine.engine.tensor_accounts() if self.engine is not None else [],
         }
 
     def close(self) -> None:

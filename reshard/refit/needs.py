@@ -58,7 +58,7 @@ def needed(
 
 def build_requests(engine: Engine, pieces: Pieces) -> np.ndarray:
     """What a trainer's rank is told of its pieces."""
-    if not engine.scales and not engine.passing:
+    if not engine.scales and not engine.staged_rounds:
         return pieces.asked
     index, in_parts = pieces.into[:, 0], pieces.parts[:, IN_ROUND]
     rounds = np.where(in_parts != NO_SLOT, in_parts, rounds_of(engine)[index])

@@ -27,7 +27,7 @@ from reshard.refit.checks import Extents, check_memory, check_regions
 from reshard.refit.codecs import BLOCKWISE
 from reshard.refit.needs import build_requests, needed
 from reshard.refit.packed_blocks import compile_parcels
-from reshard.refit.routes import BUCKETS, HERE, PEER, SENT, STAGED
+from reshard.refit.routes import CUDA_IPC, LOCAL, NCCL, SENT, STAGED
 from reshard.refit.split_blocks import PartsSlab, divided
 from reshard.refit.tables import CODEC
 from reshard.refit.transports.base import Incoming
@@ -101,9 +101,9 @@ class Receiver:
     def _may_be_sent(self) -> bool:
         """Whether a trainer's rank may come to send blocks to this one."""
         others = [rank for rank in self.agreed.trainers if rank != self.members.rank]
-        if not self.engine.scales or self.agreed.executor == PEER:
+        if not self.engine.scales or self.agreed.backend == CUDA_IPC:
             return False
-        if self.agreed.executor == STAGED:
+        if self.agreed.backend == STAGED:
             return bool(others)
         both = (
             self.agreed.way(rank, self.members.rank, exported)
@@ -119,7 +119,7 @@ class Receiver:
         found = needed(self.engine, published, self.members.names, distances, position, where)
         if not self._may_be_sent():
             return found
-        first_round = max(self.engine.passing.values(), default=AT_ONCE) + 1
+        first_round = max(self.engine.staged_rounds.values(), default=AT_ONCE) + 1
         return divided(found, places_of(self.engine)[:, SHAPE], first_round)
 
     def hear_answers(self) -> None:
@@ -149,7 +149,7 @@ class Receiver:
         check_memory(memory, who)
         memory["regions"] = unpack_array(regions, what, [2])
         pieces = self.pieces[rank]
-        mapped = self.agreed.way(rank, self.members.rank, memory["exported"]) == PEER
+        mapped = self.agreed.way(rank, self.members.rank, memory["exported"]) == CUDA_IPC
         check_regions(memory, pieces.asked, self.extents[rank], mapped, who, pieces.names)
         self.memory[rank], self.memory_digests[rank] = memory, told
 
@@ -175,7 +175,7 @@ class Receiver:
 
     def incoming(self) -> dict[str, dict[int, Incoming]]:
         """What this rank gets, by way and trainer's rank, from where everything is now."""
-        found: dict[str, dict[int, Incoming]] = {way: {} for way in (HERE, PEER, STAGED, BUCKETS)}
+        found: dict[str, dict[int, Incoming]] = {way: {} for way in (LOCAL, CUDA_IPC, STAGED, NCCL)}
         memory, places = located(self.engine.regions.values()), places_of(self.engine)
         ways = self.ways()
         self.slab.arrange(self.pieces, [rank for rank, way in ways.items() if way in SENT])
@@ -203,15 +203,15 @@ class Receiver:
     @property
     def rounds(self) -> set[int]:
         """The numbers of those in which something is made here of what has come."""
-        return {*self.engine.passing.values(), *self.slab.numbers}
+        return {*self.engine.staged_rounds.values(), *self.slab.numbers}
 
-    def take(self, number: int) -> None:
+    def process_round(self, number: int) -> None:
         """Make what is served of what has come in a round: blocks, whose parts are together now, or what the engine makes
         itself."""
         if number in self.slab.numbers:
             self.slab.make(number)
         else:
-            self.engine.take(number)
+            self.engine.process_round(number)
 
 
 def _digest(facts: Any, *texts: bytes) -> str:

@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 from reshard.core.errors import ReshardError, listed
 
 # The ways of a pair. What cannot be mapped is staged through memory that can, on the same host.
-HERE, PEER, STAGED, BUCKETS = "same process", "peer", "staged", "buckets"
-SENT = (STAGED, BUCKETS)  # the trainer's rank takes part; in the others it is only read
-EXECUTORS = ("auto", PEER, STAGED, BUCKETS)
+LOCAL, CUDA_IPC, STAGED, NCCL = "same process", "cuda_ipc", "staged", "nccl"
+SENT = (STAGED, NCCL)  # the trainer's rank takes part; in the others it is only read
+BACKENDS = ("auto", CUDA_IPC, STAGED, NCCL)
 
 
-def check_executor(value: Any, name: str = "executor") -> None:
-    """Raise ReshardError where what was given as `name` is no executor."""
-    if value not in EXECUTORS:
-        raise ReshardError(f"{name} {value!r:.80} is not one of {listed(EXECUTORS)}")
+def check_backend(value: Any, name: str = "backend") -> None:
+    """Raise ReshardError where what was given as `name` is no backend."""
+    if value not in BACKENDS:
+        raise ReshardError(f"{name} {value!r:.80} is not one of {listed(BACKENDS)}")
 
 
 def why_apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
@@ -32,31 +32,31 @@ def way_between(
     trainer: Mapping[str, Any],
     engine: Mapping[str, Any],
     same_process: bool,
-    executor: str,
+    backend: str,
     exported: bool,
     mappable: bool = True,
 ) -> str:
     """How bytes get from a trainer's rank to an inference rank, by what both have said of themselves
     (`agreement.hello`); `exported` says whether other processes can map the trainer's memory, and `mappable` is false where this one
-    has tried to, and could not. Raises ReshardError where the executor that was asked for cannot."""
+    has tried to, and could not. Raises ReshardError where the backend that was asked for cannot."""
     if same_process:
-        return HERE
+        return LOCAL
     apart = why_apart(trainer, engine)
     shares = trainer["host"] == engine["host"] and not apart
     gpus = trainer["device"] == engine["device"] == "cuda"
-    if executor == BUCKETS:
+    if backend == NCCL:
         # NCCL connects no two processes of one GPU.
-        return STAGED if gpus and shares and trainer["gpu"] == engine["gpu"] else BUCKETS
-    if executor in (PEER, STAGED) and not (shares and (gpus or executor == STAGED)):
+        return STAGED if gpus and shares and trainer["gpu"] == engine["gpu"] else NCCL
+    if backend in (CUDA_IPC, STAGED) and not (shares and (gpus or backend == STAGED)):
         why = f", since {apart}" if apart else ""
         raise ReshardError(
-            f"{trainer['name']} and {engine['name']} cannot read each other's memory{why}: use executor='auto', or 'buckets'"
+            f"{trainer['name']} and {engine['name']} cannot read each other's memory{why}: use backend='auto', or 'nccl'"
         )
-    if executor == STAGED:
+    if backend == STAGED:
         return STAGED
     if not gpus or not shares or not mappable:
-        return BUCKETS
-    return PEER if exported else STAGED
+        return NCCL
+    return CUDA_IPC if exported else STAGED
 
 
 class Seat(NamedTuple):

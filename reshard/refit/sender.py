@@ -30,7 +30,7 @@ from reshard.refit.blocks import PLACES
 from reshard.refit.checks import Extents, check_asked
 from reshard.refit.codecs import BLOCKWISE
 from reshard.refit.packed_blocks import compile_parcels, places_asked
-from reshard.refit.routes import PEER, SENT
+from reshard.refit.routes import CUDA_IPC, SENT
 from reshard.refit.transports.base import Outgoing
 from reshard.refit.verification import TrainerDigests
 from reshard.refit.wire import (
@@ -145,7 +145,9 @@ class Sender:
         """The shards of this rank that other processes read where they lie, if they can."""
         me = self.members.rank
         readers = [
-            asked[:, SHARD] for rank, asked in self.asked.items() if self.agreed.way(me, rank, True) == PEER
+            asked[:, SHARD]
+            for rank, asked in self.asked.items()
+            if self.agreed.way(me, rank, True) == CUDA_IPC
         ]
         return np.unique(np.concatenate(readers)).tolist() if readers else []
 
@@ -154,11 +156,11 @@ class Sender:
         driver a while."""
         allocations = self.told[1]
         hidden = [a for a in allocations if not is_exportable(a.base)]
-        if hidden and self.agreed.executor == PEER:
+        if hidden and self.agreed.backend == CUDA_IPC:
             raise ReshardError(
                 "the trainer's weights lie in memory that cannot be shared with other "
                 "processes (expandable segments, or a virtual memory pool): use "
-                "executor='auto', or unset PYTORCH_CUDA_ALLOC_CONF"
+                "backend='auto', or unset PYTORCH_CUDA_ALLOC_CONF"
             )
         self.exported = not hidden
         memory = memory_of(self.source, allocations if self.exported else [])

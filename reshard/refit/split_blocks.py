@@ -242,7 +242,7 @@ class PartsSlab:
         for table in self.made[number]:
             table.run()
 
-    def unlike(self, number: int) -> list[int]:
+    def mismatches(self, number: int) -> list[int]:
         """The indices of the local tensors that serve other blocks than come of what is in the slab now."""
         places = places_of(self.engine)
         table, into = self._sources(number, places)

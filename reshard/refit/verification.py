@@ -90,9 +90,9 @@ class EngineDigests:
             digests = Digests(table, pieces.asked[here, ELEMENTS], self.side.device)
             self.passed.setdefault(rank, np.zeros(len(here), np.int64))[here] = digests.result()
         if number in self.side.slab.numbers:
-            self.unlike.extend(self.side.slab.unlike(number))
+            self.unlike.extend(self.side.slab.mismatches(number))
             return
-        self.unlike.extend(places[identity] for identity in self.side.engine.unlike(number))
+        self.unlike.extend(places[identity] for identity in self.side.engine.mismatches(number))
 
     def compare(self, shards: Mapping[int, np.ndarray]) -> None:
         """Wait for the digests, and make the blocks that were made here once more from `shards`, by trainer's rank.
@@ -133,7 +133,7 @@ class EngineDigests:
             raise ReshardError(
                 f"{len(bad)} tensors did not arrive as they are in the trainer: {listed(sorted(bad))}"
             )
-        if stale := self.side.engine.stale():
+        if stale := self.side.engine.stale_derived():
             raise ReshardError(
                 f"{len(stale)} tensors are not what the engine derives from the weights that arrived: {listed(sorted(stale))}"
             )

@@ -56,11 +56,11 @@ class Trainer(ABC):
         ]
 
     @property
-    def puts_off(self) -> bool:
-        """Whether training may have left something to `settle`; the same on all ranks."""
+    def has_pending_sync(self) -> bool:
+        """Whether training may have left something to `sync_params`; the same on all ranks."""
         return False
 
-    def settle(self) -> None:
+    def sync_params(self) -> None:
         """Before anything is read: finish what training has put off. All ranks of the trainer call it, and some may wait
         for others. Raises ReshardError where it fails. Most put nothing off."""
         return

@@ -127,12 +127,12 @@ class MegatronModel(Trainer):
         return self._regions
 
     @property
-    def puts_off(self) -> bool:
+    def has_pending_sync(self) -> bool:
         """With ``overlap_param_gather`` a rank has what the others have stepped only from the next forward on."""
         return bool(self.gathering)
 
-    def settle(self) -> None:
-        """See `Trainer.settle`: gather now, as Megatron-LM does before it saves."""
+    def sync_params(self) -> None:
+        """See `Trainer.sync_params`: gather now, as Megatron-LM does before it saves."""
         for chunk in self.gathering:
             check_memory([chunk])
             try:

@@ -13,10 +13,10 @@ from reshard.engines.vllm.compat import with_plain_weights
 
 @dataclass
 class Guard:
-    """Whether the weights of a model are whole (`fit`), `why` not, and of which version: one for each model,
+    """Whether the weights of a model are whole (`ready`), `why` not, and of which version: one for each model,
     whoever looks at it."""
 
-    fit: bool
+    ready: bool
     why: str = ""
     version: int | None = None
     # What wants to know when all weights have been loaded, as long as it is there.
@@ -30,18 +30,18 @@ class Guard:
 
     def spoil(self, why: str) -> None:
         """From now on there are no whole weights."""
-        self.fit, self.why = False, why
+        self.ready, self.why = False, why
 
     def loaded(self) -> None:
         """All weights are there, and no refit has brought them."""
-        self.fit, self.version = True, None
+        self.ready, self.version = True, None
         for note in [note() for note in self.when_loaded]:
             if note is not None:
                 note()
 
     def refuse_unfit(self) -> None:
         """Raise ReshardError where the weights are not whole."""
-        if not self.fit:
+        if not self.ready:
             raise ReshardError(f"this vLLM holds {self.why}: refit it before it serves")
 
     def watch(self, module: torch.nn.Module, worker: Any, front: Any) -> None:

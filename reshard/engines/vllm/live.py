@@ -105,7 +105,7 @@ class VllmModel(Engine):
         self.served = Served(model, self.draft if drafts else None)
         self.blocks = _blocks_of(self.served)
         _refuse_processed(self.served, config)
-        self.reloads = Reloads(self.served, config, self._guard.fit)
+        self.reloads = Reloads(self.served, config, self._guard.ready)
         self.tensors: dict[str, torch.Tensor] = dict(self.served.named_tensors())
         # As vLLM's loader knows them: of what it quantizes after loading, what it loads into.
         self.loaded = self.tensors | self.reloads.loaded
@@ -117,7 +117,9 @@ class VllmModel(Engine):
         self.scales = self._scales(exact)
         rounds = self.reloads.round_of
         layers = {identity: identity[0].rpartition(".")[0] for identity in self.regions}
-        self.passing = {identity: rounds[layer] for identity, layer in layers.items() if layer in rounds}
+        self.staged_rounds = {
+            identity: rounds[layer] for identity, layer in layers.items() if layer in rounds
+        }
         self.derived = _derived_attention(self.served)
         everything = Served(model, self.draft)
         self._modules = dict(everything.named_modules)
@@ -447,11 +449,11 @@ class VllmModel(Engine):
             module, key = self._homes[name]
             is_buffer = key in module._buffers
             has_meaning = (
-                not self._is_lost(name, 0, 0) if is_buffer or name in self._left else self._guard.fit
+                not self._is_lost(name, 0, 0) if is_buffer or name in self._left else self._guard.ready
             )
             if self.accounts[name].what == LEFT_ALONE and has_meaning:
                 self._kept[name] = tensor.detach().cpu().clone()
-        self._keeps_parameters = self._guard.fit
+        self._keeps_parameters = self._guard.ready
 
     def _put_back(self) -> None:
         """Write again what vLLM has lost and no trainer has."""
@@ -472,10 +474,10 @@ class VllmModel(Engine):
         return self._guard.version
 
     @property
-    def fit(self) -> bool:
+    def ready(self) -> bool:
         """Whether the model holds whole weights: those it has loaded, if it has, or those of a refit that
         succeeded."""
-        return self._guard.fit
+        return self._guard.ready
 
     def addresses(self) -> list[int]:
         """Where the parameters and buffers are now."""
@@ -536,7 +538,7 @@ class VllmModel(Engine):
 
     def begin(self) -> None:
         """Mark the model unfit: from now on it refuses to run, until `end`."""
-        if self._guard.fit and not self._keeps_parameters:
+        if self._guard.ready and not self._keeps_parameters:
             self._keep_aside()
         self._guard.spoil("a half-written model, since a refit failed or is under way")
 
@@ -553,23 +555,23 @@ class VllmModel(Engine):
         counted = Counter(layers.values())
         return [{"how": how, "kernel": kernel, "layers": n} for (how, kernel), n in sorted(counted.items())]
 
-    def take(self, number: int) -> None:
+    def process_round(self, number: int) -> None:
         """Let vLLM quantize the layers of a round."""
-        self.reloads.take(number, self.timeout)
+        self.reloads.process_round(number, self.timeout)
 
-    def unlike(self, number: int) -> list[Any]:
+    def mismatches(self, number: int) -> list[Any]:
         """The local tensors of a round's layers that serve from something else."""
-        layers = {name.rpartition(".")[0] for name in self.reloads.unlike(number, self.timeout)}
-        return [identity for identity in self.passing if identity[0].rpartition(".")[0] in layers]
+        layers = {name.rpartition(".")[0] for name in self.reloads.mismatches(number, self.timeout)}
+        return [identity for identity in self.staged_rounds if identity[0].rpartition(".")[0] in layers]
 
-    def settle(self) -> None:
+    def update_derived(self) -> None:
         """After the bytes have come: make again what vLLM keeps derived from them, and write again what it has forgotten and no
         trainer has."""
         self._put_back()
         for module, dtype in self.derived.values():
             process_in_place(module, dtype)
 
-    def stale(self) -> list[str]:
+    def stale_derived(self) -> list[str]:
         """The tensors that are not what vLLM derives from the weights that it has now."""
         found = []
         for name, (module, dtype) in self.derived.items():
@@ -579,13 +581,13 @@ class VllmModel(Engine):
             found += [f"{name}.{key}" for key, tensor in before.items() if not same_bits(tensor, now[key])]
         return found
 
-    def accounted(self) -> list[dict[str, Any]]:
+    def tensor_accounts(self) -> list[dict[str, Any]]:
         """What a refit does to its tensors, by how many and for what reason, for logs."""
         return summary(self.accounts)
 
     def end(self, version: int) -> None:
-        """Mark the model fit again, with the version of the weights that it now has."""
-        self._guard.fit, self._guard.version = True, version
+        """Mark the model ready again, with the version of the weights that it now has."""
+        self._guard.ready, self._guard.version = True, version
 
 
 def _processed_as(module: torch.nn.Module) -> str:

@@ -121,7 +121,7 @@ class Reloads:
             start += _aligned(_bytes(template))
         return found
 
-    def take(self, number: int, timeout: float) -> None:
+    def process_round(self, number: int, timeout: float) -> None:
         """Make what the layers of a round serve from of what now lies in the slab, in place. Ranks that hold parts of what
         has one scale do this together, and wait for each other no longer than `timeout` seconds."""
         for layer, largest in self._largest(number, timeout):
@@ -131,9 +131,9 @@ class Reloads:
             for owner, handle in handles:
                 setattr(owner, HANDLE, handle)
 
-    def unlike(self, number: int, timeout: float) -> list[str]:
+    def mismatches(self, number: int, timeout: float) -> list[str]:
         """The parameters of a round's layers that hold something else than vLLM makes of what now lies in the slab; ranks
-        as with `take`."""
+        as with `process_round`."""
         found = []
         for layer, largest in self._largest(number, timeout):
             with _processed(layer, largest, self.config) as (made, handles):

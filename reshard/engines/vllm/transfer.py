@@ -45,7 +45,7 @@ class ReshardUpdateInfo(WeightTransferUpdateInfo):
 
 class ReshardTransfer(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
     """One worker's end. Weights are written where they are, so that nothing is to be prepared or finished: an update
-    is one ``update_weights``, after which the engine is fit, or refuses to serve."""
+    is one ``update_weights``, after which the engine is ready, or refuses to serve."""
 
     init_info_cls = ReshardInitInfo
     update_info_cls = ReshardUpdateInfo

@@ -24,7 +24,7 @@ from reshard.engines.vllm.transfer import ReshardTransfer
 from reshard.models.config_fields import asked_by
 from reshard.refit.connecting import BUCKET_BYTES, connect
 from reshard.refit.link import Link
-from reshard.refit.routes import check_executor
+from reshard.refit.routes import check_backend
 
 # Methods of a worker that make layers or load weights.
 MAKING = ("init_device", "load_model", "reload_weights")
@@ -53,7 +53,7 @@ class RefitExtension:
         address: str,
         first_rank: int,
         size: int,
-        executor: str = "auto",
+        backend: str = "auto",
         bucket_bytes: int = BUCKET_BYTES,
         timeout: float = 60.0,
         exact: bool = False,
@@ -65,7 +65,7 @@ class RefitExtension:
         `first_rank` plus its own rank within the engine: `first_rank` is how many members come before the engine, which are
         the trainer's ranks, and the workers of engines before this one. `size` is how many members there are in all.
 
-        `executor`, the way that bytes go, and `bucket_bytes`, the memory of a rank for those that cannot be read where they
+        `backend`, the way that bytes go, and `bucket_bytes`, the memory of a rank for those that cannot be read where they
         are, are those of `reshard.refit.connect`. `timeout` is for how many seconds members wait for each other,
         in this call and in every refit. `exact` is that of `VllmModel`: layers in fp8 blocks get bit for bit what vLLM's own
         loading makes of the weights. `secret` is that of `RefitGroup.join`, the same for all members.
@@ -76,14 +76,14 @@ class RefitExtension:
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
         # By the index: the data parallel rank is 0 in each of the engines of a model without experts.
         mine = self.rank + parallel.data_parallel_index * parallel.world_size  # type: ignore[attr-defined]
-        self.reshard_join(address, first_rank + mine, size, executor, bucket_bytes, timeout, exact, secret)
+        self.reshard_join(address, first_rank + mine, size, backend, bucket_bytes, timeout, exact, secret)
 
     def reshard_join(
         self,
         address: str,
         rank: int,
         size: int,
-        executor: str = "auto",
+        backend: str = "auto",
         bucket_bytes: int = BUCKET_BYTES,
         timeout: float = 60.0,
         exact: bool = False,
@@ -93,7 +93,7 @@ class RefitExtension:
         connection that there is now is given up."""
         parsed(address)
         check_rank(rank, size)
-        check_executor(executor)
+        check_backend(backend)
         check_number(bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
         check_seconds(timeout, "timeout")
         check_switch(exact, "exact")
@@ -103,7 +103,7 @@ class RefitExtension:
             self._reshard_link = connect(
                 members,
                 destination=partial(self._reshard_side, exact),
-                executor=executor,
+                backend=backend,
                 bucket_bytes=bucket_bytes,
             )
 

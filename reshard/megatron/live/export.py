@@ -63,7 +63,7 @@ def export(
         check_alike(team, "exports", mine)
         agreed = agree(team, rank, published)
         given = decide(team, lambda: _told(agreed.given))
-        team.together(rank.trainer.settle)
+        team.together(rank.trainer.sync_params)
         takers = list(range(team.size)) if to is None else [to]
         return _Stream(rank, agreed, given, buffer_bytes, team.process, takers, copy).tensors()
 

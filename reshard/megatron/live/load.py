@@ -133,7 +133,7 @@ class _Load:
             decide(team, lambda: self._check_all_taken(source, held))
             team.together(lambda: self._check_copies(source))
             # What is still on its way would come after what is loaded.
-            team.together(self.rank.trainer.settle)
+            team.together(self.rank.trainer.sync_params)
             try:
                 read = team.together(lambda: self._read_unchanged(source))[team.process]
             except ReshardError as error:

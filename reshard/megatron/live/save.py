@@ -195,7 +195,7 @@ class _Save:
             self.team.together(lambda: self._lay_out(Path(place)))
             self.share = self._mine(self.team.scatter(self._shares()))
             self.team.together(self._open)
-            self.team.together(self.rank.trainer.settle)
+            self.team.together(self.rank.trainer.sync_params)
             if self.background:
                 self.team.together(self._copy)
         except BaseException as error:

@@ -16,7 +16,7 @@ from reshard.core.errors import ReshardError
 from reshard.device.cuda import HANDLE_BYTES, checked, driver, make_current, mapped_bytes
 
 # What is said beside why memory cannot be mapped (`rewrite_message`).
-HINT = r"\Z", "; containers have to share pid and ipc namespaces for that, or use executor='buckets'"
+HINT = r"\Z", "; containers have to share pid and ipc namespaces for that, or use backend='nccl'"
 
 
 class Mappings:

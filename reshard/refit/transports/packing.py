@@ -4,7 +4,7 @@ round into or out of memory that both have.
 A *piece* is a box of a shard that goes into one local tensor (`addresses.Pieces`), a *tile* a part of it of at most 64 KiB, a
 *parcel* a block of fp8 with its scale, made of *fragments* of pieces (`parcels`, `blocks`); a *round* is what fits into
 a bucket. An engine's rounds are something else: the turns in which its layers pass through one memory
-(`Engine.passing`).
+(`Engine.staged_rounds`).
 """
 
 from collections.abc import Sequence

@@ -88,7 +88,7 @@ class Pull(Transport):
         self.table = self._copies(rows.where(~blockwise & (rounds_in_turn == AT_ONCE)))
         self.blocks = self._blocks(rows.where(blockwise))
         # Also of rounds in which all that is not padding comes by another way.
-        self.numbers = {*self.engine.passing.values(), *np.unique(rounds_in_turn).tolist()} - {AT_ONCE}
+        self.numbers = {*self.engine.staged_rounds.values(), *np.unique(rounds_in_turn).tolist()} - {AT_ONCE}
         self.rounds = {
             number: self._copies(rows.where(rounds_in_turn == number)) for number in sorted(self.numbers)
         }

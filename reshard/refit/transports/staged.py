@@ -99,13 +99,13 @@ def _mapped(handle: str, whose: str) -> mmap.mmap:
     try:
         if not os.readlink(handle).startswith(f"/memfd:{NAME} "):
             raise ReshardError(
-                f"{handle}, which {whose} names as its slab, is another file: use executor='buckets'"
+                f"{handle}, which {whose} names as its slab, is another file: use backend='nccl'"
             )
         with open(handle, "r+b") as file:
             return mmap.mmap(file.fileno(), 0)
     except (OSError, ValueError) as error:
         said = getattr(error, "strerror", None) or error
-        raise ReshardError(f"cannot map the memory of {whose} ({said}): use executor='buckets'") from error
+        raise ReshardError(f"cannot map the memory of {whose} ({said}): use backend='nccl'") from error
 
 
 def is_slab_of(handle: str, pid: int, device: torch.device) -> bool:
