@@ -44,9 +44,17 @@ def run(command: Sequence[str | Path], **options) -> str:
     return done.stdout
 
 
-def build(folder: Path) -> tuple[Path, Path]:
-    """The wheel and the sdist of this checkout; the wheel is made from the sdist."""
-    run([*UV, "build", "--quiet", "--out-dir", folder, REPOSITORY])
+def clone(folder: Path) -> Path:
+    """Clone the commit that is checked out here into `folder`, as a user would: no file that git does not know."""
+    run(["git", "clone", "--quiet", "--no-checkout", REPOSITORY, folder])
+    head = run(["git", "-C", REPOSITORY, "rev-parse", "HEAD"]).strip()
+    run(["git", "-C", folder, "checkout", "--quiet", "--detach", head])
+    return folder
+
+
+def build(checkout: Path, folder: Path) -> tuple[Path, Path]:
+    """Build an sdist of a checkout, and a wheel from that sdist; return (wheel, sdist)."""
+    run([*UV, "build", "--quiet", "--out-dir", folder, checkout])
     [wheel], [sdist] = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return wheel, sdist
 
