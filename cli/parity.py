@@ -116,10 +116,11 @@ def command(
     numbers = _lengths(lengths)
     from reshard.core.extras import require
     from reshard.megatron.layout import MegatronLayout
-    from reshard.parity.gate import LIMITED, Limits, parity
-    from reshard.parity.prompts import SERVED, read_prompts, tokenizer_of
+    from reshard.parity.gate import parity
+    from reshard.parity.limits import LIMITED, Limits
+    from reshard.parity.prompts import VLLM_PREFIX, read_prompts, tokenizer_of
 
-    if locating and (a.startswith(SERVED) or b.startswith(SERVED)):
+    if locating and (a.startswith(VLLM_PREFIX) or b.startswith(VLLM_PREFIX)):
         raise click.UsageError(
             "--locate looks inside transformers and Megatron-Core, not inside vLLM: compare those two"
         )
@@ -137,10 +138,10 @@ def command(
                    limits=lambda dtype: Limits.of_dtype(dtype, **given), **options)  # fmt: skip
     located = None
     if locating and not found.ok:
-        from reshard.parity.locate import locate
+        from reshard.parity.divergence import find_divergence
 
-        prompt, positions = found.prompt_to_locate
-        located = locate(
+        prompt, positions = found.diverging_prompt
+        located = find_divergence(
             a,
             b,
             prompt,
@@ -168,9 +169,9 @@ def _conclude(
         _show(found)
     sentence = None
     if looked and not found.ok:
-        from reshard.parity.locate import sentence_of
+        from reshard.parity.divergence import describe_divergence
 
-        sentence = sentence_of(located)
+        sentence = describe_divergence(located)
         if not as_json:
             click.echo(sentence)
     unwritten = _written(found, compared, page, sentence) if page is not None else None

@@ -16,9 +16,11 @@ import pytest
 
 from reshard.core.errors import ReshardError
 from reshard.megatron.layout import MegatronLayout
-from reshard.parity.gate import Limits, ParityReport, parity
+from reshard.parity.gate import parity
+from reshard.parity.limits import Limits
 from reshard.parity.metrics import Metrics
 from reshard.parity.prompts import tokenizer_of
+from reshard.parity.report import ParityReport
 from reshard.storage.convert import hf_to_mcore
 
 if TYPE_CHECKING:
@@ -70,14 +72,14 @@ def _tokens_of(texts: Sequence[str], systems: Sequence[str]) -> list[list[int]]:
 
 def _where(a: "str | System", b: "str | System", report: ParityReport, options: dict[str, Any]) -> str:
     """Where the two depart, as the end of a sentence; nothing where they cannot be looked into."""
-    from reshard.parity.locate import locate, sentence_of
+    from reshard.parity.divergence import describe_divergence, find_divergence
 
     if not isinstance(a, str) or not isinstance(b, str):
         return ""
-    prompt, positions = report.prompt_to_locate
+    prompt, positions = report.diverging_prompt
     known = {name: options[name] for name in ("layout", "hf_config") if name in options}
     try:
-        return f"; {sentence_of(locate(a, b, prompt, dtype=report.dtype, positions=positions, **known))}"
+        return f"; {describe_divergence(find_divergence(a, b, prompt, dtype=report.dtype, positions=positions, **known))}"
     except ReshardError:
         return ""  # two of a kind, or an engine: the figures are all there is
 

@@ -5,16 +5,16 @@ from pathlib import Path
 
 from reshard.core.errors import ReshardError
 from reshard.megatron.layout import MegatronLayout
+from reshard.parity.divergence import find_divergence
 from reshard.parity.gate import parity
 from reshard.parity.huggingface import HuggingFace
-from reshard.parity.locate import locate
 from reshard.testing import assert_logprob_parity
 
 
 def find(rank: int, a: str, b: str, layout: dict):
     """Where the two part, as a sentence, and the place."""
     logging.disable(logging.WARNING)
-    found = locate(a, b, list(range(5, 40)), layout=MegatronLayout(**layout))
+    found = find_divergence(a, b, list(range(5, 40)), layout=MegatronLayout(**layout))
     return (found.sentence, found.place, [d.name for d in found.differing]) if found else None
 
 

@@ -8,8 +8,8 @@ import pytest
 from reshard import ReshardError
 from reshard.parity import Limits, Scores, check_rollout, compare_scores, metrics_of
 from reshard.parity.noise import noise_of
-from reshard.parity.routing import Choices, Groups, compare_routing
-from reshard.parity.systems import Scoring
+from reshard.parity.routing import Choices, ExpertGroups, compare_routing
+from reshard.parity.systems import ScoringOptions
 
 
 def scores(*logprobs: float, best=None) -> Scores:
@@ -50,7 +50,7 @@ def test_a_near_tie_of_groups_of_experts_is_one(theirs, distance):
     """Four groups of two, of which the best two are taken, and two experts of those."""
     scores = np.array([[[1.0, 0.6, 0.9, 0.3, 0.599, 0.6, 0.0, 0.0]]])
     one = Choices((0,), np.array([[[0, 2]]]), scores)
-    found = compare_routing([one], [one._replace(experts=np.array([[theirs]]))], Groups(4, 2))
+    found = compare_routing([one], [one._replace(experts=np.array([[theirs]]))], ExpertGroups(4, 2))
     assert found.margin == pytest.approx(distance / scores.std())
 
 
@@ -216,7 +216,7 @@ def test_scores_that_do_not_fit_together_are_refused(a, b, sentence):
 
 
 def test_of_many_prompts_the_first_keep_their_distributions():
-    assert Scoring(keep=10).kept_of(2) == [5, 5]
-    assert Scoring(keep=3).kept_of(5) == [1, 1, 1, 0, 0]
-    assert Scoring(keep=0).kept_of(2) == [0, 0]
-    assert sum(Scoring(keep=1790).kept_of(5000)) == 1790
+    assert ScoringOptions(keep=10).kept_of(2) == [5, 5]
+    assert ScoringOptions(keep=3).kept_of(5) == [1, 1, 1, 0, 0]
+    assert ScoringOptions(keep=0).kept_of(2) == [0, 0]
+    assert sum(ScoringOptions(keep=1790).kept_of(5000)) == 1790

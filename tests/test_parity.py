@@ -23,7 +23,7 @@ from reshard.parity import Limits, Scores, check_rollout, metrics_of, parity
 from reshard.parity.huggingface import HuggingFace
 from reshard.parity.prompts import check_prompts, random_prompts, read_prompts, tokenizer_of
 from reshard.parity.routing import compare_routing
-from reshard.parity.systems import Scoring, System
+from reshard.parity.systems import ScoringOptions, System
 from tests.checkpoints import make
 from tests.ranks import run_on_ranks, run_to_the_end, torchrun
 from tests.test_report import Parsed, assert_stands_alone
@@ -235,8 +235,8 @@ def test_packed_prompts_do_not_see_each_other(converted):
     system = HuggingFace(hf, "fp32")
     prompts = random_prompts(4, 1000, [9, 33, 21])
     one, other = (
-        system.score(prompts, Scoring(routing=True)),
-        system.score(prompts, Scoring(batch_size=3, packed=True, routing=True)),
+        system.score(prompts, ScoringOptions(routing=True)),
+        system.score(prompts, ScoringOptions(batch_size=3, packed=True, routing=True)),
     )
     metrics = metrics_of(one, other)
     assert metrics.max_abs < 1e-5 and metrics.tokens == sum(map(len, prompts)) - 4 and alone["ok"]

@@ -18,8 +18,8 @@ from tokenizers.models import WordLevel
 
 from reshard.html import chart, describe, page
 from reshard.parity import Limits, Scores, metrics_of
-from reshard.parity.gate import ParityReport
 from reshard.parity.html import KEPT, POINTS, UNENCODABLE, WORST, html_report
+from reshard.parity.report import ParityReport
 
 HOSTILE = [
     "<script>alert(1)</script>",

@@ -73,10 +73,11 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     from reshard import MegatronLayout, VllmLayout, hf_to_mcore
     from reshard.models.model import Model
     from reshard.parity import compare_scores, metrics_of, random_prompts
-    from reshard.parity.gate import Limits, routing_of
     from reshard.parity.huggingface import HuggingFace
+    from reshard.parity.limits import Limits
     from reshard.parity.megatron import Megatron
-    from reshard.parity.systems import Scoring, System, scores_of
+    from reshard.parity.metrics import routing_of
+    from reshard.parity.systems import ScoringOptions, System, scores_of
     from reshard.parity.vllm import RefittedVllm, Vllm
 
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -121,11 +122,11 @@ def measure(name: str, options: argparse.Namespace) -> dict:
         start, system = time.monotonic(), None
         with noting_failure(system_name):
             system = make()
-            scores[system_name] = scores_of(system, prompts, Scoring(keep=4, routing=moe))
+            scores[system_name] = scores_of(system, prompts, ScoringOptions(keep=4, routing=moe))
             if system_name == "megatron" and device() == "cuda":
                 with noting_failure("megatron packed"):
                     scores["megatron packed"] = scores_of(
-                        system, prompts, Scoring(batch_size=len(prompts), packed=True)
+                        system, prompts, ScoringOptions(batch_size=len(prompts), packed=True)
                     )
         if system is not None:
             system.close()

@@ -11,8 +11,8 @@ from bokeh.plotting import figure
 
 from reshard.core.errors import ReshardError
 from reshard.html import GUIDE, MARK, UNENCODABLE, chart, describe, number, page
-from reshard.parity.gate import ParityReport
 from reshard.parity.prompts import token_texts
+from reshard.parity.report import ParityReport
 
 __all__ = ["UNENCODABLE", "html_report"]
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from reshard.core.errors import ReshardError
 from reshard.models.model import Model
-from reshard.parity.routing import Choices, Groups, Routing, compare_routing
+from reshard.parity.routing import Choices, ExpertGroups, Routing, compare_routing
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def routing_of(a: Sequence[Scores], b: Sequence[Scores], model: Model) -> Routin
     if len(one) != len(a) or len(two) != len(b) or not one:
         return None
     apart = [np.abs(x.logprobs - y.logprobs) for x, y in zip(a, b, strict=True)]
-    return compare_routing(one, two, Groups(*model.expert_groups), apart)
+    return compare_routing(one, two, ExpertGroups(*model.expert_groups), apart)
 
 
 def check_scores(a: Sequence[Scores], b: Sequence[Scores]) -> None:

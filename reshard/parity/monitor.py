@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from reshard.core.errors import ReshardError
-from reshard.parity.gate import Limits, compare_scores
+from reshard.parity.limits import Limits, compare_scores
 from reshard.parity.metrics import Metrics, Scores
 
 

@@ -7,7 +7,7 @@ from reshard.engines.vllm.layout import VllmLayout
 from reshard.megatron.layout import MegatronLayout
 from reshard.models.model import Model
 from reshard.parity.huggingface import HuggingFace
-from reshard.parity.prompts import SERVED
+from reshard.parity.prompts import VLLM_PREFIX
 from reshard.parity.systems import System
 from reshard.storage.hf_hub import local_directory
 from reshard.storage.paths import locate
@@ -17,13 +17,13 @@ from reshard.storage.sources import open_source
 
 def is_megatron(spec: str) -> bool:
     """Whether a path or hub id, with ``vllm:`` before it or not, is of a Megatron checkpoint."""
-    return locate(local_directory(spec.removeprefix(SERVED))) is not None
+    return locate(local_directory(spec.removeprefix(VLLM_PREFIX))) is not None
 
 
 def model_of(spec: str, hf_config: Path | None = None) -> Model:
     """The model that a path or hub id holds, with ``vllm:`` before it or not, by its config or args alone: no weight is
     read. Raises ReshardError where it is no checkpoint that can be opened."""
-    path = local_directory(spec.removeprefix(SERVED))
+    path = local_directory(spec.removeprefix(VLLM_PREFIX))
     if not is_megatron(spec):
         if not (path / "config.json").is_file():
             raise ReshardError(
@@ -52,9 +52,9 @@ def open_system(
     With ``vllm:`` before it vLLM serves it, at the sizes of `engine` and with `quantization`: a Hugging Face
     directory as vLLM loads it, a Megatron checkpoint by a refit from Megatron-Core, `exact` or not.
     """
-    path = local_directory(spec.removeprefix(SERVED))
+    path = local_directory(spec.removeprefix(VLLM_PREFIX))
     megatron = is_megatron(spec)
-    if spec.startswith(SERVED):
+    if spec.startswith(VLLM_PREFIX):
         from reshard.parity.vllm import RefittedVllm, Vllm  # not before: it imports vLLM
 
         if megatron:

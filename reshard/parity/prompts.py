@@ -16,7 +16,7 @@ from reshard.storage.paths import HF_FILES, locate
 
 Prompt = list[int]
 # Before a path, it says that vLLM is to serve it.
-SERVED = "vllm:"
+VLLM_PREFIX = "vllm:"
 
 
 def random_prompts(count: int, vocabulary: int, lengths: Sequence[int], seed: int = 0) -> list[Prompt]:
@@ -25,7 +25,7 @@ def random_prompts(count: int, vocabulary: int, lengths: Sequence[int], seed: in
     return [random.integers(0, vocabulary, lengths[i % len(lengths)]).tolist() for i in range(count)]
 
 
-class Reach(NamedTuple):
+class FarPrompt(NamedTuple):
     """A prompt whose tokens stand in short runs far apart, at `positions`."""
 
     prompt: Prompt
@@ -36,7 +36,7 @@ class Reach(NamedTuple):
 RUN, LAST_POSITION = 32, 1 << 15
 
 
-def reach_of(model: Model, longest: int, seed: int = 0) -> Reach | None:
+def far_prompt(model: Model, longest: int, seed: int = 0) -> FarPrompt | None:
     """A prompt of few tokens that stands as far as the model's context goes, and at both sides of where its rotary
     scaling begins; None where prompts of `longest` tokens come as far."""
     context = min(int(model.config["max_position_embeddings"]), LAST_POSITION)
@@ -53,7 +53,7 @@ def reach_of(model: Model, longest: int, seed: int = 0) -> Reach | None:
             runs.append(start)
     positions = tuple(position for start in runs for position in range(start, start + RUN))
     [prompt] = random_prompts(1, model.symbols["V"], [len(positions)], seed)
-    return Reach(prompt, positions)
+    return FarPrompt(prompt, positions)
 
 
 def tokenizer_of(systems: Sequence[str]) -> Callable[[str], list[int]] | None:
@@ -83,7 +83,7 @@ def _tokenizer(systems: Sequence[str]) -> Any:
 
     found: dict[str, Any] = {}
     for system in systems:
-        path = local_directory(system.removeprefix(SERVED))
+        path = local_directory(system.removeprefix(VLLM_PREFIX))
         checkpoint = locate(path)
         for folder in (
             path,

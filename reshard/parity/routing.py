@@ -25,7 +25,7 @@ class Choices(NamedTuple):
     scores: np.ndarray | None
 
 
-class Groups(NamedTuple):
+class ExpertGroups(NamedTuple):
     """Group-limited routing: of `total` groups of experts the `chosen` ones whose best two experts score most
     together are taken, and experts only from those (DeepSeek-V3, section 2.1.2)."""
 
@@ -75,7 +75,7 @@ class Routing:
 def compare_routing(
     a: Sequence[Choices],
     b: Sequence[Choices],
-    groups: Groups | None = None,
+    groups: ExpertGroups | None = None,
     apart: Sequence[np.ndarray] | None = None,
 ) -> Routing:
     """Compare the choices of two systems for the same prompts; `groups` says how experts are limited to
@@ -115,7 +115,7 @@ def compare_routing(
     return Routing(choices, differing, tokens, differing_tokens, margin, worst, same, others)
 
 
-def _apart(x: Choices, y: Choices, token: int, layer: int, groups: Groups | None) -> float:
+def _apart(x: Choices, y: Choices, token: int, layer: int, groups: ExpertGroups | None) -> float:
     """How far apart the better experts of one system and those of the other are, by the scores of the first
     that tells them."""
     if x.scores is None:
@@ -141,7 +141,7 @@ def _experts_apart(scores: np.ndarray, taken: np.ndarray, other: np.ndarray) -> 
     return float(np.abs(np.sort(scores[only_taken]) - np.sort(scores[only_other])).max())
 
 
-def _apart_in_groups(scores: np.ndarray, taken: np.ndarray, other: np.ndarray, groups: Groups) -> float:
+def _apart_in_groups(scores: np.ndarray, taken: np.ndarray, other: np.ndarray, groups: ExpertGroups) -> float:
     """The same where experts come from the best groups alone: a group that one system took in another's place
     may be as good as that one, while its experts are better or worse."""
     experts_of_a_group = len(scores) // groups.total

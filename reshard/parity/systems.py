@@ -29,7 +29,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Scoring:
+class ScoringOptions:
     """How prompts are scored: `batch_size` at a time, padded on the right to the longest or `packed` into one
     sequence; `keep` positions of all together keep their distribution; with `routing` the chosen experts are
     noted. `positions` are those of the tokens of a single prompt, where they are not 0, 1, 2 ...; it is for systems
@@ -60,7 +60,7 @@ class System(ABC):
     takes_positions = False
 
     @abstractmethod
-    def score(self, prompts: Sequence[Prompt], how: Scoring) -> list[Scores]:
+    def score(self, prompts: Sequence[Prompt], how: ScoringOptions) -> list[Scores]:
         """Score every prompt; empty on a rank that does not have the result."""
 
     @abstractmethod
@@ -114,7 +114,7 @@ class ForwardSystem(System):
         """What was noted by layer, of all ranks."""
         return noted
 
-    def score(self, prompts: Sequence[Prompt], how: Scoring) -> list[Scores]:
+    def score(self, prompts: Sequence[Prompt], how: ScoringOptions) -> list[Scores]:
         """Score every prompt. Without logits on this rank the list is empty."""
         found: list[Scores] = []
         there, kept = device(), how.kept_of(len(prompts))
@@ -206,7 +206,7 @@ def _scores(logits: torch.Tensor, prompt: Prompt, keep: int, choices: Choices | 
     return Scores(chosen.double().cpu().numpy(), logprobs.argmax(-1).cpu().numpy(), kept, choices)
 
 
-def scores_of(system: System, prompts: Sequence[Prompt], how: Scoring) -> list[Scores]:
+def scores_of(system: System, prompts: Sequence[Prompt], how: ScoringOptions) -> list[Scores]:
     """A system's scores, on every rank. What one rank refuses, all refuse."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return system.score(prompts, how)

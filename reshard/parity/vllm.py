@@ -27,7 +27,7 @@ from reshard.models.published import published
 from reshard.parity.metrics import Scores
 from reshard.parity.prompts import Prompt
 from reshard.parity.routing import Choices
-from reshard.parity.systems import Scoring, System, check_processes, join_processes, release_memory
+from reshard.parity.systems import ScoringOptions, System, check_processes, join_processes, release_memory
 from reshard.refit import RefitGroup, connect
 from reshard.storage.source import read_config
 from reshard.trainers.megatron import MegatronModel
@@ -49,7 +49,7 @@ class LiveVllm(System):
             published(config.hf_config.to_dict(), "vLLM's config"), f"vLLM's config of {config.model}"
         )
 
-    def score(self, prompts: Sequence[Prompt], how: Scoring) -> list[Scores]:
+    def score(self, prompts: Sequence[Prompt], how: ScoringOptions) -> list[Scores]:
         return score_with(self.llm, prompts, how, self.model)
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class _OwnVllm(System):
         self.dtype, self.quantization = dtype, quantization
         self.llm: Any = None
 
-    def score(self, prompts: Sequence[Prompt], how: Scoring) -> list[Scores]:
+    def score(self, prompts: Sequence[Prompt], how: ScoringOptions) -> list[Scores]:
         self.engine.check(self.model)
         if self.llm is None:
             self.start(max(map(len, prompts)) + 1, how.routing)
@@ -234,7 +234,7 @@ def _share_of_memory() -> float:
     return round(0.9 * free / total, 2)
 
 
-def score_with(llm: Any, prompts: Sequence[Prompt], how: Scoring, model: Model) -> list[Scores]:
+def score_with(llm: Any, prompts: Sequence[Prompt], how: ScoringOptions, model: Model) -> list[Scores]:
     """The scores that an ``LLM`` gives `prompts`, which it packs as it likes."""
     from vllm import SamplingParams
 

@@ -14,17 +14,17 @@ from reshard.megatron.parameters import expand
 from reshard.parity.metrics import Metrics, Scores, metrics_of, routing_of
 from reshard.parity.noise import BOTH_IN_FP32, Noise, noise_of
 from reshard.parity.opening import is_megatron, model_of, open_system
-from reshard.parity.prompts import SERVED, Prompt, Reach
+from reshard.parity.prompts import VLLM_PREFIX, FarPrompt, Prompt
 from reshard.parity.rounding import Rounding, rounded, rounding_of
 from reshard.parity.routing import Routing
-from reshard.parity.systems import ForwardSystem, Scoring, System, device, scores_of, share_in_fp32
+from reshard.parity.systems import ForwardSystem, ScoringOptions, System, device, scores_of, share_in_fp32
 
 # Distributions that are kept for the KL over the vocabulary, in bytes of each system.
 KEPT_BYTES = 1 << 30
 SIDES = ("A", "B")
 
 
-class Bench:
+class Comparison:
     """Two systems and the prompts that both score.
 
     `runs` are the scores and `names` the systems by side, ``A`` and ``B``; `far_runs` are those of the prompt that
@@ -67,7 +67,7 @@ class Bench:
     def prepare(
         self,
         prompts: Sequence[Prompt],
-        reach: Reach | None,
+        reach: FarPrompt | None,
         batch_size: int,
         packed: bool,
         routing: bool,
@@ -79,7 +79,7 @@ class Bench:
         self.reach = None if unable else reach
         self.prompts = list(prompts)
         keep = KEPT_BYTES // (4 * model.symbols["V"])
-        self.how = Scoring(batch_size, packed, keep, routing and model.num_experts > 0)
+        self.how = ScoringOptions(batch_size, packed, keep, routing and model.num_experts > 0)
         last = max(longest, self.reach.positions[-1] + 1 if self.reach is not None else 0)
         self.covered = f"positions up to {last - 1:,} of {context:,}"
         if reach is not None and unable:
@@ -174,7 +174,7 @@ class Bench:
     def _forward(self, side: str, dtype: str, how: Rounding | None = None) -> list[Scores] | None:
         """Scores of a side's checkpoint, run here in a dtype and rounded as said; None, with a note, where that cannot
         be."""
-        spec = str(self.specs[side]).removeprefix(SERVED)
+        spec = str(self.specs[side]).removeprefix(VLLM_PREFIX)
         try:
             self._check_memory(spec, side, dtype)
             with closing(open_system(spec, dtype, self.layout, self.hf_config)) as system:
@@ -199,7 +199,7 @@ class Bench:
 
     def _is_served(self, side: str) -> bool:
         spec = self.specs[side]
-        return isinstance(spec, str) and spec.startswith(SERVED)
+        return isinstance(spec, str) and spec.startswith(VLLM_PREFIX)
 
     def _opened(self, spec: str, dtype: str) -> System:
         return open_system(
@@ -208,7 +208,7 @@ class Bench:
 
     def _score_far(self, side: str, system: System, dtype: str) -> None:
         if self.reach is not None:
-            far = Scoring(keep=self.how.keep, positions=self.reach.positions)
+            far = ScoringOptions(keep=self.how.keep, positions=self.reach.positions)
             self.far_runs[side, dtype] = scores_of(system, [self.reach.prompt], far)
 
     def _note(self, side: str, name: str, scores: list[Scores]) -> None:
@@ -217,7 +217,7 @@ class Bench:
 
 
 def _takes_positions(spec: str | System) -> bool:
-    return spec.takes_positions if isinstance(spec, System) else not spec.startswith(SERVED)
+    return spec.takes_positions if isinstance(spec, System) else not spec.startswith(VLLM_PREFIX)
 
 
 def _free_memory() -> int:

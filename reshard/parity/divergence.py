@@ -22,7 +22,7 @@ from reshard.parity.huggingface import HuggingFace
 from reshard.parity.megatron import Megatron
 from reshard.parity.noise import COMPARABLE
 from reshard.parity.opening import is_megatron, model_of, open_system
-from reshard.parity.prompts import SERVED, Prompt, check_prompts
+from reshard.parity.prompts import VLLM_PREFIX, Prompt, check_prompts
 from reshard.parity.systems import device, hooked, join_processes, of_all_ranks, share_in_fp32
 from reshard.storage.compare import Difference, diff
 
@@ -32,7 +32,7 @@ TOLERANCE, ROUNDINGS = 1e-4, 2.0
 States = dict[str, torch.Tensor]
 
 
-class Point(NamedTuple):
+class ModuleOutput(NamedTuple):
     """A module's output: its place for people, the module in transformers, and what its parameters' names
     begin with."""
 
@@ -42,7 +42,7 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Located:
+class Divergence:
     """The first output that departs. `before` is the last one that agrees, `distance` relative to the norm,
     `tolerance` what rounding would explain of it; `parameters` feed it, `differing` are those whose bytes are not equal.
     `fields` are those by which the two configs make two models."""
@@ -87,28 +87,30 @@ class Located:
         return asdict(self) | {"sentence": self.sentence}
 
 
-def sentence_of(located: Located | None) -> str:
+def describe_divergence(located: Divergence | None) -> str:
     """What was found, for people, also where nothing departs."""
     if located is not None:
         return located.sentence
     return "no module's output departs for the worst prompt: in each the two differ by no more than rounding"
 
 
-def points_of(model: Model) -> list[Point]:
+def compared_outputs(model: Model) -> list[ModuleOutput]:
     """The outputs that are compared, in the order of the computation."""
     (embedding, at_first, _), (norm, before_last, _), (head, at_last, _) = model.family.ends
-    points = [Point(embedding, at_first, at_first + ".")]
+    points = [ModuleOutput(embedding, at_first, at_first + ".")]
     for layer, kind in enumerate(model.kinds):
         path = f"{model.family.layers}{layer}"
         for place, module, _ in model.family.outputs:
             name = "experts" if place == "MLP" and kind == "moe" else place
-            points.append(Point(f"the {name} of layer {layer}", f"{path}.{module}", f"{path}.{module}."))
-        points.append(Point(f"the output of layer {layer}", path, path + "."))
-    points.append(Point(norm, before_last, before_last + "."))
-    return [*points, Point(head, at_last, (at_first if model.tied else at_last) + ".")]
+            points.append(
+                ModuleOutput(f"the {name} of layer {layer}", f"{path}.{module}", f"{path}.{module}.")
+            )
+        points.append(ModuleOutput(f"the output of layer {layer}", path, path + "."))
+    points.append(ModuleOutput(norm, before_last, before_last + "."))
+    return [*points, ModuleOutput(head, at_last, (at_first if model.tied else at_last) + ".")]
 
 
-def locate(
+def find_divergence(
     a: str,
     b: str,
     prompt: Prompt,
@@ -118,7 +120,7 @@ def locate(
     hf_config: str | Path | None = None,
     tolerance: float | None = None,
     positions: Sequence[int] | None = None,
-) -> Located | None:
+) -> Divergence | None:
     """Run one prompt through a Hugging Face directory and a Megatron checkpoint (in either order) and name
     the first output that departs.
 
@@ -131,7 +133,11 @@ def locate(
         raise ReshardError(f"a tolerance of {tolerance} cannot be: give a finite number of at least 0")
     join_processes()
     where = Path(hf_config) if hf_config is not None else None
-    if sorted(map(is_megatron, (a, b))) != [False, True] or a.startswith(SERVED) or b.startswith(SERVED):
+    if (
+        sorted(map(is_megatron, (a, b))) != [False, True]
+        or a.startswith(VLLM_PREFIX)
+        or b.startswith(VLLM_PREFIX)
+    ):
         raise ReshardError(
             f"{a} and {b} must be a Hugging Face directory and a Megatron checkpoint: only "
             f"those can be compared inside"
@@ -147,7 +153,7 @@ def locate(
     model, *outputs = states_in(dtype)
     exact = states_in("fp32")[1:] if tolerance is None and dtype != "fp32" else None
     before, compared = None, False
-    for point in points_of(model):
+    for point in compared_outputs(model):
         if any(point.module not in states for states in outputs):
             continue  # Transformer Engine has norms inside its linear layers
         compared = True
@@ -155,7 +161,7 @@ def locate(
         if apart is not None:
             result = diff(a, b, hf_config=hf_config, only=_beginning_with(point.prefix))
             fields = config_differences(*models)
-            return Located(point.place, before, *apart, result.names, result.differences, fields)
+            return Divergence(point.place, before, *apart, result.names, result.differences, fields)
         before = point.place
     if not compared:
         raise ReshardError(f"{a} and {b} have no module in common whose outputs could be compared")
@@ -175,7 +181,7 @@ def _states(
     tokens = torch.tensor([prompt], device=device())
     with closing(open_system(mcore, dtype, layout, hf_config)) as megatron:
         assert isinstance(megatron, Megatron)
-        points = points_of(megatron.model)
+        points = compared_outputs(megatron.model)
         ours = of_all_ranks(_states_of_megatron(megatron, tokens, positions))
     with closing(open_system(hf, dtype, layout, hf_config)) as transformers:
         assert isinstance(transformers, HuggingFace)
@@ -215,7 +221,7 @@ def _beginning_with(prefix: str) -> Callable[[str], bool]:
 
 
 def _states_of_hf(
-    system: HuggingFace, points: Sequence[Point], tokens: torch.Tensor, positions: Sequence[int] | None
+    system: HuggingFace, points: Sequence[ModuleOutput], tokens: torch.Tensor, positions: Sequence[int] | None
 ) -> States:
     states: States = {}
     modules = {point.module: system.module.get_submodule(point.module) for point in points}
