@@ -21,7 +21,7 @@ SIZES: dict[str, Any] = dict(
 
 @dataclass
 class Step:
-    """One step of the demo: what was done, what came of it, and whether that is right."""
+    """One step of the demo: its title, its outcome for people, and True if that is right."""
 
     title: str
     outcome: str
@@ -29,7 +29,7 @@ class Step:
 
 
 def run_demo(folder: Path) -> Iterator[Step]:
-    """Run in `folder`; yields a step as soon as it is done.
+    """Run the demo in `folder`; yield each step when it is done.
 
     The checkpoint is made with transformers (random weights), converted at TP2 PP2 EP2, loaded whole by
     ``dist_checkpointing`` of Megatron-Core, compared with tensors put together here by hand, converted back,
@@ -58,11 +58,11 @@ def run_demo(folder: Path) -> Iterator[Step]:
         not wrong,
     )
     mcore_to_hf(mcore, back)
-    found = diff(source, back)
+    difference = diff(source, back)
     yield Step(
         "mcore-to-hf, and compare bit for bit",
-        f"{found.tensors} tensors, {len(found.differences)} differ",
-        found.equal,
+        f"{difference.tensors} tensors, {len(difference.differences)} differ",
+        difference.equal,
     )
     checked = check(mcore)
     yield Step("check the manifest", f"{checked.tensors} checksums, {len(checked.bad)} wrong", checked.ok)

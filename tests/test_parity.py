@@ -303,9 +303,9 @@ def test_a_trained_model_in_bf16_differs_by_rounding_alone_and_a_fault_of_one_pe
     assert done.returncode == 1 and "this is no rounding" in done.stderr, done.stderr
     assert report["rounding"]["high"] < 1.5, "bf16 alone does not show it"
     sentence = report["located"]["sentence"]
-    assert "the attention of layer 15 departs first" in sentence and name in sentence
+    assert "the attention of layer 15 diverges first" in sentence and name in sentence
     page = Parsed((tmp_path / "page.html").read_text(encoding="utf-8"))
-    assert f"Where they depart: {sentence}." in page.text
+    assert f"Where they diverge: {sentence}." in page.text
 
 
 def test_where_a_limit_of_ones_own_is_exceeded_by_rounding_that_is_what_is_said(trained_pair):
@@ -316,7 +316,7 @@ def test_where_a_limit_of_ones_own_is_exceeded_by_rounding_that_is_what_is_said(
     )
     assert done.returncode == 1 and "mean_abs is 0.0" in done.stderr, done.stderr
     assert (
-        "no module's output departs for the worst prompt: in each the two differ by no more than rounding"
+        "no module's output diverges for the worst prompt: in each the two differ by no more than rounding"
         in done.stdout
     )
 
@@ -365,7 +365,7 @@ def test_an_assertion_says_where_the_two_depart(converted, tmp_path):
     name = "model.layers.2.self_attn.o_proj.weight"
     wrong = with_a_fault(hf, tmp_path / "wrong", name, 1.5)
     (sentence,) = run_on_ranks(1, "assertion", str(wrong), str(mcore), module="parity_on_cpu")
-    assert "the attention of layer 2 departs first" in sentence and name in sentence
+    assert "the attention of layer 2 diverges first" in sentence and name in sentence
     assert "max_abs is" in sentence
 
 

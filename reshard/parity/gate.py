@@ -1,4 +1,4 @@
-"""The gate: score the same prompts in two systems, measure, and hold the figures against limits."""
+"""The gate: score the same prompts in two systems, measure their difference, and hold it against limits."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
+from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError
 from reshard.core.extras import require
 from reshard.engines.vllm.layout import VllmLayout
@@ -14,13 +15,20 @@ from reshard.models.model import Model
 from reshard.parity.configs import config_differences, sentences_on
 from reshard.parity.limits import Limits
 from reshard.parity.metrics import metrics_of, routing_of
+from reshard.parity.noise import Noise
 from reshard.parity.prompts import VLLM_PREFIX, Prompt, check_prompts, far_prompt, random_prompts
 from reshard.parity.report import ParityReport
 
 if TYPE_CHECKING:
+    from reshard.parity.comparison import Comparison
     from reshard.parity.systems import System
 
+ABSOLUTE_LIMITS_NOTE = (
+    "the limits are absolute ones, since no rounding could be measured: they leave room for any model"
+)
 
+
+@accepts_renamed_options
 def parity(
     a: "str | System",
     b: "str | System",
@@ -39,132 +47,169 @@ def parity(
     noise: bool | None = None,
     reach: bool = True,
     quantization: str | None = None,
-    exact: bool = False,
+    match_vllm_rounding: bool = False,
 ) -> ParityReport:
-    """Score prompts in two systems and compare.
+    """Score prompts in two systems and compare their logprobs.
 
-    `a` and `b` are paths or hub ids: Hugging Face directories, which transformers runs, or Megatron
-    checkpoints, which Megatron-Core runs at `layout` (under torchrun, where that has several ranks). With
-    ``vllm:`` before it vLLM serves it, at `engine` (default: TP over all processes): a Hugging Face directory
-    as vLLM loads it, a Megatron checkpoint by a refit from Megatron-Core. Either may also be a
-    `reshard.parity.LiveVllm`. `prompts` are token ids, or how many random ones to make; `batch_size` of them
-    go together, padded, or `packed` into one sequence. With `reach` one more prompt of a few tokens stands at positions
-    as far as the context goes, where both systems take positions. `dtype` is ``fp32`` (default without a GPU) or
-    ``bf16``; `limits` may be a function of it, or of ``fp8`` where an engine serves quantized weights.
-    `quantization` is what vLLM is started with (beside what a config says), and `exact` rounds in a refit as
-    vLLM's own loading does. `routing` compares the experts that tokens go to. What either system rounds is measured
-    where the dtype is not fp32, by running its checkpoint there too, unless `noise` is False; where it is True A is also
-    scored again, and of fp32 in bf16.
+    `a` and `b` are paths or hub ids: Hugging Face directories, which transformers runs, or Megatron checkpoints, which
+    Megatron-Core runs at `layout` (under torchrun where that has several ranks). With ``vllm:`` before it vLLM serves
+    it at `engine` (default: TP over all processes): a Hugging Face directory as vLLM loads it, a Megatron checkpoint by
+    a refit from Megatron-Core. Either may also be a `reshard.parity.LiveVllm`.
 
-    Raises ReshardError where a system cannot be opened, the two do not have the same vocabulary, a prompt
-    does not fit, or logprobs are missing, NaN or infinite.
+    - `prompts` are token ids, or how many random prompts to make, of `lengths` in turn; `batch_size` of them go
+      together, padded, or `packed` into one sequence. With `reach` one more prompt of a few tokens stands at positions
+      as far as the context goes, where both systems take positions.
+    - `dtype` is ``fp32`` (default without a GPU) or ``bf16``. `limits` may be a function of it, or of ``fp8`` where an
+      engine serves quantized weights.
+    - `quantization` is what vLLM is started with, besides what a config says. With `match_vllm_rounding` a refit rounds
+      as vLLM's own loading does.
+    - `routing` compares the experts that tokens go to.
+    - The rounding of either system is measured where the dtype is not fp32, by running its checkpoint in fp32 too,
+      unless `noise` is False. Where it is True, A is also scored again, and of fp32 in bf16.
+
+    Raises ReshardError where a system cannot be opened, the two do not have the same vocabulary, a prompt does not fit,
+    or logprobs are missing, NaN or infinite.
     """
     require("parity", "torch")
     import torch
-    import torch.distributed as dist
 
     from reshard.parity.comparison import Comparison
-    from reshard.parity.opening import is_megatron
     from reshard.parity.systems import DTYPES, join_processes
 
     dtype = dtype or ("bf16" if torch.cuda.is_available() else "fp32")
     if dtype not in DTYPES:
         raise ReshardError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    if quantization is not None and not any(_is_started(side) for side in (a, b)):
-        raise ReshardError(f"quantization {quantization} is for a system with vllm: before it: neither has")
-    if exact and not any(_is_started(side) and is_megatron(side) for side in (a, b)):
-        raise ReshardError(
-            "exact is for a vLLM that is refitted, vllm: and a Megatron checkpoint: neither system is one"
-        )
-    plain = _limits(limits or Limits.of_dtype, dtype)
-    rounded = plain
-    if not all(isinstance(side, str) and not _is_started(side) for side in (a, b)):
-        with suppress(KeyError):  # limits of one's own may know dtypes only
-            rounded = _limits(limits or Limits.of_dtype, "fp8")
+    _check_engine_options(a, b, quantization, match_vllm_rounding)
+    limits_by_kind = _limits_by_kind(limits or Limits.of_dtype, dtype, a, b)
     join_processes()
-    where = Path(hf_config) if hf_config is not None else None
-    bench = Comparison(a, b, dtype, layout or MegatronLayout(), where, engine, quantization, exact)
-    _check_same(*bench.models)
-    fields = config_differences(*bench.models)
-    context = min(int(model.config["max_position_embeddings"]) for model in bench.models)
-    size = bench.models[0].symbols["V"]
+    config_path = Path(hf_config) if hf_config is not None else None
+    comparison = Comparison(
+        a, b, dtype, layout or MegatronLayout(), config_path, engine, quantization, match_vllm_rounding
+    )
+    model = comparison.models[0]
+    _check_same_architecture(*comparison.models)
+    context = min(int(m.config["max_position_embeddings"]) for m in comparison.models)
+    vocabulary = model.symbols["V"]
     if isinstance(prompts, int):
-        prompts = random_prompts(prompts, size, [min(n, context) for n in lengths], seed)
-    tokens = list(prompts)
-    check_prompts(tokens, size, context)
-    longest = max(map(len, tokens))
-    far = far_prompt(bench.models[0], longest, seed) if reach else None
-    bench.prepare(tokens, far, batch_size, packed, routing)
-    bench.score_both()
+        prompts = random_prompts(prompts, vocabulary, [min(n, context) for n in lengths], seed)
+    check_prompts(prompts, vocabulary, context)
+    far = far_prompt(model, max(map(len, prompts)), seed) if reach else None
+    comparison.prepare(prompts, far, batch_size, packed, routing)
+    comparison.score_both()
     if noise:
-        bench.score_again()
-    noise_wanted = (dtype != "fp32" or bench.quantized) and noise is not False
-    measured = bench.measure_noise() if noise_wanted else None
-    measured_far = bench.far_noise()
-    one, two = bench.runs["A"], bench.runs["B"]
-    overall, routed = metrics_of(one, two), routing_of(one, two, bench.models[0])
-    each = [metrics_of([x], [y]) for x, y in zip(one, two, strict=True)]
-    margins = [routed.margin for routed in bench.routings if routed is not None]
-    limits = (rounded if bench.quantized else plain).with_noise(measured, max(margins, default=None))
-    unmeasured = limits.unmeasured(overall, routed, measured)
-    if not bench.models[0].num_experts:
-        unmeasured.pop("routing_margin", None)
-    notes = [*unmeasured.values(), *bench.notes]
-    if noise_wanted and measured is None:
-        notes.append(
-            "the limits are absolute ones, since no rounding could be measured: they leave room for any model"
-        )
-    exceeded = sentences_on(fields) + limits.exceeded(overall, routed, measured)
-    if bench.far is not None:
-        beyond = limits.exceeded_at_far_positions(bench.far) if dtype == "fp32" else []
-        if measured_far is not None:
-            beyond = measured_far.left_in_fp32
-        exceeded += [f"at {bench.covered}: {sentence}" for sentence in beyond]
-    one, two = ([replace(s, distributions=None) for s in run] for run in (one, two))
-    return ParityReport(
-        a=bench.names["A"],
-        b=bench.names["B"],
-        dtype=dtype,
-        overall=overall,
-        prompts=each,
-        limits=limits,
-        exceeded=exceeded,
-        noise=bench.noise,
-        routing=routed,
-        scores_a=one,
-        scores_b=two,
-        tokens=tokens,
-        first_process=dist.get_rank() == 0,
-        unmeasured=notes,
-        quantized=bench.quantized,
-        rounding=measured,
-        fields=fields,
-        reach=bench.reach,
-        far=bench.far,
-        covered=bench.covered,
+        comparison.score_again()
+    noise_wanted = noise is not False and (dtype != "fp32" or comparison.quantized)
+    measured_noise = comparison.measure_noise() if noise_wanted else None
+    if noise_wanted and measured_noise is None:
+        comparison.notes.append(ABSOLUTE_LIMITS_NOTE)
+    return _report(
+        comparison, limits_by_kind["fp8" if comparison.quantized else dtype], prompts, measured_noise
     )
 
 
-def _is_started(side: "str | System") -> TypeGuard[str]:
+def _report(
+    comparison: "Comparison", limits: Limits, prompts: Sequence[Prompt], noise: Noise | None
+) -> ParityReport:
+    """Compute the figures of a comparison that was run, and hold them against the limits."""
+    import torch.distributed as dist
+
+    scores_a, scores_b = comparison.runs["A"], comparison.runs["B"]
+    model = comparison.models[0]
+    overall, routing = metrics_of(scores_a, scores_b), routing_of(scores_a, scores_b, model)
+    margins = [compared.margin for compared in comparison.routings if compared is not None]
+    limits = limits.with_noise(noise, max(margins, default=None))
+    unmeasured = limits.unmeasured(overall, routing, noise)
+    if not model.num_experts:
+        unmeasured.pop("routing_margin", None)
+    fields = config_differences(*comparison.models)
+    exceeded = sentences_on(fields) + limits.exceeded(overall, routing, noise)
+    far_sentences = _exceeded_at_far_positions(comparison, limits)
+    exceeded += [f"at {comparison.covered}: {sentence}" for sentence in far_sentences]
+    per_prompt = [metrics_of([x], [y]) for x, y in zip(scores_a, scores_b, strict=True)]
+    scores_a, scores_b = (
+        [replace(scores, distributions=None) for scores in run] for run in (scores_a, scores_b)
+    )
+    return ParityReport(
+        a=comparison.names["A"],
+        b=comparison.names["B"],
+        dtype=comparison.dtype,
+        overall=overall,
+        prompts=per_prompt,
+        limits=limits,
+        exceeded=exceeded,
+        noise=comparison.noise,
+        routing=routing,
+        scores_a=scores_a,
+        scores_b=scores_b,
+        tokens=list(prompts),
+        first_process=dist.get_rank() == 0,
+        unmeasured=[*unmeasured.values(), *comparison.notes],
+        quantized=comparison.quantized,
+        rounding=noise,
+        fields=fields,
+        reach=comparison.reach,
+        far=comparison.far,
+        covered=comparison.covered,
+    )
+
+
+def _exceeded_at_far_positions(comparison: "Comparison", limits: Limits) -> list[str]:
+    """Return a sentence for each limit that the far positions exceed. Where rounding was measured there, only what is
+    left in fp32 counts."""
+    noise, far = comparison.far_noise(), comparison.far
+    if far is None:
+        return []
+    if noise is not None:
+        return noise.left_in_fp32
+    return limits.exceeded_at_far_positions(far) if comparison.dtype == "fp32" else []
+
+
+def _is_started_vllm(side: "str | System") -> TypeGuard[str]:
     return isinstance(side, str) and side.startswith(VLLM_PREFIX)
 
 
-def _limits(limits: Limits | Callable[[str], Limits], kind: str) -> Limits:
-    """Those for fp32, bf16 or fp8. Raises ReshardError where they cannot fail, or are none."""
-    found = limits if isinstance(limits, Limits) else limits(kind)
-    if not isinstance(found, Limits):
-        raise ReshardError(f"limits gives a {type(found).__name__} for {kind}, not reshard.parity.Limits")
-    found.check()
-    return found
+def _check_engine_options(
+    a: "str | System", b: "str | System", quantization: str | None, match_vllm_rounding: bool
+) -> None:
+    """Raise ReshardError for options of an engine that neither system has."""
+    from reshard.parity.opening import is_megatron
 
-
-def _check_same(first: Model, model: Model) -> None:
-    """Raise ReshardError where two systems cannot hold the same model."""
-    one, other = first.family.architecture, model.family.architecture
-    if one != other:
-        raise ReshardError(f"A is a {one}, B a {other}: they do not hold the same model")
-    if first.symbols["V"] != model.symbols["V"]:
+    started = [side for side in (a, b) if _is_started_vllm(side)]
+    if quantization is not None and not started:
+        raise ReshardError(f"quantization {quantization} is for a system with vllm: before it: neither has")
+    if match_vllm_rounding and not any(map(is_megatron, started)):
         raise ReshardError(
-            f"A has a vocabulary of {first.symbols['V']} tokens, B of {model.symbols['V']}: "
-            f"they do not hold the same model"
+            "match_vllm_rounding is for a vLLM that is refitted, vllm: and a Megatron checkpoint: neither system is one"
+        )
+
+
+def _limits_by_kind(
+    limits: Limits | Callable[[str], Limits], dtype: str, a: "str | System", b: "str | System"
+) -> dict[str, Limits]:
+    """Return the limits for the dtype, and for ``fp8`` where an engine may serve quantized weights."""
+    by_kind = {dtype: _checked_limits(limits, dtype)}
+    by_kind["fp8"] = by_kind[dtype]
+    if not all(isinstance(side, str) and not _is_started_vllm(side) for side in (a, b)):
+        with suppress(KeyError):  # a caller's function may know dtypes only
+            by_kind["fp8"] = _checked_limits(limits, "fp8")
+    return by_kind
+
+
+def _checked_limits(limits: Limits | Callable[[str], Limits], kind: str) -> Limits:
+    """Return the limits for fp32, bf16 or fp8. Raises ReshardError where they cannot fail, or are no `Limits`."""
+    chosen = limits if isinstance(limits, Limits) else limits(kind)
+    if not isinstance(chosen, Limits):
+        raise ReshardError(f"limits gives a {type(chosen).__name__} for {kind}, not reshard.parity.Limits")
+    chosen.check()
+    return chosen
+
+
+def _check_same_architecture(a: Model, b: Model) -> None:
+    """Raise ReshardError where two systems cannot hold the same model."""
+    architecture_a, architecture_b = a.family.architecture, b.family.architecture
+    if architecture_a != architecture_b:
+        raise ReshardError(f"A is a {architecture_a}, B a {architecture_b}: they do not hold the same model")
+    if a.symbols["V"] != b.symbols["V"]:
+        raise ReshardError(
+            f"A has a vocabulary of {a.symbols['V']} tokens, B of {b.symbols['V']}: they do not hold the same model"
         )

@@ -11,7 +11,7 @@ from reshard.parity.metrics import Metrics, Scores, metrics_of, routing_of
 from reshard.parity.noise import Noise
 from reshard.parity.routing import Routing
 
-# How to get the figures that are not always there.
+# What a figure that is not always there needs.
 _NEEDS = {
     "kl": "it needs the distributions of both systems (Scores.distributions; an engine of your own is "
           "started with max_logprobs=-1), and where there are logprobs only, as of a rollout, limit "
@@ -25,20 +25,20 @@ _NEEDS = {
 }  # fmt: skip
 LIMITED = ("max_abs", "mean_abs", "token_mult_prob_error", "kl", "argmax_agreement", "routing_margin", "noise_ratio",
            "kl_estimate_reverse")  # fmt: skip
-# Of the defaults those that are a guess at rounding, and give way where that was measured.
-GUESSED = ("max_abs", "mean_abs", "token_mult_prob_error", "kl")
-# A token may go to other experts so many times further from a tie than by the rounding of one system alone.
-MARGINS = 3.0
+# Default limits that guess at rounding; they do not hold where rounding was measured.
+ROUNDING_GUESSES = ("max_abs", "mean_abs", "token_mult_prob_error", "kl")
+# A token may go to other experts this many times further from a tie than the rounding of one system explains.
+MARGIN_FACTOR = 3.0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest values that pass; None does not limit. `argmax_agreement` is the smallest. `routing_margin`
-    limits how far from a tie a token may be that goes to other experts (`reshard.parity.routing`), `noise_ratio` the
-    difference in units of the rounding that was measured (`reshard.parity.noise`), `kl_estimate_reverse` a rollout's KL.
+    """The largest values that pass; None does not limit. `argmax_agreement` is the smallest that passes.
 
-    A limit on a figure that was not measured is exceeded. Those in `defaults`, by name and value, hold only
-    where it was.
+    `routing_margin` limits how far from a tie a token may be that goes to other experts (`reshard.parity.routing`),
+    `noise_ratio` the difference in units of measured rounding (`reshard.parity.noise`), `kl_estimate_reverse` the KL of
+    a rollout. A limit on a figure that was not measured is exceeded. The limits in `defaults`, by name and value, hold
+    only where their figure was measured.
 
     >>> import numpy as np
     >>> check = metrics_of([Scores(np.array([-1.0]))], [Scores(np.array([-1.0]))])
@@ -58,9 +58,10 @@ class Limits:
 
     @staticmethod
     def of_dtype(dtype: str, **given: float) -> "Limits":
-        """The defaults: for fp32 what is left between two implementations; for bf16, and for an engine that serves
-        quantized weights (``fp8``), a multiple of the rounding that is measured, and where it cannot be, absolute
-        limits that leave room for trained models. Limits that are `given` replace them."""
+        """Return the default limits for a dtype, or for an engine that serves quantized weights (``fp8``).
+
+        For fp32 they allow what two implementations differ by; otherwise a multiple of the measured rounding, and
+        absolute values, with room for trained models, where none was measured. `given` limits replace defaults."""
         chosen = dict(mean_abs=0.15, token_mult_prob_error=1.2, kl=0.02, routing_margin=0.3, noise_ratio=1.5)
         if dtype == "fp8":
             chosen = dict(mean_abs=0.5, token_mult_prob_error=1.7, kl=0.06, noise_ratio=2.0)
@@ -74,8 +75,8 @@ class Limits:
 
     @staticmethod
     def of_rollout(dtype: str = "bf16", **given: float) -> "Limits":
-        """The defaults for a rollout, of which there are the logprobs of sampled tokens alone: absolute limits that leave
-        room for trained models, by the engine's dtype or ``fp8``."""
+        """Return the default limits for a rollout, which has only the logprobs of sampled tokens: absolute values, with
+        room for trained models, for the engine's dtype or ``fp8``."""
         kl = {"fp32": 1e-6, "bf16": 0.01, "fp8": 0.06}[dtype]
         limits = Limits.of_dtype(dtype, **given).with_noise(None)
         if "kl_estimate_reverse" in given:
@@ -83,21 +84,22 @@ class Limits:
         return replace(limits, kl_estimate_reverse=kl, defaults=limits.defaults | {"kl_estimate_reverse": kl})
 
     def with_noise(self, noise: Noise | None, margin: float | None = None) -> "Limits":
-        """These limits where `noise` was measured: the defaults that only guess at it no longer hold, and tokens may
-        go to other experts as far from a tie as that explains, of which `margin` was seen. Without it those in units
-        of it do not hold."""
+        """Return the limits that hold for measured rounding, or, where `noise` is None, without it.
+
+        With `noise` the defaults that guess at rounding are dropped, and tokens may go to other experts as far from a
+        tie as rounding explains; `margin` is the largest seen. Without it the default on `noise_ratio` is dropped."""
         if "noise_ratio" not in self.defaults and self.noise_ratio is None:
             return self
-        dropped = (*GUESSED,) if noise is not None else ("noise_ratio",)
+        dropped = ROUNDING_GUESSES if noise is not None else ("noise_ratio",)
         kept = {name: value for name, value in self.defaults.items() if name not in dropped}
         changed: dict[str, Any] = {name: None for name in dropped if name in self.defaults}
         if noise is not None and margin is not None and "routing_margin" in kept:
-            kept["routing_margin"] = max(kept["routing_margin"], MARGINS * margin)
+            kept["routing_margin"] = max(kept["routing_margin"], MARGIN_FACTOR * margin)
             changed["routing_margin"] = kept["routing_margin"]
         return replace(self, **changed, defaults=kept)
 
     def to_dict(self) -> dict[str, float | None]:
-        """The limits by name."""
+        """Return the limits by name, for ``--json``."""
         return {name: getattr(self, name) for name in LIMITED}
 
     def check(self) -> None:
@@ -121,10 +123,9 @@ class Limits:
     def exceeded(
         self, metrics: Metrics, routing: Routing | None = None, noise: Noise | None = None
     ) -> list[str]:
-        """A sentence for every limit that the metrics, the routing or the noise exceed, or on a figure that is not
-        there."""
+        """Return a sentence for each limit that is exceeded, or whose figure was not measured."""
         sentences = []
-        for name, limit, value in self._held_against(metrics, routing, noise):
+        for name, limit, value in self._limited_figures(metrics, routing, noise):
             if value is None:
                 if self.defaults.get(name) != limit:
                     sentences.append(f"{name} was not measured, the limit is {limit:.6g}: {_NEEDS[name]}")
@@ -138,7 +139,7 @@ class Limits:
         return sentences
 
     def exceeded_at_far_positions(self, metrics: Metrics) -> list[str]:
-        """The same of a prompt at far positions, for which there are differences of logprobs alone."""
+        """Return the sentences for a prompt at far positions, for which only differences of logprobs are known."""
         names = ("max_abs", "mean_abs", "token_mult_prob_error")
         kept = {name: getattr(self, name) for name in names}
         return Limits(**kept).exceeded(metrics)
@@ -146,17 +147,17 @@ class Limits:
     def unmeasured(
         self, metrics: Metrics, routing: Routing | None = None, noise: Noise | None = None
     ) -> dict[str, str]:
-        """By name, a sentence for every default limit on a figure that was not measured."""
+        """Return, by name, a sentence for each default limit whose figure was not measured."""
         return {
             name: f"{name} was not measured: {_NEEDS[name]}"
-            for name, limit, value in self._held_against(metrics, routing, noise)
+            for name, limit, value in self._limited_figures(metrics, routing, noise)
             if value is None and self.defaults.get(name) == limit
         }
 
-    def _held_against(
+    def _limited_figures(
         self, metrics: Metrics, routing: Routing | None, noise: Noise | None
     ) -> list[tuple[str, float, float | None]]:
-        """Name, limit and figure of every limit that there is."""
+        """Return (name, limit, figure or None) for each limit."""
         values: dict[str, Any] = metrics.to_dict()
         values["routing_margin"] = routing.margin if routing is not None and routing.choices else None
         values["noise_ratio"] = None if noise is None else noise.ratio
@@ -166,8 +167,8 @@ class Limits:
 def compare_scores(
     a: Sequence[Scores], b: Sequence[Scores], limits: Limits, model: Model | None = None
 ) -> tuple[Metrics, list[str]]:
-    """The metrics of all prompts together, and the limits that they exceed. With `model`, how their experts
-    compare is among them."""
+    """Return the metrics of all prompts together, and a sentence for each limit that they exceed. With `model` the
+    limit on routing is checked too."""
     limits.check()
     overall = metrics_of(a, b)
     return overall, limits.exceeded(overall, None if model is None else routing_of(a, b, model))

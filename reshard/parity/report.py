@@ -12,12 +12,18 @@ from reshard.parity.routing import Routing
 
 @dataclass
 class ParityReport:
-    """Two systems' scores, compared. `noise` has how far a system is from what else was run of its checkpoint,
-    by name, as ``A in fp32``; `rounding` is the difference in units of that, None where it was not measured. `routing` is None where the
-    model has no experts, or a system does not tell which it chose. `unmeasured` are sentences on the default limits
-    that had nothing to hold; `quantized` says whether an engine served quantized weights, for which `limits` are
-    others. `fields` are those of the two configs that make two models. `far` is the difference at the far positions of
-    `reach`, where both systems took those, and `covered` says how far positions went."""
+    """The figures of two systems' scores of the same prompts, and the limits that they exceed.
+
+    - `noise`: how far a system is from other runs of its checkpoint, by name (``A in fp32``). `rounding`: the
+      difference in units of that; None where it was not measured.
+    - `routing`: None where the model has no experts, or a system does not tell which it chose.
+    - `unmeasured`: sentences on default limits whose figure was not measured, and on what could not be run.
+    - `quantized`: an engine served quantized weights, which have limits of their own.
+    - `fields`: the fields by which the two configs make two models, with both values.
+    - `far`: the difference at the far positions of `reach`, where both systems take positions; `covered` says how far
+      positions went.
+    - `first_process`: True on the rank that prints.
+    """
 
     a: str
     b: str
@@ -42,52 +48,52 @@ class ParityReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every limit holds."""
+        """True if every limit holds."""
         return not self.exceeded
 
     @property
     def worst(self) -> int:
-        """The prompt with the largest mean |difference|."""
+        """Index of the prompt with the largest mean |difference|."""
         return max(range(len(self.prompts)), key=lambda i: self.prompts[i].mean_abs)
 
     @property
     def worst_prompt(self) -> Prompt:
-        """Its tokens."""
+        """Tokens of the prompt with the largest mean |difference|."""
         return self.tokens[self.worst]
 
     @property
     def diverging_prompt(self) -> tuple[Prompt, tuple[int, ...] | None]:
-        """The prompt that shows best where the two depart, and where its tokens stand if not at 0, 1, 2 ..."""
+        """The prompt that shows best where the two diverge, and its positions if they are not 0, 1, 2 ..."""
         if self.reach is None or self.far is None or not self.far_only:
             return self.worst_prompt, None
         return self.reach.prompt, self.reach.positions
 
     @property
     def far_only(self) -> bool:
-        """True where only the far positions show a difference: every sentence that is no config's is about them."""
+        """True if only the far positions show a difference: all sentences but those on configs are about them."""
         figures = self.exceeded[len(self.fields) :]
         return bool(figures) and all(sentence.startswith(f"at {self.covered}") for sentence in figures)
 
     @property
     def columns(self) -> dict[str, Metrics]:
-        """What a table shows beside each other, by its head."""
+        """The columns of the table of figures, by heading."""
         far = {} if self.far is None else {"at far positions": self.far}
-        beside = {
+        other_runs = {
             "both in fp32" if name == BOTH_IN_FP32 else f"{name[0]} to {name}": metrics
             for name, metrics in self.noise.items()
         }
-        return {"A to B": self.overall} | far | beside
+        return {"A to B": self.overall} | far | other_runs
 
     @property
     def sentences(self) -> list[str]:
-        """What there is to say beside the figures, for people."""
-        said = [] if self.rounding is None else [f"rounding: {self.rounding.sentence}"]
+        """Sentences on rounding, routing and coverage, for people."""
+        sentences = [] if self.rounding is None else [f"rounding: {self.rounding.sentence}"]
         if self.routing is not None:
-            said.append(f"routing: {self.routing.sentence}")
-        return [*said, *([f"covered: {self.covered}"] if self.covered else [])]
+            sentences.append(f"routing: {self.routing.sentence}")
+        return [*sentences, *([f"covered: {self.covered}"] if self.covered else [])]
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``; without the scores themselves."""
+        """Return everything but the scores themselves, for ``--json``."""
         return {
             "a": self.a, "b": self.b, "dtype": self.dtype, "quantized": self.quantized, "ok": self.ok,
             "exceeded": self.exceeded, "unmeasured": self.unmeasured, "limits": self.limits.to_dict(), "overall": self.overall.to_dict(),
