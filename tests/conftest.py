@@ -21,25 +21,35 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files whose tests start Megatron, vLLM, FSDP or many processes, those that take longest first: each worker takes a file at a time.
-# `-m "not slow"` leaves what answers in a minute or two.
-SLOW = (
-    "refit", "refit_faults", "compressed", "live_megatron", "engine", "nvfp4_engine", "members", "fsdp", "parity", "blocks", "logits", "weight_transfer",
+# Test files whose tests are slow, those that take longest first: a worker takes one file at a time. A name also stands for
+# files whose names go on after it (`refit` for test_refit_faults.py), so that a file that is split keeps its place.
+SLOWEST_FIRST = (
+    "compressed", "live_megatron", "refit", "engine", "nvfp4_engine", "members", "fsdp", "parity", "blocks", "logits", "weight_transfer",
     "megatron_saves", "serving", "roll", "swift", "reloads", "verl", "resume", "nemo_rl", "build", "meaning", "install", "published",
     "sleeping", "examples", "compat", "families", "offload", "input_faults", "storage_faults", "processes", "source_changes", "surface", "report",
     "trainers_checkpoints",
 )  # fmt: skip
+# Test files that use these are slow as well, whatever their names.
+STARTS_PROCESSES = ("run_on_ranks", "tests.warm", "tests.vllm_server", "tests.environments")
+
+
+def place_of(path: Path) -> int:
+    """Return a test file's place in the order of the run: `SLOWEST_FIRST`, other slow files, quick ones."""
+    stem = path.stem.removeprefix("test_")
+    names = [name for name in SLOWEST_FIRST if stem == name or stem.startswith(f"{name}_")]
+    if names:
+        return SLOWEST_FIRST.index(max(names, key=len))
+    text = path.read_text(encoding="utf-8")
+    return len(SLOWEST_FIRST) + (not any(word in text for word in STARTS_PROCESSES))
 
 
 def pytest_collection_modifyitems(items):
-    def place(item) -> int:
-        name = item.path.stem.removeprefix("test_")
-        return SLOW.index(name) if name in SLOW else len(SLOW)
-
+    """Mark slow tests, for ``-m "not slow"``, which answers in a minute or two; put them first."""
+    places = {path: place_of(path) for path in {item.path for item in items}}
     for item in items:
-        if place(item) < len(SLOW):
+        if places[item.path] <= len(SLOWEST_FIRST):
             item.add_marker(pytest.mark.slow)
-    items.sort(key=place)
+    items.sort(key=lambda item: places[item.path])
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -127,6 +137,26 @@ def converted(tmp_path_factory):
                 make(folder / "hf", variant, torch.bfloat16, seed=seed, **options)
                 hf_to_mcore(folder / "hf", folder / "mcore", transformer_impl="local")
                 made[key].append((str(folder / "hf"), str(folder / "mcore")))
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def megatron_of(tmp_path_factory):
+    """A function from a variant and a layout to (Hugging Face directory, Megatron checkpoint at that layout)."""
+    from reshard import MegatronLayout, hf_to_mcore
+    from tests.checkpoints import make
+
+    made = {}
+
+    def get(variant: str, layout: MegatronLayout | None = None):
+        key = variant, layout or MegatronLayout()
+        if key not in made:
+            folder = tmp_path_factory.mktemp(variant)
+            make(folder / "hf", variant)
+            hf_to_mcore(folder / "hf", folder / "mcore", key[1], transformer_impl="local")
+            made[key] = folder / "hf", folder / "mcore"
         return made[key]
 
     return get

@@ -19,7 +19,7 @@ from reshard.core.extras import BASE
 from tests.environments import REPOSITORY, UV, attempt, build, clean, clone, environment, run, size_bytes
 from tests.on_disk import files_of, use_disk_commands
 
-pytestmark = [pytest.mark.install, pytest.mark.slow]
+pytestmark = pytest.mark.install
 HEAVY = ("torch", "megatron", "transformers", "vllm", "scipy", "psutil", "safetensors")
 LINKS = {"reshard/cli": "../cli", "reshard/mappings": "../mappings"}
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from reshard import ReshardError
 from reshard.parity import Limits, Scores, check_rollout, compare_scores, metrics_of
@@ -220,3 +221,47 @@ def test_of_many_prompts_the_first_keep_their_distributions():
     assert ScoringOptions(keep=3).kept_of(5) == [1, 1, 1, 0, 0]
     assert ScoringOptions(keep=0).kept_of(2) == [0, 0]
     assert sum(ScoringOptions(keep=1790).kept_of(5000)) == 1790
+
+
+def test_a_rollout_is_watched():
+    torch.manual_seed(0)
+    train = -torch.rand(3, 5)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]])
+    engine = train + 0.001
+    engine[0, 3:], engine[2, 1:] = float("nan"), float("-inf")  # padding, which does not count
+    verdict = check_rollout(train, engine, mask)
+    assert verdict.ok and verdict.metrics.tokens == 9 and verdict.to_dict()["ok"] == 1
+    assert verdict.metrics.token_mult_prob_error == pytest.approx(np.exp(0.001), rel=1e-4)
+    far = check_rollout(train.bfloat16(), engine - 0.5, mask)
+    assert not far.ok and far.exceeded[0].startswith("mean_abs is 0.49")
+    assert check_rollout([-1.0, -2.0], [-1.0, -2.0]).metrics.tokens == 2
+    ragged = [np.array([-1.0, -2.0]), np.array([-3.0])]
+    assert check_rollout(ragged, ragged).metrics.tokens == 3
+    with pytest.raises(ReshardError, match="B gives the logprob nan for token 4 of prompt 0"):
+        check_rollout(train, engine)
+    with pytest.raises(ReshardError, match="have shapes"):
+        check_rollout(train, engine[:, :4], mask)
+    with pytest.raises(ReshardError, match="no token to predict"):
+        check_rollout(train, engine, torch.zeros(3, 5))
+    for nothing in ([], torch.zeros(0, 5)):
+        with pytest.raises(ReshardError, match="there are no prompts"):
+            check_rollout(nothing, nothing)
+
+
+def test_a_running_engine_s_config_is_read_as_it_was_published():
+    """vLLM's class of DeepSeek renames the type of the rotary embedding in place, and transformers adds fields of its own."""
+    from types import SimpleNamespace
+
+    from reshard.parity.vllm import LiveVllm
+    from tests.checkpoints import VARIANTS
+
+    config = VARIANTS["deepseek-v3"].to_dict() | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "_name_or_path": "x",
+    }
+    config["rope_parameters"] = config["rope_parameters"] | {"rope_type": "deepseek_yarn"}
+    served = SimpleNamespace(
+        model="x", dtype=torch.bfloat16, quantization=None, hf_config=SimpleNamespace(to_dict=lambda: config)
+    )
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(model_config=served)))
+    assert LiveVllm(llm).model.family.name == "deepseek_v3"
