@@ -118,13 +118,13 @@ def _megatron_loads(directory: Path) -> dict[str, Any]:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        wanted = {
+        expected_keys = {
             k: v
             for k, v in dist_checkpointing.load_tensors_metadata(str(directory)).items()
             if isinstance(v.dtype, torch.dtype)
         }
-        state = dist_checkpointing.load(wanted, str(directory), validate_access_integrity=False)
-        return {key: state[key] for key in wanted}
+        state = dist_checkpointing.load(expected_keys, str(directory), validate_access_integrity=False)
+        return {key: state[key] for key in expected_keys}
     finally:
         dist.destroy_process_group()
 

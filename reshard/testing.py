@@ -52,13 +52,13 @@ def assert_logprob_parity(
     given = {"max_abs": max_abs, "mean_abs": mean_abs, "token_mult_prob_error": token_mult_prob_error, "kl": kl,
              "argmax_agreement": argmax_agreement, "routing_margin": routing_margin, "noise_ratio": noise_ratio}  # fmt: skip
     chosen = {name: value for name, value in given.items() if value is not None}
-    one, other = (str(side) if isinstance(side, Path) else side for side in (a, b))
+    side_a, side_b = (str(side) if isinstance(side, Path) else side for side in (a, b))
     if texts is not None:
-        options["prompts"] = _tokens_of(texts, [side for side in (one, other) if isinstance(side, str)])
-    report = parity(one, other, limits=lambda dtype: Limits.of_dtype(dtype, **chosen), **options)
+        options["prompts"] = _tokens_of(texts, [side for side in (side_a, side_b) if isinstance(side, str)])
+    report = parity(side_a, side_b, limits=lambda dtype: Limits.of_dtype(dtype, **chosen), **options)
     assert report.ok, (
         f"{report.a} and {report.b}: {'; '.join(report.exceeded)} (worst prompts: {_worst(report.prompts)})"
-        f"{_divergence(one, other, report, options)}"
+        f"{_divergence(side_a, side_b, report, options)}"
     )
     return report
 

@@ -26,7 +26,7 @@ LAYERS = {"deepseek-v3": 2}
 
 
 def write(folder: Path, config: dict, std: float, vector_std: float) -> None:
-    """A Hugging Face checkpoint of random weights: matrices around zero, vectors around one (norms) or zero
+    """Write a Hugging Face checkpoint of random weights: matrices around zero, vectors around one (norms) or zero
     (biases)."""
     from safetensors.torch import save_file
 
@@ -67,7 +67,7 @@ def correlation(scores: dict, a: str, b: str) -> float:
 
 
 def measure(name: str, options: argparse.Namespace) -> dict:
-    """All systems' scores of one model, compared."""
+    """Score one model in all systems and compare."""
     from benchmarks.models import MODELS, config_of
     from benchmarks.processes import device
     from reshard import MegatronLayout, VllmLayout, hf_to_mcore

@@ -1,4 +1,4 @@
-"""How small a fault the parity gate still sees, in each dtype.
+"""Measure the smallest fault that fails the parity gate, in each dtype.
 
     python -m benchmarks.parity.sensitivity trained HF_DIRECTORY --folder /tmp/sensitivity --json trained.json
     python -m benchmarks.parity.sensitivity random qwen3 qwen3-moe deepseek-v3 --folder /tmp/sensitivity --json random.json
@@ -99,7 +99,7 @@ def one_element(module: torch.nn.Module, size: float) -> None:
 
 def faults_of(module: torch.nn.Module) -> list[Fault]:
     layer = middle_layer(module)
-    found = [
+    faults = [
         Fault("none", lambda module, size: None, [0.0]),
         Fault("one matrix scaled by 1 + x", scaled(lambda m: middle_layer(m).self_attn.o_proj.weight), SIZES),
         Fault("one norm scaled by 1 + x", scaled(lambda m: middle_layer(m).input_layernorm.weight), SIZES),
@@ -110,13 +110,13 @@ def faults_of(module: torch.nn.Module) -> list[Fault]:
         Fault("one matrix one bf16 ulp up", next_bf16, [0.0]),
     ]
     if hasattr(layer.self_attn, "k_proj"):
-        found.append(Fault("queries and keys of a layer exchanged", exchanged_queries_and_keys, [0.0]))
+        faults.append(Fault("queries and keys of a layer exchanged", exchanged_queries_and_keys, [0.0]))
     if hasattr(layer.mlp, "gate") and hasattr(layer.mlp, "experts"):
-        found.append(Fault("two experts of a layer exchanged", exchanged_experts, [0.0]))
-        found.append(
+        faults.append(Fault("two experts of a layer exchanged", exchanged_experts, [0.0]))
+        faults.append(
             Fault("a router scaled by 1 + x", scaled(lambda m: middle_layer(m).mlp.gate.weight), SIZES)
         )
-    return found
+    return faults
 
 
 @contextmanager

@@ -91,12 +91,12 @@ class Limits:
         if "noise_ratio" not in self.defaults and self.noise_ratio is None:
             return self
         dropped = ROUNDING_GUESSES if noise is not None else ("noise_ratio",)
-        kept = {name: value for name, value in self.defaults.items() if name not in dropped}
+        defaults = {name: value for name, value in self.defaults.items() if name not in dropped}
         changed: dict[str, Any] = {name: None for name in dropped if name in self.defaults}
-        if noise is not None and margin is not None and "routing_margin" in kept:
-            kept["routing_margin"] = max(kept["routing_margin"], MARGIN_FACTOR * margin)
-            changed["routing_margin"] = kept["routing_margin"]
-        return replace(self, **changed, defaults=kept)
+        if noise is not None and margin is not None and "routing_margin" in defaults:
+            defaults["routing_margin"] = max(defaults["routing_margin"], MARGIN_FACTOR * margin)
+            changed["routing_margin"] = defaults["routing_margin"]
+        return replace(self, **changed, defaults=defaults)
 
     def to_dict(self) -> dict[str, float | None]:
         """Return the limits by name, for ``--json``."""
@@ -141,8 +141,8 @@ class Limits:
     def exceeded_at_far_positions(self, metrics: Metrics) -> list[str]:
         """Return the sentences for a prompt at far positions, for which only differences of logprobs are known."""
         names = ("max_abs", "mean_abs", "token_mult_prob_error")
-        kept = {name: getattr(self, name) for name in names}
-        return Limits(**kept).exceeded(metrics)
+        chosen = {name: getattr(self, name) for name in names}
+        return Limits(**chosen).exceeded(metrics)
 
     def unmeasured(
         self, metrics: Metrics, routing: Routing | None = None, noise: Noise | None = None

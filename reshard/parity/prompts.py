@@ -99,10 +99,12 @@ def _tokenizer(systems: Sequence[str]) -> Any:
                     ) from error
     if not tokenizers:
         return None
-    (one, first), *others = tokenizers.items()
-    for other, tokenizer in others:
+    (first_system, first), *other_systems = tokenizers.items()
+    for other, tokenizer in other_systems:
         if tokenizer.get_vocab() != first.get_vocab():
-            raise ReshardError(f"the tokenizers of {one} and {other} differ: they do not hold the same model")
+            raise ReshardError(
+                f"the tokenizers of {first_system} and {other} differ: they do not hold the same model"
+            )
     return first
 
 
