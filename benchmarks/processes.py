@@ -1,4 +1,4 @@
-"""The processes that torchrun starts for a benchmark, and what they say of it together."""
+"""Start, gather from and end the processes of a benchmark under torchrun."""
 
 import json
 import os
@@ -8,18 +8,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# What vLLM's build for the CPU should know: leave the threads alone, and do not compile.
+# For vLLM's build for the CPU: do not bind threads, do not compile.
 CPU_ENGINE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
 
 
 def device() -> str:
-    """Where this process's models go."""
+    """Return the device of this process's models."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def start_processes() -> None:
-    """torchrun's process group, on this process's GPU where there is one."""
-    # What vLLM and Megatron look for, before either is imported.
+    """Join torchrun's process group, on this process's GPU if there is one."""
+    # vLLM and Megatron read these when they are imported.
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     if device() == "cpu":
         os.environ |= CPU_ENGINE
@@ -29,28 +29,28 @@ def start_processes() -> None:
 
 
 def finish() -> None:
-    """End this process, when all have come here."""
+    """End this process after all have arrived."""
     dist.barrier()
     if torch.cuda.is_available():
-        os._exit(0)  # vLLM's shut-down would wait for processes that have no more to say
+        os._exit(0)  # vLLM's shutdown would wait for processes that are done
     dist.destroy_process_group()
 
 
 def say(*what) -> None:
-    """Print it, once for all."""
+    """Print on the first rank."""
     if dist.get_rank() == 0:
         print(*what, flush=True)
 
 
 def everyone(value: Any) -> list[Any]:
-    """What every process has given, by rank."""
+    """Gather a value from every process, by rank."""
     values: list = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def conclude(result: dict, path: Path | None) -> None:
-    """Print a result, write it to `path` where one is given, and end this process."""
+    """Print a result, write it to `path` if given, and end this process."""
     say(json.dumps(result, indent=1))
     if path and dist.get_rank() == 0:
         path.write_text(json.dumps(result) + "\n", encoding="utf-8")

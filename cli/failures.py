@@ -16,6 +16,7 @@ import click
 from reshard.cli.output import print_json
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.extras import lacking
+from reshard.core.version import __version__
 
 DEBUG = "RESHARD_DEBUG"
 
@@ -71,8 +72,8 @@ def _unexpected(error: BaseException) -> str:
 
 
 def _versions() -> str:
-    found = [f"Python {platform.python_version()}"]
-    for package in ("reshard", "megatron-core", "torch", "transformers", "vllm", "numpy"):
+    found = [f"Python {platform.python_version()}", f"reshard {__version__}"]
+    for package in ("megatron-core", "torch", "transformers", "vllm", "numpy"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found.append(f"{package} {metadata.version(package)}")
     return ", ".join(found)

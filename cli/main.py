@@ -12,6 +12,7 @@ import click
 from reshard.cli import signals
 from reshard.cli.failures import status_of
 from reshard.core.errors import ReshardError
+from reshard.core.version import __version__
 
 COMMANDS = {
     "hf-to-mcore": "Hugging Face checkpoint to Megatron torch_dist, at any layout.",
@@ -63,7 +64,7 @@ class Commands(click.Group):
 
 
 @click.group(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="reshard")
+@click.version_option(__version__)
 def cli() -> None:
     """Move LLM weights between Hugging Face, Megatron-Core and vLLM, exactly and fast."""
     from reshard.models.config_fields import asked_by

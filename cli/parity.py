@@ -17,7 +17,10 @@ from reshard.core.errors import ReshardError
 @click.argument("b", type=Place())
 @click.option("--prompts", type=Place(), help="A line each: text, or JSON with text or tokens.")
 @click.option(
-    "--random", "count", type=click.IntRange(min=1), help="So many prompts of random tokens (default: 8)."
+    "--random",
+    "count",
+    type=click.IntRange(min=1),
+    help="Make this many prompts of random tokens (default: 8).",
 )
 @click.option("--lengths", default="16,64,128", show_default=True, help="Lengths of random prompts, in turn.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
@@ -34,25 +37,27 @@ from reshard.core.errors import ReshardError
 )
 @click.option("--vllm", "engine", metavar="SIZES", help="vLLM's tp= and ep (default: TP over all processes).")
 @click.option(
-    "--quantization", metavar="WAY", help="vLLM's own, such as fp8_per_block; it is for vllm: systems."
+    "--quantization", metavar="METHOD", help="vLLM's quantization of a vllm: system, such as fp8_per_block."
 )
 @click.option(
+    "--match-vllm-rounding",
     "--exact",
+    "match_vllm_rounding",
     is_flag=True,
-    help="A refitted vLLM in fp8 blocks gets the bits of vLLM's own loading, which may round twice.",
+    help="Give a refitted vLLM in fp8 blocks the bits of vLLM's own loading, which may round twice.",
 )
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: bf16 with a GPU, fp32 without.")
 @click.option("--hf-config", type=Place(), help="config.json to read a Megatron checkpoint with.")
 @click.option(
     "--noise/--no-noise",
     default=None,
-    help="Measure what either system rounds, and score A again (default: measure it, where the dtype is not fp32).",
+    help="Measure the rounding of both systems, and score A again (default: measure it unless the dtype is fp32).",
 )
 @click.option(
     "--reach/--no-reach",
     default=True,
     show_default=True,
-    help="Also score a prompt of few tokens at positions as far as the context goes.",
+    help="Also score a prompt of a few tokens at positions up to the end of the context.",
 )
 @click.option(
     "--max-noise-ratio", "noise_ratio", type=float, help="Largest difference in units of measured rounding."
@@ -76,15 +81,15 @@ from reshard.core.errors import ReshardError
     "--max-routing-margin",
     "routing_margin",
     type=float,
-    help="How far from a tie a token may be that goes elsewhere.",
+    help="How far from a tie a token may be that goes to other experts.",
 )
 @click.option(
     "--html",
     type=Place(dir_okay=False, writable=True),
-    help="Also write a report with drawings to this file.",
+    help="Also write a report with charts to this file.",
 )
 @click.option(
-    "--locate", "locating", is_flag=True, help="Where parity fails, name the first module that departs."
+    "--locate", "locating", is_flag=True, help="Where parity fails, name the first module that diverges."
 )
 @layout_options
 @ignore_option
@@ -116,10 +121,11 @@ def command(
     numbers = _lengths(lengths)
     from reshard.core.extras import require
     from reshard.megatron.layout import MegatronLayout
-    from reshard.parity.gate import LIMITED, Limits, parity
-    from reshard.parity.prompts import SERVED, read_prompts, tokenizer_of
+    from reshard.parity.gate import parity
+    from reshard.parity.limits import LIMITED, Limits
+    from reshard.parity.prompts import VLLM_PREFIX, read_prompts, tokenizer_of
 
-    if locating and (a.startswith(SERVED) or b.startswith(SERVED)):
+    if locating and (a.startswith(VLLM_PREFIX) or b.startswith(VLLM_PREFIX)):
         raise click.UsageError(
             "--locate looks inside transformers and Megatron-Core, not inside vLLM: compare those two"
         )
@@ -133,71 +139,59 @@ def command(
     layout = MegatronLayout(**{name: options.pop(name) for name in LAYOUT_NAMES})
     wanted = read_prompts(Path(prompts), lambda: tokenizer_of([a, b])) if prompts is not None else count or 8
     served = vllm_layout(engine, "--vllm", {"tp"}) if engine is not None else None
-    found = parity(a, b, wanted, layout=layout, engine=served, lengths=numbers,
-                   limits=lambda dtype: Limits.of_dtype(dtype, **given), **options)  # fmt: skip
-    located = None
-    if locating and not found.ok:
-        from reshard.parity.locate import locate
-
-        prompt, positions = found.prompt_to_locate
-        located = locate(
-            a,
-            b,
-            prompt,
-            dtype=found.dtype,
-            layout=layout,
-            hf_config=options["hf_config"],
-            positions=positions,
-        )
-    if not found.first_process:
-        raise click.exceptions.Exit(0 if found.ok else 1)
-    page = Path(html) if html is not None else None
-    _conclude(found, {"located": located} if locating else {}, [a, b], page, as_json)
+    report = parity(a, b, wanted, layout=layout, engine=served, lengths=numbers,
+                    limits=lambda dtype: Limits.of_dtype(dtype, **given), **options)  # fmt: skip
+    divergence = None
+    if locating and not report.ok:
+        divergence = _find_divergence(report, a, b, layout, options["hf_config"])
+    if not report.first_process:
+        raise click.exceptions.Exit(0 if report.ok else 1)
+    _conclude(report, divergence, locating, [a, b], html, as_json)
 
 
 def _conclude(
-    found: Any, looked: dict[str, Any], compared: list[str], page: Path | None, as_json: bool
+    report: Any, divergence: Any, located: bool, systems: list[str], html: str | None, as_json: bool
 ) -> None:
-    """Say what was found, and where the two depart if that was looked for; exit 1 where they are apart, or the
-    page could not be written."""
-    located = looked.get("located")
+    """Print the result and write the page; exit 1 where a limit is exceeded or the page cannot be written."""
     if as_json:
-        more = {"located": located.to_dict() if located is not None else None} if looked else {}
-        print_json(found.to_dict() | more)
+        added = {"located": divergence and divergence.to_dict()} if located else {}
+        print_json(report.to_dict() | added)
     else:
-        _show(found)
+        _print_report(report)
     sentence = None
-    if looked and not found.ok:
-        from reshard.parity.locate import sentence_of
+    if located and not report.ok:
+        from reshard.parity.divergence import describe_divergence
 
-        sentence = sentence_of(located)
+        sentence = describe_divergence(divergence)
         if not as_json:
             click.echo(sentence)
-    unwritten = _written(found, compared, page, sentence) if page is not None else None
-    if unwritten is not None:
-        click.echo(f"Error: --html: cannot write {page}: {unwritten.strerror}", err=True)
-    if not found.ok:
-        click.echo(f"Error: {_verdict(found.exceeded)}: {'; '.join(found.exceeded)}", err=True)
-    if not found.ok or unwritten is not None:
+    written = html is None or _write_page(Path(html), report, systems, sentence)
+    if not report.ok:
+        click.echo(f"Error: {_verdict(report.exceeded)}: {'; '.join(report.exceeded)}", err=True)
+    if not report.ok or not written:
         raise click.exceptions.Exit(1)
 
 
+def _find_divergence(report: Any, a: str, b: str, layout: Any, hf_config: str | None) -> Any:
+    """Return the first module that diverges for the prompt that shows the difference best; None without one."""
+    from reshard.parity.divergence import find_divergence
+
+    prompt, positions = report.diverging_prompt
+    return find_divergence(
+        a, b, prompt, dtype=report.dtype, layout=layout, hf_config=hf_config, positions=positions
+    )
+
+
 def _lengths(text: str) -> list[int]:
-    """Raises UsageError for anything but numbers above 1."""
+    """Read ``16,64``. Raises UsageError for anything but numbers above 1."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) > 1 for part in parts):
         raise click.UsageError(f"--lengths {text} is not a list of numbers above 1, such as 16,64")
     return [int(part) for part in parts]
 
 
-def _verdict(exceeded: list[str]) -> str:
-    """What it means that these limits are exceeded."""
-    unknown = all("was not measured" in sentence or "too few" in sentence for sentence in exceeded)
-    return "A and B cannot be held against the limits" if unknown else "A and B do not hold the same model"
-
-
 def _check_page(page: Path) -> None:
-    """Raise ReshardError where the report could not be written."""
+    """Raise ReshardError where the report cannot be written: before scoring, not an hour after."""
     folder = page.absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         problem = "not writable" if folder.is_dir() else "not a directory; create it first"
@@ -207,65 +201,66 @@ def _check_page(page: Path) -> None:
 
 
 def _try_to_write(path: Path) -> None:
-    """Raise ReshardError where a file cannot be written, which is better known before an hour of scoring than
-    after it."""
-    there = path.exists()
+    """Raise ReshardError where a file cannot be opened for writing. No new file is left behind."""
+    existed = path.exists()
     try:
         open(path, "ab").close()
     except OSError as error:
         raise ReshardError(f"--html: cannot write {path}: {error.strerror}") from error
     finally:
-        if not there:
+        if not existed:
             path.unlink(missing_ok=True)
 
 
-def _written(found: Any, systems: list[str], path: Path, located: str | None) -> OSError | None:
-    """Write the report; the error where that fails, after the result has been printed."""
+def _write_page(page: Path, report: Any, systems: list[str], divergence: str | None) -> bool:
+    """Write the report as a page. Return False, with the error on stderr, where that fails: the result stands."""
     from reshard.parity.html import UNENCODABLE, html_report
 
     try:
-        path.write_text(html_report(found, systems, located), encoding="utf-8", errors=UNENCODABLE)
+        page.write_text(html_report(report, systems, divergence), encoding="utf-8", errors=UNENCODABLE)
     except OSError as error:
-        return error
-    return None
+        click.echo(f"Error: --html: cannot write {page}: {error.strerror}", err=True)
+        return False
+    return True
 
 
-def _show(found: Any) -> None:
-    click.echo(f"A: {found.a}\nB: {found.b}")
-    columns = found.columns
+def _verdict(exceeded: list[str]) -> str:
+    """Return the conclusion from limits that are exceeded."""
+    unknown = all("was not measured" in sentence or "too few" in sentence for sentence in exceeded)
+    return "A and B cannot be held against the limits" if unknown else "A and B do not hold the same model"
+
+
+def _print_report(report: Any) -> None:
+    """Print the figures as a table, then sentences, notes and limits."""
+    click.echo(f"A: {report.a}\nB: {report.b}")
+    columns = report.columns
     width = max(20, *(len(name) + 2 for name in columns))
-    click.echo(
-        f"{found.overall.tokens} tokens of {len(found.prompts)} prompts".ljust(36)
-        + "".join(f"{name:>{width}}" for name in columns)
-    )
-    for name, value in found.overall.to_dict().items():
+    heading = f"{report.overall.tokens} tokens of {len(report.prompts)} prompts"
+    click.echo(heading.ljust(36) + "".join(f"{name:>{width}}" for name in columns))
+    for name, value in report.overall.to_dict().items():
         if name == "tokens" or value is None:
             continue
-        shown = (getattr(metrics, name) for metrics in columns.values())
-        click.echo(
-            f"  {name:<34}" + "".join(f"{'-' if v is None else format(v, '.6g'):>{width}}" for v in shown)
-        )
-    for sentence in found.sentences:
+        values = [getattr(metrics, name) for metrics in columns.values()]
+        cells = ["-" if value is None else f"{value:.6g}" for value in values]
+        click.echo(f"  {name:<34}" + "".join(f"{cell:>{width}}" for cell in cells))
+    for sentence in report.sentences:
         click.echo(sentence)
-    for sentence in found.unmeasured:
+    for sentence in report.unmeasured:
         click.echo(f"note: {sentence}")
-    worst = found.worst
-    click.echo(
-        f"worst prompt: {worst} ({found.prompts[worst].tokens} tokens), mean_abs "
-        f"{found.prompts[worst].mean_abs:.6g}"
-    )
-    click.echo(f"limits: {', '.join(_limits(found))}")
-    if found.ok:
+    worst = report.prompts[report.worst]
+    click.echo(f"worst prompt: {report.worst} ({worst.tokens} tokens), mean_abs {worst.mean_abs:.6g}")
+    click.echo(f"limits: {', '.join(_limits(report))}")
+    if report.ok:
         click.echo("A and B hold the same model: every figure is within its limit")
 
 
-def _limits(found: Any) -> list[str]:
-    """The limits on figures that were measured; the notes and the verdict have the others."""
-    figures = found.overall.to_dict()
-    figures["routing_margin"] = found.routing.margin if found.routing is not None else None
-    figures["noise_ratio"] = found.rounding.ratio if found.rounding is not None else None
+def _limits(report: Any) -> list[str]:
+    """Return the limits on figures that were measured; the notes and the verdict have the others."""
+    figures = report.overall.to_dict()
+    figures["routing_margin"] = report.routing.margin if report.routing is not None else None
+    figures["noise_ratio"] = report.rounding.ratio if report.rounding is not None else None
     return [
         f"{name} {'>=' if name == 'argmax_agreement' else '<='} {limit:.6g}"
-        for name, limit in found.limits.to_dict().items()
+        for name, limit in report.limits.to_dict().items()
         if limit is not None and figures[name] is not None
     ]

@@ -9,6 +9,8 @@ The calls of the command line, as a library. Importing the package imports neith
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from reshard.core.errors import ReshardError
     from reshard.engines.vllm.layout import VllmLayout

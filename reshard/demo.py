@@ -21,7 +21,7 @@ SIZES: dict[str, Any] = dict(
 
 @dataclass
 class Step:
-    """One step of the demo: what was done, what came of it, and whether that is right."""
+    """One step of the demo: its title, its outcome for people, and True if that is right."""
 
     title: str
     outcome: str
@@ -29,7 +29,7 @@ class Step:
 
 
 def run_demo(folder: Path) -> Iterator[Step]:
-    """Run in `folder`; yields a step as soon as it is done.
+    """Run the demo in `folder`; yield each step when it is done.
 
     The checkpoint is made with transformers (random weights), converted at TP2 PP2 EP2, loaded whole by
     ``dist_checkpointing`` of Megatron-Core, compared with tensors put together here by hand, converted back,
@@ -58,11 +58,11 @@ def run_demo(folder: Path) -> Iterator[Step]:
         not wrong,
     )
     mcore_to_hf(mcore, back)
-    found = diff(source, back)
+    difference = diff(source, back)
     yield Step(
         "mcore-to-hf, and compare bit for bit",
-        f"{found.tensors} tensors, {len(found.differences)} differ",
-        found.equal,
+        f"{difference.tensors} tensors, {len(difference.differences)} differ",
+        difference.equal,
     )
     checked = check(mcore)
     yield Step("check the manifest", f"{checked.tensors} checksums, {len(checked.bad)} wrong", checked.ok)
@@ -118,13 +118,13 @@ def _megatron_loads(directory: Path) -> dict[str, Any]:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        wanted = {
+        expected_keys = {
             k: v
             for k, v in dist_checkpointing.load_tensors_metadata(str(directory)).items()
             if isinstance(v.dtype, torch.dtype)
         }
-        state = dist_checkpointing.load(wanted, str(directory), validate_access_integrity=False)
-        return {key: state[key] for key in wanted}
+        state = dist_checkpointing.load(expected_keys, str(directory), validate_access_integrity=False)
+        return {key: state[key] for key in expected_keys}
     finally:
         dist.destroy_process_group()
 

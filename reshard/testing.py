@@ -1,4 +1,4 @@
-"""For the tests of those who convert or train: parity as an assertion, and pytest fixtures.
+"""Parity as an assertion, and pytest fixtures, for the tests of projects that convert or train.
 
     from reshard.testing import assert_logprob_parity, to_megatron  # noqa: F401
 
@@ -16,9 +16,11 @@ import pytest
 
 from reshard.core.errors import ReshardError
 from reshard.megatron.layout import MegatronLayout
-from reshard.parity.gate import Limits, ParityReport, parity
+from reshard.parity.gate import parity
+from reshard.parity.limits import Limits
 from reshard.parity.metrics import Metrics
 from reshard.parity.prompts import tokenizer_of
+from reshard.parity.report import ParityReport
 from reshard.storage.convert import hf_to_mcore
 
 if TYPE_CHECKING:
@@ -39,24 +41,24 @@ def assert_logprob_parity(
     texts: Sequence[str] | None = None,
     **options: Any,
 ) -> ParityReport:
-    """Fail unless two systems give the same logprobs; the report where they do.
+    """Fail unless two systems give the same logprobs; return the report if they do.
 
-    The systems and `options` are those of `reshard.parity.parity`; `texts` are prompts for the tokenizer that is beside
-    one of the two. A limit that is given here replaces the
-    dtype's default, and on a figure that is not measured it fails. Raises AssertionError with the figures, and of a
-    Hugging Face directory and a Megatron checkpoint with where they depart; ReshardError where the two cannot be
-    compared.
+    The systems and `options` are those of `reshard.parity.parity`; `texts` are prompts for the tokenizer beside one of
+    the two. A limit given here replaces the dtype's default, and fails on a figure that was not measured.
+
+    Raises AssertionError with the figures, and, for a Hugging Face directory and a Megatron checkpoint, with the module
+    where they diverge; ReshardError where the two cannot be compared.
     """
     given = {"max_abs": max_abs, "mean_abs": mean_abs, "token_mult_prob_error": token_mult_prob_error, "kl": kl,
              "argmax_agreement": argmax_agreement, "routing_margin": routing_margin, "noise_ratio": noise_ratio}  # fmt: skip
     chosen = {name: value for name, value in given.items() if value is not None}
-    one, other = (str(side) if isinstance(side, Path) else side for side in (a, b))
+    side_a, side_b = (str(side) if isinstance(side, Path) else side for side in (a, b))
     if texts is not None:
-        options["prompts"] = _tokens_of(texts, [side for side in (one, other) if isinstance(side, str)])
-    report = parity(one, other, limits=lambda dtype: Limits.of_dtype(dtype, **chosen), **options)
+        options["prompts"] = _tokens_of(texts, [side for side in (side_a, side_b) if isinstance(side, str)])
+    report = parity(side_a, side_b, limits=lambda dtype: Limits.of_dtype(dtype, **chosen), **options)
     assert report.ok, (
         f"{report.a} and {report.b}: {'; '.join(report.exceeded)} (worst prompts: {_worst(report.prompts)})"
-        f"{_where(one, other, report, options)}"
+        f"{_divergence(side_a, side_b, report, options)}"
     )
     return report
 
@@ -68,18 +70,18 @@ def _tokens_of(texts: Sequence[str], systems: Sequence[str]) -> list[list[int]]:
     return [encode(text) for text in texts]
 
 
-def _where(a: "str | System", b: "str | System", report: ParityReport, options: dict[str, Any]) -> str:
-    """Where the two depart, as the end of a sentence; nothing where they cannot be looked into."""
-    from reshard.parity.locate import locate, sentence_of
+def _divergence(a: "str | System", b: "str | System", report: ParityReport, options: dict[str, Any]) -> str:
+    """Return the end of a sentence on where the two diverge; empty where their modules cannot be compared."""
+    from reshard.parity.divergence import describe_divergence, find_divergence
 
     if not isinstance(a, str) or not isinstance(b, str):
         return ""
-    prompt, positions = report.prompt_to_locate
-    known = {name: options[name] for name in ("layout", "hf_config") if name in options}
+    prompt, positions = report.diverging_prompt
+    shared = {name: options[name] for name in ("layout", "hf_config") if name in options}
     try:
-        return f"; {sentence_of(locate(a, b, prompt, dtype=report.dtype, positions=positions, **known))}"
+        return f"; {describe_divergence(find_divergence(a, b, prompt, dtype=report.dtype, positions=positions, **shared))}"
     except ReshardError:
-        return ""  # two of a kind, or an engine: the figures are all there is
+        return ""  # two of a kind, or an engine: only the figures are known
 
 
 def _worst(prompts: list[Metrics]) -> str:
@@ -89,13 +91,13 @@ def _worst(prompts: list[Metrics]) -> str:
 
 @pytest.fixture
 def to_megatron(tmp_path: Path) -> Callable[..., Path]:
-    """A function that converts a Hugging Face directory or hub id into a temporary Megatron checkpoint, at a
+    """Return a function that converts a Hugging Face directory or hub id into a temporary Megatron checkpoint, at a
     layout."""
-    made: list[Path] = []
+    destinations: list[Path] = []
 
     def convert(source: str | Path, layout: MegatronLayout | None = None) -> Path:
-        made.append(tmp_path / f"megatron-{len(made)}")
-        hf_to_mcore(str(source), made[-1], layout or MegatronLayout(), transformer_impl="local")
-        return made[-1]
+        destinations.append(tmp_path / f"megatron-{len(destinations)}")
+        hf_to_mcore(str(source), destinations[-1], layout or MegatronLayout(), transformer_impl="local")
+        return destinations[-1]
 
     return convert

@@ -21,25 +21,35 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files whose tests start Megatron, vLLM, FSDP or many processes, those that take longest first: each worker takes a file at a time.
-# `-m "not slow"` leaves what answers in a minute or two.
-SLOW = (
-    "refit", "refit_faults", "compressed", "live_megatron", "engine", "nvfp4_engine", "members", "fsdp", "parity", "blocks", "logits", "weight_transfer",
+# Test files whose tests are slow, those that take longest first: a worker takes one file at a time. A name also stands for
+# files whose names go on after it (`refit` for test_refit_faults.py), so that a file that is split keeps its place.
+SLOWEST_FIRST = (
+    "compressed", "live_megatron", "refit", "engine", "nvfp4_engine", "members", "fsdp", "parity", "blocks", "logits", "weight_transfer",
     "megatron_saves", "serving", "roll", "swift", "reloads", "verl", "resume", "nemo_rl", "build", "meaning", "install", "published",
     "sleeping", "examples", "compat", "families", "offload", "input_faults", "storage_faults", "processes", "source_changes", "surface", "report",
     "trainers_checkpoints",
 )  # fmt: skip
+# Test files that use these are slow as well, whatever their names.
+STARTS_PROCESSES = ("run_on_ranks", "tests.warm", "tests.vllm_server", "tests.environments")
+
+
+def place_of(path: Path) -> int:
+    """Return a test file's place in the order of the run: `SLOWEST_FIRST`, other slow files, quick ones."""
+    stem = path.stem.removeprefix("test_")
+    names = [name for name in SLOWEST_FIRST if stem == name or stem.startswith(f"{name}_")]
+    if names:
+        return SLOWEST_FIRST.index(max(names, key=len))
+    text = path.read_text(encoding="utf-8")
+    return len(SLOWEST_FIRST) + (not any(word in text for word in STARTS_PROCESSES))
 
 
 def pytest_collection_modifyitems(items):
-    def place(item) -> int:
-        name = item.path.stem.removeprefix("test_")
-        return SLOW.index(name) if name in SLOW else len(SLOW)
-
+    """Mark slow tests, for ``-m "not slow"``, which answers in a minute or two; put them first."""
+    places = {path: place_of(path) for path in {item.path for item in items}}
     for item in items:
-        if place(item) < len(SLOW):
+        if places[item.path] <= len(SLOWEST_FIRST):
             item.add_marker(pytest.mark.slow)
-    items.sort(key=place)
+    items.sort(key=lambda item: places[item.path])
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -51,23 +61,23 @@ def pytest_xdist_setupnodes(specs):
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """A function that gives the directory of a variant; made at the first call."""
+    """Return a function from a variant to its Hugging Face directory, which is made at the first call."""
     from tests.checkpoints import make
 
-    made = {}
+    directories = {}
 
     def get(variant, **options):
         key = (variant, *sorted(options.items(), key=str))
-        if key not in made:
-            made[key] = make(tmp_path_factory.mktemp(variant), variant, **options)
-        return made[key]
+        if key not in directories:
+            directories[key] = make(tmp_path_factory.mktemp(variant), variant, **options)
+        return directories[key]
 
     return get
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """The directory of a trained model with its tokenizer, in bf16: SmolLM2-135M-Instruct."""
+    """Return the directory of a trained model with its tokenizer, in bf16: SmolLM2-135M-Instruct."""
     from tests.trained import make
 
     return make(tmp_path_factory.mktemp("trained"))
@@ -75,7 +85,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def whole(checkpoint, tmp_path_factory):
-    """By direction: the source, and the bytes that an undisturbed run makes of it."""
+    """Return, by direction, the source and the bytes that an undisturbed run makes of it."""
     import torch
 
     from reshard import MegatronLayout, hf_to_mcore, mcore_to_hf
@@ -93,7 +103,7 @@ def whole(checkpoint, tmp_path_factory):
 
 @pytest.fixture
 def source(checkpoint, tmp_path):
-    """A checkpoint that a test may spoil."""
+    """Return a copy of a checkpoint that a test may damage."""
     import torch
 
     return Path(shutil.copytree(checkpoint("qwen3", dtype=torch.bfloat16), tmp_path / "source"))
@@ -101,7 +111,7 @@ def source(checkpoint, tmp_path):
 
 @pytest.fixture
 def mcore(source, tmp_path):
-    """The same as a Megatron checkpoint."""
+    """Return `source` as a Megatron checkpoint."""
     from reshard import MegatronLayout, hf_to_mcore
 
     hf_to_mcore(source, tmp_path / "mcore", MegatronLayout(tp=2))
@@ -110,23 +120,43 @@ def mcore(source, tmp_path):
 
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory):
-    """Two checkpoints of a variant in bf16, each as (Hugging Face directory, Megatron directory)."""
+    """Return a function from a variant to two checkpoints in bf16, each as (Hugging Face directory, Megatron directory)."""
     import torch
 
     from reshard import hf_to_mcore
     from tests.checkpoints import make
 
-    made = {}
+    pairs = {}
 
     def get(variant: str, **options) -> list[tuple[str, str]]:
         key = (variant, *sorted(options))
-        if key not in made:
-            made[key] = []
+        if key not in pairs:
+            pairs[key] = []
             for seed in (0, 1):
                 folder = tmp_path_factory.mktemp(variant)
                 make(folder / "hf", variant, torch.bfloat16, seed=seed, **options)
                 hf_to_mcore(folder / "hf", folder / "mcore", transformer_impl="local")
-                made[key].append((str(folder / "hf"), str(folder / "mcore")))
-        return made[key]
+                pairs[key].append((str(folder / "hf"), str(folder / "mcore")))
+        return pairs[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def megatron_of(tmp_path_factory):
+    """Return a function from a variant and a layout to (Hugging Face directory, Megatron checkpoint at that layout)."""
+    from reshard import MegatronLayout, hf_to_mcore
+    from tests.checkpoints import make
+
+    pairs = {}
+
+    def get(variant: str, layout: MegatronLayout | None = None):
+        key = variant, layout or MegatronLayout()
+        if key not in pairs:
+            folder = tmp_path_factory.mktemp(variant)
+            make(folder / "hf", variant)
+            hf_to_mcore(folder / "hf", folder / "mcore", key[1], transformer_impl="local")
+            pairs[key] = folder / "hf", folder / "mcore"
+        return pairs[key]
 
     return get

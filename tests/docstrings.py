@@ -1,4 +1,4 @@
-"""The docstrings that Megatron reads of its own sources, for the help of its command line, are read once, before ranks are forked."""
+"""Read the docstrings of Megatron's sources, for the help of its command line, once, before ranks are forked."""
 
 from argparse import ArgumentParser
 
@@ -6,14 +6,14 @@ from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 
 read = ArgumentGroupFactory._get_field_docstrings
-known: dict[type, dict[str, str]] = {}
+cached: dict[type, dict[str, str]] = {}
 
 
 def field_docstrings(factory: ArgumentGroupFactory, kind: type) -> dict[str, str]:
-    """Those of a dataclass."""
-    if kind not in known:
-        known[kind] = read(factory, kind)
-    return known[kind]
+    """Return the docstrings of a dataclass's fields."""
+    if kind not in cached:
+        cached[kind] = read(factory, kind)
+    return cached[kind]
 
 
 ArgumentGroupFactory._get_field_docstrings = field_docstrings

@@ -652,7 +652,7 @@ async def _engine_of_its_own(pairs: list, port: int, other_port: int) -> dict:
 
     from reshard import MegatronLayout, ReshardError, ignored_config_fields
     from reshard.parity.megatron import Megatron
-    from reshard.parity.systems import Scoring
+    from reshard.parity.systems import ScoringOptions
     from reshard.refit import RefitGroup, connect
     from reshard.trainers.megatron import MegatronModel
 
@@ -690,7 +690,7 @@ async def _engine_of_its_own(pairs: list, port: int, other_port: int) -> dict:
         return await both("reshard_connect", (address, 1, 2, "auto", 1 << 25, 120.0), meet, address)
 
     def expected() -> list[float]:
-        return trainer.score(PROMPTS[:1], Scoring())[0].logprobs.tolist()
+        return trainer.score(PROMPTS[:1], ScoringOptions())[0].logprobs.tolist()
 
     said: dict = {"refused": [str(error) for error in await connected(other_port)]}
     with ignored_config_fields("clip_qkv"):

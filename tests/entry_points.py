@@ -1,4 +1,4 @@
-"""What installed packages offer by entry points is read once: vLLM asks at every start of an engine, and all of 250 packages answer."""
+"""Read the entry points of installed packages once: vLLM does at every start of an engine, through all of 250 packages."""
 
 from importlib import metadata
 

@@ -1,4 +1,4 @@
-"""Virtual environments of their own, made with uv, and what the tests run in them."""
+"""Make virtual environments with uv, and run commands in them."""
 
 import os
 import subprocess
@@ -12,9 +12,9 @@ UV = [sys.executable, "-m", "uv"]
 
 
 def clean() -> dict[str, str]:
-    """The environment variables without those that name this process's Python packages or a run of several processes, and without
-    Transformer Engine's, which Megatron sets where it makes a config."""
-    ours = {
+    """Return the environment variables, except those that name this process's Python packages or a run of several processes,
+    and Transformer Engine's, which Megatron sets when it makes a config."""
+    omitted = {
         "PYTHONPATH",
         "PYTHONHOME",
         "VIRTUAL_ENV",
@@ -25,18 +25,20 @@ def clean() -> dict[str, str]:
         "MASTER_PORT",
     }
     return {
-        name: value for name, value in os.environ.items() if name not in ours and not name.startswith("NVTE_")
+        name: value
+        for name, value in os.environ.items()
+        if name not in omitted and not name.startswith("NVTE_")
     }
 
 
 def attempt(command: Sequence[str | Path], **options) -> subprocess.CompletedProcess:
-    """Run a command to its end, good or bad, away from the checkout unless ``cwd`` says otherwise."""
+    """Run a command to its end, whatever its status, outside of the checkout unless ``cwd`` is given."""
     settings = {"capture_output": True, "text": True, "env": clean(), "timeout": 1800, "cwd": "/"} | options
     return subprocess.run([str(part) for part in command], **settings)
 
 
 def run(command: Sequence[str | Path], **options) -> str:
-    """What a command prints; AssertionError, with the end of what it said, where it fails."""
+    """Run a command and return what it prints. Raises AssertionError, with the end of its output, if it fails."""
     done = attempt(command, **options)
     assert not done.returncode, (
         f"{' '.join(map(str, command))} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"
@@ -44,9 +46,17 @@ def run(command: Sequence[str | Path], **options) -> str:
     return done.stdout
 
 
-def build(folder: Path) -> tuple[Path, Path]:
-    """The wheel and the sdist of this checkout; the wheel is made from the sdist."""
-    run([*UV, "build", "--quiet", "--out-dir", folder, REPOSITORY])
+def clone(folder: Path) -> Path:
+    """Clone the commit that is checked out here into `folder`, as a user would: no file that git does not know."""
+    run(["git", "clone", "--quiet", "--no-checkout", REPOSITORY, folder])
+    head = run(["git", "-C", REPOSITORY, "rev-parse", "HEAD"]).strip()
+    run(["git", "-C", folder, "checkout", "--quiet", "--detach", head])
+    return folder
+
+
+def build(checkout: Path, folder: Path) -> tuple[Path, Path]:
+    """Build an sdist of a checkout, and a wheel from that sdist; return (wheel, sdist)."""
+    run([*UV, "build", "--quiet", "--out-dir", folder, checkout])
     [wheel], [sdist] = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return wheel, sdist
 
@@ -57,39 +67,36 @@ def environment(
     python: str | None = None,
     options: Sequence[str | Path] = (),
 ) -> Path:
-    """A new virtual environment with these packages, in `folder`; its Python. `python` is a version, default: this one."""
-    chosen = interpreter(python) if python else sys.executable
-    run([*UV, "venv", "--quiet", "--python", chosen, folder])
+    """Make a virtual environment with these packages in `folder` and return its Python. `python` is a version (default: this
+    one)."""
+    base_python = interpreter(python) if python else sys.executable
+    run([*UV, "venv", "--quiet", "--python", base_python, folder])
     inside = folder / "bin" / "python"
     run([*UV, "pip", "install", "--quiet", "--python", inside, *options, *packages])
     return inside
 
 
 def environment_before_ours(folder: Path, packages: Sequence[str]) -> Path:
-    """A new virtual environment with these packages and nothing that they ask for, which finds the packages of this
-    process behind its own; its Python."""
+    """Make a virtual environment with these packages, without their dependencies, which finds the packages of this
+    process after its own; return its Python."""
     inside = environment(folder, packages, options=["--no-deps"])
-    there = next(folder.glob("lib/python*/site-packages"))
-    (there / "behind.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    site_packages = next(folder.glob("lib/python*/site-packages"))
+    (site_packages / "behind.pth").write_text(
+        f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+    )
     return inside
 
 
 def interpreter(version: str) -> str:
-    """A Python of this version (``3.11``). Raises LookupError where this machine has none."""
-    for there in (
-        version,
-        *sorted(
-            Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(
-                f"versions/{version}.*/bin/python"
-            )
-        ),
-    ):
-        found = attempt([*UV, "python", "find", "--offline", "--no-project", there])
-        if not found.returncode:
-            return found.stdout.strip()
+    """Find a Python of this version (``3.11``). Raises LookupError if this machine has none."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    for candidate in (version, *sorted(pyenv.glob(f"versions/{version}.*/bin/python"))):
+        search = attempt([*UV, "python", "find", "--offline", "--no-project", candidate])
+        if not search.returncode:
+            return search.stdout.strip()
     raise LookupError(f"no Python {version} here")
 
 
 def size_bytes(folder: Path) -> int:
-    """Bytes of all files below a folder."""
+    """Return the bytes of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

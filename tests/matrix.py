@@ -1,4 +1,4 @@
-"""The versions beside the tested ones: what is run with each of them, and what came of it, as a table.
+"""Run the tests that matter with other versions of the dependencies, and write the outcomes as a table.
 
     python -m tests.matrix [--only TEXT ...] [--again] [--megatron-lm CLONE] [--seconds N] [--list]
 
@@ -72,7 +72,7 @@ BESIDE = ("megatron-core==0.19.2", "cuda-python>=13")
 
 
 class NotRunError(Exception):
-    """Why a cell could not be run here."""
+    """The reason why a cell could not be run on this machine."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Cell:
 
 @dataclass
 class Result:
-    """What came of a cell: `outcome` is for people, `ok` None where it was not run."""
+    """The outcome of a cell, for people; `ok` is None if it was not run."""
 
     group: str
     name: str
@@ -97,21 +97,21 @@ class Result:
 
 
 def cells() -> list[Cell]:
-    """All of them, the quick ones first."""
-    found = [
+    """Return all cells, the quick ones first."""
+    every_cell = [
         Cell("Disk commands", f"Python {python}, newest of all", _disk(python))
         for python in ("3.10", "3.11", "3.12", "3.13")
     ]
-    found += [Cell("Disk commands", f"Python {python}, lowest of all", _disk(python, "--resolution", "lowest-direct"))
+    every_cell += [Cell("Disk commands", f"Python {python}, lowest of all", _disk(python, "--resolution", "lowest-direct"))
               for python in ("3.10", "3.11", "3.12")]  # fmt: skip
-    found += [Cell("Disk commands", "Python 3.12, numpy 1.26.4", _disk("3.12", "numpy==1.26.4"))]
-    found += [
+    every_cell += [Cell("Disk commands", "Python 3.12, numpy 1.26.4", _disk("3.12", "numpy==1.26.4"))]
+    every_cell += [
         Cell("Flags, asked of Megatron-LM's parser", tag.removeprefix("core_v"), _flags(tag))
         for tag in PARSERS
     ]
-    found += [Cell("Checkpoints, by Megatron-Core's own load and save", f"megatron-core {core}, torch {torch}", _core(core, torch))
+    every_cell += [Cell("Checkpoints, by Megatron-Core's own load and save", f"megatron-core {core}, torch {torch}", _core(core, torch))
               for core, torch in reversed(CORES)]  # fmt: skip
-    found += [
+    every_cell += [
         Cell(
             "Live models",
             f"megatron-core {core}, torch 2.11",
@@ -119,20 +119,20 @@ def cells() -> list[Cell]:
         )
         for core in ("0.18.2", "0.17.1")
     ]
-    found += [Cell("Live models", "megatron-core main, torch 2.11", _overlaid([], LIVE, tree="main")),
+    every_cell += [Cell("Live models", "megatron-core main, torch 2.11", _overlaid([], LIVE, tree="main")),
               Cell("Live models", "megatron-core 0.16.1, torch 2.11", _overlaid([], LIVE_BEFORE_0_19, tree="core_v0.16.1"))]  # fmt: skip
-    found += [
+    every_cell += [
         Cell("Live models", "transformers 4.57.6", _overlaid(["transformers==4.57.6"], LIVE, deps=True))
     ]
-    found += [
+    every_cell += [
         Cell("Refits", f"vLLM {vllm}, torch 2.11", _overlaid([f"vllm=={vllm}"], REFIT))
         for vllm in ("0.25.0", "0.24.0")
     ]
-    found += [
+    every_cell += [
         Cell("Refits", f"megatron-core {core}, torch 2.11", _overlaid([f"megatron-core=={core}"], REFIT))
         for core in ("0.18.2", "0.17.1")
     ]
-    found += [
+    every_cell += [
         Cell(
             "Refits",
             f"vLLM {vllm}, torch {torch.removesuffix('.0')}",
@@ -140,22 +140,22 @@ def cells() -> list[Cell]:
         )
         for vllm, torch in (("0.33.0", "2.14.0"), ("0.29.0", "2.13.0"))
     ]
-    found += [
+    every_cell += [
         Cell("Live models", "Python 3.13", _own([], LIVE, python="3.13")),
         Cell("Refits", "Python 3.13", _own([], REFIT, python="3.13")),
     ]
-    found += [
+    every_cell += [
         Cell(
             "Engines that are quantized, or load a Megatron checkpoint",
             "vLLM 0.33.0, torch 2.14",
             _own(["vllm==0.33.0", "torch==2.14.0", *BESIDE], QUANTIZED),
         )
     ]
-    found += [
+    every_cell += [
         Cell("Weight transfer", f"vLLM {vllm}, torch {(torch or '2.11').removesuffix('.0')}", _transfer(vllm, torch))
         for vllm, torch in TRANSFERS
     ]  # fmt: skip
-    return found
+    return every_cell
 
 
 def _disk(python: str, *packages: str) -> Callable[[argparse.Namespace, Path], str]:
@@ -198,7 +198,7 @@ def _flags(tag: str) -> Callable[[argparse.Namespace, Path], str]:
 
 
 def _core(core: str, torch: str) -> Callable[[argparse.Namespace, Path], str]:
-    """What we write, loaded by a megatron-core in an environment of its own; what that saves, converted back. Bit for bit."""
+    """Return a check, bit for bit: a megatron-core in its own environment loads what we write, and we convert what it saves."""
 
     def check(options: argparse.Namespace, folder: Path) -> str:
         from safetensors.torch import save_file
@@ -334,13 +334,13 @@ def _pytest(
     if status is None:
         marks = "".join(re.findall(r"^([.FEsx]+)\s*(?:\[|$)", text, re.MULTILINE))
         failed = marks.count("F") + marks.count("E")
-        said = f"{marks.count('.')} passed, {failed} failed, before the limit of {options.seconds} s; the rest not run"
-        assert not failed and marks, said
-        return said
+        summary = f"{marks.count('.')} passed, {failed} failed, before the limit of {options.seconds} s; the rest not run"
+        assert not failed and marks, summary
+        return summary
     counts = re.findall(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s", text, re.MULTILINE)
-    said = counts[-1] if counts else " ".join(text.split()[-30:])
-    assert status == 0, said
-    return said
+    summary = counts[-1] if counts else " ".join(text.split()[-30:])
+    assert status == 0, summary
+    return summary
 
 
 def _tree(options: argparse.Namespace, tag: str, folder: Path) -> Path:
@@ -358,7 +358,7 @@ def _tree(options: argparse.Namespace, tag: str, folder: Path) -> Path:
 
 
 def _numpy(folder: Path) -> Path:
-    """A constraint to the numpy of this environment, which everything else here was built for."""
+    """Write a constraint to this environment's numpy, which its other packages were built for."""
     from importlib import metadata
 
     (folder / "numpy.txt").write_text(f"numpy=={metadata.version('numpy')}\n")
@@ -372,7 +372,7 @@ def _any_version(folder: Path) -> list[str | Path]:
 
 
 def _source(variant: str) -> Path:
-    """A Hugging Face checkpoint, made once."""
+    """Return a Hugging Face checkpoint, made once."""
     folder = WORK / "sources" / variant
     if not folder.is_dir():
         from tests.checkpoints import make
@@ -386,7 +386,7 @@ VERDICTS = {True: "", False: "**fails**: ", None: "not run: "}
 
 def _kept() -> dict[str, Result]:
     """The results in the table, by section and name."""
-    found, group = {}, ""
+    results, group = {}, ""
     for line in TABLE.read_text(encoding="utf-8").splitlines() if TABLE.is_file() else []:
         cells = [cell.strip() for cell in line.strip("|").split(" |")]
         if line.startswith("## "):
@@ -394,10 +394,10 @@ def _kept() -> dict[str, Result]:
         elif line.startswith("| ") and len(cells) == 4 and cells[2].isdecimal():
             name, outcome, seconds, date = cells
             ok = next(ok for ok in (False, None, True) if outcome.startswith(VERDICTS[ok]))
-            found[f"{group}: {name}"] = Result(
+            results[f"{group}: {name}"] = Result(
                 group, name, outcome.removeprefix(VERDICTS[ok]), ok, int(seconds), date
             )
-    return found
+    return results
 
 
 def _write(kept: dict[str, Result]) -> None:
@@ -413,12 +413,12 @@ def _write(kept: dict[str, Result]) -> None:
         for cell in cells():
             if cell.group != group:
                 continue
-            found = kept.get(f"{cell.group}: {cell.name}")
-            if found is None:
+            result = kept.get(f"{cell.group}: {cell.name}")
+            if result is None:
                 lines.append(f"| {cell.name} | not run | | |")
                 continue
             lines.append(
-                f"| {cell.name} | {VERDICTS[found.ok]}{found.outcome} | {found.seconds} | {found.date} |"
+                f"| {cell.name} | {VERDICTS[result.ok]}{result.outcome} | {result.seconds} | {result.date} |"
             )
         lines.append("")
     TABLE.write_text("\n".join(lines), encoding="utf-8")

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 
 def hf_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a Hugging Face directory."""
+    """Read all tensors of a Hugging Face directory."""
     return {
         name: tensor
         for path in sorted(directory.glob("*.safetensors"))
@@ -18,14 +18,14 @@ def hf_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def bits(tensor: torch.Tensor) -> tuple:
-    """Shape, dtype and a checksum of a tensor's bytes."""
+    """Return shape, dtype and a checksum of a tensor's bytes."""
     data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return tuple(tensor.shape), str(tensor.dtype), zlib.crc32(data)
 
 
 def dequantized(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a Hugging Face directory; fp8 weights times their scales, in bf16, and what compressed-tensors has quantized by channel
-    in the scales' dtype."""
+    """Read all tensors of a Hugging Face directory; fp8 weights times their scales, in bf16, and weights that compressed-tensors
+    quantized by channel in the scales' dtype."""
     tensors, config = hf_tensors(directory), json.loads((directory / "config.json").read_text())
     rows, columns = (config.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
     for name in [name for name in tensors if name.endswith("_scale_inv")]:
@@ -41,7 +41,7 @@ def dequantized(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def stored_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a torch_dist iteration directory, whole, by torch's own reader."""
+    """Read all tensors of a torch_dist iteration directory, whole, with torch's own reader."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -59,7 +59,7 @@ def stored_tensors(directory: Path) -> dict[str, torch.Tensor]:
 def megatron_tensors(
     directory: Path, padded_vocab: int, tensors: dict[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """What a Transformer Engine model's checkpoint holds, key by key; `tensors` are the directory's, where they are known."""
+    """Return the tensors of a Transformer Engine model's checkpoint, by key. `tensors` are the directory's, if already read."""
     hf, config = (
         hf_tensors(directory) if tensors is None else tensors,
         json.loads((directory / "config.json").read_text()),
@@ -169,7 +169,7 @@ def megatron_tensors(
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    """The names at which two sets of tensors are not the same bits; also those on one side only."""
+    """Return the names of tensors that are not the same bits in both sets, or are in one only."""
     bits = lambda t: t.contiguous().view(torch.uint8)  # noqa: E731
     return sorted(set(a) ^ set(b)) + [n for n in a if n in b and (a[n].dtype != b[n].dtype or a[n].shape != b[n].shape
                                                                   or not torch.equal(bits(a[n]), bits(b[n])))]  # fmt: skip

@@ -5,21 +5,23 @@ from pathlib import Path
 
 from reshard.core.errors import ReshardError
 from reshard.megatron.layout import MegatronLayout
+from reshard.parity.divergence import find_divergence
 from reshard.parity.gate import parity
 from reshard.parity.huggingface import HuggingFace
-from reshard.parity.locate import locate
 from reshard.testing import assert_logprob_parity
 
 
 def find(rank: int, a: str, b: str, layout: dict):
-    """Where the two part, as a sentence, and the place."""
+    """Return (sentence, place, differing parameters) of the first output that diverges, or None."""
     logging.disable(logging.WARNING)
-    found = locate(a, b, list(range(5, 40)), layout=MegatronLayout(**layout))
-    return (found.sentence, found.place, [d.name for d in found.differing]) if found else None
+    divergence = find_divergence(a, b, list(range(5, 40)), layout=MegatronLayout(**layout))
+    if divergence is None:
+        return None
+    return divergence.sentence, divergence.place, [difference.name for difference in divergence.differing]
 
 
 def run(rank: int, a: str, b: str, layout: dict, options: dict):
-    """The report, or what was refused."""
+    """Return the report as a dict, or the message of the error."""
     logging.disable(logging.WARNING)
     try:
         report = parity(a, b, layout=MegatronLayout(**layout), **options)
@@ -29,19 +31,19 @@ def run(rank: int, a: str, b: str, layout: dict, options: dict):
 
 
 def again(rank: int, a: str, b: str):
-    """What is said of a prompt that is too short, and what of a comparison in the same process after that."""
+    """Return the error on a prompt that is too short, and then the report of a comparison in the same process."""
     return run(rank, a, b, {}, {"prompts": [[1]]}), run(rank, a, b, {}, {"prompts": [[1, 2, 3]]})
 
 
 def slower(rank: int, a: str, b: str):
-    """The report on a transformers whose slowest rotary angles, which turn little within a short prompt, are a tenth slower."""
+    """Return the report on a transformers whose slowest rotary angles are a tenth slower: a short prompt hardly shows it."""
     system = HuggingFace(Path(a), "fp32")
     system.module.model.rotary_emb.inv_freq[-2:] /= 1.1
     return parity(system, b, 2, dtype="fp32", lengths=(32,)).to_dict()
 
 
 def assertion(rank: int, a: str, b: str):
-    """What the assertion says that fails."""
+    """Return the message of the assertion that fails."""
     try:
         assert_logprob_parity(a, b, prompts=2, lengths=(16,))
     except AssertionError as error:

@@ -30,14 +30,14 @@ def run(*command, env=None) -> str:
 
 def test_convert(tmp_path):
     make(tmp_path / "qwen", "qwen3-moe")
-    said = run(
+    output = run(
         sys.executable, EXAMPLES / "convert.py", tmp_path / "qwen", tmp_path / "out", "--tp", 2, "--ep", 2
     )
-    assert "there and back equal: True" in said
+    assert "there and back equal: True" in output
 
 
 def test_the_example_on_ray_says_how_to_get_ray():
-    """Where it is missing, as in the tests' environment."""
+    """In an environment without Ray, as that of the tests."""
     program = f"import runpy, sys; sys.modules['ray'] = None; runpy.run_path({str(EXAMPLES / 'refit_ray.py')!r}, run_name='__main__')"
     done = run_to_the_end([sys.executable, "-c", program], 100)
     needs = "this example needs Ray, which is not installed here: "

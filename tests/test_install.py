@@ -1,8 +1,12 @@
-"""What `pip install reshard` brings is enough for the commands on disks, and what it lacks is said in a sentence."""
+"""Installing reshard: every way gives a complete package, and what an installation lacks is named in one sentence.
+
+The tests install a fresh clone of the commit that is checked out, not the working tree.
+"""
 
 import json
 import re
 import shlex
+import stat
 import sys
 import tarfile
 import zipfile
@@ -12,32 +16,108 @@ import pytest
 import tomllib
 
 from reshard.core.extras import BASE
-from tests.environments import REPOSITORY, UV, attempt, build, clean, environment, run, size_bytes
+from tests.environments import REPOSITORY, UV, attempt, build, clean, clone, environment, run, size_bytes
 from tests.on_disk import files_of, use_disk_commands
 
 pytestmark = pytest.mark.install
 HEAVY = ("torch", "megatron", "transformers", "vllm", "scipy", "psutil", "safetensors")
+LINKS = {"reshard/cli": "../cli", "reshard/mappings": "../mappings"}
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """The wheel and the sdist."""
-    return build(tmp_path_factory.mktemp("dist"))
+def checkout(tmp_path_factory):
+    """A clone that nothing is installed from."""
+    return clone(tmp_path_factory.mktemp("clone") / "reshard")
+
+
+@pytest.fixture(scope="module")
+def built(checkout, tmp_path_factory):
+    """The wheel and the sdist of the clone; the wheel is built from the sdist."""
+    return build(checkout, tmp_path_factory.mktemp("dist"))
 
 
 @pytest.fixture(scope="module")
 def base(built, tmp_path_factory):
-    """The Python of an environment with the wheel and what it asks for, and nothing else."""
+    """The Python of an environment with the wheel and its dependencies, and nothing else."""
     return environment(tmp_path_factory.mktemp("base") / "venv", [built[0]])
 
 
-def test_the_commands_on_disks_need_nothing_else_and_write_the_same_bytes(base, checkpoint, tmp_path):
+def imported_from(python: Path, folder: Path) -> list[Path]:
+    """Return the files of reshard, reshard.cli and reshard.mappings that `python` imports in `folder`."""
+    program = "import reshard, reshard.cli.main as c, reshard.mappings.llama as m; print(reshard.__file__, c.__file__, m.__file__)"
+    assert "version" in run([python, "-m", "reshard", "--version"], cwd=folder)
+    return [Path(path) for path in run([python, "-c", program], cwd=folder).split()]
+
+
+def test_git_holds_cli_and_mappings_as_links(checkout):
+    entries = run(["git", "-C", checkout, "ls-files", "--stage", *LINKS]).splitlines()
+    assert [(entry.split()[0], entry.split()[-1]) for entry in entries] == [
+        ("120000", path) for path in LINKS
+    ]
+    assert {path: str((checkout / path).readlink()) for path in LINKS} == LINKS
+
+
+def test_a_clone_runs_uninstalled_with_the_dependencies_alone(checkout, checkpoint, tmp_path_factory):
+    python = environment(tmp_path_factory.mktemp("dependencies") / "venv", list(BASE.values()))
+    assert attempt([python, "-c", "import reshard"]).returncode == 1, "the control: nothing is installed"
+    assert all(path.is_relative_to(checkout) for path in imported_from(python, checkout))
+    inspected = run([python, "-m", "reshard", "inspect", checkpoint("qwen3"), "--json"], cwd=checkout)
+    assert json.loads(inspected)["parameters"] > 0
+
+
+@pytest.mark.parametrize("way", ["pip install .", "pip install -e .", "pip install sdist"])
+def test_every_way_of_installing_gives_a_complete_package(way, built, checkpoint, tmp_path):
+    """By pip itself; `base` has the wheel, by uv. Elsewhere the installed package is imported, and at the clone's root the
+    clone's own, which is just as complete."""
+    python = environment(tmp_path / "venv", [*BASE.values(), "pip"])
+    cloned = clone(tmp_path / "clone")
+    target = {".": ["."], "-e .": ["-e", "."], "sdist": [built[1]]}[way.removeprefix("pip install ")]
+    run([python, "-m", "pip", "install", "--quiet", "--no-deps", *target], cwd=cloned)
+    installed = cloned if "-e" in way else tmp_path / "venv"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert all(path.is_relative_to(installed) for path in imported_from(python, elsewhere))
+    assert all(path.is_relative_to(cloned) for path in imported_from(python, cloned))
+    command = [python.with_name("reshard"), "inspect", checkpoint("qwen3"), "--json"]
+    assert json.loads(run(command, cwd=elsewhere))["parameters"] > 0
+
+
+@pytest.mark.parametrize("folder", [".", "tests", "examples"])
+def test_inside_a_checkout_an_installed_package_is_complete_whichever_is_imported(base, checkout, folder):
+    """At the root the clone's package shadows the installed one; below it Python finds the installed one."""
+    owner = checkout if folder == "." else base.parent.parent
+    assert all(path.is_relative_to(owner) for path in imported_from(base, checkout / folder))
+
+
+def test_the_sdist_is_the_checkout_with_files_for_links(built, checkout):
+    """So that what it unpacks to can be installed and tested like a clone."""
+    with tarfile.open(built[1]) as archive:
+        members = archive.getmembers()
+    packed = {member.name.partition("/")[2] for member in members}
+    assert all(member.isfile() or member.isdir() for member in members)
+    tracked = {name for name in run(["git", "-C", checkout, "ls-files"]).splitlines() if name not in LINKS}
+    assert tracked - packed <= {".ci/run", ".gitignore"} and len(tracked) > 150
+    assert {f"{link}/{path.name}" for link in LINKS for path in (checkout / link).glob("*.py")} <= packed
+
+
+def test_the_wheel_is_typed_and_holds_the_package_alone(built):
+    with zipfile.ZipFile(built[0]) as archive:
+        entries = archive.infolist()
+    names = {entry.filename for entry in entries}
+    assert {"reshard/py.typed", "reshard/cli/main.py", "reshard/mappings/llama.py"} <= names
+    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"reshard"}
+    assert not any(stat.S_ISLNK(entry.external_attr >> 16) for entry in entries)
+
+
+def test_the_base_installation_runs_the_commands_on_disk_and_writes_the_same_bytes(
+    base, checkpoint, tmp_path
+):
     source = checkpoint("qwen3-moe")
     for python, name in ((base, "bare"), (sys.executable, "full")):
         (tmp_path / name).mkdir()
         use_disk_commands(python, source, tmp_path / name)
     bare, full = (files_of(tmp_path / name) for name in ("bare", "full"))
-    # A manifest says with which versions of packages it was made; it is compared without them.
+    # A manifest names the versions of packages that it was made with; it is compared without them.
     manifests = [name for name in bare if name.endswith("reshard.json")]
     assert len(manifests) == 2 and len(bare) > 10
     for name in manifests:
@@ -48,7 +128,7 @@ def test_the_commands_on_disks_need_nothing_else_and_write_the_same_bytes(base, 
     assert bare == full
 
 
-def test_it_is_small_and_brings_none_of_the_large_packages(base):
+def test_the_base_installation_is_small_and_brings_none_of_the_large_packages(base):
     program = f"import importlib.util as u; print([n for n in {HEAVY} if u.find_spec(n)])"
     assert run([base, "-c", program]).strip() == "[]"
     assert size_bytes(base.parent.parent) < 120e6
@@ -63,34 +143,42 @@ def test_rollouts_are_watched_without_torch(base):
     "arguments", [["demo"], ["parity", "A", "B"], ["parity", "A", "vllm:B"]], ids=" ".join
 )
 def test_a_command_names_the_extra_that_it_lacks(base, arguments, checkpoint):
-    there = [
-        arg.replace("A", str(checkpoint("qwen3"))).replace("B", str(checkpoint("qwen3"))) for arg in arguments
-    ]
-    done = attempt([base, "-m", "reshard", *there])
+    source = str(checkpoint("qwen3"))
+    command = [base, "-m", "reshard", *(re.sub("[AB]$", source, argument) for argument in arguments)]
+    done = attempt(command)
     assert done.returncode == 1 and done.stdout == ""
     assert re.fullmatch(
         r"Error: this needs torch, which is not installed here: pip install 'reshard\[parity\]'\n",
         done.stderr,
     )
     if arguments != ["demo"]:
-        found = json.loads(attempt([base, "-m", "reshard", *there, "--json"]).stdout)
-        assert found["exit_code"] == 1 and "reshard[parity]" in found["error"]
+        answer = json.loads(attempt([*command, "--json"]).stdout)
+        assert answer["exit_code"] == 1 and "reshard[parity]" in answer["error"]
 
 
-@pytest.mark.parametrize(("statement", "extra"), [
-    ("from reshard.refit import connect", "megatron"), ("import reshard.trainers.megatron", "megatron"),
-    ("import reshard.megatron.build", "megatron"), ("import reshard.engines.vllm.live", "vllm"),
-    ("import reshard.engines.vllm.worker", "vllm"), ("from reshard.parity import parity; parity('A', 'B')", "parity"),
-    ("from reshard.parity import LiveVllm", "parity"),
-])  # fmt: skip
-def test_a_call_names_the_extra_that_it_lacks(base, statement, extra):
+STATEMENTS = {
+    "from reshard.refit import connect": "megatron", "import reshard.trainers.megatron": "megatron",
+    "import reshard.megatron.build": "megatron", "import reshard.engines.vllm.live": "vllm",
+    "import reshard.engines.vllm.worker": "vllm", "from reshard.parity import parity; parity('A', 'B')": "parity",
+    "from reshard.parity import LiveVllm": "parity",
+}  # fmt: skip
+
+
+def error_of(python: Path, statement: str, **names: object) -> str:
+    """Run a statement with `python` and return the message of the ReshardError that it raises."""
+    given = "".join(f"{name} = {value!r}\n" for name, value in names.items())
     program = (
-        f"import reshard\ntry:\n    {statement}\nexcept reshard.ReshardError as error:\n    print(error)"
+        f"{given}try:\n    {statement}\nexcept __import__('reshard').ReshardError as error: print(error)"
     )
-    said = run([base, "-c", program])
-    assert re.fullmatch(
-        rf"this needs [\w-]+, which is not installed here: pip install 'reshard\[{extra}\]'\n", said
+    return run([python, "-c", program])
+
+
+@pytest.mark.parametrize("statement", STATEMENTS)
+def test_a_call_names_the_extra_that_it_lacks(base, statement):
+    expected = (
+        rf"this needs [\w-]+, which is not installed here: pip install 'reshard\[{STATEMENTS[statement]}\]'\n"
     )
+    assert re.fullmatch(expected, error_of(base, statement))
 
 
 def test_several_processes_without_torch_are_refused_in_a_sentence(base, checkpoint, tmp_path):
@@ -101,7 +189,7 @@ def test_several_processes_without_torch_are_refused_in_a_sentence(base, checkpo
     assert done.returncode == 1 and "this needs torch" in done.stderr and "reshard[megatron]" in done.stderr
 
 
-def test_what_every_installation_brings_is_what_is_named_where_it_is_missing():
+def test_the_dependencies_are_the_packages_that_messages_name():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert list(BASE.values()) == project["dependencies"]
 
@@ -114,37 +202,26 @@ CALLS = {
     "a dtype": "from reshard.core.dtypes import DTYPES; DTYPES['bfloat16'].numpy()",
     "a hub id": "import reshard.storage.hf_hub as hub; hub.local_directory('someone/something')",
 }
+MISSING = (
+    "this needs huggingface_hub and ml_dtypes and xxhash, which are not installed here: "
+    "pip install 'huggingface-hub>=0.25' 'ml_dtypes>=0.4' 'xxhash>=3.0'\n"
+)
 
 
-@pytest.fixture(scope="module")
-def without_deps(built, tmp_path_factory):
-    """The Python of an environment with the wheel alone, as ``pip install --no-deps`` leaves it."""
-    return environment(tmp_path_factory.mktemp("bare") / "venv", [built[0]], options=["--no-deps"])
-
-
-def test_an_installation_without_dependencies_names_the_line_that_installs_them(
-    without_deps, checkpoint, tmp_path
-):
-    """Beside a trainer: what is there stays, and what is missing is named, and only that."""
-    source, command = checkpoint("qwen3"), [without_deps, "-m", "reshard"]
-    assert run([without_deps, "-c", "import reshard; print(sorted(reshard.__all__)[0])"]) == "AutoBridge\n"
+def test_an_installation_without_dependencies_names_the_line_that_installs_them(built, checkpoint, tmp_path):
+    """After ``pip install --no-deps``, as beside a trainer whose packages must stay: only what is missing is named."""
+    python = environment(tmp_path / "venv", [built[0]], options=["--no-deps"])
+    source, command = checkpoint("qwen3"), [python, "-m", "reshard"]
+    assert run([python, "-c", "import reshard; print(sorted(reshard.__all__)[0])"]) == "AutoBridge\n"
     done = attempt([*command, "inspect", source])
     line = re.fullmatch(
         r"Error: this needs click and huggingface_hub and .*: pip install ('.*)\n", done.stderr
     )
     assert done.returncode == 1 and line is not None, done.stderr
-    *others, last = shlex.split(line[1])
-    assert last == "xxhash>=3.0" and len(others) == 4
-    run(
-        [
-            *UV,
-            "pip",
-            "install",
-            "--python",
-            without_deps,
-            *[name for name in others if "ml_dtypes" not in name and "hub" not in name],
-        ]
-    )
+    requirements = shlex.split(line[1])
+    assert requirements[-1] == "xxhash>=3.0" and len(requirements) == 5
+    install = [*UV, "pip", "install", "--python", python]
+    run([*install, *(name for name in requirements if name.startswith(("click", "numpy")))])
     for name in ("inspect", "check", "diff", "hf-to-mcore", "mcore-to-hf", "plan", "memory"):
         paths = [source] * (1 + (name in ("diff", "hf-to-mcore", "mcore-to-hf")))
         options = {"plan": ["--from", "tp=1", "--to", "tp=1", "--model"], "memory": ["--model"]}.get(name, [])
@@ -153,64 +230,33 @@ def test_an_installation_without_dependencies_names_the_line_that_installs_them(
             re.fullmatch(f"Error: {MISSING}", done.stderr) or done.returncode == 0 or name == "mcore-to-hf"
         ), done.stderr
     for statement in CALLS.values():
-        program = f"source = {str(source)!r}\ntry:\n    {statement}\nexcept __import__('reshard').ReshardError as error: print(error)"
-        assert re.fullmatch(MISSING, run([without_deps, "-c", program])), statement
-    run([*UV, "pip", "install", "--python", without_deps, *others, last])
-    (tmp_path / "out").mkdir()
-    use_disk_commands(without_deps, checkpoint("qwen3-moe"), tmp_path / "out")
+        assert re.fullmatch(MISSING, error_of(python, statement, source=str(source))), statement
+    run([*install, *requirements])
+    assert run([*command, "inspect", source]), "the line installs what is missing"
 
 
-MISSING = (
-    "this needs huggingface_hub and ml_dtypes and xxhash, which are not installed here: "
-    "pip install 'huggingface-hub>=0.25' 'ml_dtypes>=0.4' 'xxhash>=3.0'\n"
-)
-
-
-@pytest.mark.parametrize("missing", ["ml_dtypes", "xxhash"])
-def test_a_vllm_beside_which_something_is_missing_says_what_and_its_extension_for_refits_is_there(missing):
-    """The real vLLM's plugin, in a process that cannot import the package."""
-    program = f"""import logging, sys
-sys.modules[{missing!r}] = None
+def test_vllm_says_which_package_its_loader_lacks_and_keeps_the_refit_extension():
+    """The real vLLM's plugin, in processes that cannot import a package; they are forked by one that has imported vLLM."""
+    program = """import logging, os, sys
+import vllm.model_executor.model_loader
 logging.basicConfig(stream=sys.stdout, format="%(message)s", force=True)
-from reshard.engines.vllm.plugin import register
-register()
-from reshard.engines.vllm.worker import RefitExtension
-try:
-    from reshard.engines.vllm.loader import ReshardModelLoader
-except __import__("reshard").ReshardError as error:
-    print("loader:", error)
-print(RefitExtension.__name__)"""
-    said = run([sys.executable, "-c", program])
-    needs = f"this needs {missing}, which is not installed here: pip install '{BASE[missing]}'"
-    assert f"no --load-format reshard: {needs}" in said and f"loader: {needs}\nRefitExtension\n" in said
-
-
-@pytest.mark.parametrize("inside", [".", "tests", "examples"])
-def test_what_is_installed_is_what_is_imported_inside_a_checkout(base, inside):
-    """An ordinary installation, not an editable one."""
-    program = "import reshard, reshard.cli, reshard.mappings; print(reshard.__file__, reshard.cli.__file__, reshard.mappings.__file__)"
-    paths = run([base, "-c", program], cwd=REPOSITORY / inside).split()
-    assert len(paths) == 3 and all(Path(path).is_relative_to(base.parent.parent) for path in paths)
-    assert run([base, "-m", "reshard", "--version"], cwd=REPOSITORY / inside).startswith(
-        "python -m reshard, version "
-    )
-
-
-def test_the_sdist_is_the_checkout(built):
-    """So that what it unpacks to can be installed and tested like a clone."""
-    with tarfile.open(built[1]) as archive:
-        held = {name.partition("/")[2] for name in archive.getnames()}
-    listed = run(["git", "-C", REPOSITORY, "ls-files"]).splitlines()
-    tracked = {name for name in listed if (REPOSITORY / name).is_file()}
-    assert tracked - held <= {".ci/run", ".gitignore"} and len(tracked) > 150
-
-
-def test_the_wheel_is_typed_and_holds_the_package_alone(built):
-    with zipfile.ZipFile(built[0]) as archive:
-        names = archive.namelist()
-    assert (
-        "reshard/py.typed" in names
-        and "reshard/cli/main.py" in names
-        and "reshard/mappings/llama.py" in names
-    )
-    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"reshard"}
+for missing in ("ml_dtypes", "xxhash"):
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+        continue
+    sys.modules[missing] = None
+    from reshard.engines.vllm.plugin import register
+    register()
+    from reshard.engines.vllm.worker import RefitExtension
+    try:
+        from reshard.engines.vllm.loader import ReshardModelLoader
+    except __import__("reshard").ReshardError as error:
+        print("loader:", error)
+    print(RefitExtension.__name__, flush=True)
+    os._exit(0)
+"""
+    printed = run([sys.executable, "-c", program])
+    for missing in ("ml_dtypes", "xxhash"):
+        needs = f"this needs {missing}, which is not installed here: pip install '{BASE[missing]}'"
+        assert f"no --load-format reshard: {needs}" in printed
+        assert f"loader: {needs}\nRefitExtension\n" in printed

@@ -1,36 +1,41 @@
-"""What parity measures: metrics, near ties of routing, and limits that fail where a figure is none."""
+"""Parity's metrics, near-ties of routing, rollouts, and limits that fail on a figure that was not measured."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from reshard import ReshardError
 from reshard.parity import Limits, Scores, check_rollout, compare_scores, metrics_of
 from reshard.parity.noise import noise_of
-from reshard.parity.routing import Choices, Groups, compare_routing
-from reshard.parity.systems import Scoring
+from reshard.parity.routing import Choices, ExpertGroups, compare_routing
+from reshard.parity.systems import ScoringOptions
 
 
 def scores(*logprobs: float, best=None) -> Scores:
     return Scores(np.array(logprobs), None if best is None else np.array(best))
 
 
-def test_a_near_tie_is_told_apart_from_an_error():
+def test_routing_tells_a_near_tie_from_an_error():
     """In bf16 both systems of a correct model send some tokens elsewhere; a fault does it where no tie is near."""
     scores = np.array([[[2.0, 1.0, 0.999, -1.0], [0.0, 1.0, 2.0, 3.0]]])
     one = Choices((1, 3), np.array([[[0, 1], [2, 3]]]), scores)
     tie = one._replace(experts=np.array([[[0, 2], [0, 3]]]), scores=None)
-    found = compare_routing([one], [tie], apart=[np.array([0.25])])
-    assert found.differing == 2 and found.tokens == found.differing_tokens == 1 and found.worst_layer == 1
-    assert found.margin == pytest.approx(0.001 / scores[0, 0].std()), (
+    routing = compare_routing([one], [tie], apart=[np.array([0.25])])
+    assert (
+        routing.differing == 2
+        and routing.tokens == routing.differing_tokens == 1
+        and routing.worst_layer == 1
+    )
+    assert routing.margin == pytest.approx(0.001 / scores[0, 0].std()), (
         "the second layer follows from the first"
     )
-    assert (found.mean_abs_same, found.mean_abs_differing) == (
+    assert (routing.mean_abs_same, routing.mean_abs_differing) == (
         None,
         0.25,
-    ) and "2 of 2 choices of experts differ" in found.sentence
-    assert compare_routing([tie], [one]).margin == found.margin, "whichever system tells its scores"
+    ) and "2 of 2 choices of experts differ" in routing.sentence
+    assert compare_routing([tie], [one]).margin == routing.margin, "whichever system tells its scores"
     error = one._replace(experts=np.array([[[0, 3], [2, 3]]]))
     assert compare_routing([one], [error]).margin == pytest.approx(2 / scores[0, 0].std())
     for wrong in (one._replace(layers=(1, 2)), one._replace(experts=one.experts[..., :1])):
@@ -46,28 +51,32 @@ def test_a_near_tie_is_told_apart_from_an_error():
     ([0, 6], 1.2),  # a group that is far from the best two
     ([0, 3], 0.6),  # both groups are taken, and in one an expert that is not the best
 ])  # fmt: skip
-def test_a_near_tie_of_groups_of_experts_is_one(theirs, distance):
+def test_routing_knows_near_ties_between_groups_of_experts(theirs, distance):
     """Four groups of two, of which the best two are taken, and two experts of those."""
     scores = np.array([[[1.0, 0.6, 0.9, 0.3, 0.599, 0.6, 0.0, 0.0]]])
     one = Choices((0,), np.array([[[0, 2]]]), scores)
-    found = compare_routing([one], [one._replace(experts=np.array([[theirs]]))], Groups(4, 2))
-    assert found.margin == pytest.approx(distance / scores.std())
+    routing = compare_routing([one], [one._replace(experts=np.array([[theirs]]))], ExpertGroups(4, 2))
+    assert routing.margin == pytest.approx(distance / scores.std())
 
 
-def test_metrics_are_what_they_are_called():
+def test_metrics_follow_their_definitions():
     a, b = (
         [scores(-1.0, -2.0, best=[3, 4]), scores(-3.0, best=[5])],
         [scores(-1.1, -2.0, best=[3, 9]), scores(-2.7, best=[5])],
     )
-    found = metrics_of(a, b)
+    metrics = metrics_of(a, b)
     assert (
-        found.tokens == 3 and found.mean_abs == pytest.approx(0.4 / 3) and found.max_abs == pytest.approx(0.3)
+        metrics.tokens == 3
+        and metrics.mean_abs == pytest.approx(0.4 / 3)
+        and metrics.max_abs == pytest.approx(0.3)
     )
-    assert found.token_mult_prob_error == pytest.approx((np.exp(0.1) + 1 + np.exp(0.3)) / 3)
-    assert found.argmax_agreement == pytest.approx(2 / 3) and found.kl is None
-    assert found.ratio_max == pytest.approx(np.exp(0.1)) and found.ratio_min == pytest.approx(np.exp(-0.3))
-    assert found.kl_estimate == pytest.approx((np.exp(-0.1) - 1 + 0.1 + np.exp(0.3) - 1 - 0.3) / 3)
-    assert found.pearson == pytest.approx(np.corrcoef([-1, -2, -3], [-1.1, -2.0, -2.7])[0, 1])
+    assert metrics.token_mult_prob_error == pytest.approx((np.exp(0.1) + 1 + np.exp(0.3)) / 3)
+    assert metrics.argmax_agreement == pytest.approx(2 / 3) and metrics.kl is None
+    assert metrics.ratio_max == pytest.approx(np.exp(0.1)) and metrics.ratio_min == pytest.approx(
+        np.exp(-0.3)
+    )
+    assert metrics.kl_estimate == pytest.approx((np.exp(-0.1) - 1 + 0.1 + np.exp(0.3) - 1 - 0.3) / 3)
+    assert metrics.pearson == pytest.approx(np.corrcoef([-1, -2, -3], [-1.1, -2.0, -2.7])[0, 1])
     p, q = np.log([[0.5, 0.5], [0.9, 0.1]]), np.log([[0.25, 0.75], [0.9, 0.1]])
     both = metrics_of(
         [replace(scores(-1.0, -1.0), distributions=p)], [replace(scores(-1.0, -1.0), distributions=q)]
@@ -85,7 +94,7 @@ def test_metrics_are_what_they_are_called():
     (scores(-1.0, -1.0), scores(-1.0), "prompt 0: A gives 2 logprobs, B 1"),
     (scores(), scores(), "the prompts have no token to predict"),
 ])  # fmt: skip
-def test_logprobs_that_are_none_are_a_failure_never_a_pass(a, b, sentence):
+def test_missing_or_infinite_logprobs_are_an_error(a, b, sentence):
     with pytest.raises(ReshardError) as error:
         metrics_of([a], [b])
     assert sentence in str(error.value)
@@ -113,7 +122,7 @@ def rounding(seed: int, tokens: int, size: float = 0.05) -> list[Scores]:
     ]
 
 
-def test_two_systems_that_round_on_their_own_differ_by_what_both_round():
+def test_the_ratio_to_rounding_is_one_for_systems_that_round_independently():
     exact = [scores(*[-1.0] * 64) for _ in range(16)]
     a, b = rounding(0, 1024), rounding(1, 1024)
     noise = noise_of(a, b, (a, b), (exact, exact), (exact, exact))
@@ -137,7 +146,7 @@ def test_two_systems_that_round_on_their_own_differ_by_what_both_round():
     assert noise_of(a, b, (None, None), (exact, exact)) is None
 
 
-def test_few_tokens_leave_it_open():
+def test_few_tokens_decide_nothing():
     exact, a, b = [scores(*[-1.0] * 64)], rounding(0, 64), rounding(1, 64)
     [sentence] = noise_of(a, b, (a, b), (exact, exact)).exceeded(1.5)
     assert sentence.startswith("64 tokens are too few to tell a difference from rounding")
@@ -195,10 +204,10 @@ def test_a_figure_of_nothing_passes_no_limit():
         distributions=np.zeros((0, 4)),
         choices=Choices((), np.zeros((1, 0, 2), int), None),
     )
-    found = metrics_of([nothing], [nothing])
-    assert found.kl is None and found.kl_tokens == 0
-    assert Limits(kl=1.0).exceeded(found)
-    assert Limits(routing_margin=1.0).exceeded(found, compare_routing([nothing.choices], [nothing.choices]))
+    metrics = metrics_of([nothing], [nothing])
+    assert metrics.kl is None and metrics.kl_tokens == 0
+    assert Limits(kl=1.0).exceeded(metrics)
+    assert Limits(routing_margin=1.0).exceeded(metrics, compare_routing([nothing.choices], [nothing.choices]))
     empty = scores(best=[])
     with_best = metrics_of([empty, scores(-1.0)], [empty, scores(-1.0)])
     assert with_best.argmax_agreement is None and Limits(argmax_agreement=0.5).exceeded(with_best)
@@ -215,8 +224,52 @@ def test_scores_that_do_not_fit_together_are_refused(a, b, sentence):
         compare_scores(a, b, Limits(mean_abs=1.0))
 
 
-def test_of_many_prompts_the_first_keep_their_distributions():
-    assert Scoring(keep=10).kept_of(2) == [5, 5]
-    assert Scoring(keep=3).kept_of(5) == [1, 1, 1, 0, 0]
-    assert Scoring(keep=0).kept_of(2) == [0, 0]
-    assert sum(Scoring(keep=1790).kept_of(5000)) == 1790
+def test_the_first_of_many_prompts_keep_their_distributions():
+    assert ScoringOptions(keep=10).kept_of(2) == [5, 5]
+    assert ScoringOptions(keep=3).kept_of(5) == [1, 1, 1, 0, 0]
+    assert ScoringOptions(keep=0).kept_of(2) == [0, 0]
+    assert sum(ScoringOptions(keep=1790).kept_of(5000)) == 1790
+
+
+def test_a_rollout_is_watched():
+    torch.manual_seed(0)
+    train = -torch.rand(3, 5)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]])
+    engine = train + 0.001
+    engine[0, 3:], engine[2, 1:] = float("nan"), float("-inf")  # padding, which does not count
+    verdict = check_rollout(train, engine, mask)
+    assert verdict.ok and verdict.metrics.tokens == 9 and verdict.to_dict()["ok"] == 1
+    assert verdict.metrics.token_mult_prob_error == pytest.approx(np.exp(0.001), rel=1e-4)
+    far = check_rollout(train.bfloat16(), engine - 0.5, mask)
+    assert not far.ok and far.exceeded[0].startswith("mean_abs is 0.49")
+    assert check_rollout([-1.0, -2.0], [-1.0, -2.0]).metrics.tokens == 2
+    ragged = [np.array([-1.0, -2.0]), np.array([-3.0])]
+    assert check_rollout(ragged, ragged).metrics.tokens == 3
+    with pytest.raises(ReshardError, match="B gives the logprob nan for token 4 of prompt 0"):
+        check_rollout(train, engine)
+    with pytest.raises(ReshardError, match="have shapes"):
+        check_rollout(train, engine[:, :4], mask)
+    with pytest.raises(ReshardError, match="no token to predict"):
+        check_rollout(train, engine, torch.zeros(3, 5))
+    for nothing in ([], torch.zeros(0, 5)):
+        with pytest.raises(ReshardError, match="there are no prompts"):
+            check_rollout(nothing, nothing)
+
+
+def test_a_running_engines_config_is_read_as_it_was_published():
+    """vLLM's class of DeepSeek renames the type of the rotary embedding in place, and transformers adds fields of its own."""
+    from types import SimpleNamespace
+
+    from reshard.parity.vllm import LiveVllm
+    from tests.checkpoints import VARIANTS
+
+    config = VARIANTS["deepseek-v3"].to_dict() | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "_name_or_path": "x",
+    }
+    config["rope_parameters"] = config["rope_parameters"] | {"rope_type": "deepseek_yarn"}
+    served = SimpleNamespace(
+        model="x", dtype=torch.bfloat16, quantization=None, hf_config=SimpleNamespace(to_dict=lambda: config)
+    )
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(model_config=served)))
+    assert LiveVllm(llm).model.family.name == "deepseek_v3"

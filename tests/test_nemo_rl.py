@@ -10,8 +10,8 @@ import torch
 
 from tests import warm
 from tests.checkpoints import make
-from tests.clones import STANDINS, differing, python_with, variables
-from tests.environments import attempt, run
+from tests.clones import STANDINS, differing, variables
+from tests.environments import attempt, environment_before_ours, run
 from tests.probe import alike
 
 pytestmark = pytest.mark.install
@@ -30,7 +30,9 @@ BACKEND = "reshard.integrations.nemo_rl:ReshardCheckpointEngine"
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
     """The Python of an environment with Ray, which finds this one's packages behind its own."""
-    return python_with(tmp_path_factory.mktemp("nemo"), ["ray", "msgpack", *(OF_NEMO_RL if CLONE else [])])
+    return environment_before_ours(
+        tmp_path_factory.mktemp("nemo") / "venv", ["ray", "msgpack", *(OF_NEMO_RL if CLONE else [])]
+    )
 
 
 @pytest.fixture(scope="module", params=WITH)

@@ -18,8 +18,8 @@ from tokenizers.models import WordLevel
 
 from reshard.html import chart, describe, page
 from reshard.parity import Limits, Scores, metrics_of
-from reshard.parity.gate import ParityReport
 from reshard.parity.html import KEPT, POINTS, UNENCODABLE, WORST, html_report
+from reshard.parity.report import ParityReport
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -86,14 +86,14 @@ class Parsed(HTMLParser):
 
     @property
     def charts(self) -> Document:
-        """What the last script draws, read as its browser does: a string of JavaScript, then HTML's escapes, then JSON."""
+        """Read what the last script draws as a browser does: a string of JavaScript, then HTML's escapes, then JSON."""
         [quoted] = re.findall(r"const docs_json = '(.*?)';", self.scripts[-1])
         [document] = json.loads(html.unescape(quoted.replace("\\\\", "\\"))).values()
         return Document.from_json(document)
 
 
 def made(lengths=(9, 33), spread=0.02, names=("A", "B"), noise=False, **fields) -> ParityReport:
-    """A report of prompts of ids below eight, with logprobs that are `spread` apart."""
+    """Make a report of prompts of ids below eight, with logprobs that are `spread` apart."""
     random = np.random.default_rng(0)
     tokens = [random.integers(0, 8, n).tolist() for n in lengths]
     a = [Scores(-random.gamma(1.5, 2.0, n - 1)) for n in lengths]
@@ -108,7 +108,7 @@ def made(lengths=(9, 33), spread=0.02, names=("A", "B"), noise=False, **fields) 
 
 
 def tokenizer_of_words(folder: Path, words: list[str]) -> str:
-    """A directory with a tokenizer whose ids are the words."""
+    """Make a directory with a tokenizer whose ids are the words."""
     folder.mkdir()
     Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0])).save(
         str(folder / "tokenizer.json")

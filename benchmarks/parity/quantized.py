@@ -256,10 +256,10 @@ class Engines:
         from vllm import SamplingParams
 
         from reshard.parity import metrics_of
-        from reshard.parity.systems import Scoring
+        from reshard.parity.systems import ScoringOptions
         from reshard.parity.vllm import score_with
 
-        self.scores[what] = score_with(llm, self.prompts, Scoring(keep=2), self.model)
+        self.scores[what] = score_with(llm, self.prompts, ScoringOptions(keep=2), self.model)
         greedy = SamplingParams(max_tokens=24, temperature=0, logprobs=1, detokenize=False, ignore_eos=True)
         outputs = llm.generate([{"prompt_token_ids": p} for p in self.prompts[:4]], greedy, use_tqdm=False)
         self.tokens[what] = []

@@ -1,4 +1,4 @@
-"""How small a fault the parity gate still sees, in each dtype.
+"""Measure the smallest fault that fails the parity gate, in each dtype.
 
     python -m benchmarks.parity.sensitivity trained HF_DIRECTORY --folder /tmp/sensitivity --json trained.json
     python -m benchmarks.parity.sensitivity random qwen3 qwen3-moe deepseek-v3 --folder /tmp/sensitivity --json random.json
@@ -99,7 +99,7 @@ def one_element(module: torch.nn.Module, size: float) -> None:
 
 def faults_of(module: torch.nn.Module) -> list[Fault]:
     layer = middle_layer(module)
-    found = [
+    faults = [
         Fault("none", lambda module, size: None, [0.0]),
         Fault("one matrix scaled by 1 + x", scaled(lambda m: middle_layer(m).self_attn.o_proj.weight), SIZES),
         Fault("one norm scaled by 1 + x", scaled(lambda m: middle_layer(m).input_layernorm.weight), SIZES),
@@ -110,13 +110,13 @@ def faults_of(module: torch.nn.Module) -> list[Fault]:
         Fault("one matrix one bf16 ulp up", next_bf16, [0.0]),
     ]
     if hasattr(layer.self_attn, "k_proj"):
-        found.append(Fault("queries and keys of a layer exchanged", exchanged_queries_and_keys, [0.0]))
+        faults.append(Fault("queries and keys of a layer exchanged", exchanged_queries_and_keys, [0.0]))
     if hasattr(layer.mlp, "gate") and hasattr(layer.mlp, "experts"):
-        found.append(Fault("two experts of a layer exchanged", exchanged_experts, [0.0]))
-        found.append(
+        faults.append(Fault("two experts of a layer exchanged", exchanged_experts, [0.0]))
+        faults.append(
             Fault("a router scaled by 1 + x", scaled(lambda m: middle_layer(m).mlp.gate.weight), SIZES)
         )
-    return found
+    return faults
 
 
 @contextmanager
@@ -149,9 +149,9 @@ def measure(name: str, hf: Path, folder: Path) -> dict:
     from reshard.parity import random_prompts
     from reshard.parity.huggingface import HuggingFace
     from reshard.parity.megatron import Megatron
-    from reshard.parity.prompts import reach_of
+    from reshard.parity.prompts import far_prompt
     from reshard.parity.rounding import Rounding, rounded
-    from reshard.parity.systems import Scoring, System, join_processes, scores_of
+    from reshard.parity.systems import ScoringOptions, System, join_processes, scores_of
     from reshard.storage.source import read_config
 
     join_processes()
@@ -159,13 +159,13 @@ def measure(name: str, hf: Path, folder: Path) -> dict:
     model = Model.from_hf(read_config(hf / "config.json"))
     context = int(model.config["max_position_embeddings"])
     prompts = random_prompts(8, model.symbols["V"], [min(n, context) for n in (16, 64, 128)])
-    reach = reach_of(model, max(map(len, prompts)))
-    how = Scoring(routing=model.num_experts > 0)
+    reach = far_prompt(model, max(map(len, prompts)))
+    how = ScoringOptions(routing=model.num_experts > 0)
 
     def run(system: System) -> Runs:
         far = None
         if reach is not None:
-            far = scores_of(system, [reach.prompt], Scoring(positions=reach.positions))
+            far = scores_of(system, [reach.prompt], ScoringOptions(positions=reach.positions))
         return {"scores": scores_of(system, prompts, how), "far": far}
 
     def run_mcore(path: Path, dtype: str) -> Runs:
@@ -234,7 +234,7 @@ def decide(a: Runs, sound: Runs, exact: Runs, estimates: Runs, model: Any) -> di
     limits = Limits.of_dtype("fp32")
     exceeded = limits.exceeded(metrics, routing)
     if a["fp32"]["far"] is not None:
-        exceeded += limits.exceeded_far(metrics_of(a["fp32"]["far"], sound["fp32"]["far"]))
+        exceeded += limits.exceeded_at_far_positions(metrics_of(a["fp32"]["far"], sound["fp32"]["far"]))
     decisions = {"fp32": (bool(exceeded), f"mean_abs {metrics.mean_abs:.2g}, max_abs {metrics.max_abs:.2g}")}
 
     def against(
@@ -244,7 +244,7 @@ def decide(a: Runs, sound: Runs, exact: Runs, estimates: Runs, model: Any) -> di
         noise = noise_of(a["bf16"]["scores"], b["scores"], errors, bases, fp32, same_kind)
         assert noise is not None
         worst = max((m for m in margins if m is not None), default=None)
-        limits = Limits.of_dtype("bf16" if same_kind else "fp8").given_noise(noise, worst)
+        limits = Limits.of_dtype("bf16" if same_kind else "fp8").with_noise(noise, worst)
         metrics = metrics_of(a["bf16"]["scores"], b["scores"])
         sentences = limits.exceeded(metrics, routing_of(a["bf16"]["scores"], b["scores"], model), noise)
         figure = f"{noise.ratio:.3g} ({noise.low:.3g} to {noise.high:.3g})"

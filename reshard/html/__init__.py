@@ -19,16 +19,16 @@ from bokeh.resources import Resources
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-# Of the marks under the pointer so many are described.
-DESCRIBED = 4
+# The most marks under the pointer that are described.
+MAX_DESCRIBED = 4
 MARK, GUIDE = "#3b82d6", "#d4483b"
 # How a page is encoded where a character has no UTF-8, as in some names of files: Python's name for it.
 UNENCODABLE = "xmlcharrefreplace"
-HERE = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent
 
 
 def chart(title: str, x: str, y: str, *, height: int = 320, **options: Any) -> figure:
-    """An empty figure as wide as its place in the page, `height` pixels high, with axes named `x` and `y`.
+    """Make an empty figure as wide as its place in the page, `height` pixels high, with axes named `x` and `y`.
 
     Draw with any of Bokeh's glyphs, and say with `describe` what the pointer shows. `options` are those of
     ``bokeh.plotting.figure``, such as ``x_range``. The tools that move and zoom must be picked first, so that
@@ -38,7 +38,7 @@ def chart(title: str, x: str, y: str, *, height: int = 320, **options: Any) -> f
     >>> drawn.vbar(x=["0", "1"], top=[41.5, 38.0], width=0.8).glyph.width
     0.8
     """
-    made = figure(
+    drawn = figure(
         title=title,
         x_axis_label=x,
         y_axis_label=y,
@@ -51,62 +51,64 @@ def chart(title: str, x: str, y: str, *, height: int = 320, **options: Any) -> f
         active_scroll=None,
         **options,
     )
-    made.toolbar.logo = None
-    return made
+    drawn.toolbar.logo = None
+    return drawn
 
 
 def describe(drawn: figure, marks: GlyphRenderer, columns: Mapping[str, str]) -> None:
-    """The pointer, or a finger, on one of the `marks` shows `columns` of its data, and a click selects the
-    mark in every chart of the same data.
+    """Show `columns` of its data when the pointer, or a finger, is on one of the `marks`. A click selects the mark in
+    every chart of the same data.
 
     `columns` has a label for each: ``"@a"`` is column a as it is, ``"@a{%.6g}"`` a number in C's format.
     """
     formats: dict[str, Any] = {
         column.split("{")[0]: "printf" for column in columns.values() if "{%" in column
     }
-    hover = HoverTool(renderers=[marks], tooltips=list(columns.items()), formatters=formats, limit=DESCRIBED)
+    hover = HoverTool(
+        renderers=[marks], tooltips=list(columns.items()), formatters=formats, limit=MAX_DESCRIBED
+    )
     drawn.add_tools(hover, TapTool(renderers=[marks]))
 
 
 def page(template: Path, charts: Mapping[str, figure], **values: Any) -> str:
-    """The page of a template's file, which extends ``page.html``, with `values`; as `charts` it finds each
-    figure's place by its name. Write the page as UTF-8, with ``errors=UNENCODABLE``.
+    """Render a template, which extends ``page.html``, with `values`; in it `charts` maps names to the figures' places.
+    Write the page as UTF-8, with ``errors=UNENCODABLE``.
     """
     script, divisions = components(dict(charts), wrap_script=False)
     scripts = [Markup(text) for text in (_library(), _touch(), script)]
     hashes = [_hash(text) for text in scripts]
     places = {name: Markup(division) for name, division in divisions.items()}
-    found = _environment(template.parent).get_template(template.name)
-    return found.render(charts=places, scripts=scripts, hashes=hashes, **values)
+    loaded = _environment(template.parent).get_template(template.name)
+    return loaded.render(charts=places, scripts=scripts, hashes=hashes, **values)
 
 
 def number(value: float | None) -> str:
-    """A figure as the terminal prints it, too."""
+    """Format a number as the terminal prints it."""
     return "-" if value is None else f"{value:.6g}"
 
 
 @cache
 def _library() -> str:
-    """BokehJS without its widgets, tables and formulas."""
+    """Return BokehJS without its widgets, tables and formulas."""
     return "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
 
 
 @cache
 def _touch() -> str:
-    return (HERE / "touch.js").read_text(encoding="utf-8")
+    return (FOLDER / "touch.js").read_text(encoding="utf-8")
 
 
 def _hash(script: str) -> str:
-    """As a content security policy names a script that may run."""
+    """Return the hash by which a content security policy allows a script."""
     digest = hashlib.sha256(script.encode("utf-8", UNENCODABLE)).digest()
     return "sha256-" + base64.b64encode(digest).decode()
 
 
 @cache
 def _environment(folder: Path) -> Environment:
-    """Templates of a folder, and those here."""
+    """Return the environment for the templates of a folder and of this package."""
     return Environment(
-        loader=FileSystemLoader([folder, HERE]),
+        loader=FileSystemLoader([folder, FOLDER]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -1,4 +1,4 @@
-"""Where two configs make two models of the same weights: what no comparison of weights shows, nor of short prompts."""
+"""Compare two configs: fields that make two models of the same weights, which comparing weights cannot show."""
 
 import math
 from typing import Any
@@ -11,8 +11,8 @@ SAME_NUMBER = 1e-6
 
 
 def config_differences(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
-    """Fields by which two configs make two models of the same weights, with both values. Fields that mean the same in
-    other words, or have no effect on what the weights compute, are not among them."""
+    """Return the fields by which two configs make two models of the same weights, with both values. Fields that mean
+    the same in other words, or do not affect what the weights compute, are left out."""
     args_a, args_b = a.megatron_args(), b.megatron_args()
     defaults = {name: value for name, value in NUMERICS_ARGS.items() if value is not DERIVED}
     different = {name: (ours, theirs) for name, theirs, ours in disagreements(defaults | args_b, args_a)}
@@ -31,7 +31,7 @@ def config_differences(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
 
 
 def sentences_on(fields: dict[str, tuple[Any, Any]]) -> list[str]:
-    """What the gate says of fields that differ."""
+    """Return a sentence for each field that differs."""
     return [
         f"the configs make two models of the same weights: {name} is {_short(a)} in A, {_short(b)} in B"
         for name, (a, b) in fields.items()
@@ -39,9 +39,9 @@ def sentences_on(fields: dict[str, tuple[Any, Any]]) -> list[str]:
 
 
 def _rope_differences(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
-    one, other = a.rope(), b.rope()
-    names = sorted({*one, *other}, key=lambda name: (name != "rope_type", name))
-    pairs = {name: (one.get(name), other.get(name)) for name in names}
+    rope_a, rope_b = a.rope(), b.rope()
+    names = sorted({*rope_a, *rope_b}, key=lambda name: (name != "rope_type", name))
+    pairs = {name: (rope_a.get(name), rope_b.get(name)) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and not _same_number(*pair)}
 
 

@@ -11,8 +11,8 @@ from bokeh.plotting import figure
 
 from reshard.core.errors import ReshardError
 from reshard.html import GUIDE, MARK, UNENCODABLE, chart, describe, number, page
-from reshard.parity.gate import ParityReport
 from reshard.parity.prompts import token_texts
+from reshard.parity.report import ParityReport
 
 __all__ = ["UNENCODABLE", "html_report"]
 
@@ -34,9 +34,9 @@ POINTER = {
 
 
 def html_report(report: ParityReport, systems: Sequence[str] = (), located: str | None = None) -> str:
-    """The page. `located` is a sentence on where the two depart. `systems` are directories or hub ids whose tokenizer
-    gives the tokens' texts; where there is none, tokens have their numbers alone, and where it cannot be used the page
-    says so too.
+    """Return a report as a page. `located` is a sentence on where the two systems diverge. `systems` are directories or
+    hub ids whose tokenizer gives the tokens' texts; without one tokens are shown by number, and the page says so where
+    a tokenizer cannot be used.
 
     Of more than `POINTS` tokens the charts show those that differ most and an even selection, and say so.
     """
@@ -71,14 +71,14 @@ def html_report(report: ParityReport, systems: Sequence[str] = (), located: str 
 
 
 def _tokens(report: ParityReport, texts: list[list[str]] | None) -> dict[str, np.ndarray]:
-    """A column each, a row for each token that was predicted: the first of a prompt was not."""
+    """Return columns with a row for each predicted token, which is each but the first of a prompt."""
     counts = [len(scores.logprobs) for scores in report.scores_a]
     a = np.concatenate([scores.logprobs for scores in report.scores_a]).astype(np.float64)
     b = np.concatenate([scores.logprobs for scores in report.scores_b]).astype(np.float64)
     if texts is None:
         words = ["-"] * sum(counts)
     else:
-        words = [_shown(word) for prompt in texts for word in prompt[1:]]
+        words = [_quoted(word) for prompt in texts for word in prompt[1:]]
     return {
         "prompt": np.repeat(np.arange(len(counts), dtype=np.int32), counts),
         "token": np.concatenate([np.arange(1, count + 1, dtype=np.int32) for count in counts]),
@@ -90,14 +90,14 @@ def _tokens(report: ParityReport, texts: list[list[str]] | None) -> dict[str, np
     }
 
 
-def _shown(text: str, characters: int = TEXT) -> str:
-    """In quotes, so that spaces and line breaks are seen, and of a long text its beginning."""
+def _quoted(text: str, characters: int = TEXT) -> str:
+    """Quote a text, so that spaces and line breaks are seen; a long one is cut."""
     short = text if len(text) <= characters else text[:characters] + "..."
     return json.dumps(short, ensure_ascii=False)
 
 
 def _chosen(order: np.ndarray) -> np.ndarray:
-    """Which tokens the charts show, ascending; `order` has all, those that differ most first."""
+    """Return the tokens that the charts show, ascending. `order` has all tokens, those that differ most first."""
     if len(order) <= POINTS:
         return np.sort(order)
     others = np.sort(order[KEPT:])
@@ -106,22 +106,22 @@ def _chosen(order: np.ndarray) -> np.ndarray:
 
 
 def _figures(report: ParityReport) -> dict[str, list[Any]]:
-    """The table of all tokens together: its head and its rows."""
+    """Return the table of figures over all tokens: its heading and its rows."""
     rows = []
     for name, value in report.overall.to_dict().items():
         if value is not None:
             limit = getattr(report.limits, name, None)
-            _, *beside = report.columns.values()
-            shown = [number(getattr(metrics, name)) for metrics in beside]
+            _, *other_columns = report.columns.values()
+            shown = [number(getattr(metrics, name)) for metrics in other_columns]
             rows.append([name, number(value), "" if limit is None else number(limit), *shown])
     first, *others = report.columns
     return {"head": ["", first, "limit", *others], "rows": rows}
 
 
-def _rows(tokens: dict[str, np.ndarray], which: np.ndarray) -> list[list[Any]]:
-    """The table of some tokens."""
+def _rows(tokens: dict[str, np.ndarray], selected: np.ndarray) -> list[list[Any]]:
+    """Return the rows of selected tokens."""
     rows = []
-    for i in which:
+    for i in selected:
         a, b, difference = (number(tokens[name][i]) for name in ("a", "b", "difference"))
         rows.append(
             [tokens["prompt"][i], tokens["token"][i], difference, tokens["text"][i], tokens["id"][i], a, b]
@@ -135,7 +135,7 @@ def _prompts(report: ParityReport, texts: list[list[str]] | None) -> list[list[A
         figures = (
             number(value) for value in (metrics.mean_abs, metrics.max_abs, metrics.token_mult_prob_error)
         )
-        text = "-" if texts is None else _shown("".join(texts[prompt]), BEGINNING)
+        text = "-" if texts is None else _quoted("".join(texts[prompt]), BEGINNING)
         rows.append([prompt, metrics.tokens, *figures, text])
     return rows
 
@@ -150,7 +150,7 @@ def _scatter(source: ColumnDataSource) -> figure:
 
 
 def _histogram(difference: np.ndarray) -> figure:
-    """Of all tokens, also those that the other charts leave out."""
+    """Chart the differences of all tokens, including those that the other charts leave out."""
     counts, edges = np.histogram(difference, bins=BINS)
     bins = ColumnDataSource({"tokens": counts.astype(np.int32), "from": edges[:-1], "to": edges[1:]})
     drawn = chart("How the differences are spread", "A - B, nats", "tokens")

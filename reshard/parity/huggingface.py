@@ -25,11 +25,11 @@ class HuggingFace(ForwardSystem):
         self.name = f"transformers, {path}, {dtype}"
         self.model = Model.from_hf(read_config(path / "config.json"), str(path / "config.json"))
         self.path, self.dtype = path, dtype
-        _refuse_unread(path, self.model)
+        _refuse_unreadable(path, self.model)
 
     @cached_property
     def module(self) -> torch.nn.Module:
-        """The model, loaded where it is first asked for: of several processes one is enough."""
+        """The model, loaded when it is first used: of several processes one is enough."""
         with importing("parity"):
             from transformers import AutoModelForCausalLM
 
@@ -40,19 +40,19 @@ class HuggingFace(ForwardSystem):
         options: dict[str, Any] = {"dtype": "auto" if wide else DTYPES[self.dtype]}
         try:
             if self._compressed():
-                options["quantization_config"] = _dequantized()
-            found, loaded = model_class.from_pretrained(
+                options["quantization_config"] = _dequantizing_config()
+            module, loading_info = model_class.from_pretrained(
                 self.path, attn_implementation="eager", output_loading_info=True, **options
             )
         except (ImportError, OSError, ValueError, RuntimeError) as error:
             raise ReshardError(f"transformers cannot load {self.path}: {first_line(error)}") from error
-        if self._compressed() and loaded["missing_keys"]:
-            missing = listed(sorted(loaded["missing_keys"]), 3)
+        if self._compressed() and loading_info["missing_keys"]:
+            missing = listed(sorted(loading_info["missing_keys"]), 3)
             raise ReshardError(f"transformers cannot dequantize {missing} of {self.path}")
-        return (found.float() if wide else found).eval().to(device())
+        return (module.float() if wide else module).eval().to(device())
 
     def _compressed(self) -> bool:
-        """Whether the weights are quantized by compressed-tensors, whose config has transformers quantize activations too."""
+        """Return True if compressed-tensors quantized the weights; its config has transformers quantize activations too."""
         return _quantization(self.model).get("quant_method") == METHOD  # type: ignore[no-any-return]
 
     def logits(
@@ -91,29 +91,29 @@ class HuggingFace(ForwardSystem):
 
 
 def _quantization(model: Model) -> Mapping[str, Any]:
-    found = model.config.get("quantization_config")
-    return found if isinstance(found, dict) else {}
+    config = model.config.get("quantization_config")
+    return config if isinstance(config, dict) else {}
 
 
-def _refuse_unread(path: Path, model: Model) -> None:
-    """Raise ReshardError for weights that transformers would read as others, or not at all."""
+def _refuse_unreadable(path: Path, model: Model) -> None:
+    """Raise ReshardError for quantized weights that transformers misreads or cannot read."""
     config = _quantization(model)
     groups = config.get("config_groups")
     forms = [config, *(groups.values() if isinstance(groups, dict) else ())]
-    what = None
+    problem = None
     if config.get("quant_method") == modelopt.METHOD or (path / modelopt.CONFIG).is_file():
-        what = "does not read weights that ModelOpt has quantized"
+        problem = "does not read weights that ModelOpt has quantized"
     elif model.num_experts and any(isinstance(form, dict) and form.get("format") == NVFP4 for form in forms):
-        what = "dequantizes experts in nvfp4 without their global scale"
-    if what is not None:
+        problem = "dequantizes experts in nvfp4 without their global scale"
+    if problem is not None:
         raise ReshardError(
-            f"transformers {what}, as those of {path}: compare the Megatron checkpoint that hf-to-mcore makes of it, or what it was "
+            f"transformers {problem}, as those of {path}: compare the Megatron checkpoint that hf-to-mcore makes of it, or what it was "
             f"made of"
         )
 
 
-def _dequantized() -> Any:
-    """What has transformers dequantize weights by compressed-tensors while it loads them, as Megatron has them. Raises
+def _dequantizing_config() -> Any:
+    """Return the config with which transformers dequantizes compressed-tensors weights while it loads them. Raises
     ImportError where that package, or a transformers that does it, is not installed."""
     from transformers import CompressedTensorsConfig
 

@@ -18,8 +18,8 @@ from reshard.parity.systems import (
     ForwardSystem,
     check_processes,
     device,
+    gather_from_ranks,
     join_processes,
-    of_all_ranks,
     release_memory,
 )
 from reshard.storage.megatron import MegatronSource
@@ -29,12 +29,12 @@ from reshard.storage.sources import open_source
 class Megatron(ForwardSystem):
     """A Megatron checkpoint, loaded by Megatron-Core's own code into its own modules, at any layout.
 
-    Under torchrun every rank makes one; the logits are on the ranks of the last pipeline stage.
+    Under torchrun every rank makes one; the ranks of the last pipeline stage return the logits.
     """
 
     def __init__(self, path: Path, dtype: str, layout: MegatronLayout, hf_config: Path | None = None) -> None:
         self.hf_config = hf_config
-        self.model, checkpoint = self._looked_at(path)
+        self.model, checkpoint = self._inspect(path)
         self.name = f"Megatron-Core, {path}, {layout}, {dtype}"
         join_processes()
         check_processes(str(layout), layout.world_size(self.model), replicas=True)
@@ -53,9 +53,8 @@ class Megatron(ForwardSystem):
             self.close()
             raise
 
-    def _looked_at(self, path: Path) -> tuple[Model, Checkpoint]:
-        """What a checkpoint holds, as our own reader finds it before Megatron's loader, which runs pickles,
-        is let at it."""
+    def _inspect(self, path: Path) -> tuple[Model, Checkpoint]:
+        """Read a checkpoint's model and keys with our own reader, before Megatron's loader, which runs pickles, opens it."""
         source = open_source(path, self.hf_config)
         try:
             if not isinstance(source, MegatronSource):
@@ -65,16 +64,14 @@ class Megatron(ForwardSystem):
             source.close()
 
     def load(self, path: Path) -> None:
-        """Load the weights of another checkpoint of the model into the modules, by Megatron-Core's own
-        loader.
+        """Load the weights of another checkpoint of the model with Megatron-Core's own loader.
 
-        Raises ReshardError where a parameter is not there.
+        Raises ReshardError where a parameter is missing.
         """
-        self._load(self._looked_at(path)[1])
+        self._load(self._inspect(path)[1])
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint of the other kind of layers (local, Transformer Engine) has other names for some
-        parameters."""
+        """Load a checkpoint's weights. Local and Transformer Engine layers name some parameters differently; both are read."""
         from megatron.core import dist_checkpointing, parallel_state
         from megatron.core.dist_checkpointing.core import CheckpointingException
         from torch.distributed.checkpoint.api import CheckpointException
@@ -102,19 +99,19 @@ class Megatron(ForwardSystem):
             raise ReshardError(f"Megatron-Core cannot load {directory}: {first_line(error)}") from error
         for index, chunk in enumerate(self.models):
             missing, unexpected = chunk.load_state_dict(loaded[f"model{index}"], strict=False)
-            wrong = [name for name in (*missing, *unexpected) if "_extra_state" not in name]
-            if wrong:
+            differing = [name for name in (*missing, *unexpected) if "_extra_state" not in name]
+            if differing:
                 raise ReshardError(
                     f"{directory} and the model that Megatron-Core builds differ in "
-                    f"{listed(sorted(wrong), 3)}"
+                    f"{listed(sorted(differing), 3)}"
                 )
 
     def _other_names(self, key: str) -> Iterator[str]:
-        """The key in a checkpoint of the other kind of layers."""
+        """Yield the names of a key in a checkpoint of the other kind of layers."""
         for name, local in self.model.family.local_names.items():
-            for mine, other in ((local, name), (name, local)):
-                if key.endswith("." + mine):
-                    yield key.removesuffix(mine) + other
+            for own, other in ((local, name), (name, local)):
+                if key.endswith("." + own):
+                    yield key.removesuffix(own) + other
 
     def close(self) -> None:
         from megatron.core import parallel_state
@@ -132,7 +129,7 @@ class Megatron(ForwardSystem):
         lengths: Sequence[int] | None = None,
         positions: Sequence[int] | None = None,
     ) -> torch.Tensor | None:
-        with _turned_as_at(self.models, positions):
+        with _rotary_positions(self.models, positions):
             return self._logits(tokens, lengths)
 
     def _logits(self, tokens: torch.Tensor, lengths: Sequence[int] | None) -> torch.Tensor | None:
@@ -186,14 +183,14 @@ class Megatron(ForwardSystem):
         experts = taken.nonzero()[:, 2].view(length, batch, -1)
         return experts.transpose(0, 1), scores.transpose(0, 1)
 
-    def gathered(self, noted: dict[int, Any]) -> dict[int, Any]:
-        return of_all_ranks(noted)
+    def gather_choices(self, recorded: dict[int, Any]) -> dict[int, Any]:
+        return gather_from_ranks(recorded)
 
 
 @contextmanager
-def _turned_as_at(models: Sequence[torch.nn.Module], positions: Sequence[int] | None) -> Iterator[None]:
-    """While it is open, rotary embeddings turn the tokens of a prompt as at these positions: Megatron-Core counts
-    them itself and takes none."""
+def _rotary_positions(models: Sequence[torch.nn.Module], positions: Sequence[int] | None) -> Iterator[None]:
+    """Let rotary embeddings rotate the tokens of a prompt as at these positions while the context is open: Megatron-Core
+    counts positions itself and takes none."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     if positions is None:
@@ -206,8 +203,8 @@ def _turned_as_at(models: Sequence[torch.nn.Module], positions: Sequence[int] | 
 
     def select(module: Any, inputs: Any, output: Any) -> Any:
         angles, *rest = output if isinstance(output, tuple) else (output,)
-        chosen = angles.index_select(0, rows.to(angles.device))
-        return (chosen, *rest) if isinstance(output, tuple) else chosen
+        selected = angles.index_select(0, rows.to(angles.device))
+        return (selected, *rest) if isinstance(output, tuple) else selected
 
     handles = []
     for module in (module for model in models for module in model.modules()):
@@ -224,7 +221,7 @@ def _turned_as_at(models: Sequence[torch.nn.Module], positions: Sequence[int] | 
 
 
 def _packed(lengths: Sequence[int], device: torch.device) -> Any:
-    """Prompts one after the other in a batch of one, as Megatron-Core takes them."""
+    """Return the ``PackedSeqParams`` of prompts one after the other in a batch of one."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""How far two systems' logprobs of the same tokens lie apart, in the numbers that trainers know."""
+"""Metrics of the difference between two systems' logprobs of the same tokens, by the names that trainers use."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -8,17 +8,17 @@ import numpy as np
 
 from reshard.core.errors import ReshardError
 from reshard.models.model import Model
-from reshard.parity.routing import Choices, Groups, Routing, compare_routing
+from reshard.parity.routing import Choices, ExpertGroups, Routing, compare_routing
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a system says of one prompt of n tokens, teacher-forced.
+    """The scores that a system gives one prompt of n tokens, teacher-forced.
 
     `logprobs` ``[n - 1]``: of each token after the first, given those before it, in nats. `best` ``[n - 1]``:
     the token that the system finds most likely there. `distributions` ``[positions, vocabulary]``: logprobs
     of all tokens at the first `positions` places, as many as were kept. `choices`: the experts that the
-    tokens went to, where they were noted.
+    tokens went to, where they were recorded.
     """
 
     logprobs: np.ndarray
@@ -63,14 +63,14 @@ def metrics_of(a: Sequence[Scores], b: Sequence[Scores]) -> Metrics:
     """Compare two systems' scores of the same prompts.
 
     Raises ReshardError, naming prompt and token, where there are fewer logprobs than tokens, a logprob is NaN
-    or infinite, or what a system says does not fit together.
+    or infinite, or the shapes of a system's scores do not fit together.
 
-    >>> found = metrics_of([Scores(np.array([-1.0, -2.0]))], [Scores(np.array([-1.0, -2.5]))])
-    >>> found.max_abs, found.mean_abs
+    >>> metrics = metrics_of([Scores(np.array([-1.0, -2.0]))], [Scores(np.array([-1.0, -2.5]))])
+    >>> metrics.max_abs, metrics.mean_abs
     (0.5, 0.25)
     """
     check_scores(a, b)
-    one, two = (np.concatenate([s.logprobs for s in some]).astype(np.float64) for some in (a, b))
+    one, two = (np.concatenate([s.logprobs for s in scores]).astype(np.float64) for scores in (a, b))
     if not len(one):
         raise ReshardError("the prompts have no token to predict: give prompts of two tokens or more")
     difference = one - two
@@ -103,12 +103,12 @@ def metrics_of(a: Sequence[Scores], b: Sequence[Scores]) -> Metrics:
 
 
 def routing_of(a: Sequence[Scores], b: Sequence[Scores], model: Model) -> Routing | None:
-    """How the experts compare that two systems chose; None where one does not tell, or the model has none."""
+    """Compare the experts that two systems chose; None where one does not report them, or the model has none."""
     one, two = ([s.choices for s in scores if s.choices is not None] for scores in (a, b))
     if len(one) != len(a) or len(two) != len(b) or not one:
         return None
     apart = [np.abs(x.logprobs - y.logprobs) for x, y in zip(a, b, strict=True)]
-    return compare_routing(one, two, Groups(*model.expert_groups), apart)
+    return compare_routing(one, two, ExpertGroups(*model.expert_groups), apart)
 
 
 def check_scores(a: Sequence[Scores], b: Sequence[Scores]) -> None:
@@ -158,7 +158,7 @@ def _kl(a: Sequence[Scores], b: Sequence[Scores]) -> tuple[float | None, int]:
 
 
 def _pearson(one: np.ndarray, two: np.ndarray) -> float:
-    """1 for equal values, also where they do not vary."""
+    """Return the correlation; 1 for equal values, also where they do not vary."""
     if np.array_equal(one, two):
         return 1.0
     x, y = one - one.mean(), two - two.mean()

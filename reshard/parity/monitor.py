@@ -1,5 +1,4 @@
-"""Watching a training run: the logprobs that the trainer and the inference engine give to the same
-rollout."""
+"""Watch a training run: compare the logprobs that trainer and inference engine give the same rollout."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -8,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from reshard.core.errors import ReshardError
-from reshard.parity.gate import Limits, compare_scores
+from reshard.parity.limits import Limits, compare_scores
 from reshard.parity.metrics import Metrics, Scores
 
 
@@ -21,11 +20,11 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Whether every limit holds."""
+        """True if every limit holds."""
         return not self.exceeded
 
     def to_dict(self) -> dict[str, Any]:
-        """Figures for a logger, by name; ``ok`` is 1 or 0."""
+        """Return figures for a logger, by name; ``ok`` is 1 or 0."""
         return {name: value for name, value in asdict(self.metrics).items() if value is not None} | {
             "ok": int(self.ok)
         }
@@ -35,11 +34,11 @@ def check_rollout(train: Any, inference: Any, mask: Any = None, limits: Limits |
     """Compare the logprobs of a rollout's tokens.
 
     `train` and `inference` are arrays or tensors ``[samples, tokens]`` in nats (or one sample's ``[tokens]``,
-    or a list of such), `mask` of the same shape says which tokens count (default: all). `limits` default to
-    `Limits.of_rollout`, of which the KL of the engine's tokens is one: they were sampled from it, so that
-    `kl_estimate_reverse` estimates KL(inference || train); for an engine that serves quantized weights give
-    ``Limits.of_rollout("fp8")``. Raises
-    ReshardError for shapes that differ, a mask without tokens, and logprobs that are NaN or infinite where the
+    or a list of such); `mask` of the same shape says which tokens count (default: all). `limits` default to
+    `Limits.of_rollout()`; for an engine that serves quantized weights give ``Limits.of_rollout("fp8")``. They include
+    the KL: the tokens were sampled from the engine, so that `kl_estimate_reverse` estimates KL(inference || train).
+
+    Raises ReshardError for shapes that differ, a mask without tokens, and logprobs that are NaN or infinite where the
     mask counts them.
 
     >>> verdict = check_rollout([[-1.0, -2.0]], [[-1.01, -2.0]])

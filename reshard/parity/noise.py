@@ -14,19 +14,19 @@ import numpy as np
 from reshard.parity.metrics import Scores
 
 CONFIDENCE = 0.99
-# Tokens that stand together are resampled together, since they share a context and so part of their rounding.
+# Neighboring tokens are resampled together: they share a context, and so part of their rounding.
 BLOCK = 16
-# Below so many blocks an interval from resampling is too narrow to be believed.
-FEWEST_BLOCKS = 8
-RESAMPLED = 2000
+# With fewer blocks an interval from resampling is too narrow to be believed.
+MIN_BLOCKS = 8
+RESAMPLES = 2000
 # Rounding of one model in two systems is within this factor. What one has beyond it is counted as a difference.
 COMPARABLE = 2.0
-# What two systems may still differ by in fp32, as a share of their rounding in bf16, which is 65,536 times coarser; and
-# where a GPU's kernels may compute fp32 in TF32, than which bf16 is 8 times coarser. A single token may by so many times
-# that share of the largest rounding.
+# The difference that two systems may have in fp32, as a share of their rounding in bf16, which is 65,536 times coarser;
+# and on a GPU, whose kernels may compute fp32 in TF32, which is only 8 times finer than bf16. A single token may differ
+# by LARGEST times that share of the largest rounding.
 SHARE_IN_FP32, SHARE_IN_TF32 = 0.01, 0.25
 LARGEST = 4.0
-# The name of that comparison; others are named by what a side is compared with, as "A in fp32".
+# Name of that comparison in a report; others are named by the run that a side is compared with, as "A in fp32".
 BOTH_IN_FP32 = "A and B in fp32"
 
 
@@ -34,8 +34,8 @@ BOTH_IN_FP32 = "A and B in fp32"
 class Noise:
     """The difference of A and B in units of rounding.
 
-    `a` and `b` are the mean |rounding| of each system, None where it could not be measured; the other's stands for it
-    then. `ratio` is mean |A - B| over the root of the sum of their squares, about 1 for two systems that round
+    `a` and `b` are the mean |rounding| of each system. Where one could not be measured it is None, and the other's is
+    used instead. `ratio` is mean |A - B| over the root of the sum of their squares, about 1 for two systems that round
     independently, and lies between `low` and `high` with `confidence`. `in_fp32` is the mean |difference| of the two
     checkpoints in fp32 as a share of the rounding of both, at most `share`, and `largest_in_fp32` the largest in units
     of the largest rounding; None unless both were run so.
@@ -54,12 +54,12 @@ class Noise:
     share: float = SHARE_IN_FP32
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return all fields, for ``--json``."""
         return asdict(self)
 
     @property
     def sentence(self) -> str:
-        """For people."""
+        """The result for people."""
         return (
             f"A and B differ by {self.ratio:.3g} times the rounding measured on these {self.tokens} tokens "
             f"({self._interval}; A rounds by {_figure(self.a)}, B by {_figure(self.b)})"
@@ -70,14 +70,14 @@ class Noise:
         return f"{self.confidence:.0%} confidence: {self.low:.3g} to {self.high:.3g}"
 
     def exceeded(self, limit: float) -> list[str]:
-        """Sentences on what is no rounding, or cannot be told from so few tokens."""
+        """Return sentences on differences that are no rounding, or that so few tokens cannot tell from rounding."""
         sentences = []
         if not self.low <= limit:  # NaN is not
             sentences.append(f"noise_ratio is {self.ratio:.6g} ({self._interval}), the limit is {limit:.6g}")
-        elif self.blocks < FEWEST_BLOCKS:
+        elif self.blocks < MIN_BLOCKS:
             sentences.append(
                 f"{self.tokens} tokens are too few to tell a difference from rounding: score more than "
-                f"{FEWEST_BLOCKS * BLOCK}, such as --random 8"
+                f"{MIN_BLOCKS * BLOCK}, such as --random 8"
             )
         elif not self.high <= limit:
             sentences.append(
@@ -88,7 +88,7 @@ class Noise:
 
     @property
     def left_in_fp32(self) -> list[str]:
-        """A sentence where in fp32 more is left than could be rounding."""
+        """A sentence if the difference in fp32 is larger than rounding can be; else empty."""
         if self.in_fp32 is not None and not self.in_fp32 <= self.share:
             return [
                 f"in fp32 A and B still differ by {self.in_fp32:.3g} times the rounding in this dtype, the limit is "
@@ -113,10 +113,10 @@ def noise_of(
 ) -> Noise | None:
     """Compare the difference of two systems' scores with the rounding of either; None where neither was measured.
 
-    Of each system `rounded` minus `exact` is its rounding: its scores in its dtype, and those of its checkpoint in
-    fp32. `fp32` are both checkpoints there. Systems of the `same_kind` round alike: what one has far beyond the other
-    is counted as a difference. It is not so where one serves quantized weights. Of that rounding `share` may be left in
-    fp32.
+    The rounding of a system is `rounded` minus `exact`: its scores in its dtype, and its checkpoint's in fp32. `fp32`
+    are the scores of both checkpoints in fp32, which may differ by `share` of the rounding. Systems of the `same_kind`
+    round by similar amounts, so that rounding far beyond the other's counts as a difference; not so where one serves
+    quantized weights.
 
     >>> def score(*values):
     ...     return [Scores(np.array(values * 100))]
@@ -125,22 +125,22 @@ def noise_of(
     >>> round(noise.ratio, 3), noise.b
     (1.414, None)
     """
-    errors = [_apart(one, other) for one, other in zip(rounded, exact, strict=True)]
+    errors = [_abs_differences(one, other) for one, other in zip(rounded, exact, strict=True)]
     measured = [error for error in errors if error is not None]
     if not measured:
         return None
-    difference = _apart(a, b)
+    difference = _abs_differences(a, b)
     assert difference is not None
     error_a, error_b = (measured[0] if error is None else error for error in errors)
-    blocks = _blocks([len(scores.logprobs) for scores in a])
+    blocks = _block_starts([len(scores.logprobs) for scores in a])
     sums = np.stack([np.add.reduceat(values, blocks) for values in (difference, error_a, error_b)])
-    picked = np.random.default_rng(0).integers(0, len(blocks), (RESAMPLED, len(blocks)))
+    samples = np.random.default_rng(0).integers(0, len(blocks), (RESAMPLES, len(blocks)))
     excess = COMPARABLE if same_kind else float("inf")
-    ratios = _ratio(sums[:, picked].sum(-1), excess)
+    ratios = _ratio(sums[:, samples].sum(-1), excess)
     tail = (1 - CONFIDENCE) / 2
     low, high = (float(np.quantile(ratios, share)) for share in (tail, 1 - tail))
     means = [None if error is None else float(error.mean()) for error in errors]
-    between = _apart(*fp32)
+    between = _abs_differences(*fp32)
     left = largest = None
     if between is not None:
         left = _quotient(between.mean(), np.hypot(error_a.mean(), error_b.mean()))
@@ -159,15 +159,15 @@ def noise_of(
     )
 
 
-def _apart(one: Sequence[Scores] | None, other: Sequence[Scores] | None) -> np.ndarray | None:
-    """|Difference| of every token; None without both."""
+def _abs_differences(one: Sequence[Scores] | None, other: Sequence[Scores] | None) -> np.ndarray | None:
+    """Return the |difference| of every token, or None if either is missing."""
     if one is None or other is None:
         return None
     return np.concatenate([np.abs(x.logprobs - y.logprobs) for x, y in zip(one, other, strict=True)])
 
 
-def _blocks(counts: Sequence[int]) -> np.ndarray:
-    """Where blocks of neighboring tokens begin, of prompts of so many tokens; none has tokens of two prompts."""
+def _block_starts(counts: Sequence[int]) -> np.ndarray:
+    """Return the first token of each block of neighboring tokens; no block has tokens of two prompts."""
     starts, first = list[int](), 0
     for count in counts:
         starts += range(first, first + count, BLOCK)
@@ -176,8 +176,8 @@ def _blocks(counts: Sequence[int]) -> np.ndarray:
 
 
 def _ratio(sums: np.ndarray, excess: float) -> np.ndarray:
-    """The difference over the rounding of both, from the sums of each ``[3, ...]``; of either at most `excess` times the
-    other's counts."""
+    """Return the difference over the rounding of both, from the sums of each ``[3, ...]``. Of either rounding at most
+    `excess` times the other's counts."""
     difference, a, b = sums
     if np.isfinite(excess):
         a, b = np.minimum(a, excess * b), np.minimum(b, excess * a)

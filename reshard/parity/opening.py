@@ -1,4 +1,4 @@
-"""From what a user names to the system that runs it."""
+"""Open the system that a path, a hub id or ``vllm:`` and one of them names."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from reshard.engines.vllm.layout import VllmLayout
 from reshard.megatron.layout import MegatronLayout
 from reshard.models.model import Model
 from reshard.parity.huggingface import HuggingFace
-from reshard.parity.prompts import SERVED
+from reshard.parity.prompts import VLLM_PREFIX
 from reshard.parity.systems import System
 from reshard.storage.hf_hub import local_directory
 from reshard.storage.paths import locate
@@ -16,14 +16,15 @@ from reshard.storage.sources import open_source
 
 
 def is_megatron(spec: str) -> bool:
-    """Whether a path or hub id, with ``vllm:`` before it or not, is of a Megatron checkpoint."""
-    return locate(local_directory(spec.removeprefix(SERVED))) is not None
+    """Return True if a path or hub id, with or without ``vllm:``, is a Megatron checkpoint."""
+    return locate(local_directory(spec.removeprefix(VLLM_PREFIX))) is not None
 
 
 def model_of(spec: str, hf_config: Path | None = None) -> Model:
-    """The model that a path or hub id holds, with ``vllm:`` before it or not, by its config or args alone: no weight is
-    read. Raises ReshardError where it is no checkpoint that can be opened."""
-    path = local_directory(spec.removeprefix(SERVED))
+    """Read the model of a path or hub id, with or without ``vllm:``, from its config or args; no weight is read.
+
+    Raises ReshardError where it is no checkpoint that can be opened."""
+    path = local_directory(spec.removeprefix(VLLM_PREFIX))
     if not is_megatron(spec):
         if not (path / "config.json").is_file():
             raise ReshardError(
@@ -44,21 +45,21 @@ def open_system(
     hf_config: Path | None = None,
     engine: VllmLayout | None = None,
     quantization: str | None = None,
-    exact: bool = False,
+    match_vllm_rounding: bool = False,
 ) -> System:
-    """A system from a path or hub id: a Hugging Face directory (transformers) or a Megatron checkpoint
-    (Megatron-Core at `layout`).
+    """Open a path or hub id as a system: a Hugging Face directory in transformers, a Megatron checkpoint in
+    Megatron-Core at `layout`.
 
-    With ``vllm:`` before it vLLM serves it, at the sizes of `engine` and with `quantization`: a Hugging Face
-    directory as vLLM loads it, a Megatron checkpoint by a refit from Megatron-Core, `exact` or not.
+    With ``vllm:`` before it vLLM serves it, at the sizes of `engine` and with `quantization`: a Hugging Face directory
+    as vLLM loads it, a Megatron checkpoint by a refit from Megatron-Core (`match_vllm_rounding` is the refit's).
     """
-    path = local_directory(spec.removeprefix(SERVED))
+    path = local_directory(spec.removeprefix(VLLM_PREFIX))
     megatron = is_megatron(spec)
-    if spec.startswith(SERVED):
-        from reshard.parity.vllm import RefittedVllm, Vllm  # not before: it imports vLLM
+    if spec.startswith(VLLM_PREFIX):
+        from reshard.parity.vllm import RefittedVllm, Vllm  # imports vLLM
 
         if megatron:
-            return RefittedVllm(path, dtype, layout, hf_config, engine, quantization, exact)
+            return RefittedVllm(path, dtype, layout, hf_config, engine, quantization, match_vllm_rounding)
         return Vllm(path, dtype, engine, quantization)
     if megatron:
         from reshard.parity.megatron import Megatron

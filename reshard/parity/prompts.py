@@ -15,30 +15,30 @@ from reshard.storage.hf_hub import local_directory
 from reshard.storage.paths import HF_FILES, locate
 
 Prompt = list[int]
-# Before a path, it says that vLLM is to serve it.
-SERVED = "vllm:"
+# Before a path: vLLM serves it.
+VLLM_PREFIX = "vllm:"
 
 
 def random_prompts(count: int, vocabulary: int, lengths: Sequence[int], seed: int = 0) -> list[Prompt]:
-    """`count` prompts of random tokens, whose lengths take turns."""
+    """Return `count` prompts of random tokens, with `lengths` in turn."""
     random = np.random.default_rng(seed)
     return [random.integers(0, vocabulary, lengths[i % len(lengths)]).tolist() for i in range(count)]
 
 
-class Reach(NamedTuple):
-    """A prompt whose tokens stand in short runs far apart, at `positions`."""
+class FarPrompt(NamedTuple):
+    """A prompt of short runs of tokens that are far apart, at `positions`."""
 
     prompt: Prompt
     positions: tuple[int, ...]
 
 
-# Tokens of each run, and the last position that is tried: beyond it fp32 itself turns by too inexact an angle.
+# Tokens of each run, and the last position that is tried: beyond it rotary angles in fp32 are too inexact.
 RUN, LAST_POSITION = 32, 1 << 15
 
 
-def reach_of(model: Model, longest: int, seed: int = 0) -> Reach | None:
-    """A prompt of few tokens that stands as far as the model's context goes, and at both sides of where its rotary
-    scaling begins; None where prompts of `longest` tokens come as far."""
+def far_prompt(model: Model, longest: int, seed: int = 0) -> FarPrompt | None:
+    """Make a prompt of a few tokens up to the end of the model's context, and on both sides of where its rotary scaling
+    begins; None where prompts of `longest` tokens reach as far."""
     context = min(int(model.config["max_position_embeddings"]), LAST_POSITION)
     last = context - RUN
     if last < longest:
@@ -53,11 +53,11 @@ def reach_of(model: Model, longest: int, seed: int = 0) -> Reach | None:
             runs.append(start)
     positions = tuple(position for start in runs for position in range(start, start + RUN))
     [prompt] = random_prompts(1, model.symbols["V"], [len(positions)], seed)
-    return Reach(prompt, positions)
+    return FarPrompt(prompt, positions)
 
 
 def tokenizer_of(systems: Sequence[str]) -> Callable[[str], list[int]] | None:
-    """The tokenizer of the systems that have one, as a function from text to ids; None without any.
+    """Return the systems' tokenizer as a function from text to ids; None without any.
 
     Raises ReshardError where two have different ones.
     """
@@ -66,7 +66,7 @@ def tokenizer_of(systems: Sequence[str]) -> Callable[[str], list[int]] | None:
 
 
 def token_texts(systems: Sequence[str], prompts: Sequence[Prompt]) -> list[list[str]] | None:
-    """The text of each token of each prompt, by the tokenizer of the systems that have one; None without any.
+    """Return the text of each token of each prompt by the systems' tokenizer; None without any.
 
     Raises ReshardError where two have different ones.
     """
@@ -77,13 +77,13 @@ def token_texts(systems: Sequence[str], prompts: Sequence[Prompt]) -> list[list[
 
 
 def _tokenizer(systems: Sequence[str]) -> Any:
-    """The tokenizer that the systems have; None without any."""
+    """Load the tokenizer that lies beside the systems; None without any."""
     with importing("parity"):
         from transformers import AutoTokenizer
 
-    found: dict[str, Any] = {}
+    tokenizers: dict[str, Any] = {}
     for system in systems:
-        path = local_directory(system.removeprefix(SERVED))
+        path = local_directory(system.removeprefix(VLLM_PREFIX))
         checkpoint = locate(path)
         for folder in (
             path,
@@ -92,24 +92,26 @@ def _tokenizer(systems: Sequence[str]) -> Any:
         ):
             if (folder / "tokenizer_config.json").is_file() or (folder / "tokenizer.json").is_file():
                 try:
-                    found.setdefault(system, AutoTokenizer.from_pretrained(folder))
+                    tokenizers.setdefault(system, AutoTokenizer.from_pretrained(folder))
                 except (OSError, ValueError) as error:
                     raise ReshardError(
                         f"the tokenizer of {folder} cannot be read: {first_line(error)}"
                     ) from error
-    if not found:
+    if not tokenizers:
         return None
-    (one, first), *others = found.items()
-    for other, tokenizer in others:
+    (first_system, first), *other_systems = tokenizers.items()
+    for other, tokenizer in other_systems:
         if tokenizer.get_vocab() != first.get_vocab():
-            raise ReshardError(f"the tokenizers of {one} and {other} differ: they do not hold the same model")
+            raise ReshardError(
+                f"the tokenizers of {first_system} and {other} differ: they do not hold the same model"
+            )
     return first
 
 
 def read_prompts(path: Path, tokenizer: Callable[[], Callable[[str], list[int]] | None]) -> list[Prompt]:
-    """Prompts of a file: a line each, as text, or as JSON with ``text`` or ``tokens`` (a list of ids).
+    """Read prompts from a file: a line each, as text, or as JSON with ``text`` or ``tokens`` (a list of ids).
 
-    `tokenizer` is asked for a function from text to ids where a line is text. Raises ReshardError where the
+    `tokenizer` returns a function from text to ids; it is called if a line is text. Raises ReshardError where the
     file cannot be read or a line is neither.
     """
     try:
@@ -120,8 +122,8 @@ def read_prompts(path: Path, tokenizer: Callable[[], Callable[[str], list[int]] 
         ) from error
     if not lines:
         raise ReshardError(f"{path} has no prompts")
-    asked = cache(tokenizer)
-    return [_prompt(line, f"{path}, prompt {number}", asked) for number, line in enumerate(lines)]
+    cached = cache(tokenizer)
+    return [_prompt(line, f"{path}, prompt {number}", cached) for number, line in enumerate(lines)]
 
 
 def _prompt(line: str, where: str, tokenizer: Any) -> Prompt:
@@ -156,8 +158,8 @@ def check_prompts(prompts: Sequence[Prompt], vocabulary: int, context: int) -> N
             raise ReshardError(
                 f"prompt {number} has {len(prompt)} tokens, more than the model's context of {context}"
             )
-        bad = [token for token in prompt if not 0 <= token < vocabulary]
-        if bad:
+        unknown = [token for token in prompt if not 0 <= token < vocabulary]
+        if unknown:
             raise ReshardError(
-                f"prompt {number} has token {bad[0]}, which a vocabulary of {vocabulary} does not have"
+                f"prompt {number} has token {unknown[0]}, which a vocabulary of {vocabulary} does not have"
             )

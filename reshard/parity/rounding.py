@@ -1,4 +1,4 @@
-"""Weights and activations rounded as an engine rounds that serves quantized ones, in the modules of a plain model.
+"""Round weights and activations in the modules of a plain model as an engine that serves quantized weights does.
 
 How far that moves a model's logprobs depends on the model, so it is measured: `rounded` makes an ordinary system round
 like such an engine, without its kernels. It is an estimate of size, not of bits.
@@ -22,8 +22,8 @@ GROUPS = {"fp8": 0, "int8": 0, "int4": 128, "fp4": 16}
 
 @dataclass(frozen=True)
 class Rounding:
-    """What weights are rounded to, in groups of so many with a scale where that is said, and activations, where they
-    are."""
+    """Codes that weights, and activations if not None, are rounded to. `group` neighbors share a scale (default: the
+    kind's)."""
 
     weights: str
     activations: str | None
@@ -36,17 +36,17 @@ class Rounding:
 
 
 def rounding_of(model: Model, quantization: str | None) -> Rounding:
-    """How an engine rounds that is started with `quantization`, or by the model's config. What is not known is taken
-    for fp8."""
+    """Return the rounding of an engine that is started with `quantization`, or by the model's config. An unknown
+    quantization is taken for fp8."""
     config = model.config.get("quantization_config")
-    said = dict(config) if isinstance(config, Mapping) else {}
-    groups = said.get("config_groups")
+    declared = dict(config) if isinstance(config, Mapping) else {}
+    groups = declared.get("config_groups")
     if quantization is None and isinstance(groups, Mapping) and groups:
         group = next(iter(groups.values()))
         weights, inputs = _kind(group.get("weights")), group.get("input_activations")
         size = (group.get("weights") or {}).get("group_size")
         return Rounding(weights or "fp8", _kind(inputs) if inputs else None, size)
-    name = (quantization or str(said.get("quant_algo") or said.get("quant_method") or "")).lower()
+    name = (quantization or str(declared.get("quant_algo") or declared.get("quant_method") or "")).lower()
     kind = next((kind for kind, words in _WORDS.items() if any(word in name for word in words)), "fp8")
     return Rounding(kind, None if "weight_only" in name or kind in ("int4", "fp4") else kind)
 
@@ -55,7 +55,7 @@ _WORDS = {"int8": ("int8", "w8a8_int"), "int4": ("int4", "w4a16", "awq", "gptq")
 
 
 def _kind(arguments: Any) -> str | None:
-    """The kind of codes that a group of compressed-tensors says."""
+    """Return the kind of codes of a group in a compressed-tensors config, or None if unknown."""
     if not isinstance(arguments, Mapping):
         return None
     kind = f"{'fp' if arguments.get('type') == 'float' else 'int'}{arguments.get('num_bits')}"
@@ -85,16 +85,16 @@ def round_to(values: torch.Tensor, kind: str, group: int | None = None) -> torch
 
 
 @contextmanager
-def rounded(system: ForwardSystem, how: Rounding) -> Iterator[None]:
-    """While it is open, the system's linear layers and experts round their inputs; their weights are rounded for
-    good, so that the system is of no other use."""
+def rounded(system: ForwardSystem, rounding: Rounding) -> Iterator[None]:
+    """Let the system's linear layers and experts round their inputs while the context is open. Their weights are rounded
+    for good, so that the system must not be used otherwise."""
     handles = []
     for module in system.layers_to_round():
         for parameter in module.parameters(recurse=False):
             if parameter.ndim > 1:
-                parameter.data.copy_(round_to(parameter.data, how.weights, how.group))
-        if how.activations is not None:
-            handles.append(module.register_forward_pre_hook(_rounding_inputs(how.activations)))
+                parameter.data.copy_(round_to(parameter.data, rounding.weights, rounding.group))
+        if rounding.activations is not None:
+            handles.append(module.register_forward_pre_hook(_rounding_inputs(rounding.activations)))
     try:
         yield
     finally:

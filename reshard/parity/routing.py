@@ -1,9 +1,8 @@
-"""Which experts two systems send each token to, and whether where they differ it was a near-tie.
+"""Compare the experts that two systems send each token to, and tell near-ties from errors.
 
-Two implementations of one model differ by rounding, and where two experts score almost the same a token can
-go to either. From that layer on its hidden state is another, so that what it chooses in later layers says
-nothing. A difference is therefore judged at the first layer where a token's experts differ: by how much
-better the one system finds its own choice.
+Two implementations of one model differ by rounding, and where two experts score almost the same a token can go to
+either. From that layer on its hidden state differs, so that its choices in later layers say nothing. A difference is
+therefore judged at the first layer where a token's experts differ, by how much one system prefers its own choice.
 """
 
 from collections.abc import Sequence
@@ -18,16 +17,16 @@ from reshard.core.errors import ReshardError
 class Choices(NamedTuple):
     """The experts that a prompt's n tokens went to: `experts` ``[n, layers, top k]``, ascending, and `scores`
     ``[n, layers, experts]`` that they were chosen by, the larger the better (None where the system does not
-    tell them); `layers` has the layers' numbers."""
+    report them); `layers` has the layers' numbers."""
 
     layers: tuple[int, ...]
     experts: np.ndarray
     scores: np.ndarray | None
 
 
-class Groups(NamedTuple):
-    """Group-limited routing: of `total` groups of experts the `chosen` ones whose best two experts score most
-    together are taken, and experts only from those (DeepSeek-V3, section 2.1.2)."""
+class ExpertGroups(NamedTuple):
+    """Group-limited routing: experts come from the `chosen` of `total` groups whose best two experts score most
+    together (DeepSeek-V3, section 2.1.2)."""
 
     total: int
     chosen: int
@@ -35,8 +34,8 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True)
 class Routing:
-    """How the routing of two systems compares: `choices` were made (a token in a layer), `differing` of them
-    differ, of `tokens` tokens `differing_tokens` somewhere.
+    """The comparison of two systems' routing: of `choices` (a token in a layer) `differing` differ; of `tokens` tokens
+    `differing_tokens` differ in some layer.
 
     `margin` is the largest at the first layer where a token's experts differ: how far apart one system scores
     the experts that it took and those that the other took, in standard deviations of that token's scores.
@@ -54,12 +53,12 @@ class Routing:
     mean_abs_differing: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return all fields, for ``--json``."""
         return asdict(self)
 
     @property
     def sentence(self) -> str:
-        """For people."""
+        """The result for people."""
         if not self.differing:
             return f"all {self.choices:,} choices of experts are the same"
         text = (f"{self.differing:,} of {self.choices:,} choices of experts differ, of "
@@ -75,23 +74,23 @@ class Routing:
 def compare_routing(
     a: Sequence[Choices],
     b: Sequence[Choices],
-    groups: Groups | None = None,
+    groups: ExpertGroups | None = None,
     apart: Sequence[np.ndarray] | None = None,
 ) -> Routing:
-    """Compare the choices of two systems for the same prompts; `groups` says how experts are limited to
-    groups, where they are; `apart` has the |difference of logprobs| of each prompt's tokens ``[n]``.
+    """Compare the choices of two systems for the same prompts. `groups` limits experts to groups; `apart` has the
+    |difference of logprobs| of each prompt's tokens ``[n]``.
 
-    Raises ReshardError where the systems do not have the same MoE layers, or neither tells its scores.
+    Raises ReshardError where the systems do not have the same MoE layers, or neither reports its scores.
 
     >>> scores = np.array([[[0.9, 0.5, 0.4, 0.1]]])
     >>> one, two = (Choices((0,), np.array([[chosen]]), scores) for chosen in ([0, 1], [0, 2]))
-    >>> found = compare_routing([one], [two._replace(scores=None)])
-    >>> found.differing, round(found.margin, 2)
+    >>> routing = compare_routing([one], [two._replace(scores=None)])
+    >>> routing.differing, round(routing.margin, 2)
     (1, 0.35)
     """
     choices = differing = tokens = differing_tokens = 0
     margin, worst = 0.0, None
-    touched: list[np.ndarray] = []
+    differs_somewhere: list[np.ndarray] = []
     for x, y in zip(a, b, strict=True):
         if x.layers != y.layers or x.experts.shape != y.experts.shape:
             raise ReshardError(
@@ -104,20 +103,20 @@ def compare_routing(
         tokens, differing_tokens = tokens + len(other), differing_tokens + int(somewhere.sum())
         for token in np.flatnonzero(somewhere):
             layer = int(other[token].argmax())
-            distance = _apart(x, y, token, layer, groups)
+            distance = _margin(x, y, token, layer, groups)
             if not distance <= margin:  # NaN counts as the largest
                 margin, worst = distance, x.layers[layer]
-        touched.append(somewhere)
+        differs_somewhere.append(somewhere)
     same, others = None, None
-    if apart is not None and touched:
-        values, where = np.concatenate(apart), np.concatenate(touched)
+    if apart is not None and differs_somewhere:
+        values, where = np.concatenate(apart), np.concatenate(differs_somewhere)
         same, others = (float(part.mean()) if len(part) else None for part in (values[~where], values[where]))
     return Routing(choices, differing, tokens, differing_tokens, margin, worst, same, others)
 
 
-def _apart(x: Choices, y: Choices, token: int, layer: int, groups: Groups | None) -> float:
-    """How far apart the better experts of one system and those of the other are, by the scores of the first
-    that tells them."""
+def _margin(x: Choices, y: Choices, token: int, layer: int, groups: ExpertGroups | None) -> float:
+    """Return how far apart the experts of the two systems score, in standard deviations of the token's scores, by the
+    scores of the first system that reports them."""
     if x.scores is None:
         x, y = y, x
     if x.scores is None:
@@ -135,15 +134,15 @@ def _apart(x: Choices, y: Choices, token: int, layer: int, groups: Groups | None
 
 
 def _experts_apart(scores: np.ndarray, taken: np.ndarray, other: np.ndarray) -> float:
-    """The largest distance of the scores of experts that only one system took: the best of one is held
-    against the best of the other, and so on."""
+    """Return the largest distance between scores of experts that only one system took: the best of one against the
+    best of the other, and so on."""
     only_taken, only_other = np.setdiff1d(taken, other), np.setdiff1d(other, taken)
     return float(np.abs(np.sort(scores[only_taken]) - np.sort(scores[only_other])).max())
 
 
-def _apart_in_groups(scores: np.ndarray, taken: np.ndarray, other: np.ndarray, groups: Groups) -> float:
-    """The same where experts come from the best groups alone: a group that one system took in another's place
-    may be as good as that one, while its experts are better or worse."""
+def _apart_in_groups(scores: np.ndarray, taken: np.ndarray, other: np.ndarray, groups: ExpertGroups) -> float:
+    """Return the distance where experts come from the best groups only: a group that one system took in place of
+    another may score the same while its experts do not."""
     experts_of_a_group = len(scores) // groups.total
     of_groups = np.sort(scores.reshape(groups.total, experts_of_a_group), axis=-1)[:, -2:].sum(axis=-1)
     best_first = np.sort(of_groups)[::-1]

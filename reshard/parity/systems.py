@@ -1,8 +1,4 @@
-"""Systems that hold a model and can say how likely tokens are. Here: what they have in common, and
-transformers.
-
-Megatron-Core and vLLM have modules of their own beside this one.
-"""
+"""Systems that hold a model and score prompts: the interface, what those that run in this process share, and processes."""
 
 import gc
 import os
@@ -29,11 +25,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Scoring:
-    """How prompts are scored: `batch_size` at a time, padded on the right to the longest or `packed` into one
-    sequence; `keep` positions of all together keep their distribution; with `routing` the chosen experts are
-    noted. `positions` are those of the tokens of a single prompt, where they are not 0, 1, 2 ...; it is for systems
-    that take `positions`."""
+class ScoringOptions:
+    """Options of scoring. `batch_size` prompts go together, padded on the right to the longest or `packed` into one
+    sequence; `keep` positions of all prompts together keep their distribution; with `routing` the chosen experts are
+    recorded. `positions` are those of the tokens of a single prompt, where they are not 0, 1, 2 ...; only systems with
+    `takes_positions` accept them."""
 
     batch_size: int = 1
     packed: bool = False
@@ -42,16 +38,18 @@ class Scoring:
     positions: tuple[int, ...] | None = None
 
     def kept_of(self, prompts: int) -> list[int]:
-        """Of how many positions each of so many prompts keeps the distributions: shared evenly, and where
-        they are too few for that, of one position of the first prompts."""
+        """Return how many positions of each prompt keep their distributions: an equal share, or, where `keep` is
+        smaller than the number of prompts, one position of the first ones."""
         share = max(1, self.keep // prompts)
         return [min(share, max(0, self.keep - i * share)) for i in range(prompts)]
 
 
 class System(ABC):
-    """A model that is ready to score prompts. `name` is for people, `model` its config; where it is not
-    `spread`, any one process will do, and otherwise all of them score together. `quantized`, when it has scored,
-    says whether it did so with quantized weights; `takes_positions`, whether it can score tokens at positions that jump."""
+    """A model that is ready to score prompts.
+
+    `name` is for people, `model` its config. If it is `spread`, all processes score together; otherwise one is enough.
+    `quantized`, known after scoring, is True if it served quantized weights; `takes_positions` if it can score tokens
+    at positions that are not 0, 1, 2 ..."""
 
     name: str
     model: Model
@@ -60,16 +58,16 @@ class System(ABC):
     takes_positions = False
 
     @abstractmethod
-    def score(self, prompts: Sequence[Prompt], how: Scoring) -> list[Scores]:
-        """Score every prompt; empty on a rank that does not have the result."""
+    def score(self, prompts: Sequence[Prompt], options: ScoringOptions) -> list[Scores]:
+        """Score every prompt. Return an empty list on a rank without the result."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free the memory, so that the next system finds room."""
+        """Free the memory for the next system."""
 
 
 class ForwardSystem(System):
-    """A system whose modules run in this process, and give the logits of all tokens."""
+    """A system whose modules run in this process and return the logits of all tokens."""
 
     takes_positions = True
 
@@ -80,20 +78,18 @@ class ForwardSystem(System):
         lengths: Sequence[int] | None = None,
         positions: Sequence[int] | None = None,
     ) -> torch.Tensor | None:
-        """``[batch, sequence, vocabulary]`` of token ids ``[batch, sequence]``; None on a rank that does not
-        have them.
+        """Return logits ``[batch, sequence, vocabulary]`` of token ids ``[batch, sequence]``, or None on a rank without them.
 
-        Prompts are padded on the right, or, with their `lengths`, packed one after the other in a batch of
-        one. With `positions` the tokens of one prompt stand there instead of at 0, 1, 2 ...
+        Prompts are padded on the right, or, with their `lengths`, packed one after the other in a batch of one.
+        `positions` are those of the tokens of one prompt (default: 0, 1, 2 ...).
         """
 
     @abstractmethod
     def roots(self) -> Sequence[torch.nn.Module]:
-        """The models that this rank runs."""
+        """Return the models that this rank runs."""
 
     def layers_to_round(self) -> Iterator[torch.nn.Module]:
-        """The modules with matrices that an engine with quantized weights quantizes: those of the layers but their
-        routers."""
+        """Yield the modules whose matrices an engine would quantize: those of the layers, except routers."""
         routers = set(self.routers().values())
         for root in self.roots():
             for name, module in root.named_modules():
@@ -103,60 +99,60 @@ class ForwardSystem(System):
 
     @abstractmethod
     def routers(self) -> dict[int, torch.nn.Module]:
-        """The routers of this rank's MoE layers, by layer."""
+        """Return the routers of this rank's MoE layers, by layer."""
 
     @abstractmethod
     def choices(self, router: Any, inputs: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a router chose in a forward: experts ``[batch, sequence, top k]``, and the scores ``[batch,
+        """Return the experts ``[batch, sequence, top k]`` that a router chose in a forward, and the scores ``[batch,
         sequence, experts]`` that it chose by, the larger the better."""
 
-    def gathered(self, noted: dict[int, Any]) -> dict[int, Any]:
-        """What was noted by layer, of all ranks."""
-        return noted
+    def gather_choices(self, recorded: dict[int, Any]) -> dict[int, Any]:
+        """Return the choices recorded on all ranks, by layer."""
+        return recorded
 
-    def score(self, prompts: Sequence[Prompt], how: Scoring) -> list[Scores]:
-        """Score every prompt. Without logits on this rank the list is empty."""
-        found: list[Scores] = []
-        there, kept = device(), how.kept_of(len(prompts))
-        for start in range(0, len(prompts), how.batch_size):
-            batch = prompts[start : start + how.batch_size]
+    def score(self, prompts: Sequence[Prompt], options: ScoringOptions) -> list[Scores]:
+        """Score every prompt. Return an empty list on a rank without logits."""
+        scores: list[Scores] = []
+        target, kept = device(), options.kept_of(len(prompts))
+        for start in range(0, len(prompts), options.batch_size):
+            batch = prompts[start : start + options.batch_size]
             lengths = [len(prompt) for prompt in batch]
-            if how.packed:
-                tokens = torch.tensor([[token for prompt in batch for token in prompt]], device=there)
+            if options.packed:
+                tokens = torch.tensor([[token for prompt in batch for token in prompt]], device=target)
                 spans = [(0, sum(lengths[:i]), n) for i, n in enumerate(lengths)]
             else:
                 tokens = torch.tensor(
-                    [prompt + [0] * (max(lengths) - len(prompt)) for prompt in batch], device=there
+                    [prompt + [0] * (max(lengths) - len(prompt)) for prompt in batch], device=target
                 )
                 spans = [(i, 0, n) for i, n in enumerate(lengths)]
-            with torch.no_grad(), self._noting(how.routing, tokens.shape) as noted:
-                logits = self.logits(tokens, lengths if how.packed else None, how.positions)
-            routed = self.gathered(noted) if how.routing else {}
+            with torch.no_grad(), self._recording(options.routing, tokens.shape) as recorded:
+                logits = self.logits(tokens, lengths if options.packed else None, options.positions)
+            routed = self.gather_choices(recorded) if options.routing else {}
             if logits is None:
                 continue
             for (row, at, n), prompt in zip(spans, batch, strict=True):
                 choices = _choices_at(routed, row, at, n - 1)
-                found.append(_scores(logits[row, at : at + n - 1], prompt, kept[len(found)], choices))
-        return found
+                scores.append(_scores(logits[row, at : at + n - 1], prompt, kept[len(scores)], choices))
+        return scores
 
     @contextmanager
-    def _noting(self, wanted: bool, shape: Sequence[int]) -> Iterator[dict[int, Any]]:
-        """While it is open, what the routers choose, by layer."""
-        noted: dict[int, Any] = {}
+    def _recording(self, wanted: bool, shape: Sequence[int]) -> Iterator[dict[int, Any]]:
+        """Record what the routers choose while the context is open, by layer."""
+        recorded: dict[int, Any] = {}
 
-        def note(layer: int, *forward: Any) -> None:
-            noted[layer] = tuple(t.view(*shape, -1).cpu() for t in self.choices(*forward))
+        def record(layer: int, *forward: Any) -> None:
+            recorded[layer] = tuple(t.view(*shape, -1).cpu() for t in self.choices(*forward))
 
-        with hooked(self.routers() if wanted else {}, note):
-            yield noted
+        with hooked(self.routers() if wanted else {}, record):
+            yield recorded
 
 
 @contextmanager
 def hooked(
-    modules: Mapping[Name, torch.nn.Module], note: Callable[[Name, Any, Any, Any], None]
+    modules: Mapping[Name, torch.nn.Module], call: Callable[[Name, Any, Any, Any], None]
 ) -> Iterator[None]:
-    """While it is open, `note` is told of every forward of the modules: (name, module, inputs, output)."""
-    handles = [module.register_forward_hook(partial(note, name)) for name, module in modules.items()]
+    """Call ``call(name, module, inputs, output)`` after every forward of the modules while the context is open."""
+    handles = [module.register_forward_hook(partial(call, name)) for name, module in modules.items()]
     try:
         yield
     finally:
@@ -164,36 +160,36 @@ def hooked(
             handle.remove()
 
 
-def of_all_ranks(entries: dict[Name, Any]) -> dict[Name, Any]:
-    """The ranks' entries together, on every rank; of one that several have, the last rank's."""
-    everyone: list[dict[Name, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, entries)
-    return {name: entry for some in everyone for name, entry in some.items()}
+def gather_from_ranks(entries: dict[Name, Any]) -> dict[Name, Any]:
+    """Return the entries of all ranks, on every rank. Of an entry that several ranks have, the last one counts."""
+    by_rank: list[dict[Name, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(by_rank, entries)
+    return {name: entry for gathered in by_rank for name, entry in gathered.items()}
 
 
 def device() -> torch.device:
-    """Where this process's modules and prompts go."""
+    """Return the device of this process's modules and prompts."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def share_in_fp32() -> float:
-    """Of their rounding in bf16, what two systems may still differ by in fp32 here."""
+    """Return the share of their bf16 rounding by which two systems may differ in fp32 on this device."""
     return SHARE_IN_TF32 if device().type == "cuda" else SHARE_IN_FP32
 
 
 def release_memory() -> None:
-    """Give back what no object holds any more, so that another library finds it free."""
+    """Free cached memory, so that another library can use it."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def _choices_at(noted: Mapping[int, Any], row: int, at: int, count: int) -> Choices | None:
-    if not noted:
+def _choices_at(recorded: Mapping[int, Any], row: int, at: int, count: int) -> Choices | None:
+    if not recorded:
         return None
-    layers = sorted(noted)
+    layers = sorted(recorded)
     experts, scores = (
-        np.stack([noted[layer][i][row, at : at + count].numpy() for layer in layers], 1) for i in (0, 1)
+        np.stack([recorded[layer][i][row, at : at + count].numpy() for layer in layers], 1) for i in (0, 1)
     )
     return Choices(tuple(layers), np.sort(experts, -1), scores)
 
@@ -206,39 +202,38 @@ def _scores(logits: torch.Tensor, prompt: Prompt, keep: int, choices: Choices | 
     return Scores(chosen.double().cpu().numpy(), logprobs.argmax(-1).cpu().numpy(), kept, choices)
 
 
-def scores_of(system: System, prompts: Sequence[Prompt], how: Scoring) -> list[Scores]:
-    """A system's scores, on every rank. What one rank refuses, all refuse."""
+def scores_of(system: System, prompts: Sequence[Prompt], options: ScoringOptions) -> list[Scores]:
+    """Score prompts with a system and return the scores on every rank. A ReshardError on one rank is raised on all."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return system.score(prompts, how)
-    mine: list[Scores] | ReshardError = []
+        return system.score(prompts, options)
+    result: list[Scores] | ReshardError = []
     if system.spread or dist.get_rank() == 0:
         try:
-            mine = system.score(prompts, how)
+            result = system.score(prompts, options)
         except ReshardError as error:
-            mine = error
+            result = error
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
+    dist.all_gather_object(gathered, result)
     for entry in gathered:
         if isinstance(entry, ReshardError):
             raise entry
     return next(scores for scores in gathered if scores)
 
 
-def check_processes(what: str, needed: int, replicas: bool = False) -> None:
-    """Raise ReshardError unless there are as many processes as `what` needs, or, with `replicas`, a multiple
+def check_processes(system: str, needed: int, replicas: bool = False) -> None:
+    """Raise ReshardError unless there are as many processes as `system` needs, or, with `replicas`, a multiple
     of that."""
-    there = dist.get_world_size()
-    if there % needed if replicas else there != needed:
+    processes = dist.get_world_size()
+    if processes % needed if replicas else processes != needed:
         raise ReshardError(
-            f"{what} needs {needed} processes{' or a multiple of them' * replicas}, and "
-            f"there are {there}: start it with torchrun --nproc-per-node "
+            f"{system} needs {needed} processes{' or a multiple of them' * replicas}, and "
+            f"there are {processes}: start it with torchrun --nproc-per-node "
             f"{needed} --no-python reshard ..."
         )
 
 
 def join_processes() -> None:
-    """The process group that torchrun has prepared, or one of this process alone, which Megatron needs
-    too."""
+    """Join the process group that torchrun has prepared, or make one of this process alone, which Megatron needs too."""
     if dist.is_initialized():
         return
     backend, launched = "gloo", "RANK" in os.environ
@@ -249,12 +244,12 @@ def join_processes() -> None:
         try:
             dist.init_process_group(backend)
         except ValueError as error:
-            given = ", ".join(
+            variables = ", ".join(
                 f"{name}={os.environ.get(name)}"
                 for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
             )
             raise ReshardError(
-                f"the environment does not describe the processes of a run ({given}): start "
+                f"the environment does not describe the processes of a run ({variables}): start "
                 f"them with torchrun"
             ) from error
     else:

@@ -1,5 +1,4 @@
-"""vLLM as a system: its prompt logprobs, of a checkpoint that it loads itself or of a Megatron model that it
-is refitted from."""
+"""vLLM as a system: prompt logprobs of a checkpoint that it loads itself, or of a Megatron model that refits it."""
 
 import gc
 import json
@@ -27,18 +26,18 @@ from reshard.models.published import published
 from reshard.parity.metrics import Scores
 from reshard.parity.prompts import Prompt
 from reshard.parity.routing import Choices
-from reshard.parity.systems import Scoring, System, check_processes, join_processes, release_memory
+from reshard.parity.systems import ScoringOptions, System, check_processes, join_processes, release_memory
 from reshard.refit import RefitGroup, connect
 from reshard.storage.source import read_config
 from reshard.trainers.megatron import MegatronModel
 
 KV_CACHE_BYTES = 1 << 30
-# Logprobs of whole distributions that an engine is asked for: each is a Python number.
+# Most logprobs of whole distributions to ask an engine for: each is a Python number.
 KEPT_LOGPROBS = 1 << 22
 
 
 class LiveVllm(System):
-    """A vLLM that is already running: an ``LLM``."""
+    """A vLLM that is already running, as its ``LLM``."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
@@ -49,16 +48,15 @@ class LiveVllm(System):
             published(config.hf_config.to_dict(), "vLLM's config"), f"vLLM's config of {config.model}"
         )
 
-    def score(self, prompts: Sequence[Prompt], how: Scoring) -> list[Scores]:
-        return score_with(self.llm, prompts, how, self.model)
+    def score(self, prompts: Sequence[Prompt], options: ScoringOptions) -> list[Scores]:
+        return score_with(self.llm, prompts, options, self.model)
 
     def close(self) -> None:
-        """Nothing: it is the caller's."""
+        """Do nothing: the engine belongs to the caller."""
 
 
 class _OwnVllm(System):
-    """An engine that is started for the first prompts, whose lengths it must hold, in the processes that
-    there are."""
+    """An engine that starts in the current processes when the first prompts come, with room for the longest."""
 
     def __init__(self, engine: VllmLayout | None, dtype: str, quantization: str | None) -> None:
         require("vllm", "vllm")
@@ -72,18 +70,18 @@ class _OwnVllm(System):
         self.dtype, self.quantization = dtype, quantization
         self.llm: Any = None
 
-    def score(self, prompts: Sequence[Prompt], how: Scoring) -> list[Scores]:
+    def score(self, prompts: Sequence[Prompt], options: ScoringOptions) -> list[Scores]:
         self.engine.check(self.model)
         if self.llm is None:
-            self.start(max(map(len, prompts)) + 1, how.routing)
-        return score_with(self.llm, prompts, how, self.model)
+            self.start(max(map(len, prompts)) + 1, options.routing)
+        return score_with(self.llm, prompts, options, self.model)
 
     @abstractmethod
     def start(self, context: int, routing: bool) -> None:
-        """Make `llm`, which takes prompts of `context` - 1 tokens."""
+        """Start `llm` for prompts of up to `context` - 1 tokens."""
 
     def launch(self, path: Path, context: int, routing: bool, **options: Any) -> Any:
-        """An ``LLM`` of a Hugging Face directory."""
+        """Start an ``LLM`` of a Hugging Face directory."""
         if self.quantization is not None:
             options["quantization"] = self.quantization
         try:
@@ -123,8 +121,8 @@ class _OwnVllm(System):
             known = isinstance(error, (ValueError, RuntimeError, NotImplementedError, OSError))
             if not known and self.quantization is None:
                 raise
-            how = "" if self.quantization is None else f" with quantization {self.quantization}"
-            raise ReshardError(f"vLLM cannot serve {path}{how}: {_reason(error)}") from error
+            suffix = "" if self.quantization is None else f" with quantization {self.quantization}"
+            raise ReshardError(f"vLLM cannot serve {path}{suffix}: {_reason(error)}") from error
 
     def close(self) -> None:
         if self.llm is not None:
@@ -140,15 +138,14 @@ class Vllm(_OwnVllm):
     ) -> None:
         super().__init__(engine, dtype, quantization)
         self.model = Model.from_hf(read_config(path / "config.json"), str(path / "config.json"))
-        self.path, self.name = path, f"vLLM, {path}, {_said(self)}, {dtype}"
+        self.path, self.name = path, f"vLLM, {path}, {_describe(self)}, {dtype}"
 
     def start(self, context: int, routing: bool) -> None:
         self.llm = self.launch(self.path, context, routing)
 
 
 class RefittedVllm(_OwnVllm):
-    """A vLLM that starts with weights of no meaning and is refitted from the Megatron-Core model of a
-    checkpoint, at a layout."""
+    """A vLLM that starts with dummy weights and is refitted from the Megatron-Core model of a checkpoint, at a layout."""
 
     def __init__(
         self,
@@ -158,15 +155,15 @@ class RefittedVllm(_OwnVllm):
         hf_config: Path | None = None,
         engine: VllmLayout | None = None,
         quantization: str | None = None,
-        exact: bool = False,
+        match_vllm_rounding: bool = False,
     ) -> None:
         from reshard.parity.megatron import Megatron
 
         super().__init__(engine, dtype, quantization)
-        self.exact = exact
+        self.match_vllm_rounding = match_vllm_rounding
         self.trainer: Megatron | None = Megatron(path, dtype, layout, hf_config)
         self.model = self.trainer.model
-        self.name = f"vLLM, refitted from {self.trainer.name.partition(', ')[2]} to {_said(self)}"
+        self.name = f"vLLM, refitted from {self.trainer.name.partition(', ')[2]} to {_describe(self)}"
 
     def start(self, context: int, routing: bool) -> None:
         assert self.trainer is not None
@@ -177,7 +174,7 @@ class RefittedVllm(_OwnVllm):
         link = connect(
             RefitGroup.of_process_group(),
             MegatronModel(self.trainer.models),
-            VllmModel.from_llm(self.llm, self.exact),
+            VllmModel.from_llm(self.llm, self.match_vllm_rounding),
         )
         with closing(link):
             link.refit(verify=True)
@@ -194,17 +191,17 @@ class RefittedVllm(_OwnVllm):
 
 
 def _reason(error: Exception) -> str:
-    """Of an error of pydantic's what the first check says, of others their first line."""
+    """Return the first message of an error of pydantic's, or the first line of another error."""
     errors = error.errors() if hasattr(error, "errors") else []
     return str(errors[0]["msg"])[:300] if errors else first_line(error)
 
 
-def _said(engine: _OwnVllm) -> str:
+def _describe(engine: _OwnVllm) -> str:
     return str(engine.engine) if engine.quantization is None else f"{engine.engine}, {engine.quantization}"
 
 
 def forget_engine() -> None:
-    """End vLLM's groups in this process, where no engine is held any more; torch's own group stays."""
+    """End vLLM's process groups once no engine is left in this process; torch's own group stays."""
     end_groups()
     gc.unfreeze()
     release_memory()
@@ -212,12 +209,11 @@ def forget_engine() -> None:
 
 @contextmanager
 def _environment() -> Iterator[None]:
-    """What vLLM's ``external_launcher`` wants to find, also where this process was not started by
-    torchrun."""
-    wanted = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()),
+    """Set the variables that vLLM's ``external_launcher`` reads, where torchrun has not, while the context is open."""
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()),
               "WORLD_SIZE": str(dist.get_world_size()), "VLLM_LOGGING_LEVEL": "ERROR"}  # fmt: skip
-    added = [name for name in wanted if name not in os.environ]
-    os.environ.update({name: wanted[name] for name in added})
+    added = [name for name in variables if name not in os.environ]
+    os.environ.update({name: variables[name] for name in added})
     try:
         yield
     finally:
@@ -226,58 +222,58 @@ def _environment() -> Iterator[None]:
 
 
 def _share_of_memory() -> float:
-    """Of the device's memory, what a refit's trainer leaves; the cache's size is given, so that no more than
-    it needs is taken."""
+    """Return the share of the device's memory that a refit's trainer leaves. The cache has a fixed size, so vLLM takes no
+    more than it needs."""
     if not torch.cuda.is_available():
         return 0.9
     free, total = torch.cuda.mem_get_info()
     return round(0.9 * free / total, 2)
 
 
-def score_with(llm: Any, prompts: Sequence[Prompt], how: Scoring, model: Model) -> list[Scores]:
-    """The scores that an ``LLM`` gives `prompts`, which it packs as it likes."""
+def score_with(llm: Any, prompts: Sequence[Prompt], options: ScoringOptions, model: Model) -> list[Scores]:
+    """Score prompts with an ``LLM``, which batches them itself."""
     from vllm import SamplingParams
 
-    def generate(some: Sequence[Prompt], logprobs: int) -> list[Any]:
+    def generate(batch: Sequence[Prompt], logprobs: int) -> list[Any]:
         sampling = SamplingParams(
             max_tokens=1, temperature=0, prompt_logprobs=logprobs, detokenize=False, flat_logprobs=True
         )
-        return llm.generate([{"prompt_token_ids": prompt} for prompt in some], sampling, use_tqdm=False)
+        return llm.generate([{"prompt_token_ids": prompt} for prompt in batch], sampling, use_tqdm=False)
 
-    found = scores_of_outputs(generate(prompts, 1), prompts, model)
-    keep = min(how.keep, KEPT_LOGPROBS // model.symbols["V"])
+    scores = scores_of_outputs(generate(prompts, 1), prompts, model)
+    keep = min(options.keep, KEPT_LOGPROBS // model.symbols["V"])
     if 0 <= llm.llm_engine.vllm_config.model_config.max_logprobs < model.symbols["V"]:
         keep = 0  # started without max_logprobs=-1: it does not give whole distributions
     if not keep:
-        return found
+        return scores
     heads = [
         prompt[: n + 1]
-        for prompt, n in zip(prompts, replace(how, keep=keep).kept_of(len(prompts)), strict=True)
+        for prompt, n in zip(prompts, replace(options, keep=keep).kept_of(len(prompts)), strict=True)
         if n
     ]
     kept = [_distributions(output.prompt_logprobs, model.symbols["V"]) for output in generate(heads, -1)]
-    first = [replace(s, distributions=rows) for s, rows in zip(found[: len(kept)], kept, strict=True)]
-    return first + found[len(kept) :]
+    first = [replace(s, distributions=rows) for s, rows in zip(scores[: len(kept)], kept, strict=True)]
+    return first + scores[len(kept) :]
 
 
 def scores_of_outputs(
     outputs: Sequence[Any], prompts: Sequence[Prompt], model: Model | None = None
 ) -> list[Scores]:
-    """What vLLM's ``RequestOutput`` say of `prompts`, for requests with ``prompt_logprobs=1`` or more.
+    """Read the scores of `prompts` from vLLM's ``RequestOutput``, for requests with ``prompt_logprobs=1`` or more.
 
     With `model` the experts that it routed to are read too, where it returned them. Raises ReshardError,
     naming the prompt, where there are fewer logprobs than tokens.
     """
     if len(outputs) != len(prompts):
         raise ReshardError(f"the engine gives {len(outputs)} outputs for {len(prompts)} prompts")
-    found = []
+    scores = []
     for number, (output, prompt) in enumerate(zip(outputs, prompts, strict=True)):
         positions = list(output.prompt_logprobs or ())
         if len(positions) != len(prompt):
-            given = max(len(positions) - 1, 0)
+            returned = max(len(positions) - 1, 0)
             raise ReshardError(
                 f"prompt {number} has {len(prompt)} tokens, the engine gives logprobs of "
-                f"{given} instead of {len(prompt) - 1}: ask for prompt_logprobs=1"
+                f"{returned} instead of {len(prompt) - 1}: ask for prompt_logprobs=1"
             )
         chosen, best = [], []
         for index, (token, entries) in enumerate(zip(prompt[1:], positions[1:], strict=True), 1):
@@ -287,14 +283,14 @@ def scores_of_outputs(
                 )
             chosen.append(entries[token].logprob)
             best.append(min(entries, key=lambda other: entries[other].rank))
-        found.append(
+        scores.append(
             Scores(np.array(chosen, np.float64), np.array(best), None, _choices(output, len(prompt), model))
         )
-    return found
+    return scores
 
 
 def _distributions(positions: Any, vocabulary: int) -> np.ndarray:
-    """Of flat logprobs of all tokens, ``[positions, vocabulary]``. Ids beyond the vocabulary are padding."""
+    """Return flat logprobs of all tokens as ``[positions, vocabulary]``. Ids beyond the vocabulary are padding."""
     rows = np.full((len(positions) - 1, vocabulary), -np.inf, np.float32)
     tokens, values = np.array(positions.token_ids), np.array(positions.logprobs, np.float32)
     for row, (start, end) in enumerate(
@@ -310,5 +306,5 @@ def _choices(output: Any, length: int, model: Model | None) -> Choices | None:
     if routed is None or model is None:
         return None
     experts = np.sort(routed[: length - 1, list(model.moe_layers)].astype(np.int64), -1)
-    # Where its kernels choose the experts themselves, vLLM returns a buffer that nothing was written to.
+    # Where vLLM's kernels choose the experts themselves, it returns a buffer that nothing was written to.
     return Choices(model.moe_layers, experts, None) if (np.diff(experts) > 0).all() else None

@@ -11,6 +11,7 @@ import torch
 from reshard.comm.group import RefitGroup
 from reshard.comm.hosts import namespaces, this_host
 from reshard.core.errors import ReshardError, listed
+from reshard.core.version import __version__
 from reshard.models.config_fields import ignored, ignored_config_fields
 from reshard.refit.checks import check_greeting, check_hello, check_ignored_fields, check_own, gathered
 from reshard.refit.routes import Seat, distance, way_between, why_apart
@@ -126,9 +127,7 @@ def ignoring_alike(members: RefitGroup, name: str) -> Iterator[None]:
 
 def spoken() -> dict[str, Any]:
     """Return the versions that all members must have."""
-    from importlib.metadata import version
-
-    return {"protocol": PROTOCOL, "reshard": version("reshard")}
+    return {"protocol": PROTOCOL, "reshard": __version__}
 
 
 def _check_alike(key: str, peer: dict[str, Any], mine: dict[str, Any]) -> None:

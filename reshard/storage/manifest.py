@@ -16,6 +16,7 @@ from typing import Any
 import xxhash
 
 from reshard.core.errors import ReshardError
+from reshard.core.version import __version__
 from reshard.formats.small_files import MAX_INDEX_BYTES, read_json, whole_numbers
 from reshard.storage.streams import TensorInfo
 
@@ -27,8 +28,8 @@ def versions() -> dict[str, str]:
     """Versions of what decides the bytes."""
     from importlib import metadata
 
-    found = {}
-    for package in ("reshard", "megatron-core", "torch", "transformers", "safetensors"):
+    found = {"reshard": __version__}
+    for package in ("megatron-core", "torch", "transformers", "safetensors"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -1,5 +1,4 @@
-"""Everything that a comparison runs: both systems on the same prompts, one after the other, and then what tells how much
-of their difference is rounding."""
+"""Run both systems on the same prompts, one after the other, and then the runs that measure their rounding."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -14,22 +13,22 @@ from reshard.megatron.parameters import expand
 from reshard.parity.metrics import Metrics, Scores, metrics_of, routing_of
 from reshard.parity.noise import BOTH_IN_FP32, Noise, noise_of
 from reshard.parity.opening import is_megatron, model_of, open_system
-from reshard.parity.prompts import SERVED, Prompt, Reach
+from reshard.parity.prompts import VLLM_PREFIX, FarPrompt, Prompt
 from reshard.parity.rounding import Rounding, rounded, rounding_of
 from reshard.parity.routing import Routing
-from reshard.parity.systems import ForwardSystem, Scoring, System, device, scores_of, share_in_fp32
+from reshard.parity.systems import ForwardSystem, ScoringOptions, System, device, scores_of, share_in_fp32
 
-# Distributions that are kept for the KL over the vocabulary, in bytes of each system.
+# Bytes of distributions that each system keeps for the KL over the vocabulary.
 KEPT_BYTES = 1 << 30
 SIDES = ("A", "B")
 
 
-class Bench:
-    """Two systems and the prompts that both score.
+class Comparison:
+    """Two systems, the prompts that both score, and their scores.
 
-    `runs` are the scores and `names` the systems by side, ``A`` and ``B``; `far_runs` are those of the prompt that
-    reaches far, by side and dtype. `noise` has how far a side is from what else was run, `routings` how their experts
-    compare, `notes` sentences on what could not be run, and `covered` says how far positions went.
+    By side, ``A`` or ``B``: `specs` (paths or systems), `runs` (scores) and `names`. `far_runs` are the scores of the
+    far prompt, by side and dtype. `noise` and `routings` compare a side with other runs of its checkpoint. `notes` are
+    sentences on what could not be run; `covered` says how far positions went.
     """
 
     def __init__(
@@ -41,12 +40,12 @@ class Bench:
         hf_config: Path | None = None,
         engine: VllmLayout | None = None,
         quantization: str | None = None,
-        exact: bool = False,
+        match_vllm_rounding: bool = False,
     ) -> None:
         self.specs = dict(zip(SIDES, (a, b)))
         self.dtype, self.layout, self.hf_config = dtype, layout, hf_config
-        self.engine, self.quantization, self.exact = engine, quantization, exact
-        # Both before either is run: a path that is wrong is better known before minutes of scoring.
+        self.engine, self.quantization, self.match_vllm_rounding = engine, quantization, match_vllm_rounding
+        # Open both before scoring either: a wrong path is better known before minutes of scoring.
         self.models = [
             spec.model if isinstance(spec, System) else model_of(spec, hf_config) for spec in (a, b)
         ]
@@ -61,25 +60,25 @@ class Bench:
 
     @property
     def quantized(self) -> bool:
-        """Whether an engine served quantized weights."""
+        """True if an engine served quantized weights."""
         return bool(self.quantized_sides)
 
     def prepare(
         self,
         prompts: Sequence[Prompt],
-        reach: Reach | None,
+        reach: FarPrompt | None,
         batch_size: int,
         packed: bool,
         routing: bool,
     ) -> None:
-        """Choose what is scored, and how."""
+        """Set the prompts and the options of scoring."""
         model, longest = self.models[0], max(map(len, prompts))
         context = int(model.config["max_position_embeddings"])
         unable = [side for side, spec in self.specs.items() if not _takes_positions(spec)]
         self.reach = None if unable else reach
         self.prompts = list(prompts)
         keep = KEPT_BYTES // (4 * model.symbols["V"])
-        self.how = Scoring(batch_size, packed, keep, routing and model.num_experts > 0)
+        self.options = ScoringOptions(batch_size, packed, keep, routing and model.num_experts > 0)
         last = max(longest, self.reach.positions[-1] + 1 if self.reach is not None else 0)
         self.covered = f"positions up to {last - 1:,} of {context:,}"
         if reach is not None and unable:
@@ -91,11 +90,11 @@ class Bench:
             )
 
     def score_both(self) -> None:
-        """Score A, then B."""
+        """Score the prompts in A, then in B."""
         for side, spec in self.specs.items():
-            system = spec if isinstance(spec, System) else self._opened(spec, self.dtype)
+            system = spec if isinstance(spec, System) else self._open(spec, self.dtype)
             with closing(system):
-                self.runs[side], self.names[side] = scores_of(system, self.prompts, self.how), system.name
+                self.runs[side], self.names[side] = scores_of(system, self.prompts, self.options), system.name
                 self._score_far(side, system, self.dtype)
                 if system.quantized:
                     self.quantized_sides.add(side)
@@ -103,15 +102,15 @@ class Bench:
     def score_again(self) -> None:
         """Score A once more, and where it is in fp32, in bf16."""
         spec = self.specs["A"]
-        system = spec if isinstance(spec, System) else self._opened(spec, self.dtype)
+        system = spec if isinstance(spec, System) else self._open(spec, self.dtype)
         with closing(system):
-            self._note("A", "A again", scores_of(system, self.prompts, self.how))
+            self._compare_with("A", "A again", scores_of(system, self.prompts, self.options))
         if isinstance(spec, str) and self.dtype == "fp32" and "A" not in self.quantized_sides:
-            with closing(self._opened(spec, "bf16")) as system:
-                self._note("A", "A in bf16", scores_of(system, self.prompts, self.how))
+            with closing(self._open(spec, "bf16")) as system:
+                self._compare_with("A", "A in bf16", scores_of(system, self.prompts, self.options))
 
     def measure_noise(self) -> Noise | None:
-        """Run the checkpoint of each side in fp32 too, where that can be, and compare; None where neither can."""
+        """Run the checkpoint of each side in fp32 too, where possible, and compare; None if neither could be run."""
         in_fp32: dict[str, list[Scores] | None] = {}
         for side, spec in self.specs.items():
             in_fp32[side] = self._in_fp32(side) if isinstance(spec, str) else None
@@ -122,7 +121,7 @@ class Bench:
             else:
                 rounding[side] = (self.runs[side], in_fp32[side])
         if self.quantized and any(None in rounding[side] for side in self.quantized_sides):
-            return None  # the rounding of plain weights says nothing of theirs
+            return None  # the rounding of plain weights says nothing about quantized ones
         comparable = not self.quantized and in_fp32["A"] is not None and in_fp32["B"] is not None
         if comparable:
             self.noise[BOTH_IN_FP32] = metrics_of(in_fp32["A"] or [], in_fp32["B"] or [])
@@ -132,13 +131,13 @@ class Bench:
 
     @property
     def far(self) -> Metrics | None:
-        """The difference at far positions, in the dtype that was asked for."""
+        """The difference at far positions, in the dtype of the comparison; None if they were not scored."""
         a, b = (self.far_runs.get((side, self.dtype)) for side in SIDES)
         return None if a is None or b is None else metrics_of(a, b)
 
     def far_noise(self) -> Noise | None:
-        """The same in units of rounding. A trained model can be chaotic there in bf16, so that only what is left in
-        fp32 tells anything."""
+        """Return the difference at far positions in units of rounding. A trained model can be chaotic there in bf16, so
+        only its part in fp32 counts."""
         a, b = (self.far_runs.get((side, self.dtype)) for side in SIDES)
         exact_a, exact_b = (self.far_runs.get((side, "fp32")) for side in SIDES)
         if self.dtype == "fp32" or a is None or b is None or exact_a is None or exact_b is None:
@@ -146,44 +145,43 @@ class Bench:
         return noise_of(a, b, (a, b), (exact_a, exact_b), (exact_a, exact_b), share=share_in_fp32())
 
     def _in_fp32(self, side: str) -> list[Scores] | None:
-        """The scores of a side's checkpoint in fp32, by transformers or Megatron-Core."""
+        """Score a side's checkpoint in fp32, with transformers or Megatron-Core."""
         scores = self._forward(side, "fp32")
         if scores is not None and side not in self.quantized_sides:
-            self._note(side, f"{side} in fp32", scores)
+            self._compare_with(side, f"{side} in fp32", scores)
         return scores
 
     def _quantized_rounding(
         self, side: str, in_fp32: dict[str, list[Scores] | None]
     ) -> tuple[list[Scores] | None, list[Scores] | None]:
-        """Scores of plain weights that are rounded like those of a side's engine, and the same in fp32: of the other
-        side's checkpoint, if that is plain, so that the engine has no part in it."""
+        """Return scores of plain weights that are rounded as a side's engine rounds, and the same weights' scores in fp32:
+        of the other side's checkpoint, if that is plain, so that the engine has no part in them."""
         other = SIDES[1 - SIDES.index(side)]
-        how = rounding_of(
+        rounding = rounding_of(
             self.models[SIDES.index(side)], self.quantization if self._is_served(side) else None
         )
         for base in (other, side):
             if in_fp32[base] is None:
                 continue
-            scores = self._forward(base, self.dtype, how)
+            scores = self._forward(base, self.dtype, rounding)
             if scores is not None:
                 exact = in_fp32[base] or []
-                self.noise[f"{base} with {how}"] = metrics_of(exact, scores)
+                self.noise[f"{base} with {rounding}"] = metrics_of(exact, scores)
                 return scores, exact
         return None, None
 
-    def _forward(self, side: str, dtype: str, how: Rounding | None = None) -> list[Scores] | None:
-        """Scores of a side's checkpoint, run here in a dtype and rounded as said; None, with a note, where that cannot
-        be."""
-        spec = str(self.specs[side]).removeprefix(SERVED)
+    def _forward(self, side: str, dtype: str, rounding: Rounding | None = None) -> list[Scores] | None:
+        """Score a side's checkpoint in a dtype, rounded if asked; None, with a note, if it cannot be run here."""
+        spec = str(self.specs[side]).removeprefix(VLLM_PREFIX)
         try:
             self._check_memory(spec, side, dtype)
             with closing(open_system(spec, dtype, self.layout, self.hf_config)) as system:
                 assert isinstance(system, ForwardSystem)
-                if how is None:
+                if rounding is None:
                     self._score_far(side, system, dtype)
-                    return scores_of(system, self.prompts, self.how)
-                with rounded(system, how):
-                    return scores_of(system, self.prompts, self.how)
+                    return scores_of(system, self.prompts, self.options)
+                with rounded(system, rounding):
+                    return scores_of(system, self.prompts, self.options)
         except (ReshardError, torch.OutOfMemoryError, MemoryError) as error:
             self.notes.append(f"the rounding of {side} could not be measured: {error}")
             return None
@@ -199,29 +197,29 @@ class Bench:
 
     def _is_served(self, side: str) -> bool:
         spec = self.specs[side]
-        return isinstance(spec, str) and spec.startswith(SERVED)
+        return isinstance(spec, str) and spec.startswith(VLLM_PREFIX)
 
-    def _opened(self, spec: str, dtype: str) -> System:
+    def _open(self, spec: str, dtype: str) -> System:
         return open_system(
-            spec, dtype, self.layout, self.hf_config, self.engine, self.quantization, self.exact
+            spec, dtype, self.layout, self.hf_config, self.engine, self.quantization, self.match_vllm_rounding
         )
 
     def _score_far(self, side: str, system: System, dtype: str) -> None:
         if self.reach is not None:
-            far = Scoring(keep=self.how.keep, positions=self.reach.positions)
+            far = ScoringOptions(keep=self.options.keep, positions=self.reach.positions)
             self.far_runs[side, dtype] = scores_of(system, [self.reach.prompt], far)
 
-    def _note(self, side: str, name: str, scores: list[Scores]) -> None:
+    def _compare_with(self, side: str, name: str, scores: list[Scores]) -> None:
         self.noise[name] = metrics_of(self.runs[side], scores)
         self.routings.append(routing_of(self.runs[side], scores, self.models[0]))
 
 
 def _takes_positions(spec: str | System) -> bool:
-    return spec.takes_positions if isinstance(spec, System) else not spec.startswith(SERVED)
+    return spec.takes_positions if isinstance(spec, System) else not spec.startswith(VLLM_PREFIX)
 
 
 def _free_memory() -> int:
-    """Bytes that are free for a model: of the host, through which it is loaded, and of the GPU."""
+    """Return the bytes that are free for a model: on the host, through which it is loaded, and on the GPU."""
     free = 1 << 62
     try:
         with open("/proc/meminfo", encoding="ascii") as file:

@@ -1,7 +1,7 @@
-"""Where two models part: hidden states of transformers and of Megatron-Core, compared module by module.
+"""Find where two models diverge: compare hidden states of transformers and Megatron-Core module by module.
 
-In bf16 what a module's rounding amounts to depends on the model and grows with depth, so both are run in fp32 as well: an
-output departs where the two systems are further apart than either is from itself.
+In bf16 the rounding of a module depends on the model and grows with depth, so both systems are run in fp32 as well: an
+output diverges where the two systems are further apart than their own rounding explains.
 """
 
 import math
@@ -22,19 +22,19 @@ from reshard.parity.huggingface import HuggingFace
 from reshard.parity.megatron import Megatron
 from reshard.parity.noise import COMPARABLE
 from reshard.parity.opening import is_megatron, model_of, open_system
-from reshard.parity.prompts import SERVED, Prompt, check_prompts
-from reshard.parity.systems import device, hooked, join_processes, of_all_ranks, share_in_fp32
+from reshard.parity.prompts import VLLM_PREFIX, Prompt, check_prompts
+from reshard.parity.systems import device, gather_from_ranks, hooked, join_processes, share_in_fp32
 from reshard.storage.compare import Difference, diff
 
-# Relative distance of two hidden states (norm of the difference over the norm, a mean over tokens) that two
-# implementations in fp32 do not have, and how many times the rounding of both they may be apart in another dtype.
-TOLERANCE, ROUNDINGS = 1e-4, 2.0
+# Relative distance of two hidden states (norm of the difference over the norm, a mean over tokens) that is no rounding
+# in fp32, and the multiple of both systems' rounding by which they may be apart in another dtype.
+TOLERANCE, ROUNDING_FACTOR = 1e-4, 2.0
 States = dict[str, torch.Tensor]
 
 
-class Point(NamedTuple):
-    """A module's output: its place for people, the module in transformers, and what its parameters' names
-    begin with."""
+class ModuleOutput(NamedTuple):
+    """A module whose output is compared: its place for people, its name in transformers, and the prefix of its
+    parameters' names."""
 
     place: str
     module: str
@@ -42,10 +42,12 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Located:
-    """The first output that departs. `before` is the last one that agrees, `distance` relative to the norm,
-    `tolerance` what rounding would explain of it; `parameters` feed it, `differing` are those whose bytes are not equal.
-    `fields` are those by which the two configs make two models."""
+class Divergence:
+    """The first module output that differs by more than rounding.
+
+    `before` is the last output that agrees, `distance` is relative to the norm, `tolerance` the distance that rounding
+    explains. `parameters` feed the module; `differing` are those whose bytes are not equal. `fields` are the config
+    fields that make two models."""
 
     place: str
     before: str | None
@@ -57,7 +59,7 @@ class Located:
 
     @property
     def sentence(self) -> str:
-        """For people."""
+        """The finding for people."""
         after = f"; {self.before} still agrees" if self.before else ""
         count = len(self.parameters)
         if self.differing:
@@ -73,42 +75,46 @@ class Located:
             cause = f"{equal} equal bit for bit, {self._other_cause}"
         else:
             cause = "it has no parameters of its own"
-        return f"{self.place} departs first (relative distance {self.distance:.2g}){after}; {cause}"
+        return f"{self.place} diverges first (relative distance {self.distance:.2g}){after}; {cause}"
 
     @property
     def _other_cause(self) -> str:
         if not self.fields:
             return "and the configs say the same, so that the code must differ"
-        said = listed((f"{name} ({a!r:.60} in A, {b!r:.60} in B)" for name, (a, b) in self.fields.items()), 4)
-        return f"and the configs differ in {said}"
+        fields = listed(
+            (f"{name} ({a!r:.60} in A, {b!r:.60} in B)" for name, (a, b) in self.fields.items()), 4
+        )
+        return f"and the configs differ in {fields}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return all fields, for ``--json``."""
         return asdict(self) | {"sentence": self.sentence}
 
 
-def sentence_of(located: Located | None) -> str:
-    """What was found, for people, also where nothing departs."""
-    if located is not None:
-        return located.sentence
-    return "no module's output departs for the worst prompt: in each the two differ by no more than rounding"
+def describe_divergence(divergence: Divergence | None) -> str:
+    """Return a sentence on the divergence, also where there is none."""
+    if divergence is not None:
+        return divergence.sentence
+    return "no module's output diverges for the worst prompt: in each the two differ by no more than rounding"
 
 
-def points_of(model: Model) -> list[Point]:
-    """The outputs that are compared, in the order of the computation."""
+def compared_outputs(model: Model) -> list[ModuleOutput]:
+    """Return the outputs that are compared, in the order of the computation."""
     (embedding, at_first, _), (norm, before_last, _), (head, at_last, _) = model.family.ends
-    points = [Point(embedding, at_first, at_first + ".")]
+    points = [ModuleOutput(embedding, at_first, at_first + ".")]
     for layer, kind in enumerate(model.kinds):
         path = f"{model.family.layers}{layer}"
         for place, module, _ in model.family.outputs:
             name = "experts" if place == "MLP" and kind == "moe" else place
-            points.append(Point(f"the {name} of layer {layer}", f"{path}.{module}", f"{path}.{module}."))
-        points.append(Point(f"the output of layer {layer}", path, path + "."))
-    points.append(Point(norm, before_last, before_last + "."))
-    return [*points, Point(head, at_last, (at_first if model.tied else at_last) + ".")]
+            points.append(
+                ModuleOutput(f"the {name} of layer {layer}", f"{path}.{module}", f"{path}.{module}.")
+            )
+        points.append(ModuleOutput(f"the output of layer {layer}", path, path + "."))
+    points.append(ModuleOutput(norm, before_last, before_last + "."))
+    return [*points, ModuleOutput(head, at_last, (at_first if model.tied else at_last) + ".")]
 
 
-def locate(
+def find_divergence(
     a: str,
     b: str,
     prompt: Prompt,
@@ -118,36 +124,41 @@ def locate(
     hf_config: str | Path | None = None,
     tolerance: float | None = None,
     positions: Sequence[int] | None = None,
-) -> Located | None:
-    """Run one prompt through a Hugging Face directory and a Megatron checkpoint (in either order) and name
-    the first output that departs.
+) -> Divergence | None:
+    """Run one prompt through a Hugging Face directory and a Megatron checkpoint (in either order) and return the first
+    output that diverges, or None.
 
-    `tolerance` is the relative distance that two implementations have (default: 1e-4 in fp32, and in bf16, module by
-    module, twice what the outputs of both differ by from their own in fp32, or there a share of it). `positions` are
-    those of the tokens, where not 0, 1, 2 ... None where none departs. Under torchrun every rank calls it, and has the
-    result. Raises ReshardError where the two are not one of each, or no output of theirs could be compared.
+    `tolerance` is the relative distance that rounding may make. Default: 1e-4 in fp32; in bf16, module by module, twice
+    the distance of both systems' outputs from their own in fp32, and a share of that between both in fp32. `positions`
+    are those of the tokens (default: 0, 1, 2 ...). Under torchrun every rank calls this and gets the result.
+
+    Raises ReshardError where the two are not one of each, or have no output in common.
     """
     if tolerance is not None and not 0 <= tolerance < float("inf"):
         raise ReshardError(f"a tolerance of {tolerance} cannot be: give a finite number of at least 0")
     join_processes()
-    where = Path(hf_config) if hf_config is not None else None
-    if sorted(map(is_megatron, (a, b))) != [False, True] or a.startswith(SERVED) or b.startswith(SERVED):
+    config_path = Path(hf_config) if hf_config is not None else None
+    if (
+        sorted(map(is_megatron, (a, b))) != [False, True]
+        or a.startswith(VLLM_PREFIX)
+        or b.startswith(VLLM_PREFIX)
+    ):
         raise ReshardError(
             f"{a} and {b} must be a Hugging Face directory and a Megatron checkpoint: only "
             f"those can be compared inside"
         )
     hf, mcore = (b, a) if is_megatron(a) else (a, b)
-    models = [model_of(spec, where) for spec in (a, b)]
+    models = [model_of(spec, config_path) for spec in (a, b)]
     context = int(models[0].config["max_position_embeddings"])
     check_prompts([prompt], models[0].symbols["V"], context)
 
-    def states_in(kind: str) -> tuple[Model, States, States]:
-        return _states(hf, mcore, prompt, positions, kind, layout or MegatronLayout(), where)
+    def outputs_in(kind: str) -> tuple[Model, States, States]:
+        return _outputs(hf, mcore, prompt, positions, kind, layout or MegatronLayout(), config_path)
 
-    model, *outputs = states_in(dtype)
-    exact = states_in("fp32")[1:] if tolerance is None and dtype != "fp32" else None
+    model, *outputs = outputs_in(dtype)
+    exact = outputs_in("fp32")[1:] if tolerance is None and dtype != "fp32" else None
     before, compared = None, False
-    for point in points_of(model):
+    for point in compared_outputs(model):
         if any(point.module not in states for states in outputs):
             continue  # Transformer Engine has norms inside its linear layers
         compared = True
@@ -155,14 +166,14 @@ def locate(
         if apart is not None:
             result = diff(a, b, hf_config=hf_config, only=_beginning_with(point.prefix))
             fields = config_differences(*models)
-            return Located(point.place, before, *apart, result.names, result.differences, fields)
+            return Divergence(point.place, before, *apart, result.names, result.differences, fields)
         before = point.place
     if not compared:
         raise ReshardError(f"{a} and {b} have no module in common whose outputs could be compared")
     return None
 
 
-def _states(
+def _outputs(
     hf: str,
     mcore: str,
     prompt: Prompt,
@@ -171,21 +182,21 @@ def _states(
     layout: MegatronLayout,
     hf_config: Path | None,
 ) -> tuple[Model, States, States]:
-    """Outputs of transformers' modules and of Megatron-Core's, one system after the other, on every rank."""
+    """Return outputs of transformers' modules and of Megatron-Core's, on every rank. One system runs after the other."""
     tokens = torch.tensor([prompt], device=device())
     with closing(open_system(mcore, dtype, layout, hf_config)) as megatron:
         assert isinstance(megatron, Megatron)
-        points = points_of(megatron.model)
-        ours = of_all_ranks(_states_of_megatron(megatron, tokens, positions))
+        points = compared_outputs(megatron.model)
+        ours = gather_from_ranks(_states_of_megatron(megatron, tokens, positions))
     with closing(open_system(hf, dtype, layout, hf_config)) as transformers:
         assert isinstance(transformers, HuggingFace)
         states = _states_of_hf(transformers, points, tokens, positions) if dist.get_rank() == 0 else {}
-        return megatron.model, of_all_ranks(states), ours
+        return megatron.model, gather_from_ranks(states), ours
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Mean over the tokens of the relative distance of their states: in a trained model a few tokens are a thousand
-    times larger than the others, and would alone make up a distance of all together."""
+    """Return the mean over tokens of the relative distance of their states. In a trained model a few tokens are a
+    thousand times larger than the others; a norm over all tokens would see these alone."""
     x, y = one.double().flatten(0, -2), other.double().flatten(0, -2)
     return float(((x - y).norm(dim=-1) / x.norm(dim=-1).clamp_min(1e-30)).mean())
 
@@ -193,18 +204,19 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 def _too_far_apart(
     module: str, outputs: Sequence[States], exact: Sequence[States] | None, tolerance: float
 ) -> tuple[float, float] | None:
-    """The distance of a module's outputs in two systems, and what would have passed, where they are too far apart.
+    """Return the distance of a module's outputs in two systems and the limit that it exceeds, or None within it.
 
-    With the outputs of both in fp32 (`exact`) that is what both round, and in fp32 itself a share of it.
+    With both systems' outputs in fp32 (`exact`) the limit is a multiple of their rounding, and of their distance in
+    fp32 a share of it.
     """
     distance = _distance(*(states[module] for states in outputs))
     if exact is None:
         return None if distance <= tolerance else (distance, tolerance)
     errors = [_distance(x[module], y[module]) for x, y in zip(exact, outputs, strict=True)]
-    # What one system rounds far beyond the other is a difference, not rounding.
+    # Rounding of one system far beyond the other's is a difference, not rounding.
     noise = math.hypot(*(min(error, COMPARABLE * min(errors)) for error in errors))
     in_fp32 = _distance(*(states[module] for states in exact))
-    for apart, limit in ((distance, ROUNDINGS * noise), (in_fp32, share_in_fp32() * noise)):
+    for apart, limit in ((distance, ROUNDING_FACTOR * noise), (in_fp32, share_in_fp32() * noise)):
         if not apart <= max(tolerance, limit):
             return apart, max(tolerance, limit)
     return None
@@ -215,7 +227,7 @@ def _beginning_with(prefix: str) -> Callable[[str], bool]:
 
 
 def _states_of_hf(
-    system: HuggingFace, points: Sequence[Point], tokens: torch.Tensor, positions: Sequence[int] | None
+    system: HuggingFace, points: Sequence[ModuleOutput], tokens: torch.Tensor, positions: Sequence[int] | None
 ) -> States:
     states: States = {}
     modules = {point.module: system.module.get_submodule(point.module) for point in points}
@@ -225,7 +237,7 @@ def _states_of_hf(
 
 
 def _states_of_megatron(system: Megatron, tokens: torch.Tensor, positions: Sequence[int] | None) -> States:
-    """This rank's states, in transformers' names and order of dims."""
+    """Return this rank's states under transformers' names, dims in transformers' order."""
     from megatron.core.transformer.identity_op import IdentityOp
 
     family = system.model.family
@@ -260,6 +272,6 @@ def _states_of_megatron(system: Megatron, tokens: torch.Tensor, positions: Seque
 
 
 def _copied(output: Any) -> torch.Tensor:
-    """A copy of a module's output: without gradients Megatron adds the residual in place."""
+    """Copy a module's output: without gradients Megatron adds the residual in place."""
     state = output[0] if isinstance(output, tuple) else output
     return state.detach().clone().float().cpu()

@@ -1,0 +1,104 @@
+"""The result of a comparison: figures, limits and what exceeds them, for people and for programs."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from reshard.parity.limits import Limits
+from reshard.parity.metrics import Metrics, Scores
+from reshard.parity.noise import BOTH_IN_FP32, Noise
+from reshard.parity.prompts import FarPrompt, Prompt
+from reshard.parity.routing import Routing
+
+
+@dataclass
+class ParityReport:
+    """The figures of two systems' scores of the same prompts, and the limits that they exceed.
+
+    - `noise`: how far a system is from other runs of its checkpoint, by name (``A in fp32``). `rounding`: the
+      difference in units of that; None where it was not measured.
+    - `routing`: None where the model has no experts, or a system does not tell which it chose.
+    - `unmeasured`: sentences on default limits whose figure was not measured, and on what could not be run.
+    - `quantized`: an engine served quantized weights, which have limits of their own.
+    - `fields`: the fields by which the two configs make two models, with both values.
+    - `far`: the difference at the far positions of `reach`, where both systems take positions; `covered` says how far
+      positions went.
+    - `first_process`: True on the rank that prints.
+    """
+
+    a: str
+    b: str
+    dtype: str
+    overall: Metrics
+    prompts: list[Metrics]
+    limits: Limits
+    exceeded: list[str]
+    noise: dict[str, Metrics]
+    routing: Routing | None
+    scores_a: list[Scores]
+    scores_b: list[Scores]
+    tokens: list[Prompt]
+    first_process: bool = True
+    unmeasured: list[str] = field(default_factory=list)
+    quantized: bool = False
+    rounding: Noise | None = None
+    fields: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    reach: FarPrompt | None = None
+    far: Metrics | None = None
+    covered: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """True if every limit holds."""
+        return not self.exceeded
+
+    @property
+    def worst(self) -> int:
+        """Index of the prompt with the largest mean |difference|."""
+        return max(range(len(self.prompts)), key=lambda i: self.prompts[i].mean_abs)
+
+    @property
+    def worst_prompt(self) -> Prompt:
+        """Tokens of the prompt with the largest mean |difference|."""
+        return self.tokens[self.worst]
+
+    @property
+    def diverging_prompt(self) -> tuple[Prompt, tuple[int, ...] | None]:
+        """The prompt that shows best where the two diverge, and its positions if they are not 0, 1, 2 ..."""
+        if self.reach is None or self.far is None or not self.far_only:
+            return self.worst_prompt, None
+        return self.reach.prompt, self.reach.positions
+
+    @property
+    def far_only(self) -> bool:
+        """True if only the far positions show a difference: all sentences but those on configs are about them."""
+        figures = self.exceeded[len(self.fields) :]
+        return bool(figures) and all(sentence.startswith(f"at {self.covered}") for sentence in figures)
+
+    @property
+    def columns(self) -> dict[str, Metrics]:
+        """The columns of the table of figures, by heading."""
+        far = {} if self.far is None else {"at far positions": self.far}
+        other_runs = {
+            "both in fp32" if name == BOTH_IN_FP32 else f"{name[0]} to {name}": metrics
+            for name, metrics in self.noise.items()
+        }
+        return {"A to B": self.overall} | far | other_runs
+
+    @property
+    def sentences(self) -> list[str]:
+        """Sentences on rounding, routing and coverage, for people."""
+        sentences = [] if self.rounding is None else [f"rounding: {self.rounding.sentence}"]
+        if self.routing is not None:
+            sentences.append(f"routing: {self.routing.sentence}")
+        return [*sentences, *([f"covered: {self.covered}"] if self.covered else [])]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but the scores themselves, for ``--json``."""
+        return {
+            "a": self.a, "b": self.b, "dtype": self.dtype, "quantized": self.quantized, "ok": self.ok,
+            "exceeded": self.exceeded, "unmeasured": self.unmeasured, "limits": self.limits.to_dict(), "overall": self.overall.to_dict(),
+            "noise": {name: metrics.to_dict() for name, metrics in self.noise.items()},
+            "rounding": self.rounding and self.rounding.to_dict(), "fields": self.fields,
+            "covered": self.covered, "far": self.far and self.far.to_dict(),
+            "routing": self.routing and self.routing.to_dict(), "prompts": [metrics.to_dict() for metrics in self.prompts],
+        }  # fmt: skip
