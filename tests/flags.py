@@ -14,8 +14,8 @@ from tests.checkpoints import VARIANTS
 LAYOUTS = (
     MegatronLayout(),
     MegatronLayout(tp=2, pp=2, vpp=2),
-    MegatronLayout(pp=2, first_stage_layers=1),
-    MegatronLayout(tp=2, pp=2, pipeline="Et|tttL"),
+    MegatronLayout(pp=2, num_layers_in_first_pipeline_stage=1),
+    MegatronLayout(tp=2, pp=2, pipeline_model_parallel_layout="Et|tttL"),
 )
 PARSER = Path(__file__).with_name("parse_flags.py")
 

@@ -233,7 +233,7 @@ def test_what_nobody_reads_is_a_note_also_in_json(checkpoint, tmp_path):
     note = "LlamaForCausalLM does not read my_favorite, and neither does reshard"
     done = cli("hf-to-mcore", source, tmp_path / "mcore", "--json")
     assert done.returncode == 0 and any(note in notice for notice in json.loads(done.stdout)["notices"])
-    done = cli("plan", "--model", source, "--from", "tp=2", "--to", "tp=2")
+    done = cli("plan", "--model", source, "--trainer", "tp=2", "--engine", "tp=2")
     assert done.returncode == 0 and note in done.stderr
 
 

@@ -147,7 +147,9 @@ def test_an_installation_without_dependencies_names_the_line_that_installs_them(
     )
     for name in ("inspect", "check", "diff", "hf-to-mcore", "mcore-to-hf", "plan", "memory"):
         paths = [source] * (1 + (name in ("diff", "hf-to-mcore", "mcore-to-hf")))
-        options = {"plan": ["--from", "tp=1", "--to", "tp=1", "--model"], "memory": ["--model"]}.get(name, [])
+        options = {"plan": ["--trainer", "tp=1", "--engine", "tp=1", "--model"], "memory": ["--model"]}.get(
+            name, []
+        )
         done = attempt([*command, name, *options, *paths])
         assert (
             re.fullmatch(f"Error: {MISSING}", done.stderr) or done.returncode == 0 or name == "mcore-to-hf"

@@ -23,7 +23,7 @@ LAYOUTS = [
     ("qwen3-moe", {}, f"{TP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=4, ep=2, etp=2)),
     ("qwen3-moe-mixed", {}, f"{TP} 2 {PP} 2 {VPP} 2 {EP} 2 {ETP} 2", 8, MegatronLayout(ep=8, etp=1)),
     ("deepseek-v3", {"mtp": True}, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=4, ep=4, etp=1)),
-    ("glm4-moe", {"mtp": True}, f"{TP} 4 {EP} 2 {ETP} 2", 4, MegatronLayout(pp=2, first_stage_layers=1)),
+    ("glm4-moe", {"mtp": True}, f"{TP} 4 {EP} 2 {ETP} 2", 4, MegatronLayout(pp=2, num_layers_in_first_pipeline_stage=1)),
 ]  # fmt: skip
 
 
@@ -235,10 +235,10 @@ def test_a_source_that_is_rewritten_while_it_is_loaded_is_named_on_all_ranks(kin
 
 
 SAVED = [
-    ("llama-rope-tied", {}, f"{TP} 2 {PP} 2 --pipeline-model-parallel-layout Et|tttL", 4, MegatronLayout(tp=2, pp=2, pipeline="Et|tttL")),
+    ("llama-rope-tied", {}, f"{TP} 2 {PP} 2 --pipeline-model-parallel-layout Et|tttL", 4, MegatronLayout(tp=2, pp=2, pipeline_model_parallel_layout="Et|tttL")),
     ("qwen2", {}, f"{PP} 2 {VPP} 2", 4, MegatronLayout(pp=2, vpp=2)),
     ("qwen3", {}, f"{PP} 3 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 2", 3,
-     MegatronLayout(pp=3, first_stage_layers=1, last_stage_layers=2)),
+     MegatronLayout(pp=3, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=2)),
     ("qwen3-moe-mixed", {}, f"{TP} 2 {EP} 4 {ETP} 1", 8, MegatronLayout(tp=2, ep=4, etp=1)),
     ("deepseek-v3", {"mtp": True}, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 2", 8, MegatronLayout(tp=2, pp=2, ep=2, etp=2)),
     ("glm4-moe-air", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, MegatronLayout(tp=2, ep=2, etp=1)),

@@ -240,7 +240,7 @@ def test_a_plan_says_what_it_ignores(checkpoint, tmp_path, capsys):
     source.mkdir()
     config = json.loads((checkpoint("llama") / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"logit_scale": 9.0}))
-    command = ["plan", "--model", str(source), "--from", "tp=2", "--to", "tp=2"]
+    command = ["plan", "--model", str(source), "--trainer", "tp=2", "--engine", "tp=2"]
     with pytest.raises(ReshardError, match="logit_scale"):
         cli(command, standalone_mode=False)
     cli([*command, "--ignore-config-field", "logit_scale"], standalone_mode=False)

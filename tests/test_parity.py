@@ -35,7 +35,7 @@ SAME = [
     ("llama", MegatronLayout(tp=2), dict(pp=2, vpp=2)),
     ("llama-rope-tied", MegatronLayout(pp=2), dict(tp=2, pp=2)),
     ("llama-bias", MegatronLayout(), dict(tp=2)),
-    ("llama-mha", MegatronLayout(tp=4), dict(pp=2, first_stage_layers=1)),
+    ("llama-mha", MegatronLayout(tp=4), dict(pp=2, num_layers_in_first_pipeline_stage=1)),
     ("qwen2", MegatronLayout(pp=2), dict(tp=4)),
     ("qwen2-tied", MegatronLayout(tp=2), dict(pp=2)),
     ("qwen3", MegatronLayout(tp=2, pp=2), dict(tp=2)),
@@ -669,7 +669,7 @@ def test_a_page_that_cannot_be_written_costs_no_result(place, converted, tmp_pat
 
 @pytest.mark.parametrize("arguments", [
     ("--prompts", "x", "--random", "2"), ("--lengths", "1"), ("--lengths", "a"), ("--random", "0"),
-    ("--vllm", "tp=0"), ("--vllm", "pp=2"), ("--vllm", "ep=4"), ("--no-routing", "--max-routing-margin", "0.1"), ("--seed", "-1"),
+    ("--engine", "tp=0"), ("--engine", "pp=2"), ("--engine", "ep=4"), ("--no-routing", "--max-routing-margin", "0.1"), ("--seed", "-1"),
 ])  # fmt: skip
 def test_a_mistake_in_the_command_line_is_status_2(arguments):
     assert CliRunner().invoke(cli, ["parity", "a", "b", *arguments]).exit_code == 2

@@ -118,7 +118,7 @@ def test_hosts_are_told_apart():
 
 
 def test_deepseek_v3_is_planned_from_1024_ranks_to_256():
-    trainer = MegatronLayout(tp=1, pp=16, ep=64, etp=1, pipeline="Et*3|(t*4|)*14t*2mL")
+    trainer = MegatronLayout(tp=1, pp=16, ep=64, etp=1, pipeline_model_parallel_layout="Et*3|(t*4|)*14t*2mL")
     found = plan_refit(
         model("DeepSeek-V3"), trainer, VllmLayout(tp=8, dp=32, expert_parallel=True), ranks=[0, 100, 255]
     )
@@ -151,7 +151,17 @@ def test_sizes_that_no_gpu_holds_are_refused_at_once_and_in_little_memory(change
         resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["DeepSeek-V3"][0] | change))
-    arguments = ["plan", "--model", tmp_path, "--from", "tp=8,ep=8,etp=1", "--to", "tp=8,ep", "--ranks", "0"]
+    arguments = [
+        "plan",
+        "--model",
+        tmp_path,
+        "--trainer",
+        "tp=8,ep=8,etp=1",
+        "--engine",
+        "tp=8,ep",
+        "--ranks",
+        "0",
+    ]
     began = time.process_time()
     done = subprocess.run(command(*arguments), capture_output=True, text=True, preexec_fn=small)
     assert done.returncode == 1 and "and no GPU holds more than" in done.stderr, done.stderr
@@ -178,7 +188,7 @@ def test_data_parallel_sizes_must_make_room_for_the_experts():
 
 
 def test_the_command_prints_a_row_for_each_rank(qwen):
-    result = run("--model", qwen, "--from", "tp=4,pp=2", "--to", "tp=8")
+    result = run("--model", qwen, "--trainer", "tp=4,pp=2", "--engine", "tp=8")
     assert result.exit_code == 0
     lines = result.output.splitlines()
     assert (
@@ -195,9 +205,9 @@ def test_the_command_speaks_json(qwen):
     result = run(
         "--model",
         qwen,
-        "--from",
+        "--trainer",
         "tp=2,pp=2,dp=2",
-        "--to",
+        "--engine",
         "tp=2,dp=2",
         "--separate",
         "--ranks",
@@ -217,9 +227,9 @@ def test_the_command_speaks_json(qwen):
 
 
 @pytest.mark.parametrize("arguments", [
-    ("--from", "tp=4,x=2", "--to", "tp=8"), ("--from", "tp=0", "--to", "tp=8"), ("--from", "tp=4", "--to", "tp=8,ep=2"),
-    ("--from", "tp=4", "--to", "tp=4", "--ranks", "a"), ("--from", "tp=4", "--to", "tp=4", "--gpu-order", "0;1"),
-    ("--from", "tp=4", "--to", "tp=4", "--link-rate", "0"),
+    ("--trainer", "tp=4,x=2", "--engine", "tp=8"), ("--trainer", "tp=0", "--engine", "tp=8"), ("--trainer", "tp=4", "--engine", "tp=8,ep=2"),
+    ("--trainer", "tp=4", "--engine", "tp=4", "--ranks", "a"), ("--trainer", "tp=4", "--engine", "tp=4", "--gpu-order", "0;1"),
+    ("--trainer", "tp=4", "--engine", "tp=4", "--link-rate", "0"),
 ])  # fmt: skip
 def test_a_mistake_in_the_command_line_is_status_2(arguments, qwen):
     result = run("--model", qwen, *arguments)
@@ -227,5 +237,13 @@ def test_a_mistake_in_the_command_line_is_status_2(arguments, qwen):
 
 
 def test_a_pipeline_layout_may_have_commas(qwen):
-    result = run("--model", qwen, "--from", "tp=2,pp=2,pipeline=Et*31|,t*33L", "--to", "tp=4", "--json")
+    result = run(
+        "--model",
+        qwen,
+        "--trainer",
+        "tp=2,pp=2,pipeline_model_parallel_layout=Et*31|,t*33L",
+        "--engine",
+        "tp=4",
+        "--json",
+    )
     assert json.loads(result.output)["trainer"].startswith("TP2 PP2")

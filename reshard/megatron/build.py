@@ -72,9 +72,9 @@ def transformer_config(
     values["add_qkv_bias"] = args["add_qkv_bias"] or args["add_bias_linear"]
     if args.get("multi_latent_attention"):  # where the class has defaults of DeepSeek-V3's
         values = {"q_lora_rank": None, "rotary_scaling_factor": 1.0} | values
-    if layout.pipeline is not None:
+    if layout.pipeline_model_parallel_layout is not None:
         values["pipeline_model_parallel_layout"] = PipelineParallelLayerLayout.from_str(
-            layout.pipeline, layout.pp
+            layout.pipeline_model_parallel_layout, layout.pp
         )
         values["virtual_pipeline_model_parallel_size"] = (
             layout.virtual_stages if layout.virtual_stages > 1 else None

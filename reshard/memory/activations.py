@@ -8,7 +8,7 @@ its microbatch, and which of Megatron's ``--recompute-modules`` drop it.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from reshard.megatron.layout import Stage
+from reshard.megatron.stages import Stage
 from reshard.memory.options import Plan, Recompute
 from reshard.models.model import Model
 

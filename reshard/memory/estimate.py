@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from reshard.core.errors import ReshardError
-from reshard.megatron.layout import MegatronLayout, Stage
+from reshard.megatron.layout import MegatronLayout
+from reshard.megatron.stages import Stage
 from reshard.memory.activations import Chunk, chunk_bytes
 from reshard.memory.options import Plan, Training
 from reshard.memory.outside import IMBALANCE, RESERVED, Band, bytes_of_gpu, outside

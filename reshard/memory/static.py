@@ -13,8 +13,8 @@ from functools import lru_cache
 from math import lcm, prod
 
 from reshard.core.errors import ReshardError
-from reshard.megatron.layout import Stage
 from reshard.megatron.parameters import padded_vocab_size
+from reshard.megatron.stages import Stage
 from reshard.memory.options import WIDTHS, Plan
 from reshard.models.model import Model
 from reshard.models.tables import Row

@@ -112,11 +112,13 @@ def layout_of(config: Any) -> MegatronLayout:
         vpp=1 if text is not None else config.virtual_pipeline_model_parallel_size or 1,
         ep=config.expert_model_parallel_size,
         etp=config.expert_tensor_parallel_size if config.num_moe_experts else None,
-        first_stage_layers=config.num_layers_in_first_pipeline_stage,
-        last_stage_layers=config.num_layers_in_last_pipeline_stage,
-        embedding_in_split=bool(getattr(config, "account_for_embedding_in_pipeline_split", False)),
-        loss_in_split=bool(getattr(config, "account_for_loss_in_pipeline_split", False)),
-        pipeline=text,
+        num_layers_in_first_pipeline_stage=config.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=config.num_layers_in_last_pipeline_stage,
+        account_for_embedding_in_pipeline_split=bool(
+            getattr(config, "account_for_embedding_in_pipeline_split", False)
+        ),
+        account_for_loss_in_pipeline_split=bool(getattr(config, "account_for_loss_in_pipeline_split", False)),
+        pipeline_model_parallel_layout=text,
     )
 
 
