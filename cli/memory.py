@@ -71,7 +71,7 @@ _OPTIONS = (
     click.option("--fp8-param-gather", "fp8_params", is_flag=True, help="Parameters are held in fp8."),
     click.option("--gradient-accumulation-fusion/--no-gradient-accumulation-fusion", default=True, show_default=True),
     click.option(
-        "--make-vocab-size-divisible-by", "vocab_divisible_by", type=click.IntRange(1, MAX_VOCAB_MULTIPLE), default=128, show_default=True,
+        "--make-vocab-size-divisible-by", type=click.IntRange(1, MAX_VOCAB_MULTIPLE), default=128, show_default=True,
     ),
     click.option("--gpu-memory", metavar="SIZE", help="80GB, 79.1GiB, or a card such as H100: exits 0 if it fits, else 1."),
     engine_option("vLLM's sizes: tp=,pp=,dp=, and ep. Adds the phases of an RL step."),

@@ -37,7 +37,6 @@ _RATE = _Rate(min=0, min_open=True)
     default=None,
     help="Same GPUs, or the engine's after the trainer's (default: same where as many).",
 )
-@click.option("--gpu-order", help="GPU of each inference rank, such as 0,2,1,3 (colocated).")
 @click.option("--gpus-per-host", type=click.IntRange(min=1), default=8, show_default=True)
 @click.option(
     "--link-rate",
@@ -63,7 +62,6 @@ _RATE = _Rate(min=0, min_open=True)
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
 @click.option(
     "--make-vocab-size-divisible-by",
-    "vocab_divisible_by",
     type=click.IntRange(1, MAX_VOCAB_MULTIPLE),
     default=128,
     show_default=True,
@@ -81,7 +79,6 @@ def command(
     path: str,
     trainer: str,
     engine: str,
-    gpu_order: str | None,
     dtype: str,
     ranks: str | None,
     as_json: bool,
@@ -103,7 +100,6 @@ def command(
         options[name] *= 1e9
     layouts = MegatronLayout(**source), vllm_layout(engine, "--engine", {"tp", "pp", "dp"})
     options |= {
-        "order": _numbers(gpu_order, "--gpu-order"),
         "ranks": _numbers(ranks, "--ranks"),
         "itemsize": 4 if dtype == "fp32" else 2,
     }
@@ -153,13 +149,6 @@ def _show(found: Any) -> None:
         "extra memory of a GPU: the tables; where ranks cannot read each other's memory, the buckets (512 "
         "MiB unless told otherwise)"
     )
-    now = sum(r.local_bytes for r in found.ranks)
-    if found.order_bytes > now:
-        order = ",".join(map(str, found.gpu_order))
-        click.echo(
-            f"with --gpu-order {order} {size(found.order_bytes)} would stay on their GPU instead of "
-            f"{size(now)}"
-        )
     total = sum(r.plan_seconds for r in found.ranks)
     click.echo(
         f"planned in {found.plan_seconds:.2f} s for a rank at most, {total:.1f} s in all; every plan "

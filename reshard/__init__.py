@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from reshard.engines.vllm.layout import VllmLayout
     from reshard.megatron.layout import MegatronLayout
     from reshard.megatron.layout import MegatronLayout as Layout
-    from reshard.megatron.live.bridge import AutoBridge
     from reshard.megatron.live.export import export
     from reshard.megatron.live.load import load
     from reshard.megatron.live.offload import offload, onload
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from reshard.storage.sources import read_model
 
 _MODULES = {
-    "AutoBridge": "megatron.live.bridge",
     "MegatronLayout": "megatron.layout",
     "ReshardError": "core.errors",
     "VllmLayout": "engines.vllm.layout",
@@ -48,7 +46,6 @@ _MODULES = {
     "save": "megatron.live.save",
 }
 __all__ = [
-    "AutoBridge",
     "Layout",
     "MegatronLayout",
     "ReshardError",

@@ -127,7 +127,7 @@ def test_an_installation_without_dependencies_names_the_line_that_installs_them(
 ):
     """Beside a trainer: what is there stays, and what is missing is named, and only that."""
     source, command = checkpoint("qwen3"), [without_deps, "-m", "reshard"]
-    assert run([without_deps, "-c", "import reshard; print(sorted(reshard.__all__)[0])"]) == "AutoBridge\n"
+    assert run([without_deps, "-c", "import reshard; print(sorted(reshard.__all__)[0])"]) == "Layout\n"
     done = attempt([*command, "inspect", source])
     line = re.fullmatch(
         r"Error: this needs click and huggingface_hub and .*: pip install ('.*)\n", done.stderr

@@ -93,28 +93,12 @@ def test_replicas_share_the_reading_out():
     assert max(dense.out_bytes) < 1.001 * min(dense.out_bytes)
 
 
-def test_a_gpu_order_keeps_more_bytes_at_home_and_says_how_many():
-    sizes = model("Qwen3-32B"), MegatronLayout(tp=4, pp=2), VllmLayout(tp=8)
-    plain = plan_refit(*sizes)
-    ordered = plan_refit(*sizes, order=plain.gpu_order)
-    assert (
-        sum(r.local_bytes for r in ordered.ranks)
-        == plain.order_bytes
-        > 3.9 * sum(r.local_bytes for r in plain.ranks)
-    )
-    assert ordered.wire_seconds < 0.51 * plain.wire_seconds
-    assert ordered.gpu_order == plain.gpu_order  # it cannot be improved upon
-    same = plan_refit(model("Qwen3-32B"), MegatronLayout(tp=8), VllmLayout(tp=8))
-    assert same.gpu_order == list(range(8))
-
-
 def test_hosts_are_told_apart():
     found = plan_refit(model("Qwen3-32B"), MegatronLayout(tp=4, pp=2), VllmLayout(tp=8), gpus_per_host=4)
     # Rank 1 has eighths of both stages to fetch: one stage from its host, the other from the next.
     assert found.ranks[1].host_bytes == pytest.approx(found.ranks[1].network_bytes, rel=0.01)
     # A trainer's rank feeds two of the other host, which is more than any rank receives from there.
     assert found.wire_seconds == pytest.approx(max(found.out_bytes) / found.network_rate, rel=0.01)
-    assert sorted(found.gpu_order[:4]) == [0, 1, 2, 3]
 
 
 def test_deepseek_v3_is_planned_from_1024_ranks_to_256():
@@ -134,8 +118,6 @@ def test_deepseek_v3_is_planned_from_1024_ranks_to_256():
     (VllmLayout(tp=2, round_robin=True), {}, "round-robin only where the model has expert groups"),
     (VllmLayout(tp=2), {"ranks": [2]}, "the engine's 2 ranks are 0 to 1; asked for [2]"),
     (VllmLayout(tp=16), {"colocated": True}, "the engine's 16 ranks do not fit on the trainer's 8 GPUs"),
-    (VllmLayout(tp=8), {"order": [0, 1, 2, 3, 4, 5, 6, 6]}, "does not name 8 different ones of 0 to 7"),
-    (VllmLayout(tp=4), {"order": [0, 1, 2, 3]}, "an order of GPUs is for a colocated engine"),
 ])  # fmt: skip
 def test_sizes_that_cannot_be_are_refused(engine, options, sentence):
     with pytest.raises(ReshardError) as error:
@@ -195,10 +177,7 @@ def test_the_command_prints_a_row_for_each_rank(qwen):
         lines[0] == "qwen3 (64 layers): Megatron TP4 PP2 DP1 (8 ranks) to vLLM TP8 (8 ranks) on the same GPUs"
     )
     assert [line.split()[0] for line in lines[2:10]] == [str(rank) for rank in range(8)]
-    assert (
-        "wire floor 22.1 ms at 370 GB/s within a host" in result.output
-        and "with --gpu-order 0," in result.output
-    )
+    assert "wire floor 22.1 ms at 370 GB/s within a host" in result.output
 
 
 def test_the_command_speaks_json(qwen):
@@ -228,7 +207,7 @@ def test_the_command_speaks_json(qwen):
 
 @pytest.mark.parametrize("arguments", [
     ("--trainer", "tp=4,x=2", "--engine", "tp=8"), ("--trainer", "tp=0", "--engine", "tp=8"), ("--trainer", "tp=4", "--engine", "tp=8,ep=2"),
-    ("--trainer", "tp=4", "--engine", "tp=4", "--ranks", "a"), ("--trainer", "tp=4", "--engine", "tp=4", "--gpu-order", "0;1"),
+    ("--trainer", "tp=4", "--engine", "tp=4", "--ranks", "a"), ("--trainer", "tp=4", "--engine", "tp=4", "--ranks", "0;1"),
     ("--trainer", "tp=4", "--engine", "tp=4", "--link-rate", "0"),
 ])  # fmt: skip
 def test_a_mistake_in_the_command_line_is_status_2(arguments, qwen):

@@ -138,7 +138,7 @@ def as_forecast(
         dp=dp,
         colocated=together,
         gpus_per_host=64,
-        vocab_divisible_by=8,
+        make_vocab_size_divisible_by=8,
         transformer_impl="local",
     )
     assert [r["local_bytes"] for _, r in reports] == [r.local_bytes for r in found.ranks]

@@ -9,7 +9,13 @@ from click.testing import CliRunner
 import reshard
 from reshard.cli.main import cli
 from reshard.megatron.layout import LONG_NAMES, MegatronLayout
+from reshard.models.model import Model
 from tests.checkpoints import VARIANTS
+
+
+def model():
+    return Model.from_hf(VARIANTS["qwen3"].to_dict() | {"architectures": ["Qwen3ForCausalLM"]})
+
 
 # An old call, the new one, and the new name that the warning mentions.
 CALLS = {
@@ -31,6 +37,11 @@ CALLS = {
         lambda: MegatronLayout(pp=2, pipeline="Et|tL"),
         lambda: MegatronLayout(pp=2, pipeline_model_parallel_layout="Et|tL"),
         "pipeline_model_parallel_layout",
+    ),
+    "vocab_divisible_by": (
+        lambda: reshard.estimate_memory(model(), vocab_divisible_by=8),
+        lambda: reshard.estimate_memory(model(), make_vocab_size_divisible_by=8),
+        "make_vocab_size_divisible_by",
     ),
     "layout.pipeline": (
         lambda: MegatronLayout(pp=2, pipeline_model_parallel_layout="Et|tL").pipeline,
@@ -69,8 +80,7 @@ def test_an_old_name_in_python_warns_and_means_what_it_meant(old, new, name):
 @pytest.mark.parametrize(("old", "new"), COMMANDS.values(), ids=COMMANDS)
 def test_an_old_option_is_noted_and_means_what_it_meant(old, new, tmp_path):
     path = tmp_path / "config.json"
-    config = VARIANTS["qwen3"].to_dict() | {"architectures": ["Qwen3ForCausalLM"]}
-    path.write_text(json.dumps(config))
+    path.write_text(json.dumps(VARIANTS["qwen3"].to_dict() | {"architectures": ["Qwen3ForCausalLM"]}))
     results = [
         CliRunner().invoke(cli, [*arguments, "--model", str(path), "--json"]) for arguments in (old, new)
     ]

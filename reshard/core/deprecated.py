@@ -3,10 +3,14 @@
 import sys
 import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from importlib import import_module, util
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from typing import Any, TypeVar, cast
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def warn_renamed(old: str, new: str) -> None:
@@ -16,8 +20,27 @@ def warn_renamed(old: str, new: str) -> None:
     )
 
 
+def accepts_old_keywords(**renamed: str) -> Callable[[Function], Function]:
+    """Return a decorator that lets a function take keywords under old names: ``old="new"``."""
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def call(*args: Any, **keywords: Any) -> Any:
+            for old in renamed.keys() & keywords.keys():
+                warn_renamed(f"{function.__name__}({old}=...)", f"{renamed[old]}=...")
+                keywords[renamed[old]] = keywords.pop(old)
+            return function(*args, **keywords)
+
+        return cast(Function, call)
+
+    return decorate
+
+
 class MovedModules(MetaPathFinder, Loader):
-    """Lets modules be imported, and run by ``python -m``, under the names that they had: `moved` maps old names to new ones."""
+    """A finder that lets modules be imported, and run by ``python -m``, under old names.
+
+    `moved` maps old names to new ones.
+    """
 
     def __init__(self, moved: Mapping[str, str]) -> None:
         self.moved = moved

@@ -36,14 +36,14 @@ def arguments(
     model: Model,
     layout: MegatronLayout,
     padded_vocab: int,
-    divisible_by: int,
+    make_vocab_size_divisible_by: int,
     dtype: Dtype,
     transformer_impl: str,
 ) -> dict[str, Any]:
     """All arguments that describe a model in a layout, by their names in ``args``."""
     args = model.megatron_args() | layout.megatron_args()
     args |= {
-        "make_vocab_size_divisible_by": divisible_by,
+        "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
         "padded_vocab_size": padded_vocab,
         "transformer_impl": transformer_impl,
     }

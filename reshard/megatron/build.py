@@ -16,6 +16,7 @@ with importing("megatron"):
     import megatron.core  # noqa: F401
     import torch
 
+from reshard.core.deprecated import accepts_old_keywords
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS, padded_vocab_size
@@ -125,20 +126,21 @@ def initialize_parallel(layout: MegatronLayout, seed: int = 1234, **options: Any
         model_parallel_cuda_manual_seed(seed)
 
 
+@accepts_old_keywords(vocab_divisible_by="make_vocab_size_divisible_by")
 def build_megatron(
     model: Model,
     layout: MegatronLayout,
     *,
     transformer_impl: str = "transformer_engine",
     dtype: torch.dtype = torch.bfloat16,
-    vocab_divisible_by: int = 128,
+    make_vocab_size_divisible_by: int = 128,
     parallel_output: bool = True,
     **overrides: Any,
 ) -> list[torch.nn.Module]:
     """This rank's ``GPTModel`` chunks, one for each virtual stage, with Megatron's own random weights; bare,
     as Float16Module and DDP take them.
 
-    Megatron's parallel state must be initialized (`initialize_parallel`). `vocab_divisible_by` is
+    Megatron's parallel state must be initialized (`initialize_parallel`). `make_vocab_size_divisible_by` is
     ``--make-vocab-size-divisible-by``; `overrides` as for `transformer_config`.
     """
     from megatron.core import parallel_state
@@ -160,7 +162,7 @@ def build_megatron(
             GPTModel(
                 config,
                 decoder,
-                padded_vocab_size(model.symbols["V"], vocab_divisible_by, layout.tp),
+                padded_vocab_size(model.symbols["V"], make_vocab_size_divisible_by, layout.tp),
                 args["max_position_embeddings"],
                 pre_process=parallel_state.is_pipeline_first_stage(**which),
                 post_process=parallel_state.is_pipeline_last_stage(**which),

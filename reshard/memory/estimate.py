@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from reshard.core.deprecated import accepts_old_keywords
 from reshard.core.errors import ReshardError
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.stages import Stage
@@ -98,6 +99,7 @@ class MemoryReport:
         }
 
 
+@accepts_old_keywords(vocab_divisible_by="make_vocab_size_divisible_by")
 def estimate_memory(
     model: Model | str,
     layout: MegatronLayout | Mapping[str, Any] | None = None,

@@ -150,7 +150,7 @@ def chunk_weights(plan: Plan, chunk: Stage) -> tuple[list[tuple[Weight, int]], t
     model, layout, t = plan.model, plan.layout, plan.training
     key, sizes = (
         _Key(model),
-        (layout.tp, layout.ep, layout.expert_tp, t.vocab_divisible_by, t.transformer_impl),
+        (layout.tp, layout.ep, layout.expert_tp, t.make_vocab_size_divisible_by, t.transformer_impl),
     )
 
     def block(name: str, kind: str = "") -> tuple[Weight, ...]:

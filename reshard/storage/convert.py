@@ -143,7 +143,7 @@ def hf_to_mcore(
             src.copies,
             src.hf_files(),
             transformer_impl=transformer_impl,
-            divisible_by=make_vocab_size_divisible_by,
+            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
             iteration=iteration,
             megatron_lm=megatron_lm,
         )

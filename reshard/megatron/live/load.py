@@ -113,7 +113,7 @@ class _Load:
     dtype: str | None
     allow_overflow: bool
     skip_mtp: bool
-    divisible_by: int
+    make_vocab_size_divisible_by: int
     optimizer: Any
     metadata: Mapping[str, Any] | None
     workers: int | None
@@ -169,7 +169,7 @@ class _Load:
         if self.team.process == 0:
             SourceChecks(source)
         self.rank = Rank(self.models, self.metadata)
-        self.rank.describe(source.model, self.divisible_by)
+        self.rank.describe(source.model, self.make_vocab_size_divisible_by)
         check_main_parameters(self.optimizer)
         missing = sorted({piece.name for piece in self.rank.pieces} - source.tensors.keys())
         if missing:
@@ -185,7 +185,7 @@ class _Load:
             "source": _taken(self.path, source), "the digest of the config": digest_of(source.model),
             "dtype": None if self.target is None else self.target.name, "allow_overflow": self.allow_overflow,
             "skip_mtp": self.skip_mtp, "optimizer": None if self.optimizer is None else "given",
-            "make_vocab_size_divisible_by": self.divisible_by,
+            "make_vocab_size_divisible_by": self.make_vocab_size_divisible_by,
         }  # fmt: skip
         check_alike(self.team, "loads", mine)
 

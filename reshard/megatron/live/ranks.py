@@ -44,14 +44,14 @@ class Rank:
         self.pieces: list[Piece] = []
         self.fills: list[tuple[Region, Rows]] = []
 
-    def describe(self, model: Model, divisible_by: int) -> None:
+    def describe(self, model: Model, make_vocab_size_divisible_by: int) -> None:
         """Find what this rank holds of a model's tensors. Raises ReshardError where the live model computes
         something else, or has parameters that are none of that model's."""
-        check_number(divisible_by, "make_vocab_size_divisible_by", MAX_VOCAB_MULTIPLE)
+        check_number(make_vocab_size_divisible_by, "make_vocab_size_divisible_by", MAX_VOCAB_MULTIPLE)
         self.trainer.check_model(model)
         held = self.trainer.publish(model)
         self._check_covered(held)
-        self._check_padding(model, divisible_by)
+        self._check_padding(model, make_vocab_size_divisible_by)
         for tensor, region in zip(held, self.trainer.regions, strict=True):
             dtype = dtype_named(str(region.tensor.dtype))
             if len(tensor.shape) == 1:
@@ -76,14 +76,14 @@ class Rank:
                 f"the trainer's model has {len(left)} parameters that no published tensor fills: {listed(left)}"
             )
 
-    def _check_padding(self, model: Model, divisible_by: int) -> None:
+    def _check_padding(self, model: Model, make_vocab_size_divisible_by: int) -> None:
         """Raise ReshardError where the vocabulary is padded by more than the rule gives: it is another one."""
         rows = max(
             (shard.shape[0] for shard in self.trainer.shards if shard.key in (EMBEDDING, OUTPUT)), default=0
         )
         config: Any = self.trainer.config
         tp = config.tensor_model_parallel_size
-        most = padded_vocab_size(model.symbols["V"], divisible_by, tp)
+        most = padded_vocab_size(model.symbols["V"], make_vocab_size_divisible_by, tp)
         if rows > most:
             raise ReshardError(
                 f"the trainer's model has {rows} vocabulary rows, but vocab_size {model.symbols['V']} of "

@@ -172,7 +172,7 @@ class _Save:
     layout: MegatronLayout | None
     iteration: int | None
     transformer_impl: str | None
-    divisible_by: int
+    make_vocab_size_divisible_by: int
     megatron_version: str | None
     max_shard_size: str | int | None
     overwrite: bool
@@ -260,7 +260,7 @@ class _Save:
         self.shard_bytes = None if self.max_shard_size is None else parse_size(self.max_shard_size)
         self.published = Published.read(self.hf_config)
         self.rank = Rank(self.models, self.metadata)
-        self.rank.describe(self.published.model, self.divisible_by)
+        self.rank.describe(self.published.model, self.make_vocab_size_divisible_by)
         self.laid_out = self.layout or layout_of(self.rank.trainer.config)
 
     def _agree_on_options(self) -> None:
@@ -268,7 +268,7 @@ class _Save:
         mine = {
             "destination": os.path.abspath(self.destination), "the digest of the config": self.published.digest,
             "format": self.format, "background": self.background, "layout": str(self.laid_out), "iteration": self.iteration,
-            "transformer_impl": self.transformer_impl, "make_vocab_size_divisible_by": self.divisible_by,
+            "transformer_impl": self.transformer_impl, "make_vocab_size_divisible_by": self.make_vocab_size_divisible_by,
             "megatron_version": list(self.megatron_lm), "max_shard_size": self.shard_bytes, "overwrite": self.overwrite, "sync": self.sync,
         }  # fmt: skip
         check_alike(self.team, "saves", mine)
@@ -298,7 +298,8 @@ class _Save:
         else:
             self.new = MegatronFiles(
                 agreed.model, self.laid_out, agreed.tensors, agreed.copies, beside, transformer_impl=self.implementation,
-                divisible_by=self.divisible_by, iteration=self.iteration, megatron_lm=self.megatron_lm, alone=added,
+                make_vocab_size_divisible_by=self.make_vocab_size_divisible_by, iteration=self.iteration,
+                megatron_lm=self.megatron_lm, alone=added,
             )  # fmt: skip
             place = place / self.new.directory if added else place
         # What the destination must not overlap.
