@@ -7,7 +7,8 @@ from pathlib import Path
 
 from reshard import MegatronLayout, ReshardError
 from reshard.core.dtypes import dtype_named
-from reshard.megatron.arguments import arguments, command_line, version_of
+from reshard.megatron.arguments import arguments
+from reshard.megatron.flags import command_line, version_of
 from reshard.models.model import Model
 from tests.checkpoints import VARIANTS
 

@@ -11,8 +11,9 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 
 from reshard import MegatronLayout, ReshardError, hf_to_mcore, read_model
 from reshard.core.dtypes import DTYPES
-from reshard.megatron.arguments import arguments, command_line
+from reshard.megatron.arguments import arguments
 from reshard.megatron.build import build_megatron, initialize_parallel, transformer_config
+from reshard.megatron.flags import command_line
 from reshard.models.model import Model
 from tests.checkpoints import VARIANTS, hf_logits, make
 from tests.ranks import run_on_ranks

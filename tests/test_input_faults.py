@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from reshard import MegatronLayout, ReshardError, check, diff, hf_to_mcore, inspect, mcore_to_hf
 from reshard.formats import pickles
-from reshard.megatron.arguments import command_line
+from reshard.megatron.flags import command_line
 from reshard.megatron.stages import parse_pipeline
 from reshard.storage.hf_hub import local_directory
 from tests import fuzz

@@ -9,6 +9,7 @@ import pytest
 from reshard import MegatronLayout, hf_to_mcore, inspect
 from reshard.core.dtypes import DTYPES
 from reshard.formats import safetensors
+from reshard.megatron.arguments import caveats
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
 
@@ -294,7 +295,7 @@ def test_a_published_model_has_the_published_size_and_the_layout_fits(name):
     )
     assert counted / 1e9 == pytest.approx(billions, rel=0.01)
     layout.check(model)
-    assert model.caveats("transformer_engine") == CAVEATS.get(name, [])
+    assert caveats(model, "transformer_engine") == CAVEATS.get(name, [])
 
 
 # The two that take longest are like others that are planned.

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from reshard.core.extras import importing
+from reshard.megatron.arguments import megatron_args
 
 with importing("megatron"):
     import megatron.core  # noqa: F401
@@ -55,7 +56,7 @@ def transformer_config(
     if dtype not in DTYPES:
         raise ReshardError(f"dtype is {dtype!r:.80}, not one of {listed(DTYPES)}")
     layout.check(model)
-    args = model.megatron_args() | layout.megatron_args()
+    args = megatron_args(model) | layout.megatron_args()
     kind = MLATransformerConfig if args.get("multi_latent_attention") else TransformerConfig
     names = {field.name for field in fields(kind)}
     values = {name: value for name, value in args.items() if name in names}
@@ -146,7 +147,7 @@ def build_megatron(
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
-    args = model.megatron_args()
+    args = megatron_args(model)
     config = transformer_config(model, layout, transformer_impl=transformer_impl, dtype=dtype, **overrides)
     if transformer_impl == "transformer_engine" and find_spec("transformer_engine") is None:
         raise ReshardError(

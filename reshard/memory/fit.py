@@ -10,8 +10,8 @@ from typing import Any
 
 from reshard.core.errors import ReshardError
 from reshard.megatron.layout import MegatronLayout
-from reshard.memory.estimate import report_of
 from reshard.memory.options import Plan, Training
+from reshard.memory.report import report_of
 from reshard.models.model import Model
 
 LADDER_DENSE = ("none", "mlp", "full")

@@ -16,8 +16,9 @@ from reshard.core.errors import ReshardError
 from reshard.core.placement import Placement
 from reshard.core.planner import make_plan
 from reshard.formats import safetensors, torch_dist
-from reshard.megatron.arguments import FLAGS_FILE, arguments, checkpoint_args, command_line
+from reshard.megatron.arguments import arguments, checkpoint_args
 from reshard.megatron.checkpoint import chunks_to_write, extra_states_to_write
+from reshard.megatron.flags import FLAGS_FILE, command_line
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import expand, padded_vocab_size
 from reshard.models.model import Model

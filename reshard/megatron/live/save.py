@@ -20,7 +20,7 @@ import xxhash
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.core.gc import gc_paused
 from reshard.core.limits import MAX_ITERATION, check_number, check_switch
-from reshard.megatron.arguments import version_of
+from reshard.megatron.flags import version_of
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.live.agreement import agree
 from reshard.megatron.live.config import Published, implementation_of, layout_of
