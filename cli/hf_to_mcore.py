@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from reshard.cli.layout import LAYOUT_NAMES, layout_options
+from reshard.cli.layout import layout_options, pop_layout
 from reshard.cli.output import ignore_option, json_option, print_report, progress_bar, workers_option
 from reshard.cli.places import Place, check_command, resumable
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE
@@ -71,7 +71,7 @@ def command(source: str, destination: str, as_json: bool, release: bool, **optio
     from reshard.megatron.layout import MegatronLayout
     from reshard.storage.convert import hf_to_mcore
 
-    layout = MegatronLayout(**{name: options.pop(name) for name in LAYOUT_NAMES})
+    layout = MegatronLayout(**pop_layout(options))
     start = time.perf_counter()
     with progress_bar("hf-to-mcore") as progress, resumable(destination):
         report = hf_to_mcore(source, destination, layout, progress=progress, **options)

@@ -1,10 +1,12 @@
-"""Layouts on the command line: Megatron's as options, under its short names and its own; either engine's as
-one list of sizes."""
+"""Parallel sizes on the command line: each as an option, or all of them as one list, ``--trainer tp=4,pp=2``
+and ``--engine tp=8``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import click
+
+from reshard.cli.output import print_note
 
 LAYOUT_NAMES = (
     "tp",
@@ -12,110 +14,178 @@ LAYOUT_NAMES = (
     "vpp",
     "ep",
     "etp",
-    "first_stage_layers",
-    "last_stage_layers",
-    "embedding_in_split",
-    "loss_in_split",
-    "pipeline",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
 )
+SWITCHES = {"account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"}
+# Options of an earlier release, by command. `with_new_names` replaces them.
+_OLD_STAGES = {
+    "--first-stage-layers": "--num-layers-in-first-pipeline-stage",
+    "--last-stage-layers": "--num-layers-in-last-pipeline-stage",
+    "--pipeline-layout": "--pipeline-model-parallel-layout",
+}
+OLD_OPTIONS = {
+    "hf-to-mcore": _OLD_STAGES,
+    "memory": _OLD_STAGES,
+    "parity": _OLD_STAGES | {"--vllm": "--engine"},
+    "plan": {"--from": "--trainer", "--to": "--engine"},
+}
+
 _SIZE = click.IntRange(min=1)
+
+
+def _size(*names: str, text: str, default: int | None = None) -> Callable:
+    return click.option(*names, type=_SIZE, default=default, show_default=default is not None, help=text)
+
+
 _OPTIONS = (
-    click.option(
-        "--tp",
-        "--tensor-model-parallel-size",
-        "tp",
-        type=_SIZE,
-        default=1,
-        show_default=True,
-        help="Tensor parallel size.",
-    ),
-    click.option(
-        "--pp",
-        "--pipeline-model-parallel-size",
-        "pp",
-        type=_SIZE,
-        default=1,
-        show_default=True,
-        help="Pipeline parallel size.",
-    ),
-    click.option(
+    _size("--tp", "--tensor-model-parallel-size", "tp", default=1, text="Tensor parallel size."),
+    _size("--pp", "--pipeline-model-parallel-size", "pp", default=1, text="Pipeline parallel size."),
+    _size(
         "--vpp",
         "--num-virtual-stages-per-pipeline-rank",
         "--virtual-pipeline-model-parallel-size",
         "vpp",
-        type=_SIZE,
         default=1,
-        show_default=True,
-        help="Virtual stages per pipeline rank.",
+        text="Virtual stages per pipeline rank.",
     ),
-    click.option(
-        "--ep",
-        "--expert-model-parallel-size",
-        "ep",
-        type=_SIZE,
-        default=1,
-        show_default=True,
-        help="Expert parallel size.",
-    ),
-    click.option(
+    _size("--ep", "--expert-model-parallel-size", "ep", default=1, text="Expert parallel size."),
+    _size(
         "--etp",
         "--expert-tensor-parallel-size",
         "etp",
-        type=_SIZE,
-        help="Expert tensor parallel size (default: TP, as in Megatron).",
+        text="Expert tensor parallel size (default: TP, as in Megatron).",
     ),
-    click.option(
-        "--first-stage-layers",
-        "--decoder-first-pipeline-num-layers",
+    _size(
         "--num-layers-in-first-pipeline-stage",
-        "first_stage_layers",
-        type=_SIZE,
-        help="Layers on the first pipeline rank.",
+        "--decoder-first-pipeline-num-layers",
+        "num_layers_in_first_pipeline_stage",
+        text="Layers on the first pipeline rank.",
     ),
-    click.option(
-        "--last-stage-layers",
-        "--decoder-last-pipeline-num-layers",
+    _size(
         "--num-layers-in-last-pipeline-stage",
-        "last_stage_layers",
-        type=_SIZE,
-        help="Layers on the last pipeline rank.",
+        "--decoder-last-pipeline-num-layers",
+        "num_layers_in_last_pipeline_stage",
+        text="Layers on the last pipeline rank.",
     ),
     click.option(
-        "--account-for-embedding-in-pipeline-split",
-        "embedding_in_split",
-        is_flag=True,
-        help="The embedding counts as a layer.",
+        "--account-for-embedding-in-pipeline-split", is_flag=True, help="The embedding counts as a layer."
     ),
+    click.option("--account-for-loss-in-pipeline-split", is_flag=True, help="The loss counts as a layer."),
     click.option(
-        "--account-for-loss-in-pipeline-split",
-        "loss_in_split",
-        is_flag=True,
-        help="The loss counts as a layer.",
-    ),
-    click.option(
-        "--pipeline-model-parallel-layout",
-        "--pipeline-layout",
-        "pipeline",
-        help="Megatron's layout string, such as 'Et*3|t*4|t*3L'.",
+        "--pipeline-model-parallel-layout", help="Megatron's layout string, such as 'Et*3|t*4|t*3L'."
     ),
 )
 
 
 def layout_options(command: Callable) -> Callable:
-    """Adds the options of a layout to a command, in their order."""
+    """Add an option for each of Megatron's parallel sizes to a command."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
-def sizes_of(text: str, option: str, numbers: set[str], words: set[str]) -> dict[str, Any]:
-    """``tp=4,pp=2`` as a dict; a pipeline layout, which may have commas, comes last."""
+def trainer_option(required: bool = False, names: str = "tp=,pp=,vpp=,ep=,etp=, ...") -> Callable:
+    """Return the option ``--trainer``, which takes Megatron's sizes as one list."""
+    return click.option(
+        "--trainer", required=required, metavar="SIZES", help=f"Megatron's sizes as one list: {names}"
+    )
+
+
+def engine_option(text: str, required: bool = False) -> Callable:
+    """Return the option ``--engine``, which takes vLLM's sizes as one list."""
+    return click.option("--engine", required=required, metavar="SIZES", help=text)
+
+
+def with_new_names(command: str | None, args: list[str]) -> list[str]:
+    """Replace options of an earlier release by those of this one, with a note on stderr for each.
+
+    >>> with_new_names("plan", ["--trainer", "tp=2"])
+    ['--trainer', 'tp=2']
+    """
+    renamed = OLD_OPTIONS.get(command or "", {})
+    end = args.index("--") if "--" in args else len(args)
+    replaced = []
+    for arg in args[:end]:
+        option, equals, value = arg.partition("=")
+        if option in renamed:
+            print_note(f"{option} is now {renamed[option]}; the old name goes with the next release")
+            option = renamed[option]
+        replaced.append(option + equals + value)
+    return replaced + args[end:]
+
+
+def pop_layout(options: dict[str, Any], extra: Collection[str] = ()) -> dict[str, Any]:
+    """Take a command's parallel sizes out of its options: those of `layout_options`, or the list of ``--trainer``.
+
+    Return the arguments of `reshard.MegatronLayout`. Sizes of the list that are named in `extra`, such as
+    ``dp``, go to the options. Raises UsageError where a size is given in both ways.
+    """
+    layout = {name: options.pop(name) for name in LAYOUT_NAMES}
+    text = options.pop("trainer", None)
+    if text is None:
+        return layout
+    context = click.get_current_context()
+    for name in (*LAYOUT_NAMES, *extra):
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(
+                f"--trainer and --{name.replace('_', '-')} both give sizes: use one of the two"
+            )
+    sizes = megatron_sizes(text, extra)
+    options |= {name: sizes.pop(name) for name in extra if name in sizes}
+    return sizes
+
+
+def megatron_sizes(text: str, extra: Collection[str] = ()) -> dict[str, Any]:
+    """Read ``tp=4,pp=2``, the value of ``--trainer``; sizes may have Megatron's long names. A pipeline layout
+    string comes last, as it may have commas. `extra` are names besides those of a layout."""
+    from reshard.megatron.layout import LONG_NAMES, OLD_NAMES
+
+    head, old, string = text.partition("pipeline=")
+    if old:
+        print_note(
+            "pipeline= is now pipeline_model_parallel_layout=; the old name goes with the next release"
+        )
+    else:
+        head, old, string = text.partition("pipeline_model_parallel_layout=")
+    if old and not head.strip():
+        head = "pp=1"  # only the string is given
+    numbers = ({*LAYOUT_NAMES} - SWITCHES - {"pipeline_model_parallel_layout"}) | {*extra}
+    aliases = LONG_NAMES | {name: new for name, new in OLD_NAMES.items() if new in numbers}
+    sizes = parse_sizes(head, "--trainer", numbers, SWITCHES, aliases)
+    sizes |= dict.fromkeys(SWITCHES & sizes.keys(), True)
+    return sizes | ({"pipeline_model_parallel_layout": string} if old else {})
+
+
+def vllm_layout(text: str, option: str, numbers: set[str]) -> Any:
+    """Read ``tp=4,ep``, the value of ``--engine``, as a `reshard.VllmLayout`."""
+    from reshard.engines.vllm.layout import VllmLayout
+
+    aliases = {"tensor_parallel_size": "tp", "pipeline_parallel_size": "pp", "data_parallel_size": "dp"}
+    aliases = {name: short for name, short in aliases.items() if short in numbers}
+    sizes = parse_sizes(text, option, numbers, {"ep"}, aliases)
+    experts = sizes.pop("ep", None)
+    if experts not in (None, "", "linear", "round_robin"):
+        raise click.UsageError(
+            f"{option} ep={experts}: vLLM spreads experts over TP times DP; say ep, or ep=round_robin"
+        )
+    return VllmLayout(**sizes, expert_parallel=experts is not None, round_robin=experts == "round_robin")
+
+
+def parse_sizes(
+    text: str, option: str, numbers: set[str], words: set[str], aliases: dict[str, str]
+) -> dict[str, Any]:
+    """Read ``tp=4,ep`` as ``{"tp": 4, "ep": ""}``: `numbers` are names with a positive number, `words` those
+    with a text or nothing, `aliases` other names of these. Raises UsageError, naming the entry."""
     if not text.strip():
         raise click.UsageError(f"{option} is empty: give sizes such as tp=1")
-    head, found, layout = text.partition("pipeline=") if "pipeline" in words else (text, "", "")
-    values: dict[str, Any] = {"pipeline": layout} if found else {}
-    for entry in filter(None, head.split(",")):
+    values: dict[str, Any] = {}
+    for entry in filter(None, text.split(",")):
         name, _, value = entry.partition("=")
+        name = aliases.get(name, name)
         if name in values:
             raise click.UsageError(f"{option} {text}: {name} is given twice")
         if name in numbers and value.isdecimal() and int(value):
@@ -123,19 +193,6 @@ def sizes_of(text: str, option: str, numbers: set[str], words: set[str]) -> dict
         elif name in words:
             values[name] = value
         else:
-            names = ", ".join(f"{n}=N" for n in sorted(numbers)) + "".join(f", {n}" for n in sorted(words))
-            raise click.UsageError(f"{option} {text}: {entry!r} is none of {names}")
+            known = ", ".join(f"{n}=N" for n in sorted(numbers)) + "".join(f", {n}" for n in sorted(words))
+            raise click.UsageError(f"{option} {text}: {entry!r} is none of {known}")
     return values
-
-
-def vllm_layout(text: str, option: str, numbers: set[str]) -> Any:
-    """``tp=4,ep`` as a `reshard.VllmLayout`."""
-    from reshard.engines.vllm.layout import VllmLayout
-
-    sizes = sizes_of(text, option, numbers, {"ep"})
-    experts = sizes.pop("ep", None)
-    if experts not in (None, "", "linear", "round_robin"):
-        raise click.UsageError(
-            f"{option} ep={experts}: vLLM spreads experts over TP times DP; say ep, or ep=round_robin"
-        )
-    return VllmLayout(**sizes, expert_parallel=experts is not None, round_robin=experts == "round_robin")

@@ -6,7 +6,14 @@ from typing import Any
 
 import click
 
-from reshard.cli.layout import LAYOUT_NAMES, layout_options, vllm_layout
+from reshard.cli.layout import (
+    LAYOUT_NAMES,
+    engine_option,
+    layout_options,
+    pop_layout,
+    trainer_option,
+    vllm_layout,
+)
 from reshard.cli.output import ignore_option, json_option, print_json, print_note
 from reshard.cli.places import Place
 from reshard.core.errors import ReshardError
@@ -64,10 +71,10 @@ _OPTIONS = (
     click.option("--fp8-param-gather", "fp8_params", is_flag=True, help="Parameters are held in fp8."),
     click.option("--gradient-accumulation-fusion/--no-gradient-accumulation-fusion", default=True, show_default=True),
     click.option(
-        "--make-vocab-size-divisible-by", "vocab_divisible_by", type=click.IntRange(1, MAX_VOCAB_MULTIPLE), default=128, show_default=True,
+        "--make-vocab-size-divisible-by", type=click.IntRange(1, MAX_VOCAB_MULTIPLE), default=128, show_default=True,
     ),
     click.option("--gpu-memory", metavar="SIZE", help="80GB, 79.1GiB, or a card such as H100: exits 0 if it fits, else 1."),
-    click.option("--engine", metavar="SIZES", help="A vLLM: tp=,pp=,dp=, and ep. Adds the phases of an RL step."),
+    engine_option("vLLM's sizes: tp=,pp=,dp=, and ep. Adds the phases of an RL step."),
     click.option("--gpu-memory-utilization", "utilization", type=float, default=0.9, show_default=True, help="The engine's."),
     click.option("--colocated/--separate", default=None, help="The engine on the trainer's GPUs, or on others."),
     click.option(
@@ -94,6 +101,7 @@ def _all_options(command: Callable) -> Callable:
 @click.option(
     "--model", "path", type=Place(), required=True, help="Directory of either format, config.json, or hub id."
 )
+@trainer_option(names="tp=,pp=,vpp=,ep=,etp=,dp=,cp=, ...")
 @layout_options
 @_all_options
 @ignore_option
@@ -114,7 +122,7 @@ def command(
     from reshard.storage.sources import read_model
 
     given["recompute"] = _recompute(given)
-    sizes = {name: given.pop(name) for name in LAYOUT_NAMES}
+    sizes = pop_layout(given, ("dp", "cp"))
     fitting = {name: given.pop(name) for name in ("fit", "at_most_tp", "at_most_pp", "at_most_ep", "count")}
     engine = {name: given.pop(name) for name in ("engine", "utilization", "colocated", "trainer_offload")}
     text = given.pop("gpu_memory")
@@ -294,11 +302,12 @@ def _fit(
         raise click.UsageError("--fit needs --gpu-memory")
     if training.gpus is None:
         raise click.UsageError("--fit needs --gpus")
-    others = [name for name in LAYOUT_NAMES if name not in ("tp", "pp", "vpp", "ep") and said(name)]
+    fixed_names = set(sizes) if said("trainer") else {name for name in LAYOUT_NAMES if said(name)}
+    others = sorted(fixed_names - {"tp", "pp", "vpp", "ep"})
     others += [name for name in ("recompute", "recompute_granularity", "dp", "engine") if said(name)]
     if others:
         raise click.UsageError(f"--fit chooses --{others[0].replace('_', '-')} itself")
-    fixed = {name: (sizes[name],) for name in ("tp", "pp", "vpp", "ep") if said(name)}
+    fixed = {name: (sizes[name],) for name in fixed_names}
     limits = Limits(
         **fixed, cp=(training.cp,), at_most_tp=asked["at_most_tp"], at_most_pp=asked["at_most_pp"],
         at_most_ep=asked["at_most_ep"], offload=not said("optimizer_offload"),

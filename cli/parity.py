@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from reshard.cli.layout import LAYOUT_NAMES, layout_options, vllm_layout
+from reshard.cli.layout import engine_option, layout_options, pop_layout, trainer_option, vllm_layout
 from reshard.cli.output import ignore_option, json_option, print_json, quiet
 from reshard.cli.places import Place
 from reshard.core.errors import ReshardError
@@ -35,7 +35,7 @@ from reshard.core.errors import ReshardError
 @click.option(
     "--routing/--no-routing", default=True, show_default=True, help="Compare the experts that tokens go to."
 )
-@click.option("--vllm", "engine", metavar="SIZES", help="vLLM's tp= and ep (default: TP over all processes).")
+@engine_option("vLLM's tp= and ep (default: TP over all processes).")
 @click.option(
     "--quantization", metavar="METHOD", help="vLLM's quantization of a vllm: system, such as fp8_per_block."
 )
@@ -91,6 +91,7 @@ from reshard.core.errors import ReshardError
 @click.option(
     "--locate", "locating", is_flag=True, help="Where parity fails, name the first module that diverges."
 )
+@trainer_option()
 @layout_options
 @ignore_option
 @json_option
@@ -136,9 +137,9 @@ def command(
     given = {name: value for name in LIMITED if (value := options.pop(name, None)) is not None}
     if "routing_margin" in given and not options["routing"]:
         raise click.UsageError("--no-routing leaves nothing for --max-routing-margin to limit")
-    layout = MegatronLayout(**{name: options.pop(name) for name in LAYOUT_NAMES})
+    layout = MegatronLayout(**pop_layout(options))
     wanted = read_prompts(Path(prompts), lambda: tokenizer_of([a, b])) if prompts is not None else count or 8
-    served = vllm_layout(engine, "--vllm", {"tp"}) if engine is not None else None
+    served = vllm_layout(engine, "--engine", {"tp"}) if engine is not None else None
     report = parity(a, b, wanted, layout=layout, engine=served, lengths=numbers,
                     limits=lambda dtype: Limits.of_dtype(dtype, **given), **options)  # fmt: skip
     divergence = None

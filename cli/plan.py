@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from reshard.cli.layout import sizes_of, vllm_layout
+from reshard.cli.layout import engine_option, megatron_sizes, trainer_option, vllm_layout
 from reshard.cli.output import ignore_option, json_option, print_json, print_note, progress_bar, size
 from reshard.cli.places import Place
 from reshard.core.limits import MAX_VOCAB_MULTIPLE
@@ -30,26 +30,13 @@ _RATE = _Rate(min=0, min_open=True)
 @click.option(
     "--model", "path", type=Place(), required=True, help="Directory of either format, config.json, or hub id."
 )
-@click.option(
-    "--from",
-    "trainer",
-    required=True,
-    metavar="SIZES",
-    help="Megatron: tp=,pp=,vpp=,ep=,etp=,dp=,cp=,pipeline=, ...",
-)
-@click.option(
-    "--to",
-    "engine",
-    required=True,
-    metavar="SIZES",
-    help="vLLM: tp=,pp=,dp=, and ep or ep=round_robin for expert parallelism.",
-)
+@trainer_option(True, "tp=,pp=,vpp=,ep=,etp=,dp=,cp=, ...")
+@engine_option("vLLM's sizes: tp=,pp=,dp=, and ep or ep=round_robin for expert parallelism.", required=True)
 @click.option(
     "--colocated/--separate",
     default=None,
     help="Same GPUs, or the engine's after the trainer's (default: same where as many).",
 )
-@click.option("--gpu-order", help="GPU of each inference rank, such as 0,2,1,3 (colocated).")
 @click.option("--gpus-per-host", type=click.IntRange(min=1), default=8, show_default=True)
 @click.option(
     "--link-rate",
@@ -75,7 +62,6 @@ _RATE = _Rate(min=0, min_open=True)
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
 @click.option(
     "--make-vocab-size-divisible-by",
-    "vocab_divisible_by",
     type=click.IntRange(1, MAX_VOCAB_MULTIPLE),
     default=128,
     show_default=True,
@@ -93,7 +79,6 @@ def command(
     path: str,
     trainer: str,
     engine: str,
-    gpu_order: str | None,
     dtype: str,
     ranks: str | None,
     as_json: bool,
@@ -102,21 +87,19 @@ def command(
     """Say what a refit of vLLM from a Megatron trainer would move: bytes in, out and local per GPU, floors,
     memory, planning time.
 
-    Example: reshard plan --model Qwen/Qwen3-32B --from tp=4,pp=2 --to tp=8
+    Example: reshard plan --model Qwen/Qwen3-32B --trainer tp=4,pp=2 --engine tp=8
     """
     from reshard.megatron.layout import MegatronLayout
     from reshard.models.config_fields import check_ignored
     from reshard.plan import plan_refit
     from reshard.storage.sources import read_model
 
-    numbers = {"tp", "pp", "vpp", "ep", "etp", "dp", "cp", "first_stage_layers", "last_stage_layers"}
-    source = sizes_of(trainer, "--from", numbers, {"pipeline"})
+    source = megatron_sizes(trainer, ("dp", "cp"))
     extra = {name: source.pop(name) for name in ("dp", "cp") if name in source}
     for name in ("link_rate", "network_rate", "memory_rate"):
         options[name] *= 1e9
-    layouts = MegatronLayout(**source), vllm_layout(engine, "--to", {"tp", "pp", "dp"})
+    layouts = MegatronLayout(**source), vllm_layout(engine, "--engine", {"tp", "pp", "dp"})
     options |= {
-        "order": _numbers(gpu_order, "--gpu-order"),
         "ranks": _numbers(ranks, "--ranks"),
         "itemsize": 4 if dtype == "fp32" else 2,
     }
@@ -166,13 +149,6 @@ def _show(found: Any) -> None:
         "extra memory of a GPU: the tables; where ranks cannot read each other's memory, the buckets (512 "
         "MiB unless told otherwise)"
     )
-    now = sum(r.local_bytes for r in found.ranks)
-    if found.order_bytes > now:
-        order = ",".join(map(str, found.gpu_order))
-        click.echo(
-            f"with --gpu-order {order} {size(found.order_bytes)} would stay on their GPU instead of "
-            f"{size(now)}"
-        )
     total = sum(r.plan_seconds for r in found.ranks)
     click.echo(
         f"planned in {found.plan_seconds:.2f} s for a rank at most, {total:.1f} s in all; every plan "

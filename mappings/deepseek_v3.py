@@ -4,7 +4,7 @@ The entries are explained in `reshard.models.family`, the columns of `layer` in 
 """
 
 from reshard.models.family import Family
-from reshard.models.meaning import same_value
+from reshard.models.numerics_args import same_value
 
 
 class DeepseekV3(Family):
@@ -99,19 +99,21 @@ class DeepseekV3(Family):
         ("moe_layer_freq", (1,), "DeepSeek-V3 has experts in every layer after the first dense ones"),
     )
 
-    def megatron_args(self, model):
-        """Without ``kv_channels``, which its attention does not use, Megatron derives one that --use-checkpoint-args lacks."""
-        return super().megatron_args(model) | {"kv_channels": model.config["v_head_dim"]}
+    def derived_args(self, config):
+        """Its attention does not use ``kv_channels``; without it Megatron derives one that --use-checkpoint-args lacks."""
+        return {"kv_channels": config["v_head_dim"]}
 
-    def caveats(self, model, transformer_impl):
-        """Where Megatron's latent attention is not the published one."""
-        found, epsilon = super().caveats(model, transformer_impl), model.config["rms_norm_eps"]
-        if not model.config["q_lora_rank"] and transformer_impl == "transformer_engine":
-            what = "Megatron-Core 0.19 puts a norm before linear_q_proj without q_lora_rank"
-            found.append(f"{what}; load this into layers that lack it")
+    def caveats(self, config, transformer_impl):
+        sentences, epsilon = [], config["rms_norm_eps"]
+        if not config["q_lora_rank"] and transformer_impl == "transformer_engine":
+            sentences.append(
+                "Megatron-Core 0.19 puts a norm before linear_q_proj without q_lora_rank; load this into layers that lack it"
+            )
         if not same_value(epsilon, 1e-6):
-            found.append(f"transformers norms compressed keys with 1e-06, Megatron and vLLM with {epsilon}")
-        return found
+            sentences.append(
+                f"transformers norms compressed keys with 1e-06, Megatron and vLLM with {epsilon}"
+            )
+        return sentences
 
     def as_published(self, config):
         """vLLM's model class renames the rope type in place."""

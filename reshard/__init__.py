@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from reshard.engines.vllm.layout import VllmLayout
     from reshard.megatron.layout import MegatronLayout
     from reshard.megatron.layout import MegatronLayout as Layout
-    from reshard.megatron.live.bridge import AutoBridge
     from reshard.megatron.live.export import export
     from reshard.megatron.live.load import load
     from reshard.megatron.live.offload import offload, onload
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from reshard.storage.sources import read_model
 
 _MODULES = {
-    "AutoBridge": "megatron.live.bridge",
     "MegatronLayout": "megatron.layout",
     "ReshardError": "core.errors",
     "VllmLayout": "engines.vllm.layout",
@@ -50,7 +48,6 @@ _MODULES = {
     "save": "megatron.live.save",
 }
 __all__ = [
-    "AutoBridge",
     "Layout",
     "MegatronLayout",
     "ReshardError",

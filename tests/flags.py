@@ -7,15 +7,16 @@ from pathlib import Path
 
 from reshard import MegatronLayout, ReshardError
 from reshard.core.dtypes import dtype_named
-from reshard.megatron.arguments import arguments, command_line, version_of
+from reshard.megatron.arguments import arguments
+from reshard.megatron.flags import command_line, version_of
 from reshard.models.model import Model
 from tests.checkpoints import VARIANTS
 
 LAYOUTS = (
     MegatronLayout(),
     MegatronLayout(tp=2, pp=2, vpp=2),
-    MegatronLayout(pp=2, first_stage_layers=1),
-    MegatronLayout(tp=2, pp=2, pipeline="Et|tttL"),
+    MegatronLayout(pp=2, num_layers_in_first_pipeline_stage=1),
+    MegatronLayout(tp=2, pp=2, pipeline_model_parallel_layout="Et|tttL"),
 )
 PARSER = Path(__file__).with_name("parse_flags.py")
 

@@ -363,24 +363,24 @@ def refused_save(rank: int, flags: list[str], cases: list[tuple[str, str, dict]]
     return [caught(partial(reshard.save, wrapped, *case[:2], **case[2])) for case in cases]
 
 
-def bridge(rank: int, hf: str, folder: str, layout: dict, from_config: bool):
-    """A model through the calls of mbridge: what it exports of the weights it loaded, and the sentence where it has none to load."""
+def built(rank: int, hf: str, folder: str, layout: dict, from_config: bool):
+    """Build a model from a config, load it, save it; return what it exports, and the sentences of two wrong layouts."""
+    from megatron.core.transformer.module import Float16Module
     from transformers import AutoConfig
 
-    from reshard.megatron.build import initialize_parallel, without_gpu
+    from reshard.megatron.build import build_megatron, initialize_parallel, without_gpu
 
     inside = without_gpu()
     inside.__enter__()  # until this process ends
-    sizes = reshard.MegatronLayout(**layout)
+    sizes, model = reshard.MegatronLayout(**layout), reshard.read_model(hf)
     wrong = [caught(lambda: initialize_parallel(reshard.MegatronLayout(tp=7)))]
     initialize_parallel(sizes)
-    made_of = AutoConfig.from_pretrained(hf) if from_config else hf
-    make = reshard.AutoBridge.from_config if from_config else reshard.AutoBridge.from_pretrained
-    bridge = make(made_of, transformer_impl="local")
-    models = bridge.get_model(None if from_config else hf, wrap_with_ddp=not from_config)
-    wrong.append(caught(lambda: bridge.get_model(layout=reshard.MegatronLayout(tp=8))))
-    said = caught(lambda: bridge.load_weights(models)) if from_config else ""
-    if from_config:
-        bridge.load_weights(models, hf)
-    bridge.save_weights(models, f"{folder}/saved")
-    return {name: bits(tensor) for name, tensor in bridge.export_weights(models)}, said, wrong
+    wrong.append(
+        caught(lambda: build_megatron(model, reshard.MegatronLayout(tp=8), transformer_impl="local"))
+    )
+    chunks = build_megatron(model, sizes, transformer_impl="local")
+    models = [Float16Module(chunk.config, chunk) for chunk in chunks]
+    reshard.load(models, hf, dtype="bf16")
+    config = AutoConfig.from_pretrained(hf) if from_config else hf
+    reshard.save(models, f"{folder}/saved", config, format="hf")
+    return {name: bits(tensor) for name, tensor in reshard.export(models, config)}, wrong

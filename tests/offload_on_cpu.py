@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import reshard
-from reshard.megatron.live import memory
+from reshard.device import staging
 from reshard.megatron.live import offload as offloading
 from reshard.refit import RefitGroup, connect
 from reshard.trainers.megatron import MegatronModel
@@ -82,7 +82,7 @@ class Training:
 def steps(rank: int, flags: list[str], directory: str, config: str, move: bool) -> dict:
     """With little pieces of host memory, three training steps, after each of which the training is moved away and back, in parts too, or not; digests of all that it holds
     before and after, and what is freed."""
-    memory.PIECE_BYTES = 1 << 12
+    staging.BLOCK_BYTES = 1 << 12
     training = Training(flags, directory)
     model, optimizer = training.wrapped, training.optimizer
     said: dict = {"losses": [], "before": [], "after": [], "sizes": [training.sizes()]}
@@ -118,7 +118,7 @@ def steps(rank: int, flags: list[str], directory: str, config: str, move: bool) 
         kept = offloading._offloaded[training.models[0]]
         [*_, last] = kept.away["optimizer"]
         last.host[0][0] ^= 1
-        pieces = [piece for one in kept.memory.values() for piece in one.pieces]
+        pieces = [piece for one in kept.memory.values() for piece in one.blocks]
         said["host"] = sum(piece.numel() for piece in pieces)
         reshard.onload(model)
         said["with a lost byte"] = training.bits()["optimizer"] == before["optimizer"]

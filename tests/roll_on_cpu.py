@@ -21,6 +21,7 @@ from roll.third_party.vllm.worker import WorkerBase
 
 from reshard.integrations import roll as ours
 from reshard.integrations.roll_worker import RollExtension
+from reshard.megatron.arguments import megatron_args
 from tests.probe import Probed, after, alone, caught
 
 REAL = importlib.util.find_spec("roll").origin is not None  # the stand-ins are a namespace
@@ -125,7 +126,7 @@ class Trainer(ours.ActorWorker):
                 model, MegatronLayout(tp=TRAINERS), transformer_impl="local", dtype=torch.bfloat16
             )
         )
-        args = model.megatron_args()
+        args = megatron_args(model)
         known = {n: v for n, v in plain.items() if n in McaModelConfig.__dataclass_fields__}
         config = McaModelConfig(**known | dict(
             transformer_impl="local", hf_model_type="qwen3", padded_vocab_size=1024, tie_embeddings_and_output_weights=False,

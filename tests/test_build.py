@@ -11,8 +11,9 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 
 from reshard import MegatronLayout, ReshardError, hf_to_mcore, read_model
 from reshard.core.dtypes import DTYPES
-from reshard.megatron.arguments import arguments, command_line
+from reshard.megatron.arguments import arguments
 from reshard.megatron.build import build_megatron, initialize_parallel, transformer_config
+from reshard.megatron.flags import command_line
 from reshard.models.model import Model
 from tests.checkpoints import VARIANTS, hf_logits, make
 from tests.ranks import run_on_ranks
@@ -61,8 +62,8 @@ def test_the_config_is_the_one_of_the_command_line(variant, impl, no_cuda, monke
         MegatronLayout(),
         MegatronLayout(tp=2, pp=2),
         MegatronLayout(pp=2, vpp=2),
-        MegatronLayout(pp=2, first_stage_layers=1),
-        MegatronLayout(pp=2, pipeline=split),
+        MegatronLayout(pp=2, num_layers_in_first_pipeline_stage=1),
+        MegatronLayout(pp=2, pipeline_model_parallel_layout=split),
     ]
     for layout in layouts + ([MegatronLayout(tp=2, ep=2, etp=1)] if model.num_experts else []):
         theirs, ours = (
@@ -78,7 +79,7 @@ def test_the_config_is_the_one_of_the_command_line(variant, impl, no_cuda, monke
 
 @pytest.mark.parametrize(("variant", "layout"), [
     ("llama-rope-tied", dict(tp=2)), ("qwen2", dict(pp=2, vpp=2)), ("qwen3-moe-mixed", dict(tp=2, ep=2, etp=1)),
-    ("qwen3-tied", dict(pp=2, pipeline="Ettt|tL")),
+    ("qwen3-tied", dict(pp=2, pipeline_model_parallel_layout="Ettt|tL")),
 ])  # fmt: skip
 def test_a_model_built_from_the_config_gives_the_logits_of_transformers(variant, layout, tmp_path):
     make(tmp_path / "hf", variant)

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from reshard import ReshardError, diff, hf_to_mcore, ignored_config_fields, inspect
+from reshard.megatron.arguments import check_args, megatron_args
 from reshard.models.config_defaults import DEFAULTS
 from reshard.models.config_fields import ELSEWHERE, KNOWN_CODE, asked_by
 from reshard.models.family import families
-from reshard.models.meaning import same_value
 from reshard.models.model import Model
+from reshard.models.numerics_args import same_value
 from tests.disk import cli
 
 PUBLISHED = [
@@ -120,7 +121,7 @@ def test_metadata_and_harmless_values_pass_silently_and_unknown_names_are_noted(
     assert Model.from_hf(config | METADATA | HARMLESS).notices == before.notices
     made = Model.from_hf(config | {"my_favorite": 7, "another": {"a": 1}, "nothing": None})
     assert made.unread[-2:] == ("my_favorite", "another") and "does not read" in made.notices[-1]
-    assert made.megatron_args() == before.megatron_args()
+    assert megatron_args(made) == megatron_args(before)
 
 
 def test_code_of_a_publisher_may_read_any_field_and_known_code_does_not():
@@ -233,7 +234,7 @@ def test_what_nobody_reads_is_a_note_also_in_json(checkpoint, tmp_path):
     note = "LlamaForCausalLM does not read my_favorite, and neither does reshard"
     done = cli("hf-to-mcore", source, tmp_path / "mcore", "--json")
     assert done.returncode == 0 and any(note in notice for notice in json.loads(done.stdout)["notices"])
-    done = cli("plan", "--model", source, "--from", "tp=2", "--to", "tp=2")
+    done = cli("plan", "--model", source, "--trainer", "tp=2", "--engine", "tp=2")
     assert done.returncode == 0 and note in done.stderr
 
 
@@ -323,10 +324,10 @@ def test_amounts_that_are_the_same_float32_make_the_same_model(checkpoint, tmp_p
         "rms_norm_eps"
     }
     model = Model.from_hf(json.loads((source / "config.json").read_text()))
-    args = model.megatron_args()
-    model.check_args(args | {"layernorm_epsilon": near}, "args", "")
+    args = megatron_args(model)
+    check_args(model, args | {"layernorm_epsilon": near}, "args", "")
     with pytest.raises(ReshardError, match="layernorm_epsilon is 1.0001e-06"):
-        model.check_args(args | {"layernorm_epsilon": 1.0001e-6}, "args", "")
+        check_args(model, args | {"layernorm_epsilon": 1.0001e-6}, "args", "")
 
 
 def with_config(source: Path, to: Path, **changes) -> Path:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from reshard import MegatronLayout, ReshardError, diff, hf_to_mcore, mcore_to_hf, read_model
-from reshard.models.family import Family, families, family_of_args
+from reshard.megatron.arguments import family_of_args, megatron_args, mismatched_args, model_of_args
+from reshard.models.family import Family, families
 from reshard.models.model import Model
 from tests.checkpoints import OTHERS_OF_DEEPSEEK, VARIANTS, hf_logits
 from tests.oracle import hf_tensors, megatron_tensors, same, stored_tensors
@@ -43,17 +44,17 @@ STRANGERS = {
 @pytest.mark.parametrize("name", STRANGERS)
 def test_args_of_a_model_without_a_mapping_file_are_taken_for_no_family(name):
     with pytest.raises(ReshardError, match="args: no family here has .*qk_layernorm = .*pass --hf-config"):
-        Model.from_megatron_args(STRANGERS[name], "args")
+        model_of_args(STRANGERS[name], "args")
 
 
 def test_args_are_of_the_one_family_that_made_them_and_a_wrong_one_that_is_named_is_refused():
     for variant in VARIANTS:
-        args = Model.from_hf(config_of(variant)).megatron_args()
+        args = megatron_args(Model.from_hf(config_of(variant)))
         assert family_of_args(args, "args").name == VARIANTS[variant].model_type
-        assert sum(not family.unlike(args) for family in families().values()) == 1
+        assert sum(not mismatched_args(family, args) for family in families().values()) == 1
     for name in ("qwen3_moe", "glm4_moe"):
         with pytest.raises(ReshardError, match="makes another model of the weights"):
-            Model.from_megatron_args(STRANGERS["Mixtral"], "args", name)
+            model_of_args(STRANGERS["Mixtral"], "args", name)
 
 
 ROW = ("input_layernorm.weight", "H", "input_layernorm.weight", "plain", "-", "always")

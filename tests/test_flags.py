@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from reshard import MegatronLayout, ReshardError, diff, hf_to_mcore
 from reshard.cli.main import cli
-from reshard.megatron.arguments import NEWEST, arguments_for, command_line, version_of
+from reshard.megatron.flags import NEWEST, arguments_for, command_line, version_of
 from tests.flags import cases, lines_for
 
 

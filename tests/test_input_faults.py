@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from reshard import MegatronLayout, ReshardError, check, diff, hf_to_mcore, inspect, mcore_to_hf
 from reshard.formats import pickles
-from reshard.megatron.arguments import command_line
-from reshard.megatron.layout import parse_pipeline
+from reshard.megatron.flags import command_line
+from reshard.megatron.stages import parse_pipeline
 from reshard.storage.hf_hub import local_directory
 from tests import fuzz
 from tests.mutations import HUGE_BYTES, _rezip, zip64_offset
@@ -492,7 +492,9 @@ def test_a_pipeline_layout_of_a_billion_layers_is_refused_at_once(text):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"tp": 10**9}, {"pp": 10**9, "first_stage_layers": 4}, {"pp": 60_000, "vpp": 60_000}], ids=str
+    "sizes",
+    [{"tp": 10**9}, {"pp": 10**9, "num_layers_in_first_pipeline_stage": 4}, {"pp": 60_000, "vpp": 60_000}],
+    ids=str,
 )
 def test_a_layout_of_a_billion_ranks_is_refused_at_once(sizes, source, tmp_path):
     bounded(

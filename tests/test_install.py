@@ -198,7 +198,7 @@ CALLS = {
     "inspect": "import reshard; reshard.inspect(source)",
     "hf_to_mcore": "import reshard; reshard.hf_to_mcore(source, source)",
     "a module": "import reshard.storage.convert",
-    "load": "import reshard.megatron.live.memory",
+    "load": "import reshard.device.staging",
     "a dtype": "from reshard.core.dtypes import DTYPES; DTYPES['bfloat16'].numpy()",
     "a hub id": "import reshard.storage.hf_hub as hub; hub.local_directory('someone/something')",
 }
@@ -212,7 +212,7 @@ def test_an_installation_without_dependencies_names_the_line_that_installs_them(
     """After ``pip install --no-deps``, as beside a trainer whose packages must stay: only what is missing is named."""
     python = environment(tmp_path / "venv", [built[0]], options=["--no-deps"])
     source, command = checkpoint("qwen3"), [python, "-m", "reshard"]
-    assert run([python, "-c", "import reshard; print(sorted(reshard.__all__)[0])"]) == "AutoBridge\n"
+    assert run([python, "-c", "import reshard; print(sorted(reshard.__all__)[0])"]) == "Layout\n"
     done = attempt([*command, "inspect", source])
     line = re.fullmatch(
         r"Error: this needs click and huggingface_hub and .*: pip install ('.*)\n", done.stderr
@@ -224,7 +224,9 @@ def test_an_installation_without_dependencies_names_the_line_that_installs_them(
     run([*install, *(name for name in requirements if name.startswith(("click", "numpy")))])
     for name in ("inspect", "check", "diff", "hf-to-mcore", "mcore-to-hf", "plan", "memory"):
         paths = [source] * (1 + (name in ("diff", "hf-to-mcore", "mcore-to-hf")))
-        options = {"plan": ["--from", "tp=1", "--to", "tp=1", "--model"], "memory": ["--model"]}.get(name, [])
+        options = {"plan": ["--trainer", "tp=1", "--engine", "tp=1", "--model"], "memory": ["--model"]}.get(
+            name, []
+        )
         done = attempt([*command, name, *options, *paths])
         assert (
             re.fullmatch(f"Error: {MISSING}", done.stderr) or done.returncode == 0 or name == "mcore-to-hf"

@@ -9,7 +9,7 @@ import pytest
 import reshard.cli
 import reshard.mappings
 from reshard import MegatronLayout, ReshardError
-from reshard.megatron.layout import parse_pipeline
+from reshard.megatron.stages import parse_pipeline
 from reshard.models.config_fields import ELSEWHERE
 from reshard.models.family import Family, families
 from reshard.models.model import Model
@@ -27,9 +27,9 @@ def model(variant, **changes):
 
 
 PIPELINES = [
-    (8, MegatronLayout(pp=2)), (8, MegatronLayout(pp=4, vpp=2)), (12, MegatronLayout(pp=2, vpp=3)), (9, MegatronLayout(pp=4, first_stage_layers=2, last_stage_layers=3)),
-    (10, MegatronLayout(pp=4, vpp=2, first_stage_layers=2, last_stage_layers=4)), (7, MegatronLayout(pp=3, last_stage_layers=1)), (6, MegatronLayout(pp=4, embedding_in_split=True, loss_in_split=True)),
-    (7, MegatronLayout(pp=2, vpp=2, loss_in_split=True)), (6, MegatronLayout(pp=4, pipeline="Et|t*2|tt|tL")), (5, MegatronLayout(pp=2, pipeline="Et|t|(t|)*1,ttL")),
+    (8, MegatronLayout(pp=2)), (8, MegatronLayout(pp=4, vpp=2)), (12, MegatronLayout(pp=2, vpp=3)), (9, MegatronLayout(pp=4, num_layers_in_first_pipeline_stage=2, num_layers_in_last_pipeline_stage=3)),
+    (10, MegatronLayout(pp=4, vpp=2, num_layers_in_first_pipeline_stage=2, num_layers_in_last_pipeline_stage=4)), (7, MegatronLayout(pp=3, num_layers_in_last_pipeline_stage=1)), (6, MegatronLayout(pp=4, account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)),
+    (7, MegatronLayout(pp=2, vpp=2, account_for_loss_in_pipeline_split=True)), (6, MegatronLayout(pp=4, pipeline_model_parallel_layout="Et|t*2|tt|tL")), (5, MegatronLayout(pp=2, pipeline_model_parallel_layout="Et|t|(t|)*1,ttL")),
 ]  # fmt: skip
 
 
@@ -37,8 +37,8 @@ PIPELINES = [
 def test_stages_are_those_that_megatron_builds(layers, layout):
     stages = layout.stages(model("llama", num_hidden_layers=layers))
     flags = {
-        "decoder_first_pipeline_num_layers": layout.first_stage_layers,
-        "decoder_last_pipeline_num_layers": layout.last_stage_layers,
+        "decoder_first_pipeline_num_layers": layout.num_layers_in_first_pipeline_stage,
+        "decoder_last_pipeline_num_layers": layout.num_layers_in_last_pipeline_stage,
     }
     theirs = run_on_ranks(
         1,
@@ -47,9 +47,9 @@ def test_stages_are_those_that_megatron_builds(layers, layout):
         layout.pp,
         layout.virtual_stages,
         flags,
-        layout.embedding_in_split,
-        layout.loss_in_split,
-        layout.pipeline,
+        layout.account_for_embedding_in_pipeline_split,
+        layout.account_for_loss_in_pipeline_split,
+        layout.pipeline_model_parallel_layout,
     )[0]
     assert [[list(stage.layers) for stage in virtual] for virtual in stages] == theirs
     everything = sorted(layer for virtual in stages for stage in virtual for layer in stage.layers)
@@ -76,17 +76,23 @@ REFUSALS = [
     ),
     ("llama", MegatronLayout(vpp=2), r"--vpp 2 needs --pp above 1"),
     ("llama", MegatronLayout(ep=2), r"without experts has only 1 and 1"),
-    ("llama", MegatronLayout(pp=2, first_stage_layers=5), r"-1 of 4 layers are left"),
-    ("llama", MegatronLayout(first_stage_layers=2), r"need --pp above 1"),
+    ("llama", MegatronLayout(pp=2, num_layers_in_first_pipeline_stage=5), r"-1 of 4 layers are left"),
+    ("llama", MegatronLayout(num_layers_in_first_pipeline_stage=2), r"need --pp above 1"),
     (
         "llama",
-        MegatronLayout(pp=2, first_stage_layers=1, embedding_in_split=True),
+        MegatronLayout(
+            pp=2, num_layers_in_first_pipeline_stage=1, account_for_embedding_in_pipeline_split=True
+        ),
         r"do not go with embedding",
     ),
-    ("llama", MegatronLayout(pp=2, pipeline="Ett|tL"), r"has 3 decoder layers \(t\); the model has 4"),
-    ("llama", MegatronLayout(pp=2, pipeline="Ett|xtL"), r"has x in it"),
-    ("llama", MegatronLayout(pp=3, pipeline="Ett|ttL"), r"has 2 stages, which --pp 3"),
-    ("llama", MegatronLayout(pp=2, pipeline="tt|EttL"), r"must run from E"),
+    (
+        "llama",
+        MegatronLayout(pp=2, pipeline_model_parallel_layout="Ett|tL"),
+        r"has 3 decoder layers \(t\); the model has 4",
+    ),
+    ("llama", MegatronLayout(pp=2, pipeline_model_parallel_layout="Ett|xtL"), r"has x in it"),
+    ("llama", MegatronLayout(pp=3, pipeline_model_parallel_layout="Ett|ttL"), r"has 2 stages, which --pp 3"),
+    ("llama", MegatronLayout(pp=2, pipeline_model_parallel_layout="tt|EttL"), r"must run from E"),
     (
         "qwen3-moe",
         MegatronLayout(ep=3, etp=1),

@@ -20,10 +20,11 @@ from reshard import (
     mcore_to_hf,
 )
 from reshard.cli.main import cli
+from reshard.megatron.arguments import caveats, check_args, megatron_args, model_of_args
 from reshard.models.config_defaults import DEFAULTS
 from reshard.models.family import families
-from reshard.models.meaning import DERIVED, NUMERICS_ARGS
 from reshard.models.model import Model
+from reshard.models.numerics_args import DERIVED, NUMERICS_ARGS
 from reshard.models.rope import attention_factor, hf_rope, inverse_frequencies, megatron_rope, rope_of
 from tests.checkpoints import LLAMA3_ROPE, PLAIN_YARN, VARIANTS, YARN
 from tests.config_defaults import defaults
@@ -229,9 +230,9 @@ def test_what_is_ignored_is_said_recorded_and_ignored_again(checkpoint, tmp_path
     assert (
         found.fields.keys() == {"rms_norm_eps"} and not found.differences
     )  # the source says something else still
-    args = Model.from_megatron_args(model("qwen3").megatron_args(), "args")
+    args = model_of_args(megatron_args(model("qwen3")), "args")
     with ignored_config_fields("layernorm_epsilon"):
-        args.check_args({"layernorm_epsilon": 0.5}, "args", "")
+        check_args(args, {"layernorm_epsilon": 0.5}, "args", "")
     assert args.ignored["layernorm_epsilon"] == "args: layernorm_epsilon = 0.5 is ignored; 1e-06 is used"
 
 
@@ -240,7 +241,7 @@ def test_a_plan_says_what_it_ignores(checkpoint, tmp_path, capsys):
     source.mkdir()
     config = json.loads((checkpoint("llama") / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"logit_scale": 9.0}))
-    command = ["plan", "--model", str(source), "--from", "tp=2", "--to", "tp=2"]
+    command = ["plan", "--model", str(source), "--trainer", "tp=2", "--engine", "tp=2"]
     with pytest.raises(ReshardError, match="logit_scale"):
         cli(command, standalone_mode=False)
     cli([*command, "--ignore-config-field", "logit_scale"], standalone_mode=False)
@@ -309,14 +310,14 @@ def test_rope_settings_go_there_and_back():
 
 
 def test_what_megatron_has_no_flag_for_is_an_argument_and_said_but_not_on_the_command_line():
-    from reshard.megatron.arguments import command_line
+    from reshard.megatron.flags import command_line
 
     made = model("deepseek-v3", rope_parameters=YARN | {"beta_fast": 16})
-    assert made.megatron_args()["beta_fast"] == 16 and "beta_slow" not in made.megatron_args()
-    assert not any("beta" in flag for flag in command_line(made.megatron_args()))
-    assert any("no flag for beta_fast 16 of the rotary embedding" in said for said in made.caveats("local"))
-    assert not model("deepseek-v3").caveats("local")
-    assert Model.from_megatron_args(made.megatron_args(), "args").megatron_args() == made.megatron_args()
+    assert megatron_args(made)["beta_fast"] == 16 and "beta_slow" not in megatron_args(made)
+    assert not any("beta" in flag for flag in command_line(megatron_args(made)))
+    assert any("no flag for beta_fast 16 of the rotary embedding" in said for said in caveats(made, "local"))
+    assert not caveats(model("deepseek-v3"), "local")
+    assert megatron_args(model_of_args(megatron_args(made), "args")) == megatron_args(made)
 
 
 def test_megatrons_yarn_of_latent_attention_is_read_where_no_type_is_given():
@@ -366,62 +367,56 @@ ANOTHER = {
 
 @pytest.mark.parametrize("name", ANOTHER)
 def test_an_argument_that_makes_another_model_is_refused_by_name(name):
-    args = model("qwen3-moe").megatron_args()
-    Model.from_megatron_args(
-        args | {"window_size": (-1, -1), "moe_router_load_balancing_type": "seq_aux_loss"}, "args"
-    )
+    args = megatron_args(model("qwen3-moe"))
+    model_of_args(args | {"window_size": (-1, -1), "moe_router_load_balancing_type": "seq_aux_loss"}, "args")
     with pytest.raises(ReshardError, match=f"args: .*{name} is .* makes another model of the weights"):
-        Model.from_megatron_args(args | {name: ANOTHER[name]}, "args")
+        model_of_args(args | {name: ANOTHER[name]}, "args")
     with ignored_config_fields(name):
-        Model.from_megatron_args(args | {name: ANOTHER[name]}, "args")
+        model_of_args(args | {name: ANOTHER[name]}, "args")
 
 
 def test_args_that_describe_no_model_are_refused():
-    args = model("qwen3-moe-mixed").megatron_args()
-    assert Model.from_megatron_args(args, "args").kinds == model("qwen3-moe-mixed").kinds
+    args = megatron_args(model("qwen3-moe-mixed"))
+    assert model_of_args(args, "args").kinds == model("qwen3-moe-mixed").kinds
     for change, message in (({"moe_layer_freq": "every second"}, "cannot be read as a model's"), ({"num_layers": None}, "num_layers"),
                             ({"moe_layer_freq": [1]}, "1 entries for 4 layers"), ({"squared_relu": True}, "squared_relu"),
                             ({"qk_layernorm": False}, "no family here has .*qk_layernorm = False"),  # Mixtral's
                             ({"qk_layernorm": None}, "no family here has .*qk_layernorm = None")):  # fmt: skip
         with pytest.raises(ReshardError, match=message):
-            Model.from_megatron_args(args | change, "args")
+            model_of_args(args | change, "args")
     with pytest.raises(ReshardError, match="--family gpt is not one of"):
-        Model.from_megatron_args(args, "args", "gpt")
+        model_of_args(args, "args", "gpt")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_arguments_are_those_of_the_family_that_made_them(variant):
     made = model(variant)
-    back = Model.from_megatron_args(made.megatron_args(), "args")
+    back = model_of_args(megatron_args(made), "args")
     assert (
-        back.family == made.family
-        and back.kinds == made.kinds
-        and back.megatron_args() == made.megatron_args()
+        back.family == made.family and back.kinds == made.kinds and megatron_args(back) == megatron_args(made)
     )
 
 
 def test_what_args_lack_is_at_megatrons_default_and_older_ones_name_the_epsilon_otherwise():
-    args = model("llama", rms_norm_eps=2e-4).megatron_args()
+    args = megatron_args(model("llama", rms_norm_eps=2e-4))
     epsilon = args.pop("layernorm_epsilon")
-    assert (
-        Model.from_megatron_args(args, "args").config["rms_norm_eps"] == 1e-5
-    )  # Megatron's; the family's is 1e-6
+    assert model_of_args(args, "args").config["rms_norm_eps"] == 1e-5  # Megatron's; the family's is 1e-6
     older = args | {"norm_epsilon": epsilon}
-    assert Model.from_megatron_args(older, "args").config["rms_norm_eps"] == epsilon == 2e-4
+    assert model_of_args(older, "args").config["rms_norm_eps"] == epsilon == 2e-4
     with pytest.raises(ReshardError, match="layernorm_epsilon is 0.0002 .not 1e-06."):
-        model("llama", rms_norm_eps=1e-6).check_args(older, "args", "")
+        check_args(model("llama", rms_norm_eps=1e-6), older, "args", "")
 
 
 def test_yarn_of_megatron_before_0_14_began_at_max_position_embeddings():
-    args = model("deepseek-v3", max_position_embeddings=32768).megatron_args()
+    args = megatron_args(model("deepseek-v3", max_position_embeddings=32768))
     assert args["rope_type"] == "yarn" and args["rotary_scaling_factor"] != 1
-    now = Model.from_megatron_args(args, "args")
+    now = model_of_args(args, "args")
     assert now.config["rope_scaling"].get("original_max_position_embeddings", 4096) == 4096
     args.pop("rope_type")
-    before = Model.from_megatron_args(args, "args")
+    before = model_of_args(args, "args")
     assert before.config["rope_scaling"]["original_max_position_embeddings"] == 32768
     with pytest.raises(ReshardError, match="original_max_position_embeddings is 32768 .not 4096."):
-        now.check_args(args, "args", "")
+        check_args(now, args, "args", "")
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -569,7 +564,8 @@ def flags_of(
 ) -> tuple[list[str], int]:
     """The flags as the conversion writes them, word by word, and the size of their world."""
     from reshard.core.dtypes import dtype_named
-    from reshard.megatron.arguments import arguments, command_line
+    from reshard.megatron.arguments import arguments
+    from reshard.megatron.flags import command_line
     from reshard.megatron.parameters import padded_vocab_size
 
     made = Model.from_hf(config)

@@ -31,9 +31,9 @@ LAYOUTS = {
     "biases": ("llama-bias", {}, MegatronLayout(tp=2, pp=2), 12, 1),
     "TP above the key heads": ("llama", {}, MegatronLayout(tp=4), 8, 1),
     "VPP, CP": ("llama", {"num_hidden_layers": 8}, MegatronLayout(tp=2, pp=2, vpp=2), 24, 2),
-    "uneven stages": ("qwen3", {"num_hidden_layers": 7}, MegatronLayout(pp=3, first_stage_layers=1, last_stage_layers=2), 9, 1),
+    "uneven stages": ("qwen3", {"num_hidden_layers": 7}, MegatronLayout(pp=3, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=2), 9, 1),
     "embedding and loss in the split": (
-        "qwen3", {"num_hidden_layers": 6}, MegatronLayout(pp=4, embedding_in_split=True, loss_in_split=True), 8, 1,
+        "qwen3", {"num_hidden_layers": 6}, MegatronLayout(pp=4, account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True), 8, 1,
     ),
     "EP, ETP1": ("qwen3-moe", {}, MegatronLayout(tp=2, pp=2, ep=4, etp=1), 16, 1),
     "EP, ETP2, odd DP": ("qwen3-moe-mixed", {}, MegatronLayout(tp=2, ep=4, etp=2), 24, 1),
@@ -41,7 +41,7 @@ LAYOUTS = {
     "MLA, MTP, EP": ("deepseek-v3", {"num_nextn_predict_layers": 1}, MegatronLayout(tp=2, pp=2, ep=4, etp=1), 16, 1),
     "MLA, MTP, one stage": ("deepseek-v3", {"num_nextn_predict_layers": 1}, MegatronLayout(tp=2, ep=2, etp=2), 12, 1),
     "no q_lora, layout string": (
-        "deepseek-v3-no-q-lora", {"num_nextn_predict_layers": 1}, MegatronLayout(pp=2, ep=4, pipeline="Et|t*2|t|mL"), 8, 1,
+        "deepseek-v3-no-q-lora", {"num_nextn_predict_layers": 1}, MegatronLayout(pp=2, ep=4, pipeline_model_parallel_layout="Et|t*2|t|mL"), 8, 1,
     ),
     "tied, MTP": (
         "deepseek-v3", {"num_nextn_predict_layers": 1, "tie_word_embeddings": True}, MegatronLayout(tp=2, pp=2, ep=4, etp=1), 8, 1,
@@ -163,10 +163,10 @@ MEASURED = {
     "DeepSeek-V2 x4, EP4 PP2": (V2, MegatronLayout(ep=4, pp=2), dict(gpus=8), {0: 31.58, 1: 44.70}, 1.0),
     "Llama-70B x12, TP2 CP4, 32k": (LLAMA, MegatronLayout(tp=2), dict(gpus=8, cp=4, seq_length=32768), {0: 68.43}, 0.5),
     "DeepSeek-V3 x14, MTP, 64 GPUs": (
-        V3_MTP, MegatronLayout(pp=4, ep=16, pipeline=MTP_PIPELINE), dict(gpus=64, seq_length=2048), {2: 68704 / 1024}, 2.0,
+        V3_MTP, MegatronLayout(pp=4, ep=16, pipeline_model_parallel_layout=MTP_PIPELINE), dict(gpus=64, seq_length=2048), {2: 68704 / 1024}, 2.0,
     ),
     "DeepSeek-V3 x14, MTP, 64 GPUs, full": (
-        V3_MTP, MegatronLayout(pp=4, ep=16, pipeline=MTP_PIPELINE), dict(gpus=64, seq_length=2048, recompute="full"), {3: 60154 / 1024}, 2.5,
+        V3_MTP, MegatronLayout(pp=4, ep=16, pipeline_model_parallel_layout=MTP_PIPELINE), dict(gpus=64, seq_length=2048, recompute="full"), {3: 60154 / 1024}, 2.5,
     ),
     # in GB as published; gradients and moments in bf16 are assumed
     "Moonlight, TP2 EP8": (
@@ -191,8 +191,8 @@ LARGE = of(
     moe_intermediate_size=1536,
     num_hidden_layers=94,
 )
-UNEVEN = dict(pp=8, etp=1, first_stage_layers=11, last_stage_layers=11)
-WIDE = MegatronLayout(tp=2, pp=16, ep=64, etp=1, pipeline="Et*4|(tttt|)*14tmL")
+UNEVEN = dict(pp=8, etp=1, num_layers_in_first_pipeline_stage=11, num_layers_in_last_pipeline_stage=11)
+WIDE = MegatronLayout(tp=2, pp=16, ep=64, etp=1, pipeline_model_parallel_layout="Et*4|(tttt|)*14tmL")
 FINE = "moe_act,layernorm,mla_up_proj,mlp"
 OURS = {
     "Llama-70B, TP8 PP4": (SEVENTY, MegatronLayout(tp=8, pp=4), dict(gpus=32, seq_length=8192), {0: 60.10, 3: 44.99}, 0.5),
@@ -243,7 +243,7 @@ def test_the_parts_of_a_published_profile():
     pipeline = "Ettt|(tttt|)*14ttmL"
     report = estimate_memory(
         of("DeepSeek-V3"),
-        MegatronLayout(pp=4, ep=64, pipeline=pipeline),
+        MegatronLayout(pp=4, ep=64, pipeline_model_parallel_layout=pipeline),
         gpus=256,
         probs_after_experts=True,
         num_microbatches=64,
@@ -297,7 +297,9 @@ def test_the_fullest_moment_is_the_one_of_megatrons_own_order(pp, chunks, group,
 def test_recomputing_more_keeps_less():
     found, layout = (
         of("DeepSeek-V3"),
-        MegatronLayout(tp=1, pp=8, ep=32, pipeline="Et*7|t*8|t*8|t*8|t*8|t*8|t*8|t*6mL"),
+        MegatronLayout(
+            tp=1, pp=8, ep=32, pipeline_model_parallel_layout="Et*7|t*8|t*8|t*8|t*8|t*8|t*8|t*6mL"
+        ),
     )
     ladder = [
         "none",

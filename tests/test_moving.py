@@ -140,7 +140,7 @@ class LateGpu:
 
 
 def test_a_pinned_buffer_is_used_again_only_when_its_copy_is_made(monkeypatch):
-    from reshard.megatron.live.memory import FromDevice, ToDevice, on_host
+    from reshard.device.staging import FromDevice, ToDevice, copy_to_host
 
     gpu, device = LateGpu(monkeypatch), torch.device("cuda:0")
     expected = torch.randint(0, 255, (7, 5, 3), dtype=torch.uint8)
@@ -152,6 +152,6 @@ def test_a_pinned_buffer_is_used_again_only_when_its_copy_is_made(monkeypatch):
     assert torch.equal(filled, expected) and len(gpu.pinned) == 2
     out = [np.stack(found) for found in FromDevice(device).read([list(bundle) for bundle in expected])]
     assert np.array_equal(np.stack(out), expected.numpy()) and len(gpu.pinned) == 4
-    copies = on_host(list(expected), device)
+    copies = copy_to_host(list(expected), device)
     assert torch.equal(torch.stack(copies), expected) and len(gpu.pinned) == 5
     assert list(FromDevice(device).read([])) == []

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from reshard import hf_to_mcore
-from reshard.megatron.live.memory import PIECE_BYTES, HostMemory
+from reshard.device.staging import BLOCK_BYTES, HostMemory
 from tests.checkpoints import make
 from tests.ranks import run_on_ranks
 from tests.test_logits import flags_at
@@ -64,15 +64,15 @@ def test_host_memory_is_in_pieces_of_a_power_of_two_and_no_more_than_one_of_each
 
 def test_host_memory_of_what_is_needed_whole_fills_the_rest_of_a_piece():
     memory = HostMemory(pinned=False, spare=[])
-    sizes = [PIECE_BYTES // 2, PIECE_BYTES // 4, 5 * PIECE_BYTES // 2, PIECE_BYTES, 1, 0]
-    found = [memory.whole(size) for size in sizes]
+    sizes = [BLOCK_BYTES // 2, BLOCK_BYTES // 4, 5 * BLOCK_BYTES // 2, BLOCK_BYTES, 1, 0]
+    found = [memory.allocate(size) for size in sizes]
     assert [one.numel() for one in found] == sizes
-    assert [piece.numel() for piece in memory.pieces] == [PIECE_BYTES, 4 * PIECE_BYTES]
+    assert [piece.numel() for piece in memory.blocks] == [BLOCK_BYTES, 4 * BLOCK_BYTES]
     spans = sorted((one.data_ptr(), one.data_ptr() + one.numel()) for one in found if one.numel())
     assert all(end <= start for (_, end), (start, _) in pairwise(spans)), "none has another's bytes"
-    kept = memory.pieces
-    memory.give_back()
-    [again] = memory.parts(1)
+    kept = memory.blocks
+    memory.release()
+    [again] = memory.allocate_parts(1)
     assert any(again.data_ptr() == piece.data_ptr() for piece in kept), "used again"
 
 

@@ -23,7 +23,7 @@ SAME = [
     ("llama", MegatronLayout(tp=2), dict(pp=2, vpp=2)),
     ("llama-rope-tied", MegatronLayout(pp=2), dict(tp=2, pp=2)),
     ("llama-bias", MegatronLayout(), dict(tp=2)),
-    ("llama-mha", MegatronLayout(tp=4), dict(pp=2, first_stage_layers=1)),
+    ("llama-mha", MegatronLayout(tp=4), dict(pp=2, num_layers_in_first_pipeline_stage=1)),
     ("qwen2", MegatronLayout(pp=2), dict(tp=4)),
     ("qwen2-tied", MegatronLayout(tp=2), dict(pp=2)),
     ("qwen3", MegatronLayout(tp=2, pp=2), dict(tp=2)),

@@ -121,7 +121,7 @@ def test_a_page_that_cannot_be_written_does_not_lose_the_result(place, megatron_
 
 @pytest.mark.parametrize("arguments", [
     ("--prompts", "x", "--random", "2"), ("--lengths", "1"), ("--lengths", "a"), ("--random", "0"),
-    ("--vllm", "tp=0"), ("--vllm", "pp=2"), ("--vllm", "ep=4"), ("--no-routing", "--max-routing-margin", "0.1"), ("--seed", "-1"),
+    ("--engine", "tp=0"), ("--engine", "pp=2"), ("--engine", "ep=4"), ("--no-routing", "--max-routing-margin", "0.1"), ("--seed", "-1"),
 ])  # fmt: skip
 def test_a_mistake_in_the_command_line_exits_2(arguments):
     assert CliRunner().invoke(cli, ["parity", "a", "b", *arguments]).exit_code == 2

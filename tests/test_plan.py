@@ -93,32 +93,16 @@ def test_replicas_share_the_reading_out():
     assert max(dense.out_bytes) < 1.001 * min(dense.out_bytes)
 
 
-def test_a_gpu_order_keeps_more_bytes_at_home_and_says_how_many():
-    sizes = model("Qwen3-32B"), MegatronLayout(tp=4, pp=2), VllmLayout(tp=8)
-    plain = plan_refit(*sizes)
-    ordered = plan_refit(*sizes, order=plain.gpu_order)
-    assert (
-        sum(r.local_bytes for r in ordered.ranks)
-        == plain.order_bytes
-        > 3.9 * sum(r.local_bytes for r in plain.ranks)
-    )
-    assert ordered.wire_seconds < 0.51 * plain.wire_seconds
-    assert ordered.gpu_order == plain.gpu_order  # it cannot be improved upon
-    same = plan_refit(model("Qwen3-32B"), MegatronLayout(tp=8), VllmLayout(tp=8))
-    assert same.gpu_order == list(range(8))
-
-
 def test_hosts_are_told_apart():
     found = plan_refit(model("Qwen3-32B"), MegatronLayout(tp=4, pp=2), VllmLayout(tp=8), gpus_per_host=4)
     # Rank 1 has eighths of both stages to fetch: one stage from its host, the other from the next.
     assert found.ranks[1].host_bytes == pytest.approx(found.ranks[1].network_bytes, rel=0.01)
     # A trainer's rank feeds two of the other host, which is more than any rank receives from there.
     assert found.wire_seconds == pytest.approx(max(found.out_bytes) / found.network_rate, rel=0.01)
-    assert sorted(found.gpu_order[:4]) == [0, 1, 2, 3]
 
 
 def test_deepseek_v3_is_planned_from_1024_ranks_to_256():
-    trainer = MegatronLayout(tp=1, pp=16, ep=64, etp=1, pipeline="Et*3|(t*4|)*14t*2mL")
+    trainer = MegatronLayout(tp=1, pp=16, ep=64, etp=1, pipeline_model_parallel_layout="Et*3|(t*4|)*14t*2mL")
     found = plan_refit(
         model("DeepSeek-V3"), trainer, VllmLayout(tp=8, dp=32, expert_parallel=True), ranks=[0, 100, 255]
     )
@@ -134,8 +118,6 @@ def test_deepseek_v3_is_planned_from_1024_ranks_to_256():
     (VllmLayout(tp=2, round_robin=True), {}, "round-robin only where the model has expert groups"),
     (VllmLayout(tp=2), {"ranks": [2]}, "the engine's 2 ranks are 0 to 1; asked for [2]"),
     (VllmLayout(tp=16), {"colocated": True}, "the engine's 16 ranks do not fit on the trainer's 8 GPUs"),
-    (VllmLayout(tp=8), {"order": [0, 1, 2, 3, 4, 5, 6, 6]}, "does not name 8 different ones of 0 to 7"),
-    (VllmLayout(tp=4), {"order": [0, 1, 2, 3]}, "an order of GPUs is for a colocated engine"),
 ])  # fmt: skip
 def test_sizes_that_cannot_be_are_refused(engine, options, sentence):
     with pytest.raises(ReshardError) as error:
@@ -151,7 +133,17 @@ def test_sizes_that_no_gpu_holds_are_refused_at_once_and_in_little_memory(change
         resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["DeepSeek-V3"][0] | change))
-    arguments = ["plan", "--model", tmp_path, "--from", "tp=8,ep=8,etp=1", "--to", "tp=8,ep", "--ranks", "0"]
+    arguments = [
+        "plan",
+        "--model",
+        tmp_path,
+        "--trainer",
+        "tp=8,ep=8,etp=1",
+        "--engine",
+        "tp=8,ep",
+        "--ranks",
+        "0",
+    ]
     began = time.process_time()
     done = subprocess.run(command(*arguments), capture_output=True, text=True, preexec_fn=small)
     assert done.returncode == 1 and "and no GPU holds more than" in done.stderr, done.stderr
@@ -178,26 +170,23 @@ def test_data_parallel_sizes_must_make_room_for_the_experts():
 
 
 def test_the_command_prints_a_row_for_each_rank(qwen):
-    result = run("--model", qwen, "--from", "tp=4,pp=2", "--to", "tp=8")
+    result = run("--model", qwen, "--trainer", "tp=4,pp=2", "--engine", "tp=8")
     assert result.exit_code == 0
     lines = result.output.splitlines()
     assert (
         lines[0] == "qwen3 (64 layers): Megatron TP4 PP2 DP1 (8 ranks) to vLLM TP8 (8 ranks) on the same GPUs"
     )
     assert [line.split()[0] for line in lines[2:10]] == [str(rank) for rank in range(8)]
-    assert (
-        "wire floor 22.1 ms at 370 GB/s within a host" in result.output
-        and "with --gpu-order 0," in result.output
-    )
+    assert "wire floor 22.1 ms at 370 GB/s within a host" in result.output
 
 
 def test_the_command_speaks_json(qwen):
     result = run(
         "--model",
         qwen,
-        "--from",
+        "--trainer",
         "tp=2,pp=2,dp=2",
-        "--to",
+        "--engine",
         "tp=2,dp=2",
         "--separate",
         "--ranks",
@@ -217,9 +206,9 @@ def test_the_command_speaks_json(qwen):
 
 
 @pytest.mark.parametrize("arguments", [
-    ("--from", "tp=4,x=2", "--to", "tp=8"), ("--from", "tp=0", "--to", "tp=8"), ("--from", "tp=4", "--to", "tp=8,ep=2"),
-    ("--from", "tp=4", "--to", "tp=4", "--ranks", "a"), ("--from", "tp=4", "--to", "tp=4", "--gpu-order", "0;1"),
-    ("--from", "tp=4", "--to", "tp=4", "--link-rate", "0"),
+    ("--trainer", "tp=4,x=2", "--engine", "tp=8"), ("--trainer", "tp=0", "--engine", "tp=8"), ("--trainer", "tp=4", "--engine", "tp=8,ep=2"),
+    ("--trainer", "tp=4", "--engine", "tp=4", "--ranks", "a"), ("--trainer", "tp=4", "--engine", "tp=4", "--ranks", "0;1"),
+    ("--trainer", "tp=4", "--engine", "tp=4", "--link-rate", "0"),
 ])  # fmt: skip
 def test_a_mistake_in_the_command_line_is_status_2(arguments, qwen):
     result = run("--model", qwen, *arguments)
@@ -227,5 +216,13 @@ def test_a_mistake_in_the_command_line_is_status_2(arguments, qwen):
 
 
 def test_a_pipeline_layout_may_have_commas(qwen):
-    result = run("--model", qwen, "--from", "tp=2,pp=2,pipeline=Et*31|,t*33L", "--to", "tp=4", "--json")
+    result = run(
+        "--model",
+        qwen,
+        "--trainer",
+        "tp=2,pp=2,pipeline_model_parallel_layout=Et*31|,t*33L",
+        "--engine",
+        "tp=4",
+        "--json",
+    )
     assert json.loads(result.output)["trainer"].startswith("TP2 PP2")

@@ -116,8 +116,8 @@ def refit(
     return [reports for _, _, _, reports, _ in results]
 
 
-SIZES = {TP: "tp", PP: "pp", VPP: "vpp", EP: "ep", ETP: "etp", "--decoder-first-pipeline-num-layers": "first_stage_layers",
-         "--decoder-last-pipeline-num-layers": "last_stage_layers"}  # fmt: skip
+SIZES = {TP: "tp", PP: "pp", VPP: "vpp", EP: "ep", ETP: "etp", "--decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",
+         "--decoder-last-pipeline-num-layers": "num_layers_in_last_pipeline_stage"}  # fmt: skip
 
 
 def as_forecast(
@@ -138,7 +138,7 @@ def as_forecast(
         dp=dp,
         colocated=together,
         gpus_per_host=64,
-        vocab_divisible_by=8,
+        make_vocab_size_divisible_by=8,
         transformer_impl="local",
     )
     assert [r["local_bytes"] for _, r in reports] == [r.local_bytes for r in found.ranks]

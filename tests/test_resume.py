@@ -180,7 +180,7 @@ def test_every_command_says_what_an_interrupted_run_has_left_and_how_it_goes_on(
         ["inspect"],
         ["check"],
         ["diff", whole["mcore-to-hf"][0]],
-        ["plan", "--from", "tp=1", "--to", "tp=1", "--model"],
+        ["plan", "--trainer", "tp=1", "--engine", "tp=1", "--model"],
     ]
     for command, path in [
         *((command, out) for command in commands),

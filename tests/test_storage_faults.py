@@ -293,7 +293,7 @@ def test_what_nobody_expected_leaves_nothing_and_an_interrupt_what_resume_needs(
 
 def test_arguments_of_the_wrong_kind_are_one_sentence(source, tmp_path):
     for call, said in ((lambda: MegatronLayout(tp="2"), "--tp is '2', which is not a whole number"), (lambda: MegatronLayout(pp=True), "--pp is True"),
-                       (lambda: MegatronLayout(etp=2.0), "--etp is 2.0"), (lambda: MegatronLayout(pipeline=["Et"]), "--pipeline-layout is"),
+                       (lambda: MegatronLayout(etp=2.0), "--etp is 2.0"), (lambda: MegatronLayout(pipeline_model_parallel_layout=["Et"]), "--pipeline-model-parallel-layout is"),
                        (lambda: hf_to_mcore(source, tmp_path / "out", {"tp": 2}), "layout is {'tp': 2}, not a reshard.MegatronLayout"),
                        (lambda: hf_to_mcore(source, tmp_path / "out", workers="3"), "--workers is '3'"),
                        (lambda: mcore_to_hf(source, tmp_path / "out", workers=1.5), "--workers is 1.5"),
@@ -321,9 +321,9 @@ def test_a_single_process_with_a_rank_says_its_error_as_json(tmp_path):
 
 
 def test_a_plan_of_more_ranks_than_there_are_gpus_is_refused(source):
-    done = cli("plan", "--model", source, "--from", "tp=1,dp=1000000", "--to", "tp=1")
+    done = cli("plan", "--model", source, "--trainer", "tp=1,dp=1000000", "--engine", "tp=1")
     assert done.returncode == 1 and "the number of the trainer's ranks is 1000000" in done.stderr
-    done = cli("plan", "--model", source, "--from", "tp=1", "--to", "tp=1,dp=1000000")
+    done = cli("plan", "--model", source, "--trainer", "tp=1", "--engine", "tp=1,dp=1000000")
     assert done.returncode in (1, 2) and "1000000" in done.stderr
 
 

@@ -152,7 +152,9 @@ def theoretical(model, layout, case: Case, gpus: int) -> float | None:
         return None
     fields = recompute_fields(case.recompute)
     tp, pp, ep = layout.tp, layout.pp, layout.ep
-    of_model = model.megatron_args()
+    from reshard.megatron.arguments import megatron_args
+
+    of_model = megatron_args(model)
     values = {
         "moe_shared_expert_intermediate_size": None, "num_experts": None, "moe_layer_freq": 1, "mtp_num_layers": None, "moe_latent_size": None,
         "moe_ffn_hidden_size": 0, "kv_channels": None, "q_lora_rank": None, "hybrid_layer_pattern": None, "hybrid_override_pattern": None,

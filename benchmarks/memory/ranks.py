@@ -70,7 +70,7 @@ def ranks(toy: bool) -> list[Rank]:
             *at("tiny-qwen3", 8, (0, 3), {"pp": 4, "vpp": 2}, **short),
             *at("tiny-qwen3-moe", 16, (0, 1), {"pp": 2, "ep": 4}, recompute="full", **short),
         ]
-    uneven = {"first_stage_layers": 11, "last_stage_layers": 11}
+    uneven = {"num_layers_in_first_pipeline_stage": 11, "num_layers_in_last_pipeline_stage": 11}
     deepseek = {"tp": 2, "pp": 16, "ep": 64, "etp": 1, "pipeline": "Et*4|(tttt|)*14tmL"}
     fine = "moe_act,layernorm,mla_up_proj,mlp"
     return [

@@ -197,7 +197,14 @@ def deepseek(folder: Path, layers: int, thrown_away: bool, cores: list[int]) -> 
     shutil.rmtree(source)
     if thrown_away:
         size = make(source, MODELS["deepseek-v3"], fp8=True, holes=True)
-        stages = ["--pp", "16", "--first-stage-layers", "3", "--last-stage-layers", "2"]
+        stages = [
+            "--pp",
+            "16",
+            "--num-layers-in-first-pipeline-stage",
+            "3",
+            "--num-layers-in-last-pipeline-stage",
+            "2",
+        ]
         command = [
             sys.executable, "-c", THROWN_AWAY, "hf-to-mcore", str(source), str(out), *layout, *stages, "--allow-overflow",
         ]  # fmt: skip

@@ -15,11 +15,12 @@ from typing import Any, ParamSpec, TypeVar
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-# Options of connect, the engines and the integrations: the new name of each, and what becomes of its value.
+# Options of calls: the new name of each, and what becomes of its value.
 RENAMED_OPTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "executor": ("backend", lambda value: value),
     "exact": ("match_vllm_rounding", lambda value: value),
     "release": ("keep_mapped", operator.not_),
+    "vocab_divisible_by": ("make_vocab_size_divisible_by", lambda value: value),
 }
 
 
@@ -64,7 +65,10 @@ def renamed_variable(old: str, new: str, default: str) -> str:
 
 
 class MovedModules(MetaPathFinder, Loader):
-    """Lets modules be imported, and run by ``python -m``, under the names that they had: `moved` maps old names to new ones."""
+    """A finder that lets modules be imported, and run by ``python -m``, under old names.
+
+    `moved` maps old names to new ones.
+    """
 
     def __init__(self, moved: Mapping[str, str]) -> None:
         self.moved = moved

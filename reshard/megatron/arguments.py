@@ -1,53 +1,89 @@
-"""Megatron-LM's arguments as a command line and as the ``args`` of a checkpoint."""
+"""Megatron-LM's arguments of a model, and the model that arguments describe.
 
-import re
+``args`` are Megatron-LM's arguments by name, as its checkpoints hold them. `megatron_args` makes them from a
+model, `model_of_args` makes a model from them, `check_args` compares the two.
+"""
+
 from typing import Any
 
 from reshard.core.dtypes import Dtype
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, listed
 from reshard.formats.pickles import Name
 from reshard.megatron.layout import MegatronLayout
-from reshard.models.model import Model
-from reshard.models.rope import MLA_YARN
+from reshard.models.config_fields import ignored, to_ignore
+from reshard.models.family import NEEDED, Family, families
+from reshard.models.model import MAX_LAYERS, Model
+from reshard.models.numerics_args import DERIVED, NUMERICS_ARGS, as_named_now, disagreements, moe_pattern
+from reshard.models.rope import MLA_YARN, hf_rope
 
-FLAGS_FILE = "megatron_flags.txt"
-
-# Flags that are not spelled like the argument, or say the opposite.
-SPELLINGS = {
-    "layernorm_epsilon": "--norm-epsilon",
-    "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
+# Values for which Megatron leaves the argument out, where the config has a number.
+LEFT_OUT = {
+    "moe_router_num_groups": 1,
+    "moe_router_group_topk": 1,
+    "moe_router_topk_scaling_factor": 1.0,
 }
-WHEN_FALSE = {
-    "add_bias_linear": "--disable-bias-linear", "apply_rope_fusion": "--no-rope-fusion",
-    "yarn_correction_range_round_to_int": "--no-yarn-correction-range-round-to-int",
-}  # fmt: skip
-NO_FLAG = {"context_parallel_size", *MLA_YARN}
-# Versions of Megatron-LM, as (major, minor): those whose parsers are known, and since when they have an
-# argument.
-OLDEST, NEWEST = (0, 12), (0, 20)
-PADDED_VOCAB_AND_ROPE_TYPE, PIPELINE_STRINGS, YARN_WITHOUT_MLA = (0, 14), (0, 13), (0, 19)
-# Before, multi-latent attention took max_position_embeddings for YaRN's original length, and mscale for the softmax too.
-YARN_LENGTH = (0, 14)
-# Not where its files are: they travel with the checkpoint, whose place a file in it cannot know.
-TOKENIZER = "--tokenizer-type HuggingFaceTokenizer"
+# The arguments that tell the families apart; the last two only for models with experts.
+TELLS_APART = (
+    "multi_latent_attention",
+    "qk_layernorm",
+    "add_qkv_bias",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+)
+# Arguments of models that no family here has.
+OF_OTHER_FAMILIES = ("squared_relu", "apply_layernorm_1p", "hybrid_layer_pattern", "moe_latent_size")
+# Tokens of a training sequence, at most: a run chooses them, not the model.
+TRAINING_LENGTH = 4096
+ADVICE = "pass --hf-config with the model's config.json"
+
+
+def megatron_args(model: Model) -> dict[str, Any]:
+    """Return Megatron-LM's arguments for a model, without parallel sizes."""
+    family = model.family
+    args = dict(family.megatron)
+    for name, _, arg, relation, _ in family.spellings:
+        value = model.config[name]
+        if value is not None and not (arg in LEFT_OUT and value == LEFT_OUT[arg]):
+            args[arg] = not value if relation == "not" else value
+    args |= family.rope_args(model.config, model.where)
+    if args.get("rope_type") == "rope" or args["position_embedding_type"] == "yarn":
+        args["apply_rope_fusion"] = False  # Megatron's fused rotary embeddings lack it
+    args["seq_length"] = min(args["max_position_embeddings"], TRAINING_LENGTH)
+    args |= {"hidden_dropout": 0.0, "attention_softmax_in_fp32": True}
+    if args["group_query_attention"] and args["num_query_groups"] == args["num_attention_heads"]:
+        args["group_query_attention"] = False
+    if model.num_experts:
+        args["moe_layer_freq"] = 1 if model.uniform else [int(kind == "moe") for kind in model.kinds]
+        if model.shared_width:
+            args["moe_shared_expert_intermediate_size"] = model.shared_width
+    else:
+        args = {
+            arg: value for arg, value in args.items() if arg != "num_experts" and not arg.startswith("moe_")
+        }
+    args.pop("mtp_num_layers", None)
+    if model.mtp_layers:
+        args["mtp_num_layers"] = model.mtp_layers
+    return args | family.derived_args(model.config)
 
 
 def arguments(
     model: Model,
     layout: MegatronLayout,
     padded_vocab: int,
-    divisible_by: int,
+    make_vocab_size_divisible_by: int,
     dtype: Dtype,
     transformer_impl: str,
 ) -> dict[str, Any]:
-    """All arguments that describe a model in a layout, by their names in ``args``."""
-    args = model.megatron_args() | layout.megatron_args()
+    """Return all arguments that describe a model in a layout. `padded_vocab` is Megatron's number of vocabulary
+    rows."""
+    args = megatron_args(model) | layout.megatron_args()
     args |= {
-        "make_vocab_size_divisible_by": divisible_by,
+        "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
         "padded_vocab_size": padded_vocab,
         "transformer_impl": transformer_impl,
+        "bf16": dtype.name == "bfloat16",
+        "fp16": dtype.name == "float16",
     }
-    args |= {"bf16": dtype.name == "bfloat16", "fp16": dtype.name == "float16"}
     if not model.num_experts:
         args.pop("expert_tensor_parallel_size")
     # Without it Megatron refuses to train experts with TP; its local layers cannot do it.
@@ -57,96 +93,167 @@ def arguments(
     return args
 
 
-def version_of(text: str | None) -> tuple[int, int]:
-    """``0.14`` or ``0.14.2`` as (0, 14); None is the newest known, and so is what is newer. Raises
-    ReshardError for what is older than any known one, and for what is no version."""
-    if text is None:
-        return NEWEST
-    match = re.fullmatch(r"(\d{1,4})\.(\d{1,4})(\.\w+)*", text, re.ASCII)
-    version = (int(match[1]), int(match[2])) if match else (0, 0)
-    if version < OLDEST:
-        raise ReshardError(
-            f"--megatron-version {text} is not a version from {_dotted(OLDEST)} on, such as {_dotted(NEWEST)}"
-        )
-    return min(version, NEWEST)
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
-
-
-def arguments_for(args: dict[str, Any], version: tuple[int, int]) -> dict[str, Any]:
-    """The arguments that make the same model in a version of Megatron-LM, which refuses those that it does
-    not know.
-
-    Raises ReshardError, naming the first version that can, where it has no arguments for the model or the
-    layout.
-    """
-
-    def refuse(what: str, since: tuple[int, int]) -> ReshardError:
-        return ReshardError(
-            f"Megatron-LM {_dotted(version)} has no arguments for {what}: "
-            f"{_dotted(since)} is the first that has; give --megatron-version "
-            f"{_dotted(since)} and load it there"
-        )
-
-    if version < YARN_WITHOUT_MLA and args.get("position_embedding_type") == "yarn":
-        raise refuse("YaRN without multi-latent attention", YARN_WITHOUT_MLA)
-    if (
-        version < YARN_LENGTH
-        and args.get("rope_type") == "yarn"
-        and args.get("rotary_scaling_factor") not in (None, 1)
-    ):
-        length = args.get("original_max_position_embeddings", MLA_YARN["original_max_position_embeddings"])
-        if length != args["max_position_embeddings"] or args.get("mscale") != args.get("mscale_all_dim"):
-            raise refuse("this YaRN of multi-latent attention", YARN_LENGTH)
-    if version < PIPELINE_STRINGS and args.get("pipeline_model_parallel_layout") is not None:
-        raise refuse("pipeline layouts given as a string", PIPELINE_STRINGS)
-    if version >= PADDED_VOCAB_AND_ROPE_TYPE:
-        return args
-    # The vocabulary's size and its divisor give the padded one. Multi-latent attention always has YaRN, which
-    # at factor 1 is none.
-    older = {name: value for name, value in args.items() if name not in ("padded_vocab_size", "rope_type")}
-    return older | ({"rotary_scaling_factor": 1.0} if args.get("rope_type") == "rope" else {})
-
-
-def command_line(
-    args: dict[str, Any], version: tuple[int, int] = NEWEST, tokenizer: bool = True
-) -> list[str]:
-    """The flags for these arguments of a version of Megatron-LM, one ``--flag value`` an item; with `tokenizer` those of one
-    that lies beside the checkpoint. Raises what `arguments_for` does."""
-    args = arguments_for(args, version)
-    flags = []
-    string_layout = args.get("pipeline_model_parallel_layout") is not None
-    for name, value in args.items():
-        flag = SPELLINGS.get(name, "--" + name.replace("_", "-"))
-        if (
-            name in NO_FLAG
-            or value is None
-            or (name == "virtual_pipeline_model_parallel_size" and string_layout)
-        ):
-            continue
-        if name == "num_query_groups" and not args.get("group_query_attention"):
-            continue
-        if isinstance(value, bool):
-            if not value and name in WHEN_FALSE:
-                flags.append(WHEN_FALSE[name])
-            elif value and name not in WHEN_FALSE:
-                flags.append(flag)
-        elif isinstance(value, list):
-            flags.append(f"{flag} [{','.join(map(str, value))}]")
-        else:
-            flags.append(f"{flag} {value}")
-    return [*flags, TOKENIZER] if tokenizer else flags
-
-
 def checkpoint_args(args: dict[str, Any], world_size: int, dtype: Dtype, iteration: int) -> dict[str, Any]:
-    """The ``args`` that a training run with these arguments would have saved, as far as loading reads
+    """Return the ``args`` that a training run with these arguments would have saved, as far as loading reads
     them."""
     per_model = args["tensor_model_parallel_size"] * args["pipeline_model_parallel_size"]
     return args | {
-        "params_dtype": Name("torch", dtype.name), "world_size": world_size, "data_parallel_size": world_size // per_model,
-        "add_position_embedding": True, "iteration": iteration, "consumed_train_samples": 0, "consumed_valid_samples": 0,
-        "skipped_train_samples": 0, "ckpt_format": "torch_dist", "use_distributed_optimizer": False, "no_save_optim": True,
+        "params_dtype": Name("torch", dtype.name),
+        "world_size": world_size,
+        "data_parallel_size": world_size // per_model,
+        "add_position_embedding": True,
+        "iteration": iteration,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "skipped_train_samples": 0,
+        "ckpt_format": "torch_dist",
+        "use_distributed_optimizer": False,
+        "no_save_optim": True,
         "no_save_rng": True,
-    }  # fmt: skip
+    }
+
+
+def caveats(model: Model, transformer_impl: str) -> list[str]:
+    """Return a sentence for each thing that Megatron-Core 0.19 computes differently with the same weights, or
+    that its command line cannot say."""
+    args, sentences = megatron_args(model), []
+    groups_taken, groups = args.get("moe_router_group_topk"), args.get("moe_router_num_groups")
+    if groups_taken and groups_taken != groups and args["moe_router_topk"] // groups_taken != 2:
+        sentences.append(
+            f"Megatron ranks a group of experts by its best {args['moe_router_topk'] // groups_taken}, this model "
+            f"by its best 2: routing may differ"
+        )
+    without_flag = [name for name in MLA_YARN if name in args]
+    if without_flag:
+        values = listed(f"{name} {args[name]}" for name in without_flag)
+        sentences.append(
+            f"Megatron-LM has no flag for {values} of the rotary embedding: set it in the trainer's config"
+        )
+    return sentences + model.family.caveats(model.config, transformer_impl)
+
+
+def check_args(model: Model, args: dict[str, Any], where: str, advice: str) -> None:
+    """Raise ReshardError, naming both values, where Megatron's arguments make another model than this one.
+
+    `args` may also be the fields of a config by the same names. Arguments that are absent are not compared.
+    """
+    try:
+        different = disagreements(args, megatron_args(model))
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ReshardError(
+            f"{where} cannot be read as a model's ({type(error).__name__}: {error})"
+        ) from error
+    wrong = []
+    for name, theirs, ours in different:
+        if name in ignored():
+            model.ignored[name] = f"{where}: {name} = {theirs!r:.80} is ignored; {ours!r:.80} is used"
+        else:
+            wrong.append((name, theirs, ours))
+    if not wrong:
+        return
+    values = listed((f"{name} is {theirs!r} (not {ours!r})" for name, theirs, ours in wrong), len(wrong))
+    other = f"{model.family.name} models here" if where == model.where else model.where
+    them = "it" if len(wrong) == 1 else "them"
+    with model.objecting():
+        raise ReshardError(
+            f"{where}: {values}, which makes another model of the weights than {other}: "
+            f"{advice}; {to_ignore([name for name, *_ in wrong])} goes on without {them}"
+        )
+
+
+def model_of_args(args: dict[str, Any], where: str, family_name: str | None = None) -> Model:
+    """Return the model that arguments describe: the inverse of `megatron_args`.
+
+    Raises ReshardError where an argument is missing or has a value that the family's models never have.
+    """
+    try:
+        args = as_named_now(args)
+        if family_name is not None and family_name not in families():
+            raise ReshardError(f"--family {family_name} is not one of {listed(sorted(families()))}")
+        family = families()[family_name] if family_name else family_of_args(args, where)
+        if int(args.get("num_layers") or 0) > MAX_LAYERS:
+            raise ReshardError(f"{where}: num_layers is above {MAX_LAYERS:,}, which no model's is")
+        model = Model.from_hf(hf_config_of_args(family, args, where), where)
+        check_args(model, args, where, ADVICE)
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ReshardError(f"{where} cannot be read as a model's ({reason}): {ADVICE}") from error
+    return model
+
+
+def hf_config_of_args(family: Family, args: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the Hugging Face config of a family that arguments describe.
+
+    An absent argument is at Megatron's default. Raises ReshardError where that says nothing of the model.
+    """
+    config: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.name,
+        "hidden_act": "silu",
+        **family.hf,
+    }
+    if args.get("add_bias_linear"):  # which sets add_qkv_bias too
+        args = args | {"add_qkv_bias": family.megatron["add_qkv_bias"]}
+    for name, _, arg, relation, default in family.spellings:
+        value = args.get(arg)
+        value = LEFT_OUT.get(arg) if value is None else value
+        if arg == "num_query_groups" and not args.get("group_query_attention"):
+            value = args.get("num_attention_heads")
+        if arg == "moe_aux_loss_coeff" and isinstance(value, list):
+            value = value[0] if len(value) == 1 else None
+        if value is None and default in NEEDED and arg != "num_experts":
+            raise ReshardError(f"{where} has no {arg}, which {family.name} needs: {ADVICE}")
+        if value is None and NUMERICS_ARGS.get(arg) is not DERIVED:
+            value = NUMERICS_ARGS.get(arg)
+        if value is not None or relation == "not" or default is None:
+            config[name] = not value if relation == "not" else value
+    config |= hf_rope(args)
+    if family.partial_rotary is not None:
+        percent = args.get("rotary_percent")
+        config["partial_rotary_factor"] = 1.0 if percent is None else percent
+    if family.has_experts:
+        pattern = moe_pattern(args.get("moe_layer_freq") or 1, int(args["num_layers"]))
+        config |= family.kinds_as_fields(pattern)
+    if family.shared_experts:
+        width = args.get("moe_shared_expert_intermediate_size") or 0
+        config[family.shared_experts] = width // int(args["moe_ffn_hidden_size"]) or None
+    return config
+
+
+def mismatched_args(family: Family, args: dict[str, Any]) -> list[str]:
+    """Return the arguments whose values no model of this family has. An absent one is at Megatron's default."""
+    experts = bool(args.get("num_experts"))
+    if experts != family.has_experts:
+        return ["num_experts"]
+    if args.get("add_bias_linear") or args.get("multi_latent_attention"):
+        # Megatron sets the one with the other; with latent attention it says nothing.
+        args = args | {"add_qkv_bias": False}
+    mismatched = []
+    for name in TELLS_APART:
+        if family.field_of(name) or (name.startswith("moe_") and not experts):
+            continue
+        value = NUMERICS_ARGS[name] if args.get(name) is None else args[name]
+        if value != family.megatron.get(name, NUMERICS_ARGS[name]):
+            mismatched.append(name)
+    return mismatched
+
+
+def family_of_args(args: dict[str, Any], where: str) -> Family:
+    """Return the one family whose models have such arguments. Raises ReshardError, naming them, where there is
+    none or more than one."""
+    strange = [name for name in OF_OTHER_FAMILIES if args.get(name)]
+    if strange:
+        raise ReshardError(f"{where}: no family here has {listed(strange)}; {ADVICE}")
+    fitting = [family for family in families().values() if not mismatched_args(family, args)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise ReshardError(
+            f"{where} may be of {listed(family.name for family in fitting)}: {ADVICE}, or --family"
+        )
+    values = [
+        f"{name} = {args.get(name)!r}"
+        for name in (*TELLS_APART, "num_experts")
+        if args.get("num_experts") or not name.startswith("moe_")
+    ]
+    raise ReshardError(f"{where}: no family here has {listed(values, len(values))}; {ADVICE}")

@@ -11,11 +11,13 @@ from importlib.util import find_spec
 from typing import Any
 
 from reshard.core.extras import importing
+from reshard.megatron.arguments import megatron_args
 
 with importing("megatron"):
     import megatron.core  # noqa: F401
     import torch
 
+from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS, padded_vocab_size
@@ -54,7 +56,7 @@ def transformer_config(
     if dtype not in DTYPES:
         raise ReshardError(f"dtype is {dtype!r:.80}, not one of {listed(DTYPES)}")
     layout.check(model)
-    args = model.megatron_args() | layout.megatron_args()
+    args = megatron_args(model) | layout.megatron_args()
     kind = MLATransformerConfig if args.get("multi_latent_attention") else TransformerConfig
     names = {field.name for field in fields(kind)}
     values = {name: value for name, value in args.items() if name in names}
@@ -72,9 +74,9 @@ def transformer_config(
     values["add_qkv_bias"] = args["add_qkv_bias"] or args["add_bias_linear"]
     if args.get("multi_latent_attention"):  # where the class has defaults of DeepSeek-V3's
         values = {"q_lora_rank": None, "rotary_scaling_factor": 1.0} | values
-    if layout.pipeline is not None:
+    if layout.pipeline_model_parallel_layout is not None:
         values["pipeline_model_parallel_layout"] = PipelineParallelLayerLayout.from_str(
-            layout.pipeline, layout.pp
+            layout.pipeline_model_parallel_layout, layout.pp
         )
         values["virtual_pipeline_model_parallel_size"] = (
             layout.virtual_stages if layout.virtual_stages > 1 else None
@@ -125,26 +127,27 @@ def initialize_parallel(layout: MegatronLayout, seed: int = 1234, **options: Any
         model_parallel_cuda_manual_seed(seed)
 
 
+@accepts_renamed_options
 def build_megatron(
     model: Model,
     layout: MegatronLayout,
     *,
     transformer_impl: str = "transformer_engine",
     dtype: torch.dtype = torch.bfloat16,
-    vocab_divisible_by: int = 128,
+    make_vocab_size_divisible_by: int = 128,
     parallel_output: bool = True,
     **overrides: Any,
 ) -> list[torch.nn.Module]:
     """This rank's ``GPTModel`` chunks, one for each virtual stage, with Megatron's own random weights; bare,
     as Float16Module and DDP take them.
 
-    Megatron's parallel state must be initialized (`initialize_parallel`). `vocab_divisible_by` is
+    Megatron's parallel state must be initialized (`initialize_parallel`). `make_vocab_size_divisible_by` is
     ``--make-vocab-size-divisible-by``; `overrides` as for `transformer_config`.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
-    args = model.megatron_args()
+    args = megatron_args(model)
     config = transformer_config(model, layout, transformer_impl=transformer_impl, dtype=dtype, **overrides)
     if transformer_impl == "transformer_engine" and find_spec("transformer_engine") is None:
         raise ReshardError(
@@ -160,7 +163,7 @@ def build_megatron(
             GPTModel(
                 config,
                 decoder,
-                padded_vocab_size(model.symbols["V"], vocab_divisible_by, layout.tp),
+                padded_vocab_size(model.symbols["V"], make_vocab_size_divisible_by, layout.tp),
                 args["max_position_embeddings"],
                 pre_process=parallel_state.is_pipeline_first_stage(**which),
                 post_process=parallel_state.is_pipeline_last_stage(**which),

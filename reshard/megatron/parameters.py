@@ -164,9 +164,9 @@ def _query_groups(names: list[str], shapes: list[tuple[int, ...]], groups: int) 
     return parts
 
 
-def padded_vocab_size(vocab: int, divisible_by: int, tp: int) -> int:
+def padded_vocab_size(vocab: int, make_vocab_size_divisible_by: int, tp: int) -> int:
     """Vocabulary rows in Megatron: the next multiple of ``--make-vocab-size-divisible-by`` times TP."""
-    multiple = divisible_by * tp
+    multiple = make_vocab_size_divisible_by * tp
     return -(-vocab // multiple) * multiple
 
 

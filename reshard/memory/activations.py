@@ -8,7 +8,8 @@ its microbatch, and which of Megatron's ``--recompute-modules`` drop it.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from reshard.megatron.layout import Stage
+from reshard.megatron.arguments import megatron_args
+from reshard.megatron.stages import Stage
 from reshard.memory.options import Plan, Recompute
 from reshard.models.model import Model
 
@@ -89,7 +90,7 @@ def _attention(model: Model, z: Sizes) -> list[Saved]:
             Saved("attention norm, out", hidden / p, linear),
             Saved("queries, keys, values", (heads + 2 * groups) * d, 2),
         ]
-        if model.megatron_args().get("qk_layernorm"):
+        if megatron_args(model).get("qk_layernorm"):
             found.append(Saved("norms of queries and keys, in", (heads + groups) * d, 2))
         out = heads * d
     found += [Saved("attention, out", out, 2), Saved("attention, logsumexp", heads, 4)]

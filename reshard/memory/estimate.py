@@ -1,111 +1,30 @@
-"""Every byte of a training layout, stage by stage: `memory`."""
+"""The memory of a training layout, and of an RL step on it, from a model's config."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
+from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError
-from reshard.megatron.layout import MegatronLayout, Stage
-from reshard.memory.activations import Chunk, chunk_bytes
+from reshard.megatron.layout import MegatronLayout
 from reshard.memory.options import Plan, Training
-from reshard.memory.outside import IMBALANCE, RESERVED, Band, bytes_of_gpu, outside
-from reshard.memory.schedule import Moment, moments
-from reshard.memory.static import Static, static_bytes
+from reshard.memory.outside import bytes_of_gpu
+from reshard.memory.phases import Engine, phases_of
+from reshard.memory.report import MemoryReport, report_of
 from reshard.models.model import Model
+from reshard.storage.sources import read_model
 
 
-@dataclass(frozen=True)
-class StageMemory:
-    """A rank of one pipeline stage, in bytes; all ranks of a stage have the same.
-
-    `activations` and `transient` are those of the fullest moment, `moment` says in words which that is, and
-    `alive` how many microbatches each chunk (virtual stage) then has. `allocated` is what
-    ``torch.cuda.max_memory_allocated`` will say, as one figure for the given (else even) routing;
-    `engine_buffers` are Transformer Engine's, with its fp8 copies of the weights;
-    `allocated_band` has what uneven routing may add and, with fp8, fewer copies or their scales. `total_band` is with
-    fragmentation and what lies outside of torch. `tensors` are the activations by name.
-    """
-
-    stage: int
-    layers: str
-    weights: int
-    grads: int
-    main_params: int
-    moments: int
-    engine_buffers: int
-    activations: int
-    transient: int
-    moment: str
-    alive: tuple[int, ...]
-    allocated: int
-    allocated_band: Band
-    outside: Band
-    total_band: Band
-    host: int
-    tensors: dict[str, int]
-
-    @property
-    def static(self) -> int:
-        """What is there at every moment."""
-        return self.weights + self.grads + self.main_params + self.moments + self.engine_buffers
-
-
-@dataclass(frozen=True)
-class MemoryReport:
-    """What `memory` found: a `StageMemory` for each pipeline stage, and what was assumed."""
-
-    model: str
-    layout: str
-    ranks: int
-    dp: int
-    microbatches: int
-    tokens: int
-    recompute: str
-    stages: list[StageMemory]
-    notes: list[str]
-    gpu_bytes: int | None = None
-    gpus_per_host: int = 8
-    phases: list[Any] = field(default_factory=list)
-
-    @property
-    def peak(self) -> StageMemory:
-        """The fullest stage."""
-        return max(self.stages, key=lambda stage: stage.total_band.high)
-
-    @property
-    def host_bytes(self) -> int:
-        """Of a host's memory, for its fullest GPUs."""
-        return max(stage.host for stage in self.stages) * min(self.gpus_per_host, self.ranks)
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether the upper end of every stage's band (and phase's) is within the GPU's memory; None where no
-        GPU was named, or it is between the ends: it may fit."""
-        if self.gpu_bytes is None:
-            return None
-        ends = [stage.total_band for stage in self.stages] + [phase.total_band for phase in self.phases]
-        if all(end.high <= self.gpu_bytes for end in ends):
-            return True
-        return False if any(end.low > self.gpu_bytes for end in ends) else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return asdict(self) | {
-            "peak_stage": self.peak.stage,
-            "host_bytes": self.host_bytes,
-            "fits": self.fits,
-        }
-
-
+@accepts_renamed_options
 def estimate_memory(
     model: Model | str,
     layout: MegatronLayout | Mapping[str, Any] | None = None,
     *,
     gpu_memory: str | int | None = None,
-    engine: Any = None,
+    engine: Engine | None = None,
     **options: Any,
 ) -> MemoryReport:
-    """Every byte that training a model at a layout needs on a GPU of each pipeline stage.
+    """Estimate the memory that training a model at a layout needs on a GPU of each pipeline stage.
 
     `model` is a `reshard.Model`, or what `reshard.read_model` takes: a directory of either format, a
     config.json, a hub id. `layout` is a `reshard.MegatronLayout` or its fields. `options` are the fields of
@@ -120,8 +39,6 @@ def estimate_memory(
         report.fits, report.peak.allocated, report.peak.moment
     """
     if not isinstance(model, Model):
-        from reshard.storage.sources import read_model
-
         model = read_model(model)
     if not isinstance(layout, MegatronLayout):
         layout = MegatronLayout(**(layout or {}))
@@ -132,163 +49,5 @@ def estimate_memory(
         )
     plan = Plan.of(model, layout, Training(**options))
     size = gpu_memory if isinstance(gpu_memory, (int, type(None))) else bytes_of_gpu(gpu_memory)
-    found = report_of(plan, size)
-    if engine is not None:
-        from reshard.memory.phases import phases_of
-
-        found = replace(found, phases=phases_of(plan, found, engine))
-    return found
-
-
-def report_of(plan: Plan, gpu_bytes: int | None = None) -> MemoryReport:
-    """The report of a plan."""
-    alike: dict[tuple, tuple[Static, list[Chunk], list[Chunk]]] = {}
-    stages = []
-    for rank, chunks in enumerate(plan.layout.stages(plan.model)):
-        kinds = tuple(
-            (tuple(plan.model.kinds[layer] for layer in chunk.layers), chunk.embedding, chunk.output, chunk.mtp,
-             plan.model.num_layers - 1 in chunk.layers)
-            for chunk in chunks
-        )  # fmt: skip
-        if kinds not in alike:
-            alike[kinds] = _parts(plan, chunks)
-        stages.append(_stage(plan, rank, chunks, *alike[kinds]))
-    axes = f"{plan.layout} DP{plan.dp}" + (f" CP{plan.training.cp}" if plan.training.cp > 1 else "")
-    return MemoryReport(
-        f"{plan.model.family.name} ({plan.model.num_layers} layers)", axes, plan.ranks, plan.dp,
-        plan.microbatches, plan.tokens, str(plan.recompute), stages, _notes(plan), gpu_bytes,
-        plan.training.gpus_per_host,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The fullest moment of a rank: bytes of activations and of what is there for a time."""
-
-    activations: float
-    transient: float
-    moment: Moment
-
-
-def peak_of(plan: Plan, rank: int, chunks: list[Chunk]) -> Peak:
-    """The fullest moment of pipeline rank `rank` over the schedule."""
-    t = plan.training
-    group = t.microbatch_group_size or plan.layout.pp
-    best: Peak | None = None
-    for moment in moments(
-        plan.layout.pp, rank, len(chunks), plan.microbatches, group, int(t.overlap_expert_comm)
-    ):
-        kept = sum(n * chunk.kept for n, chunk in zip(moment.alive, chunks, strict=True))
-        mine = chunks[moment.chunk]
-        extra = mine.forward if moment.forward else mine.backward
-        if best is None or kept + extra > best.activations + best.transient:
-            best = Peak(kept, extra, moment)
-    assert best is not None
-    return best
-
-
-def _parts(plan: Plan, stages: list[Stage]) -> tuple[Static, list[Chunk], list[Chunk]]:
-    """What does not depend on the pipeline rank: static bytes, and a microbatch's in each chunk, with the given
-    routing and with that of the band's upper end."""
-    t, static = plan.training, static_bytes(plan, stages)
-
-    def chunks(imbalance: float) -> list[Chunk]:
-        found = [chunk_bytes(plan, chunk, imbalance) for chunk in stages]
-        return [each._replace(backward=each.backward + static.largest) for each in found]
-
-    usual = chunks(t.imbalance or 1.0)
-    uneven = plan.model.num_experts and plan.layout.ep > 1 and t.imbalance is None
-    return static, usual, chunks(IMBALANCE) if uneven else usual
-
-
-def _stage(
-    plan: Plan, rank: int, stages: list[Stage], static: Static, chunks: list[Chunk], fuller: list[Chunk]
-) -> StageMemory:
-    peak = peak_of(plan, rank, chunks)
-    busy = static.total + round(peak.activations + peak.transient)
-    step = static.total + static.step
-    least = high = max(busy, step)
-    if fuller is not chunks:
-        full = peak_of(plan, rank, fuller)
-        high = max(high, static.total + round(full.activations + full.transient))
-    copies, about = _fp8_copies(plan, static)
-    allocated, band = least + copies, Band(least + about.low, high + about.high)
-    beside = outside(plan)
-    total = Band(round(band.low * RESERVED[0]) + beside.low, round(band.high * RESERVED[1]) + beside.high)
-    in_step = step > busy
-    tensors: dict[str, float] = {}
-    for n, chunk in zip(peak.moment.alive, chunks, strict=True):
-        for name, amount in chunk.tensors.items():
-            tensors[name] = tensors.get(name, 0) + n * amount
-    return StageMemory(
-        rank, _layers(stages), static.weights, static.grads, static.main_params, static.moments,
-        static.engine_buffers + copies, 0 if in_step else round(peak.activations),
-        static.step if in_step else round(peak.transient),
-        "the optimizer's step" if in_step else _words(peak.moment, len(chunks)),
-        (0,) * len(chunks) if in_step else peak.moment.alive, allocated, band, beside, total, static.host,
-        {} if in_step else {name: round(amount) for name, amount in tensors.items()},
-    )  # fmt: skip
-
-
-def _fp8_copies(plan: Plan, static: Static) -> tuple[int, Band]:
-    """What fp8 makes of the weights, and at least and at most. Beside bf16 weights a copy by rows and one by
-    columns, which stay until the next step (measured: 1.9 to 2.1 bytes for a number, of blockwise and of
-    tensorwise scaling); mxfp8 has a scale for every 32. With fp8 parameters these stand in place of bf16's two
-    bytes."""
-    if not plan.training.fp8:
-        return 0, Band(0, 0)
-    if plan.training.fp8_params:
-        return 0, Band(-static.linear, static.linear // 8)
-    return 2 * static.linear, Band(static.linear, static.linear * 17 // 8)
-
-
-def _words(moment: Moment, chunks: int) -> str:
-    n = sum(moment.alive)
-    which = f" of chunk {moment.chunk}" if chunks > 1 else ""
-    what = "forward" if moment.forward else "backward"
-    kind, plural = ("microbatch", "microbatches") if chunks == 1 else ("chunk", "chunks")
-    return f"{what}{which}, {n} {kind if n == 1 else plural} alive"
-
-
-def _layers(stages: list[Stage]) -> str:
-    """Decoder layers of a stage's chunks, such as ``E 0-3, 16-19``."""
-    found = []
-    for chunk in stages:
-        layers = (
-            f"{chunk.layers[0]}-{chunk.layers[-1]}"
-            if len(chunk.layers) > 1
-            else "".join(map(str, chunk.layers))
-        )
-        parts = ["E" * chunk.embedding, layers, "MTP" * chunk.mtp, "L" * chunk.output]
-        found.append(" ".join(part for part in parts if part) or "-")
-    return ", ".join(found)
-
-
-def _notes(plan: Plan) -> list[str]:
-    """What was assumed, and what the figures leave open, for this plan."""
-    t = plan.training
-    found = [
-        "static bytes are exact; activations are those of Transformer Engine's layers with fused attention, without "
-        f"dropout, and the loss that of --cross-entropy-fusion-impl {t.cross_entropy}"
-    ]
-    if t.num_microbatches is None and t.global_batch_size is None and plan.layout.pp > 1:
-        found.append(
-            f"{plan.microbatches} microbatches are assumed: --num-microbatches or --global-batch-size says"
-        )
-    if plan.model.num_experts and plan.layout.ep > 1 and t.imbalance is None:
-        found.append(
-            f"routing is taken as even; the upper end of a band is with {IMBALANCE:g} times the even share on the "
-            f"fullest rank: --imbalance says otherwise"
-        )
-    if t.fp8:
-        found.append(
-            "fp8: the weights' copies are taken as two, as measured for blockwise and tensorwise scaling; the band has one "
-            "to two and their scales"
-        )
-    if t.optimizer_offload:
-        found.append(
-            "offload: the host needs buffers for transfers besides, up to 4 bytes for each parameter moved"
-        )
-    if plan.recompute.modules & {"core_attn"}:
-        found.append("core_attn saves nothing where attention is fused")
-    return found
+    report = report_of(plan, size)
+    return report if engine is None else replace(report, phases=phases_of(plan, report, engine))

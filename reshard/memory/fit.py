@@ -10,8 +10,8 @@ from typing import Any
 
 from reshard.core.errors import ReshardError
 from reshard.megatron.layout import MegatronLayout
-from reshard.memory.estimate import report_of
 from reshard.memory.options import Plan, Training
+from reshard.memory.report import report_of
 from reshard.models.model import Model
 
 LADDER_DENSE = ("none", "mlp", "full")
@@ -176,7 +176,9 @@ def _staged(model: Model, tp: int, pp: int, vpp: int, ep: int) -> MegatronLayout
     layouts = [even]
     if pp > 1 and (model.mtp_layers or model.num_layers % (pp * vpp)):
         text = even_stages(model.num_layers, model.mtp_layers, pp * vpp)
-        layouts = [replace(even, vpp=1 if vpp == 1 else vpp, pipeline=text)] if text else []
+        layouts = (
+            [replace(even, vpp=1 if vpp == 1 else vpp, pipeline_model_parallel_layout=text)] if text else []
+        )
     for layout in layouts:
         try:
             layout.check(model)

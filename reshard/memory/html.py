@@ -7,8 +7,8 @@ from bokeh.models import ColumnDataSource, DataRange1d
 from bokeh.plotting import figure
 
 from reshard.html import GUIDE, chart, describe, page
-from reshard.memory.estimate import MemoryReport
 from reshard.memory.options import GIB
+from reshard.memory.report import MemoryReport
 
 TEMPLATE = Path(__file__).resolve().with_name("memory.html")
 COLOURS = (

@@ -109,7 +109,7 @@ class Training:
     probs_after_experts: bool = False
     overlap_expert_comm: bool = False
     microbatch_group_size: int | None = None
-    vocab_divisible_by: int = 128
+    make_vocab_size_divisible_by: int = 128
     gradient_accumulation_fusion: bool = True
     gpus_per_host: int = 8
     transformer_impl: str = "transformer_engine"

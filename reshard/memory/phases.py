@@ -6,17 +6,15 @@ band here; so is what a sleeping engine leaves on the GPU.
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from reshard.core.errors import ReshardError, listed
 from reshard.engines.vllm.layout import VllmLayout, vllm_placement
 from reshard.memory.activations import Sizes, layer_tensors
 from reshard.memory.options import GIB, Plan
 from reshard.memory.outside import CONTEXT, Band
+from reshard.memory.report import MemoryReport
 from reshard.models.model import Model
-
-if TYPE_CHECKING:
-    from reshard.memory.estimate import MemoryReport
 
 MOVABLE = ("weights", "grads", "optimizer")
 # Left by a sleeping vLLM: its context, communicators and CUDA graphs. Up to 25 GiB were reported.
@@ -64,7 +62,7 @@ class Phase(NamedTuple):
     kv_tokens: Band | None = None
 
 
-def phases_of(plan: Plan, report: "MemoryReport", engine: Engine) -> list[Phase]:
+def phases_of(plan: Plan, report: MemoryReport, engine: Engine) -> list[Phase]:
     """The phases generate, sync, logprob and train. Raises ReshardError where the GPU's memory is not known, or
     the engine cannot be laid out."""
     if report.gpu_bytes is None:

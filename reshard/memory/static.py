@@ -13,8 +13,8 @@ from functools import lru_cache
 from math import lcm, prod
 
 from reshard.core.errors import ReshardError
-from reshard.megatron.layout import Stage
 from reshard.megatron.parameters import padded_vocab_size
+from reshard.megatron.stages import Stage
 from reshard.memory.options import WIDTHS, Plan
 from reshard.models.model import Model
 from reshard.models.tables import Row
@@ -150,7 +150,7 @@ def chunk_weights(plan: Plan, chunk: Stage) -> tuple[list[tuple[Weight, int]], t
     model, layout, t = plan.model, plan.layout, plan.training
     key, sizes = (
         _Key(model),
-        (layout.tp, layout.ep, layout.expert_tp, t.vocab_divisible_by, t.transformer_impl),
+        (layout.tp, layout.ep, layout.expert_tp, t.make_vocab_size_divisible_by, t.transformer_impl),
     )
 
     def block(name: str, kind: str = "") -> tuple[Weight, ...]:

@@ -11,19 +11,15 @@ weights compute. Of the others,
 
 import math
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reshard.core.errors import ReshardError, listed
-from reshard.models.config_defaults import DEFAULTS
 from reshard.models.rope import ROPE_FIELDS
-
-if TYPE_CHECKING:
-    from reshard.models.family import Family
 
 MAX_NAMED = 100  # fields in one sentence
 ENVIRONMENT = "RESHARD_IGNORE_CONFIG_FIELDS"
@@ -222,18 +218,26 @@ class Unmapped:
         )
 
 
-def unmapped(family: "Family", config: dict[str, Any]) -> Unmapped:
-    """Sort the fields of a config that no table and no rule of its family reads."""
-    defaults = DEFAULTS[family.name]
+def unmapped(
+    config: dict[str, Any],
+    mapped: Collection[str],
+    has_no_effect: Callable[[str], bool],
+    defaults: Mapping[str, Any],
+    always: Mapping[str, Any],
+) -> Unmapped:
+    """Sort the fields of a config that are not `mapped` by its family, nor without effect.
+
+    `defaults` are the fields of transformers' config class, `always` those whose value the family fixes.
+    """
     deciding: dict[str, Any] = {}
     unread = []
     for name, value in config.items():
-        if name in family.fields or family.has_no_effect(name) or name in ignored():
+        if name in mapped or has_no_effect(name) or name in ignored():
             continue
         if name in defaults:
             harmless = _same(value, defaults[name])
-        elif name in family.always:
-            harmless = value is None or _same(value, family.always[name])
+        elif name in always:
+            harmless = value is None or _same(value, always[name])
         elif name in ELSEWHERE:
             harmless = _is_harmless(value, ELSEWHERE[name])
         else:

@@ -4,35 +4,17 @@ import importlib
 import pkgutil
 import re
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reshard.core.errors import ReshardError, listed
 from reshard.models.config_fields import MAPPED, NO_EFFECT, NO_EFFECT_ENDS, WINDOW, whole_number
-from reshard.models.meaning import DERIVED, NUMERICS_ARGS, moe_pattern
-from reshard.models.rope import MLA_YARN, hf_rope, inverse_frequencies, megatron_rope, rope_of
+from reshard.models.rope import megatron_rope, rope_of
 from reshard.models.tables import Row, read_rows
-
-if TYPE_CHECKING:
-    from reshard.models.model import Model
 
 # In place of a default: a config without the field is refused.
 NEEDED = ("needed", "needed, an amount")
 # Where null means what absence means, in transformers too.
 NULLABLE = ("head_dim", "num_key_value_heads", "num_nextn_predict_layers")
-# What leaving an argument out means, where the config has a number for it.
-UNSAID = (("moe_router_num_groups", 1), ("moe_router_group_topk", 1), ("moe_router_topk_scaling_factor", 1.0))
-# The arguments by which the families of a checkpoint's args are told apart; the last two say something of
-# models with experts only.
-TELLS_APART = (
-    "multi_latent_attention",
-    "qk_layernorm",
-    "add_qkv_bias",
-    "moe_router_score_function",
-    "moe_router_enable_expert_bias",
-)
-# Tokens of a training sequence, where the model can take as many: its length is chosen for a run, not by the
-# model.
-TRAINING_LENGTH = 4096
 # What Megatron's arguments are for every family here, unless its `megatron` says otherwise.
 MEGATRON: dict[str, Any] = {
     "normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "group_query_attention": True,
@@ -228,12 +210,6 @@ class Family:
         """The rotary settings of a config, see `rope_of`."""
         return rope_of(config, where, 1.0 if self.partial_rotary is None else self.partial_rotary)
 
-    def inverse_frequencies(self, model: "Model") -> list[float]:
-        """The angles, in radians, by which a model's rotary embedding turns each pair of dims from one
-        position to the next."""
-        rope = self.rope(model.config, model.where)
-        return inverse_frequencies(rope, int(model.symbols[self.rotary] * rope["partial_rotary_factor"]))
-
     # Megatron's arguments
 
     def rope_args(self, config: dict[str, Any], where: str) -> dict[str, Any]:
@@ -251,115 +227,13 @@ class Family:
             )
         return megatron_rope(rope, self.latent, where)
 
-    def megatron_args(self, model: "Model") -> dict[str, Any]:
-        """Megatron-LM's arguments for a model, by their names in ``args``; no parallel sizes."""
-        args = dict(self.megatron)
-        for name, _, arg, relation, _ in self.spellings:
-            value = model.config[name]
-            if value is not None and (arg, value) not in UNSAID:
-                args[arg] = not value if relation == "not" else value
-        args |= self.rope_args(model.config, model.where)
-        if args.get("rope_type") == "rope" or args["position_embedding_type"] == "yarn":
-            args["apply_rope_fusion"] = False  # Megatron's fused rotary embeddings lack it
-        args["seq_length"] = min(args["max_position_embeddings"], TRAINING_LENGTH)
-        args |= {
-            "hidden_dropout": 0.0,
-            "attention_softmax_in_fp32": True,
-        }  # no family has the one, all have the other
-        if args["group_query_attention"] and args["num_query_groups"] == args["num_attention_heads"]:
-            args["group_query_attention"] = False
-        if model.num_experts:
-            args["moe_layer_freq"] = 1 if model.uniform else [int(kind == "moe") for kind in model.kinds]
-            if model.shared_width:
-                args["moe_shared_expert_intermediate_size"] = model.shared_width
-        else:
-            args = {
-                key: value
-                for key, value in args.items()
-                if key != "num_experts" and not key.startswith("moe_")
-            }
-        args.pop("mtp_num_layers", None)
-        return args | ({"mtp_num_layers": model.mtp_layers} if model.mtp_layers else {})
+    def derived_args(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return arguments of Megatron's that follow from several fields, or that no row names."""
+        return {}
 
-    def config_of_args(self, args: dict[str, Any], where: str) -> dict[str, Any]:
-        """The inverse of `megatron_args`: the config that these arguments describe. One that they lack is at
-        Megatron's default; raises ReshardError where that says nothing of the model."""
-        config: dict[str, Any] = {
-            "architectures": [self.architecture],
-            "model_type": self.name,
-            "hidden_act": "silu",
-            **self.hf,
-        }
-        if args.get("add_bias_linear"):
-            # Megatron sets it then, and it says nothing more
-            args = args | {"add_qkv_bias": self.megatron["add_qkv_bias"]}
-        for name, _, arg, relation, default in self.spellings:
-            value = args.get(arg)
-            value = dict(UNSAID).get(arg) if value is None else value
-            if arg == "num_query_groups" and not args.get("group_query_attention"):
-                value = args.get("num_attention_heads")
-            if arg == "moe_aux_loss_coeff" and isinstance(value, list):
-                value = value[0] if len(value) == 1 else None
-            if value is None and default in NEEDED and arg != "num_experts":
-                raise ReshardError(
-                    f"{where} has no {arg}, which {self.name} needs: pass --hf-config with "
-                    f"the model's config.json"
-                )
-            if value is None and NUMERICS_ARGS.get(arg) is not DERIVED:
-                value = NUMERICS_ARGS.get(arg)
-            if value is not None or relation == "not" or default is None:
-                config[name] = not value if relation == "not" else value
-        config |= hf_rope(args)
-        if self.partial_rotary is not None:
-            config["partial_rotary_factor"] = (
-                1.0 if args.get("rotary_percent") is None else args["rotary_percent"]
-            )
-        if self.has_experts:
-            config |= self.kinds_as_fields(
-                moe_pattern(args.get("moe_layer_freq") or 1, int(args["num_layers"]))
-            )
-        if self.shared_experts:
-            shared = args.get("moe_shared_expert_intermediate_size") or 0
-            config[self.shared_experts] = shared // int(args["moe_ffn_hidden_size"]) or None
-        return config
-
-    def unlike(self, args: dict[str, Any]) -> list[str]:
-        """By which of a checkpoint's args it is none of this family; one that they lack is at Megatron's
-        default."""
-        experts = bool(args.get("num_experts"))
-        if experts != self.has_experts:
-            return ["num_experts"]
-        if args.get("add_bias_linear") or args.get("multi_latent_attention"):
-            # Megatron sets the one with the other; with latent attention it says nothing
-            args = args | {"add_qkv_bias": False}
-        found = []
-        for name in TELLS_APART:
-            if self.field_of(name) or (name.startswith("moe_") and not experts):
-                continue
-            said = NUMERICS_ARGS[name] if args.get(name) is None else args[name]
-            if said != self.megatron.get(name, NUMERICS_ARGS[name]):
-                found.append(name)
-        return found
-
-    def caveats(self, model: "Model", transformer_impl: str) -> list[str]:
-        """Where Megatron-Core 0.19 computes something else from the same weights, or cannot be told on a
-        command line what to compute."""
-        found, args = [], self.megatron_args(model)
-        groups, of, experts = (
-            args.get(f"moe_router_{name}") for name in ("group_topk", "num_groups", "topk")
-        )
-        if groups and groups != of and experts // groups != 2:
-            found.append(
-                f"Megatron ranks a group of experts by its best {experts // groups}, this model by "
-                f"its best 2: routing may differ"
-            )
-        unsaid = [name for name in MLA_YARN if name in args]
-        if unsaid:
-            said = listed(f"{name} {args[name]}" for name in unsaid)
-            found.append(
-                f"Megatron-LM has no flag for {said} of the rotary embedding: set it in the trainer's config"
-            )
-        return found
+    def caveats(self, config: dict[str, Any], transformer_impl: str) -> list[str]:
+        """Return a sentence for each thing that Megatron computes differently for this family alone."""
+        return []
 
 
 def _spelled(field: str) -> tuple[str, list[str]]:
@@ -411,29 +285,3 @@ def family_of(config: dict, where: str) -> Family:
         f"{where}: {wanted} is not supported; the architectures that are: {listed(sorted(known))} "
         f"('Add a family' in CONTRIBUTING.md says how to add one)"
     )
-
-
-def family_of_args(args: dict[str, Any], where: str) -> Family:
-    """The one family whose models have such arguments. Raises ReshardError, naming them, where there is none
-    or more than one."""
-    advice = "pass --hf-config with the model's config.json"
-    strange = [
-        key
-        for key in ("squared_relu", "apply_layernorm_1p", "hybrid_layer_pattern", "moe_latent_size")
-        if args.get(key)
-    ]
-    if strange:
-        raise ReshardError(f"{where}: no family here has {listed(strange)}; {advice}")
-    found = [family for family in families().values() if not family.unlike(args)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ReshardError(
-            f"{where} may be of {listed(family.name for family in found)}: {advice}, or --family"
-        )
-    said = [
-        f"{key} = {args.get(key)!r}"
-        for key in (*TELLS_APART, "num_experts")
-        if args.get("num_experts") or not key.startswith("moe_")
-    ]
-    raise ReshardError(f"{where}: no family here has {listed(said, len(said))}; {advice}")

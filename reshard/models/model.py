@@ -14,13 +14,13 @@ from reshard.models.config_fields import (
     ignored,
     meaning_is_only_noted,
     number,
-    to_ignore,
     unmapped,
     whole_number,
     without,
 )
-from reshard.models.family import NEEDED, NULLABLE, Family, families, family_of, family_of_args
-from reshard.models.meaning import NUMERICS_ARGS, as_named_now, disagreements, same_value
+from reshard.models.family import NEEDED, NULLABLE, Family, family_of
+from reshard.models.numerics_args import NUMERICS_ARGS, same_value
+from reshard.models.rope import inverse_frequencies
 from reshard.models.tables import KINDS, Row, shape_of
 
 # Far above every published model. A config is checked against them before anything is made for each layer or
@@ -66,8 +66,8 @@ class Model:
         cannot hold."""
         try:
             model = Model._read(config, where)
-            with model._objecting():
-                model.megatron_args()  # so that what Megatron cannot hold is refused now
+            with model.objecting():
+                model.family.rope_args(model.config, where)  # refuse now what Megatron has no setting for
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ReshardError(
                 f"{where} has a setting that cannot be read ({type(error).__name__}: {error})"
@@ -106,14 +106,14 @@ class Model:
             for name, value in dropped.items()
         }
         mtp = full.get(family.field_of("mtp_num_layers") or "") or 0
-        others = unmapped(family, config)
+        others = unmapped(config, family.fields, family.has_no_effect, DEFAULTS[family.name], family.always)
         model = Model(family, full, family.layer_kinds(full, where), int(mtp), where, said, others.unread)
-        with model._objecting():
+        with model.objecting():
             _check_meaning(model, others.sentence)
         return model
 
     @contextmanager
-    def _objecting(self) -> Iterator[None]:
+    def objecting(self) -> Iterator[None]:
         """Inside, a reason not to map the model is an objection, where those are only noted."""
         try:
             yield
@@ -259,67 +259,9 @@ class Model:
     def inverse_frequencies(self) -> list[float]:
         """The angles, in radians, by which its rotary embedding turns each pair of dims from one position to
         the next."""
-        return self.family.inverse_frequencies(self)
-
-    def megatron_args(self) -> dict[str, Any]:
-        """Megatron-LM's arguments for this model, by their names in ``args``; no parallel sizes."""
-        return self.family.megatron_args(self)
-
-    def caveats(self, transformer_impl: str) -> list[str]:
-        """Where Megatron-Core 0.19 computes something else from the same weights, or cannot be told on a
-        command line what to compute."""
-        return self.family.caveats(self, transformer_impl)
-
-    @staticmethod
-    def from_megatron_args(args: dict[str, Any], where: str, family_name: str | None = None) -> "Model":
-        """The inverse of `megatron_args`: the Hugging Face config that these arguments describe.
-
-        Raises ReshardError where an argument is missing or has a value that the family's models never have.
-        """
-        try:
-            return Model._from_args(as_named_now(args), where, family_name)
-        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise ReshardError(
-                f"{where} cannot be read as a model's ({what}): pass --hf-config with the model's config.json"
-            ) from error
-
-    @staticmethod
-    def _from_args(args: dict[str, Any], where: str, family_name: str | None) -> "Model":
-        if family_name is not None and family_name not in families():
-            raise ReshardError(f"--family {family_name} is not one of {listed(sorted(families()))}")
-        family = families()[family_name] if family_name else family_of_args(args, where)
-        if int(args.get("num_layers") or 0) > MAX_LAYERS:
-            raise ReshardError(f"{where}: num_layers is above {MAX_LAYERS:,}, which no model's is")
-        config = family.config_of_args(args, where)
-        model = Model.from_hf(config, where)
-        model.check_args(args, where, "pass --hf-config with the model's config.json")
-        return model
-
-    def check_args(self, args: dict[str, Any], where: str, advice: str) -> None:
-        """Raise ReshardError, naming both values, where Megatron's arguments, or a config's fields by the
-        same names, make another model than this one. What they do not say is not compared."""
-        try:
-            found = disagreements(args, self.megatron_args())
-        except (TypeError, ValueError, ArithmeticError) as error:
-            raise ReshardError(
-                f"{where} cannot be read as a model's ({type(error).__name__}: {error})"
-            ) from error
-        wrong = [entry for entry in found if entry[0] not in ignored()]
-        for name, theirs, ours in found:
-            if name in ignored():
-                self.ignored[name] = f"{where}: {name} = {theirs!r:.80} is ignored; {ours!r:.80} is used"
-        if wrong:
-            said = listed(
-                (f"{name} is {theirs!r} (not {ours!r})" for name, theirs, ours in wrong), len(wrong)
-            )
-            who = f"{self.family.name} models here" if where == self.where else self.where
-            them = "it" if len(wrong) == 1 else "them"
-            with self._objecting():
-                raise ReshardError(
-                    f"{where}: {said}, which makes another model of the weights than {who}: "
-                    f"{advice}; {to_ignore([entry[0] for entry in wrong])} goes on without {them}"
-                )
+        rope = self.rope()
+        dims = int(self.symbols[self.family.rotary] * rope["partial_rotary_factor"])
+        return inverse_frequencies(rope, dims)
 
 
 def _instead(name: str, config: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from reshard.core.errors import ReshardError, listed
-from reshard.models.meaning import same_value
+from reshard.models.numerics_args import same_value
 
 # What Megatron's RotaryEmbedding._apply_scaling has as constants that nothing changes.
 LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -3,8 +3,9 @@
 import math
 from typing import Any
 
-from reshard.models.meaning import DERIVED, NUMERICS_ARGS, disagreements
+from reshard.megatron.arguments import megatron_args
 from reshard.models.model import Model
+from reshard.models.numerics_args import DERIVED, NUMERICS_ARGS, disagreements
 
 # Two spellings of one number in fp32, as 1e-5 and 9.999999747e-06.
 SAME_NUMBER = 1e-6
@@ -13,7 +14,7 @@ SAME_NUMBER = 1e-6
 def config_differences(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
     """Return the fields by which two configs make two models of the same weights, with both values. Fields that mean
     the same in other words, or do not affect what the weights compute, are left out."""
-    args_a, args_b = a.megatron_args(), b.megatron_args()
+    args_a, args_b = megatron_args(a), megatron_args(b)
     defaults = {name: value for name, value in NUMERICS_ARGS.items() if value is not DERIVED}
     different = {name: (ours, theirs) for name, theirs, ours in disagreements(defaults | args_b, args_a)}
     different |= {name: (ours, theirs) for name, ours, theirs in disagreements(defaults | args_a, args_b)}

@@ -11,7 +11,8 @@ from typing import Any
 from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE, check_number
-from reshard.megatron.arguments import version_of
+from reshard.megatron.arguments import caveats
+from reshard.megatron.flags import version_of
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
 from reshard.models.config_fields import check_ignored
@@ -143,14 +144,14 @@ def hf_to_mcore(
             src.copies,
             src.hf_files(),
             transformer_impl=transformer_impl,
-            divisible_by=make_vocab_size_divisible_by,
+            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
             iteration=iteration,
             megatron_lm=megatron_lm,
         )
         report = _report(
             "hf-to-mcore", src, source, destination, str(layout), new.sizes, workers, dry_run, team
         )
-        report.notices += src.model.caveats(transformer_impl)
+        report.notices += caveats(src.model, transformer_impl)
         report.bytes_per_rank = new.rank_files.tensor_bytes()
         report.notices += _without_tokenizer(src, report)
         if dry_run:

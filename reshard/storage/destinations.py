@@ -16,8 +16,9 @@ from reshard.core.errors import ReshardError
 from reshard.core.placement import Placement
 from reshard.core.planner import make_plan
 from reshard.formats import safetensors, torch_dist
-from reshard.megatron.arguments import FLAGS_FILE, arguments, checkpoint_args, command_line
+from reshard.megatron.arguments import arguments, checkpoint_args
 from reshard.megatron.checkpoint import chunks_to_write, extra_states_to_write
+from reshard.megatron.flags import FLAGS_FILE, command_line
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import expand, padded_vocab_size
 from reshard.models.model import Model
@@ -98,7 +99,7 @@ class MegatronFiles(Destination):
         beside: Mapping[str, Path],
         *,
         transformer_impl: str,
-        divisible_by: int,
+        make_vocab_size_divisible_by: int,
         iteration: int | None,
         megatron_lm: tuple[int, int],
         alone: bool = False,
@@ -106,7 +107,7 @@ class MegatronFiles(Destination):
         layout.check(model)
         self.model, self.layout, self.stored, self.beside = model, layout, tensors, beside
         self.transformer_impl, self.iteration = transformer_impl, iteration
-        vocab = padded_vocab_size(model.symbols["V"], divisible_by, layout.tp)
+        vocab = padded_vocab_size(model.symbols["V"], make_vocab_size_divisible_by, layout.tp)
         mapping = expand(model, transformer_impl, vocab)
         chunks = list(chunks_to_write(model, mapping, layout, transformer_impl))
         shapes = {n: t.shape for n, t in tensors.items() if n not in copies}
@@ -117,7 +118,9 @@ class MegatronFiles(Destination):
         self.rank_files = RankFiles(self.directory, self.within, chunks, states, tensors)
         self.sizes = self.rank_files.sizes()
         self.dtype = tensors[next(iter(tensors))].dtype
-        self.args = arguments(model, layout, vocab, divisible_by, self.dtype, transformer_impl)
+        self.args = arguments(
+            model, layout, vocab, make_vocab_size_divisible_by, self.dtype, transformer_impl
+        )
         self.flags = command_line(self.args, megatron_lm, has_tokenizer(beside))
         # Thousands of objects to pickle, which may be done while tensors are written.
         self.metadata: Callable[[], bytes] = self.rank_files.metadata

@@ -13,6 +13,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import Placement
 from reshard.core.planner import PlanError, Transfer, make_plan
 from reshard.formats import torch_dist, torch_zip
+from reshard.megatron.arguments import check_args, model_of_args
 from reshard.megatron.checkpoint import placement_of_keys, refuse_others, vocab_rows
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
@@ -119,7 +120,8 @@ class MegatronSource(Source):
                 f"--family {family} contradicts {where}, which is of a {model.family.name}: leave it out"
             )
         args = self.checkpoint.common().get("args") or {}
-        model.check_args(
+        check_args(
+            model,
             args,
             f"{self.checkpoint.directory} (args)",
             "pass --hf-config with the config.json that it was trained with",
@@ -141,7 +143,7 @@ class MegatronSource(Source):
                 f"{where} do not say the vocabulary size without padding: pass "
                 f"--hf-config with the model's config.json{hint}"
             )
-        return Model.from_megatron_args(args, where, family), "args"
+        return model_of_args(args, where, family), "args"
 
     def strips(self, name: str) -> list[Strip]:
         return [self._strip(transfer) for transfer in self.transfers[self.copies.get(name, name)]]

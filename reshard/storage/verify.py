@@ -11,7 +11,7 @@ import xxhash
 
 from reshard.core.errors import ReshardError, listed
 from reshard.formats.torch_dist import TRACKER
-from reshard.megatron.arguments import FLAGS_FILE
+from reshard.megatron.flags import FLAGS_FILE
 from reshard.storage.files import OpenFiles
 from reshard.storage.huggingface import HuggingFaceSource
 from reshard.storage.manifest import CHECKSUM, file_entry

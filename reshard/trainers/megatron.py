@@ -19,11 +19,12 @@ from reshard.core.errors import ReshardError, first_line, listed
 from reshard.core.placement import LocalTensor
 from reshard.device.memory import Finder, Region, check_memory
 from reshard.formats.torch_dist import Key, Stored
+from reshard.megatron.arguments import megatron_args
 from reshard.megatron.checkpoint import EMBEDDING, OUTPUT, placement_of_keys
 from reshard.megatron.parameters import expand
 from reshard.models.config_fields import ignored
-from reshard.models.meaning import NUMERICS_ARGS, disagreements
 from reshard.models.model import Model
+from reshard.models.numerics_args import NUMERICS_ARGS, disagreements
 from reshard.models.rope import ROPE_FIELDS, inverse_frequencies
 from reshard.trainers.base import Trainer
 
@@ -204,7 +205,7 @@ class MegatronModel(Trainer):
         """Raise ReshardError where Megatron's model computes something else than the one that is served, with
         both values: any setting of its config or of the model itself that decides what it computes, but for
         those `without`, and the frequencies of its rotary embeddings."""
-        wanted = model.megatron_args()
+        wanted = megatron_args(model)
         for chunk in self.models:
             for name, theirs, ours in disagreements(_settings(chunk), wanted):
                 if name not in ignored() | without:

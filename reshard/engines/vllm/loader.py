@@ -27,16 +27,16 @@ import numpy as np
 
 from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError, listed
+from reshard.device.box_loader import BoxLoader
+from reshard.device.live_boxes import LiveBox
 from reshard.device.memory import Region as Live
+from reshard.device.staging import ToDevice
 from reshard.engines.vllm import nvfp4
 from reshard.engines.vllm.compressed import stored_as
 from reshard.engines.vllm.layers import NVFP4, Compressed, compressed_of, method_of
 from reshard.engines.vllm.live import PLAIN_METHODS
 from reshard.engines.vllm.plugin import blocks_wanted, config_directory, megatron_directory
 from reshard.engines.vllm.trace import Canonical, Trace, TracedCopy, trace_load
-from reshard.megatron.live.filling import Filler
-from reshard.megatron.live.memory import ToDevice
-from reshard.megatron.live.pieces import Piece
 from reshard.megatron.parameters import expand
 from reshard.models.family import families
 from reshard.models.model import Model
@@ -332,7 +332,7 @@ def _read_boxes(model: torch.nn.Module, trace: Trace, weights: Weights) -> None:
     """Carry out the copies of a trace."""
     live = _tensors(model)
     device = next(iter(live.values())).device
-    pieces, casts = [], []
+    boxes, casts = [], []
     for copy in trace.copies:
         dtype = weights.tensors[copy.name].dtype
         if getattr(torch, dtype.name) != live[copy.parameter].dtype:
@@ -340,14 +340,14 @@ def _read_boxes(model: torch.nn.Module, trace: Trace, weights: Weights) -> None:
             continue
         rows, columns = (*copy.box.lengths, 1)[:2]
         region = Live(live[copy.parameter].data, copy.offset, copy.pitch or columns)
-        pieces.append(Piece(copy.name, copy.box, region, Rows(0, rows, 0, columns), dtype))
+        boxes.append(LiveBox(copy.name, copy.box, region, Rows(0, rows, 0, columns), dtype))
     with torch.no_grad():
         for fill in trace.fills:
             live[fill.parameter].view(-1)[fill.offset : fill.offset + fill.elements].zero_()
         into = ToDevice(device)
-        filler = Filler(weights.tensors, weights.reader, into)
+        loader = BoxLoader(weights.tensors, weights.reader, into)
         with ThreadPoolExecutor(threads(), "reshard-read") as pool:
-            list(pool.map(filler.fill, filler.groups(pieces)))
+            list(pool.map(loader.load, loader.batches(boxes)))
         into.close()
         regions = (_region(copy, weights) for copy in casts)
         for found, raw in weights.read_ahead(regions, _memory, threads()):

@@ -1,5 +1,4 @@
-"""A live Megatron as a stream of whole tensors under their published names, for consumers that take such a
-stream."""
+"""Export a live Megatron as a stream of whole tensors under their published names."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,10 +10,11 @@ import torch.distributed as dist
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.gc import gc_paused
 from reshard.core.limits import check_number
-from reshard.megatron.live.agreement import Agreed, WriteAssignment, agree
-from reshard.megatron.live.config import Published
-from reshard.megatron.live.memory import bytes_of
-from reshard.megatron.live.ranks import Models, Rank, box_of, check_alike, decide, keyword_style_errors, meet
+from reshard.device.staging import byte_view
+from reshard.megatron.live.collective import check_same_options, keyword_style_errors, open_team, run_on_first
+from reshard.megatron.live.inventory import Inventory, WriteAssignment, take_inventory
+from reshard.megatron.live.local_model import LocalModel, Models, box_of
+from reshard.megatron.live.published_model import PublishedModel
 from reshard.storage.boxes import Rows
 
 MAX_BUFFER_BYTES = 1 << 40
@@ -22,7 +22,7 @@ MAX_BUFFER_BYTES = 1 << 40
 
 def export(
     models: Models,
-    hf_config: str | Path | Published,
+    hf_config: str | Path | PublishedModel,
     *,
     buffer_bytes: int = 128 << 20,
     to: int | None = None,
@@ -45,86 +45,89 @@ def export(
     Raises ReshardError on every rank, before the first tensor, where the models are not that of `hf_config` or
     lack a part of it.
     """
-    with keyword_style_errors(), gc_paused(), meet("export") as team:
-        described: list[tuple[Published, Rank]] = []
+    with keyword_style_errors(), gc_paused(), open_team("export") as team:
+        described: list[tuple[PublishedModel, LocalModel]] = []
 
         def describe() -> None:
             check_number(buffer_bytes, "buffer_bytes", MAX_BUFFER_BYTES)
             if to is not None:
                 check_number(to, "to", team.size - 1, 0)
-            published = Published.read(hf_config)
-            rank = Rank(models, metadata)
-            rank.describe(published.model, make_vocab_size_divisible_by)
-            described.append((published, rank))
+            published = PublishedModel.read(hf_config)
+            local = LocalModel(models, metadata)
+            local.find_boxes(published.model, make_vocab_size_divisible_by)
+            described.append((published, local))
 
         team.together(describe)
-        [(published, rank)] = described
-        mine = {"the digest of the config": published.digest, "buffer_bytes": buffer_bytes, "to": to}
-        check_alike(team, "exports", mine)
-        agreed = agree(team, rank, published)
-        given = decide(team, lambda: _told(agreed.given))
-        team.together(rank.trainer.sync_params)
+        [(published, local)] = described
+        options = {"the digest of the config": published.digest, "buffer_bytes": buffer_bytes, "to": to}
+        check_same_options(team, "exports", options)
+        inventory = take_inventory(team, local, published)
+        assignments = run_on_first(team, lambda: _as_numbers(inventory.assignments))
+        team.together(local.trainer.sync_params)
         takers = list(range(team.size)) if to is None else [to]
-        return _Stream(rank, agreed, given, buffer_bytes, team.process, takers, copy).tensors()
+        return _Stream(local, inventory, assignments, buffer_bytes, team.process, takers, copy).tensors()
 
 
-def _told(given: dict[str, list[WriteAssignment]]) -> dict[str, list[list[int]]]:
+def _as_numbers(assignments: dict[str, list[WriteAssignment]]) -> dict[str, list[list[int]]]:
+    """Return assignments as the first process sends them to the others."""
     return {
-        name: [[one.rank, one.number, *one.box.offsets, *one.box.lengths] for one in several]
-        for name, several in given.items()
+        name: [[each.rank, each.number, *each.box.offsets, *each.box.lengths] for each in of_name]
+        for name, of_name in assignments.items()
     }
 
 
 class _Stream:
-    """Batches of tensors, and what each rank gives of each."""
+    """Batches of tensors, and the boxes that each rank sends of each."""
 
     def __init__(
         self,
-        rank: Rank,
-        agreed: Agreed,
-        given: dict[str, list[list[int]]],
+        local: LocalModel,
+        inventory: Inventory,
+        assignments: dict[str, list[list[int]]],
         buffer_bytes: int,
         process: int,
         takers: list[int],
         copy: bool,
     ) -> None:
-        self.agreed, self.process, self.takers, self.device = agreed, process, takers, rank.device
+        self.inventory, self.process, self.takers, self.device = inventory, process, takers, local.device
         self.copy = copy
-        self.pieces = rank.by_name()
-        self.given = {
-            name: [WriteAssignment(number, piece, box_of(box)) for number, piece, *box in several]
-            for name, several in given.items()
+        self.boxes = local.by_name()
+        self.assignments = {
+            name: [WriteAssignment(rank, number, box_of(box)) for rank, number, *box in of_name]
+            for name, of_name in assignments.items()
         }
         self.batches: list[list[str]] = [[]]
         size = 0
-        for name in self.given:
-            more = agreed.tensors[name].size_bytes
-            if self.batches[-1] and size + more > buffer_bytes:
+        for name in self.assignments:
+            tensor_size = inventory.tensors[name].size_bytes
+            if self.batches[-1] and size + tensor_size > buffer_bytes:
                 self.batches.append([])
                 size = 0
             self.batches[-1].append(name)
-            size += more
-        self.repeated: dict[str, list[str]] = {}
-        for again, primary in agreed.copies.items():
-            self.repeated.setdefault(primary, []).append(again)
+            size += tensor_size
+        self.copies_of: dict[str, list[str]] = {}
+        for copy_name, primary in inventory.copies.items():
+            self.copies_of.setdefault(primary, []).append(copy_name)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor, on the ranks that take them."""
+        """Yield every tensor, on the ranks that take them."""
         for names in self.batches:
-            for name, tensor in self._straight(names[0]) if len(names) == 1 else self._packed(names):
+            for name, tensor in (
+                self._exchange_directly(names[0]) if len(names) == 1 else self._exchange_packed(names)
+            ):
                 yield name, tensor
-                for copy in self.repeated.get(name, ()):
+                for copy in self.copies_of.get(name, ()):
                     yield copy, tensor
 
-    def _straight(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """A tensor that fills a batch: from where it lies to where it belongs, without a buffer where its rows
+    def _exchange_directly(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Send a tensor that fills a batch from where it lies to where it belongs, without a buffer where its rows
         follow one another."""
         takes = self.process in self.takers
         tensor = self._whole(name) if takes else None
         exchanges, later = [], []
-        for given in self.given[name]:
-            mine = self._mine(name, given) if given.rank == self.process else None
-            into = None if tensor is None else self._within(tensor, given)
+        for assignment in self.assignments[name]:
+            mine = self._mine(name, assignment) if assignment.rank == self.process else None
+            into = None if tensor is None else self._within(tensor, assignment)
             if mine is not None:
                 if into is not None:
                     _copy(mine, into)
@@ -132,7 +135,7 @@ class _Stream:
                 exchanges += [dist.P2POp(dist.isend, sent, taker) for taker in self._others()]
             elif into is not None:
                 received = into if into.is_contiguous() else torch.empty_like(into)
-                exchanges.append(dist.P2POp(dist.irecv, received, given.rank))
+                exchanges.append(dist.P2POp(dist.irecv, received, assignment.rank))
                 later += [] if received is into else [(into, received)]
         _wait(exchanges)
         for into, received in later:
@@ -140,35 +143,35 @@ class _Stream:
         if tensor is not None:
             yield name, tensor
 
-    def _packed(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of a batch: what a rank gives of all of them goes to each of the others in one piece."""
+    def _exchange_packed(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Send the tensors of a batch: the boxes of all of them go from a rank to each other one in one message."""
         received = self._exchange(names)
         if self.process not in self.takers:
             return
         at = dict.fromkeys(received, 0)
         for name in names:
             tensor = self._whole(name)
-            for given in self.given[name]:
-                into = self._within(tensor, given)
-                if given.rank == self.process:
-                    _copy(self._mine(name, given), into)
+            for assignment in self.assignments[name]:
+                into = self._within(tensor, assignment)
+                if assignment.rank == self.process:
+                    _copy(self._mine(name, assignment), into)
                     continue
-                start = at[given.rank]
-                at[given.rank] = start + into.numel()
-                into.copy_(received[given.rank][start : at[given.rank]].view(into.shape))
+                start = at[assignment.rank]
+                at[assignment.rank] = start + into.numel()
+                into.copy_(received[assignment.rank][start : at[assignment.rank]].view(into.shape))
             yield name, tensor
 
     def _exchange(self, names: list[str]) -> dict[int, torch.Tensor]:
-        """Send what this rank gives of these tensors to all others that take them; what came from each of those, as
-        bytes, where this one takes them."""
+        """Send this rank's boxes of these tensors to all others that take them. Return the bytes that came from each of
+        the others, where this rank takes tensors."""
         sizes: dict[int, int] = {}
         mine = []
         for name in names:
-            for given in self.given[name]:
-                if given.rank != self.process:
-                    sizes[given.rank] = sizes.get(given.rank, 0) + self._bytes(name, given)
+            for assignment in self.assignments[name]:
+                if assignment.rank != self.process:
+                    sizes[assignment.rank] = sizes.get(assignment.rank, 0) + self._bytes(name, assignment)
                 elif self._others():
-                    mine.append(self._mine(name, given).reshape(-1))
+                    mine.append(self._mine(name, assignment).reshape(-1))
         exchanges, received = [], {}
         if mine:
             out = torch.cat(mine)
@@ -181,30 +184,30 @@ class _Stream:
         return received
 
     def _others(self) -> list[int]:
-        """The ranks besides this one that take tensors."""
+        """Return the ranks besides this one that take tensors."""
         return [taker for taker in self.takers if taker != self.process]
 
-    def _bytes(self, name: str, given: WriteAssignment) -> int:
-        return given.box.volume * self.agreed.tensors[name].dtype.size
+    def _bytes(self, name: str, assignment: WriteAssignment) -> int:
+        return assignment.box.volume * self.inventory.tensors[name].dtype.size
 
-    def _mine(self, name: str, given: WriteAssignment) -> torch.Tensor:
-        """What this rank gives, where it lies: bytes ``[rows, bytes of a row]``."""
-        piece = self.pieces[name][given.number]
-        return bytes_of(piece.region, piece.local)
+    def _mine(self, name: str, assignment: WriteAssignment) -> torch.Tensor:
+        """View the box that this rank sends, where it lies, as bytes ``[rows, bytes of a row]``."""
+        live = self.boxes[name][assignment.number]
+        return byte_view(live.region, live.local)
 
     def _whole(self, name: str) -> torch.Tensor:
-        """Where a tensor is put together, or where it lies already if no copy is asked for."""
-        info, given = self.agreed.tensors[name], self.given[name]
+        """Return memory to put a tensor together in, or the tensor where it lies already, if no copy is asked for."""
+        info, assignments = self.inventory.tensors[name], self.assignments[name]
         dtype = getattr(torch, info.dtype.name)
-        if not self.copy and len(given) == 1 and given[0].rank == self.process:
-            mine = self._mine(name, given[0])
+        if not self.copy and len(assignments) == 1 and assignments[0].rank == self.process:
+            mine = self._mine(name, assignments[0])
             if mine.is_contiguous():
                 return mine.view(dtype).view(info.shape)
         return torch.empty(info.shape, dtype=dtype, device=self.device)
 
-    def _within(self, tensor: torch.Tensor, given: WriteAssignment) -> torch.Tensor:
-        """The bytes ``[rows, bytes of a row]`` of a whole tensor that a rank gives."""
-        rows, size = Rows.of(given.box), tensor.element_size()
+    def _within(self, tensor: torch.Tensor, assignment: WriteAssignment) -> torch.Tensor:
+        """View the bytes ``[rows, bytes of a row]`` of a whole tensor that a rank sends."""
+        rows, size = Rows.of(assignment.box), tensor.element_size()
         matrix = tensor.view(tensor.shape[0] if tensor.ndim else 1, -1).view(torch.uint8)
         return matrix[rows.start : rows.stop, rows.column * size : (rows.column + rows.columns) * size]
 

@@ -1,4 +1,4 @@
-"""Weights on disk into a live Megatron: every rank reads its own boxes, straight into its parameters."""
+"""Load weights from disk into a live Megatron: every rank reads its own boxes, straight into its parameters."""
 
 import os
 import time
@@ -13,19 +13,12 @@ from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.core.gc import gc_paused
 from reshard.core.limits import check_switch
-from reshard.megatron.live.config import config_path, digest_of
-from reshard.megatron.live.filling import Filler
-from reshard.megatron.live.memory import ToDevice, bytes_of
+from reshard.device.box_loader import BoxLoader
+from reshard.device.staging import ToDevice, byte_view
+from reshard.megatron.live.collective import check_same_options, keyword_style_errors, open_team, run_on_first
+from reshard.megatron.live.local_model import LocalModel, Models, uncovered_tensors
 from reshard.megatron.live.offload import check_main_parameters
-from reshard.megatron.live.ranks import (
-    Models,
-    Rank,
-    check_alike,
-    decide,
-    keyword_style_errors,
-    meet,
-    not_covered,
-)
+from reshard.megatron.live.published_model import config_path, digest_of
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import Model
 from reshard.storage.boxes import BoxReader, Rows
@@ -44,8 +37,8 @@ from reshard.storage.workers import Progress, run_jobs, worker_count
 
 @dataclass
 class LoadReport:
-    """What a load did on this rank. Sizes in bytes; `read_bytes` are those of this rank's boxes in the source's
-    dtypes, `cast_tensors` how many tensors have another dtype in the model."""
+    """The result of a load on this rank. Sizes in bytes; `read_bytes` are those of its boxes in the source's dtypes,
+    `cast_tensors` counts the tensors that have another dtype in the model."""
 
     source: str
     family: str
@@ -59,7 +52,7 @@ class LoadReport:
     notices: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """As a dictionary of plain values."""
+        """Return the fields as plain values."""
         return asdict(self)
 
 
@@ -95,7 +88,7 @@ def load(
     any rank; what fails while weights are read (a disk, an overflow) leaves a model of two kinds, and is said.
     """
     began = time.monotonic()
-    with keyword_style_errors(), gc_paused(), meet("load") as team:
+    with keyword_style_errors(), gc_paused(), open_team("load") as team:
         job = _Load(team, models, source, hf_config, family, dtype, allow_overflow, skip_mtp,
                     make_vocab_size_divisible_by, optimizer, metadata, workers, progress)  # fmt: skip
         return job.run(began)
@@ -103,7 +96,7 @@ def load(
 
 @dataclass
 class _Load:
-    """A load on this rank; the fields are what `load` was given."""
+    """A load on this rank; the fields are the arguments of `load`."""
 
     team: Team
     models: Any
@@ -113,7 +106,7 @@ class _Load:
     dtype: str | None
     allow_overflow: bool
     skip_mtp: bool
-    divisible_by: int
+    make_vocab_size_divisible_by: int
     optimizer: Any
     metadata: Mapping[str, Any] | None
     workers: int | None
@@ -129,22 +122,22 @@ class _Load:
             [source] = opened
             team.together(lambda: self._prepare(source))
             self._agree_on_options(source)
-            held = team.gather(self.rank.told())
-            decide(team, lambda: self._check_all_taken(source, held))
+            boxes_of_ranks = team.gather(self.local.held_boxes())
+            run_on_first(team, lambda: self._check_all_source_identity(source, boxes_of_ranks))
             team.together(lambda: self._check_copies(source))
-            # What is still on its way would come after what is loaded.
-            team.together(self.rank.trainer.sync_params)
+            # Parameters that are still being gathered would overwrite what is loaded.
+            team.together(self.local.trainer.sync_params)
             try:
                 read = team.together(lambda: self._read_unchanged(source))[team.process]
             except ReshardError as error:
                 raise ReshardError(
                     f"{error}; the model now has some of the new weights: load again"
                 ) from error
-            team.together(self._follow)
+            team.together(self._update_optimizer)
             return self._report(source, read, time.monotonic() - began)
         finally:
-            for found in opened:
-                found.close()
+            for source in opened:
+                source.close()
 
     def _open(self) -> Source:
         allow_many_files()
@@ -165,13 +158,13 @@ class _Load:
         return source
 
     def _prepare(self, source: Source) -> None:
-        """Find what this rank reads, and refuse what does not fit it."""
+        """Find the boxes that this rank reads, and refuse a source that does not fit them."""
         if self.team.process == 0:
             SourceChecks(source)
-        self.rank = Rank(self.models, self.metadata)
-        self.rank.describe(source.model, self.divisible_by)
+        self.local = LocalModel(self.models, self.metadata)
+        self.local.find_boxes(source.model, self.make_vocab_size_divisible_by)
         check_main_parameters(self.optimizer)
-        missing = sorted({piece.name for piece in self.rank.pieces} - source.tensors.keys())
+        missing = sorted({box.name for box in self.local.boxes} - source.tensors.keys())
         if missing:
             raise ReshardError(
                 f"{source.path} lacks {len(missing)} tensors that the model takes: {listed(missing)}"
@@ -179,36 +172,36 @@ class _Load:
         self._check_dtypes(source)
 
     def _agree_on_options(self, source: Source) -> None:
-        """Raise ReshardError where the ranks were not told the same, or have not found the same iteration of a run that
-        is being written: each reads its own boxes, and all would make a model of several."""
-        mine = {
-            "source": _taken(self.path, source), "the digest of the config": digest_of(source.model),
+        """Raise ReshardError where the ranks were given different options, or found different iterations of a run that
+        is still being written: the model would be a mixture."""
+        options = {
+            "source": _source_identity(self.path, source), "the digest of the config": digest_of(source.model),
             "dtype": None if self.target is None else self.target.name, "allow_overflow": self.allow_overflow,
             "skip_mtp": self.skip_mtp, "optimizer": None if self.optimizer is None else "given",
-            "make_vocab_size_divisible_by": self.divisible_by,
+            "make_vocab_size_divisible_by": self.make_vocab_size_divisible_by,
         }  # fmt: skip
-        check_alike(self.team, "loads", mine)
+        check_same_options(self.team, "loads", options)
 
     def _check_dtypes(self, source: Source) -> None:
-        """Raise ReshardError where a cast would round that nobody asked for."""
+        """Raise ReshardError where a cast would round, and `dtype` does not ask for it."""
         rounded = [
-            piece
-            for piece in self.rank.pieces
-            if not is_exact(source.tensors[piece.name].dtype, piece.dtype) and piece.dtype != self.target
+            box
+            for box in self.local.boxes
+            if not is_exact(source.tensors[box.name].dtype, box.dtype) and box.dtype != self.target
         ]
         if rounded:
-            first, there = rounded[0], source.tensors[rounded[0].name].dtype
+            first, stored_dtype = rounded[0], source.tensors[rounded[0].name].dtype
             short = {"bfloat16": "bf16", "float16": "fp16"}.get(first.dtype.name, first.dtype.name)
             raise ReshardError(
-                f"{source.path}: {first.name} is {there.name} and the trainer's parameter is "
+                f"{source.path}: {first.name} is {stored_dtype.name} and the trainer's parameter is "
                 f'{first.dtype.name}, which does not hold all of its numbers: pass dtype="{short}" to round them'
             )
 
-    def _check_all_taken(self, source: Source, held: list[dict]) -> None:
+    def _check_all_source_identity(self, source: Source, boxes_of_ranks: list[dict]) -> None:
         shapes = {name: info.shape for name, info in source.tensors.items() if name not in source.copies}
         if self.skip_mtp:
             shapes = {name: shape for name, shape in shapes.items() if not of_mtp(name, source.model)}
-        left = not_covered(held, shapes)
+        left = uncovered_tensors(boxes_of_ranks, shapes)
         if left:
             hint = "; skip_mtp=True leaves MTP layers behind" if of_mtp(left[0], source.model) else ""
             raise ReshardError(
@@ -220,10 +213,11 @@ class _Load:
         """Raise ReshardError where two published tensors differ that Megatron holds as one; each rank compares
         some of their rows."""
         reader = BoxReader(source.files, source.strips, source.read_rows)
-        share = self.team
         for name, primary in source.copies.items():
             info, same = source.tensors[name], source.tensors[name] == source.tensors[primary]
-            first, last = (info.rows * n // share.size for n in (share.process, share.process + 1))
+            first, last = (
+                info.rows * n // self.team.size for n in (self.team.process, self.team.process + 1)
+            )
             for rows in (
                 Rows(first, last, 0, info.columns).slabs(info.dtype.size) if same and first < last else ()
             ):
@@ -239,27 +233,27 @@ class _Load:
                 )
 
     def _read_unchanged(self, source: Source) -> int:
-        """See `_read`, of a source that does not change meanwhile."""
+        """Read the source, and raise ReshardError where it changed meanwhile."""
         with source.unchanged():
             return self._read(source)
 
     def _read(self, source: Source) -> int:
-        """Fill this rank's parameters; the bytes that were read of the source's tensors."""
-        device = ToDevice(self.rank.device)
+        """Fill this rank's parameters; return how many bytes of the source's tensors were read."""
+        device = ToDevice(self.local.device)
         reader = BoxReader(source.files, source.strips, source.read_rows)
-        filler = Filler(source.tensors, reader, device, source.row_multiple)
-        groups = dict(enumerate(filler.groups(self.rank.pieces)))
-        sizes = {str(i): sum(part.size_bytes for part in group) for i, group in groups.items()}
+        loader = BoxLoader(source.tensors, reader, device, source.row_multiple)
+        batches = dict(enumerate(loader.batches(self.local.boxes)))
+        sizes = {str(i): sum(slab.size_bytes for slab in batch) for i, batch in batches.items()}
         try:
-            for region, rows in self.rank.fills:
-                bytes_of(region, rows).zero_()
+            for region, rows in self.local.padding:
+                byte_view(region, rows).zero_()
             counts = run_jobs(
-                sizes, lambda i: filler.fill(groups[int(i)]), self.workers, self.progress, self.team.check
+                sizes, lambda i: loader.load(batches[int(i)]), self.workers, self.progress, self.team.check
             )
         finally:
             device.close()
-        for found in counts.values():
-            for name, count in found.items():
+        for overflowed in counts.values():
+            for name, count in overflowed.items():
                 self.overflowed[name] = self.overflowed.get(name, 0) + count
         if self.overflowed and not self.allow_overflow:
             raise ReshardError(
@@ -268,14 +262,14 @@ class _Load:
         return sum(sizes.values())
 
     def _overflow_notices(self) -> list[str]:
-        """What is said of numbers that became infinite in the cast that was asked for."""
+        """Return a sentence for each tensor with numbers that became infinite in the cast."""
         return [
             overflow_notice(name, count, self.target).replace("would become", "became")
             for name, count in self.overflowed.items()
             if self.target is not None
         ]
 
-    def _follow(self) -> None:
+    def _update_optimizer(self) -> None:
         if self.optimizer is None:
             return
         try:
@@ -286,22 +280,22 @@ class _Load:
             ) from error
 
     def _report(self, source: Source, read: int, seconds: float) -> LoadReport:
-        names = {piece.name for piece in self.rank.pieces}
-        casts = {piece.name for piece in self.rank.pieces if source.tensors[piece.name].dtype != piece.dtype}
-        padding = sum(rows.stop - rows.start for _, rows in self.rank.fills)
+        names = {box.name for box in self.local.boxes}
+        casts = {box.name for box in self.local.boxes if source.tensors[box.name].dtype != box.dtype}
+        padding = sum(rows.stop - rows.start for _, rows in self.local.padding)
         notices = [*source.notices, *self._overflow_notices()]
         return LoadReport(str(self.path), source.model.family.name, self.team.process, self.team.size, len(names), read,
                           len(casts), padding, seconds, notices)  # fmt: skip
 
 
-def _taken(path: str | Path, source: Source) -> str:
-    """The directory that a rank reads; of a hub id, which each host may have elsewhere, the id and the commit."""
-    taken = source.checkpoint.directory if isinstance(source, MegatronSource) else source.path
-    return os.path.realpath(taken) if os.path.isdir(path) else f"{path} at {taken.name}"
+def _source_identity(path: str | Path, source: Source) -> str:
+    """Return the directory that a rank reads; of a hub id, which hosts keep in different places, id and commit."""
+    directory = source.checkpoint.directory if isinstance(source, MegatronSource) else source.path
+    return os.path.realpath(directory) if os.path.isdir(path) else f"{path} at {directory.name}"
 
 
 def of_mtp(name: str, model: Model) -> bool:
-    """Whether a published name is of an MTP layer."""
+    """Return True for a published name of an MTP layer."""
     return any(
         name.startswith(f"model.layers.{model.num_layers + layer}.") for layer in range(model.mtp_layers)
     )

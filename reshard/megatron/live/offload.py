@@ -19,7 +19,7 @@ import torch
 
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.limits import check_switch
-from reshard.megatron.live.memory import HostMemory
+from reshard.device.staging import HostMemory
 from reshard.trainers.megatron import chunks_of, layers_of
 
 PARAMS, GRADS, STATES = "params", "grads", "optimizer"
@@ -76,12 +76,12 @@ def offload(models: Sequence[torch.nn.Module] | torch.nn.Module, optimizer: Any 
             if wanted[kind]:
                 dropped = kind == GRADS and grads == "drop"
                 size = storage.nbytes()
-                host = None if dropped else kept.memory[kind].parts(size)
+                host = None if dropped else kept.memory[kind].allocate_parts(size)
                 taken.append((kind, Away(storage, size, host)))
     except (ReshardError, RuntimeError, MemoryError) as error:
         for kind, memory in kept.memory.items():
             if not kept.away[kind]:
-                memory.give_back()
+                memory.release()
         if isinstance(error, ReshardError):
             raise
         raise ReshardError(
@@ -133,7 +133,7 @@ def onload(models: Sequence[torch.nn.Module] | torch.nn.Module, *, params: bool 
     _copied(device, [(there, part) for away in back for part, there in _parts(away)])
     for kind in kinds:
         kept.away[kind] = []
-        kept.memory[kind].give_back()
+        kept.memory[kind].release()
     return sum(away.size for away in back)
 
 

@@ -1,5 +1,4 @@
-"""A live Megatron to disk: every rank writes its own boxes into the common files, which appear whole or not at
-all."""
+"""Save a live Megatron: every rank writes its own boxes into common files, which appear whole or not at all."""
 
 import logging
 import os
@@ -7,47 +6,47 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import xxhash
 
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.core.gc import gc_paused
 from reshard.core.limits import MAX_ITERATION, check_number, check_switch
-from reshard.megatron.arguments import version_of
+from reshard.device.live_boxes import LiveBox
+from reshard.device.staging import byte_view, copy_to_host
+from reshard.megatron.flags import version_of
 from reshard.megatron.layout import MegatronLayout
-from reshard.megatron.live.agreement import agree
-from reshard.megatron.live.config import Published, implementation_of, layout_of
-from reshard.megatron.live.memory import PINNED_BYTES, FromDevice, bytes_of, on_host, slab_bytes
-from reshard.megatron.live.pieces import Part, Piece, bundles, parts_of
-from reshard.megatron.live.ranks import Models, Rank, check_alike, decide, keyword_style_errors, meet
+from reshard.megatron.live.collective import (
+    check_same_options,
+    keyword_style_errors,
+    open_team,
+    run_on_first,
+)
+from reshard.megatron.live.inventory import take_inventory
+from reshard.megatron.live.local_model import LocalModel, Models
+from reshard.megatron.live.published_model import PublishedModel, implementation_of, layout_of
+from reshard.megatron.live.share_writer import ShareWriter
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
-from reshard.storage.boxes import Rows, box_bytes, place_of, write_boxes
+from reshard.storage.boxes import box_bytes
 from reshard.storage.destinations import Destination, HuggingFaceFiles, MegatronFiles, parse_size
-from reshard.storage.files import EarlySync, NoSync, OpenFiles, allow_many_files, write_error
+from reshard.storage.files import OpenFiles, allow_many_files, write_error
 from reshard.storage.fp8 import Fp8Blocks
 from reshard.storage.paths import iterations_in
-from reshard.storage.streams import Strip, StripReader
-from reshard.storage.verify import checksum_of
 from reshard.storage.workdir import SAVE, AddedIteration, Workdir
-from reshard.storage.workers import run_jobs, worker_count
+from reshard.storage.workers import worker_count
 
 log = logging.getLogger("reshard")
 FORMATS = ("torch_dist", "hf")
-# What a manifest says of where the weights came from.
+# The source in the manifest.
 LIVE = "a live Megatron-Core model"
 
 
 @dataclass
 class SaveReport:
-    """What a save did. Sizes in bytes: `written_bytes` and `host_bytes` (the copy that a background save made)
-    are this rank's, `files` and `size_bytes` of all files with weights."""
+    """The result of a save. Sizes in bytes: `written_bytes` and `host_bytes` (the copy that a background save made)
+    are this rank's, `files` and `size_bytes` count all files with weights."""
 
     destination: str
     format: str
@@ -64,12 +63,12 @@ class SaveReport:
     notices: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """As a dictionary of plain values."""
+        """Return the fields as plain values."""
         return asdict(self)
 
 
 class Saving:
-    """A save that goes on in a thread of its own."""
+    """A save that goes on in a background thread."""
 
     def __init__(self, job: "_Save") -> None:
         self.destination = job.destination
@@ -88,11 +87,11 @@ class Saving:
             log.error("the save to %s failed: %s", self.destination, first_line(error))
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return True once the save has ended, well or not."""
         return not self.thread.is_alive()
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait for the save to end; its report. Raises what it failed with, and TimeoutError after `timeout`
+        """Wait for the save to end, and return its report. Raises its error, and TimeoutError after `timeout`
         seconds."""
         self.thread.join(timeout)
         if self.thread.is_alive():
@@ -109,7 +108,7 @@ _last: Saving | None = None
 def save(
     models: Models,
     destination: str | Path,
-    hf_config: str | Path | Published,
+    hf_config: str | Path | PublishedModel,
     *,
     format: str = "torch_dist",
     background: bool = False,
@@ -162,17 +161,17 @@ def save(
 
 @dataclass
 class _Save:
-    """A save on this rank; the first fields are what `save` was given."""
+    """A save on this rank; the first fields are the arguments of `save`."""
 
     models: Any
     destination: str | Path
-    hf_config: str | Path | Published
+    hf_config: str | Path | PublishedModel
     format: str
     background: bool
     layout: MegatronLayout | None
     iteration: int | None
     transformer_impl: str | None
-    divisible_by: int
+    make_vocab_size_divisible_by: int
     megatron_version: str | None
     max_shard_size: str | int | None
     overwrite: bool
@@ -181,50 +180,63 @@ class _Save:
     workers: int | None
     host: dict[int, torch.Tensor] = field(default_factory=dict)
     host_bytes: int = 0
-    checksums: dict[str, str] = field(default_factory=dict)
 
     def prepare(self) -> None:
-        """All that comes before the first byte, and the copies of a save in the background."""
+        """Do all that comes before the first byte, and make the copies of a background save."""
         self.began = time.monotonic()
-        self.team = meet("save")
+        self.team = open_team("save")
         try:
-            self.team.together(self._describe)
+            self.team.together(self._check_options)
             self._agree_on_options()
-            self.agreed = agree(self.team, self.rank, self.published)
-            place = decide(self.team, self._place)
-            self.team.together(lambda: self._lay_out(Path(place)))
-            self.share = self._mine(self.team.scatter(self._shares()))
-            self.team.together(self._open)
-            self.team.together(self.rank.trainer.sync_params)
+            self.inventory = take_inventory(self.team, self.local, self.published)
+            path = run_on_first(self.team, self._checked_destination)
+            self.team.together(lambda: self._lay_out(Path(path)))
+            self.share = self._assigned_boxes(self.team.scatter(self._assigned_numbers()))
+            self.team.together(self._create_files)
+            self.team.together(self.local.trainer.sync_params)
             if self.background:
-                self.team.together(self._copy)
+                self.team.together(self._copy_to_host)
         except BaseException as error:
             self._end(error)
             raise
 
     def write(self) -> SaveReport:
-        """Write this rank's share, and with the others see that all is there; then it appears."""
+        """Write this rank's share, check with the others that all is written, and publish the files."""
         team = self.team
         try:
             frames = team.share(self.new.sizes)
-            team.together(lambda: self._write(frames))
-            todo = team.scatter(self._left(team.gather(self.checksums)))
-            team.together(lambda: self._read_back(todo))
-            known = {name: value for some in team.gather(self.checksums) for name, value in some.items()}
-            team.conclude(lambda: self._publish(known))
+            device = torch.device("cpu") if self.background else self.local.device
+            writer = ShareWriter(
+                team,
+                self.share,
+                self.host,
+                self.inventory,
+                self.new,
+                self.work.tree,
+                device,
+                self.sync,
+                self.workers,
+            )
+            team.together(lambda: writer.write(frames))
+            names = team.scatter(writer.names_to_read_back(team.gather(writer.checksums)))
+            team.together(lambda: writer.read_back(names))
+            checksums = {
+                n: value for of_rank in team.gather(writer.checksums) for n, value in of_rank.items()
+            }
+            team.conclude(lambda: self._publish(checksums))
         except BaseException as error:
             self._end(error)
             raise
         self._end(None)
-        written = sum(box_bytes(piece.box, piece.dtype.size) for piece in self.share)
+        written = sum(box_bytes(live.box, live.dtype.size) for live in self.share)
         return SaveReport(
             str(self.destination), self.new.format, self.published.model.family.name, str(self.laid_out), team.process, team.size,
-            len(self.agreed.tensors), len(self.new.sizes), sum(self.new.sizes.values()), written, self.host_bytes,
-            time.monotonic() - self.began, self.agreed.model.notices,
+            len(self.inventory.tensors), len(self.new.sizes), sum(self.new.sizes.values()), written, self.host_bytes,
+            time.monotonic() - self.began, self.inventory.model.notices,
         )  # fmt: skip
 
     def _end(self, error: BaseException | None) -> None:
-        """Let go of everything; with an error, of what was written too, once no rank writes any more."""
+        """Release everything. With an error, also remove what was written, once no rank writes any more."""
         self.host.clear()
         if error is not None:
             self.team.fail(error)
@@ -233,7 +245,7 @@ class _Save:
             self.work.close(remove=error is not None)
         self.team.close()
 
-    def _describe(self) -> None:
+    def _check_options(self) -> None:
         allow_many_files()
         worker_count(self.workers)
         for name in ("background", "overwrite", "sync"):
@@ -258,26 +270,26 @@ class _Save:
                 )
         self.megatron_lm = version_of(self.megatron_version)
         self.shard_bytes = None if self.max_shard_size is None else parse_size(self.max_shard_size)
-        self.published = Published.read(self.hf_config)
-        self.rank = Rank(self.models, self.metadata)
-        self.rank.describe(self.published.model, self.divisible_by)
-        self.laid_out = self.layout or layout_of(self.rank.trainer.config)
+        self.published = PublishedModel.read(self.hf_config)
+        self.local = LocalModel(self.models, self.metadata)
+        self.local.find_boxes(self.published.model, self.make_vocab_size_divisible_by)
+        self.laid_out = self.layout or layout_of(self.local.trainer.config)
 
     def _agree_on_options(self) -> None:
-        """Raise ReshardError where the ranks were not told the same; which kind of layers they hold."""
-        mine = {
+        """Raise ReshardError where the ranks were given different options. Find which layers the model has."""
+        options = {
             "destination": os.path.abspath(self.destination), "the digest of the config": self.published.digest,
             "format": self.format, "background": self.background, "layout": str(self.laid_out), "iteration": self.iteration,
-            "transformer_impl": self.transformer_impl, "make_vocab_size_divisible_by": self.divisible_by,
+            "transformer_impl": self.transformer_impl, "make_vocab_size_divisible_by": self.make_vocab_size_divisible_by,
             "megatron_version": list(self.megatron_lm), "max_shard_size": self.shard_bytes, "overwrite": self.overwrite, "sync": self.sync,
         }  # fmt: skip
-        check_alike(self.team, "saves", mine)
-        # A stage without layers does not tell.
-        told = self.team.together(lambda: implementation_of(self.rank.trainer.models))
-        self.implementation = self.transformer_impl or max(told)
+        check_same_options(self.team, "saves", options)
+        # A stage without layers cannot tell.
+        implementations = self.team.together(lambda: implementation_of(self.local.trainer.models))
+        self.implementation = self.transformer_impl or max(implementations)
 
-    def _place(self) -> str:
-        """The destination. Raises ReshardError where it is a training run's, all of which would be replaced."""
+    def _checked_destination(self) -> str:
+        """Return the destination's path. Raises ReshardError where it is a training run's, all of which would be replaced."""
         place = Path(os.path.abspath(self.destination))
         if self.iteration is None and self.overwrite and iterations_in(place):
             raise ReshardError(
@@ -287,40 +299,41 @@ class _Save:
         return str(place)
 
     def _lay_out(self, place: Path) -> None:
-        """Where the bytes of every tensor go: into the destination, or an iteration's directory in it."""
-        agreed, beside, added = self.agreed, self.published.beside, self.iteration is not None
+        """Lay out the files in the destination, or in an iteration's directory in it."""
+        inventory, beside, added = self.inventory, self.published.beside, self.iteration is not None
         self.new: Destination
         if self.format == "hf":
             plain = Fp8Blocks(())
             self.new = HuggingFaceFiles(
-                agreed.model, agreed.fp32, agreed.tensors, plain, self.shard_bytes, beside
+                inventory.model, inventory.fp32, inventory.tensors, plain, self.shard_bytes, beside
             )
         else:
             self.new = MegatronFiles(
-                agreed.model, self.laid_out, agreed.tensors, agreed.copies, beside, transformer_impl=self.implementation,
-                divisible_by=self.divisible_by, iteration=self.iteration, megatron_lm=self.megatron_lm, alone=added,
+                inventory.model, self.laid_out, inventory.tensors, inventory.copies, beside, transformer_impl=self.implementation,
+                make_vocab_size_divisible_by=self.make_vocab_size_divisible_by, iteration=self.iteration,
+                megatron_lm=self.megatron_lm, alone=added,
             )  # fmt: skip
             place = place / self.new.directory if added else place
-        # What the destination must not overlap.
+        # The destination must not overlap it.
         config = self.published.path or Path(os.devnull)
         kind = AddedIteration if added else Workdir
         self.work = kind(config, beside.values(), place, self.overwrite, False, self.team.process)
 
-    def _shares(self) -> list[dict[str, list[int]]]:
-        """For each rank the boxes that it writes; in the first process, which knows."""
+    def _assigned_numbers(self) -> list[dict[str, list[int]]]:
+        """Return for each rank the numbers of the boxes that it writes; in the first process only."""
         shares: list[dict[str, list[int]]] = [{} for _ in range(self.team.size)]
-        for name, several in self.agreed.given.items():
-            for given in several:
-                shares[given.rank].setdefault(name, []).append(given.number)
+        for name, assignments in self.inventory.assignments.items():
+            for assignment in assignments:
+                shares[assignment.rank].setdefault(name, []).append(assignment.number)
         return shares
 
-    def _mine(self, given: dict[str, list[int]]) -> list[Piece]:
-        """This rank's pieces that it was given to write."""
-        pieces = self.rank.by_name()
-        return [pieces[name][number] for name, numbers in given.items() for number in numbers]
+    def _assigned_boxes(self, assigned: dict[str, list[int]]) -> list[LiveBox]:
+        """Return the boxes that this rank writes."""
+        boxes = self.local.by_name()
+        return [boxes[name][number] for name, numbers in assigned.items() for number in numbers]
 
-    def _open(self) -> None:
-        """Make the files at their full length; new bytes are zero."""
+    def _create_files(self) -> None:
+        """Create the files at their full length; new bytes are zero."""
         if self.team.process:
             return
         self.work.check_destination()
@@ -340,132 +353,16 @@ class _Save:
                     raise write_error(path, error) from error
                 files.resize(path, size)
 
-    def _copy(self) -> None:
+    def _copy_to_host(self) -> None:
         """Copy this rank's share to host memory."""
-        targets = [bytes_of(piece.region, piece.local) for piece in self.share]
-        self.host = dict(enumerate(on_host(targets, self.rank.device)))
+        live_bytes = [byte_view(live.region, live.local) for live in self.share]
+        self.host = dict(enumerate(copy_to_host(live_bytes, self.local.device)))
         self.host_bytes = sum(copy.numel() for copy in self.host.values())
 
-    def _write(self, frames: set[str]) -> None:
-        """Write this rank's share and the frames of some files; a tensor that it holds whole is hashed on the
-        way."""
-        root = self.work.tree
-        strips = {name: self._strips(name) for name in {piece.name for piece in self.share}}
-        written = {strip.path for found in strips.values() for strip in found} | {
-            root / name for name in frames
-        }
-        files = OpenFiles(os.O_RDWR | os.O_NOFOLLOW)
-        device = FromDevice(torch.device("cpu") if self.background else self.rank.device)
-        try:
-            self.new.write_frames(root, frames, files)
-            groups = dict(enumerate(self._groups(strips)))
-            write = partial(self._write_group, files=files, strips=strips, device=device)
-            with (EarlySync if self.sync else NoSync)(
-                files, sorted(written), lambda done: None, lambda lost: None
-            ) as sync:
-
-                def check() -> None:
-                    self.team.check()
-                    sync.check()
-
-                found = run_jobs(
-                    {str(i): sum(self._size(index) for index in group) for i, group in groups.items()},
-                    lambda i: write(groups[int(i)]),
-                    self.workers,
-                    check=check,
-                    files_of=lambda i: {
-                        str(s.path) for index in groups[int(i)] for s in strips[self.share[index].name]
-                    },
-                )
-        finally:
-            errors = files.close()
-        for path, late in errors.items():  # what a server says only now
-            raise write_error(path, late)
-        self.checksums = {name: checksum for some in found.values() for name, checksum in some.items()}
-
-    def _strips(self, name: str) -> list[Strip]:
-        """Where a tensor and its copies go."""
-        names = [name, *(copy for copy, primary in self.agreed.copies.items() if primary == name)]
-        return [s._replace(path=self.work.tree / s.path) for n in names for s in self.new.strips.get(n, ())]
-
-    def _groups(self, strips: dict[str, list[Strip]]) -> list[list[int]]:
-        """What is written at a time: pieces, by their numbers in the share, that follow one another in the same
-        files."""
-        found = []
-        for index, piece in enumerate(self.share):
-            there = strips[piece.name]
-            files = tuple(sorted({str(strip.path) for strip in there}))
-            found.append((files, place_of(there, Rows.of(piece.box), piece.dtype.size), index))
-        return [
-            bundle
-            for _, several in groupby(sorted(found), itemgetter(0))
-            for bundle in bundles((index, self._size(index), PINNED_BYTES) for *_, index in several)
-        ]
-
-    def _size(self, index: int) -> int:
-        return box_bytes(self.share[index].box, self.share[index].dtype.size)
-
-    def _write_group(
-        self, group: list[int], files: OpenFiles, strips: dict[str, list[Strip]], device: FromDevice
-    ) -> dict[str, str]:
-        """Write some pieces; the checksums of the tensors of which one of them is all."""
-        pieces = {index: self.share[index] for index in group}
-        most = slab_bytes(self.rank.device)
-        parts = [(i, part) for i, p in pieces.items() for part in parts_of(p, p.dtype.size, most)]
-        together = list(bundles(((i, part), part.size_bytes, most) for i, part in parts))
-        digests = {
-            index: xxhash.xxh3_128()
-            for index, piece in pieces.items()
-            if piece.box.lengths == self.agreed.tensors[piece.name].shape
-        }
-        memory = [[self._bytes(index, part) for index, part in bundle] for bundle in together]
-        for bundle, arrays in zip(together, device.read(memory)):
-            boxes = []
-            for (index, part), data in zip(bundle, map(np.ascontiguousarray, arrays), strict=True):
-                if index in digests:
-                    digests[index].update(memoryview(data.reshape(-1)))
-                boxes.append((strips[part.piece.name], part.rows, data))
-            write_boxes(files, boxes)
-        return {pieces[index].name: digest.hexdigest() for index, digest in digests.items()}
-
-    def _bytes(self, index: int, part: Part) -> torch.Tensor:
-        if index not in self.host:
-            return part.bytes
-        first = part.piece.box.offsets[0]
-        return self.host[index][part.rows.start - first : part.rows.stop - first]
-
-    def _left(self, known: list[dict[str, str]]) -> list[list[str]]:
-        """For each rank the tensors that it hashes: those of which several ranks wrote parts. In the first
-        process, which alone knows."""
-        hashed = {name for some in known for name in some}
-        shares: list[list[str]] = [[] for _ in known]
-        load = [0] * len(known)
-        for name, info in self.agreed.tensors.items() if known else ():
-            if name not in hashed and name not in self.agreed.copies:
-                least = load.index(min(load))
-                load[least] += info.size_bytes
-                shares[least].append(name)
-        return shares
-
-    def _read_back(self, names: list[str]) -> None:
-        """Hash these tensors as the files have them."""
-        mine = {name: self.agreed.tensors[name].size_bytes for name in names}
-        strips = {
-            name: [s._replace(path=self.work.tree / s.path) for s in self.new.strips[name]] for name in mine
-        }
-        with OpenFiles(os.O_RDONLY | os.O_NOFOLLOW) as files:
-            reader = StripReader(self.agreed.tensors, files)
-
-            def checksum(name: str) -> str:
-                read = lambda n, start, stop: reader.read_rows(n, start, stop, strips[n])  # noqa: E731
-                return checksum_of(name, self.agreed.tensors[name], read)
-
-            self.checksums |= run_jobs(mine, checksum, self.workers, check=self.team.check)
-
     def _publish(self, checksums: dict[str, str]) -> None:
-        checksums |= {copy: checksums[primary] for copy, primary in self.agreed.copies.items()}
-        fields = self.new.fields(self.agreed.model.family.name, LIVE, [])
-        if self.agreed.model.ignored:
-            fields["ignored_config_fields"] = sorted(self.agreed.model.ignored)
+        checksums |= {copy: checksums[primary] for copy, primary in self.inventory.copies.items()}
+        fields = self.new.fields(self.inventory.model.family.name, LIVE, [])
+        if self.inventory.model.ignored:
+            fields["ignored_config_fields"] = sorted(self.inventory.model.ignored)
         self.new.finish(self.work, fields, checksums, self.sync)
         self.work.publish(self.sync)

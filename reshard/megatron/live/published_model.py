@@ -1,5 +1,4 @@
-"""Which model a live Megatron is, by a Hugging Face config: the names and shapes that its weights are published
-under, its layout, and the files that go beside them."""
+"""The published model that a live Megatron is: its Hugging Face config, and the files that lie beside it."""
 
 import hashlib
 import json
@@ -23,10 +22,12 @@ from reshard.storage.source import files_beside, ignored_as_recorded, read_confi
 
 
 @dataclass(frozen=True)
-class Published:
-    """`model` is what the config says, `beside` are the files next to it by name, `stored` the tensors that its
-    directory has or had, empty where it does not say; `path` is the directory or the file, None where there is
-    neither."""
+class PublishedModel:
+    """A Hugging Face config with its surroundings.
+
+    `path` is the directory or file that it was read from, None for a config in memory. `beside` are the files
+    next to it by name, `stored` the names of the tensors in its directory, empty where they are not known.
+    """
 
     path: Path | None
     model: Model
@@ -35,55 +36,55 @@ class Published:
 
     @property
     def digest(self) -> str:
-        """Of what the config says, wherever a rank has it."""
+        """A digest of the config, the same wherever it lies."""
         return digest_of(self.model)
 
     @staticmethod
-    def of(config: Any) -> "Published":
-        """Of a transformers config: nothing is beside it."""
+    def from_transformers(config: Any) -> "PublishedModel":
+        """Make one of a transformers config, which has no files beside it."""
         if not hasattr(config, "to_dict"):
             raise ReshardError(
                 f"hf_config is a {type(config).__name__}, which is neither a path, a hub id nor a transformers config"
             )
         name = f"the {type(config).__name__}"
-        return Published(None, Model.from_hf(config.to_dict(), name), {}, frozenset())
+        return PublishedModel(None, Model.from_hf(config.to_dict(), name), {}, frozenset())
 
     @staticmethod
-    def read(config: "str | Path | Published | Any") -> "Published":
-        """Of a ``config.json``, a directory with one, a Megatron checkpoint with ``hf/``, a hub id, of which
-        all but the weights is fetched, or a transformers config. Raises ReshardError where there is none."""
-        if isinstance(config, Published):
+    def read(config: "str | Path | PublishedModel | Any") -> "PublishedModel":
+        """Read a ``config.json``, a directory with one, a Megatron checkpoint with ``hf/``, a hub id (all but the
+        weights is fetched), or a transformers config. Raises ReshardError where there is none."""
+        if isinstance(config, PublishedModel):
             return config
         if not isinstance(config, str | Path):
-            return Published.of(config)
+            return PublishedModel.from_transformers(config)
         root = config_path(config)
         if root.is_file():
             model = Model.from_hf(read_config(root), str(root))
             check_ignored(model)
-            return Published(root, model, {"config.json": root}, frozenset())
-        found = locate(root)
-        if found is not None and (found.root / HF_FILES / "config.json").is_file():
-            root = found.root  # of the iteration that is the checkpoint's last
+            return PublishedModel(root, model, {"config.json": root}, frozenset())
+        checkpoint = locate(root)
+        if checkpoint is not None and (checkpoint.root / HF_FILES / "config.json").is_file():
+            root = checkpoint.root  # of the last iteration
         path = root / HF_FILES if (root / HF_FILES / "config.json").is_file() else root
         with ignored_as_recorded(root):
             model = Model.from_hf(read_config(path / "config.json"), str(path / "config.json"))
         check_ignored(model)
         beside = {p.name: p for p in files_beside(path) if p.stat().st_size <= MAX_COPIED_BYTES}
         stored = (read_manifest(root) or {}).get("tensors") or _stored(path)
-        return Published(path, model, beside, frozenset(stored))
+        return PublishedModel(path, model, beside, frozenset(stored))
 
 
 def digest_of(model: Model) -> str:
-    """A digest of what a model's config says, but for where it lay and what wrote it."""
-    said = {
+    """Return a digest of a model's config, without where it lay and what wrote it."""
+    fields = {
         key: value for key, value in model.config.items() if key[0] != "_" and key != "transformers_version"
     }
-    text = json.dumps(said, sort_keys=True, default=str)
+    text = json.dumps(fields, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _stored(path: Path) -> Iterable[str]:
-    """The names of the tensors of a Hugging Face directory, also of one that was fetched without them."""
+    """Return the names of the tensors of a Hugging Face directory, also of one that was fetched without them."""
     if (path / safetensors.INDEX).is_file():
         names = read_json(path / safetensors.INDEX, "a readable index", MAX_INDEX_BYTES).get("weight_map")
         return names if isinstance(names, dict) else ()
@@ -92,13 +93,13 @@ def _stored(path: Path) -> Iterable[str]:
 
 
 def config_path(config: str | Path) -> Path:
-    """A ``config.json``, or a directory with one: as it is, or of a hub id, of which all but the weights is
+    """Return the path of a ``config.json``, or of a directory with one. Of a hub id all but the weights is
     fetched."""
     return Path(config) if Path(config).is_file() else local_directory(str(config), BESIDE_WEIGHTS)
 
 
 def layout_of(config: Any) -> MegatronLayout:
-    """The layout of a live model, by its ``TransformerConfig``. Raises ReshardError where its stages were not
+    """Return the layout of a live model with this ``TransformerConfig``. Raises ReshardError where its stages were not
     given as a string."""
     pipeline = getattr(config, "pipeline_model_parallel_layout", None)
     text = None if pipeline is None else getattr(pipeline, "input_data", pipeline)
@@ -112,16 +113,18 @@ def layout_of(config: Any) -> MegatronLayout:
         vpp=1 if text is not None else config.virtual_pipeline_model_parallel_size or 1,
         ep=config.expert_model_parallel_size,
         etp=config.expert_tensor_parallel_size if config.num_moe_experts else None,
-        first_stage_layers=config.num_layers_in_first_pipeline_stage,
-        last_stage_layers=config.num_layers_in_last_pipeline_stage,
-        embedding_in_split=bool(getattr(config, "account_for_embedding_in_pipeline_split", False)),
-        loss_in_split=bool(getattr(config, "account_for_loss_in_pipeline_split", False)),
-        pipeline=text,
+        num_layers_in_first_pipeline_stage=config.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=config.num_layers_in_last_pipeline_stage,
+        account_for_embedding_in_pipeline_split=bool(
+            getattr(config, "account_for_embedding_in_pipeline_split", False)
+        ),
+        account_for_loss_in_pipeline_split=bool(getattr(config, "account_for_loss_in_pipeline_split", False)),
+        pipeline_model_parallel_layout=text,
     )
 
 
 def implementation_of(models: list[torch.nn.Module]) -> str:
-    """Which layers a live model is made of: ``transformer_engine`` or ``local``."""
+    """Return which layers a live model is made of: ``transformer_engine`` or ``local``."""
     modules = (type(module).__module__ for model in models for module in model.modules())
     engine = any(name.startswith(("transformer_engine", "megatron.core.extensions.transformer_engine"))
                  for name in modules)  # fmt: skip

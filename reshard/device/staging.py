@@ -1,4 +1,4 @@
-"""The bytes of a live model's tensors: as they are on a CPU, through pinned buffers on a GPU."""
+"""Copies between live tensors and numpy arrays: in place on a CPU, through pinned buffers on a GPU."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,29 +11,29 @@ from reshard.device.memory import Region
 from reshard.storage.boxes import Rows
 from reshard.storage.streams import SLAB_BYTES
 
-# Of a GPU's copies: smaller ones do not fill the link.
+# Bytes of a copy from or to a GPU: smaller ones do not fill the link.
 PINNED_BYTES = 8 << 20
-# Of what lies in a pinned buffer.
+# Where the tensors in a pinned buffer start, in bytes.
 ALIGNMENT = 256
-# Of host memory that is kept: a power of two, so that torch pins no more.
-PIECE_BYTES = 256 << 20
+# Bytes that HostMemory allocates at a time: a power of two, so that torch pins no more.
+BLOCK_BYTES = 256 << 20
 
 
 def slab_bytes(device: torch.device) -> int:
-    """How much is copied at a time."""
+    """Return how many bytes are copied at a time."""
     return PINNED_BYTES if device.type == "cuda" else SLAB_BYTES
 
 
-def bytes_of(region: Region, local: Rows) -> torch.Tensor:
-    """Rows and columns of a region's local tensor as bytes ``[rows, bytes of a row]``, where they lie now."""
+def byte_view(region: Region, local: Rows) -> torch.Tensor:
+    """View rows and columns of a region's local tensor as bytes ``[rows, bytes of a row]``."""
     tensor, pitch = region.tensor.detach(), region.pitch
     start = tensor.storage_offset() + region.offset + local.start * pitch + local.column
     shape = (local.stop - local.start, local.columns)
     return torch.as_strided(tensor, shape, (pitch, 1), start).view(torch.uint8)
 
 
-class _Memory:
-    """What numpy asks of a matrix of bytes on a CPU, which is kept."""
+class _ArrayInterface:
+    """The array interface of a matrix of bytes on a CPU; it keeps the tensor alive."""
 
     def __init__(self, target: torch.Tensor) -> None:
         self.target = target
@@ -43,10 +43,13 @@ class _Memory:
         }  # fmt: skip
 
 
-def array_of(target: torch.Tensor) -> np.ndarray:
-    """Bytes on a CPU as numpy sees them, where they lie. A storage that torch itself has given to numpy could not be
-    offloaded any more: torch no longer resizes it."""
-    return np.asarray(_Memory(target)) if target.numel() else np.zeros(target.shape, np.uint8)
+def numpy_view(target: torch.Tensor) -> np.ndarray:
+    """View bytes on a CPU as a numpy array.
+
+    Not by ``Tensor.numpy``: torch does not resize a storage that it has given to numpy, so it could no longer be
+    offloaded.
+    """
+    return np.asarray(_ArrayInterface(target)) if target.numel() else np.zeros(target.shape, np.uint8)
 
 
 def check_one_device(models: Iterable[torch.nn.Module]) -> None:
@@ -71,25 +74,25 @@ class ToDevice:
     def __init__(self, device: torch.device) -> None:
         self.device, self.local = device, threading.local()
         self.streams: list[torch.cuda.Stream] = []
-        # What training has yet to compute with the old weights comes first.
-        self.before = _recorded(torch.cuda.current_stream(device)) if device.type == "cuda" else None
+        # Work that training has queued on the old weights comes first.
+        self.before = _record_event(torch.cuda.current_stream(device)) if device.type == "cuda" else None
 
     def fill(self, targets: Sequence[torch.Tensor], write: Callable[[list[np.ndarray]], None]) -> None:
-        """Let `write` fill an array of the shape of each target, bytes ``[rows, bytes of a row]``, and have it
-        there by the time of `close`."""
+        """Let `write` fill an array for each target, bytes ``[rows, bytes of a row]``; the bytes have arrived after
+        `close`."""
         if self.device.type != "cuda":
-            write(list(map(array_of, targets)))
+            write(list(map(numpy_view, targets)))
             return
         if not hasattr(self.local, "stream"):
             self._start()
         ready, pinned = self.local.buffers[self.local.turn]
         if ready is not None:
             ready.synchronize()
-        pinned, parts = _parts(pinned, targets)
+        pinned, parts = _pinned_views(pinned, targets)
         write([part.numpy() for part in parts])
         with torch.cuda.stream(self.local.stream):
             torch._foreach_copy_(list(targets), parts, non_blocking=True)
-            ready = _recorded(self.local.stream)
+            ready = _record_event(self.local.stream)
         self.local.buffers[self.local.turn] = (ready, pinned)
         self.local.turn = 1 - self.local.turn
 
@@ -106,53 +109,51 @@ class ToDevice:
             stream.synchronize()
 
 
-def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+def _record_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event()
     event.record(stream)
     return event
 
 
 class FromDevice:
-    """Gives the bytes of live tensors: where they are on a CPU; of a GPU through two pinned buffers for each
-    thread, one of which is filled while the other is used."""
+    """Reads the bytes of live tensors: in place on a CPU; from a GPU through two pinned buffers for each thread,
+    one of which is filled while the other is used."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.local = device, threading.local()
-        self.before = _recorded(torch.cuda.current_stream(device)) if device.type == "cuda" else None
+        self.before = _record_event(torch.cuda.current_stream(device)) if device.type == "cuda" else None
 
-    def read(self, bundles: Sequence[Sequence[torch.Tensor]]) -> Iterator[list[np.ndarray]]:
-        """The bytes of each bundle's tensors, ``[rows, bytes of a row]``, valid until the next bundle is asked
-        for."""
+    def read(self, batches: Sequence[Sequence[torch.Tensor]]) -> Iterator[list[np.ndarray]]:
+        """Yield the bytes of each batch's tensors, ``[rows, bytes of a row]``, valid until the next batch."""
         if self.device.type != "cuda":
-            for bundle in bundles:
-                yield list(map(array_of, bundle))
+            for batch in batches:
+                yield list(map(numpy_view, batch))
             return
         if not hasattr(self.local, "stream"):
             torch.cuda.set_device(self.device)
             self.local.stream, self.local.pinned = torch.cuda.Stream(self.device), [None, None]
             self.local.stream.wait_event(self.before)
-        coming = self._start(bundles[0], 0) if bundles else None
-        for number, _ in enumerate(bundles):
-            assert coming is not None
-            ready, found = coming
-            if number + 1 < len(bundles):
-                coming = self._start(bundles[number + 1], (number + 1) % 2)
+        next_copy = self._start(batches[0], 0) if batches else None
+        for number, _ in enumerate(batches):
+            assert next_copy is not None
+            ready, tensors = next_copy
+            if number + 1 < len(batches):
+                next_copy = self._start(batches[number + 1], (number + 1) % 2)
             ready.synchronize()
-            yield [part.numpy() for part in found]
+            yield [tensor.numpy() for tensor in tensors]
 
-    def _start(
-        self, bundle: Sequence[torch.Tensor], turn: int
-    ) -> tuple[torch.cuda.Event, list[torch.Tensor]]:
-        self.local.pinned[turn], parts = _parts(self.local.pinned[turn], bundle)
+    def _start(self, batch: Sequence[torch.Tensor], turn: int) -> tuple[torch.cuda.Event, list[torch.Tensor]]:
+        self.local.pinned[turn], parts = _pinned_views(self.local.pinned[turn], batch)
         with torch.cuda.stream(self.local.stream):
-            torch._foreach_copy_(parts, list(bundle), non_blocking=True)
-            return _recorded(self.local.stream), parts
+            torch._foreach_copy_(parts, list(batch), non_blocking=True)
+            return _record_event(self.local.stream), parts
 
 
-def _parts(
+def _pinned_views(
     pinned: torch.Tensor | None, targets: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A pinned buffer, this one where it is large enough, and parts of it in the shapes of these bytes."""
+    """Return a pinned buffer, the given one where it is large enough, and views of it in the shapes of these
+    bytes."""
     sizes = [-(-target.numel() // ALIGNMENT) * ALIGNMENT for target in targets]
     if pinned is None or pinned.numel() < sum(sizes):
         size = max(PINNED_BYTES, sum(sizes))
@@ -162,51 +163,51 @@ def _parts(
 
 
 class HostMemory:
-    """Host memory for copies, in pieces of `PIECE_BYTES`, pinned where a GPU copies to it; `spare` are pieces of an
-    earlier time, which are used first.
+    """Host memory for copies, in blocks of `BLOCK_BYTES`, pinned where a GPU copies to it; blocks of `spare` are
+    used first.
 
     torch rounds what it pins up to a power of two, each tensor by itself: 70 GB in one would lock 128.
     """
 
     def __init__(self, pinned: bool, spare: list[torch.Tensor]) -> None:
         self.pinned, self.spare = pinned, spare
-        self.pieces: list[torch.Tensor] = []
-        self.rest = torch.empty(0, dtype=torch.uint8)  # of the last piece
+        self.blocks: list[torch.Tensor] = []
+        self.rest = torch.empty(0, dtype=torch.uint8)  # of the last block
 
-    def whole(self, size: int) -> torch.Tensor:
-        """Memory of this many bytes, in one. Raises RuntimeError or MemoryError where there is none."""
+    def allocate(self, size: int) -> torch.Tensor:
+        """Return memory of this many bytes. Raises RuntimeError or MemoryError where there is none."""
         if size > self.rest.numel():
-            self.rest = self._piece(size)
-            self.pieces.append(self.rest)
-        found, self.rest = self.rest[:size], self.rest[size:]
-        return found
+            self.rest = self._block(size)
+            self.blocks.append(self.rest)
+        memory, self.rest = self.rest[:size], self.rest[size:]
+        return memory
 
-    def _piece(self, size: int) -> torch.Tensor:
-        if self.spare and size <= PIECE_BYTES:
+    def _block(self, size: int) -> torch.Tensor:
+        if self.spare and size <= BLOCK_BYTES:
             return self.spare.pop()
-        rounded = max(PIECE_BYTES, 1 << (size - 1).bit_length())
+        rounded = max(BLOCK_BYTES, 1 << (size - 1).bit_length())
         return torch.empty(rounded, dtype=torch.uint8, pin_memory=self.pinned)
 
-    def parts(self, size: int) -> list[torch.Tensor]:
-        """Memory of this many bytes, one part after the other. Raises as `whole`."""
-        found = []
+    def allocate_parts(self, size: int) -> list[torch.Tensor]:
+        """Return memory of this many bytes in parts, one after the other. Raises what `allocate` does."""
+        parts = []
         while size:
-            found.append(self.whole(min(size, self.rest.numel() or PIECE_BYTES)))
-            size -= found[-1].numel()
-        return found
+            parts.append(self.allocate(min(size, self.rest.numel() or BLOCK_BYTES)))
+            size -= parts[-1].numel()
+        return parts
 
-    def give_back(self) -> None:
-        """Nobody needs what is in it any more."""
-        self.spare += self.pieces
-        self.pieces, self.rest = [], self.rest[:0]
+    def release(self) -> None:
+        """Make its blocks spare ones: nobody needs their bytes any more."""
+        self.spare += self.blocks
+        self.blocks, self.rest = [], self.rest[:0]
 
 
-def on_host(targets: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Copies of live bytes in host memory, pinned where they come from a GPU; they are all there when this
-    returns. Raises ReshardError where there is not enough memory."""
+def copy_to_host(targets: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copy live bytes to host memory, pinned where they come from a GPU, and wait for them. Raises
+    ReshardError where there is not enough memory."""
     try:
         memory = HostMemory(device.type == "cuda", [])
-        copies = [memory.whole(t.numel()).view(t.shape) for t in targets]
+        copies = [memory.allocate(t.numel()).view(t.shape) for t in targets]
     except (RuntimeError, MemoryError) as error:
         size = sum(t.numel() for t in targets)
         raise ReshardError(

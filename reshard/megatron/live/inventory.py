@@ -1,0 +1,117 @@
+"""The tensors that all ranks of a live model hold together, in which dtypes, and which rank writes which box."""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from reshard.core.boxes import Box, whole
+from reshard.core.dtypes import DTYPES
+from reshard.core.errors import ReshardError, listed
+from reshard.megatron.live.collective import run_on_first
+from reshard.megatron.live.local_model import HeldBoxes, LocalModel, box_of, uncovered_tensors
+from reshard.megatron.live.published_model import PublishedModel
+from reshard.megatron.parameters import expand
+from reshard.models.model import Model
+from reshard.storage.streams import TensorInfo
+from reshard.storage.team import Team
+
+
+class WriteAssignment(NamedTuple):
+    """A box that `rank` writes or sends; `number` is its index among the boxes of the tensor that the rank holds."""
+
+    rank: int
+    number: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The published tensors of a live model.
+
+    `model` has no MTP layers where no rank has them. `tensors` are in the order of the family's table, `copies`
+    maps those that repeat another to that one. `assignments` says, in the first process only, which ranks write
+    each of the others.
+    """
+
+    model: Model
+    tensors: dict[str, TensorInfo]
+    copies: dict[str, str]
+    fp32: frozenset[str]
+    assignments: dict[str, list[WriteAssignment]]
+
+
+def take_inventory(team: Team, local: LocalModel, published: PublishedModel) -> Inventory:
+    """Gather what every rank holds. Raises ReshardError on every rank where all of them together lack a part of a
+    tensor, hold one in two dtypes, or parts that overlap."""
+    gathered = team.gather([local.held_boxes(), local.names_by_dtype()])
+    assignments: dict[str, list[WriteAssignment]] = {}
+
+    def decide() -> dict[str, Any]:
+        boxes_of_ranks = [boxes for boxes, _ in gathered]
+        dtypes = _dtype_of_names([names for _, names in gathered])
+        model = published.model
+        mtp = any(name.startswith(f"model.layers.{model.num_layers}.") for name in dtypes)
+        shapes = _shapes(_with_mtp(published, mtp))
+        lacking = uncovered_tensors(boxes_of_ranks, shapes)
+        if lacking:
+            raise ReshardError(
+                f"all ranks' models together lack elements of {len(lacking)} tensors of {model.where}: "
+                f"{listed(lacking, 3)}"
+            )
+        assignments.update(_assign_writers(boxes_of_ranks, shapes))
+        values = list(dtypes.values())
+        usual = max(sorted(set(values)), key=values.count)
+        return {"mtp": mtp, "dtype": usual, "others": {n: d for n, d in dtypes.items() if d != usual}}
+
+    decided = run_on_first(team, decide)
+    model = _with_mtp(published, decided["mtp"])
+    mapping = expand(model)
+    # An optional copy is there where the model that this one was started from had it.
+    copies = {n: p for n, p in mapping.copies.items() if n not in mapping.optional or n in published.stored}
+    tensors = {
+        name: TensorInfo(shape, DTYPES[decided["others"].get(copies.get(name, name), decided["dtype"])])
+        for name, shape in mapping.shapes.items()
+        if name not in mapping.copies or name in copies
+    }
+    return Inventory(model, tensors, copies, mapping.fp32, assignments)
+
+
+def _with_mtp(published: PublishedModel, mtp: bool) -> Model:
+    return published.model if mtp else replace(published.model, mtp_layers=0)
+
+
+def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the canonical tensors that are no copies."""
+    mapping = expand(model)
+    return {name: shape for name, shape in mapping.shapes.items() if name not in mapping.copies}
+
+
+def _dtype_of_names(names_by_dtype: list[dict[str, list[str]]]) -> dict[str, str]:
+    dtypes: dict[str, str] = {}
+    for names_of_rank in names_by_dtype:
+        for dtype, names in names_of_rank.items():
+            for name in names:
+                if dtypes.setdefault(name, dtype) != dtype:
+                    raise ReshardError(f"the ranks' models hold {name} as {dtypes[name]} and as {dtype}")
+    return dtypes
+
+
+def _assign_writers(
+    boxes_of_ranks: list[dict[str, list[HeldBoxes]]], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, list[WriteAssignment]]:
+    """Choose one rank for each box that several hold, so that each writes about as many elements."""
+    assignments: dict[str, list[WriteAssignment]] = {}
+    load = [0] * len(boxes_of_ranks)
+    holders: dict[str, dict[tuple[int, ...], list[tuple[int, int]]]] = {name: {} for name in shapes}
+    for rank, boxes_of_names in enumerate(boxes_of_ranks):
+        for name, boxes in boxes_of_names.items():
+            for number, box in enumerate(boxes):
+                holders[name].setdefault(tuple(box), []).append((rank, number))
+    for name, shape in shapes.items():
+        if sum(box_of(box).volume for box in holders[name]) != whole(shape).volume:
+            raise ReshardError(f"the ranks' models hold parts of {name} that overlap, which is not supported")
+        assignments[name] = []
+        for numbers, candidates in sorted(holders[name].items()):
+            rank, number = min(candidates, key=lambda holder: (load[holder[0]], holder))
+            load[rank] += box_of(numbers).volume
+            assignments[name].append(WriteAssignment(rank, number, box_of(numbers)))
+    return assignments
