@@ -1,12 +1,26 @@
 """Old public names, which work for one more release and warn with the new ones."""
 
+import functools
+import operator
+import os
 import sys
 import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module, util
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from typing import Any, ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+# Options of connect, the engines and the integrations: the new name of each, and what becomes of its value.
+RENAMED_OPTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "executor": ("backend", lambda value: value),
+    "exact": ("match_vllm_rounding", lambda value: value),
+    "release": ("keep_mapped", operator.not_),
+}
 
 
 def warn_renamed(old: str, new: str) -> None:
@@ -14,6 +28,39 @@ def warn_renamed(old: str, new: str) -> None:
     warnings.warn(
         f"{old} is now {new}; the old name goes with the next release", DeprecationWarning, stacklevel=3
     )
+
+
+def renamed_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return these options under their new names, warning of each old one. Raises TypeError where both names are given."""
+    renamed: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in RENAMED_OPTIONS:
+            new, convert = RENAMED_OPTIONS[name]
+            if new in options:
+                raise TypeError(f"{name} is now {new}: give {new} only")
+            warn_renamed(f"{name}=", f"{new}={convert(value)!r}" if isinstance(value, bool) else f"{new}=")
+            name, value = new, convert(value)
+        renamed[name] = value
+    return renamed
+
+
+def accepts_renamed_options(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let a function also be called with the old names of its options (`RENAMED_OPTIONS`)."""
+
+    @functools.wraps(call)
+    def with_new_names(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return call(
+            *args, **(kwargs if kwargs.keys().isdisjoint(RENAMED_OPTIONS) else renamed_options(kwargs))
+        )
+
+    return with_new_names
+
+
+def renamed_variable(old: str, new: str, default: str) -> str:
+    """Return the value of an environment variable, also where it is set under its old name."""
+    if old in os.environ:
+        warn_renamed(f"the environment variable {old}", new)
+    return os.environ.get(new, os.environ.get(old, default))
 
 
 class MovedModules(MetaPathFinder, Loader):

@@ -22,8 +22,8 @@ PROTOCOL = 8
 @dataclass(frozen=True)
 class Agreement:
     """`peers` are the members' own words (`hello`), `trainers` and `engines` the ranks that have a
-    side, `backend` what one has chosen or ``auto``, `bucket_bytes` the least that one gives, `releases`
-    whether a trainer wants its memory for itself, `unmapped` why an inference rank could not map a trainer's memory when it
+    side, `backend` what one has chosen or ``auto``, `bucket_bytes` the least that one gives, `keep_mapped`
+    whether engines keep trainers' memory mapped between refits, `unmapped` why an inference rank could not map a trainer's memory when it
     tried to at connect, by the ranks of both."""
 
     rank: int
@@ -32,7 +32,7 @@ class Agreement:
     engines: list[int]
     backend: str
     bucket_bytes: int
-    releases: bool
+    keep_mapped: bool
     unmapped: dict[tuple[int, int], str] = field(default_factory=dict)
 
     @property
@@ -99,7 +99,7 @@ def agree(members: RefitGroup, mine: dict[str, Any]) -> Agreement:
         )
     return Agreement(
         members.rank, peers, having["trainer"], having["inference"], next(iter(chosen), "auto"),
-        min(peer["bucket_bytes"] for peer in peers if peer["roles"]), any(peer["release"] for peer in peers),
+        min(peer["bucket_bytes"] for peer in peers if peer["roles"]), all(peer["keep_mapped"] for peer in peers),
     )  # fmt: skip
 
 

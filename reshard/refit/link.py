@@ -72,7 +72,7 @@ class Link:
             engine,
             device,
         )
-        self.releases = agreed.releases
+        self.keep_mapped = agreed.keep_mapped
         self.refits = 0
         self.version: int | None = None
         self.pull = Pull(engine.engine, members.rank, members.names, device) if engine is not None else None
@@ -140,7 +140,7 @@ class Link:
 
     def _unmap(self) -> None:
         """Let the trainers have their memory for themselves, where one of them wants that."""
-        if self.releases:
+        if not self.keep_mapped:
             for transport in self._transports:
                 transport.release()
 
@@ -180,7 +180,7 @@ class Link:
             raise
         if self.engine is not None:
             self.engine.engine.end(agreed)
-        if self.releases:
+        if not self.keep_mapped:
             self.staged.close()
         self.version = agreed
         return self._report(agreed, waited - start, moved_at - waited, time.perf_counter() - start)
@@ -340,19 +340,19 @@ class Link:
             self.engine.digests.compare(self.pull.at if self.pull is not None else {})
 
     def release(self) -> None:
-        """Unmap the trainers' memory, where mappings were to stay (`connect(release=False)`). Every member
+        """Unmap the trainers' memory, where mappings were to stay (`connect(keep_mapped=True)`). Every member
         calls this."""
-        self.releases, kept = True, self.releases
+        self.keep_mapped, kept = False, self.keep_mapped
         try:
             with self.members.turn("release"):
                 self._unmap()
                 self.members.done()
         finally:
-            self.releases = kept
+            self.keep_mapped = kept
 
     def describe(self) -> dict[str, Any]:
-        """How this member gets its bytes, for logs: the backend, whether mappings are released, and for each
-        trainer's rank the way (``same process``, ``peer``, ``staged``, ``buckets``), the bytes that arrive, of these the
+        """How this member gets its bytes, for logs: the backend, whether mappings are kept between refits, and for each
+        trainer's rank the way (``same process``, ``cuda_ipc``, ``staged``, ``nccl``), the bytes that arrive, of these the
         bytes that are cast on their way (``float32 to bfloat16``), and why memory of the same host is not mapped (``apart``);
         what the engine serves quantized, how, and by which kernel; of blocks of which several ranks send parts their
         bytes, in how many rounds, and those of the slab in which they are put together; and what a refit does to each of the
@@ -378,7 +378,7 @@ class Link:
                 )
         return {
             "backend": self.agreed.backend,
-            "release": self.releases,
+            "keep_mapped": self.keep_mapped,
             "bucket_bytes": self.agreed.bucket_bytes,
             "ways": ways,
             "quantized": self.engine.engine.quantized() if self.engine is not None else [],
