@@ -25,6 +25,7 @@ from reshard.refit.transports.base import Incoming, Outgoing, Transport
 from reshard.refit.transports.buckets import Buckets
 from reshard.refit.transports.pull import Pull
 from reshard.refit.transports.staged import Staged
+from reshard.refit.verification import ReceivedDigests, SentDigests
 
 UNMAPPABLE = ": the trainer's memory cannot be mapped by other processes (expandable segments?)"
 log = logging.getLogger("reshard")
@@ -72,6 +73,8 @@ class Link:
             engine,
             device,
         )
+        self.sent_digests = SentDigests(trainer) if trainer is not None else None
+        self.received_digests = ReceivedDigests(engine) if engine is not None else None
         self.keep_mapped = agreed.keep_mapped
         self.refits = 0
         self.version: int | None = None
@@ -265,7 +268,7 @@ class Link:
 
     def _bring_again(self) -> None:
         """Carry out once more the copies of what engines make in rounds, and compare it with what they then make."""
-        self._go_through(self._rounds(), self.engine.digests.add_round if self.engine else None)
+        self._go_through(self._rounds(), self.received_digests.add_round if self.received_digests else None)
 
     def _go_through(self, numbers: Sequence[int], work: Callable[[int], None] | None) -> None:
         """The copies of these rounds, and after each of this engine's `work`. Where that fails both go on, since others
@@ -328,16 +331,17 @@ class Link:
     def _verify(self) -> None:
         """Compare digests of every piece, which both sides take from their own memory by their own addresses,
         made anew."""
-        for side in (self.trainer, self.engine):
-            if side is not None:
-                side.digests.begin()
-        if self.trainer is not None:
-            self.trainer.digests.post()
+        if self.sent_digests is not None:
+            self.sent_digests.begin()
+        if self.received_digests is not None:
+            self.received_digests.begin()
+        if self.sent_digests is not None:
+            self.sent_digests.post()
         # Nobody begins to exchange once more with one that has failed.
         self.members.gather("moved", b"")
         self._bounded(self._bring_again)
-        if self.engine is not None:
-            self.engine.digests.compare(self.pull.at if self.pull is not None else {})
+        if self.received_digests is not None:
+            self.received_digests.compare(self.pull.at if self.pull is not None else {})
 
     def release(self) -> None:
         """Unmap the trainers' memory, where mappings were to stay (`connect(keep_mapped=True)`). Every member

@@ -31,7 +31,6 @@ from reshard.refit.routes import CUDA_IPC, LOCAL, NCCL, SENT, STAGED
 from reshard.refit.split_blocks import PartsSlab, divided
 from reshard.refit.tables import CODEC
 from reshard.refit.transports.base import Incoming
-from reshard.refit.verification import EngineDigests
 from reshard.refit.wire import (
     DIGEST_BYTES,
     Held,
@@ -62,7 +61,6 @@ class Receiver:
         self.memory_digests: dict[int, bytes] = {}
         self.slab = PartsSlab(engine, device)
         self.memory: dict[int, dict[str, Any]] = {}
-        self.digests = EngineDigests(self)
 
     def plan(self, where: str) -> None:
         """Which boxes this rank needs, and from which trainer's ranks; `where` names the served model. Each

@@ -32,7 +32,6 @@ from reshard.refit.codecs import BLOCKWISE
 from reshard.refit.packed_blocks import compile_parcels, places_asked
 from reshard.refit.routes import CUDA_IPC, SENT
 from reshard.refit.transports.base import Outgoing
-from reshard.refit.verification import TrainerDigests
 from reshard.refit.wire import (
     DIGEST_BYTES,
     digest,
@@ -64,7 +63,6 @@ class Sender:
         self.told: tuple[list[int], list[Allocation]] = [], []
         self.frees: int | None = None
         self.exported = False
-        self.digests = TrainerDigests(self)
 
     def publish(self, model: Model) -> None:
         """Tell what this rank holds of the model."""
