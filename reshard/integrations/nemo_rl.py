@@ -262,7 +262,7 @@ class ColocatedSynchronizer(WeightSynchronizer):
                 # An engine that has died, or refuses before it comes, can tell nobody; the policy waits for it.
                 calls = Calls({f"engine {i} of the rollout": one.future() for i, one in enumerate(asked)})
                 if said := calls.failed(WORD_SECONDS):
-                    RefitGroup.tell(self._address, said, secret=self._secret)
+                    RefitGroup.abort(self._address, said, secret=self._secret)
                     raise ReshardError(said) from error
                 if isinstance(error, ray.exceptions.GetTimeoutError):
                     late = [f"rank {i} of the policy" for i, one in enumerate(policy) if not _is_done(one)]

@@ -120,7 +120,7 @@ class ReshardServerAdapter(ServerAdapter):
             except ray.exceptions.RayError as error:
                 # An engine that has died, or refuses before it comes, can tell nobody; the actor waits for it.
                 said = f"{self._me()} has failed: {what_failed(error)}"
-                RefitGroup.tell(weights.address, said, secret=weights.secret)
+                RefitGroup.abort(weights.address, said, secret=weights.secret)
                 raise ReshardError(said) from error
         if self._has_server:
             await self._within(options, self.server_handle.clear_kv_cache.remote())

@@ -54,7 +54,7 @@ def connect(members: RefitGroup, source: "Trainer | Callable[[], Trainer] | None
     roles = [name for name, side in (("trainer", source), ("inference", destination)) if side is not None]
     name = f"{' and '.join(roles) or 'idle'} rank {members.rank}"
     try:
-        with members.turn("connect"), gc_paused(), ignoring_alike(members, name):
+        with members.transaction("connect"), gc_paused(), ignoring_alike(members, name):
             backend = check_backend(backend)
             check_switch(keep_mapped, "keep_mapped")
             check_number(bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
@@ -101,7 +101,7 @@ def connect(members: RefitGroup, source: "Trainer | Callable[[], Trainer] | None
             link._set_up()
             if compiling is not None:
                 compiling.join()
-            members.done()
+            members.commit()
     except BaseException:
         if compiling is not None:
             compiling.join()

@@ -163,11 +163,11 @@ class Link:
         start = time.perf_counter()
         self.refits += 1
         try:
-            with self.members.turn(f"refit {self.refits}"):
+            with self.members.transaction(f"refit {self.refits}"):
                 wanted = _checked(version)
                 trainer_moved, engine_moved = self._ready()
                 noted = self.trainer.memory_digest.hex() if self.trainer is not None else ""
-                agreed = self.members.go(wanted, noted, verify)
+                agreed = self.members.prepare(wanted, noted, verify)
                 self._follow(trainer_moved, engine_moved)
                 waited = time.perf_counter()
                 if self.engine is not None:
@@ -177,7 +177,7 @@ class Link:
                 if self.members.verify:
                     self._verify()
                 self._unmap()
-                self.members.done()
+                self.members.commit()
         except BaseException:
             self._clear_up()
             raise
@@ -223,7 +223,7 @@ class Link:
         trainer.source.check_memory(self.device)
         self.members.post("settles")
         self.members.wait("settles", self.agreed.trainers)
-        with self.members.answering():
+        with self.members.reporting_alive():
             trainer.source.sync_params()
             if not wait_for_device(self.device, self.members.timeout):
                 raise ReshardError(
@@ -236,7 +236,7 @@ class Link:
         stays = not self.broken and not engine_moved and not (trainer_moved and self._sends())
         moved: list[int] = []
         if self.engine is not None and self.pull is not None:
-            moved = self.engine.read_moved(self.members.note_of(self.engine.pieces))
+            moved = self.engine.read_moved(self.members.notes_of(self.engine.pieces))
             pulled = {
                 rank: self.engine.memory[rank]
                 for rank, way in self.engine.ways().items()
@@ -288,17 +288,17 @@ class Link:
         """Do it to its end. Raises ReshardError, naming who is silent, where a partner dies or stalls."""
         # A GPU's work is waited for below; over Gloo an exchange returns when it has ended, and NCCL's first when all have met.
         blocks = self.device.type == "cpu" or self.buckets.group is not None
-        answering = self.members.answering() if blocks else nullcontext()
+        answering = self.members.reporting_alive() if blocks else nullcontext()
         try:
             with answering:
                 work()
-            done = wait_for_device(self.device, self.members.timeout, self.members.answer)
+            done = wait_for_device(self.device, self.members.timeout, self.members.report_alive)
             reason = f"nothing arrived within {self.members.timeout:g} s"
         except RuntimeError as error:
             done, reason = False, first_line(error)
         if not done:
             self.members.check()
-            silent = names_of(self.members, self.members.silent())
+            silent = names_of(self.members, self.members.unresponsive_ranks())
             self.members.check()  # somebody may have said why meanwhile
             raise ReshardError(f"the exchange broke off ({reason}); {silent or 'no member'} is silent")
 
@@ -348,9 +348,9 @@ class Link:
         calls this."""
         self.keep_mapped, kept = False, self.keep_mapped
         try:
-            with self.members.turn("release"):
+            with self.members.transaction("release"):
                 self._unmap()
-                self.members.done()
+                self.members.commit()
         finally:
             self.keep_mapped = kept
 

@@ -195,11 +195,11 @@ class Staged(Transport):
             if end == DST or index >= SLOTS:
                 self._wait(awaited, peer, up_to)
             copies.run()
-        if here and not wait_for_device(self.device, self.members.timeout, self.members.answer):
+        if here and not wait_for_device(self.device, self.members.timeout, self.members.report_alive):
             raise ReshardError(f"the copies did not end within {self.members.timeout:g} s")
         for peer in here:
             self.done[peer, end] += 1
-            self.members.count(f"{tell}/{peer}", self.done[peer, end])
+            self.members.post_count(f"{tell}/{peer}", self.done[peer, end])
 
     def _wait(self, step: str, peer: int, up_to: int) -> None:
         with readable(f"'{step}' of {self.members.names[peer]}"):
