@@ -68,7 +68,7 @@ def link_rate(n: int = 1 << 30) -> float:
     if dist.get_world_size() == 1:
         return float("inf")
     from reshard.device.cuda import allocation_of, driver, exported
-    from reshard.refit.transports.mappings import Mappings
+    from reshard.refit.transports.mapped import Mappings
 
     shared, here = (torch.empty(n, dtype=torch.uint8, device="cuda") for _ in range(2))
     base = allocation_of(shared.data_ptr()).base
@@ -129,7 +129,7 @@ class Today:
         from reshard.core.dtypes import dtype_named
         from reshard.megatron.parameters import expand
         from reshard.refit.needs import Sources
-        from reshard.refit.wire import Held
+        from reshard.refit.protocol.encoding import Held
 
         self.source, self.module, self.model_config = source, vllm_model, model_config
         self.shapes = expand(model).shapes

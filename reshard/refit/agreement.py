@@ -12,9 +12,15 @@ from reshard.comm.group import RefitGroup
 from reshard.comm.hosts import namespaces, this_host
 from reshard.core.errors import ReshardError, listed
 from reshard.models.config_fields import ignored, ignored_config_fields
-from reshard.refit.checks import check_greeting, check_hello, check_ignored_fields, check_own, gathered
+from reshard.refit.protocol.checks import (
+    check_greeting,
+    check_hello,
+    check_ignored_fields,
+    check_own,
+    gathered,
+)
+from reshard.refit.protocol.encoding import unpack_json
 from reshard.refit.routes import Seat, distance, way_between, why_apart
-from reshard.refit.wire import unpack_json
 
 PROTOCOL = 8
 

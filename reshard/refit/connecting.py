@@ -19,10 +19,10 @@ from reshard.models.model import Model
 from reshard.refit.agreement import agree, hello, ignoring_alike, one_config
 from reshard.refit.blocks import BF16
 from reshard.refit.link import Link
+from reshard.refit.protocol.encoding import pack_json, readable
 from reshard.refit.receiver import Receiver
 from reshard.refit.routes import check_backend
 from reshard.refit.sender import Sender
-from reshard.refit.wire import pack_json, readable
 from reshard.trainers.base import Trainer
 
 BUCKET_BYTES = 512 << 20

@@ -14,16 +14,16 @@ from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, first_line
 from reshard.refit.addresses import AT_ONCE, located
 from reshard.refit.agreement import Agreement, names_of
-from reshard.refit.checks import check_unmapped, gathered
 from reshard.refit.codecs import CODECS, PLAIN
 from reshard.refit.copies import wait_for_device
+from reshard.refit.protocol.checks import check_unmapped, gathered
 from reshard.refit.receiver import Receiver
 from reshard.refit.routes import CUDA_IPC, LOCAL, NCCL, SENT, STAGED
 from reshard.refit.sender import Sender
 from reshard.refit.tables import CODEC, bytes_of
 from reshard.refit.transports.base import Incoming, Outgoing, Transport
-from reshard.refit.transports.buckets import Buckets
-from reshard.refit.transports.pull import Pull
+from reshard.refit.transports.cuda_ipc import Pull
+from reshard.refit.transports.nccl import Buckets
 from reshard.refit.transports.staged import Staged
 from reshard.refit.verification import ReceivedDigests, SentDigests
 

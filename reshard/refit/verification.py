@@ -21,10 +21,10 @@ from reshard.refit.addresses import (
     source_table,
 )
 from reshard.refit.blocks import Strips, places_of
-from reshard.refit.checks import check_digests
 from reshard.refit.codecs import BLOCKWISE
 from reshard.refit.digests import Digests
 from reshard.refit.packed_blocks import digests_as_made, digests_as_served, parcels_of
+from reshard.refit.protocol.checks import check_digests
 from reshard.refit.receiver import Receiver
 from reshard.refit.requantize_for_check import remade
 from reshard.refit.routes import SENT

@@ -21,7 +21,7 @@ from reshard.comm.background import in_background
 from reshard.comm.group import LOOK_SECONDS, RefitGroup
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.refit.addresses import AT_ONCE
-from reshard.refit.checks import check_partners, gathered, most_buckets
+from reshard.refit.protocol.checks import check_partners, gathered, most_buckets
 from reshard.refit.tables import DST, SRC, TILE_BYTES, bytes_packed
 from reshard.refit.transports.base import Incoming, Outgoing, Transport, by_round
 from reshard.refit.transports.packing import ALIGNMENT, Round, Side

@@ -30,8 +30,8 @@ from reshard.refit.addresses import (
     two,
 )
 from reshard.refit.codecs import BLOCKWISE, CODECS, PLAIN, ROUNDINGS
+from reshard.refit.protocol.encoding import pack_json, unpack_json
 from reshard.refit.routes import BACKENDS
-from reshard.refit.wire import pack_json, unpack_json
 
 if TYPE_CHECKING:
     from reshard.comm.group import RefitGroup
