@@ -232,11 +232,11 @@ def dies_in_torch(last) -> None:
 DEATHS = {
     "posts": lambda members, engine, key, last: dies_at(members, "post", last, key),
     "meets": lambda members, engine, last: dies_in_torch(last),
-    "comes": lambda members, engine, last: dies_at(members, "go", last),
-    "between": lambda members, engine, last: dies_at(members, "go", last, after=True),
+    "comes": lambda members, engine, last: dies_at(members, "prepare", last),
+    "between": lambda members, engine, last: dies_at(members, "prepare", last, after=True),
     "copies": lambda members, engine, last: dies_at(engine, "update_derived", last),
-    "ends": lambda members, engine, last: dies_at(members, "done", last),
-    "over": lambda members, engine, last: dies_at(members, "done", last, after=True),
+    "ends": lambda members, engine, last: dies_at(members, "commit", last),
+    "over": lambda members, engine, last: dies_at(members, "commit", last, after=True),
 }  # fmt: skip
 
 

@@ -159,7 +159,7 @@ class Spoiler:
     def begin(self) -> None:
         if self.members.rank != self.victim:
             return
-        rng, plain, go = random.Random(self.seed), self.members.post, self.members.go
+        rng, plain, prepare = random.Random(self.seed), self.members.post, self.members.prepare
 
         def post(key: str, payload: bytes = b"") -> None:
             if key.partition("/")[0] == self.kind:
@@ -173,12 +173,12 @@ class Spoiler:
             if self.kind == "note":
                 note = rng.choice(["", "moved", "a b c", "\u0661", "x" * 5000, "{}", "\n"])
                 self.said += f": {note!r:.60}"
-            return go(version, note, verify)
+            return prepare(version, note, verify)
 
-        self.members.post, self.members.go = post, note
+        self.members.post, self.members.prepare = post, note
 
     def end(self) -> None:
-        for name in ("post", "go"):
+        for name in ("post", "prepare"):
             vars(self.members).pop(name, None)
 
 

@@ -13,8 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from reshard import ReshardError
+from reshard.core.deprecated import renamed_options, renamed_variable
 from reshard.engines import VllmModel
 from reshard.refit import RefitGroup, connect
+from reshard.refit.routes import check_backend
 from tests.ranks import caught, free_port
 
 
@@ -102,6 +104,32 @@ def test_members_meet_while_other_threads_open_and_close_connections():
     assert set(said) == {"no error"}
 
 
+@pytest.mark.parametrize(("old", "new"), [
+    ({"executor": "peer"}, {"backend": "cuda_ipc"}),
+    ({"executor": "buckets", "release": True}, {"backend": "nccl", "keep_mapped": False}),
+    ({"release": False}, {"keep_mapped": True}),
+    ({"exact": True, "backend": "staged"}, {"match_vllm_rounding": True, "backend": "staged"}),
+])  # fmt: skip
+def test_old_names_of_options_and_backends_are_warned_of_and_work(old, new):
+    with pytest.warns(DeprecationWarning, match="the old name goes with the next release"):
+        options = renamed_options(old)
+        assert {**options, "backend": check_backend(options.get("backend", "auto"))} == {
+            "backend": "auto"
+        } | new
+
+
+def test_connect_and_the_environment_take_old_names_of_options(monkeypatch):
+    members = RefitGroup.join(f"127.0.0.1:{free_port()}", 0, 1, timeout=20)
+    with pytest.warns(DeprecationWarning, match="executor= is now backend="):
+        sentence = caught(lambda: connect(members, executor="nvlink"))
+    assert "backend 'nvlink' is not one of auto, cuda_ipc, staged, nccl" in sentence
+    with pytest.raises(TypeError, match="executor is now backend: give backend only"):
+        connect(members, executor="peer", backend="cuda_ipc")
+    monkeypatch.setenv("RESHARD_EXECUTOR", "staged")
+    with pytest.warns(DeprecationWarning, match="RESHARD_EXECUTOR is now RESHARD_BACKEND"):
+        assert renamed_variable("RESHARD_EXECUTOR", "RESHARD_BACKEND", "auto") == "staged"
+
+
 @pytest.mark.parametrize(("given", "sentence"), [
     ({"source": [1]}, "source is a list: give reshard.trainers.MegatronModel(models)"),
     ({"destination": 1}, "destination is a int: give reshard.engines.VllmModel.from_llm(llm)"),
@@ -146,15 +174,15 @@ def test_after_a_failed_turn_the_version_is_one_more_than_the_last_good_one():
         said = []
 
         def turn(version=version, fails=fails, said=said) -> None:
-            with members.turn("a refit"):
-                said.append(members.go(version))
+            with members.transaction("a refit"):
+                said.append(members.prepare(version))
                 if fails:
                     raise ReshardError("no luck")
-                members.done()
+                members.commit()
 
         assert caught(turn) == ("no luck" if fails else "no error") and said == [agreed]
-    with members.turn("release"):
-        members.done()
+    with members.transaction("release"):
+        members.commit()
     assert members.version == 6, "what has no version leaves it, also after a refit that failed"
 
 
@@ -164,9 +192,9 @@ from reshard.refit import RefitGroup
 
 def meet(port):
     members = RefitGroup.join(f"127.0.0.1:{port}", 0, 1, timeout=20)
-    with members.turn("connect"):
-        members.go()
-        members.done()
+    with members.transaction("connect"):
+        members.prepare()
+        members.commit()
 
 meet(PORT)
 pid = os.fork()
@@ -189,9 +217,9 @@ def of_one_meeting() -> None:
 
     def member(rank: int) -> None:
         members = RefitGroup.join(address, rank, 2, timeout=60)
-        with members.turn("connect"):
-            members.go()
-            members.done()
+        with members.transaction("connect"):
+            members.prepare()
+            members.commit()
         together.wait()
 
     with ThreadPoolExecutor(2) as pool:
@@ -211,8 +239,8 @@ def test_nothing_stays_open_of_meetings_that_are_over_and_who_comes_late_to_one_
     before = open_files()
     address = f"127.0.0.1:{free_port()}"
     first = RefitGroup.join(address, 0, 2, timeout=0.2)
-    with pytest.raises(ReshardError, match="rank 1 did not come to connect"), first.turn("connect"):
-        first.go()
+    with pytest.raises(ReshardError, match="rank 1 did not come to connect"), first.transaction("connect"):
+        first.prepare()
     del first
     of_one_meeting()
     two = open_files()
@@ -222,9 +250,9 @@ def test_nothing_stays_open_of_meetings_that_are_over_and_who_comes_late_to_one_
     late = RefitGroup.join(address, 1, 2, timeout=60)
     with (
         pytest.raises(ReshardError, match="rank 0: rank 1 did not come to connect within 0.2 s"),
-        late.turn("connect"),
+        late.transaction("connect"),
     ):
-        late.go()
+        late.prepare()
     del late
     of_one_meeting()
     assert open_files() < two
@@ -237,16 +265,16 @@ rank = int(sys.argv[1])
 print("here", flush=True)
 sys.stdin.readline()
 members = RefitGroup.join("127.0.0.1:{port}", rank, 2, timeout=5)
-with members.turn("connect"):
-    members.go()
-    members.done()
+with members.transaction("connect"):
+    members.prepare()
+    members.commit()
 print("connected", flush=True)
 sys.stdin.readline()
 began = time.monotonic()
 for what in ("refit 1", "refit 2"):
     try:
-        with members.turn(what):
-            members.go()
+        with members.transaction(what):
+            members.prepare()
     except Exception as error:
         print(round(time.monotonic() - began, 1), type(error).__name__, error, flush=True)
 """
@@ -319,13 +347,13 @@ class Turns:
             assert self.others_know.acquire(timeout=60), "the others wait longer than their limit"
 
     def turn(self, members: RefitGroup, odd: bool) -> None:
-        with members.turn("a refit"):
-            members.go()
+        with members.transaction("a refit"):
+            members.prepare()
             if odd and self.phase == "between":
                 self.wait_for_others()
             if odd and self.phase == "fails":
                 raise ReshardError("no luck")
-            members.done()
+            members.commit()
 
 
 PHASES = [(phase, who) for phase in ("before", "between", "fails") for who in range(3)]
@@ -372,7 +400,7 @@ def test_who_only_waits_for_another_is_not_blamed():
     members[0].timeout = 1
 
     def reads(rank: int, other: int) -> None:
-        with members[rank].turn("a refit"):
+        with members[rank].transaction("a refit"):
             members[rank].read("parts", other)
 
     first, second = in_threads(lambda: reads(0, 1), lambda: reads(1, 2))
@@ -385,11 +413,11 @@ def test_who_is_in_a_long_call_and_says_so_is_not_blamed():
     members[0].timeout = 4
 
     def reads() -> None:
-        with members[0].turn("a refit"):
+        with members[0].transaction("a refit"):
             members[0].read("parts", 1)
 
     def exchanges() -> None:
-        with members[1].turn("a refit"), members[1].answering():
+        with members[1].transaction("a refit"), members[1].reporting_alive():
             time.sleep(3)
             members[1].read("parts", 2)
 
@@ -402,11 +430,11 @@ DIES = """
 import os, sys
 from reshard.refit import RefitGroup
 members = RefitGroup.join("127.0.0.1:{port}", 2, 3, timeout=60)
-with members.turn("a refit"):
+with members.transaction("a refit"):
     if {phase!r} in ("go", "done"):
         members.gather("hello", b"")
     if {phase!r} == "done":
-        members.go()
+        members.prepare()
     print("here", flush=True)
     sys.stdin.readline()
     os._exit(0)
@@ -435,11 +463,11 @@ def test_a_member_whose_process_ends_is_named_at_once(phase):
 
 def waits(members: RefitGroup, phase: str) -> None:
     """One turn, of which a member does not come to this phase."""
-    with members.turn("a refit"):
+    with members.transaction("a refit"):
         if phase == "a message":
             members.gather("hello", b"")
-        members.go()
-        members.done()
+        members.prepare()
+        members.commit()
 
 
 @pytest.mark.parametrize("told", [False, True], ids=["watching", "told"])
@@ -460,15 +488,15 @@ def test_who_knows_that_a_process_is_gone_ends_the_turn_for_all(phase, told):
     for thread in threads:
         thread.start()
     if phase == "done":  # the third has come, and does not end
-        members[2].turns = 1
-        members[2].go()
+        members[2].transaction_number = 1
+        members[2].prepare()
     time.sleep(1)
     assert not said, "nobody is waited for in vain yet"
     process.kill()
     process.wait()
     began = time.monotonic()
     if told:
-        RefitGroup.tell(address, gone)
+        RefitGroup.abort(address, gone)
     for thread in threads:
         thread.join(90)
     assert time.monotonic() - began < 10, "of 60"

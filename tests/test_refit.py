@@ -228,7 +228,7 @@ def test_what_is_staged_is_what_the_trainer_has_now_also_where_its_memory_moves_
         tmp_path,
         backend="staged",
         moving=True,
-        release=False,
+        keep_mapped=True,
         verify=False,
     )
 

@@ -13,9 +13,9 @@ import pytest
 from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
 from reshard.core.placement import LocalTensor, Part
-from reshard.refit import checks
 from reshard.refit.codecs import block_codec, codec_between
-from reshard.refit.wire import (
+from reshard.refit.protocol import checks
+from reshard.refit.protocol.encoding import (
     names_held,
     pack_array,
     pack_held,

@@ -25,10 +25,10 @@ SECRET, OTHER = "a secret of the members", "a guess of the stranger"
 
 
 def refit(members: RefitGroup, payload: bytes = b"what only members read") -> list[bytes]:
-    with members.turn("a refit"):
+    with members.transaction("a refit"):
         parts = members.gather("parts", payload)
-        members.go()
-        members.done()
+        members.prepare()
+        members.commit()
     return parts
 
 
@@ -71,7 +71,7 @@ def test_a_stranger_who_joins_with_another_secret_is_not_let_in_and_with_the_che
         )
         assert "RESHARD_SECRET" in said and OTHER not in said and SECRET not in said
         assert "does not know the same secret" in caught(
-            lambda: RefitGroup.tell(f"127.0.0.1:{port}", "it is over", secret=OTHER)
+            lambda: RefitGroup.abort(f"127.0.0.1:{port}", "it is over", secret=OTHER)
         )
         assert steals(port, SECRET) == mine.result(), "a member with the right secret works"
 
@@ -176,8 +176,8 @@ from reshard.refit import RefitGroup
 first = RefitGroup.join("127.0.0.1:{(port := free_port())}", 0, 1, timeout=20, secret={SECRET!r})
 print("here", flush=True)
 sys.stdin.readline()
-with first.turn("a refit"):
-    first.go(); first.done()
+with first.transaction("a refit"):
+    first.prepare(); first.commit()
 print("well", flush=True)
 sys.stdin.readline()
 """
@@ -334,8 +334,8 @@ import torch.distributed as dist
 from reshard.refit import RefitGroup
 dist.init_process_group("gloo", rank=int(sys.argv[1]), world_size=2)
 members = RefitGroup.of_process_group(timeout=20)
-with members.turn("a refit"):
-    members.gather("hello", b"x"); members.go(); members.done()
+with members.transaction("a refit"):
+    members.gather("hello", b"x"); members.prepare(); members.commit()
 print(members.address.rpartition(":")[0], flush=True)
 """
     shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -351,14 +351,14 @@ def test_an_error_that_member_0_raises_is_told_to_all_before_its_process_ends():
 from reshard import ReshardError
 from reshard.refit import RefitGroup
 members = RefitGroup.join("127.0.0.1:{port}", 0, 2, timeout=20)
-with members.turn("connect"):
+with members.transaction("connect"):
     members.read("hello", 1)
     raise ReshardError("no luck")
 """
     port = free_port()
     with subprocess.Popen([sys.executable, "-c", code.format(port=port)], stderr=subprocess.DEVNULL):
         other = RefitGroup.join(f"127.0.0.1:{port}", 1, 2, timeout=20)
-        other.turns = 1
+        other.transaction_number = 1
         other.post("hello")
         assert caught(lambda: other.read("parts", 0)) == "rank 0: no luck"
 

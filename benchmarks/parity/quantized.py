@@ -352,7 +352,7 @@ def refitted(way: str, engines: Engines, llm, trainer, loaded: dict, numbers: di
     addresses = {key: parameter.data_ptr() for key, parameter in module.named_parameters()}
     blocks = way == PUBLISHED or ("block" in way and way not in ALL_PUBLISHED)
     for mode in ("exact", "best") if blocks else ("exact",):
-        engine = VllmModel.from_llm(llm, exact=mode == "exact")
+        engine = VllmModel.from_llm(llm, match_vllm_rounding=mode == "exact")
         link = connect(RefitGroup.of_process_group(), MegatronModel(trainer.models), engine)
         before = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
         report = link.refit(verify=True)

@@ -1,7 +1,7 @@
 """Refits from an FSDP2 trainer, beside what such trainers do today; all in one run.
 
     torchrun --nproc-per-node 2 -m benchmarks.refits.fsdp --model qwen3-30b-a3b --vllm-tp 2 [--tp 2] [--fp32] \\
-        [--quantization fp8_per_block [--exact]] [--json FILE]
+        [--quantization fp8_per_block [--match-vllm-rounding]] [--json FILE]
 
 Every process holds a rank of a transformers model under ``fully_shard`` (random weights in bf16, or with `--fp32`
 in fp32, which all ways cast; with `--tp` on a mesh of shards and tensor parallelism) and a rank of a real vLLM (`external_launcher`). Reported:
@@ -12,7 +12,7 @@ connect, then warm medians of the slowest rank for
 - gathered: the same with a GiB of parameters gathered at once, asynchronously.
 
 Before the timing, all ways must leave the same bits in vLLM, from different garbage. With `--quantization` vLLM quantizes what it loads, in
-the last two by its own reloading; where it serves by DeepGEMM its bits are those of `--exact`.
+the last two by its own reloading; where it serves by DeepGEMM its bits are those of `--match-vllm-rounding`.
 """
 
 import argparse
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--vllm-tp", type=int, required=True)
     parser.add_argument("--quantization", help="what vLLM serves in: fp8_per_block")
     parser.add_argument(
-        "--exact", action="store_true", help="quantize as vLLM's own loading does, bit for bit"
+        "--match-vllm-rounding", action="store_true", help="quantize as vLLM's own loading does, bit for bit"
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--today-rounds", type=int, default=2)
@@ -133,16 +133,19 @@ def main() -> None:
 
     cuda = device() == "cuda"
     result: dict = {"model": options.model, "layers": config["num_hidden_layers"], "gpus": dist.get_world_size(), "tp": options.tp, "dtype": str(dtype),
-                    "vllm_tp": options.vllm_tp, "quantization": options.quantization, "exact": options.exact, "gpu": torch.cuda.get_device_name() if cuda else "none", "connect_seconds": {}}  # fmt: skip
+                    "vllm_tp": options.vllm_tp, "quantization": options.quantization, "match_vllm_rounding": options.match_vllm_rounding, "gpu": torch.cuda.get_device_name() if cuda else "none", "connect_seconds": {}}  # fmt: skip
     links = {}
     backends = ("cuda_ipc", "nccl", "staged") if options.quantization else ("cuda_ipc", "nccl")
     for backend in backends if cuda else ("nccl",):
         dist.barrier()
         start = time.perf_counter()
-        source, destination = FsdpModel(model), VllmModel.from_llm(llm, exact=options.exact)
+        source, destination = (
+            FsdpModel(model),
+            VllmModel.from_llm(llm, match_vllm_rounding=options.match_vllm_rounding),
+        )
         read = time.perf_counter()
         links[backend] = connect(
-            RefitGroup.of_process_group(backend), source, destination, backend=backend, release=False
+            RefitGroup.of_process_group(backend), source, destination, backend=backend, keep_mapped=True
         )
         result["connect_seconds"][backend] = {
             "read": read - start,

@@ -202,7 +202,7 @@ def main() -> None:
             RefitGroup.join(f"127.0.0.1:{port}", rank, trainers + tp),
             MegatronModel(trainer.models),
             backend=options.backend,
-            release=release,
+            keep_mapped=not release,
         )
         answer()
         return link

@@ -68,7 +68,7 @@ def link_rate(n: int = 1 << 30) -> float:
     if dist.get_world_size() == 1:
         return float("inf")
     from reshard.device.cuda import allocation_of, driver, exported
-    from reshard.refit.transports.mappings import Mappings
+    from reshard.refit.transports.mapped import Mappings
 
     shared, here = (torch.empty(n, dtype=torch.uint8, device="cuda") for _ in range(2))
     base = allocation_of(shared.data_ptr()).base
@@ -129,7 +129,7 @@ class Today:
         from reshard.core.dtypes import dtype_named
         from reshard.megatron.parameters import expand
         from reshard.refit.needs import Sources
-        from reshard.refit.wire import Held
+        from reshard.refit.protocol.encoding import Held
 
         self.source, self.module, self.model_config = source, vllm_model, model_config
         self.shapes = expand(model).shapes
@@ -275,12 +275,12 @@ def main() -> None:
     parser.add_argument("--vllm-ep", action="store_true")
     parser.add_argument("--quantization", help="what vLLM serves in: fp8_per_block")
     parser.add_argument(
-        "--exact", action="store_true", help="quantize as vLLM's own loading does, bit for bit"
+        "--match-vllm-rounding", action="store_true", help="quantize as vLLM's own loading does, bit for bit"
     )
     parser.add_argument(
-        "--release",
+        "--keep-mapped",
         action="store_true",
-        help="unmap the trainer's memory after every refit, as connect does by default",
+        help="keep the trainer's memory mapped between refits",
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--today-rounds", type=int, default=2)
@@ -312,7 +312,7 @@ def main() -> None:
 
     change(MegatronModel(models), 0)
     result: dict = {"model": options.model, "layers": config["num_hidden_layers"], "megatron": str(layout), "gpu": torch.cuda.get_device_name(),
-                    "vllm": f"TP{options.vllm_tp}" + (" EP" if options.vllm_ep else ""), "gpus": dist.get_world_size(), "release": options.release}  # fmt: skip
+                    "vllm": f"TP{options.vllm_tp}" + (" EP" if options.vllm_ep else ""), "gpus": dist.get_world_size(), "keep_mapped": options.keep_mapped}  # fmt: skip
     links, seconds = {}, {}
     for backend in ("cuda_ipc", "nccl"):
         torch.cuda.synchronize()
@@ -320,7 +320,7 @@ def main() -> None:
         before, start = used_bytes(), time.perf_counter()
         source = MegatronModel(models)
         read = time.perf_counter()
-        destination = VllmModel.from_llm(llm, options.exact)
+        destination = VllmModel.from_llm(llm, options.match_vllm_rounding)
         traced = time.perf_counter()
         try:
             links[backend] = connect(
@@ -328,7 +328,7 @@ def main() -> None:
                 source,
                 destination,
                 backend=backend,
-                release=options.release,
+                keep_mapped=options.keep_mapped,
             )
         except ReshardError as error:
             if backend == "cuda_ipc":
@@ -355,7 +355,7 @@ def main() -> None:
         )
     start = time.perf_counter()
     again = connect(
-        RefitGroup.of_process_group("again"), source, destination, backend="cuda_ipc", release=False
+        RefitGroup.of_process_group("again"), source, destination, backend="cuda_ipc", keep_mapped=True
     )
     seconds["again, the same two"] = {"connect": round(time.perf_counter() - start, 3)}
     again.close()

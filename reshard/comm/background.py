@@ -1,4 +1,4 @@
-"""Calls that go on beside the thread that has made them."""
+"""Calls in a daemon thread."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -9,14 +9,14 @@ Result = TypeVar("Result")
 
 
 def in_background(call: Callable[[], Result]) -> "Future[Result]":
-    """Return what a call will return or raise; nobody has to wait for its end, not even Python's."""
+    """Return a future of a call. Nobody has to wait for it: unlike an executor's thread, it does not keep Python from ending."""
     future: Future[Result] = Future()
 
-    def carry_out() -> None:
+    def run() -> None:
         try:
             future.set_result(call())
         except BaseException as error:
             future.set_exception(error)
 
-    Thread(target=carry_out, daemon=True).start()
+    Thread(target=run, daemon=True).start()
     return future

@@ -1,7 +1,7 @@
-"""The processes that take part in a refit: how they meet, take part in transactions, and wait for each other's messages.
+"""The processes that take part in a refit: how they meet, take part in transactions, and exchange messages.
 
-A connect or a refit is a *transaction*, in which all members take part in the same order. The first member's process has a hub
-(`reshard.comm.hub`), to which every member has one authenticated connection; it decides how each transaction ends, once for all.
+A connect or a refit is a *transaction*: all members prepare it, move bytes, and commit it, or it fails for all. The first member's
+process has a hub (`reshard.comm.hub`), to which every member has one authenticated connection; it decides the outcome once, for all.
 
 No collective is used here, so that a process that dies or stalls is named by the others, within a time limit.
 """
@@ -24,20 +24,35 @@ from reshard.comm.background import in_background
 from reshard.comm.channel import BrokenChannelError, Channel, Message, WrongSecretError, connect
 from reshard.comm.hosts import BACKLOG, family_of, listener_for, parsed
 from reshard.comm.hub import ALIVE_SECONDS, Hub
+from reshard.comm.protocol import (
+    Abort,
+    Alive,
+    Commit,
+    Fail,
+    Failure,
+    Join,
+    Liveness,
+    Post,
+    Prepare,
+    Read,
+    Request,
+    WaitForCount,
+    encode,
+)
 from reshard.comm.secret import HOW, given_secret, new_secret, secret_for
-from reshard.comm.transaction import DONE, HERE
-from reshard.core.errors import ReshardError, first_line, listed
+from reshard.core.deprecated import warn_renamed
+from reshard.core.errors import ReshardError, first_line
 from reshard.core.limits import check_seconds
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 MOST_MEMBERS = 1 << 20
-LOOK_SECONDS = 0.1  # between two looks of a member that waits, at what has become of others
-ALIVE_EVERY_SECONDS = 0.5  # a member says that it lives while it is in a call that does not return
-FAIL_SECONDS = 10.0  # that a member which gives up waits until the hub knows
-GRACE_SECONDS = 5.0  # beyond the time limit, within which the hub answers if it lives
-_made: Counter[str] = Counter()
+LOOK_SECONDS = 0.1  # between two looks of a waiting member at what it watches
+ALIVE_EVERY_SECONDS = 0.5  # between two messages of a member that it is alive
+FAIL_SECONDS = 10.0  # for which a member that gives up waits until the hub knows
+GRACE_SECONDS = 5.0  # beyond the time limit, within which a hub that lives answers
+_groups_made: Counter[str] = Counter()
 
 
 class RefitGroup:
@@ -54,17 +69,17 @@ class RefitGroup:
         self.names = {r: f"rank {r}" for r in range(size)}
         self.process_group: Any = None
         self.local_address: str | None = None
-        self.turns = 0
-        self.what = "connect"
+        self.transaction_number = 0
+        self.what = "connect"  # the transaction that goes on, in words
         self.version: int | None = None
         self.verify = False  # some member has asked for a check of this refit
         self._notes: dict[int, str] = {}
-        self._agreed: int | None = None  # the version of the refit that goes on
-        self._failures: dict[int, dict[str, Any]] = {}  # by transaction, as the hub has told
+        self._prepared_version: int | None = None
+        self._failures: dict[int, Failure] = {}  # by transaction
         self._answers: dict[int, Message] = {}  # by request
-        self._failed: Callable[[], str] = str  # of what this process knows beside the hub: nothing
+        self._watched: Callable[[], str] | None = None  # says why to give up, beside the hub
         self._lost = ""  # why the hub is not asked any more
-        self._said_alive = float("-inf")
+        self._last_alive = float("-inf")
         self._requests, self._lock = itertools.count(), threading.RLock()
         channel.limit_sending(timeout)
 
@@ -74,9 +89,8 @@ class RefitGroup:
     ) -> "RefitGroup":
         """All ranks of this torch process group: trainer and engine in the same processes, or started by one launcher.
 
-        Every rank makes the same ones in the same order; those of one name are told apart by counting them. The first rank says
-        through the process group's store where its hub listens. The secret is made by it and said there too, unless it is given
-        or in the environment.
+        Every rank makes the same groups in the same order; those of one name are told apart by counting them. The first rank publishes
+        the address of its hub through the process group's store, with the secret unless that is given or in the environment.
         """
         import torch.distributed as dist
 
@@ -85,26 +99,25 @@ class RefitGroup:
                 "torch.distributed is not initialized: call init_process_group first, or use RefitGroup.join"
             )
         check_seconds(timeout, "timeout")
-        # What earlier members of this name have left in the store must not be read again.
-        _made[name] += 1
-        store = dist.PrefixStore(f"{name}/{_made[name]}", dist.distributed_c10d._get_default_store())
+        # What earlier groups of this name have left in the store must not be read again.
+        _groups_made[name] += 1
+        store = dist.PrefixStore(f"{name}/{_groups_made[name]}", dist.distributed_c10d._get_default_store())
         rank, size = dist.get_rank(), dist.get_world_size()
-        given = given_secret(secret)
+        own_secret = given_secret(secret)
         if rank == 0:
-            known = given if given is not None else new_secret()
+            hub_secret = own_secret if own_secret is not None else new_secret()
             listener = listener_for(store)
-            group = _first(listener, secret_for("", known), size, timeout)
-            said = {"address": group.address, "secret": None if given is not None else known}
-            _bounded(lambda: store.set("hub", json.dumps(said)), timeout, rank)
+            group = _first(listener, secret_for("", hub_secret), size, timeout)
+            meeting = {"address": group.address, "secret": None if own_secret is not None else hub_secret}
+            _bounded(lambda: store.set("hub", json.dumps(meeting)), timeout, rank)
         else:
             text = _bounded(lambda: _looked_up(store, timeout), timeout, rank)
-            where = json.loads(text)
-            known = given if given is not None else where["secret"]
-            if known is None:
+            meeting = json.loads(text)
+            hub_secret = own_secret if own_secret is not None else meeting["secret"]
+            if hub_secret is None:
                 raise ReshardError(f"rank 0 has a secret of its own: {HOW}")
-            group = _joined(
-                where["address"], secret_for("", known), rank, size, timeout, time.monotonic() + timeout
-            )
+            deadline = time.monotonic() + timeout
+            group = _joined(meeting["address"], secret_for("", hub_secret), rank, size, timeout, deadline)
         group.process_group = dist.group.WORLD
         return group
 
@@ -134,24 +147,32 @@ class RefitGroup:
         return _first(listener, key, size, timeout, address)
 
     @staticmethod
-    def tell(address: str, sentence: str, timeout: float = 10.0, secret: str | None = None) -> None:
-        """Say to those who meet at an address, as none of them, that one of them will not come: their transaction fails with that
-        sentence, as do all later ones. Does nothing where they meet no more, or nobody serves there within `timeout` seconds."""
+    def abort(address: str, reason: str, timeout: float = 10.0, secret: str | None = None) -> None:
+        """Fail the transactions of the members that meet at an address, as a process that is none of them; later ones fail too.
+
+        Does nothing where nobody serves there within `timeout` seconds.
+        """
         host, port = parsed(address)
         key = secret_for(host, secret)
         with suppress(OSError, BrokenChannelError):
             channel = connect(host, port, key, time.monotonic() + timeout)
             try:
-                channel.send({"op": "tell", "says": sentence, "id": 0})
+                channel.send(encode(Abort(reason)) | {"id": 0})
                 channel.receive(timeout)
             finally:
                 channel.close()
+
+    @staticmethod
+    def tell(address: str, sentence: str, timeout: float = 10.0, secret: str | None = None) -> None:
+        """Call `abort`, under its old name."""
+        warn_renamed("RefitGroup.tell", "RefitGroup.abort")
+        RefitGroup.abort(address, sentence, timeout, secret)
 
     def torch_store(self) -> "dist.Store":
         """Make a store over the hub, for a process group of members; whoever makes the group keeps it."""
         from reshard.comm.torch_store import HubStore
 
-        return HubStore(self.address, self.secret, self.timeout, self.turns)
+        return HubStore(self.address, self.secret, self.timeout, self.transaction_number)
 
     def __del__(self) -> None:
         if hasattr(self, "channel"):
@@ -160,8 +181,8 @@ class RefitGroup:
     # Transactions
 
     @contextmanager
-    def turn(self, what: str) -> Iterator[None]:
-        """A connect or a refit. An error inside, whatever it is, is told to the others."""
+    def transaction(self, what: str) -> Iterator[None]:
+        """A connect or a refit. An error inside, whatever it is, fails it for all members."""
         self.begin(what)
         try:
             yield
@@ -170,10 +191,12 @@ class RefitGroup:
             raise
 
     def begin(self, what: str) -> None:
-        """Begin the next transaction. One that nobody brings to an end says who is gone (`failure`) as long as all are there."""
-        self.turns += 1
-        self.what, self.verify, self._notes, self._agreed = what, False, {}, None
-        self._failures = {number: one for number, one in self._failures.items() if number >= self.turns}
+        """Begin the next transaction. While it is neither committed nor failed, `failure` says who is gone."""
+        self.transaction_number += 1
+        self.what, self.verify, self._notes, self._prepared_version = what, False, {}, None
+        self._failures = {
+            number: failure for number, failure in self._failures.items() if number >= self.transaction_number
+        }
 
     def failure(self) -> str:
         """Return why this transaction has failed; empty while it has not."""
@@ -183,102 +206,99 @@ class RefitGroup:
             return str(error)
         return self._lost
 
-    def go(self, version: int | None = None, note: str = "", verify: bool = False) -> int:
+    def prepare(self, version: int | None = None, note: str = "", verify: bool = False) -> int:
         """Wait for everyone before the first byte; return the version that all agree on.
 
-        None leaves it to the others; where nobody says one it is one more than the last. `note` is what `note_of` tells the
-        others; where any member gives `verify`, `self.verify` is true for all. Raises ReshardError where two say different
+        None leaves it to the others; where nobody gives one it is one more than the last. `note` is what `notes_of` returns to the
+        others; where any member gives `verify`, `self.verify` is true for all. Raises ReshardError where two give different
         versions, where one fails, or is late.
         """
-        answer = self._arrive(
-            HERE, f"did not come to {self.what}", version=version, note=note, verify=verify, last=self.version
-        )
+        late = f"did not come to {self.what}"
+        answer = self._wait_for(Prepare(self.timeout, late, version, self.version, note, verify)).head
         if (conflict := answer.get("conflict")) is not None:
+            other_version, other = conflict
             raise ReshardError(
-                f"{self.names[conflict['who']]} refits to version {conflict['version']}, {self.names[self.rank]} to version "
+                f"{self.names[other]} refits to version {other_version}, {self.names[self.rank]} to version "
                 f"{version}: give all the same"
             )
         self._notes = dict(answer["notes"])
         self.verify = bool(answer["verify"])
-        agreed = self._agreed = int(answer["version"])
-        return agreed
+        self._prepared_version = int(answer["version"])
+        return self._prepared_version
 
-    def note_of(self, ranks: Iterable[int]) -> dict[int, str]:
-        """After `go`: what these members noted."""
+    def notes_of(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return the notes with which these members prepared."""
         return {rank: self._notes.get(rank, "") for rank in ranks}
 
-    def done(self) -> None:
+    def commit(self) -> None:
         """Wait until everyone has what it needs. Raises ReshardError, for all, where one has failed, or is late."""
-        self._arrive(DONE, f"did not end {self.what}")
-        if self._agreed is not None:
-            self.version = self._agreed
+        self._wait_for(Commit(self.timeout, f"did not end {self.what}"))
+        if self._prepared_version is not None:
+            self.version = self._prepared_version
 
-    def _arrive(self, step: str, late: str, **more: Any) -> dict[str, Any]:
-        return self._wait_for({"op": "arrive", "step": step, "what": late} | more).head
-
-    def silent(self) -> list[int]:
-        """Return the ranks that neither wait nor say that they live."""
-        answer = self._wait_for({"op": "silent", "timeout": ALIVE_SECONDS}).head
-        return [int(rank) for rank in answer["silent"]]
+    def unresponsive_ranks(self) -> list[int]:
+        """Return the ranks that neither wait nor say that they are alive."""
+        answer = self._wait_for(Liveness(ALIVE_SECONDS)).head
+        return [int(rank) for rank in answer["unresponsive"]]
 
     def check(self) -> None:
         """Raise ReshardError where a member has given this transaction up, or is gone."""
         with self._lock:
             try:
                 while not self._lost and (message := self.channel.receive(0)) is not None:
-                    self._note(message)
+                    self._keep(message)
             except BrokenChannelError as error:
-                self._raise_failed(self._failures.get(self.turns))
+                self._raise_failed()
                 self._lose(str(error))
-        self._raise_failed(self._failures.get(self.turns))
+        self._raise_failed()
 
     @contextmanager
     def watching(self, failed: Callable[[], str]) -> Iterator[None]:
-        """While it is open, this member also asks `failed` several times a second while it waits: what has become of others, which
-        the hub does not know. Where that gives a sentence, all members give up with it."""
-        before, self._failed = self._failed, failed
+        """While it is open, and this member waits, also ask `failed` several times a second: it knows of processes of which the hub
+        knows nothing. Where it returns a sentence, all members give up with that."""
+        before, self._watched = self._watched, failed
         try:
             yield
         finally:
-            self._failed = before
+            self._watched = before
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others why this member gives up, and wait until they have been told."""
+        """Tell the others why this member gives up, and wait until the hub knows."""
         with suppress(ReshardError):
             self._fail(str(error) or type(error).__name__)
 
-    def _fail(self, sentence: str) -> None:
-        request = {"op": "fail", "says": sentence}
+    def _fail(self, reason: str) -> None:
         seconds = max(GRACE_SECONDS, min(self.timeout, FAIL_SECONDS))
-        answer = self._request(request, seconds, watches=False).head
+        answer = self._request(Fail(reason), seconds, watches=False).head
         if answer.get("failed") is not None:
-            self._failures[self.turns] = answer["failed"]
+            self._failures[self.transaction_number] = Failure.from_json(answer["failed"])
 
-    def _raise_failed(self, failure: dict[str, Any] | None) -> None:
+    def _raise_failed(self) -> None:
+        failure = self._failures.get(self.transaction_number)
         if failure is not None:
-            raise ReshardError(sentence_of(failure, self.names, self.rank))
+            raise ReshardError(failure.sentence(self.names, self.rank))
 
     # While others wait for this member
 
-    def answer(self) -> None:
-        """Say that this member lives, from within a call that takes long; at most so often."""
+    def report_alive(self) -> None:
+        """Say that this member is alive, from within a call that takes long; at most every `ALIVE_EVERY_SECONDS`."""
         now = time.monotonic()
-        if now - self._said_alive >= ALIVE_EVERY_SECONDS and not self._lost:
-            self._said_alive = now
-            with suppress(BrokenChannelError):  # who serves the hub is gone, as all will find out
-                self.channel.send({"op": "alive"})
+        if now - self._last_alive >= ALIVE_EVERY_SECONDS and not self._lost:
+            self._last_alive = now
+            with suppress(BrokenChannelError):  # the process with the hub is gone, as all will find out
+                self.channel.send(encode(Alive()))
 
     @contextmanager
-    def answering(self) -> Iterator[None]:
-        """While it is open a thread says that this member lives, for who is in a call that does not return soon."""
+    def reporting_alive(self) -> Iterator[None]:
+        """While it is open, a thread says that this member is alive: for calls that do not return soon."""
         ended = threading.Event()
 
-        def say() -> None:
-            self.answer()
+        def report() -> None:
+            self.report_alive()
             while not ended.wait(ALIVE_EVERY_SECONDS):
-                self.answer()
+                self.report_alive()
 
-        thread = threading.Thread(target=say, name="reshard answers", daemon=True)
+        thread = threading.Thread(target=report, name="reshard alive", daemon=True)
         thread.start()
         try:
             yield
@@ -290,35 +310,32 @@ class RefitGroup:
 
     def post(self, key: str, payload: bytes = b"") -> None:
         """Publish a payload under a key of this rank."""
-        self._send({"op": "post", "turn": self.turns, "key": key}, payload)
+        self._send(encode(Post(key)) | {"transaction": self.transaction_number}, payload)
 
-    def count(self, key: str, value: int) -> None:
+    def post_count(self, key: str, value: int) -> None:
         """Publish how far this rank has come: a number that grows."""
         self.post(key, str(value).encode())
 
     def read(self, key: str, rank: int) -> bytes:
-        """Return what a rank published; waits for it. Raises ReshardError where some member failed or `rank` is late."""
+        """Return what a rank posted; waits for it. Raises ReshardError where some member failed or `rank` is late."""
         return self.read_all(key, [rank])[0]
 
     def read_all(self, key: str, ranks: Iterable[int] | None = None) -> list[bytes]:
-        """Return what these ranks published, or all of them, in their order; waits for them."""
+        """Return what these ranks posted, or all of them, in their order; waits for them."""
         chosen = None if ranks is None else [*ranks]
         if chosen == []:
             return []
-        message = self._wait_for(
-            {"op": "wait", "key": key, "ranks": chosen, "what": f"did not reach '{key.partition('/')[0]}'"}
-        )
+        message = self._wait_for(Read(self.timeout, _did_not_reach(key), key, chosen))
         ends = [0, *itertools.accumulate(message.head["lengths"])]
         return [message.body[start:end] for start, end in itertools.pairwise(ends)]
 
     def wait(self, key: str, ranks: Iterable[int]) -> None:
-        """Wait until these ranks have published under `key`; raises ReshardError naming those that are late, or that failed."""
+        """Wait until these ranks have posted under `key`; raises ReshardError naming those that are late, or that failed."""
         self.read_all(key, ranks)
 
     def wait_for_count(self, key: str, rank: int, value: int) -> None:
         """Wait until a rank has come so far. Raises ReshardError where some member failed or `rank` is late."""
-        what = f"did not reach '{key.partition('/')[0]}'"
-        self._wait_for({"op": "wait", "key": key, "ranks": [rank], "count": value, "what": what})
+        self._wait_for(WaitForCount(self.timeout, _did_not_reach(key), key, rank, value))
 
     def gather(self, key: str, payload: bytes) -> list[bytes]:
         """Publish, and return what everyone published, by rank."""
@@ -327,45 +344,47 @@ class RefitGroup:
 
     # The hub
 
-    def _wait_for(self, request: dict[str, Any]) -> Message:
-        """Return the answer to a request that the hub answers later. Raises ReshardError where this transaction has failed."""
-        message = self._request({"timeout": self.timeout} | request, self.timeout + GRACE_SECONDS)
-        self._raise_failed(message.head.get("failed"))
+    def _wait_for(self, request: Request) -> Message:
+        """Return the answer to a request that waits for others. Raises ReshardError where the transaction has failed."""
+        message = self._request(request, self.timeout + GRACE_SECONDS)
+        if message.head.get("failed") is not None:
+            failure = Failure.from_json(message.head["failed"])
+            raise ReshardError(failure.sentence(self.names, self.rank))
         return message
 
-    def _request(self, request: dict[str, Any], seconds: float, watches: bool = True) -> Message:
+    def _request(self, request: Request, seconds: float, watches: bool = True) -> Message:
         with self._lock:
             number = next(self._requests)
-            self._send({"turn": self.turns, "id": number} | request)
+            self._send(encode(request) | {"transaction": self.transaction_number, "id": number})
             return self._answer_to(number, time.monotonic() + seconds, watches)
 
     def _answer_to(self, number: int, deadline: float, watches: bool) -> Message:
-        """Read until a request is answered; what comes besides is noted."""
-        heard = False
+        """Read until a request is answered, and keep whatever else comes."""
+        gave_up = False
         while number not in self._answers:
-            watched = watches and not heard and self._failed is not str
+            watched = self._watched if watches and not gave_up else None
             left = deadline - time.monotonic()
             if left <= 0:
                 self._lose(f"nothing came within {self.timeout:g} s")
             try:
-                message = self.channel.receive(min(left, LOOK_SECONDS) if watched else left)
+                message = self.channel.receive(left if watched is None else min(left, LOOK_SECONDS))
             except BrokenChannelError as error:
-                self._raise_failed(self._failures.get(self.turns))
+                self._raise_failed()
                 self._lose(str(error))
-            if message is None:
-                if watched and (sentence := self._failed()):
-                    heard = True
-                    self._fail(sentence)
-            else:
-                self._note(message)
+            if message is not None:
+                self._keep(message)
+            elif watched is not None and (reason := watched()):
+                gave_up = True
+                self._fail(reason)
         return self._answers.pop(number)
 
-    def _note(self, message: Message) -> None:
-        """Keep an answer for who waits for it, and why a transaction has failed."""
-        if "id" in message.head:
-            self._answers[int(message.head["id"])] = message
-        elif message.head.get("failed") is not None and "turn" in message.head:
-            self._failures[int(message.head["turn"])] = message.head["failed"]
+    def _keep(self, message: Message) -> None:
+        """Keep an answer for the request that waits for it, or why a transaction has failed."""
+        head = message.head
+        if "id" in head:
+            self._answers[int(head["id"])] = message
+        elif head.get("failed") is not None and "transaction" in head:
+            self._failures[int(head["transaction"])] = Failure.from_json(head["failed"])
 
     def _send(self, head: dict[str, Any], body: bytes = b"") -> None:
         if self._lost:
@@ -373,41 +392,21 @@ class RefitGroup:
         try:
             self.channel.send(head, body)
         except BrokenChannelError as error:
-            self.check()  # it may have said why before it went
+            self.check()  # the hub may have said why before it went
             self._lose(str(error))
 
     def _lose(self, why: str) -> None:
         """Raise ReshardError: the hub is gone."""
-        server, me = self.names[0], self.names[self.rank]
+        server, member = self.names[0], self.names[self.rank]
         again = ": meet again to go on" if self._lost else ""
         self._lost = why
         raise ReshardError(
-            f"{server}, which serves the hub that the members meet at, does not answer {me} ({why}){again}"
+            f"{server}, which serves the hub that the members meet at, does not answer {member} ({why}){again}"
         )
 
 
-def sentence_of(failure: dict[str, Any], names: dict[int, str], rank: int) -> str:
-    """Return why a transaction has failed, as this rank says it: what another has said stands behind its name."""
-    by = failure.get("by")
-    if "gone" in failure:
-        gone = failure["gone"]
-        be = "is" if len(gone) == 1 else "are"
-        return f"{listed(names[one] for one in gone)} {be} gone: the process has ended, or has let go of this connection"
-    if "says" in failure:
-        sentence = str(failure["says"])
-    else:
-        sentence = _late_sentence(failure, names)
-    return sentence if by is None or by == rank else f"{names[by]}: {sentence}"
-
-
-def _late_sentence(failure: dict[str, Any], names: dict[int, str]) -> str:
-    """Return which ranks are late, or which silent ranks they wait for."""
-    late, silent = failure["late"], failure["silent"]
-    what = f"{failure['what']} within {failure['seconds']:g} s: dead, stalled or not started"
-    if silent and not set(silent) & set(late):
-        keeps, waits = (listed(names[rank] for rank in ranks) for ranks in (silent, late))
-        return f"{keeps} is silent, and {waits}, which waits for it, {what}"
-    return f"{listed(names[rank] for rank in late if rank in silent or not silent)} {what}"
+def _did_not_reach(key: str) -> str:
+    return f"did not reach '{key.partition('/')[0]}'"
 
 
 def _first(
@@ -417,15 +416,16 @@ def _first(
     host, port = listener.getsockname()[:2]
     hub = Hub(listener, secret, size, timeout)
     hub.start()
-    here = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    bound_address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        return _joined(address or here, secret, 0, size, timeout, time.monotonic() + timeout)
+        return _joined(address or bound_address, secret, 0, size, timeout, time.monotonic() + timeout)
     except BaseException:
         hub.stop()
         raise
 
 
 def _joined(address: str, secret: bytes, rank: int, size: int, timeout: float, deadline: float) -> RefitGroup:
+    """Connect to the hub and join. Raises ReshardError where it does not let this member in."""
     host, port = parsed(address)
     try:
         channel = connect(host, port, secret, deadline)
@@ -434,18 +434,16 @@ def _joined(address: str, secret: bytes, rank: int, size: int, timeout: float, d
     except (OSError, ValueError, OverflowError) as error:
         raise ReshardError(f"rank {rank} found no member 0 at {address} ({first_line(error)})") from error
     group = RefitGroup(channel, address, secret, rank, size, timeout)
-    who = f"{socket.gethostname()}, process {os.getpid()}"
+    process = f"{socket.gethostname()}, process {os.getpid()}"
     seconds = max(1.0, deadline - time.monotonic())
-    answer = group._request(
-        {"op": "join", "rank": rank, "size": size, "who": who}, seconds, watches=False
-    ).head
+    answer = group._request(Join(rank, size, process), seconds, watches=False).head
     if "size" in answer:
         raise ReshardError(
             f"rank {rank} expects {size} members at {address}, another {answer['size']}: give all the same number"
         )
-    if "other" in answer:
+    if "taken_by" in answer:
         raise ReshardError(
-            f"rank {rank} has joined at {address} before ({answer['other']}): give each process a rank of its own, and meet at "
+            f"rank {rank} has joined at {address} before ({answer['taken_by']}): give each process a rank of its own, and meet at "
             f"another port after a restart"
         )
     group.local_address = channel.connection.getsockname()[0]
@@ -468,6 +466,7 @@ def _bounded(call: Callable[[], Any], seconds: float, rank: int) -> Any:
 
 
 def check_rank(rank: int, size: int) -> None:
+    """Raise ReshardError where `rank` is none of `size` members."""
     if not (isinstance(rank, int) and isinstance(size, int)) or size > MOST_MEMBERS:
         raise ReshardError(
             f"rank {rank!r} of {size!r:.40} members is not a whole number of at most {MOST_MEMBERS:,}"

@@ -1,5 +1,4 @@
-"""A torch store over the hub, by which process groups of members find each other: addresses and NCCL's id travel
-authenticated."""
+"""A torch store over the hub, by which process groups of members find each other: addresses and NCCL's id travel authenticated."""
 
 import threading
 import time
@@ -10,20 +9,22 @@ import torch.distributed as dist
 
 from reshard.comm.channel import BrokenChannelError, connect
 from reshard.comm.hosts import parsed
+from reshard.comm.protocol import GetValues, Request, SetValue, encode
 
 LONGEST_SECONDS = 1e9
+GRACE_SECONDS = 3.0  # beyond the time limit, within which a hub that lives answers
 
 
 class HubStore(dist.Store):
-    """The part of a store that torch's process groups use, over a connection of its own, since their calls wait.
+    """The part of a store that torch's process groups use, over a connection of its own, since its calls wait.
 
-    Waits end with the transaction in which it was made, where that fails. Torch does not keep it: whoever has made a process
+    Waits end where the transaction fails in which the store was made. Torch does not keep a reference to it: whoever makes a process
     group with it does.
     """
 
-    def __init__(self, address: str, secret: bytes, timeout: float, turn: int) -> None:
+    def __init__(self, address: str, secret: bytes, timeout: float, transaction: int) -> None:
         super().__init__()
-        self.seconds, self.turn = timeout, turn
+        self.seconds, self.transaction = timeout, transaction
         host, port = parsed(address)
         try:
             self.channel = connect(host, port, secret, time.monotonic() + timeout)
@@ -37,44 +38,41 @@ class HubStore(dist.Store):
 
     def set(self, key: str, value: Any) -> None:
         """Keep a value under a key."""
-        self._ask(
-            {"op": "set", "key": key},
-            value.encode() if isinstance(value, str) else bytes(value),
-            self.seconds,
-        )
+        self._request(SetValue(key), value.encode() if isinstance(value, str) else bytes(value), self.seconds)
 
     def get(self, key: str) -> bytes:
         """Return a value; waits for it."""
-        return self._wanted([key], self.seconds)
+        return self._get_values([key], self.seconds)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until these keys have values."""
-        self._wanted(keys, self.seconds if timeout is None else timeout.total_seconds())
+        self._get_values(keys, self.seconds if timeout is None else timeout.total_seconds())
 
     def check(self, keys: list[str]) -> bool:
         """Return True where these keys have values."""
-        head, _ = self._ask({"op": "get", "keys": keys, "timeout": 0}, b"", self.seconds)
+        head, _ = self._request(GetValues(keys, 0), b"", self.seconds)
         return "absent" not in head
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Bound the waits that come."""
         self.seconds = timeout.total_seconds()
 
-    def _wanted(self, keys: list[str], seconds: float) -> bytes:
+    def _get_values(self, keys: list[str], seconds: float) -> bytes:
         seconds = min(seconds, LONGEST_SECONDS)
-        head, body = self._ask({"op": "get", "keys": keys, "timeout": seconds}, b"", seconds)
+        head, body = self._request(GetValues(keys, seconds), b"", seconds)
         if head.get("failed") is not None:
             raise RuntimeError("another member has failed")
         if "absent" in head:
             raise dist.DistStoreError(f"{', '.join(keys)} did not come within {seconds:g} s")
         return body
 
-    def _ask(self, request: dict[str, Any], body: bytes, seconds: float) -> tuple[dict[str, Any], bytes]:
+    def _request(self, request: Request, body: bytes, seconds: float) -> tuple[dict[str, Any], bytes]:
         with self.lock:
             self.requests += 1
+            envelope = {"id": self.requests, "transaction": self.transaction}
             try:
-                self.channel.send(request | {"id": self.requests, "turn": self.turn}, body)
-                deadline = time.monotonic() + seconds + 3.0
+                self.channel.send(encode(request) | envelope, body)
+                deadline = time.monotonic() + seconds + GRACE_SECONDS
                 while (message := self.channel.receive(max(0.0, deadline - time.monotonic()))) is not None:
                     if message.head.get("id") == self.requests:
                         return message.head, message.body

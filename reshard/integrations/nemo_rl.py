@@ -24,6 +24,7 @@ with importing_beside("NeMo-RL", "nemo_rl", "ray"):
 
 from reshard.comm.group import RefitGroup
 from reshard.comm.secret import new_secret
+from reshard.core.deprecated import accepts_renamed_options, renamed_options
 from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import check_seconds, check_switch
 from reshard.integrations.calls import WORD_SECONDS, Calls
@@ -50,6 +51,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
     All meet at the first sync, and anew after one that failed, or with `release_after_refit`.
     """
 
+    @accepts_renamed_options
     def __init__(
         self,
         bucket_size: int = 0,
@@ -260,7 +262,7 @@ class ColocatedSynchronizer(WeightSynchronizer):
                 # An engine that has died, or refuses before it comes, can tell nobody; the policy waits for it.
                 calls = Calls({f"engine {i} of the rollout": one.future() for i, one in enumerate(asked)})
                 if said := calls.failed(WORD_SECONDS):
-                    RefitGroup.tell(self._address, said, secret=self._secret)
+                    RefitGroup.abort(self._address, said, secret=self._secret)
                     raise ReshardError(said) from error
                 if isinstance(error, ray.exceptions.GetTimeoutError):
                     late = [f"rank {i} of the policy" for i, one in enumerate(policy) if not _is_done(one)]
@@ -360,7 +362,7 @@ def with_refits(setup: Callable[..., Any]) -> Callable[..., Any]:
         why = refused(policy_config)
         if why:
             raise ReshardError(f"{why}, which reshard does not refit: run NeMo-RL's own script")
-        of_ours = dict((generation.get("refit_cfg") or {}).get(BACKEND) or {})
+        of_ours = renamed_options((generation.get("refit_cfg") or {}).get(BACKEND) or {})
         verify, timeout = of_ours.pop("verify", False), of_ours.pop("timeout", TIMEOUT)
         options = checked(verify, timeout, of_ours.pop("backend", "auto"), of_ours)
         engine = generation.setdefault("vllm_kwargs", {})

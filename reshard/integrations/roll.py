@@ -21,6 +21,7 @@ with importing_beside("ROLL", "ray", "roll", "torch"):
 
 from reshard.comm.group import RefitGroup
 from reshard.comm.secret import new_secret
+from reshard.core.deprecated import renamed_variable
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds
 from reshard.integrations.calls import Calls, what_failed
@@ -180,7 +181,7 @@ def options() -> tuple[bool, float, str]:
     except ValueError:
         seconds = timeout
     check_seconds(seconds, "RESHARD_TIMEOUT in actor_train.system_envs")
-    backend = os.environ.get("RESHARD_BACKEND", "auto")
+    backend = renamed_variable("RESHARD_EXECUTOR", "RESHARD_BACKEND", "auto")
     check_backend(backend, "RESHARD_BACKEND in actor_train.system_envs")
     return verify == "1", seconds, backend
 

@@ -22,6 +22,7 @@ with importing_beside("ms-swift", "mcore_bridge", "megatron", "swift"):
 import torch
 
 from reshard.comm.group import RefitGroup
+from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds, check_switch
 from reshard.engines.vllm.live import VllmModel
@@ -41,6 +42,7 @@ ROTARY = frozenset(
 log = logging.getLogger("reshard.swift")
 
 
+@accepts_renamed_options
 def use(verify: bool = False, timeout: float = TIMEOUT, backend: str = "auto") -> None:
     """From now on ms-swift's entry makes the trainer of GRPO that refits; called in a file that
     ``--external_plugins`` names.

@@ -30,6 +30,7 @@ with importing_beside("verl", "ray", "torch", "verl"):
 
 from reshard.comm.group import RefitGroup
 from reshard.comm.secret import new_secret
+from reshard.core.deprecated import accepts_renamed_options, renamed_options
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds, check_switch
 from reshard.integrations.calls import Calls, what_failed
@@ -119,7 +120,7 @@ class ReshardServerAdapter(ServerAdapter):
             except ray.exceptions.RayError as error:
                 # An engine that has died, or refuses before it comes, can tell nobody; the actor waits for it.
                 said = f"{self._me()} has failed: {what_failed(error)}"
-                RefitGroup.tell(weights.address, said, secret=weights.secret)
+                RefitGroup.abort(weights.address, said, secret=weights.secret)
                 raise ReshardError(said) from error
         if self._has_server:
             await self._within(options, self.server_handle.clear_kv_cache.remote())
@@ -179,7 +180,7 @@ class ReshardServerAdapter(ServerAdapter):
 def options_of(config: Any) -> dict[str, Any]:
     """``rollout.checkpoint_engine.engine_kwargs.reshard``: whether digests are compared, how long members wait for
     one another, in seconds, and the backend of `reshard.refit.connect`. Raises ReshardError for others."""
-    given = dict((config.checkpoint_engine.engine_kwargs or {}).get(BACKEND, {}))
+    given = renamed_options((config.checkpoint_engine.engine_kwargs or {}).get(BACKEND, {}))
     known: dict[str, Any] = {"verify": False, "timeout": TIMEOUT, "backend": "auto"}
     if given.keys() - known.keys():
         raise ReshardError(
@@ -202,6 +203,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
     """How an actor and rollouts elsewhere meet; nothing passes through it. Made in the actor's ranks and beside each of
     the rollout's workers; verl calls all of it at every sync, and the connection stays while all are who they were."""
 
+    @accepts_renamed_options
     def __init__(
         self,
         bucket_size: int = 0,

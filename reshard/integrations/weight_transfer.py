@@ -23,6 +23,7 @@ import torch.distributed as dist
 from reshard.comm.background import in_background
 from reshard.comm.group import MOST_MEMBERS, RefitGroup, check_rank
 from reshard.comm.secret import given_secret, new_secret
+from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.limits import check_number, check_seconds
 from reshard.integrations.calls import Calls
@@ -170,10 +171,11 @@ class WeightTransfer:
     Raises ReshardError on all sides where they do not fit, before a byte moves.
     """
 
+    @accepts_renamed_options
     def __init__(self, source: Trainer | Callable[[], Trainer], clients: Client | Sequence[Client], address: str, *,
                  engine_ranks: Sequence[int] | None = None, rank: int | None = None, ranks: int | None = None,
                  timeout: float = 60.0, secret: str | None = None, backend: str = "auto", bucket_bytes: int = BUCKET_BYTES,
-                 release: bool = True) -> None:  # fmt: skip
+                 keep_mapped: bool = False) -> None:  # fmt: skip
         check_seconds(timeout, "timeout")
         self.rank = rank if rank is not None else _of_group(dist.get_rank, 0)
         trainers = ranks if ranks is not None else _of_group(dist.get_world_size, 1)
@@ -190,7 +192,11 @@ class WeightTransfer:
 
         calls = self._asked(ask)
         members = RefitGroup.join(address, self.rank, size, timeout, secret)
-        options: dict[str, Any] = {"backend": backend, "bucket_bytes": bucket_bytes, "release": release}
+        options: dict[str, Any] = {
+            "backend": backend,
+            "bucket_bytes": bucket_bytes,
+            "keep_mapped": keep_mapped,
+        }
         self.link = calls.beside(members, lambda: connect(members, source, **options))
 
     def send(self, version: int | None = None, verify: bool = False) -> RefitReport:

@@ -19,7 +19,7 @@ from reshard.refit.codecs import (
     bytes_in_source,
 )
 from reshard.refit.tables import CODEC, COLUMNS, DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
-from reshard.refit.transports.mappings import Mappings
+from reshard.refit.transports.mapped import Mappings
 from reshard.trainers.base import Trainer
 
 # Columns of what an inference rank asks a trainer's rank for; offsets and lengths in elements.

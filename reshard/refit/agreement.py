@@ -13,9 +13,15 @@ from reshard.comm.hosts import namespaces, this_host
 from reshard.core.errors import ReshardError, listed
 from reshard.core.version import __version__
 from reshard.models.config_fields import ignored, ignored_config_fields
-from reshard.refit.checks import check_greeting, check_hello, check_ignored_fields, check_own, gathered
+from reshard.refit.protocol.checks import (
+    check_greeting,
+    check_hello,
+    check_ignored_fields,
+    check_own,
+    gathered,
+)
+from reshard.refit.protocol.encoding import unpack_json
 from reshard.refit.routes import Seat, distance, way_between, why_apart
-from reshard.refit.wire import unpack_json
 
 PROTOCOL = 8
 
@@ -23,8 +29,8 @@ PROTOCOL = 8
 @dataclass(frozen=True)
 class Agreement:
     """`peers` are the members' own words (`hello`), `trainers` and `engines` the ranks that have a
-    side, `backend` what one has chosen or ``auto``, `bucket_bytes` the least that one gives, `releases`
-    whether a trainer wants its memory for itself, `unmapped` why an inference rank could not map a trainer's memory when it
+    side, `backend` what one has chosen or ``auto``, `bucket_bytes` the least that one gives, `keep_mapped`
+    whether engines keep trainers' memory mapped between refits, `unmapped` why an inference rank could not map a trainer's memory when it
     tried to at connect, by the ranks of both."""
 
     rank: int
@@ -33,7 +39,7 @@ class Agreement:
     engines: list[int]
     backend: str
     bucket_bytes: int
-    releases: bool
+    keep_mapped: bool
     unmapped: dict[tuple[int, int], str] = field(default_factory=dict)
 
     @property
@@ -100,7 +106,7 @@ def agree(members: RefitGroup, mine: dict[str, Any]) -> Agreement:
         )
     return Agreement(
         members.rank, peers, having["trainer"], having["inference"], next(iter(chosen), "auto"),
-        min(peer["bucket_bytes"] for peer in peers if peer["roles"]), any(peer["release"] for peer in peers),
+        min(peer["bucket_bytes"] for peer in peers if peer["roles"]), all(peer["keep_mapped"] for peer in peers),
     )  # fmt: skip
 
 

@@ -10,26 +10,28 @@ from typing import Any
 import torch
 
 from reshard.comm.group import RefitGroup
+from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
-from reshard.core.limits import MOST_BUCKET_BYTES, check_number
+from reshard.core.limits import MOST_BUCKET_BYTES, check_number, check_switch
 from reshard.engines.base import Engine
 from reshard.models.model import Model
 from reshard.refit.agreement import agree, hello, ignoring_alike, one_config
 from reshard.refit.blocks import BF16
 from reshard.refit.link import Link
+from reshard.refit.protocol.encoding import pack_json, readable
 from reshard.refit.receiver import Receiver
 from reshard.refit.routes import check_backend
 from reshard.refit.sender import Sender
-from reshard.refit.wire import pack_json, readable
 from reshard.trainers.base import Trainer
 
 BUCKET_BYTES = 512 << 20
 
 
+@accepts_renamed_options
 def connect(members: RefitGroup, source: "Trainer | Callable[[], Trainer] | None" = None,
             destination: "Engine | Callable[[], Engine] | None" = None, *, backend: str = "auto",
-            bucket_bytes: int = BUCKET_BYTES, release: bool = True) -> Link:  # fmt: skip
+            bucket_bytes: int = BUCKET_BYTES, keep_mapped: bool = False) -> Link:  # fmt: skip
     """Connect a trainer's ranks (`source`) and an inference engine's (`destination`); a process may be both,
     or neither.
 
@@ -37,10 +39,10 @@ def connect(members: RefitGroup, source: "Trainer | Callable[[], Trainer] | None
     where that fails.
 
     `backend` is ``auto`` (peers' memory within a host, staged where that cannot be mapped, buckets between
-    hosts), ``peer``, ``staged`` or ``buckets``; one that says another than ``auto`` decides for all.
+    hosts), ``cuda_ipc``, ``staged`` or ``nccl``; one that says another than ``auto`` decides for all.
     `bucket_bytes` bounds the memory of all buckets of a rank together; the least that a member gives counts.
-    With `release`, which a trainer's rank decides, nobody has its memory mapped when a refit returns, so that
-    a trainer may free it; without it mappings stay, for trainers that never do.
+    When a refit returns, engines have unmapped the trainers' memory, so that a trainer may free it; mappings stay where all
+    trainers' ranks give `keep_mapped`, for trainers that never do.
 
     A field of the engine's config that any member ignores (`reshard.ignored_config_fields`), all do.
 
@@ -52,8 +54,9 @@ def connect(members: RefitGroup, source: "Trainer | Callable[[], Trainer] | None
     roles = [name for name, side in (("trainer", source), ("inference", destination)) if side is not None]
     name = f"{' and '.join(roles) or 'idle'} rank {members.rank}"
     try:
-        with members.turn("connect"), gc_paused(), ignoring_alike(members, name):
-            check_backend(backend)
+        with members.transaction("connect"), gc_paused(), ignoring_alike(members, name):
+            backend = check_backend(backend)
+            check_switch(keep_mapped, "keep_mapped")
             check_number(bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
             trains: Trainer | None = _made(
                 source, Trainer, "source", "reshard.trainers.MegatronModel(models), or another Trainer"
@@ -75,7 +78,7 @@ def connect(members: RefitGroup, source: "Trainer | Callable[[], Trainer] | None
             mine |= {
                 "backend": backend,
                 "bucket_bytes": bucket_bytes,
-                "release": release and trains is not None,
+                "keep_mapped": keep_mapped or trains is None,
             }
             agreed = agree(members, mine)
             trainer = Sender(trains, members, agreed, device) if trains is not None else None
@@ -98,7 +101,7 @@ def connect(members: RefitGroup, source: "Trainer | Callable[[], Trainer] | None
             link._set_up()
             if compiling is not None:
                 compiling.join()
-            members.done()
+            members.commit()
     except BaseException:
         if compiling is not None:
             compiling.join()

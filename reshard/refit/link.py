@@ -14,17 +14,18 @@ from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, first_line
 from reshard.refit.addresses import AT_ONCE, located
 from reshard.refit.agreement import Agreement, names_of
-from reshard.refit.checks import check_unmapped, gathered
 from reshard.refit.codecs import CODECS, PLAIN
 from reshard.refit.copies import wait_for_device
+from reshard.refit.protocol.checks import check_unmapped, gathered
 from reshard.refit.receiver import Receiver
 from reshard.refit.routes import CUDA_IPC, LOCAL, NCCL, SENT, STAGED
 from reshard.refit.sender import Sender
 from reshard.refit.tables import CODEC, bytes_of
 from reshard.refit.transports.base import Incoming, Outgoing, Transport
-from reshard.refit.transports.buckets import Buckets
-from reshard.refit.transports.pull import Pull
+from reshard.refit.transports.cuda_ipc import Pull
+from reshard.refit.transports.nccl import Buckets
 from reshard.refit.transports.staged import Staged
+from reshard.refit.verification import ReceivedDigests, SentDigests
 
 UNMAPPABLE = ": the trainer's memory cannot be mapped by other processes (expandable segments?)"
 log = logging.getLogger("reshard")
@@ -72,7 +73,9 @@ class Link:
             engine,
             device,
         )
-        self.releases = agreed.releases
+        self.sent_digests = SentDigests(trainer) if trainer is not None else None
+        self.received_digests = ReceivedDigests(engine) if engine is not None else None
+        self.keep_mapped = agreed.keep_mapped
         self.refits = 0
         self.version: int | None = None
         self.pull = Pull(engine.engine, members.rank, members.names, device) if engine is not None else None
@@ -140,7 +143,7 @@ class Link:
 
     def _unmap(self) -> None:
         """Let the trainers have their memory for themselves, where one of them wants that."""
-        if self.releases:
+        if not self.keep_mapped:
             for transport in self._transports:
                 transport.release()
 
@@ -160,11 +163,11 @@ class Link:
         start = time.perf_counter()
         self.refits += 1
         try:
-            with self.members.turn(f"refit {self.refits}"):
+            with self.members.transaction(f"refit {self.refits}"):
                 wanted = _checked(version)
                 trainer_moved, engine_moved = self._ready()
                 noted = self.trainer.memory_digest.hex() if self.trainer is not None else ""
-                agreed = self.members.go(wanted, noted, verify)
+                agreed = self.members.prepare(wanted, noted, verify)
                 self._follow(trainer_moved, engine_moved)
                 waited = time.perf_counter()
                 if self.engine is not None:
@@ -174,13 +177,13 @@ class Link:
                 if self.members.verify:
                     self._verify()
                 self._unmap()
-                self.members.done()
+                self.members.commit()
         except BaseException:
             self._clear_up()
             raise
         if self.engine is not None:
             self.engine.engine.end(agreed)
-        if self.releases:
+        if not self.keep_mapped:
             self.staged.close()
         self.version = agreed
         return self._report(agreed, waited - start, moved_at - waited, time.perf_counter() - start)
@@ -220,7 +223,7 @@ class Link:
         trainer.source.check_memory(self.device)
         self.members.post("settles")
         self.members.wait("settles", self.agreed.trainers)
-        with self.members.answering():
+        with self.members.reporting_alive():
             trainer.source.sync_params()
             if not wait_for_device(self.device, self.members.timeout):
                 raise ReshardError(
@@ -233,7 +236,7 @@ class Link:
         stays = not self.broken and not engine_moved and not (trainer_moved and self._sends())
         moved: list[int] = []
         if self.engine is not None and self.pull is not None:
-            moved = self.engine.read_moved(self.members.note_of(self.engine.pieces))
+            moved = self.engine.read_moved(self.members.notes_of(self.engine.pieces))
             pulled = {
                 rank: self.engine.memory[rank]
                 for rank, way in self.engine.ways().items()
@@ -265,7 +268,7 @@ class Link:
 
     def _bring_again(self) -> None:
         """Carry out once more the copies of what engines make in rounds, and compare it with what they then make."""
-        self._go_through(self._rounds(), self.engine.digests.add_round if self.engine else None)
+        self._go_through(self._rounds(), self.received_digests.add_round if self.received_digests else None)
 
     def _go_through(self, numbers: Sequence[int], work: Callable[[int], None] | None) -> None:
         """The copies of these rounds, and after each of this engine's `work`. Where that fails both go on, since others
@@ -285,17 +288,17 @@ class Link:
         """Do it to its end. Raises ReshardError, naming who is silent, where a partner dies or stalls."""
         # A GPU's work is waited for below; over Gloo an exchange returns when it has ended, and NCCL's first when all have met.
         blocks = self.device.type == "cpu" or self.buckets.group is not None
-        answering = self.members.answering() if blocks else nullcontext()
+        answering = self.members.reporting_alive() if blocks else nullcontext()
         try:
             with answering:
                 work()
-            done = wait_for_device(self.device, self.members.timeout, self.members.answer)
+            done = wait_for_device(self.device, self.members.timeout, self.members.report_alive)
             reason = f"nothing arrived within {self.members.timeout:g} s"
         except RuntimeError as error:
             done, reason = False, first_line(error)
         if not done:
             self.members.check()
-            silent = names_of(self.members, self.members.silent())
+            silent = names_of(self.members, self.members.unresponsive_ranks())
             self.members.check()  # somebody may have said why meanwhile
             raise ReshardError(f"the exchange broke off ({reason}); {silent or 'no member'} is silent")
 
@@ -328,31 +331,32 @@ class Link:
     def _verify(self) -> None:
         """Compare digests of every piece, which both sides take from their own memory by their own addresses,
         made anew."""
-        for side in (self.trainer, self.engine):
-            if side is not None:
-                side.digests.begin()
-        if self.trainer is not None:
-            self.trainer.digests.post()
+        if self.sent_digests is not None:
+            self.sent_digests.begin()
+        if self.received_digests is not None:
+            self.received_digests.begin()
+        if self.sent_digests is not None:
+            self.sent_digests.post()
         # Nobody begins to exchange once more with one that has failed.
         self.members.gather("moved", b"")
         self._bounded(self._bring_again)
-        if self.engine is not None:
-            self.engine.digests.compare(self.pull.at if self.pull is not None else {})
+        if self.received_digests is not None:
+            self.received_digests.compare(self.pull.at if self.pull is not None else {})
 
     def release(self) -> None:
-        """Unmap the trainers' memory, where mappings were to stay (`connect(release=False)`). Every member
+        """Unmap the trainers' memory, where mappings were to stay (`connect(keep_mapped=True)`). Every member
         calls this."""
-        self.releases, kept = True, self.releases
+        self.keep_mapped, kept = False, self.keep_mapped
         try:
-            with self.members.turn("release"):
+            with self.members.transaction("release"):
                 self._unmap()
-                self.members.done()
+                self.members.commit()
         finally:
-            self.releases = kept
+            self.keep_mapped = kept
 
     def describe(self) -> dict[str, Any]:
-        """How this member gets its bytes, for logs: the backend, whether mappings are released, and for each
-        trainer's rank the way (``same process``, ``peer``, ``staged``, ``buckets``), the bytes that arrive, of these the
+        """How this member gets its bytes, for logs: the backend, whether mappings are kept between refits, and for each
+        trainer's rank the way (``same process``, ``cuda_ipc``, ``staged``, ``nccl``), the bytes that arrive, of these the
         bytes that are cast on their way (``float32 to bfloat16``), and why memory of the same host is not mapped (``apart``);
         what the engine serves quantized, how, and by which kernel; of blocks of which several ranks send parts their
         bytes, in how many rounds, and those of the slab in which they are put together; and what a refit does to each of the
@@ -378,7 +382,7 @@ class Link:
                 )
         return {
             "backend": self.agreed.backend,
-            "release": self.releases,
+            "keep_mapped": self.keep_mapped,
             "bucket_bytes": self.agreed.bucket_bytes,
             "ways": ways,
             "quantized": self.engine.engine.quantized() if self.engine is not None else [],

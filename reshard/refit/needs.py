@@ -15,8 +15,8 @@ from reshard.engines.base import Engine
 from reshard.refit.addresses import IN_ROUND, NO_SLOT, Pieces, rounds_of
 from reshard.refit.blocks import SHAPE, places_of
 from reshard.refit.codecs import codec_between
+from reshard.refit.protocol.encoding import Held
 from reshard.refit.routes import nearest
-from reshard.refit.wire import Held
 
 
 def needed(

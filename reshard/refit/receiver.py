@@ -23,16 +23,11 @@ from reshard.refit.addresses import (
 )
 from reshard.refit.agreement import Agreement
 from reshard.refit.blocks import SHAPE, places_of
-from reshard.refit.checks import Extents, check_memory, check_regions
 from reshard.refit.codecs import BLOCKWISE
 from reshard.refit.needs import build_requests, needed
 from reshard.refit.packed_blocks import compile_parcels
-from reshard.refit.routes import CUDA_IPC, LOCAL, NCCL, SENT, STAGED
-from reshard.refit.split_blocks import PartsSlab, divided
-from reshard.refit.tables import CODEC
-from reshard.refit.transports.base import Incoming
-from reshard.refit.verification import EngineDigests
-from reshard.refit.wire import (
+from reshard.refit.protocol.checks import Extents, check_memory, check_regions
+from reshard.refit.protocol.encoding import (
     DIGEST_BYTES,
     Held,
     digest,
@@ -44,6 +39,10 @@ from reshard.refit.wire import (
     unpack_held,
     unpack_json,
 )
+from reshard.refit.routes import CUDA_IPC, LOCAL, NCCL, SENT, STAGED
+from reshard.refit.split_blocks import PartsSlab, divided
+from reshard.refit.tables import CODEC
+from reshard.refit.transports.base import Incoming
 
 # What an engine has planned from what trainers published, for who connects the same two again.
 _planned: WeakKeyDictionary[Engine, tuple[str, dict[int, Pieces], dict[int, Extents]]] = WeakKeyDictionary()
@@ -62,7 +61,6 @@ class Receiver:
         self.memory_digests: dict[int, bytes] = {}
         self.slab = PartsSlab(engine, device)
         self.memory: dict[int, dict[str, Any]] = {}
-        self.digests = EngineDigests(self)
 
     def plan(self, where: str) -> None:
         """Which boxes this rank needs, and from which trainer's ranks; `where` names the served model. Each

@@ -3,18 +3,24 @@
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from reshard.core.deprecated import warn_renamed
 from reshard.core.errors import ReshardError, listed
 
 # The ways of a pair. What cannot be mapped is staged through memory that can, on the same host.
 LOCAL, CUDA_IPC, STAGED, NCCL = "same process", "cuda_ipc", "staged", "nccl"
 SENT = (STAGED, NCCL)  # the trainer's rank takes part; in the others it is only read
 BACKENDS = ("auto", CUDA_IPC, STAGED, NCCL)
+RENAMED_BACKENDS = {"peer": CUDA_IPC, "buckets": NCCL}
 
 
-def check_backend(value: Any, name: str = "backend") -> None:
-    """Raise ReshardError where what was given as `name` is no backend."""
+def check_backend(value: Any, name: str = "backend") -> str:
+    """Return the backend's present name. Raises ReshardError where what was given as `name` is no backend."""
+    if isinstance(value, str) and value in RENAMED_BACKENDS:
+        warn_renamed(f"{name} {value!r}", repr(RENAMED_BACKENDS[value]))
+        return RENAMED_BACKENDS[value]
     if value not in BACKENDS:
         raise ReshardError(f"{name} {value!r:.80} is not one of {listed(BACKENDS)}")
+    return str(value)
 
 
 def why_apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:

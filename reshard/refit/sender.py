@@ -27,13 +27,10 @@ from reshard.refit.addresses import (
 )
 from reshard.refit.agreement import Agreement
 from reshard.refit.blocks import PLACES
-from reshard.refit.checks import Extents, check_asked
 from reshard.refit.codecs import BLOCKWISE
 from reshard.refit.packed_blocks import compile_parcels, places_asked
-from reshard.refit.routes import CUDA_IPC, SENT
-from reshard.refit.transports.base import Outgoing
-from reshard.refit.verification import TrainerDigests
-from reshard.refit.wire import (
+from reshard.refit.protocol.checks import Extents, check_asked
+from reshard.refit.protocol.encoding import (
     DIGEST_BYTES,
     digest,
     pack_array,
@@ -42,6 +39,8 @@ from reshard.refit.wire import (
     pack_json,
     unpack_array,
 )
+from reshard.refit.routes import CUDA_IPC, SENT
+from reshard.refit.transports.base import Outgoing
 from reshard.trainers.base import Trainer
 
 # What has been published of a model, for who connects the same trainer again.
@@ -64,7 +63,6 @@ class Sender:
         self.told: tuple[list[int], list[Allocation]] = [], []
         self.frees: int | None = None
         self.exported = False
-        self.digests = TrainerDigests(self)
 
     def publish(self, model: Model) -> None:
         """Tell what this rank holds of the model."""

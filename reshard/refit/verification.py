@@ -1,9 +1,10 @@
-"""The check of a refit: digests that both sides take of the same pieces, from their own memory by their own addresses, made anew,
-and compared where the engine is."""
+"""Verification of a refit: both sides take digests of the same pieces from their own memory, and the engine's compare them.
 
-import weakref
+Addresses are looked up again for this, so that a wrong table of copies is seen too. Digests travel in the order of the pieces
+(`reshard.refit.needs`), followed by those of blocks that travelled as blocks.
+"""
+
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,141 +21,151 @@ from reshard.refit.addresses import (
     source_table,
 )
 from reshard.refit.blocks import Strips, places_of
-from reshard.refit.checks import check_digests
 from reshard.refit.codecs import BLOCKWISE
 from reshard.refit.digests import Digests
 from reshard.refit.packed_blocks import digests_as_made, digests_as_served, parcels_of
+from reshard.refit.protocol.checks import check_digests
+from reshard.refit.receiver import Receiver
 from reshard.refit.requantize_for_check import remade
 from reshard.refit.routes import SENT
-
-if TYPE_CHECKING:
-    from reshard.refit.receiver import Receiver
-    from reshard.refit.sender import Sender
+from reshard.refit.sender import Sender
 
 
-class TrainerDigests:
-    """Those of a trainer's rank, by inference rank: of pieces, then of parcels."""
+class SentDigests:
+    """The digests that a trainer's rank takes, by inference rank: of pieces, then of blocks."""
 
-    def __init__(self, side: "Sender") -> None:
-        self.side: Sender = weakref.proxy(side)  # which holds this one
-        self.begun: dict[int, tuple[Digests, np.ndarray]] = {}
+    def __init__(self, sender: Sender) -> None:
+        self.sender = sender
+        self.pending: dict[int, tuple[Digests, np.ndarray]] = {}
 
     def begin(self) -> None:
-        """Begin the digests of every piece, of this rank's memory by its own addresses, made anew; those of blocks
-        that travel as such are of what they become."""
-        memory = located(self.side.source.regions)
-        for rank, way in self.side.ways().items():
-            asked = self.side.asked[rank]
-            made = BLOCKWISE[as_sent(asked)[:, ENCODED]] & (way in SENT)
-            of_pieces = Digests(
-                source_table(memory, as_held(asked[~made])), asked[~made, ELEMENTS], self.side.device
-            )
-            some = self.side.sent(memory, asked[made])
-            parcels = parcels_of(some.table, some.into, some.places)
-            self.begun[rank] = of_pieces, digests_as_made(parcels, some.places, self.side.device)
+        """Begin the digest of every piece. Blocks that travel as blocks count as what they become."""
+        sender = self.sender
+        memory = located(sender.source.regions)
+        for rank, route in sender.ways().items():
+            request = sender.asked[rank]
+            as_blocks = BLOCKWISE[as_sent(request)[:, ENCODED]] & (route in SENT)
+            pieces = request[~as_blocks]
+            of_pieces = Digests(source_table(memory, as_held(pieces)), pieces[:, ELEMENTS], sender.device)
+            outgoing = sender.sent(memory, request[as_blocks])
+            blocks = parcels_of(outgoing.table, outgoing.into, outgoing.places)
+            self.pending[rank] = of_pieces, digests_as_made(blocks, outgoing.places, sender.device)
 
     def post(self) -> None:
-        """Publish the digests when they are done: of pieces, then of parcels."""
-        for rank, (pieces, parcels) in self.begun.items():
-            self.side.members.post(f"digests/{rank}", np.concatenate([pieces.result(), parcels]).tobytes())
-        self.begun = {}
+        """Publish the digests once they are computed."""
+        for rank, (pieces, blocks) in self.pending.items():
+            payload = np.concatenate([pieces.result(), blocks]).tobytes()
+            self.sender.members.post(f"digests/{rank}", payload)
+        self.pending = {}
 
 
-class EngineDigests:
-    """Those of an inference rank, by trainer's rank; of what was made of several pieces here it is seen whether it comes of them."""
+class ReceivedDigests:
+    """The digests that an inference rank takes, by trainer's rank.
 
-    def __init__(self, side: "Receiver") -> None:
-        self.side: Receiver = weakref.proxy(side)  # which holds this one
-        self.begun: dict[int, tuple[Digests, np.ndarray]] = {}
-        self.passed: dict[int, np.ndarray] = {}
-        self.unlike: list[int] = []
+    Tensors that the engine makes of several pieces have no digest of their own: they are made once more and compared.
+    """
+
+    def __init__(self, receiver: Receiver) -> None:
+        self.receiver = receiver
+        self.pending: dict[int, tuple[Digests, np.ndarray]] = {}
+        self.in_rounds: dict[int, np.ndarray] = {}
+        self.mismatches: list[int] = []  # indices of local tensors that differ from what arrived in a round
 
     def begin(self) -> None:
-        """Begin the digests of every piece that is here as the trainer has it or has encoded it, of this rank's
-        memory by its own addresses, made anew."""
-        memory = located(self.side.engine.regions.values())
-        self.begun, self.passed, self.unlike = {}, {}, []  # a check before may have ended in its middle
-        for rank, pieces in self.side.pieces.items():
-            whole = ~self._is_made_here(rank) & ~self._travels(rank)
-            table = as_read(destination_table(memory, pieces))[whole]
-            served = digests_as_served(self._parcels(rank, memory), self.side.device)
-            self.begun[rank] = Digests(table, pieces.asked[whole, ELEMENTS], self.side.device), served
+        """Begin the digest of every piece that lies here as the trainer has it, or has encoded it."""
+        receiver = self.receiver
+        memory = located(receiver.engine.regions.values())
+        # A verification that failed may have left some.
+        self.pending, self.in_rounds, self.mismatches = {}, {}, []
+        for rank, pieces in receiver.pieces.items():
+            plain = ~self._made_here(rank) & ~self._as_blocks(rank)
+            table = as_read(destination_table(memory, pieces))[plain]
+            of_pieces = Digests(table, pieces.asked[plain, ELEMENTS], receiver.device)
+            self.pending[rank] = of_pieces, digests_as_served(self._blocks(rank, memory), receiver.device)
 
     def add_round(self, number: int) -> None:
-        """The digests of what has come in a round, and the local tensors of which something else is served."""
-        places = {identity: index for index, identity in enumerate(self.side.engine.regions)}
-        memory = located(self.side.engine.regions.values())
-        for rank, pieces in self.side.pieces.items():
-            here = self.side.rounds_of(rank) == number
-            table = as_read(self.side.copies(rank, memory)[here])
-            digests = Digests(table, pieces.asked[here, ELEMENTS], self.side.device)
-            self.passed.setdefault(rank, np.zeros(len(here), np.int64))[here] = digests.result()
-        if number in self.side.slab.numbers:
-            self.unlike.extend(self.side.slab.mismatches(number))
+        """Take the digests of what arrived in a round, and note the local tensors that differ from what it makes."""
+        receiver = self.receiver
+        memory = located(receiver.engine.regions.values())
+        for rank, pieces in receiver.pieces.items():
+            in_round = receiver.rounds_of(rank) == number
+            table = as_read(receiver.copies(rank, memory)[in_round])
+            digests = Digests(table, pieces.asked[in_round, ELEMENTS], receiver.device)
+            self.in_rounds.setdefault(rank, np.zeros(len(in_round), np.int64))[in_round] = digests.result()
+        if number in receiver.slab.numbers:
+            self.mismatches.extend(receiver.slab.mismatches(number))
             return
-        self.unlike.extend(places[identity] for identity in self.side.engine.mismatches(number))
+        index = {identity: index for index, identity in enumerate(receiver.engine.regions)}
+        self.mismatches.extend(index[identity] for identity in receiver.engine.mismatches(number))
 
     def compare(self, shards: Mapping[int, np.ndarray]) -> None:
-        """Wait for the digests, and make the blocks that were made here once more from `shards`, by trainer's rank.
-        Raises ReshardError where one differs from the trainer's, or another comes of it."""
-        bad: set[str] = set()
-        sent = [
-            some.into[self._travels(rank) | self.side.slab.through[rank], 0]
-            for rank, some in self.side.pieces.items()
+        """Wait for all digests and compare them. `shards` says, by trainer's rank, where its shards are mapped here: blocks that
+        were quantized from them are quantized once more.
+
+        Raises ReshardError, naming the tensors, where one differs.
+        """
+        receiver = self.receiver
+        names = receiver.members.names
+        tensors_sent = [
+            pieces.into[self._as_blocks(rank) | receiver.slab.through[rank], 0]
+            for rank, pieces in receiver.pieces.items()
         ]
-        read = {rank: self.side.pieces[rank].where(~self.side.slab.through[rank]) for rank in shards}
+        pulled = {rank: receiver.pieces[rank].where(~receiver.slab.through[rank]) for rank in shards}
         again = remade(
-            self.side.engine, read, shards, np.concatenate([*sent, np.zeros(0, np.int64)]), self.side.device
+            receiver.engine,
+            pulled,
+            shards,
+            np.concatenate([*tensors_sent, np.zeros(0, np.int64)]),
+            receiver.device,
         )
-        unlike = [*again.unlike, *self.unlike]
-        for rank, (of_pieces, of_parcels) in self.begun.items():
-            pieces, passes, travels = self.side.pieces[rank], self._passes(rank), self._travels(rank)
-            there = check_digests(
-                self.side.members.read(f"digests/{self.side.members.rank}", rank),
-                int((~travels).sum()) + len(of_parcels),
-                self.side.members.names[rank],
-            )
-            here = np.zeros(len(travels), np.int64)
-            made = self._is_made_here(rank) & ~passes
-            here[~made & ~passes & ~travels] = of_pieces.result()
+        mismatches = [*again.unlike, *self.mismatches]
+        wrong_names: set[str] = set()
+        for rank, (of_pieces, of_blocks) in self.pending.items():
+            pieces, in_rounds, as_blocks = receiver.pieces[rank], self._in_rounds(rank), self._as_blocks(rank)
+            payload = receiver.members.read(f"digests/{receiver.members.rank}", rank)
+            plain_count = int((~as_blocks).sum())
+            sent = check_digests(payload, plain_count + len(of_blocks), names[rank])
+            received = np.zeros(len(as_blocks), np.int64)
+            made = self._made_here(rank) & ~in_rounds
+            received[~made & ~in_rounds & ~as_blocks] = of_pieces.result()
             if made.any():
-                here[made] = again.digests[rank][made[~self.side.slab.through[rank]]]
-            if passes.any():
-                here[passes] = self.passed[rank][passes]
-            wrong = np.isin(pieces.into[:, 0], unlike)
-            wrong[~travels] |= here[~travels] != there[: (~travels).sum()]
-            blocks = self._parcels(rank, located(self.side.engine.regions.values()))
-            wrong |= travels & np.isin(
-                pieces.into[:, 0], blocks.tensors[of_parcels != there[(~travels).sum() :]]
-            )
-            bad.update(pieces.names[i] for i in np.flatnonzero(wrong))
-        self.begun = {}
-        if bad:
+                received[made] = again.digests[rank][made[~receiver.slab.through[rank]]]
+            if in_rounds.any():
+                received[in_rounds] = self.in_rounds[rank][in_rounds]
+            wrong = np.isin(pieces.into[:, 0], mismatches)
+            wrong[~as_blocks] |= received[~as_blocks] != sent[:plain_count]
+            blocks = self._blocks(rank, located(receiver.engine.regions.values()))
+            wrong |= as_blocks & np.isin(pieces.into[:, 0], blocks.tensors[of_blocks != sent[plain_count:]])
+            wrong_names.update(pieces.names[index] for index in np.flatnonzero(wrong))
+        self.pending = {}
+        if wrong_names:
             raise ReshardError(
-                f"{len(bad)} tensors did not arrive as they are in the trainer: {listed(sorted(bad))}"
+                f"{len(wrong_names)} tensors did not arrive as they are in the trainer: "
+                f"{listed(sorted(wrong_names))}"
             )
-        if stale := self.side.engine.stale_derived():
+        if stale := receiver.engine.stale_derived():
             raise ReshardError(
                 f"{len(stale)} tensors are not what the engine derives from the weights that arrived: {listed(sorted(stale))}"
             )
 
-    def _passes(self, rank: int) -> np.ndarray:
-        """Of each piece of a trainer's rank, whether it comes in a round, after which something is made of it."""
-        found: np.ndarray = self.side.rounds_of(rank) != AT_ONCE
-        return found
+    def _in_rounds(self, rank: int) -> np.ndarray:
+        """Return a mask over a trainer's rank's pieces: those that arrive in a round and become something else then."""
+        mask: np.ndarray = self.receiver.rounds_of(rank) != AT_ONCE
+        return mask
 
-    def _is_made_here(self, rank: int) -> np.ndarray:
-        """Of each piece of a trainer's rank, whether what this engine serves is made of it here, with others."""
-        blockwise = BLOCKWISE[self.side.pieces[rank].asked[:, ENCODED]]
-        return self._passes(rank) | (blockwise & ~self._travels(rank))
+    def _made_here(self, rank: int) -> np.ndarray:
+        """Return a mask over a trainer's rank's pieces: those from which this engine makes what it serves."""
+        blockwise = BLOCKWISE[self.receiver.pieces[rank].asked[:, ENCODED]]
+        return self._in_rounds(rank) | (blockwise & ~self._as_blocks(rank))
 
-    def _travels(self, rank: int) -> np.ndarray:
-        """Of each piece of a trainer's rank, whether it comes in blocks that were made there."""
-        sent, blockwise = self.side.ways()[rank] in SENT, BLOCKWISE[self.side.pieces[rank].asked[:, ENCODED]]
-        found: np.ndarray = blockwise & ~self.side.slab.through[rank] & sent
-        return found
+    def _as_blocks(self, rank: int) -> np.ndarray:
+        """Return a mask over a trainer's rank's pieces: those that arrive as blocks made by the trainer."""
+        is_sent = self.receiver.ways()[rank] in SENT
+        blockwise = BLOCKWISE[self.receiver.pieces[rank].asked[:, ENCODED]]
+        mask: np.ndarray = blockwise & ~self.receiver.slab.through[rank] & is_sent
+        return mask
 
-    def _parcels(self, rank: int, memory: np.ndarray) -> Strips:
-        """The blocks that come from a trainer's rank."""
-        some = self.side.pieces[rank].where(self._travels(rank))
-        return parcels_of(destination_table(memory, some), some.into, places_of(self.side.engine))
+    def _blocks(self, rank: int, memory: np.ndarray) -> Strips:
+        """Return the blocks that arrive as such from a trainer's rank."""
+        pieces = self.receiver.pieces[rank].where(self._as_blocks(rank))
+        return parcels_of(destination_table(memory, pieces), pieces.into, places_of(self.receiver.engine))

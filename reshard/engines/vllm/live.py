@@ -16,6 +16,7 @@ with importing("vllm"):
     import torch
 
 from reshard.core.boxes import whole
+from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError, listed
 from reshard.core.gc import gc_paused
 from reshard.core.placement import LocalTensor, Part, Placement
@@ -69,18 +70,24 @@ class VllmModel(Engine):
     """One rank of a running vLLM: a model, its ``VllmConfig``, and, where there are, the worker that runs it
     and the engine of this process that takes the requests.
 
-    Layers that vLLM serves from fp8 blocks are quantized by the refit: with the least error, or, `exact`, bit for bit
-    as vLLM's own loading of the same weights would have left them.
+    Layers that vLLM serves from fp8 blocks are quantized by the refit: with the least error, or, with
+    `match_vllm_rounding`, bit for bit as vLLM's own loading of the same weights would have left them.
 
     Raises ReshardError, before anything is changed, where the model serves from another arrangement of its
     weights than the loaded one, and where vLLM's loader disagrees with our rules.
     """
 
+    @accepts_renamed_options
     def __init__(
-        self, model: torch.nn.Module, config: Any, worker: Any = None, front: Any = None, exact: bool = False
+        self,
+        model: torch.nn.Module,
+        config: Any,
+        worker: Any = None,
+        front: Any = None,
+        match_vllm_rounding: bool = False,
     ) -> None:
         self.module, self.vllm_config, self.worker, self.front = model, config, worker, front
-        self.exact = exact
+        self.match_vllm_rounding = match_vllm_rounding
         # Before anything can fail: an engine that cannot be connected must not serve weights of no meaning
         # either.
         self._guard = guard_of(model, config)
@@ -101,7 +108,7 @@ class VllmModel(Engine):
 
     def _look(self, drafts: bool) -> None:
         """Find out what this rank holds, and where; with its drafter, if a refit is to bring that too."""
-        model, config, exact = self.module, self.vllm_config, self.exact
+        model, config = self.module, self.vllm_config
         self.served = Served(model, self.draft if drafts else None)
         self.blocks = _blocks_of(self.served)
         _refuse_processed(self.served, config)
@@ -114,7 +121,7 @@ class VllmModel(Engine):
         with gc_paused():
             self.placement, self.regions = self._placement()
             self.reloads.share(self._held())
-        self.scales = self._scales(exact)
+        self.scales = self._scales()
         rounds = self.reloads.round_of
         layers = {identity: identity[0].rpartition(".")[0] for identity in self.regions}
         self.staged_rounds = {
@@ -131,16 +138,19 @@ class VllmModel(Engine):
         self._addresses = self.addresses()
 
     @staticmethod
-    def from_worker(worker: Any, front: Any = None, exact: bool = False) -> "VllmModel":
+    @accepts_renamed_options
+    def from_worker(worker: Any, front: Any = None, match_vllm_rounding: bool = False) -> "VllmModel":
         """The model of a vLLM worker (``vllm.v1.worker.gpu_worker.Worker``); `front` is the engine of this
         process, if it is here."""
-        return VllmModel(worker.get_model(), worker.vllm_config, worker, front, exact)
+        return VllmModel(worker.get_model(), worker.vllm_config, worker, front, match_vllm_rounding)
 
     @staticmethod
-    def from_llm(llm: Any, exact: bool = False) -> "VllmModel":
+    @accepts_renamed_options
+    def from_llm(llm: Any, match_vllm_rounding: bool = False) -> "VllmModel":
         """The model of an ``LLM``, or of an ``LLMEngine``, whose worker runs in this process
         (``external_launcher``, or without multiprocessing)."""
-        return VllmModel.from_worker(driver_worker(llm), getattr(llm, "llm_engine", llm), exact)
+        front = getattr(llm, "llm_engine", llm)
+        return VllmModel.from_worker(driver_worker(llm), front, match_vllm_rounding)
 
     def _rank(self) -> VllmRank:
         tp, tp_rank = tensor_parallel()
@@ -385,7 +395,7 @@ class VllmModel(Engine):
                 found.setdefault(layer, []).append(Held(parameter, part.name, shape, part.box, row))
         return found
 
-    def _scales(self, exact: bool) -> dict[Any, Scales]:
+    def _scales(self) -> dict[Any, Scales]:
         """Where the scales of local tensors in fp8 lie. Raises ReshardError where they have another shape than
         their blocks, and where what we make of blocks differs from what vLLM makes of them."""
         if not self.blocks:
@@ -411,7 +421,7 @@ class VllmModel(Engine):
                     f"{where} is {scales.dtype} {list(scales.shape)} with strides {list(scales.stride())}, where "
                     f"{[*experts, rows, columns]} in float32 are known to a refit: serve in bf16"
                 )
-            twice = "twice" if exact else "ue8m0"
+            twice = "twice" if self.match_vllm_rounding else "ue8m0"
             rounding = twice if layer.powers_of_two else "fp32"
             found[identity] = Scales(Region(scales, (identity[1] or 0) * rows * columns, columns), rounding)
         for rounding in {some.rounding for some in found.values()}:

@@ -15,6 +15,7 @@ from typing import Any
 
 from reshard.comm.group import MOST_MEMBERS, RefitGroup, check_rank
 from reshard.comm.hosts import parsed
+from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError
 from reshard.core.limits import MOST_BUCKET_BYTES, check_number, check_seconds, check_switch
 from reshard.engines.vllm.compat import with_plain_weights
@@ -48,6 +49,7 @@ class RefitExtension:
             worker.load_model = then(worker.load_model, lambda *_, **__: _watch(worker))
         return worker
 
+    @accepts_renamed_options
     def reshard_connect(
         self,
         address: str,
@@ -56,7 +58,7 @@ class RefitExtension:
         backend: str = "auto",
         bucket_bytes: int = BUCKET_BYTES,
         timeout: float = 60.0,
-        exact: bool = False,
+        match_vllm_rounding: bool = False,
         secret: str | None = None,
     ) -> None:
         """Join the trainer's ranks and the other workers, and connect; every worker and every rank does so at the same time.
@@ -67,8 +69,8 @@ class RefitExtension:
 
         `backend`, the way that bytes go, and `bucket_bytes`, the memory of a rank for those that cannot be read where they
         are, are those of `reshard.refit.connect`. `timeout` is for how many seconds members wait for each other,
-        in this call and in every refit. `exact` is that of `VllmModel`: layers in fp8 blocks get bit for bit what vLLM's own
-        loading makes of the weights. `secret` is that of `RefitGroup.join`, the same for all members.
+        in this call and in every refit. `match_vllm_rounding` is that of `VllmModel`: layers in fp8 blocks get
+        bit for bit what vLLM's own loading makes of the weights. `secret` is that of `RefitGroup.join`, the same for all members.
 
         Raises ReshardError, as on every other member, where the two sides do not hold the same model or a member is missing.
         """
@@ -76,8 +78,11 @@ class RefitExtension:
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
         # By the index: the data parallel rank is 0 in each of the engines of a model without experts.
         mine = self.rank + parallel.data_parallel_index * parallel.world_size  # type: ignore[attr-defined]
-        self.reshard_join(address, first_rank + mine, size, backend, bucket_bytes, timeout, exact, secret)
+        self.reshard_join(
+            address, first_rank + mine, size, backend, bucket_bytes, timeout, match_vllm_rounding, secret
+        )
 
+    @accepts_renamed_options
     def reshard_join(
         self,
         address: str,
@@ -86,7 +91,7 @@ class RefitExtension:
         backend: str = "auto",
         bucket_bytes: int = BUCKET_BYTES,
         timeout: float = 60.0,
-        exact: bool = False,
+        match_vllm_rounding: bool = False,
         secret: str | None = None,
     ) -> None:
         """As `reshard_connect`, for who knows this worker's `rank` among all members. What makes no sense is refused before the
@@ -96,26 +101,27 @@ class RefitExtension:
         check_backend(backend)
         check_number(bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
         check_seconds(timeout, "timeout")
-        check_switch(exact, "exact")
+        check_switch(match_vllm_rounding, "match_vllm_rounding")
         self.reshard_close()
         members = RefitGroup.join(address, rank, size, timeout, secret)
         with asked_by("refit"):
             self._reshard_link = connect(
                 members,
-                destination=partial(self._reshard_side, exact),
+                destination=partial(self._reshard_side, match_vllm_rounding),
                 backend=backend,
                 bucket_bytes=bucket_bytes,
             )
 
-    def _reshard_side(self, exact: bool) -> VllmModel:
+    def _reshard_side(self, match_vllm_rounding: bool) -> VllmModel:
         """This worker's side: that of the last connect, where vLLM has the same model and order of weights
         still."""
         kept: VllmModel | None = getattr(self, "_reshard_engine", None)
-        if kept is not None and kept.module is self.get_model() and kept.exact == exact:  # type: ignore[attr-defined]
+        same_model = kept is not None and kept.module is self.get_model()  # type: ignore[attr-defined]
+        if kept is not None and same_model and kept.match_vllm_rounding == match_vllm_rounding:
             with suppress(ReshardError):
                 kept.follow()
                 return kept
-        self._reshard_engine = VllmModel.from_worker(self, exact=exact)
+        self._reshard_engine = VllmModel.from_worker(self, match_vllm_rounding=match_vllm_rounding)
         return self._reshard_engine
 
     def reshard_refit(self, version: int | None = None, verify: bool = False) -> dict[str, Any]:

@@ -20,13 +20,13 @@ from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, rewrite_message
 from reshard.device.cuda import cuda_free, cuda_memory, exported
 from reshard.refit.addresses import AT_ONCE
-from reshard.refit.checks import check_slab, is_handle
 from reshard.refit.copies import wait_for_device
+from reshard.refit.protocol.checks import check_slab, is_handle
+from reshard.refit.protocol.encoding import pack_json, readable, unpack_json
 from reshard.refit.tables import DST, SRC, TILE_BYTES, bytes_packed
 from reshard.refit.transports.base import Incoming, Outgoing, Transport, by_round, rounds_in
-from reshard.refit.transports.mappings import HINT, Mappings
+from reshard.refit.transports.mapped import HINT, Mappings
 from reshard.refit.transports.packing import ALIGNMENT, Round, Side
-from reshard.refit.wire import pack_json, readable, unpack_json
 
 SLOTS = 2
 NAME = "reshard"  # of the file that a slab of the host's memory is
@@ -195,11 +195,11 @@ class Staged(Transport):
             if end == DST or index >= SLOTS:
                 self._wait(awaited, peer, up_to)
             copies.run()
-        if here and not wait_for_device(self.device, self.members.timeout, self.members.answer):
+        if here and not wait_for_device(self.device, self.members.timeout, self.members.report_alive):
             raise ReshardError(f"the copies did not end within {self.members.timeout:g} s")
         for peer in here:
             self.done[peer, end] += 1
-            self.members.count(f"{tell}/{peer}", self.done[peer, end])
+            self.members.post_count(f"{tell}/{peer}", self.done[peer, end])
 
     def _wait(self, step: str, peer: int, up_to: int) -> None:
         with readable(f"'{step}' of {self.members.names[peer]}"):

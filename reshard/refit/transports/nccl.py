@@ -21,7 +21,7 @@ from reshard.comm.background import in_background
 from reshard.comm.group import LOOK_SECONDS, RefitGroup
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.refit.addresses import AT_ONCE
-from reshard.refit.checks import check_partners, gathered, most_buckets
+from reshard.refit.protocol.checks import check_partners, gathered, most_buckets
 from reshard.refit.tables import DST, SRC, TILE_BYTES, bytes_packed
 from reshard.refit.transports.base import Incoming, Outgoing, Transport, by_round
 from reshard.refit.transports.packing import ALIGNMENT, Round, Side
@@ -51,7 +51,7 @@ def group_of(members: RefitGroup, ranks: Sequence[int], device: torch.device, fr
     # Torch's own waits end with their time limit only; so they are not this thread's.
     made = in_background(lambda: _made(members, store, ranks.index(members.rank), len(ranks), device))
     deadline = time.monotonic() + members.timeout
-    with members.answering():
+    with members.reporting_alive():
         while not wait([made], LOOK_SECONDS).done:
             members.check()
             if time.monotonic() > deadline:
@@ -62,13 +62,16 @@ def group_of(members: RefitGroup, ranks: Sequence[int], device: torch.device, fr
         reason = f"not made within {members.timeout:g} s"
     except RuntimeError as error:
         reason = first_line(error)
-    silent = listed(members.names[rank] for rank in members.silent())
+    silent = listed(members.names[rank] for rank in members.unresponsive_ranks())
     raise ReshardError(f"there is no communicator for buckets ({reason}); {silent or 'no member'} is silent")
 
 
 def _made(members: RefitGroup, store: Any, index: int, size: int, device: torch.device) -> Any:
     # Under a name of its own: what a broken communicator has left in the store must not be read again.
-    named, timeout = dist.PrefixStore(f"buckets/{members.turns}", store), timedelta(seconds=members.timeout)
+    named, timeout = (
+        dist.PrefixStore(f"buckets/{members.transaction_number}", store),
+        timedelta(seconds=members.timeout),
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread, which is new
         options = dist.ProcessGroupNCCL.Options()

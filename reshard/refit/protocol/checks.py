@@ -30,8 +30,8 @@ from reshard.refit.addresses import (
     two,
 )
 from reshard.refit.codecs import BLOCKWISE, CODECS, PLAIN, ROUNDINGS
+from reshard.refit.protocol.encoding import pack_json, unpack_json
 from reshard.refit.routes import BACKENDS
-from reshard.refit.wire import pack_json, unpack_json
 
 if TYPE_CHECKING:
     from reshard.comm.group import RefitGroup
@@ -125,7 +125,7 @@ def check_hello(peer: Mapping[str, Any]) -> None:
         "roles": isinstance(roles, list) and all(r in ROLES for r in roles) and len({*map(str, roles)}) == len(roles),
         "backend": isinstance(peer.get("backend"), str) and peer["backend"] in BACKENDS,
         "bucket_bytes": _is_number(peer.get("bucket_bytes"), 1, MOST_BUCKET_BYTES),
-        "release": isinstance(peer.get("release"), bool),
+        "keep_mapped": isinstance(peer.get("keep_mapped"), bool),
         **{key: _is_number(peer.get(key), 0, MOST_ADDRESS) for key in ("user", "pid")},
         **{key: _is_word(peer.get(key)) for key in ("reshard", "device", "host", "gpu", "namespaces")},
     }  # fmt: skip

@@ -17,7 +17,7 @@ from reshard.refit.codecs import BLOCKWISE, block_codec, by_rounding
 from reshard.refit.copies import CopyTable
 from reshard.refit.tables import CODEC, bytes_read_by, interleaved, tiles_of
 from reshard.refit.transports.base import Incoming, Outgoing, Transport
-from reshard.refit.transports.mappings import HINT, Mappings
+from reshard.refit.transports.mapped import HINT, Mappings
 
 PROGRAMS_ASIDE = 32
 PADDING = -1  # in place of a trainer's rank, for rows that none has

@@ -1,0 +1,1 @@
+"""Messages of a connect and a refit."""
