@@ -32,7 +32,7 @@ from reshard.engines.vllm import nvfp4
 from reshard.engines.vllm.compressed import stored_as
 from reshard.engines.vllm.layers import NVFP4, Compressed, compressed_of, method_of
 from reshard.engines.vllm.live import PLAIN_METHODS
-from reshard.engines.vllm.plugin import blocks_wanted, config_directory, megatron_directory
+from reshard.engines.vllm.load_format.checkpoint import config_directory, megatron_directory, wants_fp8_blocks
 from reshard.engines.vllm.trace import Canonical, Trace, TracedCopy, trace_load
 from reshard.megatron.live.filling import Filler
 from reshard.megatron.live.memory import ToDevice
@@ -258,7 +258,7 @@ def _directory(model_config: ModelConfig) -> Path:
 def _to_quantize(source: MegatronSource, wanted: Mapping[str, Any]) -> frozenset[str]:
     """The weights that vLLM expects as fp8 blocks with scales, by the quantization in the config that it has read: Megatron
     holds them as they were before."""
-    if not blocks_wanted({"quantization_config": wanted}, source.path):
+    if not wants_fp8_blocks({"quantization_config": wanted}, source.path):
         return frozenset()
     recorded = (source.manifest() or {}).get("quantized")
     names = recorded or source.model.quantizable() & source.tensors.keys()
