@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 LOAD_FORMAT = BACKEND = "reshard"
+# Imported by vLLM, and only if an engine asks for this backend.
+TRANSFER_MODULE = "reshard.integrations.weight_transfer_worker"
 EXTENSION = "reshard.engines.vllm.worker.RefitExtension"
 logger = logging.getLogger("vllm.reshard")
 
@@ -34,7 +36,7 @@ def register() -> None:
         from reshard.engines.vllm.load_format.loader import ReshardModelLoader
 
         register_loader(LOAD_FORMAT, ReshardModelLoader)
-        register_transfer(BACKEND, "reshard.engines.vllm.transfer", "ReshardTransfer")
+        register_transfer(BACKEND, TRANSFER_MODULE, "ReshardTransfer")
         before_engine_config(complete_arguments)
     except (ImportError, ReshardError) as error:
         logger.warning("no --load-format %s: %s", LOAD_FORMAT, error)

@@ -28,12 +28,13 @@ import numpy as np
 from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError, listed
 from reshard.device.memory import Region as Live
+from reshard.engines.trace import Canonical, Trace, TracedCopy
 from reshard.engines.vllm import nvfp4
 from reshard.engines.vllm.compressed import stored_as
 from reshard.engines.vllm.layers import NVFP4, Compressed, compressed_of, method_of
-from reshard.engines.vllm.live import PLAIN_METHODS
 from reshard.engines.vllm.load_format.checkpoint import config_directory, megatron_directory, wants_fp8_blocks
-from reshard.engines.vllm.trace import Canonical, Trace, TracedCopy, trace_load
+from reshard.engines.vllm.stand_ins import trace_model
+from reshard.engines.vllm.supported import PLAIN_METHODS
 from reshard.megatron.live.filling import Filler
 from reshard.megatron.live.memory import ToDevice
 from reshard.megatron.live.pieces import Piece
@@ -286,7 +287,7 @@ def _schemes(model: torch.nn.Module, canonical: Canonical) -> tuple[dict[str, Co
             found |= {f"{name}.{weight}": how for weight in how.weights}
             if how.codes == NVFP4:
                 nvfp4.check_columns(name, module)
-    copies = trace_load(model, canonical).copies
+    copies = trace_model(model, canonical).copies
     schemes = {copy.name: found[copy.parameter] for copy in copies if copy.parameter in found}
     return schemes, frozenset(copy.name for copy in copies)
 
@@ -309,7 +310,7 @@ def _boxes(model: torch.nn.Module, model_config: ModelConfig, found: _Found) -> 
     if found.quantized:
         raise ReshardError("the config wants fp8 blocks")
     canonical = _canonical(found.weights)
-    trace = trace_load(model, canonical)
+    trace = trace_model(model, canonical)
     live = _tensors(model)
     filled = dict.fromkeys((name for name, _ in model.named_parameters()), 0)
     for copy in trace.copies:
