@@ -54,11 +54,6 @@ class DeepseekV3(Family):
     shared_experts = "n_shared_experts"
     rotary = "DR"
     rope_types = ("default", "yarn")
-    vllm_names = (
-        ("self_attn.q_proj.*",             "self_attn.q_proj.*",           "always"),
-        ("self_attn.q_a_proj.*",           "self_attn.fused_qkv_a_proj.*", "q_lora_rank"),
-        ("self_attn.kv_a_proj_with_mqa.*", "self_attn.fused_qkv_a_proj.*", "q_lora_rank"),
-    )  # fmt: skip
 
     #    HF parameter                             shape              Megatron parameter                                    arrangement  split         where
     layer = (

@@ -40,7 +40,6 @@ class Qwen3Moe(Family):
     megatron = {"qk_layernorm": True}
     window = "everywhere"
     reads = ("decoder_sparse_step", "mlp_only_layers")
-    vllm_ends = "every stage"
     always = {
         "qkv_bias": False,
         "use_qk_norm": True,

@@ -615,8 +615,7 @@ def of_a_table_without(rank: int, sides: dict, directory: str, rows: list[str], 
 
 
 def without_vllm_names() -> None:
-    """Families that say nothing of vLLM's names."""
-    from reshard.models.family import families
+    """Families that the engine has no names for."""
+    from reshard.engines.vllm.names import FAMILIES
 
-    for family in families().values():
-        family.vllm_names = None
+    FAMILIES.clear()

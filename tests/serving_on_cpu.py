@@ -118,7 +118,7 @@ def streamed(rank: int, cases: list) -> list[dict]:
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
 
-    from reshard.engines.vllm.loader import open_weights
+    from reshard.engines.vllm.load_format.loader import open_weights
 
     found: list[dict] = []
     for directory, options in cases:

@@ -251,7 +251,7 @@ for missing in ("ml_dtypes", "xxhash"):
     register()
     from reshard.engines.vllm.worker import RefitExtension
     try:
-        from reshard.engines.vllm.loader import ReshardModelLoader
+        from reshard.engines.vllm.load_format.loader import ReshardModelLoader
     except __import__("reshard").ReshardError as error:
         print("loader:", error)
     print(RefitExtension.__name__, flush=True)

@@ -1,7 +1,11 @@
 """Traces of vLLM's real loader: one that is shown a few experts of layers that are alike, beside one that is shown all of them."""
 
-from reshard.engines.vllm import alike, trace
+from functools import partial
+
+from reshard.engines.deduplicated import trace_deduplicated
+from reshard.engines.vllm.canonical import canonical_tensors, expert_layers
 from reshard.engines.vllm.live import VllmModel
+from reshard.engines.vllm.stand_ins import layer_fingerprint, trace_model
 from tests import vllm_on_cpu
 
 
@@ -10,7 +14,8 @@ def traces(rank: int, directory: str, change: str, engine: dict) -> dict:
     makes one layer of the last two unlike the others, in what the modules say of themselves or only in what their loader does."""
     module, config = vllm_on_cpu.build(directory, load_format="dummy", **engine)
     model = VllmModel(module, config)
-    canonical, layers, held = model._canonical(), model._expert_layers(), model.rank.experts
+    canonical = canonical_tensors(model.model, config.model_config.dtype)
+    layers, held = expert_layers(model.model), model.rank.experts
     experts = module.get_submodule(layers[-1].prefix + "mlp.experts")
     loader = next(m for m in experts.modules() if "w13_weight" in m._parameters)
     if change == "kind":
@@ -32,9 +37,11 @@ def traces(rank: int, directory: str, change: str, engine: dict) -> dict:
         return plain_load(module, iter(weights))
 
     module.load_weights = counting
-    found = alike.trace_alike(module, canonical, layers, held)
+    found = trace_deduplicated(
+        partial(trace_model, module), canonical, layers, partial(layer_fingerprint, module), held
+    )
     of_alike = list(shown)
-    whole = trace.trace_load(module, canonical)
+    whole = trace_model(module, canonical)
     places = {copy.offset for copy in whole.copies if copy.name == layers[-1].experts[held[0]][0]}
     return {"shown": of_alike, "of": len(canonical), "places": places, "layers": len(layers),
             "same": sorted(map(repr, found.copies)) == sorted(map(repr, whole.copies)) and found.fills == whole.fills}  # fmt: skip

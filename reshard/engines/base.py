@@ -1,98 +1,135 @@
-"""The destination of a refit: what an inference rank says of itself, and is told."""
+"""The destination of a refit: one rank of a running inference engine, as `Engine`.
 
-from abc import ABC, abstractmethod
+What a new engine has to give, if it serves weights as they were loaded:
+
+- `hf_config`: the published config of the model that it serves, a ``config.json`` as a dict.
+- `tp`: its tensor parallel size, which tells replicas apart.
+- `placement`: which boxes of the canonical tensors (published names and shapes) each of its local tensors holds.
+  `reshard.engines.trace` records this from the engine's own loader, and `reshard.engines.rules` checks rules against that
+  record, or does without rules.
+- `regions`: where each of these local tensors lies in memory.
+- `guard`: a `reshard.engines.guard.Guard`, on which the engine's serving path calls ``check_ready()`` before each run of the
+  model, also before the first refit.
+
+The rest has defaults. An engine overrides them as far as it moves its tensors (`refresh_regions`), quantizes plain weights when
+they have arrived (`scales`, `staged_rounds`, `process_round`, `mismatches`), derives tensors from the weights
+(`update_derived`, `stale_derived`), or can do without some of them (`optional`, `select_optional`).
+"""
+
 from collections.abc import Mapping, Set
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from reshard.core.placement import Placement
 from reshard.device.memory import Region
+from reshard.engines.guard import Guard
+
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 class Scales(NamedTuple):
-    """Of a local tensor ``[rows, columns]`` whose region holds fp8: where the fp32 scales of its 128x128 blocks
-    lie, ``[rows / 128, columns / 128]`` rounded up, and how they are rounded (`reshard.refit.codecs.ROUNDINGS`)."""
+    """The scales of a local tensor ``[rows, columns]`` whose region holds fp8 codes.
+
+    `region` holds the fp32 scales of its 128x128 blocks, ``[ceil(rows / 128), ceil(columns / 128)]``; `rounding` is one of
+    `reshard.refit.codecs.ROUNDINGS`.
+    """
 
     region: Region
     rounding: str
 
 
-class Engine(ABC):
-    """One rank of a running inference engine.
+class Engine:
+    """One rank of a running inference engine; the module's docstring says what a subclass has to give.
 
-    `hf_config` is the published config of the model that it serves, `placement` what its local tensors hold
-    of the canonical ones, and `regions` where each of these lies, by its id, in an order that stays. A refit
-    writes into the regions, and into the `scales` of those that are quantized, and nowhere else. As long as it is
-    not `ready`, from when it is made on, an engine refuses to serve.
+    A refit writes into `regions`, and into the `scales` of those that are quantized, and nowhere else. Ids of local tensors are
+    the keys of `regions`, whose order does not change.
     """
 
     hf_config: dict[str, Any]
+    tp: int
     placement: Placement
     regions: Mapping[Any, Region]
-    scales: Mapping[Any, Scales]  # by the ids of those that are quantized
-    # By the ids of local tensors that only pass through their regions, the round in which they do: the regions of all
-    # rounds may be the same memory. When those of a round have come, `process_round` is called, before the first of the next.
-    staged_rounds: Mapping[Any, int]
-    # Published names that a trainer may lack altogether; `offered` is told, before anything is planned, which of them it has.
+    guard: Guard
+
+    # Quantized local tensors, by id: where their scales lie, and how these are rounded.
+    scales: Mapping[Any, Scales] = _NOTHING
+    # Local tensors that only pass through their regions, by id: the index of their round. The regions of all rounds may be the
+    # same memory. `process_round` is called when those of a round have arrived, before the first of the next.
+    staged_rounds: Mapping[Any, int] = _NOTHING
+    # Published names that a trainer may lack: `select_optional` tells the engine, before anything is planned, which of them it has.
     optional: frozenset[str] = frozenset()
-    timeout: float = 60.0  # seconds that ranks wait for each other where they make something together
-    tp: int  # its tensor parallel size, by which replicas among engines' ranks are told apart
+    # Seconds that ranks wait for each other when they process a round together.
+    timeout: float = 60.0
+
+    _addresses: list[int] | None = None
 
     @property
-    @abstractmethod
     def ready(self) -> bool:
-        """Whether it holds whole weights."""
+        """True once every parameter has been written by one complete refit, or loaded by the engine itself."""
+        return self.guard.ready
 
     @property
-    @abstractmethod
     def version(self) -> int | None:
-        """The version that the last whole refit brought; None before."""
+        """The version that the last complete refit brought; None before."""
+        return self.guard.version
 
-    def offered(self, names: Set[str]) -> None:
-        """The trainer has these of the `optional` names: what is made of the others is no longer part of the placement.
+    def begin(self) -> None:
+        """Refuse to serve until `end`; called before the first byte is written."""
+        self.guard.invalidate("a half-written model, since a refit failed or is under way")
 
-        Raises ReshardError where the engine cannot serve without it."""
+    def end(self, version: int) -> None:
+        """Serve again, with weights of this version; called when every member has finished."""
+        self.guard.refitted(version)
+
+    def refresh_regions(self) -> bool:
+        """Update `regions` and `scales` for tensors that the engine has moved; return True if it has moved any.
+
+        Called at connect and before each refit. Raises ReshardError if a tensor has no memory, or another layout than at
+        connect.
+        """
+        addresses = [
+            region.address for regions in (self.regions, self._scale_regions()) for region in regions.values()
+        ]
+        moved, self._addresses = addresses != self._addresses, addresses
+        return moved
+
+    def select_optional(self, available: Set[str]) -> None:
+        """Drop from `placement` what needs those of the `optional` names that are not `available`.
+
+        Raises ReshardError if the engine cannot serve without it.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} has optional names, and does not say what it is without them"
         )
 
-    @abstractmethod
-    def follow(self) -> bool:
-        """Find the local tensors again where the engine has moved them; whether there were any.
+    def process_round(self, index: int) -> None:
+        """Quantize the local tensors staged in this round into the tensors that the engine serves from.
 
-        Raises ReshardError where one has no memory, or is no longer what it was at connect.
+        Their bytes are in their regions; on a GPU, once the current stream has come so far.
         """
 
-    @abstractmethod
-    def begin(self) -> None:
-        """Before the first byte: not ready, until `end`."""
+    def mismatches(self, index: int) -> list[Any]:
+        """Return the ids of this round's local tensors, whose bytes are in their regions, that the engine serves other weights for."""
+        return []
 
-    @abstractmethod
-    def quantized(self) -> list[dict[str, Any]]:
-        """What it does not serve from the trainer's dtype, for logs: ``how``, by which ``kernel``, and how many
-        ``layers``."""
-
-    @abstractmethod
-    def process_round(self, number: int) -> None:
-        """Make what is served of the local tensors of a round, which lie in their regions now. On a GPU they are there
-        once the current stream is."""
-
-    @abstractmethod
-    def mismatches(self, number: int) -> list[Any]:
-        """The ids of the local tensors of a round, which lie in their regions now, of which something else is served."""
-
-    @abstractmethod
     def update_derived(self) -> None:
-        """After the last byte: make again what is derived from the weights."""
+        """Update the tensors that the engine derives from its weights; called after the last byte."""
 
     def stale_derived(self) -> list[str]:
-        """For a check: the names of tensors that it derives from the weights, and that are not what those give."""
+        """Return, for a check, the names of derived tensors that are not what the weights give."""
+        return []
+
+    def quantized_layers(self) -> list[dict[str, Any]]:
+        """Return, for logs, what is not served in the trainer's dtype: ``how``, by which ``kernel``, and how many ``layers``."""
         return []
 
     def tensor_accounts(self) -> list[dict[str, Any]]:
-        """What a refit does to each of its tensors, for logs: ``what`` (brought, derived, left alone), ``how`` or why, how many
-        ``tensors``, and the name of the ``first``."""
+        """Return, for logs, what a refit does to the engine's tensors.
+
+        Each entry has ``what`` (brought, derived, left alone), ``how`` or why, how many ``tensors``, and the name of the
+        ``first``.
+        """
         return []
 
-    @abstractmethod
-    def end(self, version: int) -> None:
-        """All members have what they need: ready, with weights of this version."""
+    def _scale_regions(self) -> dict[Any, Region]:
+        return {identity: scales.region for identity, scales in self.scales.items()}

@@ -73,9 +73,6 @@ class Family:
       `reshard.models.config_fields`. Any other field of transformers' class has to be at its default there.
     - `always`: fields that transformers' class does not have, and what they are for every model of the family;
       at another value they are refused.
-    - `vllm_names`: (published name, vLLM's parameter, where) besides or instead of those in
-      `reshard.engines.vllm.names`; None where none holds, so that a refit goes by vLLM's traced loader alone.
-      `vllm_ends`: whether vLLM has embedding and output on ``the ends`` of a pipeline or on ``every stage``.
     - `layers`, `ends`, `outputs`: where the modules are whose outputs transformers and Megatron both have.
     """
 
@@ -113,8 +110,6 @@ class Family:
     refused: tuple[tuple[str, tuple, str], ...] = ()
     no_effect: tuple[str, ...] = ()
     always: dict[str, Any] = {}
-    vllm_names: tuple[tuple[str, str, str], ...] | None = ()
-    vllm_ends = "the ends"
     # place for people, module in transformers, module in Megatron
     layers = "model.layers."
     ends = (

@@ -85,7 +85,7 @@ def connect(members: RefitGroup, source: "Trainer | Callable[[], Trainer] | None
             engine = Receiver(serves, members, agreed, device) if serves is not None else None
             config = b""
             if engine is not None:
-                engine.engine.follow()
+                engine.engine.refresh_regions()
                 config = pack_json(engine.engine.hf_config)
                 members.post("model", config)
             where = f"the config of {members.names[agreed.engines[0]]}"

@@ -214,7 +214,7 @@ class Link:
         if self.device.type == "cuda":
             # the optimizer's work, or the engine's last step, on whatever stream
             torch.cuda.synchronize(self.device)
-        engine_moved = self.engine is not None and self.engine.engine.follow()
+        engine_moved = self.engine is not None and self.engine.engine.refresh_regions()
         return self.trainer is not None and self.trainer.tell_if_moved(), engine_moved
 
     def _settle(self, trainer: Sender) -> None:
@@ -385,7 +385,7 @@ class Link:
             "keep_mapped": self.keep_mapped,
             "bucket_bytes": self.agreed.bucket_bytes,
             "ways": ways,
-            "quantized": self.engine.engine.quantized() if self.engine is not None else [],
+            "quantized": self.engine.engine.quantized_layers() if self.engine is not None else [],
             "parts": self.engine.slab.described() if self.engine is not None else {},
             "tensors": self.engine.engine.tensor_accounts() if self.engine is not None else [],
         }

@@ -72,7 +72,7 @@ class Receiver:
         if self.engine.optional:
             names = self.members.names
             held = {name for rank, (header, _) in said.items() for name in names_held(header, names[rank])}
-            self.engine.offered(self.engine.optional & held)
+            self.engine.select_optional(self.engine.optional & held)
         position = self.agreed.engines.index(self.members.rank)
         distances = {rank: self.agreed.distance(rank) for rank in self.agreed.trainers}
         roundings = sorted({some.rounding for some in self.engine.scales.values()})

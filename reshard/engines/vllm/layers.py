@@ -2,11 +2,8 @@
 how their parameters are loaded and processed; for vLLM 0.24 to 0.33, as `reshard.engines.vllm.compat` has the rest.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from reshard.core.errors import ReshardError
 from reshard.core.extras import importing
 from reshard.engines.vllm.compat import known
 
@@ -308,6 +305,19 @@ def method_of(module: torch.nn.Module) -> str:
     return f"{name} ({', '.join(ends)})" if ends else name
 
 
+def processing_of(module: torch.nn.Module) -> str:
+    """Return how vLLM quantizes a layer, for logs: the scheme of its checkpoint, or the method."""
+    compressed = compressed_of(module)
+    if compressed is None:
+        return method_of(module)
+    inputs = (
+        ", scales of the input as they were loaded" if compressed.inputs and compressed.reads_inputs else ""
+    )
+    size = "" if compressed.block is None else f" of {compressed.block[0]}x{compressed.block[1]}"
+    size += " and one for all of it" if compressed.codes == NVFP4 else ""
+    return f"{compressed.scheme} ({compressed.codes}, a scale for each {compressed.strategy}{size}{inputs})"
+
+
 ONLINE = "vllm.model_executor.layers.quantization.online."
 PROCESSED = "_already_called_process_weights_after_loading"
 
@@ -399,70 +409,6 @@ def own_blocks(values: torch.Tensor, rounding: str) -> tuple[torch.Tensor, torch
         if rounding == "twice":
             requant_weight_ue8m0_inplace(codes, scales)
         return codes, scales
-
-
-def absorbed_of(module: torch.nn.Module) -> torch.Tensor | None:
-    """One of the two matrices that MLA makes of ``kv_b_proj``; None where the module is no such attention, or
-    has not made it."""
-    absorbed = getattr(module, "W_UV", None)
-    return absorbed if isinstance(absorbed, torch.Tensor) else None
-
-
-def has_adapters(module: torch.nn.Module) -> bool:
-    """Tell whether a module is vLLM's wrapper of a layer that LoRA adapters are added to."""
-    return type(module).__module__.startswith("vllm.lora.") and "base_layer" in module._modules
-
-
-@contextmanager
-def without_adapters(model: torch.nn.Module) -> Iterator[dict[str, torch.nn.Module]]:
-    """While it is open, the layers themselves stand where vLLM has wrapped them for LoRA adapters, under the names that vLLM's
-    loader knows. Yields the wrappers, by these names."""
-    replaced: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
-    prefixed = [module for module in model.modules() if getattr(module, "lora_base_layer_prefix", "")]
-    wrappers: dict[str, torch.nn.Module] = {}
-    for module in list(model.modules()):
-        for key, child in module._modules.items():
-            if child is not None and has_adapters(child):
-                replaced.append((module, key, child))
-    try:
-        for module, key, wrapper in replaced:
-            module._modules[key] = wrapper._modules["base_layer"]
-        for module in prefixed:
-            module.lora_base_layer_prefix = ""  # type: ignore[assignment]
-        names = {module: name for name, module in model.named_modules()}
-        for _, _, wrapper in replaced:
-            wrappers[names[wrapper._modules["base_layer"]]] = wrapper  # type: ignore[index]
-        yield wrappers
-    finally:
-        for module, key, wrapper in replaced:
-            module._modules[key] = wrapper
-        for module in prefixed:
-            module.lora_base_layer_prefix = "base_layer."  # type: ignore[assignment]
-
-
-def derived_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The matrices, by name, that MLA makes of ``kv_b_proj`` while it is processed, whatever their kind."""
-    named = {**vars(module), **module._parameters, **module._buffers}
-    return {key: one for key, one in named.items() if key.startswith("W_") and isinstance(one, torch.Tensor)}
-
-
-def process_in_place(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Let vLLM make MLA's matrices of ``kv_b_proj`` again, and keep them where they are: CUDA graphs know their addresses, and
-    vLLM 0.24 and 0.25 put new ones in their places. Raises ReshardError where it makes one of another shape or dtype."""
-    before = {key: (tensor, tensor.data) for key, tensor in derived_tensors(module).items()}
-    with torch.no_grad():
-        module.process_weights_after_loading(dtype)  # type: ignore[operator]
-    made = derived_tensors(module)
-    for key, (tensor, data) in before.items():
-        new = made.get(key)
-        if new is None or (new.shape, new.dtype) != (data.shape, data.dtype):
-            raise ReshardError(
-                f"vLLM makes {key} of an attention layer of another shape or dtype when it processes it once more: connect again"
-            )
-        if new.data_ptr() != data.data_ptr():
-            data.copy_(new)
-        tensor.data = data
-        setattr(module, key, tensor)
 
 
 def loading_templates(module: torch.nn.Module) -> dict[str, torch.Tensor]:

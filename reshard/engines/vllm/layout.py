@@ -17,7 +17,7 @@ from reshard.core.boxes import Box, whole
 from reshard.core.errors import ReshardError
 from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.core.splits import split
-from reshard.engines.vllm.names import vllm_name
+from reshard.engines.vllm.names import on_every_stage, vllm_name
 from reshard.models.model import Model
 from reshard.models.tables import Row
 
@@ -104,7 +104,7 @@ class VllmLayout:
                 experts = experts[first : first + few + (index < extra)]
             ranks, index = 1, 0
         layers = tuple(range(start, start + counts[pp_rank]))
-        everywhere = model.family.vllm_ends == "every stage"
+        everywhere = on_every_stage(model)
         first, last = everywhere or pp_rank == 0, everywhere or pp_rank == self.pp - 1
         # the embedding; the norm and the output layer after the layers
         held = {True: first or (last and model.tied), False: last}

@@ -1,16 +1,17 @@
-"""What vLLM calls the parameters of a layer, and which of them it fuses.
+"""What vLLM calls the parameters of a layer, and which of them it fuses, by family.
 
-Rows of a table that come to one name fill it together, in table order. What is in no list keeps its published
-name.
+Rows of a mapping table that have one vLLM name fill that parameter together, in table order. A name in no list here
+is the published one. These names are for families that they were checked with; an engine that serves another one is asked by the
+trace of its own loader alone.
 """
 
 from functools import cache
+from typing import NamedTuple
 
-from reshard.models.family import Family
 from reshard.models.model import Model
 from reshard.models.tables import Row
 
-# published name, vLLM's parameter, where; `*` is what is left of the name: weight or bias
+# published name, vLLM's parameter, where; `*` is the rest of the name: weight or bias
 NAMES = (
     ("self_attn.q_proj.*",                    "self_attn.qkv_proj.*",                  "always"),
     ("self_attn.k_proj.*",                    "self_attn.qkv_proj.*",                  "always"),
@@ -23,23 +24,59 @@ NAMES = (
     ("mlp.experts.{expert}.up_proj.weight",   "mlp.experts.routed_experts.w13_weight", "always"),
     ("mlp.experts.{expert}.down_proj.weight", "mlp.experts.routed_experts.w2_weight",  "always"),
 )  # fmt: skip
+LATENT_ATTENTION = (
+    ("self_attn.q_proj.*",             "self_attn.q_proj.*",           "always"),
+    ("self_attn.q_a_proj.*",           "self_attn.fused_qkv_a_proj.*", "q_lora_rank"),
+    ("self_attn.kv_a_proj_with_mqa.*", "self_attn.fused_qkv_a_proj.*", "q_lora_rank"),
+)  # fmt: skip
+
+
+class VllmFamily(NamedTuple):
+    """A family's `names`, which come before `NAMES`; with `on_every_stage`, embedding and output are not only at a pipeline's ends."""
+
+    names: tuple[tuple[str, str, str], ...] = ()
+    on_every_stage: bool = False
+
+
+FAMILIES = {
+    "llama": VllmFamily(),
+    "qwen2": VllmFamily(),
+    "qwen3": VllmFamily(),
+    "qwen3_moe": VllmFamily(on_every_stage=True),
+    "deepseek_v3": VllmFamily(LATENT_ATTENTION),
+    "glm4_moe": VllmFamily(),
+}
+
+
+def is_known(model: Model) -> bool:
+    """Tell whether the names here were checked with the model's family."""
+    return model.family.name in FAMILIES
+
+
+def on_every_stage(model: Model) -> bool:
+    """Tell whether vLLM has embedding and output on every stage of a pipeline."""
+    return _family(model.family.name).on_every_stage
 
 
 def vllm_name(model: Model, row: Row) -> str:
-    """The parameter of vLLM that a row is part of, without the layer's prefix. The family's own names come
-    before the common ones."""
-    for condition, name in _names(model.family, row.hf):
+    """Return the vLLM parameter that a row is part of, without the layer's prefix."""
+    for condition, name in _names(model.family.name, row.hf):
         if condition == "always" or model.holds([condition]):
             return name
     return row.hf
 
 
+def _family(name: str) -> VllmFamily:
+    return FAMILIES.get(name, VllmFamily())
+
+
 @cache
-def _names(family: Family, hf: str) -> list[tuple[str, str]]:
-    """(condition, vLLM's parameter) of each entry that a published name matches."""
-    found = []
-    for pattern, parameter, condition in (*(family.vllm_names or ()), *NAMES):
+def _names(family: str, hf: str) -> list[tuple[str, str]]:
+    """Return (condition, vLLM's parameter) of each entry that a published name matches."""
+    matches = []
+    for pattern, parameter, condition in (*_family(family).names, *NAMES):
         module, star, _ = pattern.partition("*")
         if hf == pattern or (star and hf.startswith(module) and "." not in hf.removeprefix(module)):
-            found.append((condition, parameter.replace("*", hf.removeprefix(module)) if star else parameter))
-    return found
+            name = parameter.replace("*", hf.removeprefix(module)) if star else parameter
+            matches.append((condition, name))
+    return matches

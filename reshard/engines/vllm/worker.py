@@ -1,4 +1,4 @@
-"""The engine's side of a refit where vLLM runs in processes of its own: mixed into its workers, called
+"""The engine's side of a refit if vLLM runs in processes of its own: mixed into its workers, called
 through ``collective_rpc``.
 
     llm = LLM(..., worker_extension_cls="reshard.engines.vllm.worker.RefitExtension")
@@ -18,35 +18,36 @@ from reshard.comm.hosts import parsed
 from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError
 from reshard.core.limits import MOST_BUCKET_BYTES, check_number, check_seconds, check_switch
+from reshard.engines.guard import call_after
 from reshard.engines.vllm.compat import with_plain_weights
-from reshard.engines.vllm.guard import guard_of, then
+from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.live import VllmModel
-from reshard.engines.vllm.transfer import ReshardTransfer
 from reshard.models.config_fields import asked_by
 from reshard.refit.connecting import BUCKET_BYTES, connect
 from reshard.refit.link import Link
 from reshard.refit.routes import check_backend
 
 # Methods of a worker that make layers or load weights.
-MAKING = ("init_device", "load_model", "reload_weights")
+LOADING_METHODS = ("init_device", "load_model", "reload_weights")
 
 
 class RefitExtension:
-    """For ``worker_extension_cls``."""
+    """Methods of a vLLM worker that connect it to a trainer and take its weights; for ``worker_extension_cls``."""
 
     _reshard_link: Link | None = None
 
     def __new__(cls, *_: Any, **__: Any) -> "RefitExtension":
-        """vLLM makes its worker, of which this is a base then, in the process that will load the model: from
-        here on that worker's layers are made so that they can be refitted
-        (`reshard.engines.vllm.compat.plain_weights`), and its weights are watched from when they are loaded
-        on."""
+        """Make the worker, in the process that will load the model.
+
+        From here on the worker's layers are made so that they can be refitted (`reshard.engines.vllm.compat.plain_weights`), and
+        its weights are guarded from when they are loaded on.
+        """
         worker = super().__new__(cls)
-        for name in MAKING:
+        for name in LOADING_METHODS:
             if hasattr(worker, name):
                 setattr(worker, name, with_plain_weights(getattr(worker, name)))
         if hasattr(worker, "load_model"):
-            worker.load_model = then(worker.load_model, lambda *_, **__: _watch(worker))
+            worker.load_model = call_after(worker.load_model, lambda *_, **__: _watch(worker))
         return worker
 
     @accepts_renamed_options
@@ -67,19 +68,18 @@ class RefitExtension:
         `first_rank` plus its own rank within the engine: `first_rank` is how many members come before the engine, which are
         the trainer's ranks, and the workers of engines before this one. `size` is how many members there are in all.
 
-        `backend`, the way that bytes go, and `bucket_bytes`, the memory of a rank for those that cannot be read where they
-        are, are those of `reshard.refit.connect`. `timeout` is for how many seconds members wait for each other,
-        in this call and in every refit. `match_vllm_rounding` is that of `VllmModel`: layers in fp8 blocks get
-        bit for bit what vLLM's own loading makes of the weights. `secret` is that of `RefitGroup.join`, the same for all members.
+        `backend` and `bucket_bytes` are those of `reshard.refit.connect`. `timeout` is for how many seconds members wait for each
+        other, in this call and in every refit. `match_vllm_rounding` is that of `VllmModel`. `secret` is that of
+        `RefitGroup.join`, the same for all members.
 
-        Raises ReshardError, as on every other member, where the two sides do not hold the same model or a member is missing.
+        Raises ReshardError, as on every other member, if the two sides do not hold the same model or a member is missing.
         """
         check_number(first_rank, "first_rank", MOST_MEMBERS, 0)
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
         # By the index: the data parallel rank is 0 in each of the engines of a model without experts.
-        mine = self.rank + parallel.data_parallel_index * parallel.world_size  # type: ignore[attr-defined]
+        rank = self.rank + parallel.data_parallel_index * parallel.world_size  # type: ignore[attr-defined]
         self.reshard_join(
-            address, first_rank + mine, size, backend, bucket_bytes, timeout, match_vllm_rounding, secret
+            address, first_rank + rank, size, backend, bucket_bytes, timeout, match_vllm_rounding, secret
         )
 
     @accepts_renamed_options
@@ -94,8 +94,7 @@ class RefitExtension:
         match_vllm_rounding: bool = False,
         secret: str | None = None,
     ) -> None:
-        """As `reshard_connect`, for who knows this worker's `rank` among all members. What makes no sense is refused before the
-        connection that there is now is given up."""
+        """Connect as with `reshard_connect`, as member `rank`. Wrong arguments are refused before the present connection is given up."""
         parsed(address)
         check_rank(rank, size)
         check_backend(backend)
@@ -113,19 +112,18 @@ class RefitExtension:
             )
 
     def _reshard_side(self, match_vllm_rounding: bool) -> VllmModel:
-        """This worker's side: that of the last connect, where vLLM has the same model and order of weights
-        still."""
-        kept: VllmModel | None = getattr(self, "_reshard_engine", None)
-        same_model = kept is not None and kept.module is self.get_model()  # type: ignore[attr-defined]
-        if kept is not None and same_model and kept.match_vllm_rounding == match_vllm_rounding:
+        """Return this worker's side: that of the last connect, if vLLM still has the same model in the same order."""
+        last: VllmModel | None = getattr(self, "_reshard_engine", None)
+        same_model = last is not None and last.module is self.get_model()  # type: ignore[attr-defined]
+        if last is not None and same_model and last.match_vllm_rounding == match_vllm_rounding:
             with suppress(ReshardError):
-                kept.follow()
-                return kept
+                last.refresh_regions()
+                return last
         self._reshard_engine = VllmModel.from_worker(self, match_vllm_rounding=match_vllm_rounding)
         return self._reshard_engine
 
     def reshard_refit(self, version: int | None = None, verify: bool = False) -> dict[str, Any]:
-        """Take the trainer's weights; the report as a dict."""
+        """Take the trainer's weights; return the report as a dict."""
         check_switch(verify, "verify")
         return self._link().refit(version, verify).to_dict()
 
@@ -134,14 +132,16 @@ class RefitExtension:
         self._link().release()
 
     def reshard_close(self) -> None:
-        """Give back what was mapped and staged, and forget the trainer; nothing where none is connected."""
+        """Free what was mapped and staged, and forget the trainer, if one is connected."""
         link, self._reshard_link = self._reshard_link, None
         if link is not None:
             link.close()
 
     def reshard_version(self) -> int | None:
-        """The version of the weights that this worker serves; None before the first refit, and where vLLM has
-        discarded or loaded them itself since."""
+        """Return the version of the weights that this worker serves.
+
+        None before the first refit, and if vLLM has discarded the weights or loaded others since.
+        """
         engine = self._link().engine
         return engine.engine.version if engine is not None else None
 
@@ -152,9 +152,9 @@ class RefitExtension:
 
 
 def _watch(worker: Any) -> None:
-    """From here on, this worker serves whole weights only; and it carries out vLLM's weight transfer."""
+    """Guard this worker's weights from now on, and let vLLM's weight transfer use the worker, if that is ours."""
     model = worker.get_model()
     guard_of(model, worker.vllm_config, just_loaded=True).watch(model, worker, None)
-    transfer = getattr(worker, "weight_transfer_engine", None)
-    if isinstance(transfer, ReshardTransfer):
-        transfer.worker = worker
+    attach_worker = getattr(getattr(worker, "weight_transfer_engine", None), "attach_reshard_worker", None)
+    if attach_worker is not None:
+        attach_worker(worker)

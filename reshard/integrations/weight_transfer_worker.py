@@ -4,8 +4,8 @@ in place.
     vllm serve MODEL --weight-transfer-config '{"backend": "reshard"}'
     LLM(MODEL, weight_transfer_config={"backend": "reshard"})
 
-The trainer's side is `reshard.integrations.WeightTransfer`. What this file does is carried out by the worker's
-`reshard.engines.vllm.worker.RefitExtension`, which the plugin gives an engine with this backend.
+The trainer's side is `reshard.integrations.WeightTransfer`. The worker's `reshard.engines.vllm.worker.RefitExtension`, which
+the plugin gives an engine with this backend, carries the protocol out.
 """
 
 from dataclasses import dataclass, field
@@ -25,8 +25,8 @@ with importing("vllm"):
 
 @dataclass
 class ReshardInitInfo(WeightTransferInitInfo):
-    """Where all members meet (``host:port``), the rank of this engine's first worker among them, how many they
-    are, how long each waits for the others, in seconds, and the secret that they share (`RefitGroup.join`)."""
+    """How to join the trainer: `address` (``host:port``), the member `first_rank` that this engine's first worker is, of `size`
+    members; `timeout` is how many seconds each waits for the others, `secret` is that of `RefitGroup.join`."""
 
     address: str
     first_rank: int
@@ -37,15 +37,18 @@ class ReshardInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class ReshardUpdateInfo(WeightTransferUpdateInfo):
-    """The version that the weights then have, and whether digests of both sides are compared."""
+    """The `version` of the weights, and whether to compare digests of both sides (`verify`)."""
 
     version: int | None = None
     verify: bool = False
 
 
 class ReshardTransfer(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
-    """One worker's end. Weights are written where they are, so that nothing is to be prepared or finished: an update
-    is one ``update_weights``, after which the engine is ready, or refuses to serve."""
+    """One worker's end of the transfer.
+
+    Weights are written in place, so nothing is to be prepared or finished: an update is one ``update_weights``, after which
+    the engine is ready, or refuses to serve.
+    """
 
     init_info_cls = ReshardInitInfo
     update_info_cls = ReshardUpdateInfo
@@ -53,11 +56,15 @@ class ReshardTransfer(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.worker: Any = None  # given by the extension once the model is loaded
+        self.worker: Any = None
+
+    def attach_reshard_worker(self, worker: Any) -> None:
+        """Use this worker, a `RefitExtension`, which calls this once its model is loaded."""
+        self.worker = worker
 
     def init_transfer_engine(self, init_info: ReshardInitInfo) -> None:
-        """Meet the trainer's ranks, and connect; again where the engine was connected before."""
-        self._extension().reshard_connect(
+        """Meet the trainer's ranks and connect, also if the engine was connected before."""
+        self._attached_worker().reshard_connect(
             init_info.address,
             init_info.first_rank,
             init_info.size,
@@ -66,37 +73,37 @@ class ReshardTransfer(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
         )
 
     def start_weight_update(self) -> None:
-        """Nothing: what is checked before the first byte, all members check together."""
+        """Do nothing: what has to be checked before the first byte, all members check together."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """One refit. Not vLLM's own, which waits for an accelerator, where there may be none."""
+        """Take the weights. Not vLLM's own method, which waits for an accelerator, and there may be none."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: ReshardUpdateInfo, *_: Any, **__: Any) -> None:
-        """One refit. Raises ReshardError where it fails, and where vLLM has taken the weights aside."""
+        """Take the weights. Raises ReshardError if the refit fails, and if vLLM has put its weights on the meta device."""
         if any(parameter.is_meta for parameter in self.model.parameters()):
             raise ReshardError(
                 "vLLM has taken its weights aside, to load others layer by layer: call "
                 "start_weight_update(is_checkpoint_format=False)"
             )
-        self._extension().reshard_refit(update_info.version, update_info.verify)
+        self._attached_worker().reshard_refit(update_info.version, update_info.verify)
 
     def finish_weight_update(self) -> None:
-        """Nothing: a refit that succeeded is whole."""
+        """Do nothing: a refit that succeeded is complete."""
 
     def shutdown(self) -> None:
-        """Let the trainer go: when vLLM is told to, and when it ends."""
+        """Disconnect from the trainer, on request and when vLLM ends."""
         if self.worker is not None:
             self.worker.reshard_close()
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Raise ReshardError: the trainer's shards are read where they are, no tensors are handed over."""
+        """Raise ReshardError: no tensors are handed over, since the trainer's shards are read where they are."""
         raise ReshardError(
             "the backend reshard takes no tensors: send with reshard.integrations.WeightTransfer"
         )
 
-    def _extension(self) -> Any:
+    def _attached_worker(self) -> Any:
         if self.worker is None:
             raise ReshardError(f"the backend reshard needs worker_extension_cls={EXTENSION!r}, or a subclass")
         return self.worker

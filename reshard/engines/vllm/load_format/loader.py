@@ -31,12 +31,13 @@ from reshard.device.box_loader import BoxLoader
 from reshard.device.live_boxes import LiveBox
 from reshard.device.memory import Region as Live
 from reshard.device.staging import ToDevice
+from reshard.engines.trace import Canonical, Trace, TracedCopy
 from reshard.engines.vllm import nvfp4
 from reshard.engines.vllm.compressed import stored_as
 from reshard.engines.vllm.layers import NVFP4, Compressed, compressed_of, method_of
-from reshard.engines.vllm.live import PLAIN_METHODS
-from reshard.engines.vllm.plugin import blocks_wanted, config_directory, megatron_directory
-from reshard.engines.vllm.trace import Canonical, Trace, TracedCopy, trace_load
+from reshard.engines.vllm.load_format.checkpoint import config_directory, megatron_directory, wants_fp8_blocks
+from reshard.engines.vllm.stand_ins import trace_model
+from reshard.engines.vllm.supported import PLAIN_METHODS
 from reshard.megatron.parameters import expand
 from reshard.models.family import families
 from reshard.models.model import Model
@@ -258,7 +259,7 @@ def _directory(model_config: ModelConfig) -> Path:
 def _to_quantize(source: MegatronSource, wanted: Mapping[str, Any]) -> frozenset[str]:
     """The weights that vLLM expects as fp8 blocks with scales, by the quantization in the config that it has read: Megatron
     holds them as they were before."""
-    if not blocks_wanted({"quantization_config": wanted}, source.path):
+    if not wants_fp8_blocks({"quantization_config": wanted}, source.path):
         return frozenset()
     recorded = (source.manifest() or {}).get("quantized")
     names = recorded or source.model.quantizable() & source.tensors.keys()
@@ -286,7 +287,7 @@ def _schemes(model: torch.nn.Module, canonical: Canonical) -> tuple[dict[str, Co
             found |= {f"{name}.{weight}": how for weight in how.weights}
             if how.codes == NVFP4:
                 nvfp4.check_columns(name, module)
-    copies = trace_load(model, canonical).copies
+    copies = trace_model(model, canonical).copies
     schemes = {copy.name: found[copy.parameter] for copy in copies if copy.parameter in found}
     return schemes, frozenset(copy.name for copy in copies)
 
@@ -309,7 +310,7 @@ def _boxes(model: torch.nn.Module, model_config: ModelConfig, found: _Found) -> 
     if found.quantized:
         raise ReshardError("the config wants fp8 blocks")
     canonical = _canonical(found.weights)
-    trace = trace_load(model, canonical)
+    trace = trace_model(model, canonical)
     live = _tensors(model)
     filled = dict.fromkeys((name for name, _ in model.named_parameters()), 0)
     for copy in trace.copies:

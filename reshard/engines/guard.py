@@ -1,0 +1,64 @@
+"""The record of whether an engine's model holds whole weights; as long as it does not, the engine refuses to serve."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+from weakref import WeakMethod
+
+from reshard.core.errors import ReshardError
+
+
+@dataclass
+class Guard:
+    """Whether a model's weights are whole (`ready`), and of which `version`; there is one guard for each model.
+
+    An engine's serving path calls `check_ready` before each run of the model. `reason` completes "this `engine` holds" while the
+    weights are not whole. `when_loaded` are methods to call when the engine has loaded all weights itself; their owners may
+    go away. `losses` counts how often weights were lost, `buffer_losses` how often buffers were lost with them.
+    """
+
+    engine: str
+    ready: bool
+    reason: str = ""
+    version: int | None = None
+    when_loaded: list[WeakMethod] = field(default_factory=list)
+    losses: int = 0
+    buffer_losses: int = 0
+
+    def invalidate(self, reason: str) -> None:
+        """Refuse to serve from now on."""
+        self.ready, self.reason = False, reason
+
+    def lose(self, reason: str) -> None:
+        """Refuse to serve from now on: the engine has discarded or overwritten its weights."""
+        self.invalidate(reason)
+        self.version, self.losses = None, self.losses + 1
+
+    def loaded(self) -> None:
+        """Serve again: the engine has loaded all weights itself, so no refit has brought them."""
+        self.ready, self.version = True, None
+        for method in [reference() for reference in self.when_loaded]:
+            if method is not None:
+                method()
+
+    def refitted(self, version: int) -> None:
+        """Serve again: a refit has brought all weights, of this version."""
+        self.ready, self.version = True, version
+
+    def check_ready(self) -> None:
+        """Raise ReshardError if the weights are not whole."""
+        if not self.ready:
+            raise ReshardError(f"this {self.engine} holds {self.reason}: refit it before it serves")
+
+
+def call_after(method: Callable[..., Any], after: Callable[..., None]) -> Callable[..., Any]:
+    """Return a method that calls `after`, with the same arguments, whenever `method` has succeeded."""
+
+    @wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        after(*args, **kwargs)
+        return result
+
+    return called

@@ -1,0 +1,197 @@
+"""What an engine's own loader would write where, recorded by running it with tensors that have shapes, but no bytes.
+
+The engine puts stand-ins on the meta device in the places of its parameters, as it made them before any processing. Every
+copy that its loader then asks for is written down and not carried out. Views keep their storage, offset and strides on the
+meta device, so a copy tells which box of which published tensor belongs where.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from reshard.core.boxes import Box
+from reshard.core.errors import ReshardError
+
+
+class TracedCopy(NamedTuple):
+    """A copy of `box` of the published tensor `name` into `parameter`, whose first element goes to element `offset`.
+
+    `pitch` is the distance between rows in elements, 0 for a single row.
+    """
+
+    parameter: str
+    offset: int
+    pitch: int
+    name: str
+    box: Box
+
+
+class TracedFill(NamedTuple):
+    """Zeros in `elements` elements of a parameter, from element `offset` on."""
+
+    parameter: str
+    offset: int
+    elements: int
+
+
+class Trace(NamedTuple):
+    """The loader's copies and fills, in its order."""
+
+    copies: list[TracedCopy]
+    fills: list[TracedFill]
+
+
+# Shape and dtype of published tensors, by name.
+Canonical = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+# Takes (published name, tensor) one after the other, as an engine's loader does.
+Load = Callable[[Iterator[tuple[str, torch.Tensor]]], Any]
+
+
+def trace_load(engine: str, load: Load, canonical: Canonical, parameters: Mapping[int, str]) -> Trace:
+    """Return what `load` would copy and fill, given canonical tensors (shape, dtype) without bytes.
+
+    `parameters` are the names of the stand-ins that the loader writes into, by `storage_id`; `engine` names the engine in errors.
+    Raises ReshardError, naming the parameter, if the loader computes something instead of copying, and if it fails.
+    """
+    tensors = {
+        name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in canonical.items()
+    }
+    with torch.no_grad(), _Recorder(engine, tensors, parameters) as recorder:
+        try:
+            load(iter(tensors.items()))
+        except ReshardError:
+            raise
+        except Exception as error:
+            raise ReshardError(
+                f"{engine}'s own loader refuses the model's tensors ({type(error).__name__}: {error})"
+            ) from error
+    return Trace(recorder.copies, recorder.fills)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return what identifies a tensor's storage: equal for a tensor and its views."""
+    return tensor.untyped_storage()._cdata
+
+
+class _Recorder(TorchDispatchMode):
+    """Records the copies of canonical `tensors` into `parameters`, which are names by storage."""
+
+    def __init__(self, engine: str, tensors: dict[str, torch.Tensor], parameters: Mapping[int, str]) -> None:
+        super().__init__()
+        self.engine = engine
+        self.sources = {storage_id(tensor): (name, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        self.parameters = parameters
+        self.derived: dict[int, tuple[str, torch.Tensor]] = {}
+        self.copies: list[TracedCopy] = []
+        self.fills: list[TracedFill] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here, and keeping Dynamo out of it takes longer than the call itself.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self._copy(args[0], args[1])
+            return args[0]
+        if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
+            self._fill(args[0], args[1] if len(args) > 1 else 0)
+            return args[0]
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if isinstance(out, torch.Tensor) and not func.is_view:
+            # A new tensor made of a canonical one: a copy of it could not be traced to a box.
+            for arg in args:
+                source = self.sources.get(storage_id(arg)) if isinstance(arg, torch.Tensor) else None
+                if source is not None and storage_id(out) not in self.sources:
+                    self.derived[storage_id(out)] = (f"{func} of {source[0]}", out)
+        return out
+
+    def _parameter(self, dst: torch.Tensor) -> str:
+        name = self.parameters.get(storage_id(dst))
+        if name is None:
+            raise ReshardError(
+                f"{self.engine}'s loader writes into a tensor that is none of the model's parameters"
+            )
+        return name
+
+    def _published(self, src: torch.Tensor, parameter: str) -> tuple[str, tuple[int, ...]]:
+        """Return name and shape of the canonical tensor that `src` is a view of."""
+        source = self.sources.get(storage_id(src))
+        if source is None:
+            computed = self.derived.get(storage_id(src), ("something else than a published tensor", src))[0]
+            raise ReshardError(
+                f"{self.engine}'s loader writes {computed} into {parameter}, which is no plain copy: "
+                f"refit does not support it"
+            )
+        return source
+
+    def _copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        parameter = self._parameter(dst)
+        name, shape = self._published(src, parameter)
+        no_rows = ReshardError(
+            f"{self.engine}'s loader turns or spreads {name} on the way into {parameter}: refit does not support it"
+        )
+        if src.shape != dst.shape:
+            raise no_rows
+        width = shape[-1] if shape else 1
+        view = _view(shape, src, dst)
+        in_rows = len(view.lengths) == 2
+        if view.src_strides != ((width, 1) if in_rows else (1,)) or view.dst_strides[-1] != 1:
+            raise no_rows
+        start = int(src.storage_offset())
+        offsets: tuple[int, ...] = (start,)
+        pitch = 0
+        if in_rows:
+            offsets = (start // width, start % width)
+            if view.lengths[0] > 1:
+                pitch = view.dst_strides[0]
+        box = Box(offsets, view.lengths)
+        self.copies.append(TracedCopy(parameter, int(dst.storage_offset()), pitch, name, box))
+
+    def _fill(self, dst: torch.Tensor, value: Any) -> None:
+        parameter = self._parameter(dst)
+        if value != 0 or not dst.is_contiguous():
+            raise ReshardError(
+                f"{self.engine}'s loader fills a part of {parameter} with {value}: refit does not support it"
+            )
+        if dst.numel():
+            self.fills.append(TracedFill(parameter, int(dst.storage_offset()), dst.numel()))
+
+
+class _View(NamedTuple):
+    """The elements of a copy, as a run or as rows: lengths, and strides on both sides, in elements."""
+
+    lengths: tuple[int, ...]
+    src_strides: tuple[int, ...]
+    dst_strides: tuple[int, ...]
+
+
+def _view(shape: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> _View:
+    """Return a copy between views of one shape, `src` of a canonical tensor of `shape`.
+
+    All of a tensor with three dims or more is a run, a part of a matrix is rows, and other parts have the dims that are longer
+    than one.
+    """
+    is_whole = src.numel() == torch.Size(shape).numel() and src.is_contiguous() and dst.is_contiguous()
+    if len(shape) > 2 and is_whole:
+        return _View((src.numel(),), (1,), (1,))
+    long = _long_dims(src, dst)
+    if len(shape) != 2 or len(long.lengths) != 1:
+        return long
+    [length], [src_stride], [dst_stride] = long
+    if src_stride == 1:  # a part of one row
+        return _View((1, length), (shape[-1], 1), (0, dst_stride))
+    return _View((length, 1), (src_stride, 1), (dst_stride, 1))  # a part of one column
+
+
+def _long_dims(src: torch.Tensor, dst: torch.Tensor) -> _View:
+    """Return the dims that are longer than one; the first of all if none is."""
+    dims = [dim for dim, length in enumerate(src.shape) if length != 1]
+    if not dims and src.ndim:
+        dims = [0]
+    if not dims:
+        return _View((1,), (1,), (1,))
+    lengths = tuple(src.shape[dim] for dim in dims)
+    return _View(lengths, tuple(src.stride(dim) for dim in dims), tuple(dst.stride(dim) for dim in dims))

@@ -1,0 +1,44 @@
+"""The published tensors of a model as vLLM's loader takes them: their names, shapes and dtypes."""
+
+from collections.abc import Iterator
+
+import torch
+
+from reshard.engines.deduplicated import ExpertLayer
+from reshard.engines.trace import Canonical
+from reshard.engines.vllm.layout import WITHOUT_PARAMETER
+from reshard.models.model import Model
+
+
+def canonical_tensors(model: Model, dtype: torch.dtype, mtp: bool = False) -> Canonical:
+    """Return shape and dtype of every published tensor by name; those of MTP layers, which vLLM's main model lacks, with `mtp`."""
+    return {
+        name: (model.shape(row.shape), torch.float32 if row.fp32 else dtype)
+        for block in model.blocks() if mtp or not block.mtp
+        for row in block.rows if row.arrangement not in WITHOUT_PARAMETER
+        for _, name in row.names(block.published, range(model.num_experts))
+    }  # fmt: skip
+
+
+def mtp_names(model: Model) -> Iterator[str]:
+    """Yield the published names of the tensors of MTP layers."""
+    for block in model.blocks():
+        for row in block.rows if block.mtp else ():
+            if row.arrangement not in WITHOUT_PARAMETER:
+                for _, name in row.names(block.published, range(model.num_experts)):
+                    yield name
+
+
+def expert_layers(model: Model) -> list[ExpertLayer]:
+    """Return the layers with routed experts, without MTP layers."""
+    layers: list[ExpertLayer] = []
+    for block in model.blocks():
+        rows = [row for row in block.rows if row.of_experts and row.arrangement not in WITHOUT_PARAMETER]
+        if not rows or block.mtp:
+            continue
+        names: dict[int, list[str]] = {}
+        for row in rows:
+            for expert, name in row.names(block.published, range(model.num_experts)):
+                names.setdefault(expert, []).append(name)  # type: ignore[arg-type]
+        layers.append(ExpertLayer(block.published, names))
+    return layers

@@ -1,0 +1,56 @@
+"""Tensors that a refit leaves alone: kept on the host, since vLLM may lose them in sleep, and no trainer has them."""
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from reshard.engines.vllm.accounts import LEFT_ALONE, Account
+from reshard.engines.vllm.guard import VllmGuard
+from reshard.engines.vllm.served import DRAFT
+
+
+class KeptTensors:
+    """Copies on the host of the tensors that a refit leaves alone.
+
+    A tensor that vLLM has lost is written again from its copy. Which ones may be lost, the guard's counts tell: buffers
+    when vLLM discards buffers too, parameters whenever it discards weights.
+    """
+
+    def __init__(self, guard: VllmGuard) -> None:
+        self.guard = guard
+        self.has_parameters = False  # copied while all weights were whole
+        self._copies: dict[str, torch.Tensor] = {}
+        self._losses, self._buffer_losses = guard.losses, guard.buffer_losses
+
+    def save(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        buffers: frozenset[str],
+        drafter: Collection[str],
+        accounts: Mapping[str, Account],
+    ) -> None:
+        """Copy the tensors that are left alone by their accounts, as far as they have a meaning.
+
+        `buffers` are the names of those that are buffers, `drafter` of those of a drafter that no refit brings. Both have a meaning
+        until they are lost for the first time, other parameters while the weights are whole.
+        """
+        for name, tensor in tensors.items():
+            never_lost = not self._is_lost(name, buffers, 0, 0)
+            has_meaning = never_lost if name in buffers or name in drafter else self.guard.ready
+            if accounts[name].what == LEFT_ALONE and has_meaning:
+                self._copies[name] = tensor.detach().cpu().clone()
+        self.has_parameters = self.guard.ready
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], buffers: frozenset[str]) -> None:
+        """Write what vLLM has lost since the last call back into the model."""
+        for name, copy in self._copies.items():
+            if name in tensors and self._is_lost(name, buffers, self._losses, self._buffer_losses):
+                tensors[name].data.copy_(copy)
+        self._losses, self._buffer_losses = self.guard.losses, self.guard.buffer_losses
+
+    def _is_lost(self, name: str, buffers: frozenset[str], losses: int, buffer_losses: int) -> bool:
+        """Tell whether vLLM may have lost a tensor since the guard had counted so many losses."""
+        # While vLLM sleeps it keeps the model's buffers itself, but not, before 0.32, those of the drafter.
+        if name in buffers and not name.startswith(DRAFT):
+            return buffer_losses != self.guard.buffer_losses
+        return losses != self.guard.losses

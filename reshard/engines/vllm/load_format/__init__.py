@@ -1,0 +1,1 @@
+"""``--load-format reshard``: vLLM starts from a Megatron checkpoint."""

@@ -1,0 +1,80 @@
+"""Which of vLLM's layers a refit can write to: those that serve from weights as they were loaded, and those it can process again."""
+
+from typing import Any
+
+import torch
+
+from reshard.core.errors import ReshardError
+from reshard.engines.vllm.layers import (
+    always_packed,
+    blocks_of,
+    compressed_of,
+    expert_backend,
+    is_packed,
+    made_online,
+    method_of,
+    plain_method,
+)
+from reshard.engines.vllm.served import Served
+
+# Methods that serve from weights as they were loaded.
+PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+PLAIN_MOE_BACKENDS = ("TRITON", "BATCHED_TRITON", "OOT", "CPU")  # "CPU" only if it has not packed them
+
+
+def check_supported(model: Served, config: Any) -> None:
+    """Raise ReshardError if a layer keeps its weights in an order or precision that a refit cannot write, given the ``VllmConfig``."""
+    for name, module in model.named_modules:
+        method = plain_method(getattr(module, "quant_method", None))
+        if method is None:
+            continue
+        if type(method).__name__.endswith("KVCacheMethod"):
+            _check_cache_scales(name, config)
+        elif not _is_processed_again(module):
+            _check_plain(name, module, method)
+
+
+def _check_cache_scales(name: str, config: Any) -> None:
+    # The scales of an fp8 cache come with a checkpoint, or are 1 without; dummy weights make them up.
+    is_fp8 = str(config.cache_config.cache_dtype).startswith("fp8")
+    if is_fp8 and config.load_config.load_format == "dummy":
+        raise ReshardError(
+            f"{name} scales its fp8 keys and values by numbers that load_format='dummy' has made up, and that no "
+            f"trainer has: load the checkpoint once, or pass kv_cache_dtype='auto'"
+        )
+
+
+def _is_processed_again(module: torch.nn.Module) -> bool:
+    """Tell whether a refit quantizes the weights of this layer itself, or has vLLM do so."""
+    return (
+        blocks_of(module, module.quant_method) is not None
+        or made_online(module)
+        or compressed_of(module) is not None
+    )
+
+
+def _check_plain(name: str, module: torch.nn.Module, method: Any) -> None:
+    if type(method).__name__ not in PLAIN_METHODS:
+        raise ReshardError(
+            f"{name} serves from weights that {method_of(module)} has changed, which a refit cannot "
+            f"write in place: serve in bf16, or let vLLM quantize it as it loads (quantization='fp8_per_block' and the like)"
+        )
+    if always_packed(method):
+        raise ReshardError(
+            f"{name} serves from experts that vLLM's build for the CPU has packed, which a refit cannot write, and from "
+            f"0.28 on it has no other way: use vLLM 0.26 or an older one, or let it quantize them as it loads "
+            f"(quantization='int8_per_channel_weight_only')"
+        )
+    if is_packed(module, method):
+        raise ReshardError(
+            f"{name} serves from weights that vLLM has packed for the CPU, which a refit "
+            f"cannot write: make it inside `with "
+            f"reshard.engines.vllm.compat.plain_weights():`, or start it with "
+            f"worker_extension_cls='reshard.engines.vllm.worker.RefitExtension'"
+        )
+    backend = expert_backend(method)
+    if backend is not None and backend not in PLAIN_MOE_BACKENDS:
+        raise ReshardError(
+            f"{name} keeps its experts in the order of {backend}, which a refit cannot "
+            f"write: pass moe_backend='triton'"
+        )
