@@ -23,9 +23,7 @@ from reshard.refit.blocks import (
     BF16,
     BLOCK,
     E4M3,
-    ELEMENT_BYTES,
     PLACES,
-    STRIP,
     cut,
     quantize,
     quantize_on_host,
@@ -34,7 +32,7 @@ from reshard.refit.blocks import (
 )
 from reshard.refit.codecs import CODECS, PLAIN, ROUNDINGS, block_codec, codec_between
 from reshard.refit.packed_blocks import digests_as_made, digests_as_served, places_asked
-from reshard.refit.tables import CODEC, DST, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
+from reshard.refit.tables import CODEC, DST, ELEMENT_BYTES, ROWS, SRC, SRC_PITCH, STRIP, WIDTH, empty_table
 from reshard.refit.transports.base import Incoming, Outgoing
 from reshard.refit.transports.packing import Round, Side
 from tests.ranks import free_port, run_on_ranks

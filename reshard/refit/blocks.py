@@ -23,17 +23,31 @@ from reshard.refit.codecs import (
     block_codec,
 )
 from reshard.refit.copies import host_bytes
-from reshard.refit.tables import CODEC, ROWS, SRC, SRC_PITCH, WIDTH
+from reshard.refit.tables import (
+    CODEC,
+    CODES,
+    CODES_PITCH,
+    ELEMENT_BYTES,
+    FIRST_FRAGMENT,
+    FRAGMENT,
+    FRAGMENTS,
+    HEIGHT,
+    HIGH,
+    ITEM,
+    LEFT,
+    LENGTH,
+    ROWS,
+    SCALES,
+    SOURCE,
+    SOURCE_PITCH,
+    SRC,
+    SRC_PITCH,
+    STRIP,
+    TOP,
+    WIDE,
+    WIDTH,
+)
 
-STRIP = 8  # blocks of an item
-# Columns of an item: address and pitch in bytes of its codes, address of its first scale, rows, columns, its first
-# fragment and how many there are.
-ITEM = 7
-CODES, CODES_PITCH, SCALES, HEIGHT, LENGTH, FIRST_FRAGMENT, FRAGMENTS = range(ITEM)
-# Columns of a fragment: address and pitch in elements of the source, first row and column within the item, rows, columns,
-# and the bytes of an element of the source.
-FRAGMENT = 7
-SOURCE, SOURCE_PITCH, TOP, LEFT, HIGH, WIDE, ELEMENT_BYTES = range(FRAGMENT)
 # Columns of where quantized tensors lie (`places_of`): of codes and of scales the addresses, then the pitches in
 # elements; rows and columns; the codec that bf16 would have.
 PLACES = 7

@@ -8,18 +8,34 @@ is taken modulo 2**64; bits are compared, so NaNs count like any other value.
 import numpy as np
 import torch
 
-from reshard.refit import mix
 from reshard.refit.codecs import CODECS, PLAIN, SOURCE_SIZES
 from reshard.refit.copies import host_bytes
-from reshard.refit.tables import CODEC, DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, tiles_of
+from reshard.refit.tables import (
+    ADDRESS,
+    CODEC,
+    DST,
+    DST_PITCH,
+    FIRST_WORD,
+    MIX_FINAL,
+    MIX_FIRST_SHIFT,
+    MIX_POSITION,
+    MIX_SECOND_SHIFT,
+    MIX_VALUE,
+    PIECE,
+    ROWS,
+    SRC,
+    SRC_PITCH,
+    TILE,
+    TILE_PITCH,
+    TILE_ROWS,
+    TILE_WORDS,
+    WIDTH,
+    tiles_of,
+)
 
 WORD = 8
 # Larger than those of copies: the table is made anew at each check, and nothing waits for a link.
 TILE_BYTES = 1 << 20
-# Columns of a tile: its address, the row of the table that it is of, rows, words in a row, the pitch in loads, and the index of
-# its first word.
-TILE = 6
-ADDRESS, PIECE, TILE_ROWS, TILE_WORDS, TILE_PITCH, FIRST_WORD = range(TILE)
 
 
 class Digests:
@@ -84,6 +100,6 @@ def _add_on_host(tiles: np.ndarray, sums: np.ndarray, word: int, unit: int, code
 
 
 def _mixed(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    mixed: np.ndarray = (values + np.uint64(1)) * np.uint64(mix.VALUE) + positions * np.uint64(mix.POSITION)
-    mixed = (mixed ^ (mixed >> np.uint64(mix.FIRST))) * np.uint64(mix.FINAL)
-    return mixed ^ (mixed >> np.uint64(mix.SECOND))
+    mixed: np.ndarray = (values + np.uint64(1)) * np.uint64(MIX_VALUE) + positions * np.uint64(MIX_POSITION)
+    mixed = (mixed ^ (mixed >> np.uint64(MIX_FIRST_SHIFT))) * np.uint64(MIX_FINAL)
+    return mixed ^ (mixed >> np.uint64(MIX_SECOND_SHIFT))

@@ -8,16 +8,15 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import ModuleType
 
 import torch
 import triton
 import triton.language as tl
 from triton import knobs
 
-from reshard.refit import blocks, codecs, digests, mix, tables
-from reshard.refit.blocks import STRIP
+from reshard.refit import codecs, tables
 from reshard.refit.codecs import CODECS, PLAIN
+from reshard.refit.tables import MIX_FINAL, MIX_FIRST_SHIFT, MIX_POSITION, MIX_SECOND_SHIFT, MIX_VALUE, STRIP
 
 WORDS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
 FLOATS = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
@@ -25,23 +24,21 @@ BLOCK = 2048
 _compiling = threading.Lock()  # one at a time: the hook that is put away belongs to the process
 
 
-def _columns(module: ModuleType, names: str) -> list[tl.constexpr]:
-    """Columns of a module's tables as a kernel may name them: as constants of Triton's."""
-    return [tl.constexpr(getattr(module, name)) for name in names.split()]
+def _columns(names: str) -> list[tl.constexpr]:
+    """Return columns of `reshard.refit.tables` as constants of Triton's, which a kernel may name."""
+    return [tl.constexpr(getattr(tables, name)) for name in names.split()]
 
 
 # Copies, without the codec at their end, of which those in one launch all have the same; items and fragments; tiles of digests.
-COPY, SRC, DST, ROWS, WIDTH, SRC_PITCH, DST_PITCH = _columns(
-    tables, "CODEC SRC DST ROWS WIDTH SRC_PITCH DST_PITCH"
-)
+COPY, SRC, DST, ROWS, WIDTH, SRC_PITCH, DST_PITCH = _columns("CODEC SRC DST ROWS WIDTH SRC_PITCH DST_PITCH")
 ITEM, CODES, CODES_PITCH, SCALES, HEIGHT, LENGTH, FIRST_FRAGMENT, FRAGMENTS = _columns(
-    blocks, "ITEM CODES CODES_PITCH SCALES HEIGHT LENGTH FIRST_FRAGMENT FRAGMENTS"
+    "ITEM CODES CODES_PITCH SCALES HEIGHT LENGTH FIRST_FRAGMENT FRAGMENTS"
 )
 FRAGMENT, SOURCE, SOURCE_PITCH, TOP, LEFT, HIGH, WIDE, ELEMENT_BYTES = _columns(
-    blocks, "FRAGMENT SOURCE SOURCE_PITCH TOP LEFT HIGH WIDE ELEMENT_BYTES"
+    "FRAGMENT SOURCE SOURCE_PITCH TOP LEFT HIGH WIDE ELEMENT_BYTES"
 )
 TILE, ADDRESS, PIECE, TILE_ROWS, TILE_WORDS, TILE_PITCH, FIRST_WORD = _columns(
-    digests, "TILE ADDRESS PIECE TILE_ROWS TILE_WORDS TILE_PITCH FIRST_WORD"
+    "TILE ADDRESS PIECE TILE_ROWS TILE_WORDS TILE_PITCH FIRST_WORD"
 )
 EDGE = tl.constexpr(codecs.BLOCK)  # elements along an edge of a block with a scale
 
@@ -268,11 +265,21 @@ def digest_tiles(tiles: torch.Tensor, out: torch.Tensor, word: int, unit: int, c
         return
     block = 1024
     every_bit = (1 << (8 * unit)) - 1 if unit < 8 else -1
-    step = mix.signed(block * mix.POSITION % (1 << 64))
-    factors = [mix.signed(mix.VALUE), mix.signed(mix.POSITION), step, mix.signed(mix.FINAL)]
+    step = block * MIX_POSITION % (1 << 64)
+    factors = [_signed(factor) for factor in (MIX_VALUE, MIX_POSITION, step, MIX_FINAL)]
     read, encoded = (WORDS[unit],) * 2 if codec == PLAIN else _floats(codec)
-    how = read, encoded, WORDS[unit], word // unit, every_bit, block, *factors, mix.FIRST, mix.SECOND
+    loads = read, encoded, WORDS[unit], word // unit, every_bit, block
+    how = *loads, *factors, MIX_FIRST_SHIFT, MIX_SECOND_SHIFT
     _digest[(len(tiles),)](tiles, out, *how, num_warps=4)
+
+
+def _signed(word: int) -> int:
+    """Return the same 64 bits as a signed number.
+
+    >>> _signed(0xFFFFFFFFFFFFFFFF), _signed(5)
+    (-1, 5)
+    """
+    return word - (1 << 64) if word >> 63 else word
 
 
 @contextmanager

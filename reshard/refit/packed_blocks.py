@@ -12,31 +12,29 @@ import numpy as np
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.refit.blocks import (
+from reshard.refit.blocks import ENCODING, PITCH, PLACE, PLACES, SHAPE, BlockTable, Strips, cut, size_of
+from reshard.refit.codecs import BLOCK, SOURCE_SIZES, by_rounding
+from reshard.refit.digests import Digests
+from reshard.refit.tables import (
     CODES,
     CODES_PITCH,
-    ENCODING,
+    DST,
+    DST_PITCH,
     FIRST_FRAGMENT,
     FRAGMENTS,
     HEIGHT,
     HIGH,
     LEFT,
     LENGTH,
-    PITCH,
-    PLACE,
-    PLACES,
+    ROWS,
     SCALES,
-    SHAPE,
+    SRC,
+    SRC_PITCH,
     TOP,
     WIDE,
-    BlockTable,
-    Strips,
-    cut,
-    size_of,
+    WIDTH,
+    empty_table,
 )
-from reshard.refit.codecs import BLOCK, SOURCE_SIZES, by_rounding
-from reshard.refit.digests import Digests
-from reshard.refit.tables import DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
 
 ALIGNMENT = 16
 SCALE = 4  # bytes

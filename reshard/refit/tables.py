@@ -1,9 +1,9 @@
-"""Tables of copies between addresses: strided rows of bytes, cut into tiles. Pure; `reshard.refit.copies`
-carries them out.
+"""The tables that hosts and kernels share, as int64 matrices with a row for each record, and their columns; and tables of
+copies between addresses, cut into tiles.
 
-A table is an int64 matrix ``[copies, 7]``: source address, destination address, rows, bytes in a row of the
-destination, the bytes from one row to the next on either side, and the codec (`reshard.refit.codecs`). A pitch
-of 0 repeats the row.
+This module imports no kernel and nothing that runs one: `reshard.refit.copies` carries out copies,
+`reshard.refit.blocks` makes blocks of fp8, `reshard.refit.digests` digests, and `reshard.refit.kernels` has the kernels of
+all three.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,40 @@ import numpy as np
 
 from reshard.refit.codecs import PLAIN, bytes_in_source
 
+# A copy: source address, destination address, rows, bytes in a row of the destination, the bytes from one row to the next
+# on either side, and the codec (`reshard.refit.codecs`). A pitch of 0 repeats the row.
 COLUMNS = 7
 SRC, DST, ROWS, WIDTH, SRC_PITCH, DST_PITCH, CODEC = range(COLUMNS)
 TILE_BYTES = 64 << 10
+
+# An item, which is a strip of blocks of fp8 beside each other: address and pitch in bytes of its codes, address of its first
+# scale, rows, columns, its first fragment and how many there are.
+ITEM = 7
+CODES, CODES_PITCH, SCALES, HEIGHT, LENGTH, FIRST_FRAGMENT, FRAGMENTS = range(ITEM)
+STRIP = 8  # blocks of an item
+
+# A fragment of an item: address and pitch in elements of the source, first row and column within the item, rows, columns,
+# and the bytes of an element of the source.
+FRAGMENT = 7
+SOURCE, SOURCE_PITCH, TOP, LEFT, HIGH, WIDE, ELEMENT_BYTES = range(FRAGMENT)
+
+# A tile of a digest: its address, the row of the copies' table that it is of, rows, words in a row, the pitch in loads, and
+# the index of its first word.
+TILE = 6
+ADDRESS, PIECE, TILE_ROWS, TILE_WORDS, TILE_PITCH, FIRST_WORD = range(TILE)
+
+# How a digest mixes a word of 64 bits and its position, modulo 2**64, with shifts that bring in zeros:
+#
+#     mixed = (value + 1) * MIX_VALUE + position * MIX_POSITION
+#     mixed = (mixed ^ mixed >> MIX_FIRST_SHIFT) * MIX_FINAL
+#     mixed ^ mixed >> MIX_SECOND_SHIFT
+#
+# The factors are the golden ratio's fraction and two odd constants of widely used mixers: xxHash's second prime, and
+# SplitMix64's first multiplier.
+MIX_VALUE = 0x9E3779B97F4A7C15
+MIX_POSITION = 0xC2B2AE3D27D4EB4F
+MIX_FINAL = 0xBF58476D1CE4E5B9
+MIX_FIRST_SHIFT, MIX_SECOND_SHIFT = 29, 32
 
 
 def table_of(copies: Sequence[Sequence[int]]) -> np.ndarray:

@@ -12,10 +12,10 @@ from reshard.core.errors import ReshardError, rewrite_message
 from reshard.engines.base import Engine
 from reshard.refit import packed_blocks
 from reshard.refit.addresses import AT_ONCE, SHARD, fills_of, from_source, rounds_of, shards_here
-from reshard.refit.blocks import FIRST_FRAGMENT, BlockTable, places_of, strips_of
+from reshard.refit.blocks import BlockTable, places_of, strips_of
 from reshard.refit.codecs import BLOCKWISE, block_codec, by_rounding
 from reshard.refit.copies import CopyTable
-from reshard.refit.tables import CODEC, bytes_read_by, interleaved, tiles_of
+from reshard.refit.tables import CODEC, FIRST_FRAGMENT, bytes_read_by, interleaved, tiles_of
 from reshard.refit.transports.base import Incoming, Outgoing, Transport
 from reshard.refit.transports.mappings import HINT, Mappings
 
