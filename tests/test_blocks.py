@@ -17,20 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from reshard import mcore_to_hf
 from reshard.core.dtypes import DTYPES
+from reshard.quantization.fp8_blocks import BLOCK, FP8, ROUNDINGS, encode_as_vllm
 from reshard.refit import split_blocks
 from reshard.refit.addresses import AT_ONCE, NO_SLOT, PARTS, Pieces
-from reshard.refit.blocks import (
-    BF16,
-    BLOCK,
-    E4M3,
-    PLACES,
-    cut,
-    quantize,
-    quantize_on_host,
-    size_of,
-    strips_of,
-)
-from reshard.refit.codecs import CODECS, PLAIN, ROUNDINGS, block_codec, codec_between
+from reshard.refit.blocks import BF16, PLACES, cut, quantize_on_host, size_of, strips_of
+from reshard.refit.codecs import CODECS, PLAIN, block_codec, codec_between
 from reshard.refit.packed_blocks import digests_as_made, digests_as_served, places_asked
 from reshard.refit.tables import CODEC, DST, ELEMENT_BYTES, ROWS, SRC, SRC_PITCH, STRIP, WIDTH, empty_table
 from reshard.refit.transports.base import Incoming, Outgoing
@@ -109,7 +100,7 @@ def test_whatever_the_pieces_and_their_dtypes_each_block_is_made_of_bf16_of_all_
     table, into, held = pieces_of(values, cuts, sources=sources)
     strips = strips_of(table, into, np.arange(len(cuts)), places[0])
     quantize_on_host(strips.items, strips.fragments, "fp32")
-    codes, scales = quantize(rounded(values), "fp32")
+    codes, scales = encode_as_vllm(rounded(values), "fp32")
     assert np.array_equal(places[1][:, :columns], codes.view(np.uint8)) and np.array_equal(places[2], scales)
     assert (places[1][:, columns:] == 0xEE).all() and len(held) == len(cuts)
 
@@ -117,7 +108,10 @@ def test_whatever_the_pieces_and_their_dtypes_each_block_is_made_of_bf16_of_all_
 def test_fp32_that_is_not_rounded_to_bf16_first_makes_other_codes_and_scales():
     values = weights(256, 256)
     for rounding in ROUNDINGS:
-        (codes, scales), (first, factors) = quantize(values, rounding), quantize(rounded(values), rounding)
+        (codes, scales), (first, factors) = (
+            encode_as_vllm(values, rounding),
+            encode_as_vllm(rounded(values), rounding),
+        )
         assert (codes.view(np.uint8) != first.view(np.uint8)).any()
         assert (scales != factors).any() == (rounding == "fp32")
 
@@ -127,7 +121,7 @@ def test_blocks_that_no_piece_reaches_stay_as_they_are():
     table, into, held = pieces_of(values, [(0, 0, 128, 256), (0, 512, 128, 988)])
     strips = strips_of(table, into, np.arange(2), places[0])
     quantize_on_host(strips.items, strips.fragments, "fp32")
-    codes, scales = quantize(rounded(values), "fp32")
+    codes, scales = encode_as_vllm(rounded(values), "fp32")
     reached = np.ones((256, 1500), bool)
     reached[128:], reached[:, 256:512] = False, False
     assert np.array_equal(places[1][:, :1500][reached], codes.view(np.uint8)[reached]) and len(held) == 2
@@ -176,7 +170,7 @@ def test_both_ends_of_a_pair_cut_alike_and_what_travels_is_what_is_made_in_place
         Round.of([(sends, start)], index, cpu).run()
         Round.of([(receives, start)], index, cpu).run()
     for tensor in tensors:
-        codes, scales = quantize(rounded(tensor.values), tensor.rounding)
+        codes, scales = encode_as_vllm(rounded(tensor.values), tensor.rounding)
         rows, columns = codes.shape
         assert np.array_equal(tensor.codes[:, :columns], codes.view(np.uint8)) and np.array_equal(
             tensor.plain, tensor.arrived
@@ -296,7 +290,7 @@ def test_power_of_two_scales_round_up_and_rounding_twice_loses_more():
     values = rounded(weights(512, 512))
     error = {}
     for rounding in ROUNDINGS:
-        codes, scales = quantize(values, rounding)
+        codes, scales = encode_as_vllm(values, rounding)
         back = codes.astype(np.float32) * scales.repeat(BLOCK, 0).repeat(BLOCK, 1)
         error[rounding] = float(
             np.sqrt(
@@ -321,7 +315,7 @@ def interpret() -> None:
 
     # The interpreter does not round fp8 as GPUs do: these are numbers that become codes without.
     rng = np.random.default_rng(0)
-    numbers = np.arange(256, dtype=np.uint8).view(E4M3.numpy()).astype(np.float32)
+    numbers = np.arange(256, dtype=np.uint8).view(FP8.numpy()).astype(np.float32)
     rows, columns = 170, 1160
     numbers = rng.choice(numbers[np.isfinite(numbers)], (rows, columns))
     numbers[::BLOCK, ::BLOCK] = 448
@@ -347,8 +341,8 @@ def interpret() -> None:
             blocks,
             size_of(strips.fragments[:, ELEMENT_BYTES]),
         )
-        wanted, factors = quantize(values, rounding, divide=False)
-        found = codes[:, :columns].view(E4M3.numpy()).astype(np.float32)
+        wanted, factors = encode_as_vllm(values, rounding, divide=False)
+        found = codes[:, :columns].view(FP8.numpy()).astype(np.float32)
         assert np.array_equal(scales, factors) and np.array_equal(found, wanted.astype(np.float32))
         assert np.array_equal(np.signbit(found), np.signbit(wanted.astype(np.float32)))
         assert (codes[:, columns:] == 0xEE).all() and len(held) == len(cuts)
@@ -366,7 +360,7 @@ def served_in_blocks(hf: str, mcore: str, folder: Path) -> str:
     for name, tensor in load_file(Path(hf) / "model.safetensors").items():
         tensors[name] = tensor
         if tensor.ndim == 2 and not name.endswith(HIGH_PRECISION):
-            codes, scales = quantize(tensor.view(torch.int16).numpy().view(BF16.numpy()), "fp32")
+            codes, scales = encode_as_vllm(tensor.view(torch.int16).numpy().view(BF16.numpy()), "fp32")
             tensors[name] = torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e4m3fn)
             tensors[f"{name}_scale_inv"] = torch.from_numpy(scales)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -10,7 +10,7 @@ from reshard.device.memory import Region
 
 class Scales(NamedTuple):
     """Of a local tensor ``[rows, columns]`` whose region holds fp8: where the fp32 scales of its 128x128 blocks
-    lie, ``[rows / 128, columns / 128]`` rounded up, and how they are rounded (`reshard.refit.codecs.ROUNDINGS`)."""
+    lie, ``[rows / 128, columns / 128]`` rounded up, and how they are rounded (`reshard.quantization.fp8_blocks.ROUNDINGS`)."""
 
     region: Region
     rounding: str

@@ -13,15 +13,8 @@ import torch
 
 from reshard.core.dtypes import DTYPES
 from reshard.engines.base import Engine
-from reshard.refit.codecs import (
-    BEFORE_BLOCKS,
-    BLOCK,
-    CODECS,
-    E4M3_MAX,
-    SMALLEST,
-    SOURCE_SIZES,
-    block_codec,
-)
+from reshard.quantization.fp8_blocks import BLOCK, encode_as_vllm
+from reshard.refit.codecs import BEFORE_BLOCKS, CODECS, SOURCE_SIZES, block_codec
 from reshard.refit.copies import host_bytes
 from reshard.refit.tables import (
     CODEC,
@@ -52,7 +45,7 @@ from reshard.refit.tables import (
 # elements; rows and columns; the codec that bf16 would have.
 PLACES = 7
 PLACE, PITCH, SHAPE, ENCODING = slice(0, 2), slice(2, 4), slice(4, 6), 6
-E4M3, BF16 = DTYPES["float8_e4m3fn"], DTYPES["bfloat16"]
+BF16 = DTYPES["bfloat16"]
 TO_BF16 = CODECS[BEFORE_BLOCKS[block_codec("fp32", "float32")]]
 
 
@@ -199,30 +192,6 @@ def quantize_on_host(items: np.ndarray, fragments: np.ndarray, rounding: str) ->
             if size != BF16.size:
                 held = TO_BF16.encode(held)
             values[top : top + high, left : left + wide] = held.view(BF16.numpy())
-        quantized, factors = quantize(values, rounding)
+        quantized, factors = encode_as_vllm(values, rounding)
         host_bytes(codes, height, length, codes_pitch)[...] = quantized.view(np.uint8)
         host_bytes(scales, 1, factors.size * 4, 0)[...] = factors.view(np.uint8).reshape(1, -1)
-
-
-def quantize(values: np.ndarray, rounding: str, divide: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Quantize a matrix whose blocks start at its first element: e4m3 of the same shape, and the fp32 scales of its
-    blocks, bit for bit as ``per_block_cast_to_fp8`` does on a CPU; not `divide`: on a GPU, where ``/ 448`` is
-    compiled into a product.
-    """
-    n, m = values.shape
-    padded = np.zeros((-(-n // BLOCK) * BLOCK, -(-m // BLOCK) * BLOCK), np.float32)
-    padded[:n, :m] = values.astype(np.float32)
-    blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK)
-    codes, scales = _once(blocks, rounding == "ue8m0", divide)
-    if rounding == "twice":
-        codes, scales = _once(codes.astype(np.float32) * scales, True, divide)
-    return codes.reshape(padded.shape)[:n, :m], scales[:, 0, :, 0]
-
-
-def _once(blocks: np.ndarray, powers_of_two: bool, divide: bool) -> tuple[np.ndarray, np.ndarray]:
-    largest = np.maximum(np.abs(blocks).max((1, 3), keepdims=True), np.float32(SMALLEST))
-    scales = largest / np.float32(E4M3_MAX) if divide else largest * np.float32(1 / E4M3_MAX)
-    if powers_of_two:
-        scales = np.exp2(np.ceil(np.log2(scales)))
-    scaled = blocks * (np.float32(1) / scales)
-    return scaled.astype(E4M3.numpy()), scales

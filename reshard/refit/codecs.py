@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from reshard.core.dtypes import DTYPES, Dtype
+from reshard.quantization.fp8_blocks import ROUNDINGS
 
 
 @dataclass(frozen=True)
@@ -52,18 +53,6 @@ class BlockCodec(Codec):
 
     def __str__(self) -> str:
         return f"{super().__str__()} blocks, {ROUNDINGS[self.rounding]}"
-
-
-BLOCK = 128
-E4M3_MAX = 448.0
-SMALLEST = 1e-4  # magnitude that a block is taken to have at least
-# As they are; as powers of two (UE8M0), rounded up; and as vLLM leaves them that loads one after the other: fp32,
-# whose numbers are then quantized again.
-ROUNDINGS = {
-    "fp32": "fp32 scales",
-    "ue8m0": "power-of-two scales",
-    "twice": "fp32 scales, then power-of-two scales",
-}
 
 
 PLAIN = 0

@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from reshard.refit import codecs, tables
+from reshard.quantization import fp8_blocks
+from reshard.quantization.fp8_blocks_triton import encode_block
+from reshard.refit import tables
 from reshard.refit.codecs import CODECS, PLAIN
 from reshard.refit.tables import MIX_FINAL, MIX_FIRST_SHIFT, MIX_POSITION, MIX_SECOND_SHIFT, MIX_VALUE, STRIP
 
@@ -40,7 +42,7 @@ FRAGMENT, SOURCE, SOURCE_PITCH, TOP, LEFT, HIGH, WIDE, ELEMENT_BYTES = _columns(
 TILE, ADDRESS, PIECE, TILE_ROWS, TILE_WORDS, TILE_PITCH, FIRST_WORD = _columns(
     "TILE ADDRESS PIECE TILE_ROWS TILE_WORDS TILE_PITCH FIRST_WORD"
 )
-EDGE = tl.constexpr(codecs.BLOCK)  # elements along an edge of a block with a scale
+EDGE = tl.constexpr(fp8_blocks.BLOCK)  # elements along an edge of a block with a scale
 
 
 @triton.jit
@@ -151,18 +153,6 @@ def _gathered(fragments, count, block, SIZE: tl.constexpr, ALIGNED: tl.constexpr
 
 
 @triton.jit
-def _scaled(value, POWER: tl.constexpr):
-    """e4m3 of a block, and its scale: the expressions of ``per_block_cast_to_fp8`` as Inductor compiles them."""
-    largest = tl.maximum(tl.max(tl.max(tl.abs(value), 1), 0), 1e-4)
-    scale = largest * 0.002232142857142857
-    if POWER:
-        bits = scale.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFFFF) & 0x7F800000  # the next power of two
-        scale = bits.to(tl.float32, bitcast=True)
-    return (value * (1.0 / scale)).to(tl.float8e4nv), scale
-
-
-@triton.jit
 def _quantize(
     items,
     fragments,
@@ -178,9 +168,9 @@ def _quantize(
     if block < n_columns:
         count, first = tl.load(item + FRAGMENTS).to(tl.int32), tl.load(item + FIRST_FRAGMENT)
         value = _gathered(fragments + first * FRAGMENT, count, block, SIZE, ALIGNED).to(tl.float32)
-        codes, scale = _scaled(value, POWER and not TWICE)
+        codes, scale = encode_block(value, POWER and not TWICE)
         if TWICE:
-            codes, scale = _scaled(codes.to(tl.float32) * scale, True)
+            codes, scale = encode_block(codes.to(tl.float32) * scale, True)
         r, c = tl.arange(0, EDGE)[:, None], block + tl.arange(0, EDGE)[None, :]
         where = tl.load(item + CODES).to(tl.pointer_type(tl.float8e4nv)) + (
             r * tl.load(item + CODES_PITCH) + c

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from reshard.core.errors import ReshardError
+from reshard.quantization.fp8_blocks import BLOCK
 from reshard.refit.blocks import ENCODING, PITCH, PLACE, PLACES, SHAPE, BlockTable, Strips, cut, size_of
-from reshard.refit.codecs import BLOCK, SOURCE_SIZES, by_rounding
+from reshard.refit.codecs import SOURCE_SIZES, by_rounding
 from reshard.refit.digests import Digests
 from reshard.refit.tables import (
     CODES,

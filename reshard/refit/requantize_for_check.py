@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from reshard.engines.base import Engine
+from reshard.quantization.fp8_blocks import BLOCK
 from reshard.refit.addresses import (
     COUNT,
     ELEMENTS,
@@ -17,17 +18,7 @@ from reshard.refit.addresses import (
     as_read,
     from_source,
 )
-from reshard.refit.blocks import (
-    BF16,
-    BLOCK,
-    ENCODING,
-    PITCH,
-    PLACE,
-    SHAPE,
-    BlockTable,
-    places_of,
-    strips_of,
-)
+from reshard.refit.blocks import BF16, ENCODING, PITCH, PLACE, SHAPE, BlockTable, places_of, strips_of
 from reshard.refit.codecs import BEFORE_BLOCKS, PLAIN, by_rounding
 from reshard.refit.copies import CopyTable
 from reshard.refit.digests import Digests

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from reshard.engines.base import Engine
+from reshard.quantization.fp8_blocks import BLOCK
 from reshard.refit.addresses import (
     APART,
     AT,
@@ -29,7 +30,7 @@ from reshard.refit.addresses import (
     Pieces,
 )
 from reshard.refit.blocks import BF16, ENCODING, BlockTable, Strips, places_of, strips_of
-from reshard.refit.codecs import BEFORE_BLOCKS, BLOCK, BLOCKWISE, by_rounding
+from reshard.refit.codecs import BEFORE_BLOCKS, BLOCKWISE, by_rounding
 from reshard.refit.packed_blocks import digests_as_made, digests_as_served, parcels_of
 from reshard.refit.tables import (
     CODEC,

@@ -1,11 +1,7 @@
-"""Layers that vLLM loads from checkpoints in the format of ``compressed-tensors``, with a scale for each output channel, for
-each published matrix, for each block, or, packed, for so many columns of a channel: codes and scales are made here of plain
-weights, as that package makes them.
+"""Layers that vLLM loads from checkpoints in the format of ``compressed-tensors``, in fp8, int8 or packed codes: a refit makes what
+they are loaded from of plain weights, by the arithmetic of `reshard.quantization`.
 
-A scale is the largest magnitude that it is for, divided by 448 (e4m3), 127.5 (int8) or 7.5 (int4), in the weights' dtype; 0
-becomes that dtype's epsilon. Codes are the weights divided by it, in that dtype too, clamped and rounded to the nearest, ties
-to even (``calculate_qparams``, ``quantize`` and ``pack_to_int32`` of compressed-tensors 0.17). Where ranks of the engine hold
-parts of what has one scale, the largest of theirs is found together.
+Where ranks of the engine hold parts of what has one scale, they find the largest of their magnitudes together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,77 +12,21 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm.layers import Compressed, plain_templates
-from reshard.engines.vllm.recipes import Held, Recipe, alike, refuse_parts_of_blocks
-
-# Least and largest number that is coded, and what the largest magnitude is divided by.
-RANGES = {
-    "float8_e4m3fn": (-448.0, 448.0, 448.0),
-    "int8": (-128.0, 127.0, 127.5),
-    "int4": (-8.0, 7.0, 7.5),
-}
-DTYPES = {
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "int8": torch.int8,
-    "int4": torch.int8,
-}  # before they are packed
-AT_ONCE = 16 << 20  # elements that are divided at a time
-
-
-def scales_of(largest: torch.Tensor, codes: str) -> torch.Tensor:
-    """The scales of magnitudes, in their dtype, bf16 as a rule."""
-    scales = largest / RANGES[codes][2]
-    return torch.where(scales == 0, torch.finfo(scales.dtype).eps, scales)
-
-
-def codes_of(values: torch.Tensor, scales: torch.Tensor, codes: str) -> torch.Tensor:
-    """What weights ``[rows, columns]`` become by scales ``[rows, groups]`` of the same dtype, each for as many columns."""
-    made = torch.empty(values.shape, dtype=DTYPES[codes], device=values.device)
-    for rows in at_once(values):
-        made[rows] = _codes(values[rows], scales[rows], codes)
-    return made
-
-
-def words_of(values: torch.Tensor, scales: torch.Tensor, codes: str, bits: int) -> torch.Tensor:
-    """These codes in words of 32 bits ``[rows, words]``: the first in the lowest, each counted from the least number that is
-    coded, and 0 where a row leaves some of its last word."""
-    count, columns = values.shape
-    each, width = 8 // bits, -(-columns * bits // 32)
-    made = torch.empty((count, width), dtype=torch.int32, device=values.device)
-    for rows in at_once(values):
-        unsigned = (_codes(values[rows], scales[rows], codes) + (1 << (bits - 1))).view(torch.uint8)
-        unsigned = torch.nn.functional.pad(unsigned, (0, width * 4 * each - columns))
-        packed = unsigned[:, ::each].clone()
-        for n in range(1, each):
-            packed |= unsigned[:, n::each] << (n * bits)
-        made[rows] = packed.view(torch.int32)
-    return made
+from reshard.engines.vllm.recipes import Held, Recipe, alike, refuse_parts_of_blocks, scheme_of
+from reshard.quantization import channels_torch, int_groups_torch
+from reshard.quantization.channels_torch import DTYPES, encode_blocks, encode_rows, magnitudes, scales_of
+from reshard.quantization.int_groups import IntGroups
+from reshard.quantization.int_groups_torch import encode_words
+from reshard.quantization.nvfp4 import Nvfp4
 
 
 def stored_as(values: torch.Tensor, how: Compressed) -> dict[str, torch.Tensor]:
-    """What a checkpoint has of a weight ``[rows, columns]``, by the ends of names, with scales in the weight's dtype."""
-    rows, columns = values.shape
-    block = (rows, columns) if how.strategy == "tensor" else how.block or (1, columns)
-    scales = scales_of(magnitudes(values, block), how.codes)
-    if how.packed is not None:
-        words = words_of(values, scales, how.codes, how.packed.bits)
-        return {"_packed": words, "_scale": scales, "_shape": torch.tensor(values.shape)}
-    codes = codes_of_blocks(values, scales, block, how.codes)
-    return {"": codes, "_scale": scales.flatten() if how.strategy == "tensor" else scales}
-
-
-def at_once(values: torch.Tensor) -> list[slice]:
-    """Runs of rows that are divided at a time."""
-    step = max(1, AT_ONCE // max(1, values.shape[1]))
-    return [slice(start, start + step) for start in range(0, len(values), step)]
-
-
-def _codes(values: torch.Tensor, scales: torch.Tensor, codes: str) -> torch.Tensor:
-    least, most, _ = RANGES[codes]
-    scaled = values.unflatten(1, (scales.shape[1], -1)) / scales[:, :, None]
-    scaled += 0  # the zero point, which makes 0 of -0
-    scaled.clamp_(least, most)
-    rounded = scaled.round_() if DTYPES[codes] == torch.int8 else scaled
-    return rounded.to(DTYPES[codes]).view(values.shape)
+    """Return what a layer's checkpoint has of a weight ``[rows, columns]``, by the ends of names, with scales in its dtype."""
+    scheme = scheme_of(how)
+    assert not isinstance(scheme, Nvfp4)
+    if isinstance(scheme, IntGroups):
+        return int_groups_torch.encode(values, scheme)
+    return channels_torch.encode(values, scheme)
 
 
 class Matrix(NamedTuple):
@@ -160,45 +100,23 @@ class CompressedRecipe(Recipe):
             rows = plain.flatten(0, -2)
             scales = scales_of(largest[matrix.name].to(plain.dtype), codes)
             if self.how.packed is not None:
-                words = words_of(rows, scales.view(len(rows), -1), codes, self.how.packed.bits)
+                words = encode_words(rows, scales.view(len(rows), -1), codes, self.how.packed.bits)
                 for key, made in ((matrix.codes, words), (matrix.scales, scales)):
                     made = made.view(*plain.shape[:-1], -1)
                     made = made.mT.contiguous() if self.how.packed.turned else made
                     found[key] = alike(made, self.templates[key])
                 continue
             if self.how.block is not None:
-                made = codes_of_blocks(plain, scales.view(matrix.shape), self.how.block, codes)
+                made = encode_blocks(plain, scales.view(matrix.shape), self.how.block, codes)
             else:
                 of_rows = scales if matrix.scale_of_row is None else scales[matrix.scale_of_row]
-                made = codes_of(rows, of_rows[:, None], codes).view(plain.shape)
+                made = encode_rows(rows, of_rows[:, None], codes).view(plain.shape)
             found[matrix.codes] = alike(made, self.templates[matrix.codes])
             found[matrix.scales] = alike(scales.float().view(matrix.shape), self.templates[matrix.scales])
         for key, shapes in self.shapes.items():
             template, device = self.templates[key], next(iter(values.values())).device
             found[key] = alike(shapes.to(device, template.dtype, copy=True), template)
         return found
-
-
-def magnitudes(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """The largest of each block of matrices ``[..., rows, columns]``, where the last ones may be smaller: ``[..., blocks,
-    blocks]``."""
-    (rows, columns), (height, width) = values.shape[-2:], block
-    if rows % height or columns % width:
-        values = torch.nn.functional.pad(values, (0, -columns % width, 0, -rows % height))
-    blocks = values.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
-    return torch.maximum(blocks.amax((-3, -1)), -blocks.amin((-3, -1)))
-
-
-def codes_of_blocks(
-    values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], codes: str
-) -> torch.Tensor:
-    """What matrices ``[..., rows, columns]`` become by scales ``[..., blocks, blocks]``."""
-    rows, columns = values.shape[-2:]
-    if columns % block[1]:
-        values = torch.nn.functional.pad(values, (0, -columns % block[1]))
-    of_rows = scales.repeat_interleave(block[0], -2)[..., :rows, :]
-    made = codes_of(values.flatten(0, -2), of_rows.flatten(0, -2), codes).view(values.shape)
-    return made[..., :columns].contiguous()
 
 
 def _packed_matrix(

@@ -58,7 +58,7 @@ from reshard.engines.vllm.served import DRAFT, Served
 from reshard.engines.vllm.trace import Canonical, Trace, trace_load
 from reshard.models.model import Model
 from reshard.models.published import published
-from reshard.refit.codecs import BLOCK, ROUNDINGS
+from reshard.quantization.fp8_blocks import BLOCK, ROUNDINGS
 
 # Methods that serve from weights as they were loaded.
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")

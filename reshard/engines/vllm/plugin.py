@@ -114,34 +114,22 @@ def _complete(arguments: Any) -> None:
     arguments.tokenizer = arguments.tokenizer or config
 
 
-# As NVIDIA publishes weights in nvfp4 that are served with activations as they are.
-WITH_PLAIN_INPUTS = "W4A16_NVFP4"
-
-
 def blocks_wanted(config: Mapping[str, Any], directory: Path) -> bool:
     """Whether a config wants weights as fp8 blocks; False where it wants them as they are, by compressed-tensors in a
-    way of `check_wanted`, or by ModelOpt in nvfp4 alone, all of which can be made of Megatron's. Raises ReshardError
+    way of `check_can_quantize`, or by ModelOpt in nvfp4 alone, all of which can be made of Megatron's. Raises ReshardError
     where it wants them quantized in another way."""
     from reshard.core.errors import ReshardError
-    from reshard.storage.channels import METHOD, check_wanted
-    from reshard.storage.fp8 import BLOCK
-    from reshard.storage.modelopt import METHOD as MODELOPT
+    from reshard.quantization import compressed_tensors, modelopt
+    from reshard.quantization.fp8_blocks import BLOCK
 
     wanted = config.get("quantization_config")
     if not wanted:
         return False
-    if wanted.get("quant_method") == METHOD:
-        check_wanted(wanted, f"the config for {directory}")
+    if wanted.get("quant_method") == compressed_tensors.METHOD:
+        compressed_tensors.check_can_quantize(wanted, f"the config for {directory}")
         return False
-    if wanted.get("quant_method") == MODELOPT:
-        said = wanted.get("quantization", wanted)
-        algorithm = said.get("quant_algo") if isinstance(said, Mapping) else said
-        if str(algorithm).upper() != WITH_PLAIN_INPUTS:
-            raise ReshardError(
-                f"the config for {directory} wants weights quantized by {MODELOPT} as {algorithm!r:.80}, and of these reshard makes "
-                f"{WITH_PLAIN_INPUTS} alone, since a Megatron checkpoint has no scales of activations: serve it with a config that "
-                f"says that, or none"
-            )
+    if wanted.get("quant_method") == modelopt.METHOD:
+        modelopt.check_can_quantize(wanted, f"the config for {directory}")
         return False
     if wanted.get("quant_method") != "fp8" or list(wanted.get("weight_block_size") or ()) != [BLOCK, BLOCK]:
         raise ReshardError(

@@ -11,7 +11,19 @@ import torch.distributed as dist
 from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm.compat import tensor_parallel
-from reshard.engines.vllm.layers import Compressed, experts_of
+from reshard.engines.vllm.layers import NVFP4, Compressed, experts_of
+from reshard.quantization.channels import Channels
+from reshard.quantization.int_groups import IntGroups
+from reshard.quantization.nvfp4 import Nvfp4
+
+
+def scheme_of(how: Compressed) -> Channels | IntGroups | Nvfp4:
+    """Return the scheme of what a layer is loaded from."""
+    if how.packed is None:
+        return Channels(how.codes, how.strategy, how.block)
+    if how.codes == NVFP4:
+        return Nvfp4(divides=bool(how.packed.end))
+    return IntGroups(how.packed.bits, None if how.block is None else how.block[1])
 
 
 class Held(NamedTuple):
@@ -41,6 +53,7 @@ class Recipe(ABC):
         kept: Mapping[str, torch.Tensor],
     ) -> None:
         self.name, self.module, self.how, self.templates, self.kept = name, module, how, templates, kept
+        self.scheme = scheme_of(how)
         # The matrices of which other tensor parallel ranks hold parts with the same scales.
         self.split: set[str] = set()
         self.find_matrices()

@@ -31,8 +31,8 @@ from reshard.megatron.parameters import TRANSFORMER_IMPLS
 from reshard.storage.boxes import Rows, box_bytes, place_of, write_boxes
 from reshard.storage.destinations import Destination, HuggingFaceFiles, MegatronFiles, parse_size
 from reshard.storage.files import EarlySync, NoSync, OpenFiles, allow_many_files, write_error
-from reshard.storage.fp8 import Fp8Blocks
 from reshard.storage.paths import iterations_in
+from reshard.storage.quantized import Quantized
 from reshard.storage.streams import Strip, StripReader
 from reshard.storage.verify import checksum_of
 from reshard.storage.workdir import SAVE, AddedIteration, Workdir
@@ -291,7 +291,7 @@ class _Save:
         agreed, beside, added = self.agreed, self.published.beside, self.iteration is not None
         self.new: Destination
         if self.format == "hf":
-            plain = Fp8Blocks(())
+            plain = Quantized()
             self.new = HuggingFaceFiles(
                 agreed.model, agreed.fp32, agreed.tensors, plain, self.shard_bytes, beside
             )
