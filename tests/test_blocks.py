@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from reshard import mcore_to_hf
 from reshard.core.dtypes import DTYPES
 from reshard.quantization.fp8_blocks import BLOCK, FP8, ROUNDINGS, encode_as_vllm
-from reshard.refit import split_blocks
 from reshard.refit.addresses import AT_ONCE, NO_SLOT, PARTS, Pieces
-from reshard.refit.blocks import BF16, PLACES, cut, quantize_on_host, size_of, strips_of
 from reshard.refit.codecs import CODECS, PLAIN, block_codec, codec_between
-from reshard.refit.packed_blocks import digests_as_made, digests_as_served, places_asked
+from reshard.refit.fp8_blocks import split
+from reshard.refit.fp8_blocks.packed import digests_as_made, digests_as_served, places_asked
+from reshard.refit.fp8_blocks.strips import BF16, PLACES, cut, quantize_on_host, size_of, strips_of
 from reshard.refit.tables import CODEC, DST, ELEMENT_BYTES, ROWS, SRC, SRC_PITCH, STRIP, WIDTH, empty_table
 from reshard.refit.transports.base import Incoming, Outgoing
 from reshard.refit.transports.packing import Round, Side
@@ -232,8 +232,8 @@ def test_pieces_are_cut_so_that_each_block_is_one_ranks_or_has_a_slot_and_slots_
                      np.full((len(some), PARTS), NO_SLOT)) for rank, some in said.items()
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(split_blocks, "SLAB_BYTES", limit)
-        found = split_blocks.divided(pieces, shapes, 7)
+        patch.setattr(split, "SLAB_BYTES", limit)
+        found = split.divided(pieces, shapes, 7)
 
     def elements(some: dict[int, Pieces]) -> set[tuple]:
         """What comes from where to where, element by element of every 13th."""

@@ -40,7 +40,7 @@ class Codec:
 class BlockCodec(Codec):
     """fp8 with an fp32 scale for each block of 128x128 elements of a rank's local tensor, cut off at its end:
     what vLLM's ``per_block_cast_to_fp8`` makes (``vllm/utils/deep_gemm.py``) of bf16. fp32 is rounded to that first, as
-    vLLM's loader does. `reshard.refit.blocks` carries it out, since a block may come in pieces.
+    vLLM's loader does. `reshard.refit.fp8_blocks.strips` carries it out, since a block may come in pieces.
 
     `rounding` says how a block's largest magnitude / 448 becomes its scale: one of `ROUNDINGS`.
     """

@@ -192,7 +192,7 @@ def quantize_strips(
     blocks: int = STRIP,
     size: int = 2,
 ) -> None:
-    """Gather the blocks of a table of items (`reshard.refit.blocks`), each of at most so many, and write their codes
+    """Gather the blocks of a table of items (`reshard.refit.fp8_blocks.strips`), each of at most so many, and write their codes
     and scales. `aligned` says that all addresses, pitches and columns are multiples of 16 bytes, `size` how many an
     element of the source has: 2 (bf16), 4 (fp32), or 0 where fragments differ."""
     how = rounding != "fp32", rounding == "twice", aligned, blocks, size

@@ -22,13 +22,13 @@ from reshard.refit.addresses import (
     rounds_of,
 )
 from reshard.refit.agreement import Agreement
-from reshard.refit.blocks import SHAPE, places_of
 from reshard.refit.checks import Extents, check_memory, check_regions
 from reshard.refit.codecs import BLOCKWISE
+from reshard.refit.fp8_blocks.packed import compile_parcels
+from reshard.refit.fp8_blocks.split import PartsSlab, divided
+from reshard.refit.fp8_blocks.strips import SHAPE, places_of
 from reshard.refit.needs import build_requests, needed
-from reshard.refit.packed_blocks import compile_parcels
 from reshard.refit.routes import CUDA_IPC, LOCAL, NCCL, SENT, STAGED
-from reshard.refit.split_blocks import PartsSlab, divided
 from reshard.refit.tables import CODEC
 from reshard.refit.transports.base import Incoming
 from reshard.refit.verification import EngineDigests

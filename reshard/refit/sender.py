@@ -26,10 +26,10 @@ from reshard.refit.addresses import (
     source_table,
 )
 from reshard.refit.agreement import Agreement
-from reshard.refit.blocks import PLACES
 from reshard.refit.checks import Extents, check_asked
 from reshard.refit.codecs import BLOCKWISE
-from reshard.refit.packed_blocks import compile_parcels, places_asked
+from reshard.refit.fp8_blocks.packed import compile_parcels, places_asked
+from reshard.refit.fp8_blocks.strips import PLACES
 from reshard.refit.routes import CUDA_IPC, SENT
 from reshard.refit.transports.base import Outgoing
 from reshard.refit.verification import TrainerDigests

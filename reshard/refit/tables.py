@@ -2,7 +2,7 @@
 copies between addresses, cut into tiles.
 
 This module imports no kernel and nothing that runs one: `reshard.refit.copies` carries out copies,
-`reshard.refit.blocks` makes blocks of fp8, `reshard.refit.digests` digests, and `reshard.refit.kernels` has the kernels of
+`reshard.refit.fp8_blocks.strips` makes blocks of fp8, `reshard.refit.digests` digests, and `reshard.refit.kernels` has the kernels of
 all three.
 """
 
@@ -17,6 +17,7 @@ from reshard.refit.codecs import PLAIN, bytes_in_source
 COLUMNS = 7
 SRC, DST, ROWS, WIDTH, SRC_PITCH, DST_PITCH, CODEC = range(COLUMNS)
 TILE_BYTES = 64 << 10
+ALIGNMENT = 16  # bytes, of what lies packed
 
 # An item, which is a strip of blocks of fp8 beside each other: address and pitch in bytes of its codes, address of its first
 # scale, rows, columns, its first fragment and how many there are.
@@ -147,3 +148,20 @@ def interleaved(groups: np.ndarray) -> np.ndarray:
         members = np.flatnonzero(groups == group)
         turn[members] = (np.arange(len(members)) + 0.5) / len(members)
     return np.argsort(turn, kind="stable")
+
+
+def pack_into_rounds(sizes: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pack pieces of these sizes, in order, into rounds of at most `limit` bytes; return each one's round, and its offset in it.
+
+    >>> [column.tolist() for column in pack_into_rounds(np.array([20, 10, 40]), 64)]
+    [[0, 0, 1], [0, 32, 0]]
+    """
+    padded = sizes + -sizes % ALIGNMENT
+    rounds, offsets = np.zeros(len(sizes), np.int64), np.zeros(len(sizes), np.int64)
+    current = used = 0
+    for i, size in enumerate(padded.tolist()):
+        if used + size > limit and used:
+            current, used = current + 1, 0
+        rounds[i], offsets[i] = current, used
+        used += size
+    return rounds, offsets

@@ -19,12 +19,12 @@ from reshard.refit.addresses import (
     located,
     source_table,
 )
-from reshard.refit.blocks import Strips, places_of
 from reshard.refit.checks import check_digests
 from reshard.refit.codecs import BLOCKWISE
 from reshard.refit.digests import Digests
-from reshard.refit.packed_blocks import digests_as_made, digests_as_served, parcels_of
-from reshard.refit.requantize_for_check import remade
+from reshard.refit.fp8_blocks.check import remade
+from reshard.refit.fp8_blocks.packed import digests_as_made, digests_as_served, parcels_of
+from reshard.refit.fp8_blocks.strips import Strips, places_of
 from reshard.refit.routes import SENT
 
 if TYPE_CHECKING:

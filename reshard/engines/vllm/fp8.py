@@ -8,8 +8,8 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm.layers import own_blocks
 from reshard.quantization.fp8_blocks import BLOCK, ROUNDINGS
-from reshard.refit.blocks import PLACES, BlockTable, strips_of
 from reshard.refit.codecs import block_codec
+from reshard.refit.fp8_blocks.strips import PLACES, BlockTable, strips_of
 from reshard.refit.tables import CODEC, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
 
 

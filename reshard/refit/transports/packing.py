@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from reshard.refit.blocks import BlockTable
 from reshard.refit.codecs import (
     BLOCKWISE,
     PLAIN,
@@ -22,8 +21,10 @@ from reshard.refit.codecs import (
     bytes_in_source,
 )
 from reshard.refit.copies import CopyTable
-from reshard.refit.packed_blocks import ALIGNMENT, bytes_of_parcels, making, parcels_of, run_of, unpacking
+from reshard.refit.fp8_blocks.packed import bytes_of_parcels, making, parcels_of, run_of, unpacking
+from reshard.refit.fp8_blocks.strips import BlockTable
 from reshard.refit.tables import (
+    ALIGNMENT,
     CODEC,
     DST,
     DST_PITCH,
@@ -32,24 +33,11 @@ from reshard.refit.tables import (
     SRC_PITCH,
     WIDTH,
     empty_table,
+    pack_into_rounds,
     packed_width,
     tiles_of,
 )
 from reshard.refit.transports.base import Incoming, Outgoing
-
-
-def rounds_of(sizes: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pack pieces of these sizes in order into rounds of at most `limit` bytes: each one's round, and its
-    offset in it."""
-    padded = sizes + -sizes % ALIGNMENT
-    rounds, offsets = np.zeros(len(sizes), np.int64), np.zeros(len(sizes), np.int64)
-    current = used = 0
-    for i, size in enumerate(padded.tolist()):
-        if used + size > limit and used:
-            current, used = current + 1, 0
-        rounds[i], offsets[i] = current, used
-        used += size
-    return rounds, offsets
 
 
 class Side:
@@ -66,7 +54,7 @@ class Side:
         self.sizes = np.concatenate(
             [self.tiles[:, ROWS] * self.packed_width, bytes_of_parcels(self.parcels.items)]
         )
-        self.round_of, self.offset = rounds_of(self.sizes, limit)
+        self.round_of, self.offset = pack_into_rounds(self.sizes, limit)
         self.rounds = int(self.round_of.max()) + 1 if len(self.sizes) else 0
         self.bytes_by_round = np.zeros(self.rounds, np.int64)
         np.maximum.at(self.bytes_by_round, self.round_of, self.offset + self.sizes + -self.sizes % ALIGNMENT)

@@ -22,10 +22,10 @@ from reshard.device.cuda import cuda_free, cuda_memory, exported
 from reshard.refit.addresses import AT_ONCE
 from reshard.refit.checks import check_slab, is_handle
 from reshard.refit.copies import wait_for_device
-from reshard.refit.tables import DST, SRC, TILE_BYTES, bytes_packed
+from reshard.refit.tables import ALIGNMENT, DST, SRC, TILE_BYTES, bytes_packed
 from reshard.refit.transports.base import Incoming, Outgoing, Transport, by_round, rounds_in
 from reshard.refit.transports.mappings import HINT, Mappings
-from reshard.refit.transports.packing import ALIGNMENT, Round, Side
+from reshard.refit.transports.packing import Round, Side
 from reshard.refit.wire import pack_json, readable, unpack_json
 
 SLOTS = 2

@@ -18,10 +18,19 @@ from reshard.refit.addresses import (
     as_read,
     from_source,
 )
-from reshard.refit.blocks import BF16, ENCODING, PITCH, PLACE, SHAPE, BlockTable, places_of, strips_of
 from reshard.refit.codecs import BEFORE_BLOCKS, PLAIN, by_rounding
 from reshard.refit.copies import CopyTable
 from reshard.refit.digests import Digests
+from reshard.refit.fp8_blocks.strips import (
+    BF16,
+    ENCODING,
+    PITCH,
+    PLACE,
+    SHAPE,
+    BlockTable,
+    places_of,
+    strips_of,
+)
 from reshard.refit.tables import CODEC, DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, empty_table, tiles_of
 
 BATCH = 128 << 20  # elements at a time, or one local tensor

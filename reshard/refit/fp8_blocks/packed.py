@@ -13,10 +13,21 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.quantization.fp8_blocks import BLOCK
-from reshard.refit.blocks import ENCODING, PITCH, PLACE, PLACES, SHAPE, BlockTable, Strips, cut, size_of
 from reshard.refit.codecs import SOURCE_SIZES, by_rounding
 from reshard.refit.digests import Digests
+from reshard.refit.fp8_blocks.strips import (
+    ENCODING,
+    PITCH,
+    PLACE,
+    PLACES,
+    SHAPE,
+    BlockTable,
+    Strips,
+    cut,
+    size_of,
+)
 from reshard.refit.tables import (
+    ALIGNMENT,
     CODES,
     CODES_PITCH,
     DST,
@@ -37,7 +48,6 @@ from reshard.refit.tables import (
     empty_table,
 )
 
-ALIGNMENT = 16
 SCALE = 4  # bytes
 FP8 = (8, 9)  # the compute capability from which on a GPU converts to fp8
 BATCH = 4096  # parcels at a time, for a check: 64 MiB

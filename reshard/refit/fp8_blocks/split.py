@@ -29,9 +29,9 @@ from reshard.refit.addresses import (
     SLOT,
     Pieces,
 )
-from reshard.refit.blocks import BF16, ENCODING, BlockTable, Strips, places_of, strips_of
 from reshard.refit.codecs import BEFORE_BLOCKS, BLOCKWISE, by_rounding
-from reshard.refit.packed_blocks import digests_as_made, digests_as_served, parcels_of
+from reshard.refit.fp8_blocks.packed import digests_as_made, digests_as_served, parcels_of
+from reshard.refit.fp8_blocks.strips import BF16, ENCODING, BlockTable, Strips, places_of, strips_of
 from reshard.refit.tables import (
     CODEC,
     DST,
@@ -41,8 +41,8 @@ from reshard.refit.tables import (
     SRC_PITCH,
     WIDTH,
     empty_table,
+    pack_into_rounds,
 )
-from reshard.refit.transports import packing
 
 SLAB_BYTES = 128 << 20  # unless one run of blocks alone is larger: 256 bytes for each column of a matrix
 ROW_BYTES = BLOCK * BF16.size  # of a block in the slab
@@ -114,7 +114,7 @@ def _slots(blocks: np.ndarray, first_round: int) -> tuple[np.ndarray, np.ndarray
     begins = np.diff(blocks, prepend=-2) != 1  # a row has fewer than 2**20 blocks
     starts = np.flatnonzero(begins)
     lengths = np.diff(np.append(starts, len(blocks)))
-    rounds, offsets = packing.rounds_of(lengths * BLOCK_BYTES, SLAB_BYTES)
+    rounds, offsets = pack_into_rounds(lengths * BLOCK_BYTES, SLAB_BYTES)
     slots = np.empty((len(starts), 4), np.int64)
     slots[:, SLOT_ROUND], slots[:, SLOT_BEGIN] = first_round + rounds, offsets
     slots[:, SLOT_PITCH], slots[:, FIRST_BLOCK] = lengths * ROW_BYTES, blocks[starts] & 0xFFFFF
