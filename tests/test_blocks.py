@@ -21,7 +21,7 @@ from reshard.quantization.fp8_blocks import BLOCK, FP8, ROUNDINGS, encode_as_vll
 from reshard.refit.addresses import AT_ONCE, NO_SLOT, PARTS, Pieces
 from reshard.refit.codecs import CODECS, PLAIN, block_codec, codec_between
 from reshard.refit.fp8_blocks import split
-from reshard.refit.fp8_blocks.packed import digests_as_made, digests_as_served, places_asked
+from reshard.refit.fp8_blocks.packed import digest_requantized, digest_served, places_of_requests
 from reshard.refit.fp8_blocks.strips import BF16, PLACES, cut, quantize_on_host, size_of, strips_of
 from reshard.refit.tables import CODEC, DST, ELEMENT_BYTES, ROWS, SRC, SRC_PITCH, STRIP, WIDTH, empty_table
 from reshard.refit.transports.base import Incoming, Outgoing
@@ -159,7 +159,7 @@ def test_both_ends_of_a_pair_cut_alike_and_what_travels_is_what_is_made_in_place
     order = rng.permutation(len(into))
     source, destination, where, shapes = (np.array(some, np.int64)[order] for some in (*ends, into, extents))
     blocks, rounds = source[:, CODEC] != PLAIN, np.full(len(order), AT_ONCE)
-    asked = places_asked(where[blocks], shapes[blocks], source[blocks, CODEC])
+    asked = places_of_requests(where[blocks], shapes[blocks], source[blocks, CODEC])
     sends = Side(Outgoing(source, rounds, where, asked), SRC, 1 << 16)
     receives = Side(Incoming(destination, rounds, destination, where, {}, np.array(places)), DST, 1 << 16)
     assert sends.rounds == receives.rounds and np.array_equal(sends.sizes, receives.sizes)
@@ -176,14 +176,14 @@ def test_both_ends_of_a_pair_cut_alike_and_what_travels_is_what_is_made_in_place
             tensor.plain, tensor.arrived
         )
         assert np.array_equal(tensor.scales, scales) and (tensor.codes[:, columns:] == 0xEE).all()
-    made = digests_as_made(sends.parcels, asked, cpu)
+    made = digest_requantized(sends.parcels, asked, cpu)
     assert (
-        np.array_equal(made, digests_as_served(receives.parcels, cpu))
+        np.array_equal(made, digest_served(receives.parcels, cpu))
         and len(np.unique(made)) == len(made)
         and held
     )
     tensors[0].scales[0, 0] *= 2
-    assert (made != digests_as_served(receives.parcels, cpu)).sum() == 1
+    assert (made != digest_served(receives.parcels, cpu)).sum() == 1
 
 
 class Sent(NamedTuple):
@@ -233,7 +233,7 @@ def test_pieces_are_cut_so_that_each_block_is_one_ranks_or_has_a_slot_and_slots_
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(split, "SLAB_BYTES", limit)
-        found = split.divided(pieces, shapes, 7)
+        found = split.split_pieces(pieces, shapes, 7)
 
     def elements(some: dict[int, Pieces]) -> set[tuple]:
         """What comes from where to where, element by element of every 13th."""

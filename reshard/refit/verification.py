@@ -22,8 +22,8 @@ from reshard.refit.addresses import (
 from reshard.refit.checks import check_digests
 from reshard.refit.codecs import BLOCKWISE
 from reshard.refit.digests import Digests
-from reshard.refit.fp8_blocks.check import remade
-from reshard.refit.fp8_blocks.packed import digests_as_made, digests_as_served, parcels_of
+from reshard.refit.fp8_blocks.check import requantized
+from reshard.refit.fp8_blocks.packed import cut_into_blocks, digest_requantized, digest_served
 from reshard.refit.fp8_blocks.strips import Strips, places_of
 from reshard.refit.routes import SENT
 
@@ -50,8 +50,8 @@ class TrainerDigests:
                 source_table(memory, as_held(asked[~made])), asked[~made, ELEMENTS], self.side.device
             )
             some = self.side.sent(memory, asked[made])
-            parcels = parcels_of(some.table, some.into, some.places)
-            self.begun[rank] = of_pieces, digests_as_made(parcels, some.places, self.side.device)
+            parcels = cut_into_blocks(some.table, some.into, some.places)
+            self.begun[rank] = of_pieces, digest_requantized(parcels, some.places, self.side.device)
 
     def post(self) -> None:
         """Publish the digests when they are done: of pieces, then of parcels."""
@@ -77,7 +77,7 @@ class EngineDigests:
         for rank, pieces in self.side.pieces.items():
             whole = ~self._is_made_here(rank) & ~self._travels(rank)
             table = as_read(destination_table(memory, pieces))[whole]
-            served = digests_as_served(self._parcels(rank, memory), self.side.device)
+            served = digest_served(self._parcels(rank, memory), self.side.device)
             self.begun[rank] = Digests(table, pieces.asked[whole, ELEMENTS], self.side.device), served
 
     def add_round(self, number: int) -> None:
@@ -103,7 +103,7 @@ class EngineDigests:
             for rank, some in self.side.pieces.items()
         ]
         read = {rank: self.side.pieces[rank].where(~self.side.slab.through[rank]) for rank in shards}
-        again = remade(
+        again = requantized(
             self.side.engine, read, shards, np.concatenate([*sent, np.zeros(0, np.int64)]), self.side.device
         )
         unlike = [*again.unlike, *self.unlike]
@@ -157,4 +157,4 @@ class EngineDigests:
     def _parcels(self, rank: int, memory: np.ndarray) -> Strips:
         """The blocks that come from a trainer's rank."""
         some = self.side.pieces[rank].where(self._travels(rank))
-        return parcels_of(destination_table(memory, some), some.into, places_of(self.side.engine))
+        return cut_into_blocks(destination_table(memory, some), some.into, places_of(self.side.engine))

@@ -36,7 +36,7 @@ from reshard.refit.tables import CODEC, DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WI
 BATCH = 128 << 20  # elements at a time, or one local tensor
 
 
-class Remade(NamedTuple):
+class Requantized(NamedTuple):
     """By trainer's rank a digest for each piece: of those that were quantized as the trainer has them, 0 for the
     others; and the indices of the local tensors that hold other codes or scales than come of them."""
 
@@ -44,16 +44,16 @@ class Remade(NamedTuple):
     unlike: list[int]
 
 
-def remade(
+def requantized(
     engine: Engine,
     pieces: Mapping[int, Pieces],
     shards: Mapping[int, np.ndarray],
     sent: np.ndarray,
     device: torch.device,
-) -> Remade:
+) -> Requantized:
     """Make it of `shards`, the (address, pitch in bytes) of each trainer's rank that is read, which must be
     mapped; of local tensors in `sent`, of which blocks came in another way, only what these pieces are."""
-    found = Remade({rank: np.zeros(len(some.into), np.int64) for rank, some in pieces.items()}, [])
+    found = Requantized({rank: np.zeros(len(some.into), np.int64) for rank, some in pieces.items()}, [])
     served = places_of(engine)
     boxes = _boxes(pieces, served, sent)
     wanted = np.unique(boxes[:, 0])

@@ -60,7 +60,7 @@ class Placed(NamedTuple):
     into: np.ndarray
 
 
-def compile_parcels(codecs: np.ndarray, making_them: bool, device: torch.device) -> None:
+def compile_block_kernels(codecs: np.ndarray, making_them: bool, device: torch.device) -> None:
     """Compile now what the first refit would wait for, where parcels of these codecs are made, or unpacked.
     Raises ReshardError where this GPU cannot make them."""
     if device.type != "cuda" or not len(codecs):
@@ -79,12 +79,12 @@ def compile_parcels(codecs: np.ndarray, making_them: bool, device: torch.device)
         compile_quantize(rounding, True, device, 1, size_of(SOURCE_SIZES[codecs[these]]))
 
 
-def parcels_of(table: np.ndarray, into: np.ndarray, places: np.ndarray) -> Strips:
+def cut_into_blocks(table: np.ndarray, into: np.ndarray, places: np.ndarray) -> Strips:
     """The blocks that pieces make up, one an item, on whichever end of them `table` and `places` know."""
     return cut(table, into, np.zeros(len(table), np.int64), places, 1)
 
 
-def places_asked(where: np.ndarray, extents: np.ndarray, codecs: np.ndarray) -> np.ndarray:
+def places_of_requests(where: np.ndarray, extents: np.ndarray, codecs: np.ndarray) -> np.ndarray:
     """An engine's local tensors as a trainer's rank knows them: their shapes and codecs (`blocks.places_of`), by
     their index in `where`."""
     places = np.zeros((int(where[:, 0].max(initial=-1)) + 1, PLACES), np.int64)
@@ -92,7 +92,7 @@ def places_asked(where: np.ndarray, extents: np.ndarray, codecs: np.ndarray) -> 
     return places
 
 
-def besides(padding: Placed, sent: Iterable[Strips], places: np.ndarray) -> Placed:
+def padding_outside(padding: Placed, sent: Iterable[Strips], places: np.ndarray) -> Placed:
     """Of rows of padding what lies in no block that is sent, which brings its own."""
     blocks = cut(padding.table, padding.into, np.arange(len(padding.table)), places, 1)
     taken = np.concatenate([*(some.items[:, CODES] for some in sent), np.zeros(0, np.int64)])
@@ -118,7 +118,7 @@ def scale_at(items: np.ndarray) -> np.ndarray:
     return elements + -elements % ALIGNMENT
 
 
-def bytes_of_parcels(items: np.ndarray) -> np.ndarray:
+def packed_bytes(items: np.ndarray) -> np.ndarray:
     """Bytes of each parcel."""
     return scale_at(items) + SCALE
 
@@ -131,7 +131,9 @@ def packed(items: np.ndarray, begins: np.ndarray) -> np.ndarray:
     return items
 
 
-def making(parcels: Strips, places: np.ndarray, begins: np.ndarray, device: torch.device) -> list[BlockTable]:
+def encode_tables(
+    parcels: Strips, places: np.ndarray, begins: np.ndarray, device: torch.device
+) -> list[BlockTable]:
     """What makes these parcels, by rounding, each from its address in `begins` on."""
     items = packed(parcels.items, begins)
     codecs = places[parcels.tensors, ENCODING]
@@ -142,7 +144,7 @@ def making(parcels: Strips, places: np.ndarray, begins: np.ndarray, device: torc
     return found
 
 
-def unpacking(parcels: Strips, begins: np.ndarray) -> np.ndarray:
+def unpack_copies(parcels: Strips, begins: np.ndarray) -> np.ndarray:
     """The table of plain copies that puts parcels, each from its address in `begins` on, where they are served from."""
     items, codes, scales = parcels.items, empty_table(len(parcels.items)), empty_table(len(parcels.items))
     codes[:, SRC], codes[:, DST] = begins, items[:, CODES]
@@ -153,7 +155,7 @@ def unpacking(parcels: Strips, begins: np.ndarray) -> np.ndarray:
     return np.concatenate([codes, scales])
 
 
-def run_of(parcels: Strips, first: int, last: int) -> Strips:
+def slice_blocks(parcels: Strips, first: int, last: int) -> Strips:
     """The parcels from one to before another, which follow each other."""
     items = parcels.items[first:last].copy()
     if not len(items):
@@ -163,27 +165,27 @@ def run_of(parcels: Strips, first: int, last: int) -> Strips:
     return Strips(items, parcels.fragments[start:end], parcels.owners[start:end], parcels.tensors[first:last])
 
 
-def digests_as_made(parcels: Strips, places: np.ndarray, device: torch.device) -> np.ndarray:
+def digest_requantized(parcels: Strips, places: np.ndarray, device: torch.device) -> np.ndarray:
     """A digest of each parcel's codes and scale, made anew on the trainer's rank."""
     found = [np.zeros(0, np.int64)]
     for some in _batches(parcels):
         slot = BLOCK * BLOCK + ALIGNMENT
         memory = torch.empty(len(some.items) * slot, dtype=torch.uint8, device=device)
         begins = memory.data_ptr() + np.arange(len(some.items), dtype=np.int64) * slot
-        for table in making(some, places, begins, device):
+        for table in encode_tables(some, places, begins, device):
             table.run()
         found.append(_digests(packed(some.items, begins), device))
     return np.concatenate(found)
 
 
-def digests_as_served(parcels: Strips, device: torch.device) -> np.ndarray:
+def digest_served(parcels: Strips, device: torch.device) -> np.ndarray:
     """The same of what an inference rank has where it serves from."""
     return _digests(parcels.items, device)
 
 
 def _batches(parcels: Strips) -> Iterator[Strips]:
     for first in range(0, len(parcels.items), BATCH):
-        yield run_of(parcels, first, min(first + BATCH, len(parcels.items)))
+        yield slice_blocks(parcels, first, min(first + BATCH, len(parcels.items)))
 
 
 def _digests(items: np.ndarray, device: torch.device) -> np.ndarray:

@@ -30,7 +30,7 @@ from reshard.refit.addresses import (
     Pieces,
 )
 from reshard.refit.codecs import BEFORE_BLOCKS, BLOCKWISE, by_rounding
-from reshard.refit.fp8_blocks.packed import digests_as_made, digests_as_served, parcels_of
+from reshard.refit.fp8_blocks.packed import cut_into_blocks, digest_requantized, digest_served
 from reshard.refit.fp8_blocks.strips import BF16, ENCODING, BlockTable, Strips, places_of, strips_of
 from reshard.refit.tables import (
     CODEC,
@@ -49,7 +49,7 @@ ROW_BYTES = BLOCK * BF16.size  # of a block in the slab
 BLOCK_BYTES = BLOCK * ROW_BYTES
 
 
-def divided(pieces: Mapping[int, Pieces], shapes: np.ndarray, first_round: int) -> dict[int, Pieces]:
+def split_pieces(pieces: Mapping[int, Pieces], shapes: np.ndarray, first_round: int) -> dict[int, Pieces]:
     """Pieces, by trainer's rank, cut where blocks begin and end of which several ranks have parts, and the slots of these
     filled in, from `first_round` on.
 
@@ -185,7 +185,7 @@ def _cut_blocks(begins: np.ndarray, ends: np.ndarray, inner: np.ndarray) -> np.n
     return np.concatenate(found)
 
 
-class PartsSlab:
+class SplitBlocksSlab:
     """The slab of an inference rank, in which parts of blocks wait for each other, and what is made of them: a round at a
     time. It has no memory where no part is sent.
 
@@ -247,8 +247,8 @@ class PartsSlab:
         """The indices of the local tensors that serve other blocks than come of what is in the slab now."""
         places = places_of(self.engine)
         table, into = self._sources(number, places)
-        parcels = parcels_of(table, into, places)
-        wrong = digests_as_made(parcels, places, self.device) != digests_as_served(parcels, self.device)
+        parcels = cut_into_blocks(table, into, places)
+        wrong = digest_requantized(parcels, places, self.device) != digest_served(parcels, self.device)
         return [int(index) for index in np.unique(parcels.tensors[wrong])]
 
     def _tables(self, number: int) -> list[BlockTable]:

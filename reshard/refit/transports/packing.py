@@ -21,7 +21,13 @@ from reshard.refit.codecs import (
     bytes_in_source,
 )
 from reshard.refit.copies import CopyTable
-from reshard.refit.fp8_blocks.packed import bytes_of_parcels, making, parcels_of, run_of, unpacking
+from reshard.refit.fp8_blocks.packed import (
+    cut_into_blocks,
+    encode_tables,
+    packed_bytes,
+    slice_blocks,
+    unpack_copies,
+)
 from reshard.refit.fp8_blocks.strips import BlockTable
 from reshard.refit.tables import (
     ALIGNMENT,
@@ -50,9 +56,9 @@ class Side:
         self.far, self.far_pitch = (DST, DST_PITCH) if end == SRC else (SRC, SRC_PITCH)
         blockwise = BLOCKWISE[some.table[:, CODEC]]
         self.tiles, self.packed_width = _tiles(some.table[~blockwise], end)
-        self.parcels = parcels_of(some.table[blockwise], some.into[blockwise], some.places)
+        self.parcels = cut_into_blocks(some.table[blockwise], some.into[blockwise], some.places)
         self.sizes = np.concatenate(
-            [self.tiles[:, ROWS] * self.packed_width, bytes_of_parcels(self.parcels.items)]
+            [self.tiles[:, ROWS] * self.packed_width, packed_bytes(self.parcels.items)]
         )
         self.round_of, self.offset = pack_into_rounds(self.sizes, limit)
         self.rounds = int(self.round_of.max()) + 1 if len(self.sizes) else 0
@@ -69,8 +75,8 @@ class Side:
         if self.end == SRC:
             return table
         first, last = self._parcels_of_round(index)
-        some = run_of(self.parcels, first, last)
-        return np.concatenate([table, unpacking(some, start + self.offset[n + first : n + last])])
+        some = slice_blocks(self.parcels, first, last)
+        return np.concatenate([table, unpack_copies(some, start + self.offset[n + first : n + last])])
 
     def blocks(self, index: int, start: int, device: torch.device) -> list[BlockTable]:
         """What makes the parcels of a round, in a buffer at address `start`."""
@@ -78,7 +84,7 @@ class Side:
         if self.end == DST or first == last:
             return []
         begins = start + self.offset[n + first : n + last]
-        return making(run_of(self.parcels, first, last), self.places, begins, device)
+        return encode_tables(slice_blocks(self.parcels, first, last), self.places, begins, device)
 
     def _parcels_of_round(self, index: int) -> tuple[int, int]:
         """The first of a round's parcels, which follow each other, and the one after the last."""

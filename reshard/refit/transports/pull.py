@@ -109,10 +109,12 @@ class Pull(Transport):
         found = []
         for some in sent:
             here = BLOCKWISE[some.table[:, CODEC]]
-            found.append(packed.parcels_of(some.table[here], some.into[here], some.places))
+            found.append(packed.cut_into_blocks(some.table[here], some.into[here], some.places))
         if not any(len(some.items) for some in found):
             return packed.Placed(table, into)
-        kept = packed.besides(packed.Placed(table[blockwise], into[blockwise]), found, places_of(self.engine))
+        kept = packed.padding_outside(
+            packed.Placed(table[blockwise], into[blockwise]), found, places_of(self.engine)
+        )
         both = (table[~blockwise], kept.table), (into[~blockwise], kept.into)
         return packed.Placed(*map(np.concatenate, both))
 
