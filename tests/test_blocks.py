@@ -21,9 +21,19 @@ from reshard.quantization.fp8_blocks import BLOCK, FP8, ROUNDINGS, encode_as_vll
 from reshard.refit.addresses import AT_ONCE, NO_SLOT, PARTS, Pieces
 from reshard.refit.codecs import CODECS, PLAIN, block_codec, codec_between
 from reshard.refit.fp8_blocks import split
+from reshard.refit.fp8_blocks.items import BF16, PLACES, cut, items_of, quantize_on_host, size_of
 from reshard.refit.fp8_blocks.packed import digest_requantized, digest_served, places_of_requests
-from reshard.refit.fp8_blocks.strips import BF16, PLACES, cut, quantize_on_host, size_of, strips_of
-from reshard.refit.tables import CODEC, DST, ELEMENT_BYTES, ROWS, SRC, SRC_PITCH, STRIP, WIDTH, empty_table
+from reshard.refit.tables import (
+    CODEC,
+    DST,
+    ELEMENT_BYTES,
+    ITEM_BLOCKS,
+    ROWS,
+    SRC,
+    SRC_PITCH,
+    WIDTH,
+    empty_table,
+)
 from reshard.refit.transports.base import Incoming, Outgoing
 from reshard.refit.transports.packing import Round, Side
 from tests.ranks import free_port, run_on_ranks
@@ -98,7 +108,7 @@ def test_whatever_the_pieces_and_their_dtypes_each_block_is_made_of_bf16_of_all_
     cuts = [(top, left, bottom - top, right - left) for top, bottom in pairwise(edges)
             for left, right in pairwise(sides)]  # fmt: skip
     table, into, held = pieces_of(values, cuts, sources=sources)
-    strips = strips_of(table, into, np.arange(len(cuts)), places[0])
+    strips = items_of(table, into, np.arange(len(cuts)), places[0])
     quantize_on_host(strips.items, strips.fragments, "fp32")
     codes, scales = encode_as_vllm(rounded(values), "fp32")
     assert np.array_equal(places[1][:, :columns], codes.view(np.uint8)) and np.array_equal(places[2], scales)
@@ -119,7 +129,7 @@ def test_fp32_that_is_not_rounded_to_bf16_first_makes_other_codes_and_scales():
 def test_blocks_that_no_piece_reaches_stay_as_they_are():
     values, places = weights(256, 1500), places_for((256, 1500))
     table, into, held = pieces_of(values, [(0, 0, 128, 256), (0, 512, 128, 988)])
-    strips = strips_of(table, into, np.arange(2), places[0])
+    strips = items_of(table, into, np.arange(2), places[0])
     quantize_on_host(strips.items, strips.fragments, "fp32")
     codes, scales = encode_as_vllm(rounded(values), "fp32")
     reached = np.ones((256, 1500), bool)
@@ -311,7 +321,7 @@ def test_the_kernel_makes_what_the_host_makes():
 
 
 def interpret() -> None:
-    from reshard.refit.kernels import quantize_strips
+    from reshard.refit.kernels import quantize_items
 
     # The interpreter does not round fp8 as GPUs do: these are numbers that become codes without.
     rng = np.random.default_rng(0)
@@ -323,10 +333,10 @@ def interpret() -> None:
     values = np.ldexp(numbers, power).astype(BF16.numpy())
     # the last as what travels is made, a block at a time
     for rounding, shift, blocks, sources in [
-        ("fp32", 0, STRIP, SOURCES[0]),
-        ("ue8m0", 0, STRIP, SOURCES[1]),
-        ("twice", 0, STRIP, SOURCES[2]),
-        ("fp32", 3, STRIP, SOURCES[2]),
+        ("fp32", 0, ITEM_BLOCKS, SOURCES[0]),
+        ("ue8m0", 0, ITEM_BLOCKS, SOURCES[1]),
+        ("twice", 0, ITEM_BLOCKS, SOURCES[2]),
+        ("fp32", 3, ITEM_BLOCKS, SOURCES[2]),
         ("twice", 0, 1, SOURCES[1]),
     ]:
         cuts = [(0, 0, 128, 1024), (0, 1024, 128, 136), (128, 0, 20, columns), (148, 0, 22, 104 + shift),
@@ -334,7 +344,7 @@ def interpret() -> None:
         table, into, held = pieces_of(values, cuts, shift, sources)
         places, codes, scales = places_for((rows, columns))
         strips = cut(table, into, np.zeros(len(cuts), np.int64), places, blocks)
-        quantize_strips(
+        quantize_items(
             *(torch.from_numpy(some) for some in (strips.items, strips.fragments)),
             rounding,
             not shift,

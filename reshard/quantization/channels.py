@@ -65,6 +65,8 @@ class Channels(Scheme):
         return {"": (DTYPES[self.codes], shape), SCALE_SUFFIX: (dtype, self.scale_shape(shape))}
 
     def encode(self, rows: np.ndarray, small: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        if self.strategy != "channel":
+            raise NotImplementedError(f"{self} is not written")
         return encode(rows, self.codes, rows.shape[1])
 
 

@@ -16,7 +16,7 @@ from reshard.core.limits import MOST_BUCKET_BYTES, check_number
 from reshard.engines.base import Engine
 from reshard.models.model import Model
 from reshard.refit.agreement import agree, hello, ignoring_alike, one_config
-from reshard.refit.fp8_blocks.strips import BF16
+from reshard.refit.fp8_blocks.items import BF16
 from reshard.refit.link import Link
 from reshard.refit.receiver import Receiver
 from reshard.refit.routes import check_backend

@@ -17,7 +17,14 @@ from reshard.quantization import fp8_blocks
 from reshard.quantization.fp8_blocks_triton import encode_block
 from reshard.refit import tables
 from reshard.refit.codecs import CODECS, PLAIN
-from reshard.refit.tables import MIX_FINAL, MIX_FIRST_SHIFT, MIX_POSITION, MIX_SECOND_SHIFT, MIX_VALUE, STRIP
+from reshard.refit.tables import (
+    ITEM_BLOCKS,
+    MIX_FINAL,
+    MIX_FIRST_SHIFT,
+    MIX_POSITION,
+    MIX_SECOND_SHIFT,
+    MIX_VALUE,
+)
 
 WORDS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
 FLOATS = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
@@ -32,11 +39,11 @@ def _columns(names: str) -> list[tl.constexpr]:
 
 # Of copies, without the codec at their end, which is the same for all in a launch; of items and fragments; of tiles of digests.
 COPY, SRC, DST, ROWS, WIDTH, SRC_PITCH, DST_PITCH = _columns("CODEC SRC DST ROWS WIDTH SRC_PITCH DST_PITCH")
-ITEM, CODES, CODES_PITCH, SCALES, HEIGHT, LENGTH, FIRST_FRAGMENT, FRAGMENTS = _columns(
-    "ITEM CODES CODES_PITCH SCALES HEIGHT LENGTH FIRST_FRAGMENT FRAGMENTS"
+ITEM, CODES, CODES_PITCH, SCALES, ITEM_ROWS, ITEM_COLUMNS, FIRST_FRAGMENT, FRAGMENTS = _columns(
+    "ITEM CODES CODES_PITCH SCALES ITEM_ROWS ITEM_COLUMNS FIRST_FRAGMENT FRAGMENTS"
 )
-FRAGMENT, SOURCE, SOURCE_PITCH, TOP, LEFT, HIGH, WIDE, ELEMENT_BYTES = _columns(
-    "FRAGMENT SOURCE SOURCE_PITCH TOP LEFT HIGH WIDE ELEMENT_BYTES"
+FRAGMENT, SOURCE, SOURCE_PITCH, TOP, LEFT, FRAGMENT_ROWS, FRAGMENT_COLUMNS, ELEMENT_BYTES = _columns(
+    "FRAGMENT SOURCE SOURCE_PITCH TOP LEFT FRAGMENT_ROWS FRAGMENT_COLUMNS ELEMENT_BYTES"
 )
 TILE, ADDRESS, PIECE, TILE_ROWS, TILE_WORDS, TILE_PITCH, FIRST_WORD = _columns(
     "TILE ADDRESS PIECE TILE_ROWS TILE_WORDS TILE_PITCH FIRST_WORD"
@@ -103,7 +110,10 @@ def _floats(codec: int) -> tuple[tl.dtype, tl.dtype]:
 def _inside(row, r, c):
     """Return the mask of the elements at rows `r` and columns `c` of an item that are in a fragment."""
     top, left = tl.load(row + TOP).to(tl.int32), tl.load(row + LEFT).to(tl.int32)
-    below, right = top + tl.load(row + HIGH).to(tl.int32), left + tl.load(row + WIDE).to(tl.int32)
+    below, right = (
+        top + tl.load(row + FRAGMENT_ROWS).to(tl.int32),
+        left + tl.load(row + FRAGMENT_COLUMNS).to(tl.int32),
+    )
     return (r >= top) & (r < below) & (c >= left) & (c < right)
 
 
@@ -142,7 +152,7 @@ def _gather(fragments, count, block, SIZE: tl.constexpr, ALIGNED: tl.constexpr):
     """Return the elements ``[128, 128]`` of an item's block that starts at a column, in bf16, and zeros outside of the item."""
     r, c = tl.arange(0, EDGE)[:, None], block + tl.arange(0, EDGE)[None, :]
     top, left = tl.load(fragments + TOP), tl.load(fragments + LEFT)
-    rows, right = tl.load(fragments + HIGH), left + tl.load(fragments + WIDE)
+    rows, right = tl.load(fragments + FRAGMENT_ROWS), left + tl.load(fragments + FRAGMENT_COLUMNS)
     if (top == 0) & (rows == EDGE) & (left <= block) & (right >= block + EDGE):
         value = _read_any(fragments, r, c, SIZE, ALIGNED, True)
     else:
@@ -160,12 +170,12 @@ def _quantize(
     POWER: tl.constexpr,
     TWICE: tl.constexpr,
     ALIGNED: tl.constexpr,
-    STRIP: tl.constexpr,
+    ITEM_BLOCKS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    item = items + (tl.program_id(0) // STRIP).to(tl.int64) * ITEM
-    block = (tl.program_id(0) % STRIP) * EDGE
-    n_rows, n_columns = tl.load(item + HEIGHT).to(tl.int32), tl.load(item + LENGTH).to(tl.int32)
+    item = items + (tl.program_id(0) // ITEM_BLOCKS).to(tl.int64) * ITEM
+    block = (tl.program_id(0) % ITEM_BLOCKS) * EDGE
+    n_rows, n_columns = tl.load(item + ITEM_ROWS).to(tl.int32), tl.load(item + ITEM_COLUMNS).to(tl.int32)
     if block < n_columns:
         count, first = tl.load(item + FRAGMENTS).to(tl.int32), tl.load(item + FIRST_FRAGMENT)
         value = _gather(fragments + first * FRAGMENT, count, block, SIZE, ALIGNED).to(tl.float32)
@@ -185,12 +195,12 @@ def _quantize(
         tl.store(tl.load(item + SCALES).to(tl.pointer_type(tl.float32)) + block // EDGE, scale)
 
 
-def quantize_strips(
+def quantize_items(
     items: torch.Tensor,
     fragments: torch.Tensor,
     rounding: str,
     aligned: bool,
-    blocks: int = STRIP,
+    blocks: int = ITEM_BLOCKS,
     size: int = 2,
 ) -> None:
     """Gather the blocks of a table of items, each of at most `blocks` of them, and write their codes and scales.
@@ -300,13 +310,13 @@ def compile_copy(unit: int, device: torch.device, programs: int | None = None, c
 
 @cache
 def compile_quantize(
-    rounding: str, aligned: bool, device: torch.device, blocks: int = STRIP, size: int = 2
+    rounding: str, aligned: bool, device: torch.device, blocks: int = ITEM_BLOCKS, size: int = 2
 ) -> None:
     """Compile the quantizing of items of so many blocks, from elements of `size` bytes, now, on an empty item."""
     with torch.cuda.device(device), expected_compilation():
         items = torch.zeros((1, ITEM.value), dtype=torch.int64, device=device)
         fragments = torch.zeros((1, FRAGMENT.value), dtype=torch.int64, device=device)
-        quantize_strips(items, fragments, rounding, aligned, blocks, size)
+        quantize_items(items, fragments, rounding, aligned, blocks, size)
         torch.cuda.synchronize(device)
 
 
@@ -335,7 +345,7 @@ def compile_ahead(
     def compile_all() -> None:
         compile_copy(16, device)
         for rounding in roundings:
-            compile_quantize(rounding, True, device, STRIP, size)
+            compile_quantize(rounding, True, device, ITEM_BLOCKS, size)
         for word, unit in ((8, 8), *((size, size) for size in sizes)):
             compile_digest(word, unit, device)
 

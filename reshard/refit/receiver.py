@@ -24,9 +24,9 @@ from reshard.refit.addresses import (
 from reshard.refit.agreement import Agreement
 from reshard.refit.checks import Extents, check_memory, check_regions
 from reshard.refit.codecs import BLOCKWISE
+from reshard.refit.fp8_blocks.items import SHAPE, places_of
 from reshard.refit.fp8_blocks.packed import compile_block_kernels
 from reshard.refit.fp8_blocks.split import SplitBlocksSlab, split_pieces
-from reshard.refit.fp8_blocks.strips import SHAPE, places_of
 from reshard.refit.needs import build_requests, needed
 from reshard.refit.routes import CUDA_IPC, LOCAL, NCCL, SENT, STAGED
 from reshard.refit.tables import CODEC

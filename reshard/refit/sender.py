@@ -28,8 +28,8 @@ from reshard.refit.addresses import (
 from reshard.refit.agreement import Agreement
 from reshard.refit.checks import Extents, check_asked
 from reshard.refit.codecs import BLOCKWISE
+from reshard.refit.fp8_blocks.items import PLACES
 from reshard.refit.fp8_blocks.packed import compile_block_kernels, places_of_requests
-from reshard.refit.fp8_blocks.strips import PLACES
 from reshard.refit.routes import CUDA_IPC, SENT
 from reshard.refit.transports.base import Outgoing
 from reshard.refit.verification import TrainerDigests

@@ -2,7 +2,7 @@
 copies between addresses, cut into tiles.
 
 This module imports no kernel and nothing that runs one: `reshard.refit.copies` carries out copies,
-`reshard.refit.fp8_blocks.strips` makes blocks of fp8, `reshard.refit.digests` digests, and `reshard.refit.kernels` has the kernels of
+`reshard.refit.fp8_blocks.items` makes blocks of fp8, `reshard.refit.digests` digests, and `reshard.refit.kernels` has the kernels of
 all three.
 """
 
@@ -22,13 +22,13 @@ ALIGNMENT = 16  # bytes, of what lies packed
 # An item, which is a strip of blocks of fp8 beside each other: address and pitch in bytes of its codes, address of its first
 # scale, rows, columns, its first fragment and how many there are.
 ITEM = 7
-CODES, CODES_PITCH, SCALES, HEIGHT, LENGTH, FIRST_FRAGMENT, FRAGMENTS = range(ITEM)
-STRIP = 8  # blocks of an item
+CODES, CODES_PITCH, SCALES, ITEM_ROWS, ITEM_COLUMNS, FIRST_FRAGMENT, FRAGMENTS = range(ITEM)
+ITEM_BLOCKS = 8  # blocks of an item
 
 # A fragment of an item: address and pitch in elements of the source, first row and column within the item, rows, columns,
 # and the bytes of an element of the source.
 FRAGMENT = 7
-SOURCE, SOURCE_PITCH, TOP, LEFT, HIGH, WIDE, ELEMENT_BYTES = range(FRAGMENT)
+SOURCE, SOURCE_PITCH, TOP, LEFT, FRAGMENT_ROWS, FRAGMENT_COLUMNS, ELEMENT_BYTES = range(FRAGMENT)
 
 # A tile of a digest: its address, the row of the copies' table that it is of, rows, words in a row, the pitch in loads, and
 # the index of its first word.

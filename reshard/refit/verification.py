@@ -23,8 +23,8 @@ from reshard.refit.checks import check_digests
 from reshard.refit.codecs import BLOCKWISE
 from reshard.refit.digests import Digests
 from reshard.refit.fp8_blocks.check import requantized
+from reshard.refit.fp8_blocks.items import BlockItems, places_of
 from reshard.refit.fp8_blocks.packed import cut_into_blocks, digest_requantized, digest_served
-from reshard.refit.fp8_blocks.strips import Strips, places_of
 from reshard.refit.routes import SENT
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class EngineDigests:
         found: np.ndarray = blockwise & ~self.side.slab.through[rank] & sent
         return found
 
-    def _parcels(self, rank: int, memory: np.ndarray) -> Strips:
+    def _parcels(self, rank: int, memory: np.ndarray) -> BlockItems:
         """The blocks that come from a trainer's rank."""
         some = self.side.pieces[rank].where(self._travels(rank))
         return cut_into_blocks(destination_table(memory, some), some.into, places_of(self.side.engine))

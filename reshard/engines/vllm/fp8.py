@@ -9,7 +9,7 @@ from reshard.core.errors import ReshardError
 from reshard.engines.vllm.layers import own_blocks
 from reshard.quantization.fp8_blocks import BLOCK, ROUNDINGS
 from reshard.refit.codecs import block_codec
-from reshard.refit.fp8_blocks.strips import PLACES, BlockTable, strips_of
+from reshard.refit.fp8_blocks.items import PLACES, BlockTable, items_of
 from reshard.refit.tables import CODEC, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
 
 
@@ -47,7 +47,7 @@ def our_blocks(values: torch.Tensor, rounding: str) -> tuple[torch.Tensor, torch
     table[:, SRC_PITCH], table[:, CODEC] = columns * 2, codec
     places = np.zeros((1, PLACES), np.int64)
     places[0] = codes.data_ptr(), scales.data_ptr(), columns, across, rows, columns, codec
-    strips = strips_of(table, into, np.zeros(4, np.int64), places)
+    strips = items_of(table, into, np.zeros(4, np.int64), places)
     BlockTable(strips, rounding, values.device, np.arange(len(strips.items))).run()
     return codes.view(torch.float8_e4m3fn), scales
 

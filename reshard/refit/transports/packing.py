@@ -21,6 +21,7 @@ from reshard.refit.codecs import (
     bytes_in_source,
 )
 from reshard.refit.copies import CopyTable
+from reshard.refit.fp8_blocks.items import BlockTable
 from reshard.refit.fp8_blocks.packed import (
     cut_into_blocks,
     encode_tables,
@@ -28,7 +29,6 @@ from reshard.refit.fp8_blocks.packed import (
     slice_blocks,
     unpack_copies,
 )
-from reshard.refit.fp8_blocks.strips import BlockTable
 from reshard.refit.tables import (
     ALIGNMENT,
     CODEC,

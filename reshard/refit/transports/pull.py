@@ -14,7 +14,7 @@ from reshard.refit.addresses import AT_ONCE, SHARD, fills_of, from_source, round
 from reshard.refit.codecs import BLOCKWISE, block_codec, by_rounding
 from reshard.refit.copies import CopyTable
 from reshard.refit.fp8_blocks import packed
-from reshard.refit.fp8_blocks.strips import BlockTable, places_of, strips_of
+from reshard.refit.fp8_blocks.items import BlockTable, items_of, places_of
 from reshard.refit.tables import CODEC, FIRST_FRAGMENT, bytes_read_by, interleaved, tiles_of
 from reshard.refit.transports.base import Incoming, Outgoing, Transport
 from reshard.refit.transports.mappings import HINT, Mappings
@@ -135,7 +135,7 @@ class Pull(Transport):
             padding = some.ranks == PADDING
             # as wide as all else, for which there is a kernel of its own
             some.table[padding, CODEC] = some.table[~padding, CODEC].max(initial=block_codec(rounding))
-            strips = strips_of(some.table, some.into, np.stack([some.owners, some.ranks], 1), places)
+            strips = items_of(some.table, some.into, np.stack([some.owners, some.ranks], 1), places)
             order = interleaved(strips.owners[strips.items[:, FIRST_FRAGMENT], 1])
             found.append(
                 BlockTable(strips._replace(owners=strips.owners[:, 0]), rounding, self.device, order)
