@@ -12,10 +12,16 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm.layers import Compressed, plain_templates
-from reshard.engines.vllm.recipes import Held, Recipe, alike, refuse_parts_of_blocks, scheme_of
+from reshard.engines.vllm.recipes import (
+    Held,
+    LayerQuantizer,
+    parameter_like,
+    refuse_parts_of_blocks,
+    scheme_of,
+)
 from reshard.quantization import channels_torch, int_groups_torch
 from reshard.quantization.channels_torch import DTYPES, encode_blocks, encode_rows, magnitudes, scales_of
-from reshard.quantization.int_groups import IntGroups
+from reshard.quantization.int_groups import IntGroups, words
 from reshard.quantization.int_groups_torch import encode_words
 from reshard.quantization.nvfp4 import Nvfp4
 
@@ -30,8 +36,9 @@ def stored_as(values: torch.Tensor, how: Compressed) -> dict[str, torch.Tensor]:
 
 
 class Matrix(NamedTuple):
-    """A parameter of plain weights by its name, with the names of those of codes and of their scales, whose shape as they are
-    made; and the scale of each row, experts below each other, None where each row or block has its own."""
+    """A matrix of plain weights by the name of its parameter, with the names of the parameters of its codes and scales, the shape
+    of the scales as they are made, and the scale of each row, with experts below each other; None where each row or block has its
+    own."""
 
     name: str
     codes: str
@@ -40,22 +47,22 @@ class Matrix(NamedTuple):
     scale_of_row: torch.Tensor | None
 
 
-class CompressedRecipe(Recipe):
-    """How a layer's codes and scales are made of plain weights, where there is one kind of scales."""
+class CompressedQuantizer(LayerQuantizer):
+    """Makes a layer's codes and scales of plain weights, where there is one kind of scales."""
 
     def find_matrices(self) -> None:
         find = _matrix if self.how.packed is None else _packed_matrix
         self.matrices = [
             find(self.name, self.module, self.how, self.templates, key) for key in self.how.weights
         ]
-        # Of packed ones, the shapes of the published weights, by the names of the parameters that say them.
+        # The shapes of published weights whose codes are packed, by the names of the parameters that hold them.
         self.shapes: dict[str, torch.Tensor] = {}
 
     @property
-    def coded(self) -> set[str]:
-        return {name for one in self.matrices for name in (one.codes, one.scales)}
+    def encoded_names(self) -> set[str]:
+        return {name for matrix in self.matrices for name in (matrix.codes, matrix.scales)}
 
-    def share_matrices(self, held: Sequence[Held]) -> None:
+    def find_split_matrices(self, held: Sequence[Held]) -> None:
         for matrix in self.matrices:
             parts = [part for part in held if part.parameter == matrix.name]
             if matrix.scale_of_row is None:
@@ -73,50 +80,52 @@ class CompressedRecipe(Recipe):
                 rows = self._rows(matrix)
                 refuse_parts_of_blocks(f"{self.name}.{matrix.name}", self.how.block, rows, parts)
             elif split:
-                self.split.add(matrix.name)
+                self.split_matrices.add(matrix.name)
 
     def _rows(self, matrix: Matrix) -> int:
-        """The rows of a matrix, or of one of its experts."""
+        """Return the rows of a matrix, or of one of its experts."""
         of_plain = plain_templates(self.module) if self.how.packed is not None else self.templates
         return int(of_plain[matrix.name].shape[-2])
 
-    def largest(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        found = {}
+    def largest_magnitudes(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        by_matrix = {}
         for matrix in self.matrices:
             plain = values[matrix.name]
             largest = magnitudes(plain, self.how.block or (1, plain.shape[-1])).float().flatten()
             if matrix.scale_of_row is not None:
                 zeros = torch.zeros(prod(matrix.shape), dtype=torch.float32, device=plain.device)
                 largest = zeros.scatter_reduce_(0, matrix.scale_of_row, largest, "amax")
-            found[matrix.name] = largest
-        return found
+            by_matrix[matrix.name] = largest
+        return by_matrix
 
-    def coded_of(
+    def encode(
         self, values: Mapping[str, torch.Tensor], largest: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        found = {}
+        parameters = {}
         for matrix in self.matrices:
             plain, codes = values[matrix.name], self.how.codes
             rows = plain.flatten(0, -2)
             scales = scales_of(largest[matrix.name].to(plain.dtype), codes)
             if self.how.packed is not None:
-                words = encode_words(rows, scales.view(len(rows), -1), codes, self.how.packed.bits)
-                for key, made in ((matrix.codes, words), (matrix.scales, scales)):
+                packed = encode_words(rows, scales.view(len(rows), -1), codes, self.how.packed.bits)
+                for key, made in ((matrix.codes, packed), (matrix.scales, scales)):
                     made = made.view(*plain.shape[:-1], -1)
                     made = made.mT.contiguous() if self.how.packed.turned else made
-                    found[key] = alike(made, self.templates[key])
+                    parameters[key] = parameter_like(made, self.templates[key])
                 continue
             if self.how.block is not None:
                 made = encode_blocks(plain, scales.view(matrix.shape), self.how.block, codes)
             else:
-                of_rows = scales if matrix.scale_of_row is None else scales[matrix.scale_of_row]
-                made = encode_rows(rows, of_rows[:, None], codes).view(plain.shape)
-            found[matrix.codes] = alike(made, self.templates[matrix.codes])
-            found[matrix.scales] = alike(scales.float().view(matrix.shape), self.templates[matrix.scales])
+                row_scales = scales if matrix.scale_of_row is None else scales[matrix.scale_of_row]
+                made = encode_rows(rows, row_scales[:, None], codes).view(plain.shape)
+            parameters[matrix.codes] = parameter_like(made, self.templates[matrix.codes])
+            parameters[matrix.scales] = parameter_like(
+                scales.float().view(matrix.shape), self.templates[matrix.scales]
+            )
         for key, shapes in self.shapes.items():
             template, device = self.templates[key], next(iter(values.values())).device
-            found[key] = alike(shapes.to(device, template.dtype, copy=True), template)
-        return found
+            parameters[key] = parameter_like(shapes.to(device, template.dtype, copy=True), template)
+        return parameters
 
 
 def _packed_matrix(
@@ -127,11 +136,11 @@ def _packed_matrix(
     codes, scales = f"{key}_packed", f"{key}_scale"
     *rows, columns = plain.shape
     groups = 1 if how.block is None else columns // how.block[1]
-    wanted = {codes: -(-columns * how.packed.bits // 32), scales: groups}
-    for one, width in wanted.items():
+    for key_of_part, width in ((codes, words(columns, how.packed.bits)), (scales, groups)):
         shape = (*rows[:-1], width, rows[-1]) if how.packed.turned else (*rows, width)
-        dtype = torch.int32 if one == codes else plain.dtype
-        if one not in templates or (templates[one].shape, templates[one].dtype) != (shape, dtype):
+        dtype = torch.int32 if key_of_part == codes else plain.dtype
+        template = templates.get(key_of_part)
+        if template is None or (template.shape, template.dtype) != (shape, dtype):
             raise ReshardError(
                 f"vLLM keeps the packed codes or scales of {name}.{key} in another way than is known to a refit: serve in bf16"
             )
@@ -141,8 +150,11 @@ def _packed_matrix(
 def _shapes(
     matrix: Matrix, templates: Mapping[str, torch.Tensor], parts: Sequence[Held]
 ) -> dict[str, torch.Tensor]:
-    """The shapes of published weights that a layer keeps beside a packed matrix, where several have one place that of the one
-    whose name comes last: so vLLM leaves them when it loads a checkpoint, and nobody reads them."""
+    """Return the shapes of published weights that a layer keeps with a packed matrix.
+
+    Where several weights have one place for them, it holds that of the weight whose name comes last: so vLLM leaves it when it
+    loads a checkpoint. Nobody reads these.
+    """
     key = f"{matrix.name}_shape"
     if key not in templates:
         return {}
@@ -176,12 +188,12 @@ def _matrix(
     if len(widths) != count or sum(widths) != rows:
         raise unknown
     device = next(module.parameters()).device
-    of_row = torch.repeat_interleave(torch.arange(count), torch.tensor(widths)).to(device)
-    return Matrix(key, key, f"{key}_scale", shape, of_row)
+    scale_of_row = torch.repeat_interleave(torch.arange(count), torch.tensor(widths)).to(device)
+    return Matrix(key, key, f"{key}_scale", shape, scale_of_row)
 
 
 def _refuse_shared_scales(what: str, scale_of_row: torch.Tensor, parts: Sequence[Held]) -> None:
-    """Raise ReshardError where a scale is not that of one published tensor alone."""
+    """Raise ReshardError where a scale belongs to several published tensors, or a tensor has several."""
     scales, names = scale_of_row.tolist(), dict[int, str]()
     for part in parts:
         first, last = scales[part.row], scales[part.row + part.box.lengths[0] - 1]

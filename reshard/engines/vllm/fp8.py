@@ -1,4 +1,4 @@
-"""What a refit makes of fp8 blocks, compared with what vLLM itself makes of the same."""
+"""A check at connect that a refit makes fp8 blocks as this vLLM makes them, bit for bit."""
 
 from functools import cache
 
@@ -14,7 +14,7 @@ from reshard.refit.tables import CODEC, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
 
 
 def hard_blocks(device: torch.device) -> torch.Tensor:
-    """A bf16 matrix ``[600, 840]`` whose blocks are zero, below the smallest scale, at the edges of powers of two, of
+    """Return a bf16 matrix ``[600, 840]`` with blocks that are zero, below the smallest scale, at the edges of powers of two, of
     ordinary weights, and cut off."""
     random = torch.Generator().manual_seed(0)
     values = torch.randn(600, 840, generator=random) * 0.02
@@ -32,7 +32,7 @@ def hard_blocks(device: torch.device) -> torch.Tensor:
 
 
 def our_blocks(values: torch.Tensor, rounding: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a refit makes of a bf16 matrix that comes in four fragments: e4m3, and the scales of its blocks."""
+    """Return the e4m3 codes, and the scales, that a refit makes of a bf16 matrix which comes in four fragments."""
     rows, columns = values.shape
     down, across = -(-rows // BLOCK), -(-columns // BLOCK)
     codes = torch.zeros((rows, columns), dtype=torch.uint8, device=values.device)
@@ -54,7 +54,7 @@ def our_blocks(values: torch.Tensor, rounding: str) -> tuple[torch.Tensor, torch
 
 @cache
 def check_blocks(rounding: str, device: torch.device) -> None:
-    """Raise ReshardError where a refit does not make of `hard_blocks`, bit for bit, what vLLM makes of them."""
+    """Raise ReshardError where a refit and vLLM make different bits of `hard_blocks`."""
     values = hard_blocks(device)
     ours, theirs = our_blocks(values, rounding), own_blocks(values, rounding)
     wrong = [
