@@ -22,22 +22,9 @@ from reshard.cli.places import Place, check_command, resumable
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Cast (default: as it is).")
 @click.option(
     "--quantize",
-    type=click.Choice(
-        [
-            "fp8",
-            "fp8_per_channel",
-            "int8_per_channel",
-            "fp8_per_tensor",
-            "fp8_per_block",
-            "int4_per_group",
-            "int4_per_group_32",
-            "int4_per_channel",
-            "nvfp4",
-        ]
-    ),
-    help="Write linear weights as fp8 with 128x128 block scales, or, as compressed-tensors does, as fp8 or int8 with "
-    "a scale for each output channel, as fp8 with one for each weight or 128x128 block, as int4 with one for 128 or 32 columns "
-    "of an output channel, or all of them, or as nvfp4.",
+    metavar="SCHEME",
+    help="Write linear weights as fp8 (128x128 blocks), or in the format of compressed-tensors as fp8_per_channel, "
+    "int4_per_group (of 128 columns), int4_per_group_32 or nvfp4.",
 )
 @click.option(
     "--max-shard-size",

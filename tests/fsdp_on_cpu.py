@@ -11,7 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 
 from reshard.engines import VllmModel
-from reshard.refit import connect, split_blocks
+from reshard.refit import connect
+from reshard.refit.fp8_blocks import split
 from reshard.trainers import FsdpModel
 from tests import vllm_on_cpu
 from tests.ranks import caught
@@ -69,11 +70,11 @@ def refit_twice(
     dtype: torch.dtype = torch.bfloat16,
     backend: str = "auto",
     narrow: tuple[str, ...] = (),
-    slab_bytes: int = split_blocks.SLAB_BYTES,
+    slab_bytes: int = split.SLAB_BYTES,
 ):
     """Refit from each of two Hugging Face directories in turn; as `refit_on_cpu.refit_twice`. With `moving` the model is moved and run
     before each refit. Blocks in parts come in rounds of `slab_bytes`."""
-    split_blocks.SLAB_BYTES = slab_bytes
+    split.SLAB_BYTES = slab_bytes
     is_trainer, is_engine, members = start(rank, sides)
     source = model = destination = None
     if is_trainer:

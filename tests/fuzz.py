@@ -44,7 +44,7 @@ MEMORY_BYTES = 2 << 30
 SECONDS = 30  # of a core; a busy machine may take four times as long
 FAMILIES = ("qwen3-moe", "llama-rope-tied", "deepseek-v3")
 # How what is written back is quantized.
-QUANTIZED = {"deepseek-v3": "fp8", "qwen3-moe": "int8_per_channel"}
+QUANTIZED = {"deepseek-v3": "fp8", "qwen3-moe": "fp8_per_channel"}
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # their padding is no model's
 GOOD = ("refused", "right", "right for what the files say now", "differs")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from reshard.quantization.fp8_blocks import encode
 from reshard.storage import boxes
-from reshard.storage.fp8 import quantize
 from tests import vllm_on_cpu
 from tests.disk import scribble
 from tests.ranks import caught
@@ -106,7 +106,7 @@ def routers(rank: int, hf: str, cases: list) -> list[dict[str, bool]]:
         held = {name: parameter for name, parameter in model.named_parameters() if ".mlp.gate." in name}
         wanted = {name: weights[name] for name in held if name in weights}
         for name in [name for name in wanted if f"{name}_scale_inv" in held]:
-            codes, scales = quantize(wanted[name].float().numpy())
+            codes, scales = encode(wanted[name].float().numpy())
             wanted[name] = torch.from_numpy(codes.view("uint8")).view(torch.float8_e4m3fn)
             wanted[f"{name}_scale_inv"] = torch.from_numpy(scales)
         found.append({name: bits(parameter.data) == bits(wanted[name]) for name, parameter in held.items()})

@@ -17,24 +17,23 @@ from safetensors.torch import load_file, save_file
 
 from reshard import mcore_to_hf
 from reshard.core.dtypes import DTYPES
-from reshard.refit import split_blocks
+from reshard.quantization.fp8_blocks import BLOCK, FP8, ROUNDINGS, encode_as_vllm
 from reshard.refit.addresses import AT_ONCE, NO_SLOT, PARTS, Pieces
-from reshard.refit.blocks import (
-    BF16,
-    BLOCK,
-    E4M3,
+from reshard.refit.codecs import CODECS, PLAIN, block_codec, codec_between
+from reshard.refit.fp8_blocks import split
+from reshard.refit.fp8_blocks.items import BF16, PLACES, cut, items_of, quantize_on_host, size_of
+from reshard.refit.fp8_blocks.packed import digest_requantized, digest_served, places_of_requests
+from reshard.refit.tables import (
+    CODEC,
+    DST,
     ELEMENT_BYTES,
-    PLACES,
-    STRIP,
-    cut,
-    quantize,
-    quantize_on_host,
-    size_of,
-    strips_of,
+    ITEM_BLOCKS,
+    ROWS,
+    SRC,
+    SRC_PITCH,
+    WIDTH,
+    empty_table,
 )
-from reshard.refit.codecs import CODECS, PLAIN, ROUNDINGS, block_codec, codec_between
-from reshard.refit.packed_blocks import digests_as_made, digests_as_served, places_asked
-from reshard.refit.tables import CODEC, DST, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
 from reshard.refit.transports.base import Incoming, Outgoing
 from reshard.refit.transports.packing import Round, Side
 from tests.ranks import free_port, run_on_ranks
@@ -109,9 +108,9 @@ def test_whatever_the_pieces_and_their_dtypes_each_block_is_made_of_bf16_of_all_
     cuts = [(top, left, bottom - top, right - left) for top, bottom in pairwise(edges)
             for left, right in pairwise(sides)]  # fmt: skip
     table, into, held = pieces_of(values, cuts, sources=sources)
-    strips = strips_of(table, into, np.arange(len(cuts)), places[0])
+    strips = items_of(table, into, np.arange(len(cuts)), places[0])
     quantize_on_host(strips.items, strips.fragments, "fp32")
-    codes, scales = quantize(rounded(values), "fp32")
+    codes, scales = encode_as_vllm(rounded(values), "fp32")
     assert np.array_equal(places[1][:, :columns], codes.view(np.uint8)) and np.array_equal(places[2], scales)
     assert (places[1][:, columns:] == 0xEE).all() and len(held) == len(cuts)
 
@@ -119,7 +118,10 @@ def test_whatever_the_pieces_and_their_dtypes_each_block_is_made_of_bf16_of_all_
 def test_fp32_that_is_not_rounded_to_bf16_first_makes_other_codes_and_scales():
     values = weights(256, 256)
     for rounding in ROUNDINGS:
-        (codes, scales), (first, factors) = quantize(values, rounding), quantize(rounded(values), rounding)
+        (codes, scales), (first, factors) = (
+            encode_as_vllm(values, rounding),
+            encode_as_vllm(rounded(values), rounding),
+        )
         assert (codes.view(np.uint8) != first.view(np.uint8)).any()
         assert (scales != factors).any() == (rounding == "fp32")
 
@@ -127,9 +129,9 @@ def test_fp32_that_is_not_rounded_to_bf16_first_makes_other_codes_and_scales():
 def test_blocks_that_no_piece_reaches_stay_as_they_are():
     values, places = weights(256, 1500), places_for((256, 1500))
     table, into, held = pieces_of(values, [(0, 0, 128, 256), (0, 512, 128, 988)])
-    strips = strips_of(table, into, np.arange(2), places[0])
+    strips = items_of(table, into, np.arange(2), places[0])
     quantize_on_host(strips.items, strips.fragments, "fp32")
-    codes, scales = quantize(rounded(values), "fp32")
+    codes, scales = encode_as_vllm(rounded(values), "fp32")
     reached = np.ones((256, 1500), bool)
     reached[128:], reached[:, 256:512] = False, False
     assert np.array_equal(places[1][:, :1500][reached], codes.view(np.uint8)[reached]) and len(held) == 2
@@ -167,7 +169,7 @@ def test_both_ends_of_a_pair_cut_alike_and_what_travels_is_what_is_made_in_place
     order = rng.permutation(len(into))
     source, destination, where, shapes = (np.array(some, np.int64)[order] for some in (*ends, into, extents))
     blocks, rounds = source[:, CODEC] != PLAIN, np.full(len(order), AT_ONCE)
-    asked = places_asked(where[blocks], shapes[blocks], source[blocks, CODEC])
+    asked = places_of_requests(where[blocks], shapes[blocks], source[blocks, CODEC])
     sends = Side(Outgoing(source, rounds, where, asked), SRC, 1 << 16)
     receives = Side(Incoming(destination, rounds, destination, where, {}, np.array(places)), DST, 1 << 16)
     assert sends.rounds == receives.rounds and np.array_equal(sends.sizes, receives.sizes)
@@ -178,20 +180,20 @@ def test_both_ends_of_a_pair_cut_alike_and_what_travels_is_what_is_made_in_place
         Round.of([(sends, start)], index, cpu).run()
         Round.of([(receives, start)], index, cpu).run()
     for tensor in tensors:
-        codes, scales = quantize(rounded(tensor.values), tensor.rounding)
+        codes, scales = encode_as_vllm(rounded(tensor.values), tensor.rounding)
         rows, columns = codes.shape
         assert np.array_equal(tensor.codes[:, :columns], codes.view(np.uint8)) and np.array_equal(
             tensor.plain, tensor.arrived
         )
         assert np.array_equal(tensor.scales, scales) and (tensor.codes[:, columns:] == 0xEE).all()
-    made = digests_as_made(sends.parcels, asked, cpu)
+    made = digest_requantized(sends.parcels, asked, cpu)
     assert (
-        np.array_equal(made, digests_as_served(receives.parcels, cpu))
+        np.array_equal(made, digest_served(receives.parcels, cpu))
         and len(np.unique(made)) == len(made)
         and held
     )
     tensors[0].scales[0, 0] *= 2
-    assert (made != digests_as_served(receives.parcels, cpu)).sum() == 1
+    assert (made != digest_served(receives.parcels, cpu)).sum() == 1
 
 
 class Sent(NamedTuple):
@@ -240,8 +242,8 @@ def test_pieces_are_cut_so_that_each_block_is_one_ranks_or_has_a_slot_and_slots_
                      np.full((len(some), PARTS), NO_SLOT)) for rank, some in said.items()
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(split_blocks, "SLAB_BYTES", limit)
-        found = split_blocks.divided(pieces, shapes, 7)
+        patch.setattr(split, "SLAB_BYTES", limit)
+        found = split.split_pieces(pieces, shapes, 7)
 
     def elements(some: dict[int, Pieces]) -> set[tuple]:
         """What comes from where to where, element by element of every 13th."""
@@ -298,7 +300,7 @@ def test_power_of_two_scales_round_up_and_rounding_twice_loses_more():
     values = rounded(weights(512, 512))
     error = {}
     for rounding in ROUNDINGS:
-        codes, scales = quantize(values, rounding)
+        codes, scales = encode_as_vllm(values, rounding)
         back = codes.astype(np.float32) * scales.repeat(BLOCK, 0).repeat(BLOCK, 1)
         error[rounding] = float(
             np.sqrt(
@@ -319,11 +321,11 @@ def test_the_kernel_makes_what_the_host_makes():
 
 
 def interpret() -> None:
-    from reshard.refit.kernels import quantize_strips
+    from reshard.refit.kernels import quantize_items
 
     # The interpreter does not round fp8 as GPUs do: these are numbers that become codes without.
     rng = np.random.default_rng(0)
-    numbers = np.arange(256, dtype=np.uint8).view(E4M3.numpy()).astype(np.float32)
+    numbers = np.arange(256, dtype=np.uint8).view(FP8.numpy()).astype(np.float32)
     rows, columns = 170, 1160
     numbers = rng.choice(numbers[np.isfinite(numbers)], (rows, columns))
     numbers[::BLOCK, ::BLOCK] = 448
@@ -331,10 +333,10 @@ def interpret() -> None:
     values = np.ldexp(numbers, power).astype(BF16.numpy())
     # the last as what travels is made, a block at a time
     for rounding, shift, blocks, sources in [
-        ("fp32", 0, STRIP, SOURCES[0]),
-        ("ue8m0", 0, STRIP, SOURCES[1]),
-        ("twice", 0, STRIP, SOURCES[2]),
-        ("fp32", 3, STRIP, SOURCES[2]),
+        ("fp32", 0, ITEM_BLOCKS, SOURCES[0]),
+        ("ue8m0", 0, ITEM_BLOCKS, SOURCES[1]),
+        ("twice", 0, ITEM_BLOCKS, SOURCES[2]),
+        ("fp32", 3, ITEM_BLOCKS, SOURCES[2]),
         ("twice", 0, 1, SOURCES[1]),
     ]:
         cuts = [(0, 0, 128, 1024), (0, 1024, 128, 136), (128, 0, 20, columns), (148, 0, 22, 104 + shift),
@@ -342,15 +344,15 @@ def interpret() -> None:
         table, into, held = pieces_of(values, cuts, shift, sources)
         places, codes, scales = places_for((rows, columns))
         strips = cut(table, into, np.zeros(len(cuts), np.int64), places, blocks)
-        quantize_strips(
+        quantize_items(
             *(torch.from_numpy(some) for some in (strips.items, strips.fragments)),
             rounding,
             not shift,
             blocks,
             size_of(strips.fragments[:, ELEMENT_BYTES]),
         )
-        wanted, factors = quantize(values, rounding, divide=False)
-        found = codes[:, :columns].view(E4M3.numpy()).astype(np.float32)
+        wanted, factors = encode_as_vllm(values, rounding, divide=False)
+        found = codes[:, :columns].view(FP8.numpy()).astype(np.float32)
         assert np.array_equal(scales, factors) and np.array_equal(found, wanted.astype(np.float32))
         assert np.array_equal(np.signbit(found), np.signbit(wanted.astype(np.float32)))
         assert (codes[:, columns:] == 0xEE).all() and len(held) == len(cuts)
@@ -368,7 +370,7 @@ def served_in_blocks(hf: str, mcore: str, folder: Path) -> str:
     for name, tensor in load_file(Path(hf) / "model.safetensors").items():
         tensors[name] = tensor
         if tensor.ndim == 2 and not name.endswith(HIGH_PRECISION):
-            codes, scales = quantize(tensor.view(torch.int16).numpy().view(BF16.numpy()), "fp32")
+            codes, scales = encode_as_vllm(tensor.view(torch.int16).numpy().view(BF16.numpy()), "fp32")
             tensors[name] = torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e4m3fn)
             tensors[f"{name}_scale_inv"] = torch.from_numpy(scales)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -27,8 +27,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from reshard import MegatronLayout, check, diff, hf_to_mcore, inspect, mcore_to_hf
 from reshard.core.dtypes import dtype_named
-from reshard.storage import packed
-from reshard.storage.dequantized import dequantize as dequantize_rows
+from reshard.quantization import fp8_blocks, int_groups
 from reshard.storage.huggingface import HuggingFaceSource
 from tests.checkpoints import make
 from tests.oracle import hf_tensors, megatron_tensors, same, stored_tensors
@@ -67,14 +66,8 @@ def test_every_number_is_that_of_the_package(
     scales = (torch.randn(grid) * 10.0**magnitude).to(stored)
     start = min(start, rows - 1)
     first, out = start // shared[0], np.empty((rows - start, columns), dtype_named(str(to)).numpy())
-    code = dtype_named(str(CODES[kind]))
-    dequantize_rows(
-        in_numpy(codes[start:]).view(np.uint8),
-        in_numpy(scales[first:]),
-        shared,
-        start - first * shared[0],
-        out,
-        code,
+    fp8_blocks.decode(
+        in_numpy(codes[start:]), in_numpy(scales[first:]), shared, start - first * shared[0], out
     )
     expected = of_package(codes, scales, strategy, block).to(to)[start:]
     assert expected.dtype == to and torch.equal(
@@ -123,7 +116,7 @@ def test_every_number_of_packed_codes_is_that_of_the_package(
     zeros = None if symmetric else in_numpy(whole["_zero_point"][start // together :])
     out = np.empty((rows - start, weight.shape[1]), dtype_named(str(to)).numpy())
     words, scales = in_numpy(whole["_packed"][start:]), in_numpy(whole["_scale"][start:])
-    packed.dequantize(words, scales, bits, out, zeros, start % together)
+    int_groups.decode(words, scales, bits, out, zeros, start % together)
     expected = in_numpy(unpacked_by_package(whole, **how).to(to)[start:])
     assert (expected.view(f"u{to.itemsize}") == out.view(f"u{to.itemsize}")).all()
 
@@ -278,13 +271,12 @@ def test_other_shapes_and_dtypes_of_scales_mean_the_same(checkpoint, tmp_path):
         assert torch.equal(ours[name], exact) and not torch.equal(exact, exact.bfloat16().float())
 
 
-@pytest.mark.parametrize("way", ["fp8_per_channel", "int8_per_channel", "fp8_per_tensor", "int4_per_channel"])
-def test_what_a_conversion_writes_is_a_source(way, checkpoint, tmp_path):
-    hf_to_mcore(
-        checkpoint("deepseek-v3", dtype=torch.bfloat16, mtp=True),
-        tmp_path / "mcore",
-        MegatronLayout(ep=2, etp=1),
-    )
+@pytest.mark.parametrize(
+    "variant, way", [("deepseek-v3", "fp8_per_channel"), ("served-int8", "int4_per_group_32")]
+)
+def test_what_a_conversion_writes_is_a_source(variant, way, checkpoint, tmp_path):
+    source = checkpoint(variant, dtype=torch.bfloat16, mtp=variant == "deepseek-v3")
+    hf_to_mcore(source, tmp_path / "mcore", MegatronLayout(ep=2, etp=1))
     mcore_to_hf(tmp_path / "mcore", tmp_path / "source", quantize=way, max_shard_size="200KB")
     tensors, wanted = hf_tensors(tmp_path / "source"), {}
     scales = [name for name in tensors if name.endswith("_scale")]
@@ -295,9 +287,9 @@ def test_what_a_conversion_writes_is_a_source(way, checkpoint, tmp_path):
             if name + end in tensors
         }
         if "" in stored:
-            wanted[name] = of_package(stored[""], stored["_scale"], way.rpartition("_")[2])
+            wanted[name] = of_package(stored[""], stored["_scale"], "channel")
         else:
-            wanted[name] = unpacked_by_package(stored, num_bits=4, strategy="channel")
+            wanted[name] = unpacked_by_package(stored, num_bits=4, strategy="group", group_size=32)
     wanted |= tensors
     plain = plain_twin(tmp_path / "source", tmp_path / "plain", wanted)
     assert check(tmp_path / "source").ok and diff(tmp_path / "source", plain).equal
@@ -316,7 +308,7 @@ def test_what_no_scale_can_hold_is_not_quantized(number, checkpoint, tmp_path):
     tensors[NAME][-1, 3] = number
     save_file(tensors, source / "model.safetensors")
     hf_to_mcore(source, tmp_path / "mcore")
-    for way in ("fp8", "fp8_per_channel", "int8_per_channel", "fp8_per_tensor", "int4_per_channel"):
+    for way in ("fp8", "fp8_per_channel", "int4_per_group_32"):
         refused(
             lambda way=way: mcore_to_hf(tmp_path / "mcore", tmp_path / "out", quantize=way),
             f"{NAME} holds infinities or NaN, .*drop --quantize",

@@ -25,7 +25,8 @@ from reshard import MegatronLayout, check, diff, hf_to_mcore, inspect, mcore_to_
 from reshard.core.dtypes import dtype_named
 from reshard.engines.vllm.names import vllm_name
 from reshard.models.model import Model
-from reshard.storage import channels, nvfp4, quantized, run
+from reshard.quantization import compressed_tensors, int_groups, nvfp4
+from reshard.storage import quantized, run
 from reshard.storage.huggingface import HuggingFaceSource
 from tests import checkpoints
 from tests.oracle import hf_tensors, megatron_tensors, same, stored_tensors
@@ -91,14 +92,14 @@ def of_package(stored: dict[str, torch.Tensor], dtype: torch.dtype = torch.bfloa
 
 
 def by_us(weight: torch.Tensor, number: np.float32) -> dict[str, np.ndarray]:
-    codes, scales = nvfp4.quantize(in_numpy(weight), number)
+    codes, scales = nvfp4.encode(in_numpy(weight), number)
     return {"_packed": codes, "_scale": scales}
 
 
 def of_us(stored: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     codes, scales, number = (in_numpy(stored[end]) for end in ENDS)
     out = np.empty((len(codes), codes.shape[1] * 2), dtype_named(str(dtype)).numpy())
-    nvfp4.dequantize(codes, scales, number[0], True, out)
+    nvfp4.decode(codes, scales, number[0], True, out)
     return torch.from_numpy(out.view(np.uint8)).view(dtype)
 
 
@@ -327,8 +328,7 @@ def test_one_checkpoint_may_have_weights_of_several_formats(beside, checkpoint, 
         if beside == "float":
             stored[name] = codes
         else:
-            scheme = channels.Scheme("int4", "group", (1, 16), True)
-            words, _ = channels.quantize(in_numpy(weight), scheme)
+            words, _ = int_groups.IntGroups(4, 16).encode(in_numpy(weight), {})
             stored |= {f"{name}_packed": torch.from_numpy(words), f"{name}_shape": torch.tensor(weight.shape)}
     group = {"targets": ["Linear"], "weights": how.model_dump(mode="json"), "input_activations": None}
     forms = {"float": "float-quantized", "int": "pack-quantized"}
@@ -514,9 +514,9 @@ def test_of_a_megatron_checkpoint_nvfp4_is_served_with_plain_activations(what):
         config, name, value = config
         config["config_groups"]["group_0"]["weights"][name] = value
     if message is None:
-        channels.check_wanted(config, "the config")
+        compressed_tensors.check_can_quantize(config, "the config")
     else:
-        refused(lambda: channels.check_wanted(config, "the config"), message)
+        refused(lambda: compressed_tensors.check_can_quantize(config, "the config"), message)
 
 
 def by_modelopt(stored: dict[str, torch.Tensor], scalar: bool) -> dict[str, torch.Tensor]:

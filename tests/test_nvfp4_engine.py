@@ -14,7 +14,7 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from safetensors.torch import load_file, save_file
 
 from reshard import ReshardError, mcore_to_hf
-from reshard.engines.vllm import compressed, nvfp4
+from reshard.quantization import channels_torch, nvfp4_torch
 from tests.ranks import run_on_ranks
 from tests.test_compressed import EXPERTS, IGNORED, MADE_UP, hard, sides
 from tests.test_logits import EP, ETP, PP, TP, flags_at
@@ -69,7 +69,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_codes_and_scales_are_those_of_compressed_tensors(dtype, monkeypatch):
-    scaling = nvfp4.CompressedTensors()
+    scaling = nvfp4_torch.CompressedTensors()
     for number, weight in enumerate(cases(dtype)):
         for largest in beside(weight):
             if (
@@ -78,10 +78,10 @@ def test_codes_and_scales_are_those_of_compressed_tensors(dtype, monkeypatch):
                 with pytest.raises(
                     ReshardError, match="for which float16 holds no scale of nvfp4: serve in bf16"
                 ):
-                    nvfp4.stored_as(weight, largest, scaling)
+                    nvfp4_torch.encode(weight, largest, scaling)
                 continue
             wanted = packaged(weight, generate_gparam(-largest, largest))
-            made = nvfp4.stored_as(weight, largest, scaling)
+            made = nvfp4_torch.encode(weight, largest, scaling)
             assert made.keys() == wanted.keys()
             for end, theirs in wanted.items():
                 assert (made[end].shape, made[end].dtype) == (theirs.shape, theirs.dtype), (number, end)
@@ -89,17 +89,17 @@ def test_codes_and_scales_are_those_of_compressed_tensors(dtype, monkeypatch):
     # Other divisors, scales and signs make something else.
     weight = cases(dtype)[1]
     [largest, _], wanted = beside(weight), packaged(weight, generate_gparam(*torch.aminmax(weight)))
-    half = nvfp4.stored_as(weight, 2 * largest, scaling)
+    half = nvfp4_torch.encode(weight, 2 * largest, scaling)
     assert all(not torch.equal(half[end], wanted[end]) for end in wanted if end != "_packed")
-    assert not torch.equal(nvfp4.stored_as(-weight, largest, scaling)["_packed"], wanted["_packed"])
+    assert not torch.equal(nvfp4_torch.encode(-weight, largest, scaling)["_packed"], wanted["_packed"])
     # Matrices below each other, each with its own; and a few rows at a time.
-    twice = nvfp4.stored_as(torch.cat([weight, weight]), torch.cat([largest, 2 * largest]), scaling)
+    twice = nvfp4_torch.encode(torch.cat([weight, weight]), torch.cat([largest, 2 * largest]), scaling)
     for end in wanted:
         assert torch.equal(
             twice[end].view(torch.uint8), torch.cat([wanted[end], half[end]]).view(torch.uint8)
         )
-    monkeypatch.setattr(compressed, "AT_ONCE", 96 * 5)
-    assert torch.equal(nvfp4.stored_as(weight, largest, scaling)["_packed"], wanted["_packed"])
+    monkeypatch.setattr(channels_torch, "ELEMENTS_AT_ONCE", 96 * 5)
+    assert torch.equal(nvfp4_torch.encode(weight, largest, scaling)["_packed"], wanted["_packed"])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -108,7 +108,7 @@ def test_codes_and_scales_are_those_of_modelopt(dtype):
     recorded = json.loads(Path(__file__).with_name("modelopt_reference.json").read_text())
     for number, weight in enumerate(cases(dtype)):
         for largest in beside(weight):
-            made = nvfp4.stored_as(weight, largest, nvfp4.ModelOpt())
+            made = nvfp4_torch.encode(weight, largest, nvfp4_torch.ModelOpt())
             found = [zlib.crc32(one.view(torch.uint8).numpy().tobytes()) for one in made.values()]
             if largest.item() == 0:  # of which ModelOpt's scales are NaN
                 assert (
@@ -163,7 +163,7 @@ def published(
     for name in weights:
         weight, largest = tensors.pop(name), most[fused(name)]
         made = (
-            nvfp4.stored_as(weight, largest, nvfp4.ModelOpt())
+            nvfp4_torch.encode(weight, largest, nvfp4_torch.ModelOpt())
             if modelopt
             else packaged(weight, generate_gparam(-largest, largest))
         )

@@ -237,16 +237,21 @@ def test_a_flipped_bit_in_a_source_with_a_manifest_is_refused_by_name(dtype, mco
 
 
 @pytest.mark.parametrize(
-    "way, scales", [("fp8", "_scale_inv"), ("int8_per_channel", "_scale"), ("fp8_per_tensor", "_scale")]
+    "way, ends",
+    [
+        ("fp8", ("", "_scale_inv")),
+        ("fp8_per_channel", ("", "_scale")),
+        ("nvfp4", ("_packed", "_scale", "_global_scale")),
+    ],
 )
-def test_a_flipped_bit_in_codes_or_their_scales_is_refused_by_name(way, scales, mcore, tmp_path):
+def test_a_flipped_bit_in_codes_or_their_scales_is_refused_by_name(way, ends, mcore, tmp_path):
     from reshard.formats import safetensors
 
     mcore_to_hf(mcore, tmp_path / "codes", quantize=way)
     hf_to_mcore(tmp_path / "codes", tmp_path / "again")
     hf_to_mcore(tmp_path / "codes", tmp_path / "wide", dtype="fp32")
     stored = safetensors.read_directory(tmp_path / "codes")
-    for name in ("model.layers.1.mlp.up_proj.weight", f"model.layers.1.mlp.up_proj.weight{scales}"):
+    for name in (f"model.layers.1.mlp.up_proj.weight{end}" for end in ends):
         flip(tmp_path / "codes" / stored[name].file, stored[name].offset)
         refused(
             lambda: hf_to_mcore(tmp_path / "codes", tmp_path / "out"), rf"{re.escape(name)} .*reshard\.json"

@@ -7,7 +7,7 @@ Random weights at a published shape, with fewer layers (and experts), are writte
 and converted to Megatron-Core. `published` is the checkpoint in fp8 blocks, made by vLLM's own function, which
 vLLM then reads from a config; `published-fp8_per_channel`, `published-int8_per_channel`, `published-fp8_per_tensor`,
 `published-fp8_per_block`, `published-int4_per_group`, `published-int4_per_group_32`, `published-int4_per_channel` and `published-nvfp4` are
-in the format of compressed-tensors, as ``mcore-to-hf --quantize`` writes it; `published-fp8_weight_only` and
+in the format of compressed-tensors, as ``mcore-to-hf --quantize`` writes it where it does; `published-fp8_weight_only` and
 `published-nvfp4_w4a4` are of these the ones with plain and with quantized activations; `modelopt-nvfp4` is as ModelOpt writes it; any other way is vLLM's own ``quantization=``. Every engine scores the same
 prompts and goes on with some of them by CUDA graphs. Checked: an engine that started with other weights and
 is refitted (blocks: exactly) has the loaded one's parameters, logprobs and tokens to the last bit, in the
@@ -35,10 +35,12 @@ LAYERS = {"deepseek-v3": 2}
 EXPERTS = {"deepseek-v3": {"n_routed_experts": 64, "vocab_size": 32768}}
 REFITS = 20
 PUBLISHED = "published"
-# Checkpoints by compressed-tensors, as ``mcore-to-hf --quantize`` writes them, with that package's own bits.
+# Checkpoints in the format of compressed-tensors, with that package's own bits.
 INT4 = ("published-int4_per_group", "published-int4_per_group_32", "published-int4_per_channel")
 FP8 = ("published-fp8_per_channel", "published-fp8_per_tensor", "published-fp8_per_block")
 COMPRESSED = (*FP8, "published-int8_per_channel", *INT4, "published-nvfp4")
+# Those of them that ``mcore-to-hf --quantize`` writes.
+BY_CONVERSION = (FP8[0], *INT4[:2], "published-nvfp4")
 WEIGHT_ONLY, W4A4, MODELOPT = "published-fp8_weight_only", "published-nvfp4_w4a4", "modelopt-nvfp4"
 ALL_PUBLISHED = (PUBLISHED, *COMPRESSED, WEIGHT_ONLY, W4A4, MODELOPT)
 # Served, or its experts are, by Marlin: may differ from itself.
@@ -122,7 +124,10 @@ def measure(name: str, options: argparse.Namespace) -> dict:
         mcore_to_hf(places.mcore, places.converted, quantize=True)
         publish(places)
     for way in set(COMPRESSED).intersection(options.ways):
-        mcore_to_hf(places.mcore, places.compressed(way), quantize=way.removeprefix("published-"))
+        if way in BY_CONVERSION:
+            mcore_to_hf(places.mcore, places.compressed(way), quantize=way.removeprefix("published-"))
+        else:
+            publish_by_compressed_tensors(places, way)
     if WEIGHT_ONLY in options.ways:
         mcore_to_hf(places.mcore, places.compressed(WEIGHT_ONLY), quantize="fp8_per_channel")
         set_inputs(places.compressed(WEIGHT_ONLY), None)
@@ -200,27 +205,74 @@ def add_input_scales(folder: Path) -> None:
 
 
 def publish_by_modelopt(places: Places) -> None:
-    """The same weights in nvfp4, by ModelOpt's arithmetic and names, as W4A16."""
-    from safetensors.torch import load_file, save_file
-
+    """Write the same weights in nvfp4, by ModelOpt's arithmetic and names, as W4A16."""
     from benchmarks.processes import device
-    from reshard.engines.vllm.nvfp4 import ModelOpt, stored_as
-    from reshard.storage.fp8 import quantizable
-    from reshard.storage.nvfp4 import fused
+    from reshard.quantization.nvfp4 import fused
+    from reshard.quantization.nvfp4_torch import ModelOpt, encode
 
-    folder = places.compressed(MODELOPT)
-    folder.mkdir()
-    plain = load_file(places.hf / "model.safetensors")
-    quantized = [name for name, weight in plain.items() if quantizable(name, weight)]
+    plain, quantized = plain_weights(places)
     largest = {name: plain[name].abs().max().view(1) for name in quantized}
     stored = {name: weight for name, weight in plain.items() if name not in largest}
     for name in quantized:
-        together = torch.stack([largest[one] for one in fused(name) if one in largest]).max().view(1)
-        made = stored_as(plain[name].to(device()), together.to(device()), ModelOpt())
+        together = torch.stack([largest[other] for other in fused(name) if other in largest]).max().view(1)
+        made = encode(plain[name].to(device()), together.to(device()), ModelOpt())
         stored |= {name + end: one.cpu() for end, one in made.items()}
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     how = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "group_size": 16, "ignore": ["lm_head", "*.mlp.gate"]}  # fmt: skip
-    config = json.loads((places.hf / "config.json").read_text()) | {"quantization_config": how}
+    write_stored(places, MODELOPT, stored, how)
+
+
+def publish_by_compressed_tensors(places: Places, way: str) -> None:
+    """Write the same weights in a scheme of compressed-tensors that ``mcore-to-hf`` does not write."""
+    from benchmarks.processes import device
+    from reshard.quantization import channels_torch, compressed_tensors, int_groups_torch
+    from reshard.quantization.channels import Channels
+    from reshard.quantization.int_groups import IntGroups
+
+    schemes = {
+        "int8_per_channel": Channels("int8"),
+        "fp8_per_tensor": Channels("float8_e4m3fn", "tensor"),
+        "fp8_per_block": Channels("float8_e4m3fn", "block", (128, 128)),
+        "int4_per_channel": IntGroups(4),
+    }
+    scheme = schemes[way.removeprefix("published-")]
+    encode = int_groups_torch.encode if isinstance(scheme, IntGroups) else channels_torch.encode
+    plain, quantized = plain_weights(places)
+    stored = {name: weight for name, weight in plain.items() if name not in quantized}
+    for name in quantized:
+        made = encode(plain[name].to(device()), scheme)
+        stored |= {name + end: one.cpu() for end, one in made.items()}
+    kept = [
+        name.removesuffix(".weight") for name, one in plain.items() if one.ndim == 2 and name not in quantized
+    ]
+    how = compressed_tensors.config_of(scheme, kept)
+    group = how["config_groups"]["group_0"]
+    if scheme.strategy == "tensor":
+        group["input_activations"]["strategy"] = "tensor"
+    elif scheme.strategy == "block":
+        group["weights"]["block_structure"] = [128, 128]
+        group["input_activations"] |= {"strategy": "group", "group_size": 128}
+    write_stored(places, way, stored, how)
+
+
+def plain_weights(places: Places) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """Return the tensors of the checkpoint in bf16, and the names of those that are quantized."""
+    from safetensors.torch import load_file
+
+    from reshard.models.model import Model
+
+    plain = load_file(places.hf / "model.safetensors")
+    model = Model.from_hf(json.loads((places.hf / "config.json").read_text()))
+    return plain, model.quantizable() & plain.keys()
+
+
+def write_stored(places: Places, way: str, stored: dict[str, torch.Tensor], quantization: dict) -> None:
+    """Write a checkpoint of these tensors, with this ``quantization_config``."""
+    from safetensors.torch import save_file
+
+    folder = places.compressed(way)
+    folder.mkdir()
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((places.hf / "config.json").read_text()) | {"quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 

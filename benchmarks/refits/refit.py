@@ -192,7 +192,7 @@ class Today:
 def relative_error(engine, source) -> float:
     """Of the first quantized tensors that this rank's trainer has whole: the root mean square of what they differ from
     their bf16, relative to it."""
-    from reshard.refit.codecs import BLOCK
+    from reshard.quantization.fp8_blocks import BLOCK
 
     published = zip(source.publish(engine.model), source.regions, strict=True)
     held = {part.name: (region, part) for tensor, region in published for part in tensor.parts}

@@ -36,7 +36,7 @@ from reshard.core.dtypes import DTYPES
 from reshard.formats import safetensors
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
-from reshard.storage.fp8 import Fp8Blocks, quantizable
+from reshard.storage.quantized import Quantized
 from reshard.storage.streams import TensorInfo
 
 RESHARD = [sys.executable, "-m", "reshard.cli.main"]
@@ -56,9 +56,10 @@ main()
 
 def planned(config: dict, fp8: bool) -> list[safetensors.NewFile]:
     """The files of a checkpoint of this config."""
-    shapes = {n: s for n, s in expand(Model.from_hf(config)).shapes.items() if not n.endswith("inv_freq")}
+    model = Model.from_hf(config)
+    shapes = {n: s for n, s in expand(model).shapes.items() if not n.endswith("inv_freq")}
     tensors = {n: TensorInfo(s, DTYPES["bfloat16"]) for n, s in shapes.items()}
-    blocks = Fp8Blocks(n for n, info in tensors.items() if fp8 and quantizable(n, info))
+    blocks = Quantized(model.quantizable() & tensors.keys() if fp8 else ())
     stored: dict = {}
     for name, info in tensors.items():
         stored |= blocks.stored(name, info)

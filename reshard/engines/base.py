@@ -31,7 +31,7 @@ class Scales(NamedTuple):
     """The scales of a local tensor ``[rows, columns]`` whose region holds fp8 codes.
 
     `region` holds the fp32 scales of its 128x128 blocks, ``[ceil(rows / 128), ceil(columns / 128)]``; `rounding` is one of
-    `reshard.refit.codecs.ROUNDINGS`.
+    `reshard.quantization.fp8_blocks.ROUNDINGS`.
     """
 
     region: Region

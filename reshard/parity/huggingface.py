@@ -11,8 +11,8 @@ from reshard.core.errors import ReshardError, first_line, listed
 from reshard.core.extras import importing
 from reshard.models.model import Model
 from reshard.parity.systems import DTYPES, ForwardSystem, device, release_memory
-from reshard.storage import modelopt
-from reshard.storage.channels import METHOD, NVFP4
+from reshard.quantization import modelopt
+from reshard.quantization.compressed_tensors import METHOD, NVFP4_FORMAT
 from reshard.storage.source import read_config
 
 
@@ -103,7 +103,9 @@ def _refuse_unreadable(path: Path, model: Model) -> None:
     problem = None
     if config.get("quant_method") == modelopt.METHOD or (path / modelopt.CONFIG).is_file():
         problem = "does not read weights that ModelOpt has quantized"
-    elif model.num_experts and any(isinstance(form, dict) and form.get("format") == NVFP4 for form in forms):
+    elif model.num_experts and any(
+        isinstance(form, dict) and form.get("format") == NVFP4_FORMAT for form in forms
+    ):
         problem = "dequantizes experts in nvfp4 without their global scale"
     if problem is not None:
         raise ReshardError(

@@ -43,7 +43,7 @@ class Pieces(NamedTuple):
 
     `asked` is what that rank is asked for: shard, first row, first column, rows, columns and codec of each;
     `into` the index of the local tensor among the engine's regions, and the first row and column there; `parts` where
-    each is put together with others' (`reshard.refit.split_blocks`).
+    each is put together with others' (`reshard.refit.fp8_blocks.split`).
     """
 
     names: list[str]

@@ -1,10 +1,12 @@
 """Codecs: what the elements of a trainer's shard become in the engine, while they are copied.
 
-A copy names its codec by its number in `CODECS`. Its widths are counted in bytes of the destination, from
-which the codec tells those of the source. What is packed for another member is encoded on the side where it
-is wider, so that the narrower form travels. Both ends digest what is in the engine's dtype, so that a check
-compares the encoded elements bit for bit; of blocks that the engine's side makes both digest the bf16 that they are made
-of, since the trainer's may not have them whole, and of blocks that travel what was made.
+A copy names its codec by its number in `CODECS`. Its widths are bytes of the destination; the codec gives those of the
+source. Copies that are packed for another member are encoded on the side where they are wider, so that the narrower form
+travels.
+
+A check compares bit for bit. Both ends digest elements in the engine's dtype. Blocks that travel are digested as codes and
+scales; of blocks that the engine's side makes, both ends digest the bf16 that they are made of, since a trainer's rank may not
+have all of a block.
 """
 
 from collections.abc import Iterator
@@ -14,18 +16,19 @@ from typing import Any
 import numpy as np
 
 from reshard.core.dtypes import DTYPES, Dtype
+from reshard.quantization.fp8_blocks import ROUNDINGS
 
 
 @dataclass(frozen=True)
 class Codec:
-    """Elements of one dtype, each rounded to the nearest of another, ties to even, as torch's ``copy_`` and
-    with it the engines' own loaders do."""
+    """A cast of each element to the nearest one of another dtype, ties to even, as torch's ``copy_`` and with it the engines'
+    loaders make it."""
 
     source: Dtype
     destination: Dtype
 
     def encode(self, rows: np.ndarray) -> np.ndarray:
-        """What bytes ``[rows, width]`` of the source become."""
+        """Return what bytes ``[rows, width]`` of the source become."""
         values = np.ascontiguousarray(rows).view(self.source.numpy())
         with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN are weights like any other
             encoded: np.ndarray = values.astype(self.destination.numpy()).view(np.uint8)
@@ -37,39 +40,27 @@ class Codec:
 
 @dataclass(frozen=True)
 class BlockCodec(Codec):
-    """fp8 with an fp32 scale for each block of 128x128 elements of a rank's local tensor, cut off at its end:
-    what vLLM's ``per_block_cast_to_fp8`` makes (``vllm/utils/deep_gemm.py``) of bf16. fp32 is rounded to that first, as
-    vLLM's loader does. `reshard.refit.blocks` carries it out, since a block may come in pieces.
+    """fp8 with an fp32 scale for each 128x128 block of a rank's local tensor, cut off at its end.
 
-    `rounding` says how a block's largest magnitude / 448 becomes its scale: one of `ROUNDINGS`.
+    The codes and scales are those that vLLM's ``per_block_cast_to_fp8`` (``vllm/utils/deep_gemm.py``) makes of bf16; fp32 is
+    rounded to bf16 first, as vLLM's loader does. `rounding`, one of `ROUNDINGS`, says how a block's largest magnitude / 448
+    becomes its scale. A block may come in fragments, so `reshard.refit.fp8_blocks` carries this codec out.
     """
 
     rounding: str
 
     def encode(self, rows: np.ndarray) -> np.ndarray:
-        """Not by the element."""
+        """Raise NotImplementedError: whole blocks are encoded, not elements."""
         raise NotImplementedError(f"{self} is made of whole blocks")
 
     def __str__(self) -> str:
         return f"{super().__str__()} blocks, {ROUNDINGS[self.rounding]}"
 
 
-BLOCK = 128
-E4M3_MAX = 448.0
-SMALLEST = 1e-4  # magnitude that a block is taken to have at least
-# As they are; as powers of two (UE8M0), rounded up; and as vLLM leaves them that loads one after the other: fp32,
-# whose numbers are then quantized again.
-ROUNDINGS = {
-    "fp32": "fp32 scales",
-    "ue8m0": "power-of-two scales",
-    "twice": "fp32 scales, then power-of-two scales",
-}
-
-
 PLAIN = 0
 BYTES = Codec(DTYPES["uint8"], DTYPES["uint8"])
-# Those that lose nothing, and the one that trainers with parameters in fp32 make for their own forward. Casts to
-# fp16 are none of them, since they make large numbers infinite.
+# Casts that lose nothing, and the one that trainers with parameters in fp32 make for their own forward. Casts to fp16 are left
+# out: they make large numbers infinite.
 CODECS = (
     BYTES,
     Codec(DTYPES["float32"], DTYPES["bfloat16"]),
@@ -88,8 +79,8 @@ WIDENS = DESTINATION_SIZES > SOURCE_SIZES
 
 
 def codec_between(source: str, destination: str, rounding: str | None = None) -> int | None:
-    """The number of the codec from one dtype to another, with a `rounding` into blocks with scales; None where
-    there is none."""
+    """Return the number of the codec from one dtype to another, with a `rounding` into blocks with scales; None where there is
+    none."""
     if source == destination:
         return PLAIN
     for number, codec in enumerate(CODECS):
@@ -100,7 +91,7 @@ def codec_between(source: str, destination: str, rounding: str | None = None) ->
 
 
 def block_codec(rounding: str, source: str = "bfloat16") -> int:
-    """The number of the codec from bf16, or fp32, to blocks of fp8 with this rounding."""
+    """Return the number of the codec from bf16, or fp32, to blocks of fp8. Raises ValueError for an unknown rounding."""
     number = codec_between(source, "float8_e4m3fn", rounding)
     if number is None:
         raise ValueError(f"{rounding} is none of {sorted(ROUNDINGS)}, or {source} no source of blocks")
@@ -108,20 +99,21 @@ def block_codec(rounding: str, source: str = "bfloat16") -> int:
 
 
 def by_rounding(codecs: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """The roundings of codecs of blocks, and the mask of those that have each: a block's fragments may have several
-    sources, but one rounding.
+    """Yield each rounding among codecs of blocks, and the mask of the codecs that have it.
 
-    >>> [(name, some.tolist()) for name, some in by_rounding(np.array([PLAIN, block_codec("fp32", "float32")]))]
+    The fragments of a block may have several source dtypes, but one rounding.
+
+    >>> [(name, mask.tolist()) for name, mask in by_rounding(np.array([PLAIN, block_codec("fp32", "float32")]))]
     [('fp32', [False, True])]
     """
     for rounding in ROUNDINGS:
         numbers = [n for n, codec in enumerate(CODECS) if getattr(codec, "rounding", None) == rounding]
-        these = np.isin(codecs, numbers)
-        if these.any():
-            yield rounding, these
+        mask = np.isin(codecs, numbers)
+        if mask.any():
+            yield rounding, mask
 
 
-# By the number of a codec of blocks that of what makes of its source the bf16 that blocks are made of; others as they are.
+# For each codec of blocks the number of the codec that makes the bf16 that blocks are made of; other codecs stand for themselves.
 BEFORE_BLOCKS = np.array(
     [
         codec_between(codec.source.name, "bfloat16") if isinstance(codec, BlockCodec) else number
@@ -131,7 +123,7 @@ BEFORE_BLOCKS = np.array(
 
 
 def bytes_in_source(count: Any, codec: Any) -> Any:
-    """How many bytes of the source become so many of the destination.
+    """Return how many bytes of the source become `count` bytes of the destination.
 
     >>> bytes_in_source(np.array([8, 8]), np.array([PLAIN, codec_between("float32", "bfloat16")])).tolist()
     [8, 16]
@@ -140,5 +132,5 @@ def bytes_in_source(count: Any, codec: Any) -> Any:
 
 
 def bytes_in_destination(count: Any, codec: Any) -> Any:
-    """How many bytes of the destination so many of the source become."""
+    """Return how many bytes of the destination `count` bytes of the source become."""
     return count // SOURCE_SIZES[codec] * DESTINATION_SIZES[codec]

@@ -17,7 +17,7 @@ from reshard.core.limits import MOST_BUCKET_BYTES, check_number, check_switch
 from reshard.engines.base import Engine
 from reshard.models.model import Model
 from reshard.refit.agreement import agree, hello, ignoring_alike, one_config
-from reshard.refit.blocks import BF16
+from reshard.refit.fp8_blocks.items import BF16
 from reshard.refit.link import Link
 from reshard.refit.protocol.encoding import pack_json, readable
 from reshard.refit.receiver import Receiver

@@ -1,5 +1,4 @@
-"""Copies between addresses, carried out by one table-driven kernel, or by the host. `reshard.refit.tables`
-says what a table is."""
+"""Copies between addresses, carried out by a kernel or by the host from a table (`reshard.refit.tables`)."""
 
 import ctypes
 import time
@@ -16,11 +15,10 @@ UNITS = (16, 8, 4, 2, 1)  # bytes of a word
 
 
 class CopyTable:
-    """Tiles ready to run, grouped by codec, and plain ones by the widest word that all their addresses and
-    lengths allow; kept on the GPU.
+    """Tiles ready to run, kept on the GPU: grouped by codec, and plain ones by the widest word that their addresses and lengths
+    allow.
 
-    `owners` numbers what each tile's source belongs to, for `shift`; `aside` says that it will be run with
-    `programs`.
+    `owners` numbers what each tile's source belongs to, for `shift`; `aside` says that `run` will be called with `programs`.
     """
 
     def __init__(
@@ -39,9 +37,9 @@ class CopyTable:
         if device.type == "cpu":
             self.groups, self.owners = ([(PLAIN, 1, tiles)], [owners]) if len(tiles) else ([], [])
             return
-        for number in np.unique(tiles[:, CODEC]).tolist():
-            if number != PLAIN:
-                self._keep(tiles, owners, tiles[:, CODEC] == number, CODECS[number].destination.size)
+        for codec in np.unique(tiles[:, CODEC]).tolist():
+            if codec != PLAIN:
+                self._keep(tiles, owners, tiles[:, CODEC] == codec, CODECS[codec].destination.size)
         bits = np.bitwise_or.reduce(tiles[:, [SRC, DST, WIDTH, SRC_PITCH, DST_PITCH]], axis=1)
         left = tiles[:, CODEC] == PLAIN
         for unit in UNITS:
@@ -52,16 +50,16 @@ class CopyTable:
         self.compile(aside)
 
     def _keep(self, tiles: np.ndarray, owners: np.ndarray, chosen: np.ndarray, unit: int) -> None:
-        """Keep these tiles on the GPU, all of one codec, lengths and pitches counted in words of so many bytes
-        of the destination."""
-        some, number = tiles[chosen, :CODEC].copy(), int(tiles[chosen, CODEC][0])
-        some[:, [WIDTH, DST_PITCH]] //= unit
-        some[:, SRC_PITCH] //= bytes_in_source(unit, number)
-        self.groups.append((number, unit, torch.from_numpy(some).to(self.device)))
+        """Keep the chosen tiles, all of one codec, on the GPU, with lengths and pitches in words of `unit` bytes of the
+        destination."""
+        group, codec = tiles[chosen, :CODEC].copy(), int(tiles[chosen, CODEC][0])
+        group[:, [WIDTH, DST_PITCH]] //= unit
+        group[:, SRC_PITCH] //= bytes_in_source(unit, codec)
+        self.groups.append((codec, unit, torch.from_numpy(group).to(self.device)))
         self.owners.append(torch.from_numpy(owners[chosen].astype(np.int32)).to(self.device))
 
     def compile(self, aside: bool) -> None:
-        """Compile what `run` launches, now."""
+        """Compile now what `run` launches."""
         if self.device.type == "cuda":
             from reshard.refit.kernels import compile_copy
 
@@ -69,8 +67,8 @@ class CopyTable:
                 compile_copy(unit, self.device, 1 if aside else None, codec)
 
     def shift(self, deltas: np.ndarray) -> bool:
-        """Add `deltas` bytes, by owner, to where the sources are; False, and nothing is changed, where words
-        would not be aligned."""
+        """Add `deltas` bytes, by owner, to the addresses of the sources; return False, and change nothing, where words would no
+        longer be aligned."""
         if (deltas % UNITS[0]).any():
             return False
         for (*_, tiles), owners in zip(self.groups, self.owners, strict=True):
@@ -82,12 +80,11 @@ class CopyTable:
 
     @property
     def launches(self) -> int:
-        """Kernels that `run` launches."""
+        """Return how many kernels `run` launches."""
         return len(self.groups)
 
     def run(self, programs: int | None = None) -> None:
-        """Carry the copies out; on a GPU, enqueue them on the current stream, using no more of the GPU than
-        `programs` take (`kernels.copy_tiles`)."""
+        """Carry the copies out; on a GPU, enqueue them on the current stream, in no more than `programs` programs."""
         for codec, unit, tiles in self.groups:
             if isinstance(tiles, torch.Tensor):
                 from reshard.refit.kernels import copy_tiles
@@ -100,30 +97,29 @@ class CopyTable:
 def wait_for_device(
     device: torch.device, seconds: float, meanwhile: Callable[[], None] = lambda: None
 ) -> bool:
-    """Wait for what is enqueued on this device's current stream; False where it takes longer. Calls `meanwhile` several
-    times a second.
+    """Wait until the device's current stream is done; return False if it takes longer than `seconds`.
 
-    A stream that waits for a dead peer would block a plain synchronize.
+    Calls `meanwhile` several times a second. A plain synchronize would block forever where a stream waits for a dead peer.
     """
     if device.type != "cuda":
         return True
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
-    told = time.monotonic()
-    deadline = told + seconds
+    called = time.monotonic()
+    deadline = called + seconds
     while not event.query():
         now = time.monotonic()
         if now > deadline:
             return False
-        if now - told > LOOK_SECONDS:
-            told = now
+        if now - called > LOOK_SECONDS:
+            called = now
             meanwhile()
         time.sleep(20e-6)
     return True
 
 
 def host_bytes(address: int, rows: int, width: int, pitch: int) -> np.ndarray:
-    """The bytes ``[rows, width]`` at an address of this process's memory."""
+    """Return the bytes ``[rows, width]`` at an address of this process's memory, as a view."""
     if rows == 0 or width == 0:
         return np.zeros((rows, width), np.uint8)
     extent = (rows - 1) * pitch + width
@@ -132,7 +128,8 @@ def host_bytes(address: int, rows: int, width: int, pitch: int) -> np.ndarray:
 
 
 def copy_on_host(table: np.ndarray) -> None:
-    """Carry out a table whose addresses are this process's memory."""
+    """Carry out a table of copies within this process's memory."""
     for src, dst, rows, width, src_pitch, dst_pitch, codec in table.tolist():
-        held = host_bytes(src, rows, bytes_in_source(width, codec), src_pitch)
-        host_bytes(dst, rows, width, dst_pitch)[...] = held if codec == PLAIN else CODECS[codec].encode(held)
+        source = host_bytes(src, rows, bytes_in_source(width, codec), src_pitch)
+        encoded = source if codec == PLAIN else CODECS[codec].encode(source)
+        host_bytes(dst, rows, width, dst_pitch)[...] = encoded

@@ -1,30 +1,47 @@
-"""Digests of pieces where they lie: a sum over words of a mix of value and position, so that any two layouts
-give the same.
+"""Digests of pieces of tensors where they lie: sums over words of a mix of value and position, which do not depend on a layout.
 
-A word is 8 bytes where the rows of a piece are made of such, else an element; both sides know which. The sum
-is taken modulo 2**64; bits are compared, so NaNs count like any other value.
+A word is 8 bytes where the rows of a piece are made of such, else an element; both sides know which. The sum is taken modulo
+2**64. Bits are compared, so NaNs count like any other value. `reshard.refit.tables` has the mix.
 """
 
 import numpy as np
 import torch
 
-from reshard.refit import mix
 from reshard.refit.codecs import CODECS, PLAIN, SOURCE_SIZES
 from reshard.refit.copies import host_bytes
-from reshard.refit.tables import CODEC, DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, tiles_of
+from reshard.refit.tables import (
+    ADDRESS,
+    CODEC,
+    DST,
+    DST_PITCH,
+    FIRST_WORD,
+    MIX_FINAL,
+    MIX_FIRST_SHIFT,
+    MIX_POSITION,
+    MIX_SECOND_SHIFT,
+    MIX_VALUE,
+    PIECE,
+    ROWS,
+    SRC,
+    SRC_PITCH,
+    TILE,
+    TILE_PITCH,
+    TILE_ROWS,
+    TILE_WORDS,
+    WIDTH,
+    tiles_of,
+)
 
 WORD = 8
-# Larger than those of copies: the table is made anew at each check, and nothing waits for a link.
+# Tiles are larger than those of copies: the table is made anew at each check, and nothing waits for a link.
 TILE_BYTES = 1 << 20
-# Columns of a tile: its address, the row of the table that it is of, rows, words in a row, the pitch in loads, and the index of
-# its first word.
-TILE = 6
-ADDRESS, PIECE, TILE_ROWS, TILE_WORDS, TILE_PITCH, FIRST_WORD = range(TILE)
 
 
 class Digests:
-    """An int64 for each row of a table of copies, of what its codec makes of what lies at its source end;
-    `columns` are elements in a row. On a GPU they are enqueued, and waited for by `result`."""
+    """An int64 for each row of a table of copies, of its source as its codec encodes it; `columns` are the elements in a row.
+
+    On a GPU digests are enqueued, and `result` waits for them.
+    """
 
     def __init__(self, table: np.ndarray, columns: np.ndarray, device: torch.device) -> None:
         self.sums = torch.zeros(len(table), dtype=torch.int64, device=device)
@@ -38,17 +55,16 @@ class Digests:
             digest_tiles(torch.from_numpy(tiles).to(device), self.sums, word, unit, codec)
 
     def result(self) -> np.ndarray:
-        """The digests ``[rows of the table]``."""
-        found: np.ndarray = self.sums.cpu().numpy()
-        return found
+        """Return the digests ``[rows of the table]``."""
+        sums: np.ndarray = self.sums.cpu().numpy()
+        return sums
 
 
 def word_tiles(
     table: np.ndarray, columns: np.ndarray, tile_bytes: int = TILE_BYTES
 ) -> dict[tuple[int, int, int], np.ndarray]:
-    """What lies at a table's source end, cut into tiles: by the bytes of a word, those of it that are loaded at
-    once, which the addresses decide, and the codec, which loads an element at once.
-    """
+    """Cut the source end of a table of copies into tiles; return these by bytes of a word, bytes of it that are loaded at once,
+    which depend on the addresses, and codec, which loads an element at once."""
     packed = table.copy()
     packed[:, DST_PITCH] = packed[:, WIDTH]
     packed[:, DST] = 0
@@ -59,13 +75,13 @@ def word_tiles(
     aligned = (codec == PLAIN) & ((tiles[:, SRC] | tiles[:, SRC_PITCH]) % WORD == 0)
     unit = np.where(aligned, word, itemsize)
     loaded = np.where(codec == PLAIN, unit, SOURCE_SIZES[codec])
-    found = np.empty((len(tiles), TILE), np.int64)
-    found[:, ADDRESS], found[:, PIECE], found[:, TILE_ROWS] = tiles[:, SRC], origin, tiles[:, ROWS]
-    found[:, TILE_WORDS], found[:, TILE_PITCH] = tiles[:, WIDTH] // word, tiles[:, SRC_PITCH] // loaded
-    found[:, FIRST_WORD] = tiles[:, DST] // word
+    digested = np.empty((len(tiles), TILE), np.int64)
+    digested[:, ADDRESS], digested[:, PIECE], digested[:, TILE_ROWS] = tiles[:, SRC], origin, tiles[:, ROWS]
+    digested[:, TILE_WORDS], digested[:, TILE_PITCH] = tiles[:, WIDTH] // word, tiles[:, SRC_PITCH] // loaded
+    digested[:, FIRST_WORD] = tiles[:, DST] // word
     kinds = np.stack([word, unit, codec], 1)
     return {
-        (kind[0], kind[1], kind[2]): found[(kinds == kind).all(1)]
+        (kind[0], kind[1], kind[2]): digested[(kinds == kind).all(1)]
         for kind in np.unique(kinds, axis=0).tolist()
     }
 
@@ -74,16 +90,16 @@ def _add_on_host(tiles: np.ndarray, sums: np.ndarray, word: int, unit: int, code
     loaded = unit if codec == PLAIN else int(SOURCE_SIZES[codec])
     for address, piece, n_rows, width, pitch, first in tiles.tolist():
         elements = width * (word // unit)
-        held = np.ascontiguousarray(host_bytes(address, n_rows, elements * loaded, pitch * loaded))
+        source = np.ascontiguousarray(host_bytes(address, n_rows, elements * loaded, pitch * loaded))
         if codec != PLAIN:
-            held = CODECS[codec].encode(held)
-        values = held.view(f"u{word}").astype(np.uint64).reshape(-1)
+            source = CODECS[codec].encode(source)
+        values = source.view(f"u{word}").astype(np.uint64).reshape(-1)
         positions = np.uint64(first) + np.arange(len(values), dtype=np.uint64)
         with np.errstate(over="ignore"):
             sums[piece] += _mixed(values, positions).sum(dtype=np.uint64)
 
 
 def _mixed(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    mixed: np.ndarray = (values + np.uint64(1)) * np.uint64(mix.VALUE) + positions * np.uint64(mix.POSITION)
-    mixed = (mixed ^ (mixed >> np.uint64(mix.FIRST))) * np.uint64(mix.FINAL)
-    return mixed ^ (mixed >> np.uint64(mix.SECOND))
+    mixed: np.ndarray = (values + np.uint64(1)) * np.uint64(MIX_VALUE) + positions * np.uint64(MIX_POSITION)
+    mixed = (mixed ^ (mixed >> np.uint64(MIX_FIRST_SHIFT))) * np.uint64(MIX_FINAL)
+    return mixed ^ (mixed >> np.uint64(MIX_SECOND_SHIFT))

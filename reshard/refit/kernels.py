@@ -1,49 +1,54 @@
-"""The kernels of a refit: one that carries out a table of strided copies, and one that digests what lies at
-addresses.
+"""The Triton kernels of a refit: copies, blocks of fp8, and digests, each from a table (`reshard.refit.tables`).
 
-Both take raw addresses, so that one launch can read many tensors, and other GPUs' memory.
+They take raw addresses, so that one launch can read many tensors, and other GPUs' memory.
 """
 
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import ModuleType
 
 import torch
 import triton
 import triton.language as tl
 from triton import knobs
 
-from reshard.refit import blocks, codecs, digests, mix, tables
-from reshard.refit.blocks import STRIP
+from reshard.quantization import fp8_blocks
+from reshard.quantization.fp8_blocks_triton import encode_block
+from reshard.refit import tables
 from reshard.refit.codecs import CODECS, PLAIN
+from reshard.refit.tables import (
+    ITEM_BLOCKS,
+    MIX_FINAL,
+    MIX_FIRST_SHIFT,
+    MIX_POSITION,
+    MIX_SECOND_SHIFT,
+    MIX_VALUE,
+)
 
 WORDS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
 FLOATS = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 BLOCK = 2048
-_compiling = threading.Lock()  # one at a time: the hook that is put away belongs to the process
+_compiling = threading.Lock()  # one at a time: the hook that is replaced belongs to the process
 
 
-def _columns(module: ModuleType, names: str) -> list[tl.constexpr]:
-    """Columns of a module's tables as a kernel may name them: as constants of Triton's."""
-    return [tl.constexpr(getattr(module, name)) for name in names.split()]
+def _columns(names: str) -> list[tl.constexpr]:
+    """Return columns of `reshard.refit.tables` as constants of Triton's, which a kernel may name."""
+    return [tl.constexpr(getattr(tables, name)) for name in names.split()]
 
 
-# Copies, without the codec at their end, of which those in one launch all have the same; items and fragments; tiles of digests.
-COPY, SRC, DST, ROWS, WIDTH, SRC_PITCH, DST_PITCH = _columns(
-    tables, "CODEC SRC DST ROWS WIDTH SRC_PITCH DST_PITCH"
+# Of copies, without the codec at their end, which is the same for all in a launch; of items and fragments; of tiles of digests.
+COPY, SRC, DST, ROWS, WIDTH, SRC_PITCH, DST_PITCH = _columns("CODEC SRC DST ROWS WIDTH SRC_PITCH DST_PITCH")
+ITEM, CODES, CODES_PITCH, SCALES, ITEM_ROWS, ITEM_COLUMNS, FIRST_FRAGMENT, FRAGMENTS = _columns(
+    "ITEM CODES CODES_PITCH SCALES ITEM_ROWS ITEM_COLUMNS FIRST_FRAGMENT FRAGMENTS"
 )
-ITEM, CODES, CODES_PITCH, SCALES, HEIGHT, LENGTH, FIRST_FRAGMENT, FRAGMENTS = _columns(
-    blocks, "ITEM CODES CODES_PITCH SCALES HEIGHT LENGTH FIRST_FRAGMENT FRAGMENTS"
-)
-FRAGMENT, SOURCE, SOURCE_PITCH, TOP, LEFT, HIGH, WIDE, ELEMENT_BYTES = _columns(
-    blocks, "FRAGMENT SOURCE SOURCE_PITCH TOP LEFT HIGH WIDE ELEMENT_BYTES"
+FRAGMENT, SOURCE, SOURCE_PITCH, TOP, LEFT, FRAGMENT_ROWS, FRAGMENT_COLUMNS, ELEMENT_BYTES = _columns(
+    "FRAGMENT SOURCE SOURCE_PITCH TOP LEFT FRAGMENT_ROWS FRAGMENT_COLUMNS ELEMENT_BYTES"
 )
 TILE, ADDRESS, PIECE, TILE_ROWS, TILE_WORDS, TILE_PITCH, FIRST_WORD = _columns(
-    digests, "TILE ADDRESS PIECE TILE_ROWS TILE_WORDS TILE_PITCH FIRST_WORD"
+    "TILE ADDRESS PIECE TILE_ROWS TILE_WORDS TILE_PITCH FIRST_WORD"
 )
-EDGE = tl.constexpr(codecs.BLOCK)  # elements along an edge of a block with a scale
+EDGE = tl.constexpr(fp8_blocks.BLOCK)  # elements along an edge of a block with a scale
 
 
 @triton.jit
@@ -83,9 +88,11 @@ def _copy_aside(
 
 
 def copy_tiles(tiles: torch.Tensor, unit: int, programs: int | None = None, codec: int = PLAIN) -> None:
-    """Carry out a table of tiles, lengths and pitches counted in words of `unit` bytes (16: two words of 8
-    bytes at once), or with a `codec` in elements. With `programs` no more of the GPU is used than those take,
-    for copies beside something else that must go on."""
+    """Carry out a table of tiles whose lengths and pitches are in words of `unit` bytes (16: two words of 8 bytes at once), or
+    with a `codec` in elements.
+
+    `programs` limits the share of the GPU, for copies alongside something else that must go on.
+    """
     pair = 2 if unit == 16 else 1
     read, written = (WORDS[unit],) * 2 if codec == PLAIN else _floats(codec)
     how = read, written, pair, BLOCK // pair
@@ -101,30 +108,33 @@ def _floats(codec: int) -> tuple[tl.dtype, tl.dtype]:
 
 @triton.jit
 def _inside(row, r, c):
-    """Which of the elements at rows `r` and columns `c` of an item are in a fragment."""
+    """Return the mask of the elements at rows `r` and columns `c` of an item that are in a fragment."""
     top, left = tl.load(row + TOP).to(tl.int32), tl.load(row + LEFT).to(tl.int32)
-    below, right = top + tl.load(row + HIGH).to(tl.int32), left + tl.load(row + WIDE).to(tl.int32)
+    below, right = (
+        top + tl.load(row + FRAGMENT_ROWS).to(tl.int32),
+        left + tl.load(row + FRAGMENT_COLUMNS).to(tl.int32),
+    )
     return (r >= top) & (r < below) & (c >= left) & (c < right)
 
 
 @triton.jit
 def _read(row, r, c, FROM: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):
-    """bf16 of these elements of a fragment, which has them all where it is `WHOLE`; else zeros where it has none."""
+    """Return these elements of a fragment as bf16. Where it does not have the `WHOLE` of them, the others are zeros."""
     src = tl.load(row + SOURCE).to(tl.pointer_type(FROM))
     top, left = tl.load(row + TOP).to(tl.int32), tl.load(row + LEFT).to(tl.int32)
     where = src + ((r - top) * tl.load(row + SOURCE_PITCH) + (c - left))
     if ALIGNED:
         where = tl.multiple_of(tl.max_contiguous(where, [1, 8]), [1, 16])
     if WHOLE:
-        value = tl.load(where)  # without a mask, which would make many small loads of it
+        value = tl.load(where)  # no mask, which would split it into many small loads
     else:
         value = tl.load(where, mask=_inside(row, r, c), other=0.0)
     return value.to(tl.bfloat16)
 
 
 @triton.jit
-def _part(row, r, c, SIZE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):
-    """As `_read`, by the bytes of an element; where not all fragments have as many, by this one's."""
+def _read_any(row, r, c, SIZE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):
+    """Return `_read` for elements of `SIZE` bytes; where that is 0, of this fragment's bytes."""
     if SIZE == 2:
         value = _read(row, r, c, tl.bfloat16, ALIGNED, WHOLE)
     elif SIZE == 4:
@@ -138,31 +148,19 @@ def _part(row, r, c, SIZE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.conste
 
 
 @triton.jit
-def _gathered(fragments, count, block, SIZE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The elements ``[128, 128]`` of an item's block that starts at a column, in bf16, zeros where it has none."""
+def _gather(fragments, count, block, SIZE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the elements ``[128, 128]`` of an item's block that starts at a column, in bf16, and zeros outside of the item."""
     r, c = tl.arange(0, EDGE)[:, None], block + tl.arange(0, EDGE)[None, :]
     top, left = tl.load(fragments + TOP), tl.load(fragments + LEFT)
-    rows, right = tl.load(fragments + HIGH), left + tl.load(fragments + WIDE)
+    rows, right = tl.load(fragments + FRAGMENT_ROWS), left + tl.load(fragments + FRAGMENT_COLUMNS)
     if (top == 0) & (rows == EDGE) & (left <= block) & (right >= block + EDGE):
-        value = _part(fragments, r, c, SIZE, ALIGNED, True)
+        value = _read_any(fragments, r, c, SIZE, ALIGNED, True)
     else:
-        value = _part(fragments, r, c, SIZE, ALIGNED, False)
+        value = _read_any(fragments, r, c, SIZE, ALIGNED, False)
         for more in range(1, count):
             row = fragments + more * FRAGMENT
-            value = tl.where(_inside(row, r, c), _part(row, r, c, SIZE, False, False), value)
+            value = tl.where(_inside(row, r, c), _read_any(row, r, c, SIZE, False, False), value)
     return value
-
-
-@triton.jit
-def _scaled(value, POWER: tl.constexpr):
-    """e4m3 of a block, and its scale: the expressions of ``per_block_cast_to_fp8`` as Inductor compiles them."""
-    largest = tl.maximum(tl.max(tl.max(tl.abs(value), 1), 0), 1e-4)
-    scale = largest * 0.002232142857142857
-    if POWER:
-        bits = scale.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFFFF) & 0x7F800000  # the next power of two
-        scale = bits.to(tl.float32, bitcast=True)
-    return (value * (1.0 / scale)).to(tl.float8e4nv), scale
 
 
 @triton.jit
@@ -172,18 +170,18 @@ def _quantize(
     POWER: tl.constexpr,
     TWICE: tl.constexpr,
     ALIGNED: tl.constexpr,
-    STRIP: tl.constexpr,
+    ITEM_BLOCKS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    item = items + (tl.program_id(0) // STRIP).to(tl.int64) * ITEM
-    block = (tl.program_id(0) % STRIP) * EDGE
-    n_rows, n_columns = tl.load(item + HEIGHT).to(tl.int32), tl.load(item + LENGTH).to(tl.int32)
+    item = items + (tl.program_id(0) // ITEM_BLOCKS).to(tl.int64) * ITEM
+    block = (tl.program_id(0) % ITEM_BLOCKS) * EDGE
+    n_rows, n_columns = tl.load(item + ITEM_ROWS).to(tl.int32), tl.load(item + ITEM_COLUMNS).to(tl.int32)
     if block < n_columns:
         count, first = tl.load(item + FRAGMENTS).to(tl.int32), tl.load(item + FIRST_FRAGMENT)
-        value = _gathered(fragments + first * FRAGMENT, count, block, SIZE, ALIGNED).to(tl.float32)
-        codes, scale = _scaled(value, POWER and not TWICE)
+        value = _gather(fragments + first * FRAGMENT, count, block, SIZE, ALIGNED).to(tl.float32)
+        codes, scale = encode_block(value, POWER and not TWICE)
         if TWICE:
-            codes, scale = _scaled(codes.to(tl.float32) * scale, True)
+            codes, scale = encode_block(codes.to(tl.float32) * scale, True)
         r, c = tl.arange(0, EDGE)[:, None], block + tl.arange(0, EDGE)[None, :]
         where = tl.load(item + CODES).to(tl.pointer_type(tl.float8e4nv)) + (
             r * tl.load(item + CODES_PITCH) + c
@@ -197,17 +195,19 @@ def _quantize(
         tl.store(tl.load(item + SCALES).to(tl.pointer_type(tl.float32)) + block // EDGE, scale)
 
 
-def quantize_strips(
+def quantize_items(
     items: torch.Tensor,
     fragments: torch.Tensor,
     rounding: str,
     aligned: bool,
-    blocks: int = STRIP,
+    blocks: int = ITEM_BLOCKS,
     size: int = 2,
 ) -> None:
-    """Gather the blocks of a table of items (`reshard.refit.blocks`), each of at most so many, and write their codes
-    and scales. `aligned` says that all addresses, pitches and columns are multiples of 16 bytes, `size` how many an
-    element of the source has: 2 (bf16), 4 (fp32), or 0 where fragments differ."""
+    """Gather the blocks of a table of items, each of at most `blocks` of them, and write their codes and scales.
+
+    `aligned` says that all addresses, pitches and columns are multiples of 16 bytes; `size` is the bytes of an element of the
+    source: 2 (bf16), 4 (fp32), or 0 where fragments differ.
+    """
     how = rounding != "fp32", rounding == "twice", aligned, blocks, size
     _quantize[(len(items) * blocks,)](items, fragments, *how, num_warps=8)
 
@@ -253,7 +253,7 @@ def _digest(
             more = _bits(tl.load(src + where + part, mask=inside, other=0), INTO, UNIT) & MASK
             word |= more << (64 // PARTS * part)
         mixed = (word + 1) * VALUE + place
-        # A signed number's shift brings in its sign, which the masks take away.
+        # The shift of a signed number brings in its sign, which the masks take away.
         mixed = (mixed ^ ((mixed >> FIRST) & ((1 << (64 - FIRST)) - 1))) * FINAL
         mixed = mixed ^ ((mixed >> SECOND) & ((1 << (64 - SECOND)) - 1))
         found += tl.where(inside, mixed, 0)
@@ -262,35 +262,45 @@ def _digest(
 
 
 def digest_tiles(tiles: torch.Tensor, out: torch.Tensor, word: int, unit: int, codec: int = PLAIN) -> None:
-    """Add the digests of tiles to `out`, by piece. A word is loaded in units of so many bytes, or put together from elements
-    of so many bytes as the codec makes them."""
+    """Add the digests of tiles to `out`, by piece. A `word` is loaded in units of `unit` bytes, or put together of elements that
+    have so many once they are encoded."""
     if not len(tiles):
         return
     block = 1024
     every_bit = (1 << (8 * unit)) - 1 if unit < 8 else -1
-    step = mix.signed(block * mix.POSITION % (1 << 64))
-    factors = [mix.signed(mix.VALUE), mix.signed(mix.POSITION), step, mix.signed(mix.FINAL)]
+    step = block * MIX_POSITION % (1 << 64)
+    factors = [_signed(factor) for factor in (MIX_VALUE, MIX_POSITION, step, MIX_FINAL)]
     read, encoded = (WORDS[unit],) * 2 if codec == PLAIN else _floats(codec)
-    how = read, encoded, WORDS[unit], word // unit, every_bit, block, *factors, mix.FIRST, mix.SECOND
+    loads = read, encoded, WORDS[unit], word // unit, every_bit, block
+    how = *loads, *factors, MIX_FIRST_SHIFT, MIX_SECOND_SHIFT
     _digest[(len(tiles),)](tiles, out, *how, num_warps=4)
+
+
+def _signed(word: int) -> int:
+    """Return the same 64 bits as a signed number.
+
+    >>> _signed(0xFFFFFFFFFFFFFFFF), _signed(5)
+    (-1, 5)
+    """
+    return word - (1 << 64) if word >> 63 else word
 
 
 @contextmanager
 def expected_compilation() -> Iterator[None]:
-    """Compiling that was asked for, at connect: who watches for compilation that was not, as vLLM does once it
-    serves (``--jit-monitor-mode``), is not told."""
+    """Hide compilation at connect from a hook that watches for unexpected ones, as vLLM does once it serves
+    (``--jit-monitor-mode``)."""
     with _compiling:
-        watching, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, None
+        hook, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, None
         try:
             yield
         finally:
-            knobs.runtime.jit_post_compile_hook = watching
+            knobs.runtime.jit_post_compile_hook = hook
 
 
 @cache
 def compile_copy(unit: int, device: torch.device, programs: int | None = None, codec: int = PLAIN) -> None:
-    """Compile the copies of this word size now, on nothing, so that the first refit does not wait for it:
-    those that may use all of the GPU, or with `programs` the others."""
+    """Compile the copies of this word size now, by copying nothing, so that the first refit does not wait for it; with `programs`
+    those that use a part of the GPU."""
     with torch.cuda.device(device), expected_compilation():
         nothing = torch.zeros((1, COPY.value), dtype=torch.int64, device=device)
         nothing[0, [SRC.value, DST.value]] = nothing.data_ptr()
@@ -300,19 +310,19 @@ def compile_copy(unit: int, device: torch.device, programs: int | None = None, c
 
 @cache
 def compile_quantize(
-    rounding: str, aligned: bool, device: torch.device, blocks: int = STRIP, size: int = 2
+    rounding: str, aligned: bool, device: torch.device, blocks: int = ITEM_BLOCKS, size: int = 2
 ) -> None:
-    """Compile the quantizing of items of so many blocks, from elements of so many bytes, now, on one of nothing."""
+    """Compile the quantizing of items of so many blocks, from elements of `size` bytes, now, on an empty item."""
     with torch.cuda.device(device), expected_compilation():
         items = torch.zeros((1, ITEM.value), dtype=torch.int64, device=device)
         fragments = torch.zeros((1, FRAGMENT.value), dtype=torch.int64, device=device)
-        quantize_strips(items, fragments, rounding, aligned, blocks, size)
+        quantize_items(items, fragments, rounding, aligned, blocks, size)
         torch.cuda.synchronize(device)
 
 
 @cache
 def compile_digest(word: int, unit: int, device: torch.device, codec: int = PLAIN) -> None:
-    """Compile the digests of words of this size, loaded in such units, now, on nothing."""
+    """Compile the digests of words of this size, loaded in units of `unit` bytes, now, on an empty tile."""
     with torch.cuda.device(device), expected_compilation():
         nothing, out = (
             torch.zeros((1, TILE.value), dtype=torch.int64, device=device),
@@ -326,14 +336,16 @@ def compile_digest(word: int, unit: int, device: torch.device, codec: int = PLAI
 def compile_ahead(
     device: torch.device, sizes: Iterable[int], roundings: Iterable[str], size: int
 ) -> threading.Thread:
-    """Begin to compile what nearly every refit launches, in a thread: planning takes as long. `sizes` are
-    bytes of an element, `roundings` of blocks, which are made of elements of `size` bytes; who needs one of these
-    kernels before it is there waits for it."""
+    """Begin to compile what nearly every refit launches, in a thread, since planning takes as long.
+
+    `sizes` are the bytes of elements that are copied, `roundings` those of blocks, which are made of elements of `size` bytes.
+    A kernel that is needed before it is compiled is waited for.
+    """
 
     def compile_all() -> None:
         compile_copy(16, device)
         for rounding in roundings:
-            compile_quantize(rounding, True, device, STRIP, size)
+            compile_quantize(rounding, True, device, ITEM_BLOCKS, size)
         for word, unit in ((8, 8), *((size, size) for size in sizes)):
             compile_digest(word, unit, device)
 

@@ -13,8 +13,8 @@ from reshard.core.placement import LocalTensor, Placement
 from reshard.core.planner import PlanError, Transfer, make_plan
 from reshard.engines.base import Engine
 from reshard.refit.addresses import IN_ROUND, NO_SLOT, Pieces, rounds_of
-from reshard.refit.blocks import SHAPE, places_of
 from reshard.refit.codecs import codec_between
+from reshard.refit.fp8_blocks.items import SHAPE, places_of
 from reshard.refit.protocol.encoding import Held
 from reshard.refit.routes import nearest
 

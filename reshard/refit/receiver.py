@@ -22,10 +22,11 @@ from reshard.refit.addresses import (
     rounds_of,
 )
 from reshard.refit.agreement import Agreement
-from reshard.refit.blocks import SHAPE, places_of
 from reshard.refit.codecs import BLOCKWISE
+from reshard.refit.fp8_blocks.items import SHAPE, places_of
+from reshard.refit.fp8_blocks.packed import compile_block_kernels
+from reshard.refit.fp8_blocks.split import SplitBlocksSlab, split_pieces
 from reshard.refit.needs import build_requests, needed
-from reshard.refit.packed_blocks import compile_parcels
 from reshard.refit.protocol.checks import Extents, check_memory, check_regions
 from reshard.refit.protocol.encoding import (
     DIGEST_BYTES,
@@ -40,7 +41,6 @@ from reshard.refit.protocol.encoding import (
     unpack_json,
 )
 from reshard.refit.routes import CUDA_IPC, LOCAL, NCCL, SENT, STAGED
-from reshard.refit.split_blocks import PartsSlab, divided
 from reshard.refit.tables import CODEC
 from reshard.refit.transports.base import Incoming
 
@@ -59,7 +59,7 @@ class Receiver:
         # What tells what this rank has asked for from anything else, and what trainer's ranks have last said of their memory.
         self.asked_digests: dict[int, bytes] = {}
         self.memory_digests: dict[int, bytes] = {}
-        self.slab = PartsSlab(engine, device)
+        self.slab = SplitBlocksSlab(engine, device)
         self.memory: dict[int, dict[str, Any]] = {}
 
     def plan(self, where: str) -> None:
@@ -118,7 +118,7 @@ class Receiver:
         if not self._may_be_sent():
             return found
         first_round = max(self.engine.staged_rounds.values(), default=AT_ONCE) + 1
-        return divided(found, places_of(self.engine)[:, SHAPE], first_round)
+        return split_pieces(found, places_of(self.engine)[:, SHAPE], first_round)
 
     def hear_answers(self) -> None:
         """Read what the trainer's ranks say that they were asked for, and where their memory is. Raises ReshardError where one was
@@ -182,7 +182,7 @@ class Receiver:
             table, rounds = self.copies(rank, memory), self.rounds_of(rank)
             found[way][rank] = Incoming(table, rounds, pieces.asked, pieces.into, self.memory[rank], places)
             if way in SENT:
-                compile_parcels(table[BLOCKWISE[table[:, CODEC]], CODEC], False, self.device)
+                compile_block_kernels(table[BLOCKWISE[table[:, CODEC]], CODEC], False, self.device)
         return found
 
     def copies(self, rank: int, memory: np.ndarray) -> np.ndarray:

@@ -26,9 +26,9 @@ from reshard.refit.addresses import (
     source_table,
 )
 from reshard.refit.agreement import Agreement
-from reshard.refit.blocks import PLACES
 from reshard.refit.codecs import BLOCKWISE
-from reshard.refit.packed_blocks import compile_parcels, places_asked
+from reshard.refit.fp8_blocks.items import PLACES
+from reshard.refit.fp8_blocks.packed import compile_block_kernels, places_of_requests
 from reshard.refit.protocol.checks import Extents, check_asked
 from reshard.refit.protocol.encoding import (
     DIGEST_BYTES,
@@ -189,6 +189,6 @@ class Sender:
                 table, np.full(n, AT_ONCE), np.zeros((n, 3), np.int64), np.zeros((0, PLACES), np.int64)
             )
         blocks = asked[BLOCKWISE[asked[:, ENCODED]]]
-        compile_parcels(blocks[:, ENCODED], True, self.device)
-        places = places_asked(blocks[:, WHERE], blocks[:, EXTENT], blocks[:, ENCODED])
+        compile_block_kernels(blocks[:, ENCODED], True, self.device)
+        places = places_of_requests(blocks[:, WHERE], blocks[:, EXTENT], blocks[:, ENCODED])
         return Outgoing(table, asked[:, ROUND], asked[:, WHERE], places)

@@ -1,9 +1,9 @@
-"""Tables of copies between addresses: strided rows of bytes, cut into tiles. Pure; `reshard.refit.copies`
-carries them out.
+"""The tables that hosts and kernels share, as int64 matrices with a row for each record, and their columns; and tables of
+copies between addresses, cut into tiles.
 
-A table is an int64 matrix ``[copies, 7]``: source address, destination address, rows, bytes in a row of the
-destination, the bytes from one row to the next on either side, and the codec (`reshard.refit.codecs`). A pitch
-of 0 repeats the row.
+This module imports no kernel and nothing that runs one: `reshard.refit.copies` carries out copies,
+`reshard.refit.fp8_blocks.items` makes blocks of fp8, `reshard.refit.digests` digests, and `reshard.refit.kernels` has the kernels of
+all three.
 """
 
 from collections.abc import Sequence
@@ -12,56 +12,86 @@ import numpy as np
 
 from reshard.refit.codecs import PLAIN, bytes_in_source
 
+# A copy: source address, destination address, rows, bytes in a row of the destination, the bytes from one row to the next
+# on either side, and the codec (`reshard.refit.codecs`). A pitch of 0 repeats the row.
 COLUMNS = 7
 SRC, DST, ROWS, WIDTH, SRC_PITCH, DST_PITCH, CODEC = range(COLUMNS)
 TILE_BYTES = 64 << 10
+ALIGNMENT = 16  # bytes, of what lies packed
+
+# An item, which is a strip of blocks of fp8 beside each other: address and pitch in bytes of its codes, address of its first
+# scale, rows, columns, its first fragment and how many there are.
+ITEM = 7
+CODES, CODES_PITCH, SCALES, ITEM_ROWS, ITEM_COLUMNS, FIRST_FRAGMENT, FRAGMENTS = range(ITEM)
+ITEM_BLOCKS = 8  # blocks of an item
+
+# A fragment of an item: address and pitch in elements of the source, first row and column within the item, rows, columns,
+# and the bytes of an element of the source.
+FRAGMENT = 7
+SOURCE, SOURCE_PITCH, TOP, LEFT, FRAGMENT_ROWS, FRAGMENT_COLUMNS, ELEMENT_BYTES = range(FRAGMENT)
+
+# A tile of a digest: its address, the row of the copies' table that it is of, rows, words in a row, the pitch in loads, and
+# the index of its first word.
+TILE = 6
+ADDRESS, PIECE, TILE_ROWS, TILE_WORDS, TILE_PITCH, FIRST_WORD = range(TILE)
+
+# How a digest mixes a word of 64 bits and its position, modulo 2**64, with shifts that bring in zeros:
+#
+#     mixed = (value + 1) * MIX_VALUE + position * MIX_POSITION
+#     mixed = (mixed ^ mixed >> MIX_FIRST_SHIFT) * MIX_FINAL
+#     mixed ^ mixed >> MIX_SECOND_SHIFT
+#
+# The factors are the golden ratio's fraction and two odd constants of widely used mixers: xxHash's second prime, and
+# SplitMix64's first multiplier.
+MIX_VALUE = 0x9E3779B97F4A7C15
+MIX_POSITION = 0xC2B2AE3D27D4EB4F
+MIX_FINAL = 0xBF58476D1CE4E5B9
+MIX_FIRST_SHIFT, MIX_SECOND_SHIFT = 29, 32
 
 
 def table_of(copies: Sequence[Sequence[int]]) -> np.ndarray:
-    """A table of plain copies from (source, destination, rows, width, source pitch, destination pitch) in
-    bytes."""
+    """Return a table of plain copies from (source, destination, rows, width, source pitch, destination pitch) in bytes."""
     plain = np.array(copies, np.int64).reshape(-1, CODEC)
     return np.insert(plain, CODEC, PLAIN, axis=1)
 
 
 def empty_table(copies: int = 0) -> np.ndarray:
-    """A table of so many plain copies, to be filled in."""
+    """Return a table of zeros for so many plain copies."""
     return np.zeros((copies, COLUMNS), np.int64)
 
 
 def bytes_of(table: np.ndarray) -> int:
-    """Bytes that a table writes."""
+    """Return the bytes that a table writes."""
     return int((table[:, ROWS] * table[:, WIDTH]).sum())
 
 
 def bytes_read_by(table: np.ndarray) -> int:
-    """Bytes that a table reads."""
+    """Return the bytes that a table reads."""
     return int((table[:, ROWS] * bytes_in_source(table[:, WIDTH], table[:, CODEC])).sum())
 
 
 def packed_width(table: np.ndarray) -> np.ndarray:
-    """Bytes of each copy's rows while they travel: as they are narrower."""
+    """Return the bytes of a row of each copy while it travels, in the narrower of its two dtypes."""
     return np.minimum(table[:, WIDTH], bytes_in_source(table[:, WIDTH], table[:, CODEC]))
 
 
 def bytes_packed(table: np.ndarray) -> int:
-    """Bytes of a table while they travel."""
+    """Return the bytes of all copies while they travel."""
     return int((table[:, ROWS] * packed_width(table)).sum())
 
 
 def tiles_of(table: np.ndarray, tile_bytes: int = TILE_BYTES) -> tuple[np.ndarray, np.ndarray]:
-    """Cut copies into tiles of at most about `tile_bytes`: the tiles' table, and for each the copy it comes
-    from.
+    """Cut copies into tiles of at most about `tile_bytes`; return the tiles' table, and the copy that each tile comes from.
 
-    Rows that follow each other on both sides become one; a tile of several rows has whole ones.
+    Rows that follow each other on both sides become one. A tile of several rows has whole rows.
     """
     if not len(table):
         return empty_table(), np.zeros(0, np.int64)
     t = table.copy()
     read = bytes_in_source(t[:, WIDTH], t[:, CODEC])
-    solid = (t[:, ROWS] == 1) | ((t[:, SRC_PITCH] == read) & (t[:, DST_PITCH] == t[:, WIDTH]))
-    t[solid, WIDTH] *= t[solid, ROWS]
-    t[solid, ROWS] = 1
+    contiguous = (t[:, ROWS] == 1) | ((t[:, SRC_PITCH] == read) & (t[:, DST_PITCH] == t[:, WIDTH]))
+    t[contiguous, WIDTH] *= t[contiguous, ROWS]
+    t[contiguous, ROWS] = 1
     # Rows longer than a tile become copies of one row each.
     wide = np.flatnonzero((t[:, ROWS] > 1) & (t[:, WIDTH] > tile_bytes))
     origin = np.arange(len(t))
@@ -69,50 +99,66 @@ def tiles_of(table: np.ndarray, tile_bytes: int = TILE_BYTES) -> tuple[np.ndarra
         singles, sources = [], []
         for copy in wide:
             rows = np.arange(t[copy, ROWS])
-            some = np.repeat(t[copy : copy + 1], len(rows), 0)
-            some[:, SRC] += rows * t[copy, SRC_PITCH]
-            some[:, DST] += rows * t[copy, DST_PITCH]
-            some[:, ROWS] = 1
-            singles.append(some)
+            single_rows = np.repeat(t[copy : copy + 1], len(rows), 0)
+            single_rows[:, SRC] += rows * t[copy, SRC_PITCH]
+            single_rows[:, DST] += rows * t[copy, DST_PITCH]
+            single_rows[:, ROWS] = 1
+            singles.append(single_rows)
             sources.append(np.full(len(rows), copy))
         rest = np.ones(len(t), bool)
         rest[wide] = False
         t = np.concatenate([t[rest], *singles])
         origin = np.concatenate([origin[rest], *sources])
-    one = t[:, ROWS] == 1
-    per_tile = np.where(one, tile_bytes, np.maximum(1, tile_bytes // np.maximum(1, t[:, WIDTH])))
-    length = np.where(one, t[:, WIDTH], t[:, ROWS])
+    is_row = t[:, ROWS] == 1  # which is cut by bytes, others by rows
+    per_tile = np.where(is_row, tile_bytes, np.maximum(1, tile_bytes // np.maximum(1, t[:, WIDTH])))
+    length = np.where(is_row, t[:, WIDTH], t[:, ROWS])
     counts = -(-length // per_tile)
     index = np.repeat(np.arange(len(t)), counts)
     within = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
     tiles, start = t[index], within * per_tile[index]
     size = np.minimum(per_tile[index], length[index] - start)
-    single = one[index]
+    single = is_row[index]
     tiles[:, SRC] += np.where(single, bytes_in_source(start, tiles[:, CODEC]), start * tiles[:, SRC_PITCH])
     tiles[:, DST] += start * np.where(single, 1, tiles[:, DST_PITCH])
     tiles[:, WIDTH] = np.where(single, size, tiles[:, WIDTH])
     tiles[:, ROWS] = np.where(single, 1, size)
-    # of a single row, they say nothing, and must not decide about the widest word
+    # The pitches of a single row mean nothing, and must not decide about the widest word.
     tiles[single, SRC_PITCH : DST_PITCH + 1] = 0
     return tiles, origin[index]
 
 
 def tile_count(table: np.ndarray, tile_bytes: int = TILE_BYTES) -> int:
-    """How many tiles `tiles_of` cuts copies into."""
+    """Return how many tiles `tiles_of` cuts copies into."""
     rows, width = table[:, ROWS], table[:, WIDTH]
     read = bytes_in_source(width, table[:, CODEC])
-    solid = (rows == 1) | ((table[:, SRC_PITCH] == read) & (table[:, DST_PITCH] == width))
+    contiguous = (rows == 1) | ((table[:, SRC_PITCH] == read) & (table[:, DST_PITCH] == width))
     in_one_row = -(-rows * width // tile_bytes)
     row_by_row = rows * -(-width // tile_bytes)
     whole_rows = -(-rows // np.maximum(1, tile_bytes // np.maximum(1, width)))
-    return int(np.where(solid, in_one_row, np.where(width > tile_bytes, row_by_row, whole_rows)).sum())
+    return int(np.where(contiguous, in_one_row, np.where(width > tile_bytes, row_by_row, whole_rows)).sum())
 
 
 def interleaved(groups: np.ndarray) -> np.ndarray:
-    """An order in which the groups (one number for each tile) take turns, so that the links to all peers are
-    busy at once."""
+    """Return an order in which groups, one number for each tile, take turns, so that the links to all peers are busy at once."""
     turn = np.zeros(len(groups), np.float64)
     for group in np.unique(groups):
         members = np.flatnonzero(groups == group)
         turn[members] = (np.arange(len(members)) + 0.5) / len(members)
     return np.argsort(turn, kind="stable")
+
+
+def pack_into_rounds(sizes: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pack pieces of these sizes, in order, into rounds of at most `limit` bytes; return each one's round, and its offset in it.
+
+    >>> [column.tolist() for column in pack_into_rounds(np.array([20, 10, 40]), 64)]
+    [[0, 0, 1], [0, 32, 0]]
+    """
+    padded = sizes + -sizes % ALIGNMENT
+    rounds, offsets = np.zeros(len(sizes), np.int64), np.zeros(len(sizes), np.int64)
+    current = used = 0
+    for i, size in enumerate(padded.tolist()):
+        if used + size > limit and used:
+            current, used = current + 1, 0
+        rounds[i], offsets[i] = current, used
+        used += size
+    return rounds, offsets

@@ -20,13 +20,13 @@ from reshard.refit.addresses import (
     located,
     source_table,
 )
-from reshard.refit.blocks import Strips, places_of
 from reshard.refit.codecs import BLOCKWISE
 from reshard.refit.digests import Digests
-from reshard.refit.packed_blocks import digests_as_made, digests_as_served, parcels_of
+from reshard.refit.fp8_blocks.check import requantized
+from reshard.refit.fp8_blocks.items import BlockItems, places_of
+from reshard.refit.fp8_blocks.packed import cut_into_blocks, digest_requantized, digest_served
 from reshard.refit.protocol.checks import check_digests
 from reshard.refit.receiver import Receiver
-from reshard.refit.requantize_for_check import remade
 from reshard.refit.routes import SENT
 from reshard.refit.sender import Sender
 
@@ -48,8 +48,8 @@ class SentDigests:
             pieces = request[~as_blocks]
             of_pieces = Digests(source_table(memory, as_held(pieces)), pieces[:, ELEMENTS], sender.device)
             outgoing = sender.sent(memory, request[as_blocks])
-            blocks = parcels_of(outgoing.table, outgoing.into, outgoing.places)
-            self.pending[rank] = of_pieces, digests_as_made(blocks, outgoing.places, sender.device)
+            blocks = cut_into_blocks(outgoing.table, outgoing.into, outgoing.places)
+            self.pending[rank] = of_pieces, digest_requantized(blocks, outgoing.places, sender.device)
 
     def post(self) -> None:
         """Publish the digests once they are computed."""
@@ -81,7 +81,7 @@ class ReceivedDigests:
             plain = ~self._made_here(rank) & ~self._as_blocks(rank)
             table = as_read(destination_table(memory, pieces))[plain]
             of_pieces = Digests(table, pieces.asked[plain, ELEMENTS], receiver.device)
-            self.pending[rank] = of_pieces, digests_as_served(self._blocks(rank, memory), receiver.device)
+            self.pending[rank] = of_pieces, digest_served(self._blocks(rank, memory), receiver.device)
 
     def add_round(self, number: int) -> None:
         """Take the digests of what arrived in a round, and note the local tensors that differ from what it makes."""
@@ -111,7 +111,7 @@ class ReceivedDigests:
             for rank, pieces in receiver.pieces.items()
         ]
         pulled = {rank: receiver.pieces[rank].where(~receiver.slab.through[rank]) for rank in shards}
-        again = remade(
+        again = requantized(
             receiver.engine,
             pulled,
             shards,
@@ -165,7 +165,9 @@ class ReceivedDigests:
         mask: np.ndarray = blockwise & ~self.receiver.slab.through[rank] & is_sent
         return mask
 
-    def _blocks(self, rank: int, memory: np.ndarray) -> Strips:
+    def _blocks(self, rank: int, memory: np.ndarray) -> BlockItems:
         """Return the blocks that arrive as such from a trainer's rank."""
         pieces = self.receiver.pieces[rank].where(self._as_blocks(rank))
-        return parcels_of(destination_table(memory, pieces), pieces.into, places_of(self.receiver.engine))
+        return cut_into_blocks(
+            destination_table(memory, pieces), pieces.into, places_of(self.receiver.engine)
+        )

@@ -2,7 +2,6 @@
 GPU or torch."""
 
 import os
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,15 +16,12 @@ from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
 from reshard.models.config_fields import check_ignored
 from reshard.storage.casts import overflow_notice
-from reshard.storage.channels import Blocks, Channels, PackedChannels, PackedGroups, Tensors
 from reshard.storage.destinations import HuggingFaceFiles, MegatronFiles, parse_size
 from reshard.storage.files import OpenFiles, allow_many_files
-from reshard.storage.fp8 import Fp8Blocks
 from reshard.storage.hf_hub import local_directory
 from reshard.storage.huggingface import HuggingFaceSource
 from reshard.storage.megatron import MegatronSource
-from reshard.storage.nvfp4 import Nvfp4
-from reshard.storage.quantized import Quantized
+from reshard.storage.quantized import Quantized, scheme_named
 from reshard.storage.run import Run
 from reshard.storage.source import Source, has_tokenizer
 from reshard.storage.streams import SLAB_BYTES, TensorInfo
@@ -33,21 +29,6 @@ from reshard.storage.team import Team
 from reshard.storage.verify import SourceChecks
 from reshard.storage.workdir import Workdir, fingerprint
 from reshard.storage.workers import BackgroundCall, Progress, worker_count, workers_for
-
-# Ways to quantize: blocks of fp8; codes with a scale for each output channel, for all of a weight, or for a block, in another
-# format; in words, with one for each output channel, or for so many of its columns; and 4 bits in bytes.
-BLOCKS = "fp8"
-COMPRESSED: dict[str, Callable[[list[str]], Quantized]] = {
-    "fp8_per_channel": lambda names: Channels(names, "float8_e4m3fn"),
-    "int8_per_channel": lambda names: Channels(names, "int8"),
-    "fp8_per_tensor": lambda names: Tensors(names, "float8_e4m3fn"),
-    "fp8_per_block": lambda names: Blocks(names, "float8_e4m3fn"),
-    "int4_per_group": lambda names: PackedGroups(names, "int4", 128),
-    "int4_per_group_32": lambda names: PackedGroups(names, "int4", 32),
-    "int4_per_channel": lambda names: PackedChannels(names, "int4"),
-    "nvfp4": Nvfp4,
-}
-QUANTISATIONS = (BLOCKS, *COMPRESSED)
 
 # About what the interpreter and numpy take before the first slab, a forked worker of its own, and what is
 # planned for a tensor (with .metadata, and with what workers copy of it).
@@ -213,17 +194,14 @@ def mcore_to_hf(
 
     Without `hf_config` (a ``config.json`` or a directory with one) the config is the one beside the weights,
     else the one that the checkpoint's ``args`` describe. `quantize` writes linear weights as fp8 with a scale
-    for each 128x128 block (True, or ``fp8``), or, in the format of compressed-tensors, as fp8 or int8 with a scale
-    for each output channel (``fp8_per_channel``, ``int8_per_channel``), as fp8 with one for each weight
-    (``fp8_per_tensor``) or 128x128 block (``fp8_per_block``), or as int4 in words with one for 128 or 32 columns of an
-    output channel, or all of them (``int4_per_group``, ``int4_per_group_32``, ``int4_per_channel``), or as ``nvfp4``.
+    for each 128x128 block (True, or ``fp8``), or, in the format of compressed-tensors, as fp8 with a scale for each
+    output channel (``fp8_per_channel``), as int4 with one for 128 or 32 columns of an output channel
+    (``int4_per_group``, ``int4_per_group_32``), or as ``nvfp4``.
     `max_shard_size` is bytes or text like ``5GB``; None is 5 GB, or less where a model would not fill 16 files, which
     are written at once, but not less than 1 GB. The other options are those of `hf_to_mcore`, and so is what it raises.
     """
     allow_many_files()
-    way = BLOCKS if quantize is True else quantize or None
-    if way not in (None, *QUANTISATIONS):
-        raise ReshardError(f"--quantize {way} is none of {', '.join(QUANTISATIONS)}")
+    way, scheme = scheme_named(quantize) or (None, None)
     target = float_dtype(dtype)
     shard_bytes = None if max_shard_size is None else parse_size(max_shard_size)
     config = Path(hf_config) if hf_config is not None else None
@@ -238,16 +216,17 @@ def mcore_to_hf(
             n: TensorInfo(t.shape, _stored_dtype(t.dtype, target, n in src.mapping.fp32))
             for n, t in src.tensors.items()
         }
-        quantized = _scheme_of(way, _names_to_quantize(src, tensors) if way else [])
+        quantized = Quantized(_names_to_quantize(src, tensors) if scheme else (), scheme)
         if any(tensors[name].dtype.size > 2 for name in quantized.names):
             raise ReshardError(
                 f"--quantize {way} goes with bf16 or fp16 for what stays as it is, and that is "
                 "fp32 here: add --dtype bf16"
             )
-        uneven = [name for name in sorted(quantized.names) if tensors[name].columns % quantized.columns]
+        multiple = quantized.scheme.column_multiple
+        uneven = [name for name in sorted(quantized.names) if tensors[name].columns % multiple]
         if uneven:
             raise ReshardError(
-                f"--quantize {way}: {uneven[0]} has {tensors[uneven[0]].columns} columns, which groups of {quantized.columns} "
+                f"--quantize {way}: {uneven[0]} has {tensors[uneven[0]].columns} columns, which groups of {multiple} "
                 f"do not divide ({len(uneven)} such weights): choose another"
             )
         new = HuggingFaceFiles(src.model, src.mapping.fp32, tensors, quantized, shard_bytes, src.hf_files())
@@ -283,7 +262,7 @@ def mcore_to_hf(
 
         options = {
             "dtype": target and target.name,
-            "quantize": {None: False, BLOCKS: True}.get(way, way),
+            "quantize": {None: False, "fp8": True}.get(way, way),
             "shard": new.shard_bytes,
             "overflow": allow_overflow,
         }
@@ -392,11 +371,6 @@ def _identity(src: Source) -> tuple[list, list]:
             times.append([name, version.size_bytes, version.mtime_ns, version.ctime_ns])
             places.append([name, version.inode, os.path.relpath(os.path.realpath(path), top)])
     return [times, src.model.family.name, src.model.config], places
-
-
-def _scheme_of(way: str | None, names: list[str]) -> Quantized:
-    """How these weights are stored, none of them as it is by default."""
-    return COMPRESSED[way](names) if way in COMPRESSED else Fp8Blocks(names)
 
 
 def _names_to_quantize(src: MegatronSource, tensors: dict[str, TensorInfo]) -> list[str]:

@@ -3,30 +3,27 @@ what those stand for."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import ReshardError, listed
+from reshard.core.scratch import Scratch
 from reshard.formats import safetensors
+from reshard.formats.small_files import read_json
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
-from reshard.storage import nvfp4, packed
-from reshard.storage.channels import METHOD, SUFFIX
-from reshard.storage.compressed import compressed, of_activations
-from reshard.storage.dequantized import Codes, Fp4, Words, dequantize, fp8_blocks
+from reshard.quantization import channels, compressed_tensors, fp8_blocks, modelopt
+from reshard.quantization.scheme import StoredWeight
 from reshard.storage.files import OpenFiles
-from reshard.storage.fp8 import SCALE_SUFFIX
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.manifest import read_manifest
-from reshard.storage.modelopt import CONFIG as MODELOPT_CONFIG
-from reshard.storage.modelopt import METHOD as MODELOPT
-from reshard.storage.modelopt import optimized, quantization_beside
 from reshard.storage.paths import check_config
 from reshard.storage.source import Source, ignored_as_recorded, read_config
-from reshard.storage.streams import Scratch, Strip, TensorInfo
+from reshard.storage.streams import Strip, TensorInfo
 from reshard.storage.versions import FileVersions
 
 READERS = 16  # of small tensors, which wait for a disk or a network, not for a core
@@ -79,38 +76,47 @@ class HuggingFaceSource(Source):
                 )
 
     def _quantization(self, dequantize_to: Dtype | None) -> None:
-        """Find weights that are stored as codes, and their scales."""
-        config = self.config.get("quantization_config") or quantization_beside(self.path, self.stored)
+        """Find the weights that are stored as codes, and their scales."""
+        config = self.config.get("quantization_config") or self._config_file_of_modelopt()
         if not isinstance(config, dict):
             raise ReshardError(f"{self.path}: quantization_config is {config!r:.80}, not an object")
-        method = config.get("quant_method")
-        self.compressed, self.optimized = method == METHOD, method == MODELOPT
-        self.left, dtype = list[str](), "bfloat16"
-        if self.compressed or self.optimized:
-            if self.compressed:
-                self.codes = compressed(config, self.stored, str(self.path), self._numbers)
-            else:
-                self.codes = optimized(config, self.stored, str(self.path))
-            self.left = of_activations(self.stored)
-            named = self.config.get("dtype") or self.config.get("torch_dtype")
-            dtype = named if named in ("float16", "float32") else dtype
-        elif method in (None, "fp8"):
-            self.codes = fp8_blocks(config, self.stored, str(self.path))
+        method, where = config.get("quant_method"), str(self.path)
+        dtype = self.config.get("dtype") or self.config.get("torch_dtype")
+        self.codes: dict[str, StoredWeight]
+        if method == compressed_tensors.METHOD:
+            self.codes = compressed_tensors.find_weights(config, self.stored, where, self._numbers)
+        elif method == modelopt.METHOD:
+            self.codes = modelopt.find_weights(config, self.stored, where)
+        elif method in (None, fp8_blocks.METHOD):
+            self.codes, dtype = fp8_blocks.find_weights(config, self.stored, where), None
         else:
             raise ReshardError(
-                f"{self.path}: weights quantized as {method!r:.80} are not supported, only "
-                f"fp8 with block scales, and fp8, int8, int4 and nvfp4 by {METHOD}, and nvfp4 by {MODELOPT}"
+                f"{self.path}: weights quantized as {method!r:.80} are not supported, only fp8 with block scales, and fp8, int8, "
+                f"int4 and nvfp4 by {compressed_tensors.METHOD}, and nvfp4 by {modelopt.METHOD}"
             )
-        self.dequantize_to = dequantize_to or DTYPES[dtype]
+        self.quant_method = method
+        self.dequantize_to = dequantize_to or DTYPES[dtype if dtype in ("float16", "float32") else "bfloat16"]
+        with_activations = method in (compressed_tensors.METHOD, modelopt.METHOD)
+        self.left = compressed_tensors.activation_scales(self.stored) if with_activations else []
         if self.left:
             self.notices.append(
                 "left behind, since only weights are converted: scales of activations and of the key-value cache, "
                 f"{listed(self.left, 3)}"
             )
 
+    def _config_file_of_modelopt(self) -> dict[str, Any]:
+        """Return what ModelOpt's own config file says of a directory that holds weights of its kind; nothing for others."""
+        file = self.path / modelopt.CONFIG
+        if (
+            any(name.endswith(f".weight{modelopt.GLOBAL_SCALE_SUFFIX}") for name in self.stored)
+            and file.is_file()
+        ):
+            return read_json(file) | {"quant_method": modelopt.METHOD}
+        return {}
+
     def _check(self) -> None:
         """Raise ReshardError unless the files hold exactly the table's tensors, with its shapes."""
-        apart = {name for codes in self.codes.values() for name in codes.stored} | {*self.left}
+        apart = {name for codes in self.codes.values() for name in codes.tensors} | {*self.left}
         expected, found = self.mapping.shapes, {n: t for n, t in self.stored.items() if n not in apart}
         found |= {name: self._codes_of(name) for name in self.codes}
         missing = [n for n in expected if n not in found and n not in self.mapping.optional]
@@ -131,9 +137,11 @@ class HuggingFaceSource(Source):
                     f"{list(shape)} from config.json"
                 )
             dtype = tensor.dtype
-            coded = dtype.name.startswith("float8") or (self.compressed and dtype.name == "int8")
+            in_blocks = self.quant_method in (None, fp8_blocks.METHOD)
+            compressed = self.quant_method == compressed_tensors.METHOD
+            coded = dtype.name.startswith("float8") or (compressed and dtype.name == "int8")
             if coded and name not in self.codes:
-                suffix = SUFFIX if self.compressed or self.optimized else SCALE_SUFFIX
+                suffix = fp8_blocks.SCALE_SUFFIX if in_blocks else channels.SCALE_SUFFIX
                 raise ReshardError(f"{self.path}: {name} is {dtype.name} without {name}{suffix}")
             if not dtype.floating and name not in self.codes:
                 raise ReshardError(f"{self.path}: {name} has dtype {dtype.name}, which is not a weight's")
@@ -144,80 +152,30 @@ class HuggingFaceSource(Source):
             self.notices.append(f"ignored on purpose: {listed(ignored, 3)}")
 
     def _codes_of(self, name: str) -> safetensors.Tensor:
-        """The stored codes of a weight, with the shape that they have once they are unpacked."""
-        codes = self.codes[name]
-        stored = self.stored[codes.stored[0]]
-        return stored if codes.packed is None else replace(stored, shape=codes.packed.shape)
+        """Return the stored codes of a weight, with the shape that they have once they are decoded."""
+        weight = self.codes[name]
+        return replace(self.stored[weight.tensors[0]], shape=weight.shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        columns, codes = self.tensors[name].columns, self.codes.get(name)
-        if codes is None:
-            return self._rows(self.stored[name], start, stop, columns)
-        stored, scales = (self.stored[part] for part in codes.stored[:2])
-        weight = self.scratch.array("dequantized", stop - start, columns * self.dequantize_to.size)
-        weight = weight.view(self.dequantize_to.numpy())
-        first, last = start // codes.block[0], -(-stop // codes.block[0])
-        factors = self._rows(scales, first, last, codes.columns(columns), "scales")
-        if isinstance(codes.packed, Fp4):
-            self._fp4(name, codes, codes.packed.divides, start, factors, weight)
-            return weight
-        self._check_scales(codes, factors.astype(np.float32))
-        if isinstance(codes.packed, Words):
-            self._unpack(codes, codes.packed, start, factors, weight)
-        else:
-            quantized = self._rows(stored, start, stop, columns).view(np.uint8)
-            row = start - first * codes.block[0]
-            dequantize(quantized, factors, codes.block, row, weight, stored.dtype)
-        # fp16 alone has less room than the products.
-        if "float16" in (scales.dtype.name, self.dequantize_to.name) and np.isinf(weight).any():
-            self._too_large(name, "float16")
+        stored = self.codes.get(name)
+        if stored is None:
+            return self._rows(self.stored[name], start, stop)
+        columns, dtype = self.tensors[name].columns, self.dequantize_to
+        weight = self.scratch.array("dequantized", stop - start, columns * dtype.size).view(dtype.numpy())
+        rows = stored.scheme.stored_rows(stored.shape, start, stop)
+        parts = [
+            self._rows(self.stored[part], first, last, part.removeprefix(name))
+            for part, (first, last) in zip(stored.tensors, rows, strict=False)
+        ]
+        stored.decode(parts, start, weight, str(self.path))
         return weight
 
-    def _check_scales(self, codes: Codes, scales: Any) -> None:
-        if not np.isfinite(scales).all():
-            raise ReshardError(f"{self.path}: {codes.stored[1]} holds infinities or NaN, which are no scales")
-
-    def _too_large(self, name: str, dtype: str) -> NoReturn:
-        raise ReshardError(f"{self.path}: {name} has numbers that are too large for {dtype} once dequantized")
-
-    def _unpack(
-        self, codes: Codes, words: Words, start: int, factors: np.ndarray, weight: np.ndarray
-    ) -> None:
-        """Write rows of a weight whose codes are packed in words, from row `start` on."""
-        bits, stop, zeros = words.bits, start + len(weight), None
-        stored, together = self.stored[codes.stored[0]], 32 // bits
-        if words.zeros is not None:
-            points = self.stored[words.zeros]
-            zeros = self._rows(points, start // together, -(-stop // together), factors.shape[1], "zeros")
-        found = self._rows(stored, start, stop, packed.words(weight.shape[1], bits))
-        packed.dequantize(found, factors, bits, weight, zeros, start % together)
-
-    def _fp4(
-        self, name: str, codes: Codes, divides: bool, start: int, factors: np.ndarray, weight: np.ndarray
-    ) -> None:
-        """Write rows of a weight that is nvfp4, from row `start` on."""
-        largest = nvfp4.largest(factors)
-        self._check_scales(codes, largest)
-        number = self._rows(self.stored[codes.stored[2]], 0, 1, 1, "number")[0, 0]
-        if not (np.isfinite(number) and number > 0):
-            raise ReshardError(
-                f"{self.path}: {codes.stored[2]} is {number}, and what {'divides' if divides else 'multiplies'} all scales of a weight "
-                f"is a positive number: take the checkpoint from where it came once more"
-            )
-        stored, stop = self.stored[codes.stored[0]], start + len(weight)
-        found = self._rows(stored, start, stop, weight.shape[1] // 2)
-        nvfp4.dequantize(found, factors, number, divides, weight)
-        with np.errstate(over="ignore"):
-            largest = (largest / number if divides else largest * number) * nvfp4.LARGEST
-        if not np.isfinite(largest.astype(weight.dtype)) and not np.isfinite(weight).all():
-            self._too_large(name, self.dequantize_to.name)
-
     def row_multiple(self, name: str) -> int:
-        codes = self.codes.get(name)
-        if codes is None or codes.columns(self.tensors[name].columns) == 1:
+        stored = self.codes.get(name)
+        if stored is None or stored.scheme.scale_shape(stored.shape)[-1] == 1:
             return 1
         # Some of a block's rows: its numbers are looked up, and all of them would not stay in the cache.
-        return -(-codes.block[0] // 4)
+        return -(-stored.scheme.scale_block(stored.shape)[0] // 4)
 
     def strips(self, name: str) -> list[Strip] | None:
         if name in self.codes:
@@ -231,7 +189,7 @@ class HuggingFaceSource(Source):
         def read(some: list[str]) -> list[tuple[str, tuple[int, ...]]]:
             tensors = [(name, self.stored[name]) for name in some]
             return [
-                (name, tuple(self._rows(tensor, 0, tensor.shape[0], 1)[:, 0].tolist()))
+                (name, tuple(self._rows(tensor, 0, tensor.shape[0])[:, 0].tolist()))
                 for name, tensor in tensors
             ]
 
@@ -244,11 +202,9 @@ class HuggingFaceSource(Source):
         finally:
             self.files.close()  # nobody else would, where the source is refused by what was found
 
-    def _rows(
-        self, stored: safetensors.Tensor, start: int, stop: int, columns: int, use: str = ""
-    ) -> np.ndarray:
-        """Rows of a stored tensor, valid until the thread asks for others of its dtype and `use`."""
-        width = columns * stored.dtype.size
+    def _rows(self, stored: safetensors.Tensor, start: int, stop: int, use: str = "") -> np.ndarray:
+        """Return rows of a stored tensor, valid until the thread asks for others of its dtype and `use`."""
+        width = prod(stored.shape[1:]) * stored.dtype.size
         rows = self.scratch.array(use + stored.dtype.name, stop - start, width)
         self.files.read_into(
             self.paths[stored.file], stored.offset + start * width, memoryview(rows.reshape(-1))
@@ -262,13 +218,13 @@ class HuggingFaceSource(Source):
     def read_stored_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows of a tensor as the files have it."""
         stored = self.stored[name]
-        return self._rows(stored, start, stop, TensorInfo(stored.shape, stored.dtype).columns)
+        return self._rows(stored, start, stop)
 
     def hf_directory(self) -> Path | None:
         return self.path
 
     def read_files(self) -> list[Path]:
-        small = [self.path / n for n in ("config.json", MODELOPT_CONFIG, safetensors.INDEX, MANIFEST)]
+        small = [self.path / n for n in ("config.json", modelopt.CONFIG, safetensors.INDEX, MANIFEST)]
         return [*small, *self.paths.values(), *self._beside()]
 
     def manifest(self) -> dict[str, Any] | None:
@@ -276,7 +232,8 @@ class HuggingFaceSource(Source):
 
     def describe(self) -> dict[str, Any]:
         described: dict[str, Any] = {"files": len({t.file for t in self.stored.values()})}
-        what = "compressed" if self.compressed else MODELOPT if self.optimized else "fp8_blocks"
+        kinds = {compressed_tensors.METHOD: "compressed", modelopt.METHOD: modelopt.METHOD}
+        what = kinds.get(str(self.quant_method), "fp8_blocks")
         return described | ({what: len(self.codes)} if self.codes else {})
 
     def close(self) -> None:

@@ -1,108 +1,116 @@
-"""Weights of an output that are stored as codes with scales, each made of a slab of rows."""
+"""Weights of an output that are stored as codes with scales, each encoded a slab of rows at a time."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from reshard.core.dtypes import Dtype
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, listed
+from reshard.quantization import compressed_tensors, fp8_blocks
+from reshard.quantization.channels import Channels
+from reshard.quantization.fp8_blocks import Fp8Blocks
+from reshard.quantization.int_groups import IntGroups
+from reshard.quantization.nvfp4 import Nvfp4
+from reshard.quantization.scheme import Scheme, check_finite
 from reshard.storage.streams import SLAB_BYTES, StripWriter, TensorInfo
+
+# The schemes that a conversion writes, by the names that --quantize takes.
+SCHEMES: dict[str, Scheme] = {
+    "fp8": Fp8Blocks(),
+    "fp8_per_channel": Channels("float8_e4m3fn"),
+    "int4_per_group": IntGroups(4, 128),
+    "int4_per_group_32": IntGroups(4, 32),
+    "nvfp4": Nvfp4(),
+}
+# Names that --quantize no longer takes; such weights are read as before.
+REMOVED = ("int8_per_channel", "fp8_per_tensor", "fp8_per_block", "int4_per_channel")
 
 # Reads rows `start` .. `stop` of a weight, in the dtype that is to be quantized; valid until the next call.
 Reader = Callable[[int, int], np.ndarray]
 # Reads the slabs of any weight of the source, by its name, in the dtype that it has in the output; each is valid until the next.
 TensorReader = Callable[[str], Iterator[np.ndarray]]
-# Makes codes and scales of rows.
-Quantize = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
-class Quantized(ABC):
-    """How the weights with these `names` are stored: their codes under the weight's name, with `codes_suffix` where that says
-    more, with an end that says `suffix` their scales, of which there is a row for so many `rows` of the weight, and, with
-    `more_ends`, small tensors."""
+def scheme_named(quantize: bool | str) -> tuple[str, Scheme] | None:
+    """Return the name and scheme that `quantize` asks for; None for none. Raises ReshardError for another name."""
+    name = "fp8" if quantize is True else quantize or None
+    if name is None:
+        return None
+    if name in REMOVED:
+        raise ReshardError(
+            f"--quantize {name} is no longer written: take {listed(SCHEMES)}, or quantize what mcore-to-hf writes with "
+            f"llm-compressor"
+        )
+    if name not in SCHEMES:
+        raise ReshardError(f"--quantize {name} is none of {', '.join(SCHEMES)}")
+    return name, SCHEMES[name]
 
-    suffix: str
-    rows: int
-    codes_suffix = ""
-    more_ends: tuple[str, ...] = ()
-    columns = 1  # which a weight has so many times, or cannot be stored so
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self.names = frozenset(names)
+class Quantized:
+    """The weights of an output with these `names`, which are stored by a `scheme`."""
 
-    @abstractmethod
-    def prepare(
-        self, name: str, info: TensorInfo, look: TensorReader
-    ) -> tuple[Quantize, dict[str, np.ndarray]]:
-        """What quantizes the rows of a weight, a run of them that begins where a row of scales does, to codes of the shape that they
-        are stored in and their scales; and what else is stored of it, by the ends `more_ends`. Who needs to know more of this weight,
-        or of others, may `look`, as often as needed."""
-
-    @abstractmethod
-    def dtypes(self, info: TensorInfo) -> tuple[Dtype, Dtype]:
-        """Of the codes of such a weight, and of its scales."""
-
-    @abstractmethod
-    def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
-        """The shape of the scales of such a weight."""
-
-    @abstractmethod
-    def config(self, original: Any, kept: list[str]) -> dict[str, Any]:
-        """The ``quantization_config`` of a checkpoint that had `original`, where the modules `kept` are as they were."""
-
-    def codes_shape(self, info: TensorInfo) -> tuple[int, ...]:
-        """The shape of the codes of such a weight, as they are stored."""
-        return info.shape
-
-    def more(self, info: TensorInfo) -> dict[str, tuple[Dtype, tuple[int, ...]]]:
-        """The dtypes and shapes of what else is stored of such a weight, in one dim, by the ends `more_ends`."""
-        return {}
+    def __init__(self, names: Iterable[str] = (), scheme: Scheme | None = None) -> None:
+        self.names, self.scheme = frozenset(names), scheme or Fp8Blocks()
+        # By weight the largest magnitude and the dtype, of those that this process has read to find a scale.
+        self.largest: dict[str, tuple[np.float32, np.dtype]] = {}
 
     def parts(self, name: str) -> tuple[str, ...]:
-        """The stored tensors that a canonical tensor becomes, its codes first."""
-        ends = (self.codes_suffix, self.suffix, *self.more_ends)
-        return tuple(name + end for end in ends) if name in self.names else (name,)
+        """Return the names of the stored tensors that a canonical tensor becomes, its codes first."""
+        return tuple(name + end for end in self.scheme.suffixes) if name in self.names else (name,)
 
     def stored(self, name: str, info: TensorInfo) -> dict[str, tuple[Dtype, tuple[int, ...]]]:
-        """Their dtypes and shapes."""
+        """Return the dtypes and shapes of the stored tensors that a canonical tensor becomes."""
         if name not in self.names:
             return {name: (info.dtype, info.shape)}
-        codes, scales = self.dtypes(info)
-        found = {
-            name + self.codes_suffix: (codes, self.codes_shape(info)),
-            name + self.suffix: (scales, self.scale_shape(info)),
-        }
-        return found | {name + end: one for end, one in self.more(info).items()}
+        stored = self.scheme.stored(info.shape, info.dtype)
+        return {name + end: stored[end] for end in self.scheme.suffixes}
+
+    def config(self, original: Any, unquantized: list[str]) -> dict[str, Any]:
+        """Return the ``quantization_config`` of a checkpoint that had `original`, with the modules `unquantized` as they were."""
+        if isinstance(self.scheme, Fp8Blocks):
+            return fp8_blocks.config_of(self.scheme, original, unquantized)
+        return compressed_tensors.config_of(self.scheme, unquantized)
 
     def copy(
         self, name: str, info: TensorInfo, read: Reader, writer: StripWriter, look: TensorReader
     ) -> dict[str, str]:
-        """Stream one quantized weight, each row of which `read` reads once and in order; the checksums of its parts."""
-        quantize, more = self.prepare(name, info, look)
-        weight_digest, scale_digest = xxhash.xxh3_128(), xxhash.xxh3_128()
-        codes_name, scales_name = name + self.codes_suffix, name + self.suffix
-        for start, stop in info.slabs(SLAB_BYTES, self.rows):
-            weight, scales = quantize(read(start, stop))
+        """Stream one quantized weight, each row of which `read` reads once and in order, and return the checksums of its parts.
+
+        Other weights that share a scale with it are read by `look`.
+        """
+        small = self.scheme.small_tensors(name, info.shape, lambda names: self._find_largest(names, look))
+        codes_name, scales_name, *others = self.parts(name)
+        codes_digest, scales_digest = xxhash.xxh3_128(), xxhash.xxh3_128()
+        rows_per_scale, _ = self.scheme.scale_block(info.shape)
+        for start, stop in info.slabs(SLAB_BYTES, rows_per_scale):
+            codes, scales = self.scheme.encode(read(start, stop), small)
             check_finite(name, scales, "; drop --quantize")
             for part, row, values, digest in (
-                (codes_name, start, weight, weight_digest),
-                (scales_name, start // self.rows, scales, scale_digest),
+                (codes_name, start, codes, codes_digest),
+                (scales_name, start // rows_per_scale, scales, scales_digest),
             ):
                 digest.update(memoryview(np.ascontiguousarray(values).view(np.uint8).reshape(-1)))
                 writer.write_rows(part, row, np.ascontiguousarray(values))
-        checksums = {codes_name: weight_digest.hexdigest(), scales_name: scale_digest.hexdigest()}
-        for end, numbers in more.items():
-            writer.write_rows(name + end, 0, numbers[:, None])
-            checksums[name + end] = xxhash.xxh3_128_hexdigest(numbers.tobytes())
+        checksums = {codes_name: codes_digest.hexdigest(), scales_name: scales_digest.hexdigest()}
+        for part in others:
+            numbers = small[part.removeprefix(name)]
+            writer.write_rows(part, 0, numbers[:, None])
+            checksums[part] = xxhash.xxh3_128_hexdigest(numbers.tobytes())
         return checksums
 
+    def _find_largest(self, names: Sequence[str], look: TensorReader) -> tuple[np.float32, np.dtype]:
+        """Return the largest magnitude of those of these weights that are quantized, and their dtype."""
+        known = [self._largest(name, look) for name in names if name in self.names]
+        return max(largest for largest, _ in known), known[0][1]
 
-def check_finite(name: str, scales: np.ndarray, advice: str = "") -> None:
-    """Raise ReshardError where a weight has infinities or NaN, of which its scales tell."""
-    if not np.isfinite(scales.astype(np.float32)).all():
-        raise ReshardError(
-            f"{name} holds infinities or NaN, and quantizing would make all that shares a scale with one NaN{advice}"
-        )
+    def _largest(self, name: str, look: TensorReader) -> tuple[np.float32, np.dtype]:
+        if name not in self.largest:
+            largest, dtype = np.float32(0), np.dtype(np.float32)
+            for slab in look(name):
+                # not Python's max, which may pass over NaN
+                largest, dtype = np.maximum(largest, np.abs(slab.astype(np.float32)).max()), slab.dtype
+            check_finite(name, np.asarray(largest), "; drop --quantize")
+            self.largest[name] = largest, dtype
+        return self.largest[name]

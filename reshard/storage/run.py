@@ -13,7 +13,6 @@ import xxhash
 from reshard.core.errors import ReshardError, is_resumable
 from reshard.storage.casts import cast, overflow, overflow_notice
 from reshard.storage.files import EarlySync, NoSync, OpenFiles, write_error
-from reshard.storage.fp8 import Fp8Blocks
 from reshard.storage.journal import Done, Journal
 from reshard.storage.quantized import Quantized
 from reshard.storage.source import Source
@@ -46,7 +45,7 @@ class Run:
     progress: Progress | None
     checks: SourceChecks
     allow_overflow: bool = False
-    quantized: Quantized = field(default_factory=lambda: Fp8Blocks(()))
+    quantized: Quantized = field(default_factory=Quantized)
     meanwhile: tuple[BackgroundCall, ...] = ()
     overflowed: dict[str, int] = field(default_factory=dict)
     was_done: bool = False

@@ -5,7 +5,6 @@ lies in a file. The executor reads a slab through the source's strips, converts 
 through the destination's: memory stays at a slab for each worker, whatever the size of the model.
 """
 
-import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
+from reshard.core.scratch import Scratch
 from reshard.storage.files import OpenFiles
 
 # Small enough that a slab is still in the core's cache when it is hashed and written, large enough that calls
@@ -92,20 +92,6 @@ class TensorInfo:
         """Runs of rows of about `slab_bytes`, each a multiple of `multiple` rows."""
         step = max(1, slab_bytes // max(1, self.columns * self.dtype.size * multiple)) * multiple
         return ((start, min(start + step, self.rows)) for start in range(0, self.rows, step))
-
-
-class Scratch(threading.local):
-    """Buffers that a thread uses again and again: fresh memory costs a page fault every four kilobytes."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[str, np.ndarray] = {}
-
-    def array(self, use: str, rows: int, width: int) -> np.ndarray:
-        """Bytes ``[rows, width]``, valid until the thread asks for the same `use` again."""
-        buffer = self.buffers.get(use)
-        if buffer is None or buffer.size < rows * width:
-            buffer = self.buffers[use] = np.empty(max(rows * width, SLAB_BYTES), np.uint8)
-        return buffer[: rows * width].reshape(rows, width)
 
 
 class StripReader:

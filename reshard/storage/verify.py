@@ -149,7 +149,7 @@ class SourceChecks:
     def names(self, name: str) -> list[str]:
         """The listed tensors that a canonical tensor is read from: itself, or its codes and what belongs to them."""
         codes = self.source.codes.get(name) if isinstance(self.source, HuggingFaceSource) else None
-        return [n for n in ((name,) if codes is None else codes.stored) if n in self.entries]
+        return [n for n in ((name,) if codes is None else codes.tensors) if n in self.entries]
 
     def compare(self, name: str, found: str) -> None:
         """Raise ReshardError where a tensor's checksum is not the listed one."""

@@ -12,7 +12,7 @@ from reshard.engines.rules import PlacedTensors
 from reshard.engines.vllm.fp8 import check_blocks
 from reshard.engines.vllm.layers import Blocks, blocks_of
 from reshard.engines.vllm.served import Served
-from reshard.refit.codecs import BLOCK
+from reshard.quantization.fp8_blocks import BLOCK
 
 
 def layers_in_blocks(model: Served) -> dict[str, Blocks]:

@@ -1,4 +1,4 @@
-"""What a refit makes of fp8 blocks, compared with what vLLM itself makes of the same."""
+"""A check at connect that a refit makes fp8 blocks as this vLLM makes them, bit for bit."""
 
 from functools import cache
 
@@ -7,13 +7,14 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm.layers import own_blocks
-from reshard.refit.blocks import BLOCK, PLACES, BlockTable, strips_of
-from reshard.refit.codecs import ROUNDINGS, block_codec
+from reshard.quantization.fp8_blocks import BLOCK, ROUNDINGS
+from reshard.refit.codecs import block_codec
+from reshard.refit.fp8_blocks.items import PLACES, BlockTable, items_of
 from reshard.refit.tables import CODEC, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
 
 
 def hard_blocks(device: torch.device) -> torch.Tensor:
-    """A bf16 matrix ``[600, 840]`` whose blocks are zero, below the smallest scale, at the edges of powers of two, of
+    """Return a bf16 matrix ``[600, 840]`` with blocks that are zero, below the smallest scale, at the edges of powers of two, of
     ordinary weights, and cut off."""
     random = torch.Generator().manual_seed(0)
     values = torch.randn(600, 840, generator=random) * 0.02
@@ -31,7 +32,7 @@ def hard_blocks(device: torch.device) -> torch.Tensor:
 
 
 def our_blocks(values: torch.Tensor, rounding: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a refit makes of a bf16 matrix that comes in four fragments: e4m3, and the scales of its blocks."""
+    """Return the e4m3 codes, and the scales, that a refit makes of a bf16 matrix which comes in four fragments."""
     rows, columns = values.shape
     down, across = -(-rows // BLOCK), -(-columns // BLOCK)
     codes = torch.zeros((rows, columns), dtype=torch.uint8, device=values.device)
@@ -46,14 +47,14 @@ def our_blocks(values: torch.Tensor, rounding: str) -> tuple[torch.Tensor, torch
     table[:, SRC_PITCH], table[:, CODEC] = columns * 2, codec
     places = np.zeros((1, PLACES), np.int64)
     places[0] = codes.data_ptr(), scales.data_ptr(), columns, across, rows, columns, codec
-    strips = strips_of(table, into, np.zeros(4, np.int64), places)
+    strips = items_of(table, into, np.zeros(4, np.int64), places)
     BlockTable(strips, rounding, values.device, np.arange(len(strips.items))).run()
     return codes.view(torch.float8_e4m3fn), scales
 
 
 @cache
 def check_blocks(rounding: str, device: torch.device) -> None:
-    """Raise ReshardError where a refit does not make of `hard_blocks`, bit for bit, what vLLM makes of them."""
+    """Raise ReshardError where a refit and vLLM make different bits of `hard_blocks`."""
     values = hard_blocks(device)
     ours, theirs = our_blocks(values, rounding), own_blocks(values, rounding)
     wrong = [

@@ -35,7 +35,7 @@ from reshard.engines.vllm.stand_ins import layer_fingerprint, trace_model
 from reshard.engines.vllm.supported import check_supported
 from reshard.models.model import Model
 from reshard.models.published import published
-from reshard.refit.codecs import ROUNDINGS
+from reshard.quantization.fp8_blocks import ROUNDINGS
 
 
 class VllmModel(Engine):

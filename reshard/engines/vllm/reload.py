@@ -1,9 +1,10 @@
-"""Layers that vLLM quantizes itself after loading, each in a way of its own: a refit fills a slab with what vLLM would
-have loaded, and vLLM's own processing makes of it what the layer serves from, where that has always been. Of layers that
-it loads from a compressed checkpoint the slab holds plain weights, and `reshard.engines.vllm.compressed` makes of them
-what it would have loaded.
+"""Layers whose weights vLLM processes after loading, each kind in its own way.
 
-The slab is one piece of memory for all layers. They take turns: a *round* is one layer, or as many as fit.
+A refit fills a slab with what vLLM would have loaded, and vLLM's own processing makes of it what the layer serves from, in the
+same memory as before. For layers that vLLM loads from a quantized checkpoint, the slab holds plain weights, and a
+`LayerQuantizer` makes of them what vLLM would have loaded.
+
+The slab is one piece of memory for all layers, which take turns: a *round* is one layer, or as many as fit.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ import torch
 
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.engines.vllm.compat import tensor_parallel_group
-from reshard.engines.vllm.compressed import CompressedRecipe
+from reshard.engines.vllm.compressed import CompressedQuantizer
 from reshard.engines.vllm.layers import (
     HANDLE,
     NVFP4,
@@ -33,28 +34,30 @@ from reshard.engines.vllm.layers import (
     processing_objects,
     scales_in,
 )
-from reshard.engines.vllm.nvfp4 import Nvfp4Recipe
-from reshard.engines.vllm.recipes import Held, Recipe, alike, find_together
+from reshard.engines.vllm.nvfp4 import Nvfp4Quantizer
+from reshard.engines.vllm.recipes import Held, LayerQuantizer, parameter_like, reduce_max
 from reshard.engines.vllm.served import Served
 
-# Of a round, unless one layer alone is larger.
+# The most that a round has, unless one layer alone is larger.
 ROUND_BYTES = 128 << 20
 ALIGNMENT = 256
 
 
 class Layer(NamedTuple):
-    """A layer's name and module, by their names the parameters that it is filled with, which lie in the slab, and how those
-    that it is loaded into are made of them; None where they are these."""
+    """A layer's name and module, the parameters in the slab that a refit fills, by name, and what makes of these the parameters that
+    vLLM loads; None where they are the same."""
 
     name: str
     module: torch.nn.Module
     loaded: dict[str, torch.Tensor]
-    recipe: Recipe | None
+    quantizer: LayerQuantizer | None
 
 
 class Reloads:
-    """The layers of a model that are processed anew at each refit, in rounds; `whole` says whether it holds the weights
-    that vLLM has loaded, or a refit brought."""
+    """The layers of a model that are processed anew at each refit, in rounds.
+
+    `whole` says that the model holds weights now, which vLLM has loaded or a refit has brought.
+    """
 
     def __init__(self, model: Served, config: Any, whole: bool) -> None:
         self.config = config
@@ -62,7 +65,7 @@ class Reloads:
         self.round_of: dict[str, int] = {}  # by the layer's name
         self.loaded: dict[str, torch.Tensor] = {}  # by the parameter's
         self.group: Any = None  # the ranks that find scales together
-        self.even = all(found.even for found in map(experts_of, model.modules()) if found is not None)
+        self.even = all(experts.even for experts in map(experts_of, model.modules()) if experts is not None)
         plans = [
             (name, module, *_plan(name, module, config.model_config.dtype, whole))
             for name, module in model.named_modules
@@ -70,7 +73,9 @@ class Reloads:
         ]
         if not plans:
             return
-        sizes = [sum(_aligned(_bytes(one)) for one in templates.values()) for *_, templates, _ in plans]
+        sizes = [
+            sum(_aligned(_bytes(template)) for template in templates.values()) for *_, templates, _ in plans
+        ]
         limit = max(ROUND_BYTES, *sizes)
         starts, end = [], limit  # so that the first one begins a round
         for (name, *_), size in zip(plans, sizes, strict=True):
@@ -84,98 +89,109 @@ class Reloads:
         device = first.device
         slab = max(start + size for start, size in zip(starts, sizes, strict=True))
         self.slab = torch.zeros(slab, dtype=torch.uint8, device=device)
-        for (name, module, templates, recipe), start in zip(plans, starts, strict=True):
-            layer = Layer(name, module, self._views(templates, start), recipe)
+        for (name, module, templates, quantizer), start in zip(plans, starts, strict=True):
+            layer = Layer(name, module, self._views(templates, start), quantizer)
             self.rounds[self.round_of[name]].append(layer)
             self.loaded |= {f"{name}.{key}": tensor for key, tensor in layer.loaded.items()}
 
     def share(self, held: Mapping[str, list[Held]]) -> None:
-        """Find out, of the parts that each layer holds by its name, which scales ranks have to find together. Raises
-        ReshardError where they cannot."""
-        recipes = [layer.recipe for layers in self.rounds for layer in layers if layer.recipe is not None]
-        for recipe in recipes:
-            recipe.share(held.get(recipe.name, []))
-        if any(recipe.split for recipe in recipes):
+        """Find which scales ranks have to find together, from the parts that each layer holds. Raises ReshardError where they
+        cannot."""
+        quantizers = [
+            layer.quantizer for layers in self.rounds for layer in layers if layer.quantizer is not None
+        ]
+        for quantizer in quantizers:
+            quantizer.find_split(held.get(quantizer.name, []))
+        if any(quantizer.split_matrices for quantizer in quantizers):
             self.group = tensor_parallel_group()
-        if not self.even and any(recipe.split for recipe in recipes):
+        if not self.even and any(quantizer.split_matrices for quantizer in quantizers):
             raise ReshardError(
                 "not all of vLLM's ranks have as many experts, so that they cannot find scales together that are for parts on "
                 "several of them: serve in bf16"
             )
 
     def keep_inputs(self) -> None:
-        """Keep the scales of inputs that the layers have now, as a checkpoint has brought them that vLLM has loaded since."""
+        """Keep the scales of inputs that the layers have now, which came with a checkpoint that vLLM has loaded since."""
         for layer in (layer for layers in self.rounds for layer in layers):
-            if layer.recipe is not None:
-                layer.recipe.kept = _inputs(layer.name, layer.module, layer.recipe.how, True)
+            if layer.quantizer is not None:
+                layer.quantizer.input_scales = _inputs(layer.name, layer.module, layer.quantizer.how, True)
 
     def _views(self, templates: Mapping[str, torch.Tensor], start: int) -> dict[str, torch.Tensor]:
-        """Parameters as these, in the slab from this byte on."""
-        found = {}
+        """Return parameters like these templates, in the slab from byte `start` on."""
+        views = {}
         for name, template in templates.items():
             flat = self.slab[start : start + _bytes(template)].view(template.dtype)
             tensor = flat.as_strided(template.shape, template.stride(), flat.storage_offset())
             tensor.__class__ = template.__class__
             tensor.__dict__ = dict(template.__dict__)
-            found[name] = tensor
+            views[name] = tensor
             start += _aligned(_bytes(template))
-        return found
+        return views
 
     def process_round(self, number: int, timeout: float) -> None:
-        """Make what the layers of a round serve from of what now lies in the slab, in place. Ranks that hold parts of what
-        has one scale do this together, and wait for each other no longer than `timeout` seconds."""
+        """Process what lies in the slab into the tensors that the layers of a round serve from, in place.
+
+        Ranks that hold parts of what shares a scale do this together, and wait for each other no longer than `timeout` seconds.
+        """
         for layer, largest in self._largest(number, timeout):
-            with _processed(layer, largest, self.config) as (made, handles):
-                for key, (now, wanted) in made.items():
-                    _put(f"{layer.name}.{key}", now, wanted)
+            with _processed(layer, largest, self.config) as (tensors, handles):
+                for key, (served, processed) in tensors.items():
+                    _put(f"{layer.name}.{key}", served, processed)
             for owner, handle in handles:
                 setattr(owner, HANDLE, handle)
 
     def mismatches(self, number: int, timeout: float) -> list[str]:
-        """The parameters of a round's layers that hold something else than vLLM makes of what now lies in the slab; ranks
-        as with `process_round`."""
-        found = []
+        """Return the tensors of a round's layers that differ from what vLLM makes of what lies in the slab.
+
+        Ranks work together as in `process_round`.
+        """
+        differing = []
         for layer, largest in self._largest(number, timeout):
-            with _processed(layer, largest, self.config) as (made, handles):
-                found += [
-                    f"{layer.name}.{key}" for key, (now, wanted) in made.items() if not same_bits(now, wanted)
+            with _processed(layer, largest, self.config) as (tensors, handles):
+                differing += [
+                    f"{layer.name}.{key}"
+                    for key, (served, processed) in tensors.items()
+                    if not same_bits(served, processed)
                 ]
                 dtype = self.config.model_config.dtype
-                found += [
+                differing += [
                     f"{layer.name}.{HANDLE}"
                     for owner, handle in handles
                     if not same_bits(multiplied(getattr(owner, HANDLE), dtype), multiplied(handle, dtype))
                 ]
-        return found
+        return differing
 
     def _largest(self, number: int, timeout: float) -> list[tuple[Layer, dict[str, torch.Tensor]]]:
-        """The layers of a round, each with the magnitudes that its scales are made of, by matrix, as all ranks have found
-        them."""
-        found = [
-            (layer, {} if layer.recipe is None else layer.recipe.largest(layer.loaded))
+        """Return the layers of a round, each with the magnitudes that its scales are made of, by matrix, over all ranks."""
+        layers = [
+            (layer, {} if layer.quantizer is None else layer.quantizer.largest_magnitudes(layer.loaded))
             for layer in self.rounds[number]
         ]
-        for _, largest in found:
+        for _, largest in layers:
             for magnitudes in largest.values():
-                # What one rank has, all then find.
+                # All ranks then find a NaN that one rank has.
                 magnitudes.nan_to_num_(torch.inf, torch.inf, torch.inf)
-        together = [
+        shared = [
             largest[key]
-            for layer, largest in found
-            if layer.recipe is not None
-            for key in sorted(layer.recipe.split)
+            for layer, largest in layers
+            if layer.quantizer is not None
+            for key in sorted(layer.quantizer.split_matrices)
         ]
-        find_together(together, self.group, timeout)
-        _check_finite(found)
-        return found
+        reduce_max(shared, self.group, timeout)
+        _check_finite(layers)
+        return layers
 
 
-def _check_finite(found: list[tuple[Layer, dict[str, torch.Tensor]]]) -> None:
-    """Raise ReshardError where weights have infinities or NaN, of which quantized ones would not tell."""
-    named = [(f"{layer.name}.{key}", one) for layer, largest in found for key, one in largest.items()]
+def _check_finite(layers: list[tuple[Layer, dict[str, torch.Tensor]]]) -> None:
+    """Raise ReshardError where weights hold infinities or NaN, which quantized ones would not show."""
+    named = [
+        (f"{layer.name}.{key}", magnitudes)
+        for layer, largest in layers
+        for key, magnitudes in largest.items()
+    ]
     if not named:
         return
-    finite = torch.stack([one.isfinite().all() for _, one in named]).tolist()
+    finite = torch.stack([magnitudes.isfinite().all() for _, magnitudes in named]).tolist()
     wrong = [name for (name, _), good in zip(named, finite, strict=True) if not good]
     if wrong:
         raise ReshardError(
@@ -185,27 +201,31 @@ def _check_finite(found: list[tuple[Layer, dict[str, torch.Tensor]]]) -> None:
 
 def _plan(
     name: str, module: torch.nn.Module, dtype: torch.dtype, whole: bool
-) -> tuple[dict[str, torch.Tensor], Recipe | None]:
-    """The parameters that a layer is filled with, and how those that it is loaded into are made of them."""
+) -> tuple[dict[str, torch.Tensor], LayerQuantizer | None]:
+    """Return the parameters that a refit fills, and what makes of these the ones that vLLM loads."""
     how = compressed_of(module)
     templates = _templates(name, module, how)
     if how is None:
         return templates, None
-    kind = Nvfp4Recipe if how.codes == NVFP4 else CompressedRecipe
-    recipe = kind(name, module, how, templates, _inputs(name, module, how, whole))
-    plain = {key: templates[key] for key in recipe.plain} | plain_templates(module)
+    kind = Nvfp4Quantizer if how.codes == NVFP4 else CompressedQuantizer
+    quantizer = kind(name, module, how, templates, _inputs(name, module, how, whole))
+    plain = {key: templates[key] for key in quantizer.plain_names} | plain_templates(module)
     for key in how.weights if how.packed is None else ():
-        plain[key] = alike(torch.empty(templates[key].shape, dtype=dtype, device="meta"), templates[key])
-    return plain, recipe
+        plain[key] = parameter_like(
+            torch.empty(templates[key].shape, dtype=dtype, device="meta"), templates[key]
+        )
+    return plain, quantizer
 
 
-# The scales of a layer's input, as they were when it held weights that had been loaded.
+# The scales of a layer's input, as they were when it held weights that vLLM had loaded.
 _known_inputs: WeakKeyDictionary[torch.nn.Module, dict[str, torch.Tensor]] = WeakKeyDictionary()
 
 
 def _inputs(name: str, module: torch.nn.Module, how: Compressed, whole: bool) -> dict[str, torch.Tensor]:
-    """The scales of a layer's input that a checkpoint has brought; 1 where none has and its kernel reads none. Raises
-    ReshardError where it needs them."""
+    """Return the scales of a layer's input that came with a checkpoint; 1 where there are none and its kernel reads none.
+
+    Raises ReshardError where the kernel needs them.
+    """
     if not how.inputs:
         return {}
     if whole:
@@ -222,16 +242,16 @@ def _inputs(name: str, module: torch.nn.Module, how: Compressed, whole: bool) ->
 
 def _templates(name: str, module: torch.nn.Module, how: Compressed | None) -> dict[str, torch.Tensor]:
     templates = loading_templates(module)
-    # Packed codes may be called otherwise once they are processed.
+    # Packed codes may have another name once they are processed.
     held = {*module._parameters, *(() if how is None else how.inputs)}
     if how is not None and how.packed is not None:
         held |= {name for name in templates if name.startswith(how.weights)}
-    found = {key: templates[key] for key in templates if key in held}
-    if not found or any(not one.is_contiguous() for one in found.values()):
+    templates = {key: template for key, template in templates.items() if key in held}
+    if not templates or any(not template.is_contiguous() for template in templates.values()):
         raise ReshardError(
             f"vLLM did not note how {name} is loaded, which is quantized after loading: serve in bf16"
         )
-    return found
+    return templates
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -242,18 +262,20 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _put(name: str, now: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Write what vLLM has made where it is served from, once where one number stands for many. Raises ReshardError where those
-    are several now."""
-    for dim, stride in enumerate(now.stride()):
-        if stride == 0 and now.shape[dim] > 1:
-            first = wanted.narrow(dim, 0, 1)
-            if not same_bits(wanted, first.expand_as(wanted)):
+def _put(name: str, served: torch.Tensor, processed: torch.Tensor) -> None:
+    """Copy what vLLM has made to where it is served from, once where one number stands for many.
+
+    Raises ReshardError where vLLM has made several different numbers of these.
+    """
+    for dim, stride in enumerate(served.stride()):
+        if stride == 0 and served.shape[dim] > 1:
+            first = processed.narrow(dim, 0, 1)
+            if not same_bits(processed, first.expand_as(processed)):
                 raise ReshardError(
                     f"vLLM keeps {name} as one number for many, and makes several when it processes it once more: serve in bf16"
                 )
-            now, wanted = now.narrow(dim, 0, 1), first
-    now.copy_(wanted)
+            served, processed = served.narrow(dim, 0, 1), first
+    served.copy_(processed)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -262,8 +284,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class Processed(NamedTuple):
-    """By name the tensors that a layer serves from, and those that vLLM's own processing makes; and what its kernels keep
-    in handles of their own: whose they are, and those that the processing makes."""
+    """The tensors that a layer serves from, each with the one that vLLM's own processing makes, by name; and the handles in which
+    kernels keep weights: the owner of each, and the handle that the processing makes."""
 
     tensors: dict[str, tuple[torch.Tensor, torch.Tensor]]
     handles: list[tuple[Any, Any]]
@@ -271,16 +293,16 @@ class Processed(NamedTuple):
 
 @contextmanager
 def _processed(layer: Layer, largest: Mapping[str, torch.Tensor], config: Any) -> Iterator[Processed]:
-    """What a layer serves from, and what vLLM's own processing makes of what now lies in the slab, where `largest` are the
-    magnitudes that scales are made of. The layer itself is what it was when this ends: its tensors, and its kernels, whose
-    workspaces CUDA graphs know by their addresses.
+    """Let vLLM process what lies in the slab, and yield the result alongside what the layer serves from.
 
-    Raises ReshardError where the processing fails, and where it leaves something other than tensors that differs.
+    `largest` are the magnitudes that scales are made of. When this ends, the layer has its own tensors again, and its kernels,
+    whose workspaces CUDA graphs know by their addresses. Raises ReshardError where the processing fails, or changes an
+    attribute that is no tensor.
     """
     module, loaded = layer.module, layer.loaded
-    if layer.recipe is not None:
+    if layer.quantizer is not None:
         try:
-            loaded = layer.recipe.made(loaded, largest)
+            loaded = layer.quantizer.parameters(loaded, largest)
         except (ReshardError, RuntimeError) as error:
             raise ReshardError(f"{layer.name} cannot be quantized ({first_line(error)})") from error
     parameters, before = dict(module._parameters), [(one, _kept(one)) for one in processing_objects(module)]
@@ -290,8 +312,8 @@ def _processed(layer: Layer, largest: Mapping[str, torch.Tensor], config: Any) -
         for key in serving:
             del module._parameters[key]
         for key, tensor in loaded.items():
-            # One of its own, which vLLM may let lie elsewhere: ours stays in the slab.
-            module._parameters[key] = alike(tensor.data, tensor)  # type: ignore[assignment]
+            # A parameter of its own, which vLLM may move: ours stays in the slab.
+            module._parameters[key] = parameter_like(tensor.data, tensor)  # type: ignore[assignment]
         try:
             process(module, config)
         except Exception as error:
@@ -325,44 +347,46 @@ def _processed(layer: Layer, largest: Mapping[str, torch.Tensor], config: Any) -
 
 
 def _handles(layer: Layer, before: list[tuple[Any, dict[str, Any]]]) -> list[tuple[Any, Any]]:
-    """Handles that the processing has made, and whose they are."""
-    found = []
+    """Return the handles that the processing has made, with their owners."""
+    handles = []
     for one, attributes in before:
         handle = vars(one).get(HANDLE)
         if handle is not None and handle is not attributes.get(HANDLE):
             # It reads the scales where they were when it was made.
             handle.reads = [*layer.module._parameters.values()]
-            found.append((one, handle))
-    return found
+            handles.append((one, handle))
+    return handles
 
 
 _PARTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 def _kept(one: Any) -> dict[str, Any]:
-    """What an object has as attributes; of a module, besides its tensors and modules."""
+    """Return the attributes of an object; for a module, without its tensors and modules."""
     return {key: value for key, value in vars(one).items() if key not in _PARTS}
 
 
 def _changed(
     name: str, before: list[tuple[Any, dict[str, Any]]]
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
-    """Tensors that are plain attributes, as they were and as they are made. Raises ReshardError for a number or a text
-    that has another value now."""
-    found: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
+    """Return the tensors among plain attributes, as they were and as the processing makes them.
+
+    Raises ReshardError for a number or a text that has another value now.
+    """
+    changed: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
     for one, attributes in before:
         for key, value in attributes.items():
             now = vars(one).get(key, value)
             if now is value or value is None:
                 continue
             if isinstance(value, torch.Tensor):
-                found[key] = value, now if isinstance(now, torch.Tensor) else None
+                changed[key] = value, now if isinstance(now, torch.Tensor) else None
             elif scales := scales_in(value):
                 made = scales_in(now)
-                found |= {f"{key}.{which}": (one, made.get(which)) for which, one in scales.items()}
+                changed |= {f"{key}.{which}": (one, made.get(which)) for which, one in scales.items()}
             elif isinstance(value, int | float | str) and now != value:
                 raise ReshardError(
                     f"vLLM keeps {key} beside the weights of {name}, {value!r} before and {now!r} when it processes them "
                     f"once more, which a refit cannot change: serve in bf16"
                 )
-    return found
+    return changed

@@ -32,8 +32,8 @@ from reshard.megatron.parameters import TRANSFORMER_IMPLS
 from reshard.storage.boxes import box_bytes
 from reshard.storage.destinations import Destination, HuggingFaceFiles, MegatronFiles, parse_size
 from reshard.storage.files import OpenFiles, allow_many_files, write_error
-from reshard.storage.fp8 import Fp8Blocks
 from reshard.storage.paths import iterations_in
+from reshard.storage.quantized import Quantized
 from reshard.storage.workdir import SAVE, AddedIteration, Workdir
 from reshard.storage.workers import worker_count
 
@@ -303,7 +303,7 @@ class _Save:
         inventory, beside, added = self.inventory, self.published.beside, self.iteration is not None
         self.new: Destination
         if self.format == "hf":
-            plain = Fp8Blocks(())
+            plain = Quantized()
             self.new = HuggingFaceFiles(
                 inventory.model, inventory.fp32, inventory.tensors, plain, self.shard_bytes, beside
             )

@@ -15,6 +15,7 @@ from reshard.core.errors import ReshardError
 from reshard.core.limits import MOST_BUCKET_BYTES
 from reshard.core.placement import LocalTensor
 from reshard.device.cuda import HANDLE_BYTES
+from reshard.quantization.fp8_blocks import ROUNDINGS
 from reshard.refit.addresses import (
     ASKED,
     AT_ONCE,
@@ -29,7 +30,7 @@ from reshard.refit.addresses import (
     WHERE,
     two,
 )
-from reshard.refit.codecs import BLOCKWISE, CODECS, PLAIN, ROUNDINGS
+from reshard.refit.codecs import BLOCKWISE, CODECS, PLAIN
 from reshard.refit.protocol.encoding import pack_json, unpack_json
 from reshard.refit.routes import BACKENDS
 

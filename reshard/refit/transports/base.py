@@ -12,7 +12,7 @@ from reshard.refit.addresses import AT_ONCE
 class Outgoing(NamedTuple):
     """What a trainer's rank sends to one inference rank: the copies with the source's end filled in, and the engine's
     round of each (`addresses.rounds_of`); and for what travels in blocks of fp8 where each goes
-    (`addresses.Pieces.into`), and the local tensors there (`parcels.places_asked`)."""
+    (`addresses.Pieces.into`), and the local tensors there (`parcels.places_of_requests`)."""
 
     table: np.ndarray
     rounds: np.ndarray

@@ -10,12 +10,12 @@ import torch
 
 from reshard.core.errors import ReshardError, rewrite_message
 from reshard.engines.base import Engine
-from reshard.refit import packed_blocks
 from reshard.refit.addresses import AT_ONCE, SHARD, fills_of, from_source, rounds_of, shards_here
-from reshard.refit.blocks import FIRST_FRAGMENT, BlockTable, places_of, strips_of
 from reshard.refit.codecs import BLOCKWISE, block_codec, by_rounding
 from reshard.refit.copies import CopyTable
-from reshard.refit.tables import CODEC, bytes_read_by, interleaved, tiles_of
+from reshard.refit.fp8_blocks import packed
+from reshard.refit.fp8_blocks.items import BlockTable, items_of, places_of
+from reshard.refit.tables import CODEC, FIRST_FRAGMENT, bytes_read_by, interleaved, tiles_of
 from reshard.refit.transports.base import Incoming, Outgoing, Transport
 from reshard.refit.transports.mapped import HINT, Mappings
 
@@ -99,24 +99,24 @@ class Pull(Transport):
         """Kernels that a refit launches."""
         return sum(table.launches for table in (self.table, *self.rounds.values())) + len(self.blocks)
 
-    def _padding(self, sent: Iterable[Incoming]) -> packed_blocks.Placed:
+    def _padding(self, sent: Iterable[Incoming]) -> packed.Placed:
         """Rows of padding, but what lies in blocks that are sent. In blocks that are put together of parts it is written,
         and written again with them."""
         table, into = self.fills.table, self.fills.into
         blockwise = BLOCKWISE[table[:, CODEC]]
         if not blockwise.any():
-            return packed_blocks.Placed(table, into)
+            return packed.Placed(table, into)
         found = []
         for some in sent:
             here = BLOCKWISE[some.table[:, CODEC]]
-            found.append(packed_blocks.parcels_of(some.table[here], some.into[here], some.places))
+            found.append(packed.cut_into_blocks(some.table[here], some.into[here], some.places))
         if not any(len(some.items) for some in found):
-            return packed_blocks.Placed(table, into)
-        kept = packed_blocks.besides(
-            packed_blocks.Placed(table[blockwise], into[blockwise]), found, places_of(self.engine)
+            return packed.Placed(table, into)
+        kept = packed.padding_outside(
+            packed.Placed(table[blockwise], into[blockwise]), found, places_of(self.engine)
         )
         both = (table[~blockwise], kept.table), (into[~blockwise], kept.into)
-        return packed_blocks.Placed(*map(np.concatenate, both))
+        return packed.Placed(*map(np.concatenate, both))
 
     def _copies(self, rows: "Rows") -> CopyTable:
         """A table in the order in which all peers' links are busy at once."""
@@ -135,7 +135,7 @@ class Pull(Transport):
             padding = some.ranks == PADDING
             # as wide as all else, for which there is a kernel of its own
             some.table[padding, CODEC] = some.table[~padding, CODEC].max(initial=block_codec(rounding))
-            strips = strips_of(some.table, some.into, np.stack([some.owners, some.ranks], 1), places)
+            strips = items_of(some.table, some.into, np.stack([some.owners, some.ranks], 1), places)
             order = interleaved(strips.owners[strips.items[:, FIRST_FRAGMENT], 1])
             found.append(
                 BlockTable(strips._replace(owners=strips.owners[:, 0]), rounding, self.device, order)

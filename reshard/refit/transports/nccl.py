@@ -22,9 +22,9 @@ from reshard.comm.group import LOOK_SECONDS, RefitGroup
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.refit.addresses import AT_ONCE
 from reshard.refit.protocol.checks import check_partners, gathered, most_buckets
-from reshard.refit.tables import DST, SRC, TILE_BYTES, bytes_packed
+from reshard.refit.tables import ALIGNMENT, DST, SRC, TILE_BYTES, bytes_packed
 from reshard.refit.transports.base import Incoming, Outgoing, Transport, by_round
-from reshard.refit.transports.packing import ALIGNMENT, Round, Side
+from reshard.refit.transports.packing import Round, Side
 
 SLOTS = 2  # buckets of a pair that are under way at once
 # Of copies into and out of buckets on a GPU: NCCL's own kernel must find room beside them.

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from reshard.refit.blocks import BlockTable
 from reshard.refit.codecs import (
     BLOCKWISE,
     PLAIN,
@@ -22,8 +21,16 @@ from reshard.refit.codecs import (
     bytes_in_source,
 )
 from reshard.refit.copies import CopyTable
-from reshard.refit.packed_blocks import ALIGNMENT, bytes_of_parcels, making, parcels_of, run_of, unpacking
+from reshard.refit.fp8_blocks.items import BlockTable
+from reshard.refit.fp8_blocks.packed import (
+    cut_into_blocks,
+    encode_tables,
+    packed_bytes,
+    slice_blocks,
+    unpack_copies,
+)
 from reshard.refit.tables import (
+    ALIGNMENT,
     CODEC,
     DST,
     DST_PITCH,
@@ -32,24 +39,11 @@ from reshard.refit.tables import (
     SRC_PITCH,
     WIDTH,
     empty_table,
+    pack_into_rounds,
     packed_width,
     tiles_of,
 )
 from reshard.refit.transports.base import Incoming, Outgoing
-
-
-def rounds_of(sizes: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pack pieces of these sizes in order into rounds of at most `limit` bytes: each one's round, and its
-    offset in it."""
-    padded = sizes + -sizes % ALIGNMENT
-    rounds, offsets = np.zeros(len(sizes), np.int64), np.zeros(len(sizes), np.int64)
-    current = used = 0
-    for i, size in enumerate(padded.tolist()):
-        if used + size > limit and used:
-            current, used = current + 1, 0
-        rounds[i], offsets[i] = current, used
-        used += size
-    return rounds, offsets
 
 
 class Side:
@@ -62,11 +56,11 @@ class Side:
         self.far, self.far_pitch = (DST, DST_PITCH) if end == SRC else (SRC, SRC_PITCH)
         blockwise = BLOCKWISE[some.table[:, CODEC]]
         self.tiles, self.packed_width = _tiles(some.table[~blockwise], end)
-        self.parcels = parcels_of(some.table[blockwise], some.into[blockwise], some.places)
+        self.parcels = cut_into_blocks(some.table[blockwise], some.into[blockwise], some.places)
         self.sizes = np.concatenate(
-            [self.tiles[:, ROWS] * self.packed_width, bytes_of_parcels(self.parcels.items)]
+            [self.tiles[:, ROWS] * self.packed_width, packed_bytes(self.parcels.items)]
         )
-        self.round_of, self.offset = rounds_of(self.sizes, limit)
+        self.round_of, self.offset = pack_into_rounds(self.sizes, limit)
         self.rounds = int(self.round_of.max()) + 1 if len(self.sizes) else 0
         self.bytes_by_round = np.zeros(self.rounds, np.int64)
         np.maximum.at(self.bytes_by_round, self.round_of, self.offset + self.sizes + -self.sizes % ALIGNMENT)
@@ -81,8 +75,8 @@ class Side:
         if self.end == SRC:
             return table
         first, last = self._parcels_of_round(index)
-        some = run_of(self.parcels, first, last)
-        return np.concatenate([table, unpacking(some, start + self.offset[n + first : n + last])])
+        some = slice_blocks(self.parcels, first, last)
+        return np.concatenate([table, unpack_copies(some, start + self.offset[n + first : n + last])])
 
     def blocks(self, index: int, start: int, device: torch.device) -> list[BlockTable]:
         """What makes the parcels of a round, in a buffer at address `start`."""
@@ -90,7 +84,7 @@ class Side:
         if self.end == DST or first == last:
             return []
         begins = start + self.offset[n + first : n + last]
-        return making(run_of(self.parcels, first, last), self.places, begins, device)
+        return encode_tables(slice_blocks(self.parcels, first, last), self.places, begins, device)
 
     def _parcels_of_round(self, index: int) -> tuple[int, int]:
         """The first of a round's parcels, which follow each other, and the one after the last."""

@@ -23,10 +23,10 @@ from reshard.refit.addresses import AT_ONCE
 from reshard.refit.copies import wait_for_device
 from reshard.refit.protocol.checks import check_slab, is_handle
 from reshard.refit.protocol.encoding import pack_json, readable, unpack_json
-from reshard.refit.tables import DST, SRC, TILE_BYTES, bytes_packed
+from reshard.refit.tables import ALIGNMENT, DST, SRC, TILE_BYTES, bytes_packed
 from reshard.refit.transports.base import Incoming, Outgoing, Transport, by_round, rounds_in
 from reshard.refit.transports.mapped import HINT, Mappings
-from reshard.refit.transports.packing import ALIGNMENT, Round, Side
+from reshard.refit.transports.packing import Round, Side
 
 SLOTS = 2
 NAME = "reshard"  # of the file that a slab of the host's memory is

@@ -5,16 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from reshard.core.errors import ReshardError
-from reshard.storage.channels import METHOD as COMPRESSED_TENSORS
-from reshard.storage.channels import check_wanted
-from reshard.storage.fp8 import BLOCK
+from reshard.quantization import compressed_tensors, modelopt
+from reshard.quantization.fp8_blocks import BLOCK
 from reshard.storage.hf_hub import local_directory
-from reshard.storage.modelopt import METHOD as MODELOPT
 from reshard.storage.paths import locate
 
 CONFIG_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
-# NVIDIA's name for nvfp4 weights that are multiplied with plain activations.
-W4A16_NVFP4 = "W4A16_NVFP4"
 
 
 def config_directory(config: str, revision: str | None) -> Path:
@@ -39,18 +35,11 @@ def wants_fp8_blocks(config: Mapping[str, Any], directory: Path) -> bool:
     if not wanted:
         return False
     method = wanted.get("quant_method")
-    if method == COMPRESSED_TENSORS:
-        check_wanted(wanted, f"the config for {directory}")
+    if method == compressed_tensors.METHOD:
+        compressed_tensors.check_can_quantize(wanted, f"the config for {directory}")
         return False
-    if method == MODELOPT:
-        section = wanted.get("quantization", wanted)
-        algorithm = section.get("quant_algo") if isinstance(section, Mapping) else section
-        if str(algorithm).upper() != W4A16_NVFP4:
-            raise ReshardError(
-                f"the config for {directory} wants weights quantized by {MODELOPT} as {algorithm!r:.80}, and of these reshard makes "
-                f"{W4A16_NVFP4} alone, since a Megatron checkpoint has no scales of activations: serve it with a config that "
-                f"says that, or none"
-            )
+    if method == modelopt.METHOD:
+        modelopt.check_can_quantize(wanted, f"the config for {directory}")
         return False
     if method != "fp8" or list(wanted.get("weight_block_size") or ()) != [BLOCK, BLOCK]:
         raise ReshardError(

@@ -41,13 +41,14 @@ from reshard.engines.vllm.supported import PLAIN_METHODS
 from reshard.megatron.parameters import expand
 from reshard.models.family import families
 from reshard.models.model import Model
-from reshard.storage import channels, modelopt
+from reshard.quantization import channels, compressed_tensors, modelopt
+from reshard.quantization.fp8_blocks import SCALE_SUFFIX, encode
+from reshard.quantization.nvfp4 import fused
+from reshard.quantization.nvfp4_torch import encode as encode_nvfp4
+from reshard.quantization.scheme import check_finite
 from reshard.storage.boxes import Rows
-from reshard.storage.fp8 import SCALE_SUFFIX, quantize
 from reshard.storage.hf_hub import local_directory
 from reshard.storage.megatron import MegatronSource
-from reshard.storage.nvfp4 import fused
-from reshard.storage.quantized import check_finite
 from reshard.storage.reading import Region, Weights, weights_of_huggingface, weights_of_megatron
 from reshard.storage.source import read_config
 from reshard.storage.sources import check_huggingface
@@ -189,7 +190,7 @@ class _Found:
         largest = torch.stack([weight.abs().max() for weight in weights.values()]).max().view(1)
         for name, weight in weights.items():
             try:
-                made = nvfp4.stored_as(weight, largest, nvfp4.scaling_of(self.schemes[name]))
+                made = encode_nvfp4(weight, largest, nvfp4.scaling_of_layer(self.schemes[name]))
             except ReshardError as error:
                 raise ReshardError(f"{name} cannot be quantized ({error})") from error
             for end, tensor in made.items():
@@ -198,7 +199,7 @@ class _Found:
     def _compressed(self, name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """What a checkpoint by compressed-tensors has of a weight, made where the model is."""
         made = stored_as(self._on_device(weight), self.schemes[name])
-        check_finite(name, made[channels.SUFFIX].float().cpu().numpy())
+        check_finite(name, made[channels.SCALE_SUFFIX].float().cpu().numpy())
         for end, tensor in made.items():
             yield name + end, tensor
 
@@ -225,7 +226,7 @@ def open_weights(model_config: ModelConfig) -> _Found:
             str(megatron),
             weights_of_megatron(source),
             _to_quantize(source, wanted),
-            wanted.get("quant_method") in (channels.METHOD, modelopt.METHOD),
+            wanted.get("quant_method") in (compressed_tensors.METHOD, modelopt.METHOD),
             dtype_named(str(model_config.dtype)),
         )
     except BaseException:
@@ -268,7 +269,7 @@ def _to_quantize(source: MegatronSource, wanted: Mapping[str, Any]) -> frozenset
 
 
 def _quantized(name: str, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    codes, scales = quantize(weight)
+    codes, scales = encode(weight)
     check_finite(name, scales)
     return codes, scales
 

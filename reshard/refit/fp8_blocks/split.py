@@ -1,10 +1,10 @@
-"""Blocks of fp8 of which several of the trainer's ranks hold parts, where not all of these can be read in place: the parts
-come as bf16 into a slab of the inference rank, which makes the blocks from there.
+"""Blocks of fp8 of which several of the trainer's ranks hold parts, where not all of these parts can be read in place: the
+parts come as bf16 into a slab of the inference rank, which makes the blocks from there.
 
-Which blocks these are is known when a refit is planned; by which ways their parts come is known later, and may change. So the
-plan cuts pieces where such blocks begin and end, and gives each run of such blocks beside each other a *slot*: a place in the
-slab, and the round in which it is that slot's. Slots of which some part is sent are used; blocks of all others are made from
-where their parts lie.
+Which blocks these are is known when a refit is planned. By which transports their parts come is known later, and may change. So
+the plan cuts pieces where such blocks begin and end, and gives each run of such blocks beside each other a *slot*: a place in
+the slab, and the round in which the place is its own. A slot is used if some part of its blocks is sent; other blocks are made
+from where their parts lie.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from reshard.engines.base import Engine
+from reshard.quantization.fp8_blocks import BLOCK
 from reshard.refit.addresses import (
     APART,
     AT,
@@ -28,9 +29,9 @@ from reshard.refit.addresses import (
     SLOT,
     Pieces,
 )
-from reshard.refit.blocks import BF16, ENCODING, BlockTable, Strips, places_of, strips_of
-from reshard.refit.codecs import BEFORE_BLOCKS, BLOCK, BLOCKWISE, by_rounding
-from reshard.refit.packed_blocks import digests_as_made, digests_as_served, parcels_of
+from reshard.refit.codecs import BEFORE_BLOCKS, BLOCKWISE, by_rounding
+from reshard.refit.fp8_blocks.items import BF16, ENCODING, BlockTable, items_of, places_of
+from reshard.refit.fp8_blocks.packed import cut_into_blocks, digest_requantized, digest_served
 from reshard.refit.tables import (
     CODEC,
     DST,
@@ -40,25 +41,25 @@ from reshard.refit.tables import (
     SRC_PITCH,
     WIDTH,
     empty_table,
+    pack_into_rounds,
 )
-from reshard.refit.transports import packing
 
 SLAB_BYTES = 128 << 20  # unless one run of blocks alone is larger: 256 bytes for each column of a matrix
 ROW_BYTES = BLOCK * BF16.size  # of a block in the slab
 BLOCK_BYTES = BLOCK * ROW_BYTES
 
 
-def divided(pieces: Mapping[int, Pieces], shapes: np.ndarray, first_round: int) -> dict[int, Pieces]:
-    """Pieces, by trainer's rank, cut where blocks begin and end of which several ranks have parts, and the slots of these
-    filled in, from `first_round` on.
+def split_pieces(pieces: Mapping[int, Pieces], shapes: np.ndarray, first_round: int) -> dict[int, Pieces]:
+    """Cut pieces, by trainer's rank, at the borders of blocks of which several ranks have parts, and fill in the slots of these,
+    from round `first_round` on.
 
-    `shapes` are the rows and columns ``[local tensors, 2]`` of those in blocks. Each block is then one rank's, or of
-    pieces with one slot.
+    `shapes` are the rows and columns ``[local tensors, 2]`` of what is served in blocks. Afterwards each block belongs to one
+    rank, or to pieces with one slot.
     """
-    names = [name for some in pieces.values() for name in some.names]
-    asked = np.concatenate([some.asked for some in pieces.values()])
-    into = np.concatenate([some.into for some in pieces.values()])
-    ranks = np.repeat(list(pieces), [len(some.into) for some in pieces.values()])
+    names = [name for of_rank in pieces.values() for name in of_rank.names]
+    asked = np.concatenate([of_rank.asked for of_rank in pieces.values()])
+    into = np.concatenate([of_rank.into for of_rank in pieces.values()])
+    ranks = np.repeat(list(pieces), [len(of_rank.into) for of_rank in pieces.values()])
     begins, ends = into[:, 1:], into[:, 1:] + asked[:, [COUNT, ELEMENTS]]
 
     blockwise = np.flatnonzero(BLOCKWISE[asked[:, ENCODED]])
@@ -76,8 +77,8 @@ def divided(pieces: Mapping[int, Pieces], shapes: np.ndarray, first_round: int) 
 
     slot_of = np.full(len(blocks), NO_SLOT)
     slot_of[shared], slots = _slots(blocks[shared], first_round)
-    these = np.flatnonzero(np.isin(piece, piece[slot_of[which] != NO_SLOT]))
-    runs = _runs(piece[these], row[these], column[these], slot_of[which[these]])
+    with_slots = np.flatnonzero(np.isin(piece, piece[slot_of[which] != NO_SLOT]))
+    runs = _runs(piece[with_slots], row[with_slots], column[with_slots], slot_of[which[with_slots]])
     run_begins = np.maximum(begins[runs.piece], runs.corner)
     run_ends = np.minimum(ends[runs.piece], runs.far)
     of_runs = _placed(slots, runs.slot, run_begins)
@@ -90,30 +91,32 @@ def divided(pieces: Mapping[int, Pieces], shapes: np.ndarray, first_round: int) 
     new_ends = np.concatenate([ends[kept], inner[1, rest], run_ends])
     parts = np.concatenate([np.full((len(kept) + len(rest), PARTS), NO_SLOT), of_runs])
     order = np.argsort(origin, kind="stable")
-    origin, new_begins, new_ends, parts = (some[order] for some in (origin, new_begins, new_ends, parts))
+    origin, new_begins, new_ends, parts = (column[order] for column in (origin, new_begins, new_ends, parts))
     new_asked = asked[origin]
     new_asked[:, [ROW, COLUMN]] += new_begins - begins[origin]
     new_asked[:, [COUNT, ELEMENTS]] = new_ends - new_begins
     new_into = np.concatenate([into[origin, :1], new_begins], 1)
-    found = {}
+    cut_pieces = {}
     for rank in pieces:
-        of_rank = np.flatnonzero(ranks[origin] == rank)
-        of_names = [names[index] for index in origin[of_rank].tolist()]
-        found[rank] = Pieces(of_names, new_asked[of_rank], new_into[of_rank], parts[of_rank])
-    return found
+        chosen = np.flatnonzero(ranks[origin] == rank)
+        rank_names = [names[index] for index in origin[chosen].tolist()]
+        cut_pieces[rank] = Pieces(rank_names, new_asked[chosen], new_into[chosen], parts[chosen])
+    return cut_pieces
 
 
-# Columns of slots: the round, the first byte in the slab, the bytes from one row to the next, and the first column of blocks.
+# Columns of a slot: its round, its first byte in the slab, the bytes from one row to the next, and its first column of blocks.
 SLOT_ROUND, SLOT_BEGIN, SLOT_PITCH, FIRST_BLOCK = range(4)
 
 
 def _slots(blocks: np.ndarray, first_round: int) -> tuple[np.ndarray, np.ndarray]:
-    """The slots of these blocks, which have one number each in the order of tensor, row and column; and by its number
-    what each slot is: a run of blocks beside each other."""
+    """Return the slot number of each block, and the slots: runs of blocks beside each other.
+
+    `blocks` has one number for each block, in the order of tensor, row and column.
+    """
     begins = np.diff(blocks, prepend=-2) != 1  # a row has fewer than 2**20 blocks
     starts = np.flatnonzero(begins)
     lengths = np.diff(np.append(starts, len(blocks)))
-    rounds, offsets = packing.rounds_of(lengths * BLOCK_BYTES, SLAB_BYTES)
+    rounds, offsets = pack_into_rounds(lengths * BLOCK_BYTES, SLAB_BYTES)
     slots = np.empty((len(starts), 4), np.int64)
     slots[:, SLOT_ROUND], slots[:, SLOT_BEGIN] = first_round + rounds, offsets
     slots[:, SLOT_PITCH], slots[:, FIRST_BLOCK] = lengths * ROW_BYTES, blocks[starts] & 0xFFFFF
@@ -121,8 +124,8 @@ def _slots(blocks: np.ndarray, first_round: int) -> tuple[np.ndarray, np.ndarray
 
 
 class Runs(NamedTuple):
-    """Runs of blocks beside each other that a piece reaches, all of one slot or of none: the piece, the slot, and where the
-    first block begins and the last one ends."""
+    """Runs of blocks beside each other that a piece reaches, all of one slot or of none: the piece, the slot, and the element at
+    which the first block begins and the last one ends."""
 
     piece: np.ndarray
     slot: np.ndarray
@@ -131,10 +134,10 @@ class Runs(NamedTuple):
 
 
 def _runs(piece: np.ndarray, row: np.ndarray, column: np.ndarray, slot: np.ndarray) -> Runs:
-    """From the piece, row of blocks, column of blocks and slot of each block that a piece reaches."""
+    """Return the runs, from the piece, row of blocks, column of blocks and slot of each block that a piece reaches."""
     order = np.lexsort((column, row, piece))
-    piece, row, column, slot = (some[order] for some in (piece, row, column, slot))
-    new_piece, new_row, new_slot = (np.diff(some, prepend=-2) != 0 for some in (piece, row, slot))
+    piece, row, column, slot = (values[order] for values in (piece, row, column, slot))
+    new_piece, new_row, new_slot = (np.diff(values, prepend=-2) != 0 for values in (piece, row, slot))
     apart = np.diff(column, prepend=-2) != 1
     first = np.flatnonzero(new_piece | new_row | new_slot | apart)
     last = np.append(first[1:], len(piece)) - 1
@@ -144,23 +147,20 @@ def _runs(piece: np.ndarray, row: np.ndarray, column: np.ndarray, slot: np.ndarr
 
 
 def _placed(slots: np.ndarray, slot: np.ndarray, begins: np.ndarray) -> np.ndarray:
-    """`Pieces.parts` of pieces that begin at a row and column of a local tensor, within these slots."""
-    found = np.full((len(slot), PARTS), NO_SLOT)
-    held = np.flatnonzero(slot != NO_SLOT)
-    some = slots[slot[held]]
-    row, column = begins[held, 0] % BLOCK, begins[held, 1] - some[:, FIRST_BLOCK] * BLOCK
-    found[held, SLOT], found[held, IN_ROUND], found[held, APART] = (
-        slot[held],
-        some[:, SLOT_ROUND],
-        some[:, SLOT_PITCH],
-    )
-    found[held, AT] = some[:, SLOT_BEGIN] + row * some[:, SLOT_PITCH] + column * BF16.size
-    return found
+    """Return `Pieces.parts` of pieces that begin at a row and column of a local tensor, within these slots."""
+    parts = np.full((len(slot), PARTS), NO_SLOT)
+    placed = np.flatnonzero(slot != NO_SLOT)
+    own = slots[slot[placed]]
+    row, column = begins[placed, 0] % BLOCK, begins[placed, 1] - own[:, FIRST_BLOCK] * BLOCK
+    parts[placed, SLOT], parts[placed, IN_ROUND] = slot[placed], own[:, SLOT_ROUND]
+    parts[placed, APART] = own[:, SLOT_PITCH]
+    parts[placed, AT] = own[:, SLOT_BEGIN] + row * own[:, SLOT_PITCH] + column * BF16.size
+    return parts
 
 
 def _whole_blocks(begins: np.ndarray, ends: np.ndarray, extents: np.ndarray) -> np.ndarray:
-    """Where the blocks begin and end, ``[2, pieces, 2]``, that pieces cover from border to border; empty at its end where a
-    piece has none."""
+    """Return where the blocks begin and end that pieces cover from border to border: ``[2, pieces, 2]``, empty at the piece's end
+    where it covers none."""
     first = -(-begins // BLOCK) * BLOCK
     last = np.where(ends == extents, ends, ends // BLOCK * BLOCK)
     none = first > last
@@ -168,9 +168,9 @@ def _whole_blocks(begins: np.ndarray, ends: np.ndarray, extents: np.ndarray) -> 
 
 
 def _cut_blocks(begins: np.ndarray, ends: np.ndarray, inner: np.ndarray) -> np.ndarray:
-    """The blocks around what pieces cover whole, each as (piece, row of blocks, column of blocks)."""
+    """Return the blocks that pieces cover in part, each as (piece, row of blocks, column of blocks)."""
     borders = np.stack([begins, inner[0], inner[1], ends])
-    found = [np.zeros((0, 3), np.int64)]
+    cut_blocks = [np.zeros((0, 3), np.int64)]
     for i, j in ((i, j) for i in range(3) for j in range(3) if (i, j) != (1, 1)):
         begin = np.stack([borders[i, :, 0], borders[j, :, 1]], 1)
         end = np.stack([borders[i + 1, :, 0], borders[j + 1, :, 1]], 1)
@@ -180,15 +180,15 @@ def _cut_blocks(begins: np.ndarray, ends: np.ndarray, inner: np.ndarray) -> np.n
         index = np.repeat(np.arange(len(pieces)), down * across)
         within = np.arange(len(index)) - np.repeat(np.cumsum(down * across) - down * across, down * across)
         row, column = first[index, 0] + within // across[index], first[index, 1] + within % across[index]
-        found.append(np.stack([pieces[index], row, column], 1))
-    return np.concatenate(found)
+        cut_blocks.append(np.stack([pieces[index], row, column], 1))
+    return np.concatenate(cut_blocks)
 
 
-class PartsSlab:
-    """The slab of an inference rank, in which parts of blocks wait for each other, and what is made of them: a round at a
-    time. It has no memory where no part is sent.
+class SplitBlocksSlab:
+    """The slab of an inference rank in which the parts of blocks meet, and the making of the blocks, a round at a time.
 
-    `through` says by trainer's rank which pieces come through it, `numbers` in which rounds.
+    It has no memory where no part is sent. `through` masks the pieces that come through it, by trainer's rank; `numbers` are
+    the rounds in which they do.
     """
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
@@ -200,12 +200,12 @@ class PartsSlab:
         self.pieces = Pieces.none()
 
     def arrange(self, pieces: Mapping[int, Pieces], sent: Collection[int]) -> None:
-        """Make ready for these pieces, of which those of the trainer's ranks in `sent` are sent; where they are served
-        may have moved."""
+        """Make ready for these pieces, of which the trainer's ranks in `sent` send theirs. Called again when what is served has
+        moved."""
         slots = np.concatenate([np.zeros(0, np.int64), *(pieces[rank].parts[:, SLOT] for rank in sent)])
         used = slots[slots != NO_SLOT]
-        self.through = {rank: np.isin(some.parts[:, SLOT], used) for rank, some in pieces.items()}
-        self.pieces = Pieces.joined([some.where(self.through[rank]) for rank, some in pieces.items()])
+        self.through = {rank: np.isin(of_rank.parts[:, SLOT], used) for rank, of_rank in pieces.items()}
+        self.pieces = Pieces.joined([of_rank.where(self.through[rank]) for rank, of_rank in pieces.items()])
         _, asked, _, parts = self.pieces
         ends = parts[:, AT] + (asked[:, COUNT] - 1) * parts[:, APART] + asked[:, ELEMENTS] * BF16.size
         size = int(ends.max(initial=0))
@@ -216,18 +216,18 @@ class PartsSlab:
 
     @property
     def launches(self) -> int:
-        """Kernels that make the blocks of all rounds."""
+        """Return how many kernels make the blocks of all rounds."""
         return sum(len(tables) for tables in self.made.values())
 
     def described(self) -> dict[str, int]:
-        """For logs: the bytes of parts that come through it, in how many rounds, and its own."""
+        """Return, for logs, the bytes that come through it, in how many rounds, and its own bytes."""
         moved = int(self.pieces.asked[:, [COUNT, ELEMENTS]].prod(1).sum()) * BF16.size
         size = 0 if self.memory is None else len(self.memory)
         return {"bytes": moved, "rounds": len(self.numbers), "slab_bytes": size}
 
     def placed(self, rank: int, table: np.ndarray, pieces: Pieces) -> np.ndarray:
-        """A table of a rank's pieces with the destination's end filled in (`addresses.destination_table`), where those
-        that come through the slab go there, as bf16."""
+        """Return `table`, of a rank's pieces with the destination's end filled in (`addresses.destination_table`), with those that
+        come through the slab going there, as bf16."""
         through = self.through[rank]
         if self.memory is None or not through.any():
             return table
@@ -238,29 +238,29 @@ class PartsSlab:
         return table
 
     def make(self, number: int) -> None:
-        """Make the blocks of a round, whose parts are in the slab now; on a GPU, enqueue it on the current stream."""
+        """Make the blocks of a round, whose parts are in the slab; on a GPU, enqueue it on the current stream."""
         for table in self.made[number]:
             table.run()
 
     def mismatches(self, number: int) -> list[int]:
-        """The indices of the local tensors that serve other blocks than come of what is in the slab now."""
+        """Return the indices of the local tensors whose blocks are not what the parts in the slab make."""
         places = places_of(self.engine)
         table, into = self._sources(number, places)
-        parcels = parcels_of(table, into, places)
-        wrong = digests_as_made(parcels, places, self.device) != digests_as_served(parcels, self.device)
-        return [int(index) for index in np.unique(parcels.tensors[wrong])]
+        blocks = cut_into_blocks(table, into, places)
+        wrong = digest_requantized(blocks, places, self.device) != digest_served(blocks, self.device)
+        return [int(index) for index in np.unique(blocks.tensors[wrong])]
 
     def _tables(self, number: int) -> list[BlockTable]:
         places = places_of(self.engine)
         table, into = self._sources(number, places)
-        found = []
-        for rounding, these in by_rounding(table[:, CODEC]):
-            strips: Strips = strips_of(table[these], into[these], np.zeros(these.sum(), np.int64), places)
-            found.append(BlockTable(strips, rounding, self.device, np.arange(len(strips.items))))
-        return found
+        tables = []
+        for rounding, mask in by_rounding(table[:, CODEC]):
+            blocks = items_of(table[mask], into[mask], np.zeros(mask.sum(), np.int64), places)
+            tables.append(BlockTable(blocks, rounding, self.device, np.arange(len(blocks.items))))
+        return tables
 
     def _sources(self, number: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of a round's pieces the table with the source's end filled in, which is the slab; and where they go."""
+        """Return the table of a round's pieces with the source's end, the slab, filled in, and where the pieces go."""
         assert self.memory is not None
         _, asked, into, parts = self.pieces.where(self.pieces.parts[:, IN_ROUND] == number)
         table = empty_table(len(into))

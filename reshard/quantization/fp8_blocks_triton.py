@@ -1,0 +1,22 @@
+"""`reshard.quantization.fp8_blocks.encode_as_vllm` for one block within a Triton kernel."""
+
+import triton
+import triton.language as tl
+
+from reshard.quantization import fp8_blocks
+
+SMALLEST = tl.constexpr(fp8_blocks.SMALLEST)
+RECIPROCAL_OF_MAX = tl.constexpr(1 / fp8_blocks.E4M3_MAX)
+
+
+@triton.jit
+def encode_block(value, POWER_OF_TWO: tl.constexpr):
+    """Return the e4m3 codes of a block of fp32, and its scale, by the expressions of ``per_block_cast_to_fp8`` as Inductor
+    compiles them on a GPU, where a division by a constant is a product."""
+    largest = tl.maximum(tl.max(tl.max(tl.abs(value), 1), 0), SMALLEST)
+    scale = largest * RECIPROCAL_OF_MAX
+    if POWER_OF_TWO:
+        bits = scale.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFFF) & 0x7F800000  # the next power of two
+        scale = bits.to(tl.float32, bitcast=True)
+    return (value * (1.0 / scale)).to(tl.float8e4nv), scale

@@ -1,0 +1,200 @@
+"""The tables by which blocks of fp8 are made of a trainer's bf16 or fp32, and what the host makes of them. `reshard.refit.kernels`
+has the kernel.
+
+A block of 128x128 elements of a local tensor may come in *fragments*, from several shards and ranks. They are gathered, rounded to
+bf16 where they are wider, and encoded straight to where the engine serves from, with no copy in between. An *item* is a strip
+of up to 8 blocks beside each other, with its fragments.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from reshard.core.dtypes import DTYPES
+from reshard.engines.base import Engine
+from reshard.quantization.fp8_blocks import BLOCK, encode_as_vllm
+from reshard.refit.codecs import BEFORE_BLOCKS, CODECS, SOURCE_SIZES, block_codec
+from reshard.refit.copies import host_bytes
+from reshard.refit.tables import (
+    CODEC,
+    CODES,
+    CODES_PITCH,
+    ELEMENT_BYTES,
+    FIRST_FRAGMENT,
+    FRAGMENT,
+    FRAGMENT_COLUMNS,
+    FRAGMENT_ROWS,
+    FRAGMENTS,
+    ITEM,
+    ITEM_BLOCKS,
+    ITEM_COLUMNS,
+    ITEM_ROWS,
+    LEFT,
+    ROWS,
+    SCALES,
+    SOURCE,
+    SOURCE_PITCH,
+    SRC,
+    SRC_PITCH,
+    TOP,
+    WIDTH,
+)
+
+# Columns of `places_of`: the addresses of codes and scales, their pitches in elements, rows and columns, and the codec that bf16
+# would have.
+PLACES = 7
+PLACE, PITCH, SHAPE, ENCODING = slice(0, 2), slice(2, 4), slice(4, 6), 6
+BF16 = DTYPES["bfloat16"]
+TO_BF16 = CODECS[BEFORE_BLOCKS[block_codec("fp32", "float32")]]
+
+
+def places_of(engine: Engine) -> np.ndarray:
+    """Return where the engine's quantized local tensors lie now, by their index among its regions, as columns `PLACES`; zeros for
+    the others."""
+    matrix = np.zeros((len(engine.regions), PLACES), np.int64)
+    for index, (identity, codes) in enumerate(engine.regions.items()):
+        scales = engine.scales.get(identity)
+        if scales is not None:
+            shape = engine.placement.tensors[identity].shape
+            where = codes.address, scales.region.address, codes.pitch, scales.region.pitch
+            matrix[index] = (*where, *shape, block_codec(scales.rounding))
+    return matrix
+
+
+class BlockItems(NamedTuple):
+    """Items and their fragments, the owner of each fragment's source, and the index of each item's local tensor."""
+
+    items: np.ndarray
+    fragments: np.ndarray
+    owners: np.ndarray
+    tensors: np.ndarray
+
+
+def items_of(table: np.ndarray, into: np.ndarray, owners: np.ndarray, places: np.ndarray) -> BlockItems:
+    """Cut pieces at the borders of blocks, and collect the fragments of each item. Blocks that no piece reaches are in no item: they
+    come by another way.
+
+    `table` has the source's end and the codec of each piece filled in, `into` is its local tensor's index, row and column, and
+    `places` says where the local tensors lie (`places_of`).
+    """
+    items = cut(table, into, owners, places, ITEM_BLOCKS)
+    return items if _all_reached(items) else cut(table, into, owners, places, 1)
+
+
+def _all_reached(blocks: BlockItems) -> bool:
+    """Tell whether every block of every item has a fragment."""
+    items, fragments = blocks.items, blocks.fragments
+    if not len(items):
+        return True
+    first = fragments[:, LEFT] // BLOCK
+    last = (fragments[:, LEFT] + fragments[:, FRAGMENT_COLUMNS] - 1) // BLOCK
+    reached = np.bitwise_or.reduceat((2 << last) - (1 << first), items[:, FIRST_FRAGMENT])
+    return bool((reached == (1 << -(-items[:, ITEM_COLUMNS] // BLOCK)) - 1).all())
+
+
+def cut(
+    table: np.ndarray, into: np.ndarray, owners: np.ndarray, places: np.ndarray, blocks: int
+) -> BlockItems:
+    """Return `items_of`, in items of so many blocks beside each other."""
+    index, row, column = into.T
+    rows, columns = table[:, ROWS], table[:, WIDTH]  # a code has one byte
+    wide = blocks * BLOCK
+    first_row, first_column = row // BLOCK, column // wide
+    down = (row + rows - 1) // BLOCK - first_row + 1
+    across = (column + columns - 1) // wide - first_column + 1
+    counts = down * across
+    piece = np.repeat(np.arange(len(table)), counts)
+    within = np.arange(len(piece)) - np.repeat(np.cumsum(counts) - counts, counts)
+    block_row = first_row[piece] + within // across[piece]
+    strip = first_column[piece] + within % across[piece]
+    top = np.maximum(row[piece], block_row * BLOCK)
+    bottom = np.minimum(row[piece] + rows[piece], (block_row + 1) * BLOCK)
+    left = np.maximum(column[piece], strip * wide)
+    right = np.minimum(column[piece] + columns[piece], (strip + 1) * wide)
+    pitch, size = table[piece, SRC_PITCH], SOURCE_SIZES[table[piece, CODEC]]
+    fragments = np.empty((len(piece), FRAGMENT), np.int64)
+    fragments[:, SOURCE] = table[piece, SRC] + (top - row[piece]) * pitch + (left - column[piece]) * size
+    fragments[:, SOURCE_PITCH], fragments[:, ELEMENT_BYTES] = pitch // size, size
+    fragments[:, TOP], fragments[:, LEFT] = top - block_row * BLOCK, left - strip * wide
+    fragments[:, FRAGMENT_ROWS], fragments[:, FRAGMENT_COLUMNS] = bottom - top, right - left
+    keys = np.stack([index[piece], block_row, strip], 1)
+    order = np.lexsort(keys.T[::-1])
+    keys = keys[order]
+    starts = np.flatnonzero(np.concatenate([[True], (keys[1:] != keys[:-1]).any(1)]) if len(keys) else [])
+    tensor, at_row, at_strip = keys[starts].T if len(starts) else np.zeros((3, 0), np.int64)
+    codes, scales, codes_pitch, scales_pitch, height, width, _ = places[tensor].T
+    items = np.empty((len(starts), ITEM), np.int64)
+    items[:, CODES] = codes + at_row * BLOCK * codes_pitch + at_strip * wide
+    items[:, CODES_PITCH] = codes_pitch
+    items[:, SCALES] = scales + (at_row * scales_pitch + at_strip * blocks) * 4
+    items[:, ITEM_ROWS] = np.minimum(BLOCK, height - at_row * BLOCK)
+    items[:, ITEM_COLUMNS] = np.minimum(wide, width - at_strip * wide)
+    items[:, FIRST_FRAGMENT] = starts
+    items[:, FRAGMENTS] = np.diff(np.append(starts, len(keys)))
+    return BlockItems(items, fragments[order], owners[piece][order], tensor)
+
+
+class BlockTable:
+    """Items of one rounding, ready to run, kept on the GPU. `order` is the order of items in which the links to all peers are busy
+    at once."""
+
+    def __init__(self, blocks: BlockItems, rounding: str, device: torch.device, order: np.ndarray) -> None:
+        self.rounding, self.device = rounding, device
+        items = blocks.items[order]
+        bits = np.bitwise_or.reduce(items[:, [CODES, CODES_PITCH]].ravel(), initial=0)
+        fragments = blocks.fragments
+        size = fragments[:, ELEMENT_BYTES]
+        moved = fragments[:, SOURCE] | fragments[:, SOURCE_PITCH] * size | fragments[:, LEFT] * size
+        self.aligned = bool((bits | np.bitwise_or.reduce(moved, initial=0)) % 16 == 0)
+        self.size = size_of(size)
+        # Programs for an item; two kernels, not one for each width.
+        self.blocks = 1 if (items[:, ITEM_COLUMNS] <= BLOCK).all() else ITEM_BLOCKS
+        self.items: torch.Tensor | np.ndarray = items
+        self.fragments: torch.Tensor | np.ndarray = fragments.copy()
+        self.owners: torch.Tensor | np.ndarray = blocks.owners
+        if device.type == "cpu":
+            return
+        from reshard.refit.kernels import compile_quantize
+
+        self.items = torch.from_numpy(items).to(device)
+        self.fragments = torch.from_numpy(fragments).to(device)
+        self.owners = torch.from_numpy(blocks.owners.astype(np.int32)).to(device)
+        compile_quantize(self.rounding, self.aligned, device, self.blocks, self.size)
+
+    def shift(self, deltas: np.ndarray) -> None:
+        """Add `deltas` bytes, multiples of 16, by owner, to the addresses of the sources."""
+        if isinstance(self.fragments, torch.Tensor):
+            self.fragments[:, SOURCE] += torch.from_numpy(deltas).to(self.device)[self.owners]
+        else:
+            self.fragments[:, SOURCE] += deltas[self.owners]
+
+    def run(self) -> None:
+        """Make the blocks; on a GPU, enqueue it on the current stream."""
+        if isinstance(self.items, torch.Tensor) and isinstance(self.fragments, torch.Tensor):
+            from reshard.refit.kernels import quantize_items
+
+            how = self.rounding, self.aligned, self.blocks, self.size
+            quantize_items(self.items, self.fragments, *how)
+        elif isinstance(self.items, np.ndarray) and isinstance(self.fragments, np.ndarray):
+            quantize_on_host(self.items, self.fragments, self.rounding)
+
+
+def size_of(sizes: np.ndarray) -> int:
+    """Return the bytes that the elements of all fragments have, for which there is a kernel of its own; 0 where they differ."""
+    known = np.unique(sizes)
+    return int(known[0]) if len(known) == 1 else 0
+
+
+def quantize_on_host(items: np.ndarray, fragments: np.ndarray, rounding: str) -> None:
+    """Make the blocks of items within this process's memory."""
+    for codes, codes_pitch, scales, height, length, first, count in items.tolist():
+        values = np.zeros((height, length), BF16.numpy())
+        for source, pitch, top, left, high, wide, size in fragments[first : first + count].tolist():
+            fragment = np.ascontiguousarray(host_bytes(source, high, wide * size, pitch * size))
+            if size != BF16.size:
+                fragment = TO_BF16.encode(fragment)
+            values[top : top + high, left : left + wide] = fragment.view(BF16.numpy())
+        new_codes, new_scales = encode_as_vllm(values, rounding)
+        host_bytes(codes, height, length, codes_pitch)[...] = new_codes.view(np.uint8)
+        host_bytes(scales, 1, new_scales.size * 4, 0)[...] = new_scales.view(np.uint8).reshape(1, -1)

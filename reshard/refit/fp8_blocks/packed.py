@@ -1,0 +1,205 @@
+"""Blocks of fp8 that travel: made on the trainer's rank that has all of a block, for half the bytes.
+
+Both ends cut the pieces of a pair alike into blocks. A *packed block* is its codes, row after row, and then its scale. The
+trainer's rank makes it in the bucket or slab, and the inference rank copies it from there to where it serves from. The parts
+of a block that no piece reaches are padding, and zero. Blocks of which several ranks hold parts travel otherwise: `split`.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from reshard.core.errors import ReshardError
+from reshard.quantization.fp8_blocks import BLOCK
+from reshard.refit.codecs import SOURCE_SIZES, by_rounding
+from reshard.refit.digests import Digests
+from reshard.refit.fp8_blocks.items import (
+    ENCODING,
+    PITCH,
+    PLACE,
+    PLACES,
+    SHAPE,
+    BlockItems,
+    BlockTable,
+    cut,
+    size_of,
+)
+from reshard.refit.tables import (
+    ALIGNMENT,
+    CODES,
+    CODES_PITCH,
+    DST,
+    DST_PITCH,
+    FIRST_FRAGMENT,
+    FRAGMENT_COLUMNS,
+    FRAGMENT_ROWS,
+    FRAGMENTS,
+    ITEM_COLUMNS,
+    ITEM_ROWS,
+    LEFT,
+    ROWS,
+    SCALES,
+    SRC,
+    SRC_PITCH,
+    TOP,
+    WIDTH,
+    empty_table,
+)
+
+SCALE = 4  # bytes
+FP8 = (8, 9)  # the compute capability from which on a GPU converts to fp8
+BATCH = 4096  # blocks at a time, for a check: 64 MiB
+
+
+class Placed(NamedTuple):
+    """Copies, with the place in a local tensor that each goes to (`addresses.Pieces.into`)."""
+
+    table: np.ndarray
+    into: np.ndarray
+
+
+def compile_block_kernels(codecs: np.ndarray, encodes: bool, device: torch.device) -> None:
+    """Compile now the kernels that the first refit would wait for where blocks of these codecs are packed (`encodes`) or unpacked.
+
+    Raises ReshardError where this GPU cannot make them.
+    """
+    if device.type != "cuda" or not len(codecs):
+        return
+    from reshard.refit.kernels import compile_copy, compile_quantize
+
+    if not encodes:
+        compile_copy(SCALE, device, 1)
+        return
+    if torch.cuda.get_device_capability(device) < FP8:
+        raise ReshardError(
+            f"this trainer's rank has to make the fp8 blocks that it sends, which {torch.cuda.get_device_name(device)} "
+            f"cannot: put trainer and engine on one host, or serve in bf16"
+        )
+    for rounding, mask in by_rounding(codecs):
+        compile_quantize(rounding, True, device, 1, size_of(SOURCE_SIZES[codecs[mask]]))
+
+
+def cut_into_blocks(table: np.ndarray, into: np.ndarray, places: np.ndarray) -> BlockItems:
+    """Return the blocks that pieces make up, each an item, for the end that `table` and `places` know: source or destination."""
+    return cut(table, into, np.zeros(len(table), np.int64), places, 1)
+
+
+def places_of_requests(where: np.ndarray, extents: np.ndarray, codecs: np.ndarray) -> np.ndarray:
+    """Return an engine's local tensors as a trainer's rank knows them: their shapes and codecs (`items.places_of`), by their index
+    in `where`."""
+    places = np.zeros((int(where[:, 0].max(initial=-1)) + 1, PLACES), np.int64)
+    places[where[:, 0], SHAPE], places[where[:, 0], ENCODING] = extents, codecs
+    return places
+
+
+def padding_outside(padding: Placed, sent: Iterable[BlockItems], places: np.ndarray) -> Placed:
+    """Return the rows of padding that lie in no block that is sent, since those bring their own."""
+    blocks = cut(padding.table, padding.into, np.arange(len(padding.table)), places, 1)
+    sent_codes = np.concatenate([*(each.items[:, CODES] for each in sent), np.zeros(0, np.int64)])
+    item = np.repeat(np.arange(len(blocks.items)), blocks.items[:, FRAGMENTS])
+    kept = ~np.isin(blocks.items[:, CODES], sent_codes)[item]
+    fragments, tensor, row = blocks.fragments[kept], blocks.tensors[item[kept]], blocks.owners[kept]
+    at = blocks.items[item[kept], CODES] - places[tensor, PLACE.start]
+    pitch = places[tensor, PITCH.start]
+    table = padding.table[row].copy()
+    table[:, ROWS], table[:, WIDTH] = fragments[:, FRAGMENT_ROWS], fragments[:, FRAGMENT_COLUMNS]
+    into = np.stack([tensor, at // pitch + fragments[:, TOP], at % pitch + fragments[:, LEFT]], 1)
+    return Placed(table, into)
+
+
+def _elements(items: np.ndarray) -> np.ndarray:
+    count: np.ndarray = items[:, ITEM_ROWS] * items[:, ITEM_COLUMNS]
+    return count
+
+
+def scale_at(items: np.ndarray) -> np.ndarray:
+    """Return where the scale of each packed block is, in bytes from its begin."""
+    elements = _elements(items)
+    return elements + -elements % ALIGNMENT
+
+
+def packed_bytes(items: np.ndarray) -> np.ndarray:
+    """Return the bytes of each packed block."""
+    return scale_at(items) + SCALE
+
+
+def packed(items: np.ndarray, begins: np.ndarray) -> np.ndarray:
+    """Return the items of blocks that are packed each from its address in `begins` on."""
+    items = items.copy()
+    items[:, CODES], items[:, CODES_PITCH] = begins, items[:, ITEM_COLUMNS]
+    items[:, SCALES] = begins + scale_at(items)
+    return items
+
+
+def encode_tables(
+    blocks: BlockItems, places: np.ndarray, begins: np.ndarray, device: torch.device
+) -> list[BlockTable]:
+    """Return the tables that make these blocks, by rounding, each packed from its address in `begins` on."""
+    items = packed(blocks.items, begins)
+    codecs = places[blocks.tensors, ENCODING]
+    tables = []
+    for rounding, mask in by_rounding(codecs):
+        chosen = blocks._replace(items=items[mask])
+        tables.append(BlockTable(chosen, rounding, device, np.arange(len(chosen.items))))
+    return tables
+
+
+def unpack_copies(blocks: BlockItems, begins: np.ndarray) -> np.ndarray:
+    """Return the plain copies that put packed blocks, each from its address in `begins` on, where they are served from."""
+    items, codes, scales = blocks.items, empty_table(len(blocks.items)), empty_table(len(blocks.items))
+    codes[:, SRC], codes[:, DST] = begins, items[:, CODES]
+    codes[:, ROWS], codes[:, WIDTH] = items[:, ITEM_ROWS], items[:, ITEM_COLUMNS]
+    codes[:, SRC_PITCH], codes[:, DST_PITCH] = items[:, ITEM_COLUMNS], items[:, CODES_PITCH]
+    scales[:, SRC], scales[:, DST] = begins + scale_at(items), items[:, SCALES]
+    scales[:, ROWS], scales[:, WIDTH] = 1, SCALE
+    return np.concatenate([codes, scales])
+
+
+def slice_blocks(blocks: BlockItems, first: int, last: int) -> BlockItems:
+    """Return the blocks from number `first` up to `last`."""
+    items = blocks.items[first:last].copy()
+    if not len(items):
+        return BlockItems(items, blocks.fragments[:0], blocks.owners[:0], blocks.tensors[:0])
+    start, end = items[0, FIRST_FRAGMENT], items[-1, FIRST_FRAGMENT] + items[-1, FRAGMENTS]
+    items[:, FIRST_FRAGMENT] -= start
+    return BlockItems(
+        items, blocks.fragments[start:end], blocks.owners[start:end], blocks.tensors[first:last]
+    )
+
+
+def digest_requantized(blocks: BlockItems, places: np.ndarray, device: torch.device) -> np.ndarray:
+    """Return a digest of the codes and scale of each block, made anew on the trainer's rank."""
+    digests = [np.zeros(0, np.int64)]
+    for batch in _batches(blocks):
+        slot = BLOCK * BLOCK + ALIGNMENT
+        memory = torch.empty(len(batch.items) * slot, dtype=torch.uint8, device=device)
+        begins = memory.data_ptr() + np.arange(len(batch.items), dtype=np.int64) * slot
+        for table in encode_tables(batch, places, begins, device):
+            table.run()
+        digests.append(_digests(packed(batch.items, begins), device))
+    return np.concatenate(digests)
+
+
+def digest_served(blocks: BlockItems, device: torch.device) -> np.ndarray:
+    """Return a digest of the codes and scale of each block, where an inference rank serves from."""
+    return _digests(blocks.items, device)
+
+
+def _batches(blocks: BlockItems) -> Iterator[BlockItems]:
+    for first in range(0, len(blocks.items), BATCH):
+        yield slice_blocks(blocks, first, min(first + BATCH, len(blocks.items)))
+
+
+def _digests(items: np.ndarray, device: torch.device) -> np.ndarray:
+    digests = []
+    for address, pitch, rows, width, size in (
+        (items[:, CODES], items[:, CODES_PITCH], items[:, ITEM_ROWS], items[:, ITEM_COLUMNS], 1),
+        (items[:, SCALES], np.full(len(items), SCALE), np.ones(len(items), np.int64), np.full(len(items), SCALE), SCALE),
+    ):  # fmt: skip
+        table = empty_table(len(items))
+        table[:, SRC], table[:, SRC_PITCH], table[:, ROWS], table[:, WIDTH] = address, pitch, rows, width
+        digests.append(Digests(table, width // size, device).result())
+    combined: np.ndarray = digests[0] * 31 + digests[1]
+    return combined
