@@ -92,7 +92,7 @@ def command(
     from reshard.megatron.layout import MegatronLayout
     from reshard.models.config_fields import check_ignored
     from reshard.plan import plan_refit
-    from reshard.storage.sources import read_model
+    from reshard.storage.sources.opening import read_model
 
     source = megatron_sizes(trainer, ("dp", "cp"))
     extra = {name: source.pop(name) for name in ("dp", "cp") if name in source}

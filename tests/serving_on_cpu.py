@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from reshard.quantization.fp8_blocks import encode
-from reshard.storage import boxes
+from reshard.storage.io import boxes
 from tests import vllm_on_cpu
 from tests.disk import scribble
 from tests.ranks import caught

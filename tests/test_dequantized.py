@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from reshard import MegatronLayout, check, diff, hf_to_mcore, inspect, mcore_to_hf
 from reshard.core.dtypes import dtype_named
 from reshard.quantization import fp8_blocks, int_groups
-from reshard.storage.huggingface import HuggingFaceSource
+from reshard.storage.sources.huggingface import HuggingFaceSource
 from tests.checkpoints import make
 from tests.oracle import hf_tensors, megatron_tensors, same, stored_tensors
 from tests.test_faults import refused

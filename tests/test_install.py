@@ -200,7 +200,7 @@ CALLS = {
     "a module": "import reshard.storage.convert",
     "load": "import reshard.device.staging",
     "a dtype": "from reshard.core.dtypes import DTYPES; DTYPES['bfloat16'].numpy()",
-    "a hub id": "import reshard.storage.hf_hub as hub; hub.local_directory('someone/something')",
+    "a hub id": "import reshard.storage.sources.hf_hub as hub; hub.local_directory('someone/something')",
 }
 MISSING = (
     "this needs huggingface_hub and ml_dtypes and xxhash, which are not installed here: "

@@ -26,8 +26,9 @@ from reshard.core.dtypes import dtype_named
 from reshard.engines.vllm.names import vllm_name
 from reshard.models.model import Model
 from reshard.quantization import compressed_tensors, int_groups, nvfp4
-from reshard.storage import quantized, run
-from reshard.storage.huggingface import HuggingFaceSource
+from reshard.storage import quantized
+from reshard.storage.run import conversion as run
+from reshard.storage.sources.huggingface import HuggingFaceSource
 from tests import checkpoints
 from tests.oracle import hf_tensors, megatron_tensors, same, stored_tensors
 from tests.test_compressed import hard

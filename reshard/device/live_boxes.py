@@ -9,7 +9,7 @@ from reshard.core.boxes import Box
 from reshard.core.dtypes import Dtype
 from reshard.device.memory import Region
 from reshard.device.staging import ALIGNMENT, byte_view
-from reshard.storage.boxes import Rows
+from reshard.storage.io.boxes import Rows
 
 T = TypeVar("T")
 

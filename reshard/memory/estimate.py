@@ -12,7 +12,7 @@ from reshard.memory.outside import bytes_of_gpu
 from reshard.memory.phases import Engine, phases_of
 from reshard.memory.report import MemoryReport, report_of
 from reshard.models.model import Model
-from reshard.storage.sources import read_model
+from reshard.storage.sources.opening import read_model
 
 
 @accepts_renamed_options

@@ -14,7 +14,7 @@ from reshard.quantization.fp8_blocks import Fp8Blocks
 from reshard.quantization.int_groups import IntGroups
 from reshard.quantization.nvfp4 import Nvfp4
 from reshard.quantization.scheme import Scheme, check_finite
-from reshard.storage.streams import SLAB_BYTES, StripWriter, TensorInfo
+from reshard.storage.io.streams import SLAB_BYTES, StripWriter, TensorInfo
 
 # The schemes that a conversion writes, by the names that --quantize takes.
 SCHEMES: dict[str, Scheme] = {

@@ -71,10 +71,10 @@ def complete_arguments(arguments: Any) -> None:
 def _complete_model(arguments: Any) -> None:
     from reshard.core.errors import ReshardError
     from reshard.engines.vllm.load_format.checkpoint import config_directory, wants_fp8_blocks
-    from reshard.storage.hf_hub import check_hub_id
-    from reshard.storage.megatron import MegatronSource
-    from reshard.storage.paths import HF_FILES, config_beside, locate
-    from reshard.storage.sources import check_huggingface
+    from reshard.storage.sources.hf_hub import check_hub_id
+    from reshard.storage.sources.megatron import MegatronSource
+    from reshard.storage.sources.opening import check_huggingface
+    from reshard.storage.sources.paths import HF_FILES, config_beside, locate
 
     path = Path(arguments.model)
     if not path.is_dir():

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from reshard.core.errors import ReshardError, rewrite_message
-from reshard.storage.team import Team
+from reshard.storage.run.team import Team
 
 
 def keyword_style_errors() -> AbstractContextManager[None]:

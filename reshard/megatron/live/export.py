@@ -15,7 +15,7 @@ from reshard.megatron.live.collective import check_same_options, keyword_style_e
 from reshard.megatron.live.inventory import Inventory, WriteAssignment, take_inventory
 from reshard.megatron.live.local_model import LocalModel, Models, box_of
 from reshard.megatron.live.published_model import PublishedModel
-from reshard.storage.boxes import Rows
+from reshard.storage.io.boxes import Rows
 
 MAX_BUFFER_BYTES = 1 << 40
 

@@ -11,8 +11,8 @@ from reshard.megatron.live.local_model import HeldBoxes, LocalModel, box_of, unc
 from reshard.megatron.live.published_model import PublishedModel
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
-from reshard.storage.streams import TensorInfo
-from reshard.storage.team import Team
+from reshard.storage.io.streams import TensorInfo
+from reshard.storage.run.team import Team
 
 
 class WriteAssignment(NamedTuple):

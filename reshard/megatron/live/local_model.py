@@ -17,7 +17,7 @@ from reshard.device.staging import check_one_device
 from reshard.megatron.checkpoint import EMBEDDING, OUTPUT
 from reshard.megatron.parameters import padded_vocab_size
 from reshard.models.model import Model
-from reshard.storage.boxes import Rows
+from reshard.storage.io.boxes import Rows
 from reshard.trainers.megatron import MegatronModel
 
 require("megatron", "torch", "megatron.core")

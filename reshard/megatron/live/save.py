@@ -29,13 +29,15 @@ from reshard.megatron.live.local_model import LocalModel, Models
 from reshard.megatron.live.published_model import PublishedModel, implementation_of, layout_of
 from reshard.megatron.live.share_writer import ShareWriter
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
-from reshard.storage.boxes import box_bytes
-from reshard.storage.destinations import Destination, HuggingFaceFiles, MegatronFiles, parse_size
-from reshard.storage.files import OpenFiles, allow_many_files, write_error
-from reshard.storage.paths import iterations_in
+from reshard.storage.destinations.base import Destination
+from reshard.storage.destinations.huggingface import HuggingFaceFiles, parse_size
+from reshard.storage.destinations.megatron import MegatronFiles
+from reshard.storage.io.boxes import box_bytes
+from reshard.storage.io.files import OpenFiles, allow_many_files, write_error
 from reshard.storage.quantized import Quantized
-from reshard.storage.workdir import SAVE, AddedIteration, Workdir
-from reshard.storage.workers import worker_count
+from reshard.storage.run.workdir import SAVE, AddedIteration, Workdir
+from reshard.storage.run.workers import worker_count
+from reshard.storage.sources.paths import iterations_in
 
 log = logging.getLogger("reshard")
 FORMATS = ("torch_dist", "hf")

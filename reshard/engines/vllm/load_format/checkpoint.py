@@ -7,8 +7,8 @@ from typing import Any
 from reshard.core.errors import ReshardError
 from reshard.quantization import compressed_tensors, modelopt
 from reshard.quantization.fp8_blocks import BLOCK
-from reshard.storage.hf_hub import local_directory
-from reshard.storage.paths import locate
+from reshard.storage.sources.hf_hub import local_directory
+from reshard.storage.sources.paths import locate
 
 CONFIG_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 

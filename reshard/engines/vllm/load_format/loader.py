@@ -46,12 +46,12 @@ from reshard.quantization.fp8_blocks import SCALE_SUFFIX, encode
 from reshard.quantization.nvfp4 import fused
 from reshard.quantization.nvfp4_torch import encode as encode_nvfp4
 from reshard.quantization.scheme import check_finite
-from reshard.storage.boxes import Rows
-from reshard.storage.hf_hub import local_directory
-from reshard.storage.megatron import MegatronSource
-from reshard.storage.reading import Region, Weights, weights_of_huggingface, weights_of_megatron
-from reshard.storage.source import read_config
-from reshard.storage.sources import check_huggingface
+from reshard.storage.io.boxes import Rows
+from reshard.storage.io.reading import Region, Weights, weights_of_huggingface, weights_of_megatron
+from reshard.storage.sources.base import read_config
+from reshard.storage.sources.hf_hub import local_directory
+from reshard.storage.sources.megatron import MegatronSource
+from reshard.storage.sources.opening import check_huggingface
 
 logger = logging.getLogger("vllm.reshard")  # below vLLM's own, which shows it
 MAX_THREADS = 8

@@ -18,13 +18,13 @@ from reshard.megatron.parameters import expand
 from reshard.models.model import Model
 from reshard.quantization import channels, compressed_tensors, fp8_blocks, modelopt
 from reshard.quantization.scheme import StoredWeight
-from reshard.storage.files import OpenFiles
+from reshard.storage.io.files import OpenFiles
+from reshard.storage.io.streams import Strip, TensorInfo
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.manifest import read_manifest
-from reshard.storage.paths import check_config
-from reshard.storage.source import Source, ignored_as_recorded, read_config
-from reshard.storage.streams import Strip, TensorInfo
-from reshard.storage.versions import FileVersions
+from reshard.storage.sources.base import Source, ignored_as_recorded, read_config
+from reshard.storage.sources.paths import check_config
+from reshard.storage.sources.versions import FileVersions
 
 READERS = 16  # of small tensors, which wait for a disk or a network, not for a core
 
