@@ -111,7 +111,7 @@ def command(
     from reshard.memory.options import Training
     from reshard.memory.outside import bytes_of_gpu
     from reshard.models.config_fields import check_ignored
-    from reshard.storage.sources import read_model
+    from reshard.storage.sources.opening import read_model
 
     given["recompute"] = _recompute(given)
     sizes = {name: given.pop(name) for name in LAYOUT_NAMES}

@@ -107,7 +107,7 @@ def command(
     from reshard.megatron.layout import MegatronLayout
     from reshard.models.config_fields import check_ignored
     from reshard.plan import plan_refit
-    from reshard.storage.sources import read_model
+    from reshard.storage.sources.opening import read_model
 
     numbers = {"tp", "pp", "vpp", "ep", "etp", "dp", "cp", "first_stage_layers", "last_stage_layers"}
     source = sizes_of(trainer, "--from", numbers, {"pipeline"})

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from reshard.storage.compare import check, diff
     from reshard.storage.convert import hf_to_mcore, mcore_to_hf
     from reshard.storage.inspection import inspect
-    from reshard.storage.sources import read_model
+    from reshard.storage.sources.opening import read_model
 
 _MODULES = {
     "AutoBridge": "megatron.live.bridge",
@@ -44,7 +44,7 @@ _MODULES = {
     "offload": "megatron.live.offload",
     "onload": "megatron.live.offload",
     "plan_refit": "plan",
-    "read_model": "storage.sources",
+    "read_model": "storage.sources.opening",
     "save": "megatron.live.save",
 }
 __all__ = [

@@ -13,7 +13,7 @@ from megatron.core.transformer.module import Float16Module
 import reshard
 from reshard.megatron.live import filling
 from reshard.megatron.live import save as saving
-from reshard.storage import files
+from reshard.storage.io import files
 from tests import megatron_on_cpu
 from tests.disk import scribble
 from tests.oracle import bits

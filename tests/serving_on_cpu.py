@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from reshard.storage import boxes
 from reshard.storage.fp8 import quantize
+from reshard.storage.io import boxes
 from tests import vllm_on_cpu
 from tests.disk import scribble
 from tests.ranks import caught

@@ -29,7 +29,7 @@ from reshard import MegatronLayout, check, diff, hf_to_mcore, inspect, mcore_to_
 from reshard.core.dtypes import dtype_named
 from reshard.storage import packed
 from reshard.storage.dequantized import dequantize as dequantize_rows
-from reshard.storage.huggingface import HuggingFaceSource
+from reshard.storage.sources.huggingface import HuggingFaceSource
 from tests.checkpoints import make
 from tests.oracle import hf_tensors, megatron_tensors, same, stored_tensors
 from tests.test_faults import refused

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from reshard import MegatronLayout, ReshardError, check, diff, hf_to_mcore, inspect, mcore_to_hf
 from reshard.formats import pickles
-from reshard.storage.workers import run_jobs
+from reshard.storage.run.workers import run_jobs
 from tests.oracle import hf_tensors, same
 
 INDEX = "model.safetensors.index.json"

@@ -112,7 +112,7 @@ CALLS = {
     "a module": "import reshard.storage.convert",
     "load": "import reshard.megatron.live.memory",
     "a dtype": "from reshard.core.dtypes import DTYPES; DTYPES['bfloat16'].numpy()",
-    "a hub id": "import reshard.storage.hf_hub as hub; hub.local_directory('someone/something')",
+    "a hub id": "import reshard.storage.sources.hf_hub as hub; hub.local_directory('someone/something')",
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from reshard import MegatronLayout, ReshardError, check, hf_to_mcore, mcore_to_hf, read_model
-from reshard.storage.sources import open_source
+from reshard.storage.sources.opening import open_source
 from tests.checkpoints import make
 from tests.disk import tree
 from tests.oracle import bits, hf_tensors

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from reshard import MegatronLayout, hf_to_mcore
-from reshard.storage import boxes
-from reshard.storage.files import OpenFiles
-from reshard.storage.sources import open_source
-from reshard.storage.streams import Strip
+from reshard.storage.io import boxes
+from reshard.storage.io.files import OpenFiles
+from reshard.storage.io.streams import Strip
+from reshard.storage.sources.opening import open_source
 from tests.oracle import hf_tensors
 
 

@@ -25,8 +25,9 @@ from reshard import MegatronLayout, check, diff, hf_to_mcore, inspect, mcore_to_
 from reshard.core.dtypes import dtype_named
 from reshard.engines.vllm.names import vllm_name
 from reshard.models.model import Model
-from reshard.storage import channels, nvfp4, quantized, run
-from reshard.storage.huggingface import HuggingFaceSource
+from reshard.storage import channels, nvfp4, quantized
+from reshard.storage.run import conversion as run
+from reshard.storage.sources.huggingface import HuggingFaceSource
 from tests import checkpoints
 from tests.oracle import hf_tensors, megatron_tensors, same, stored_tensors
 from tests.test_compressed import hard

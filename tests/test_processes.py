@@ -164,7 +164,7 @@ def test_an_environment_that_makes_no_sense_is_one_sentence(size, rank, whole, t
 
 LATE = """
 import sys, time
-from reshard.storage import team
+from reshard.storage.run import team
 plain = team._connect
 team._connect = lambda *where: (time.sleep(float(sys.argv[1])), plain(*where))[1]
 with team.Team.from_environment() as one:

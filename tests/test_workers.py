@@ -12,10 +12,10 @@ import psutil
 import pytest
 import torch
 
-import reshard.storage.rank_files
+import reshard.storage.destinations.rank_files
 from reshard import MegatronLayout, check, hf_to_mcore, mcore_to_hf
-from reshard.storage import workers
-from reshard.storage.batches import Batches
+from reshard.storage.run import workers
+from reshard.storage.run.batches import Batches
 from tests.disk import cli, held_run, tree, until
 from tests.oracle import hf_tensors, megatron_tensors, same, stored_tensors
 
@@ -94,7 +94,7 @@ def test_ctrl_c_in_the_terminal_is_the_parents(source, tmp_path):
 def test_what_nobody_expected_says_where_it_was_raised(threads):
     code = f"""
 import sys
-from reshard.storage.workers import can_fork, run_jobs
+from reshard.storage.run.workers import can_fork, run_jobs
 sys.modules.update(torch=sys) if {threads} else None  # as in a program that has loaded it
 assert can_fork() != {threads}
 def job(name):
@@ -111,7 +111,7 @@ except RuntimeError as error:
 def test_a_result_comes_from_a_process_of_its_own_unless_there_are_threads():
     code = """
 import os, threading
-from reshard.storage.workers import BackgroundCall, run_jobs
+from reshard.storage.run.workers import BackgroundCall, run_jobs
 assert os.getpid() not in run_jobs(dict.fromkeys("abc", 1 << 30), lambda name: os.getpid(), 2).values()
 with BackgroundCall(lambda: bytes(1 << 22)) as aside:  # more than a pipe holds
     while aside.workers:
@@ -145,7 +145,7 @@ hf_to_mcore({str(source)!r}, {str(tmp_path / "out")!r}, MegatronLayout(tp=2, ep=
 def test_a_signal_to_a_worker_runs_no_handler_of_the_program():
     code = """
 import os, signal, sys, time
-from reshard.storage.workers import run_jobs
+from reshard.storage.run.workers import run_jobs
 signal.signal(signal.SIGTERM, lambda *a: sys.exit(143))
 try:
     run_jobs({"a": 1}, lambda name: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(30), 1)
@@ -179,7 +179,7 @@ hf_to_mcore({str(source)!r}, {str(tmp_path / "out")!r}, MegatronLayout(tp=2, ep=
 
 def test_errors_of_the_system_stay_what_they_are_and_odd_results_are_reported():
     code = """
-from reshard.storage.workers import run_jobs
+from reshard.storage.run.workers import run_jobs
 def job(name):
     if name == "disk":
         raise OSError(5, "Input/output error", "a file")
@@ -200,7 +200,7 @@ def test_a_terminal_has_a_bar_and_processes(source, tmp_path):
     """Under a terminal of its own: the bar starts no thread, which would make workers threads."""
     code = f"""
 import os, sys
-import reshard.storage.workers as workers
+import reshard.storage.run.workers as workers
 start = workers._Process.__init__
 def started(self, *arguments):
     start(self, *arguments)
@@ -264,7 +264,7 @@ def test_batches_are_neighbors_and_go_where_the_fewest_write():
 
 
 def test_a_rank_has_several_files_where_its_bytes_would_keep_one_worker_busy(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(reshard.storage.rank_files, "SMALLEST_FILE_BYTES", 100_000)
+    monkeypatch.setattr(reshard.storage.destinations.rank_files, "SMALLEST_FILE_BYTES", 100_000)
     hf_to_mcore(source, tmp_path / "mcore", MegatronLayout(tp=2, pp=2))
     release = tmp_path / "mcore" / "release"
     files = {path.name: path.stat().st_size for path in release.glob("*.distcp")}

@@ -152,7 +152,7 @@ def measure(name: str, hf: Path, folder: Path) -> dict:
     from reshard.parity.prompts import reach_of
     from reshard.parity.rounding import Rounding, rounded
     from reshard.parity.systems import Scoring, System, join_processes, scores_of
-    from reshard.storage.source import read_config
+    from reshard.storage.sources.base import read_config
 
     join_processes()
     hf_to_mcore(hf, folder / "mcore", transformer_impl="local")

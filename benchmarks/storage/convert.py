@@ -206,7 +206,7 @@ def profile(source: Path, target: Path) -> dict[str, float]:
     code = f"""
 import sys, time, json, threading
 start = time.perf_counter()
-import reshard.storage.convert as c, reshard.storage.destinations as destinations, reshard.storage.files as files, reshard.storage.run as run, reshard.storage.rank_files as rank_files, reshard.storage.workers as workers
+import reshard.storage.convert as c, reshard.storage.destinations.megatron as destinations, reshard.storage.io.files as files, reshard.storage.run.conversion as run, reshard.storage.destinations.rank_files as rank_files, reshard.storage.run.workers as workers
 workers.can_fork = lambda: False
 spent, lock = dict(imports=time.perf_counter() - start), threading.Lock()
 def clock(owner, name, label):

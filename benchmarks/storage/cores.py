@@ -37,15 +37,15 @@ from reshard.formats import safetensors
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
 from reshard.storage.fp8 import Fp8Blocks, quantizable
-from reshard.storage.streams import TensorInfo
+from reshard.storage.io.streams import TensorInfo
 
 RESHARD = [sys.executable, "-m", "reshard.cli.main"]
 QWEN = ["--tp", "2", "--pp", "2", "--ep", "4", "--etp", "1"]
 # The same commands, whose bytes of tensors go nowhere.
 THROWN_AWAY = """
 import sys
-from reshard.storage.files import OpenFiles
-from reshard.storage.run import Run
+from reshard.storage.io.files import OpenFiles
+from reshard.storage.run.conversion import Run
 from reshard.cli.main import main
 Run._check_space = lambda self: None
 OpenFiles.write = lambda self, path, offset, data: None

@@ -120,7 +120,7 @@ def estimate_memory(
         report.fits, report.peak.allocated, report.peak.moment
     """
     if not isinstance(model, Model):
-        from reshard.storage.sources import read_model
+        from reshard.storage.sources.opening import read_model
 
         model = read_model(model)
     if not isinstance(layout, MegatronLayout):

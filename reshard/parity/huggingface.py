@@ -13,7 +13,7 @@ from reshard.models.model import Model
 from reshard.parity.systems import DTYPES, ForwardSystem, device, release_memory
 from reshard.storage import modelopt
 from reshard.storage.channels import METHOD, NVFP4
-from reshard.storage.source import read_config
+from reshard.storage.sources.base import read_config
 
 
 class HuggingFace(ForwardSystem):

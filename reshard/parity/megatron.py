@@ -22,8 +22,8 @@ from reshard.parity.systems import (
     of_all_ranks,
     release_memory,
 )
-from reshard.storage.megatron import MegatronSource
-from reshard.storage.sources import open_source
+from reshard.storage.sources.megatron import MegatronSource
+from reshard.storage.sources.opening import open_source
 
 
 class Megatron(ForwardSystem):

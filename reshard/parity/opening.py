@@ -9,10 +9,10 @@ from reshard.models.model import Model
 from reshard.parity.huggingface import HuggingFace
 from reshard.parity.prompts import SERVED
 from reshard.parity.systems import System
-from reshard.storage.hf_hub import local_directory
-from reshard.storage.paths import locate
-from reshard.storage.source import read_config
-from reshard.storage.sources import open_source
+from reshard.storage.sources.base import read_config
+from reshard.storage.sources.hf_hub import local_directory
+from reshard.storage.sources.opening import open_source
+from reshard.storage.sources.paths import locate
 
 
 def is_megatron(spec: str) -> bool:

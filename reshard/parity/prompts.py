@@ -11,8 +11,8 @@ import numpy as np
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.extras import importing
 from reshard.models.model import Model
-from reshard.storage.hf_hub import local_directory
-from reshard.storage.paths import HF_FILES, locate
+from reshard.storage.sources.hf_hub import local_directory
+from reshard.storage.sources.paths import HF_FILES, locate
 
 Prompt = list[int]
 # Before a path, it says that vLLM is to serve it.

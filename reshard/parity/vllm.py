@@ -29,7 +29,7 @@ from reshard.parity.prompts import Prompt
 from reshard.parity.routing import Choices
 from reshard.parity.systems import Scoring, System, check_processes, join_processes, release_memory
 from reshard.refit import RefitGroup, connect
-from reshard.storage.source import read_config
+from reshard.storage.sources.base import read_config
 from reshard.trainers.megatron import MegatronModel
 
 KV_CACHE_BYTES = 1 << 30

@@ -16,9 +16,9 @@ import xxhash
 from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import ReshardError
 from reshard.storage.fp8 import BLOCK
+from reshard.storage.io.streams import SLAB_BYTES, StripWriter, TensorInfo
 from reshard.storage.packed import pack, words
 from reshard.storage.quantized import Quantize, Quantized, Reader, TensorReader, check_finite
-from reshard.storage.streams import SLAB_BYTES, StripWriter, TensorInfo
 
 SUFFIX = "_scale"
 METHOD = "compressed-tensors"

@@ -12,16 +12,22 @@ from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError, listed
 from reshard.models.config_fields import check_ignored, meaning_only_noted
 from reshard.models.model import different_fields
-from reshard.storage.files import allow_many_files
-from reshard.storage.hf_hub import local_directory
-from reshard.storage.huggingface import HuggingFaceSource
+from reshard.storage.io.files import allow_many_files
 from reshard.storage.manifest import CHECKSUM, NAME, read_manifest
-from reshard.storage.megatron import MegatronSource
-from reshard.storage.paths import HF_FILES, config_beside, iterations_in, locate, tracked_iteration
-from reshard.storage.source import Source
-from reshard.storage.sources import open_source
-from reshard.storage.verify import changed_files, checksum_of, differences, manifest_of, stored_tensors
-from reshard.storage.workers import Progress, run_jobs, worker_count
+from reshard.storage.run.workers import Progress, run_jobs, worker_count
+from reshard.storage.sources.base import Source
+from reshard.storage.sources.hf_hub import local_directory
+from reshard.storage.sources.huggingface import HuggingFaceSource
+from reshard.storage.sources.megatron import MegatronSource
+from reshard.storage.sources.opening import open_source
+from reshard.storage.sources.paths import HF_FILES, config_beside, iterations_in, locate, tracked_iteration
+from reshard.storage.sources.verify import (
+    changed_files,
+    checksum_of,
+    differences,
+    manifest_of,
+    stored_tensors,
+)
 
 
 @dataclass(frozen=True)

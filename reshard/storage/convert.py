@@ -15,23 +15,24 @@ from reshard.megatron.arguments import version_of
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
 from reshard.models.config_fields import check_ignored
-from reshard.storage.casts import overflow_notice
 from reshard.storage.channels import Blocks, Channels, PackedChannels, PackedGroups, Tensors
-from reshard.storage.destinations import HuggingFaceFiles, MegatronFiles, parse_size
-from reshard.storage.files import OpenFiles, allow_many_files
+from reshard.storage.destinations.huggingface import HuggingFaceFiles, parse_size
+from reshard.storage.destinations.megatron import MegatronFiles
 from reshard.storage.fp8 import Fp8Blocks
-from reshard.storage.hf_hub import local_directory
-from reshard.storage.huggingface import HuggingFaceSource
-from reshard.storage.megatron import MegatronSource
+from reshard.storage.io.casts import overflow_notice
+from reshard.storage.io.files import OpenFiles, allow_many_files
+from reshard.storage.io.streams import SLAB_BYTES, TensorInfo
 from reshard.storage.nvfp4 import Nvfp4
 from reshard.storage.quantized import Quantized
-from reshard.storage.run import Run
-from reshard.storage.source import Source, has_tokenizer
-from reshard.storage.streams import SLAB_BYTES, TensorInfo
-from reshard.storage.team import Team
-from reshard.storage.verify import SourceChecks
-from reshard.storage.workdir import Workdir, fingerprint
-from reshard.storage.workers import BackgroundCall, Progress, worker_count, workers_for
+from reshard.storage.run.conversion import Run
+from reshard.storage.run.team import Team
+from reshard.storage.run.workdir import Workdir, fingerprint
+from reshard.storage.run.workers import BackgroundCall, Progress, worker_count, workers_for
+from reshard.storage.sources.base import Source, has_tokenizer
+from reshard.storage.sources.hf_hub import local_directory
+from reshard.storage.sources.huggingface import HuggingFaceSource
+from reshard.storage.sources.megatron import MegatronSource
+from reshard.storage.sources.verify import SourceChecks
 
 # Ways to quantize: blocks of fp8; codes with a scale for each output channel, for all of a weight, or for a block, in another
 # format; in words, with one for each output channel, or for so many of its columns; and 4 bits in bytes.

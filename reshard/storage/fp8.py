@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from reshard.core.dtypes import DTYPES, Dtype
+from reshard.storage.io.streams import TensorInfo
 from reshard.storage.quantized import Quantize, Quantized, TensorReader
-from reshard.storage.streams import TensorInfo
 
 BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"

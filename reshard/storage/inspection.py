@@ -10,10 +10,10 @@ from reshard.core.errors import ReshardError
 from reshard.formats import safetensors
 from reshard.models.config_fields import check_ignored, meaning_only_noted, whole_number
 from reshard.models.model import Model
-from reshard.storage.hf_hub import local_directory
-from reshard.storage.paths import locate
-from reshard.storage.source import ignored_as_recorded, read_config
-from reshard.storage.sources import open_source
+from reshard.storage.sources.base import ignored_as_recorded, read_config
+from reshard.storage.sources.hf_hub import local_directory
+from reshard.storage.sources.opening import open_source
+from reshard.storage.sources.paths import locate
 
 
 @dataclass

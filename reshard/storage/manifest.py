@@ -17,7 +17,7 @@ import xxhash
 
 from reshard.core.errors import ReshardError
 from reshard.formats.small_files import MAX_INDEX_BYTES, read_json, whole_numbers
-from reshard.storage.streams import TensorInfo
+from reshard.storage.io.streams import TensorInfo
 
 NAME = "reshard.json"
 CHECKSUM = "xxh3_128"

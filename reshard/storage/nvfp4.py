@@ -19,8 +19,8 @@ import numpy as np
 from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import ReshardError
 from reshard.storage.channels import GLOBAL_END, NVFP4, PACKED_END, SUFFIX, config_of
+from reshard.storage.io.streams import Scratch, TensorInfo
 from reshard.storage.quantized import Quantize, Quantized, TensorReader, check_finite
-from reshard.storage.streams import Scratch, TensorInfo
 
 GROUP = 16
 CODES, SCALES, FP32 = DTYPES["uint8"], DTYPES["float8_e4m3fn"], DTYPES["float32"]

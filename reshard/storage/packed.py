@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from reshard.storage.streams import Scratch
+from reshard.storage.io.streams import Scratch
 
 # What numpy looks up at once, so that it is fast: the numbers of a byte in fp32, one or a pair of them.
 BITS = {4: np.complex64, 8: np.float32}

@@ -9,7 +9,7 @@ import xxhash
 
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
-from reshard.storage.streams import SLAB_BYTES, StripWriter, TensorInfo
+from reshard.storage.io.streams import SLAB_BYTES, StripWriter, TensorInfo
 
 # Reads rows `start` .. `stop` of a weight, in the dtype that is to be quantized; valid until the next call.
 Reader = Callable[[int, int], np.ndarray]

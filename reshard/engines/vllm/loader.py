@@ -41,15 +41,15 @@ from reshard.megatron.parameters import expand
 from reshard.models.family import families
 from reshard.models.model import Model
 from reshard.storage import channels, modelopt
-from reshard.storage.boxes import Rows
 from reshard.storage.fp8 import SCALE_SUFFIX, quantize
-from reshard.storage.hf_hub import local_directory
-from reshard.storage.megatron import MegatronSource
+from reshard.storage.io.boxes import Rows
+from reshard.storage.io.reading import Region, Weights, weights_of_huggingface, weights_of_megatron
 from reshard.storage.nvfp4 import fused
 from reshard.storage.quantized import check_finite
-from reshard.storage.reading import Region, Weights, weights_of_huggingface, weights_of_megatron
-from reshard.storage.source import read_config
-from reshard.storage.sources import check_huggingface
+from reshard.storage.sources.base import read_config
+from reshard.storage.sources.hf_hub import local_directory
+from reshard.storage.sources.megatron import MegatronSource
+from reshard.storage.sources.opening import check_huggingface
 
 logger = logging.getLogger("vllm.reshard")  # below vLLM's own, which shows it
 MAX_THREADS = 8

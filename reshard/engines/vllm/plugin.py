@@ -40,7 +40,7 @@ def register() -> None:
 
 def config_directory(config: str, revision: str | None) -> Path:
     """The directory of a model's config and tokenizer: a path, or a hub id, of which only these are fetched."""
-    from reshard.storage.hf_hub import local_directory
+    from reshard.storage.sources.hf_hub import local_directory
 
     hub = revision is not None and not Path(config).is_dir()
     return local_directory(f"{config}@{revision}" if hub else config, CONFIG_FILES)
@@ -48,7 +48,7 @@ def config_directory(config: str, revision: str | None) -> Path:
 
 def megatron_directory(path: Path) -> Path | None:
     """The directory of the iteration that a path means; None where it is no Megatron checkpoint."""
-    from reshard.storage.paths import locate
+    from reshard.storage.sources.paths import locate
 
     found = locate(path)
     return None if found is None else found.directory
@@ -81,10 +81,10 @@ def complete_arguments(arguments: Any) -> None:
 
 def _complete(arguments: Any) -> None:
     from reshard.core.errors import ReshardError
-    from reshard.storage.hf_hub import check_hub_id
-    from reshard.storage.megatron import MegatronSource
-    from reshard.storage.paths import HF_FILES, config_beside, locate
-    from reshard.storage.sources import check_huggingface
+    from reshard.storage.sources.hf_hub import check_hub_id
+    from reshard.storage.sources.megatron import MegatronSource
+    from reshard.storage.sources.opening import check_huggingface
+    from reshard.storage.sources.paths import HF_FILES, config_beside, locate
 
     path = Path(arguments.model)
     if not path.is_dir():

@@ -10,8 +10,8 @@ from reshard.megatron.live.config import Published
 from reshard.megatron.live.ranks import HeldBoxes, Rank, box_of, decide, not_covered
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
-from reshard.storage.streams import TensorInfo
-from reshard.storage.team import Team
+from reshard.storage.io.streams import TensorInfo
+from reshard.storage.run.team import Team
 
 
 class WriteAssignment(NamedTuple):

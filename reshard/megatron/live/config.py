@@ -16,10 +16,10 @@ from reshard.formats.small_files import MAX_COPIED_BYTES, MAX_INDEX_BYTES, read_
 from reshard.megatron.layout import MegatronLayout
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import Model
-from reshard.storage.hf_hub import BESIDE_WEIGHTS, local_directory
 from reshard.storage.manifest import read_manifest
-from reshard.storage.paths import HF_FILES, locate
-from reshard.storage.source import files_beside, ignored_as_recorded, read_config
+from reshard.storage.sources.base import files_beside, ignored_as_recorded, read_config
+from reshard.storage.sources.hf_hub import BESIDE_WEIGHTS, local_directory
+from reshard.storage.sources.paths import HF_FILES, locate
 
 
 @dataclass(frozen=True)

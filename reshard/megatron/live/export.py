@@ -15,7 +15,7 @@ from reshard.megatron.live.agreement import Agreed, WriteAssignment, agree
 from reshard.megatron.live.config import Published
 from reshard.megatron.live.memory import bytes_of
 from reshard.megatron.live.ranks import Models, Rank, box_of, check_alike, decide, keyword_style_errors, meet
-from reshard.storage.boxes import Rows
+from reshard.storage.io.boxes import Rows
 
 MAX_BUFFER_BYTES = 1 << 40
 

@@ -7,9 +7,9 @@ import numpy as np
 from reshard.core.dtypes import Dtype
 from reshard.megatron.live.memory import PINNED_BYTES, ToDevice, slab_bytes
 from reshard.megatron.live.pieces import Part, Piece, bundles, parts_of
-from reshard.storage.boxes import BoxReader, Rows, Wanted, place_of
-from reshard.storage.casts import cast, overflow
-from reshard.storage.streams import Scratch, TensorInfo
+from reshard.storage.io.boxes import BoxReader, Rows, Wanted, place_of
+from reshard.storage.io.casts import cast, overflow
+from reshard.storage.io.streams import Scratch, TensorInfo
 
 
 class Filler:

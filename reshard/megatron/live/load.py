@@ -28,18 +28,18 @@ from reshard.megatron.live.ranks import (
 )
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import Model
-from reshard.storage.boxes import BoxReader, Rows
-from reshard.storage.casts import is_exact, overflow_notice
 from reshard.storage.convert import float_dtype
-from reshard.storage.files import allow_many_files
-from reshard.storage.hf_hub import local_directory
-from reshard.storage.huggingface import HuggingFaceSource
-from reshard.storage.megatron import MegatronSource
-from reshard.storage.source import Source
-from reshard.storage.sources import open_source
-from reshard.storage.team import Team
-from reshard.storage.verify import SourceChecks
-from reshard.storage.workers import Progress, run_jobs, worker_count
+from reshard.storage.io.boxes import BoxReader, Rows
+from reshard.storage.io.casts import is_exact, overflow_notice
+from reshard.storage.io.files import allow_many_files
+from reshard.storage.run.team import Team
+from reshard.storage.run.workers import Progress, run_jobs, worker_count
+from reshard.storage.sources.base import Source
+from reshard.storage.sources.hf_hub import local_directory
+from reshard.storage.sources.huggingface import HuggingFaceSource
+from reshard.storage.sources.megatron import MegatronSource
+from reshard.storage.sources.opening import open_source
+from reshard.storage.sources.verify import SourceChecks
 
 
 @dataclass

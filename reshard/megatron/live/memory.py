@@ -8,8 +8,8 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.device.memory import Region
-from reshard.storage.boxes import Rows
-from reshard.storage.streams import SLAB_BYTES
+from reshard.storage.io.boxes import Rows
+from reshard.storage.io.streams import SLAB_BYTES
 
 # Of a GPU's copies: smaller ones do not fill the link.
 PINNED_BYTES = 8 << 20

@@ -9,7 +9,7 @@ from reshard.core.boxes import Box
 from reshard.core.dtypes import Dtype
 from reshard.device.memory import Region
 from reshard.megatron.live.memory import ALIGNMENT, bytes_of
-from reshard.storage.boxes import Rows
+from reshard.storage.io.boxes import Rows
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ from reshard.megatron.live.memory import check_one_device
 from reshard.megatron.live.pieces import Piece
 from reshard.megatron.parameters import padded_vocab_size
 from reshard.models.model import Model
-from reshard.storage.boxes import Rows
-from reshard.storage.team import Team
+from reshard.storage.io.boxes import Rows
+from reshard.storage.run.team import Team
 from reshard.trainers.megatron import MegatronModel
 
 require("megatron", "torch", "megatron.core")

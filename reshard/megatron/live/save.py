@@ -28,15 +28,17 @@ from reshard.megatron.live.memory import PINNED_BYTES, FromDevice, bytes_of, on_
 from reshard.megatron.live.pieces import Part, Piece, bundles, parts_of
 from reshard.megatron.live.ranks import Models, Rank, check_alike, decide, keyword_style_errors, meet
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
-from reshard.storage.boxes import Rows, box_bytes, place_of, write_boxes
-from reshard.storage.destinations import Destination, HuggingFaceFiles, MegatronFiles, parse_size
-from reshard.storage.files import EarlySync, NoSync, OpenFiles, allow_many_files, write_error
+from reshard.storage.destinations.base import Destination
+from reshard.storage.destinations.huggingface import HuggingFaceFiles, parse_size
+from reshard.storage.destinations.megatron import MegatronFiles
 from reshard.storage.fp8 import Fp8Blocks
-from reshard.storage.paths import iterations_in
-from reshard.storage.streams import Strip, StripReader
-from reshard.storage.verify import checksum_of
-from reshard.storage.workdir import SAVE, AddedIteration, Workdir
-from reshard.storage.workers import run_jobs, worker_count
+from reshard.storage.io.boxes import Rows, box_bytes, place_of, write_boxes
+from reshard.storage.io.files import EarlySync, NoSync, OpenFiles, allow_many_files, write_error
+from reshard.storage.io.streams import Strip, StripReader
+from reshard.storage.run.workdir import SAVE, AddedIteration, Workdir
+from reshard.storage.run.workers import run_jobs, worker_count
+from reshard.storage.sources.paths import iterations_in
+from reshard.storage.sources.verify import checksum_of
 
 log = logging.getLogger("reshard")
 FORMATS = ("torch_dist", "hf")

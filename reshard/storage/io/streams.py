@@ -17,7 +17,7 @@ import numpy as np
 
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
-from reshard.storage.files import OpenFiles
+from reshard.storage.io.files import OpenFiles
 
 # Small enough that a slab is still in the core's cache when it is hashed and written, large enough that calls
 # cost little.

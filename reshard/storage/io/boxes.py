@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.core.boxes import Box
-from reshard.storage.files import OpenFiles
-from reshard.storage.streams import SLAB_BYTES, Scratch, Strip
+from reshard.storage.io.files import OpenFiles
+from reshard.storage.io.streams import SLAB_BYTES, Scratch, Strip
 
 # Columns that lie this far apart are read one row at a time: less is on the same pages of the disk anyhow, and
 # costs less to read than another call.

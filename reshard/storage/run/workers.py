@@ -23,7 +23,7 @@ from typing import Any
 
 from reshard.core.errors import ReshardError
 from reshard.core.limits import MAX_WORKERS, check_number
-from reshard.storage.batches import NAME_BYTES, Batch, Batches
+from reshard.storage.run.batches import NAME_BYTES, Batch, Batches
 
 # Called with the bytes that are done and the bytes in all.
 Progress = Callable[[int, int], None]

@@ -14,9 +14,9 @@ from reshard.core.errors import ReshardError
 from reshard.core.planner import Plan, Transfer
 from reshard.formats import torch_dist, torch_zip
 from reshard.megatron.checkpoint import Chunk, NewObject
-from reshard.storage.files import OpenFiles
+from reshard.storage.io.files import OpenFiles
+from reshard.storage.io.streams import Strip, TensorInfo, grouped_strips, strip_of
 from reshard.storage.manifest import file_entry
-from reshard.storage.streams import Strip, TensorInfo, grouped_strips, strip_of
 
 # The first file of a rank starts with one empty ``_extra_state``, which all objects of the rank refer to.
 NO_STATE = torch_zip.object_bytes([None])

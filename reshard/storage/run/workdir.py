@@ -30,7 +30,7 @@ from pathlib import Path
 
 from reshard.core.errors import ReshardError
 from reshard.formats.torch_dist import TRACKER
-from reshard.storage.files import write_error
+from reshard.storage.io.files import write_error
 from reshard.storage.manifest import NAME as MANIFEST
 
 MARK, FINGERPRINT, TREE, REPLACED = "reshard-run", "fingerprint", "tree", "replaced"

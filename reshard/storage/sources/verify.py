@@ -12,15 +12,15 @@ import xxhash
 from reshard.core.errors import ReshardError, listed
 from reshard.formats.torch_dist import TRACKER
 from reshard.megatron.arguments import FLAGS_FILE
-from reshard.storage.files import OpenFiles
-from reshard.storage.huggingface import HuggingFaceSource
+from reshard.storage.io.files import OpenFiles
+from reshard.storage.io.streams import TensorInfo
 from reshard.storage.manifest import CHECKSUM, file_entry
 from reshard.storage.manifest import NAME as MANIFEST
-from reshard.storage.megatron import MegatronSource
-from reshard.storage.paths import HF_FILES
-from reshard.storage.source import Source
-from reshard.storage.streams import TensorInfo
-from reshard.storage.workers import BATCH_BYTES, run_jobs
+from reshard.storage.run.workers import BATCH_BYTES, run_jobs
+from reshard.storage.sources.base import Source
+from reshard.storage.sources.huggingface import HuggingFaceSource
+from reshard.storage.sources.megatron import MegatronSource
+from reshard.storage.sources.paths import HF_FILES
 
 ON_PURPOSE = f"if that was meant, remove its {MANIFEST} and convert again"
 

@@ -16,25 +16,25 @@ from reshard.formats import torch_dist, torch_zip
 from reshard.megatron.checkpoint import placement_of_keys, refuse_others, vocab_rows
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
-from reshard.storage.files import OpenFiles
+from reshard.storage.io.files import OpenFiles
+from reshard.storage.io.streams import Strip, StripReader, TensorInfo, strip_of
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.manifest import read_manifest
-from reshard.storage.paths import (
+from reshard.storage.run.workdir import unfinished
+from reshard.storage.sources.base import Source, ignored_as_recorded, read_config
+from reshard.storage.sources.paths import (
     HF_FILES,
     config_beside,
     config_of_args,
     locate,
     model_named,
 )
-from reshard.storage.source import Source, ignored_as_recorded, read_config
-from reshard.storage.streams import Strip, StripReader, TensorInfo, strip_of
-from reshard.storage.versions import FileVersions
-from reshard.storage.workdir import unfinished
+from reshard.storage.sources.versions import FileVersions
 
 
 class MegatronSource(Source):
     """A ``torch_dist`` checkpoint of Megatron-Core, whoever wrote it, by its own directory or one that a trainer
-    has put it in (`reshard.storage.paths`)."""
+    has put it in (`reshard.storage.sources.paths`)."""
 
     kind = "megatron"
 

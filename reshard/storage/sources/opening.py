@@ -6,12 +6,12 @@ from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
 from reshard.formats import torch_dist
 from reshard.models.model import Model
-from reshard.storage.hf_hub import local_directory
-from reshard.storage.huggingface import HuggingFaceSource
-from reshard.storage.megatron import MegatronSource
-from reshard.storage.paths import ITERATION, check_config, locate
-from reshard.storage.source import Source, ignored_as_recorded, read_config
-from reshard.storage.workdir import unfinished
+from reshard.storage.run.workdir import unfinished
+from reshard.storage.sources.base import Source, ignored_as_recorded, read_config
+from reshard.storage.sources.hf_hub import local_directory
+from reshard.storage.sources.huggingface import HuggingFaceSource
+from reshard.storage.sources.megatron import MegatronSource
+from reshard.storage.sources.paths import ITERATION, check_config, locate
 
 
 def open_source(

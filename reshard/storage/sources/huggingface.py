@@ -17,17 +17,17 @@ from reshard.storage import nvfp4, packed
 from reshard.storage.channels import METHOD, SUFFIX
 from reshard.storage.compressed import compressed, of_activations
 from reshard.storage.dequantized import Codes, Fp4, Words, dequantize, fp8_blocks
-from reshard.storage.files import OpenFiles
 from reshard.storage.fp8 import SCALE_SUFFIX
+from reshard.storage.io.files import OpenFiles
+from reshard.storage.io.streams import Scratch, Strip, TensorInfo
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.manifest import read_manifest
 from reshard.storage.modelopt import CONFIG as MODELOPT_CONFIG
 from reshard.storage.modelopt import METHOD as MODELOPT
 from reshard.storage.modelopt import optimized, quantization_beside
-from reshard.storage.paths import check_config
-from reshard.storage.source import Source, ignored_as_recorded, read_config
-from reshard.storage.streams import Scratch, Strip, TensorInfo
-from reshard.storage.versions import FileVersions
+from reshard.storage.sources.base import Source, ignored_as_recorded, read_config
+from reshard.storage.sources.paths import check_config
+from reshard.storage.sources.versions import FileVersions
 
 READERS = 16  # of small tensors, which wait for a disk or a network, not for a core
 

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard.storage.files import write_error
+from reshard.storage.io.files import write_error
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.formats import safetensors
-from reshard.storage.boxes import BoxReader, Rows
-from reshard.storage.files import OpenFiles
-from reshard.storage.megatron import MegatronSource
-from reshard.storage.streams import Strip, TensorInfo
-from reshard.storage.versions import FileVersions
+from reshard.storage.io.boxes import BoxReader, Rows
+from reshard.storage.io.files import OpenFiles
+from reshard.storage.io.streams import Strip, TensorInfo
+from reshard.storage.sources.megatron import MegatronSource
+from reshard.storage.sources.versions import FileVersions
 
 # Of what is read ahead of the tensor that is wanted, in all.
 AHEAD_BYTES = 256 << 20

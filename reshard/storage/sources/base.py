@@ -15,13 +15,13 @@ from reshard.formats.torch_dist import TRACKER
 from reshard.megatron.parameters import Mapping
 from reshard.models.config_fields import ignored_config_fields
 from reshard.models.model import Model
-from reshard.storage.files import OpenFiles
+from reshard.storage.io.files import OpenFiles
+from reshard.storage.io.streams import Strip, TensorInfo
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.manifest import read_manifest
 from reshard.storage.modelopt import CONFIG as MODELOPT_CONFIG
-from reshard.storage.paths import OF_TRAINERS
-from reshard.storage.streams import Strip, TensorInfo
-from reshard.storage.versions import FileVersions
+from reshard.storage.sources.paths import OF_TRAINERS
+from reshard.storage.sources.versions import FileVersions
 
 WEIGHT_SUFFIXES = (
     ".safetensors",

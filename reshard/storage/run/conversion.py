@@ -11,17 +11,17 @@ import numpy as np
 import xxhash
 
 from reshard.core.errors import ReshardError, is_resumable
-from reshard.storage.casts import cast, overflow, overflow_notice
-from reshard.storage.files import EarlySync, NoSync, OpenFiles, write_error
 from reshard.storage.fp8 import Fp8Blocks
-from reshard.storage.journal import Done, Journal
+from reshard.storage.io.casts import cast, overflow, overflow_notice
+from reshard.storage.io.files import EarlySync, NoSync, OpenFiles, write_error
+from reshard.storage.io.streams import SLAB_BYTES, Strip, StripReader, StripWriter, TensorInfo
 from reshard.storage.quantized import Quantized
-from reshard.storage.source import Source
-from reshard.storage.streams import SLAB_BYTES, Strip, StripReader, StripWriter, TensorInfo
-from reshard.storage.team import Team
-from reshard.storage.verify import SourceChecks, checksum_of
-from reshard.storage.workdir import Workdir
-from reshard.storage.workers import BackgroundCall, Progress, Workers, run_jobs
+from reshard.storage.run.journal import Done, Journal
+from reshard.storage.run.team import Team
+from reshard.storage.run.workdir import Workdir
+from reshard.storage.run.workers import BackgroundCall, Progress, Workers, run_jobs
+from reshard.storage.sources.base import Source
+from reshard.storage.sources.verify import SourceChecks, checksum_of
 
 
 @dataclass

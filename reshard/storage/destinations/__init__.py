@@ -1,0 +1,1 @@
+"""What is written: a Hugging Face directory or a Megatron checkpoint, laid out before the first byte."""

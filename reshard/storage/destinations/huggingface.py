@@ -1,0 +1,131 @@
+"""A Hugging Face directory, laid out before a byte is written."""
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from reshard.core.dtypes import Dtype
+from reshard.core.errors import ReshardError
+from reshard.formats import safetensors
+from reshard.models.model import Model
+from reshard.storage.destinations.base import Destination
+from reshard.storage.destinations.rank_files import file_bytes
+from reshard.storage.io.files import OpenFiles
+from reshard.storage.io.streams import Strip, TensorInfo, grouped_strips, strip_of
+from reshard.storage.manifest import file_entry, printable
+from reshard.storage.quantized import Quantized
+
+# The largest file that transformers wrote for years, unless told otherwise.
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+class HuggingFaceFiles(Destination):
+    """A Hugging Face directory of canonical `tensors`; `quantized` says which are, and how, `beside` are config,
+    tokenizer and generation config. `shard_bytes` None is 5 GB, or less where a model would not fill 16 files,
+    which are written at once, but not less than 1 GB."""
+
+    format = "huggingface"
+
+    def __init__(
+        self,
+        model: Model,
+        fp32: frozenset[str],
+        tensors: dict[str, TensorInfo],
+        quantized: Quantized,
+        shard_bytes: int | None,
+        beside: Mapping[str, Path],
+    ) -> None:
+        self.model, self.fp32, self.tensors, self.quantized, self.beside = (
+            model,
+            fp32,
+            tensors,
+            quantized,
+            beside,
+        )
+        laid_out: dict[str, tuple[Dtype, tuple[int, ...]]] = {}
+        for name, info in tensors.items():
+            laid_out |= quantized.stored(name, info)
+        if shard_bytes is None:
+            total = sum(prod(shape) * dtype.size for dtype, shape in laid_out.values())
+            shard_bytes = min(MAX_SHARD_BYTES, file_bytes(total))
+        self.shard_bytes = shard_bytes
+        self.new_files = safetensors.plan_files(laid_out, shard_bytes)
+        self.placed = {name: tensor for file in self.new_files for name, tensor in file.tensors.items()}
+        self.sizes = {file.name: file.size_bytes for file in self.new_files}
+        self.stored = {name: TensorInfo(t.shape, t.dtype) for name, t in self.placed.items()}
+
+    @cached_property
+    def strips(self) -> dict[str, list[Strip]]:
+        paths = {name: Path(name) for name in self.sizes}
+        zero = {name: (0,) * len(t.shape) for name, t in self.placed.items()}
+        return grouped_strips(
+            (n, strip_of(zero[n], t.shape, zero[n], t.shape, paths[t.file], t.offset, t.dtype.size))
+            for n, t in self.placed.items()
+        )
+
+    def write_frames(self, root: Path, names: set[str], files: OpenFiles) -> None:
+        for file in self.new_files:
+            if file.name in names:
+                files.write(root / file.name, 0, file.head)
+
+    def fields(self, family: str, source: object, quantized: list[str]) -> dict[str, Any]:
+        return {"format": self.format, "family": family, "source": printable(source), "quantized": quantized}
+
+    def small_files(self) -> dict[str, bytes | str]:
+        small: dict[str, bytes | str] = {name: path.read_bytes() for name, path in self.beside.items()}
+        small["config.json"] = self._config_json(small.get("config.json"))
+        index = safetensors.index_json(self.new_files)
+        return small if index is None else small | {safetensors.INDEX: index}
+
+    def entries(self) -> dict[str, dict[str, Any]]:
+        return {
+            file.name: file_entry(file.size_bytes, [file.head], around_tensors=True)
+            for file in self.new_files
+        }
+
+    def _config_json(self, original: bytes | str | None) -> bytes | str:
+        """config.json: as it was, but for dtype and quantization where those changed."""
+        config = dict(self.model.config) if original is None else json.loads(original)
+        before = json.dumps(config)
+        key = "dtype" if "dtype" in config else "torch_dtype"
+        dtype = next(t.dtype.name for n, t in self.tensors.items() if n not in self.fp32)
+        if self.quantized.names:
+            matrices = [name for name, info in self.tensors.items() if len(info.shape) == 2]
+            kept = {name.removesuffix(".weight") for name in matrices if name not in self.quantized.names}
+            original_config = config.get("quantization_config")
+            config["quantization_config"] = self.quantized.config(original_config, sorted(kept | {"lm_head"}))
+        else:
+            config.pop("quantization_config", None)
+        if config.get(key) != dtype:
+            config[key] = dtype
+        if original is not None and json.dumps(config) == before:
+            return original
+        return json.dumps(config, indent=2) + "\n"
+
+
+def parse_size(size: str | int) -> int:
+    """Bytes of ``5GB``, ``500MB``, ``1.5GiB`` or a number. Raises ReshardError for anything else."""
+    units = {
+        "": 1,
+        "b": 1,
+        "kb": 10**3,
+        "mb": 10**6,
+        "gb": 10**9,
+        "tb": 10**12,
+        "kib": 1 << 10,
+        "mib": 1 << 20,
+        "gib": 1 << 30,
+        "tib": 1 << 40,
+    }
+    text = str(size).strip().lower()
+    number = text.rstrip("bkmgti ")
+    try:
+        value = int(float(number) * units[text[len(number) :].strip()])
+    except (ValueError, KeyError, OverflowError) as error:
+        raise ReshardError(f"--max-shard-size {size} is not a size such as 5GB or 500MB") from error
+    if value < 1:
+        raise ReshardError(f"--max-shard-size {size} is less than a byte")
+    return value

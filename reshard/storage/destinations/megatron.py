@@ -1,0 +1,96 @@
+"""A Megatron ``torch_dist`` checkpoint, laid out before a byte is written."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from reshard.core.placement import Placement
+from reshard.core.planner import make_plan
+from reshard.formats import torch_dist
+from reshard.megatron.arguments import FLAGS_FILE, arguments, checkpoint_args, command_line
+from reshard.megatron.checkpoint import chunks_to_write, extra_states_to_write
+from reshard.megatron.layout import MegatronLayout
+from reshard.megatron.parameters import expand, padded_vocab_size
+from reshard.models.model import Model
+from reshard.storage.destinations.base import Destination
+from reshard.storage.destinations.rank_files import RankFiles
+from reshard.storage.io.files import OpenFiles
+from reshard.storage.io.streams import Strip, TensorInfo
+from reshard.storage.manifest import printable
+from reshard.storage.sources.base import has_tokenizer
+from reshard.storage.sources.paths import HF_FILES
+
+
+class MegatronFiles(Destination):
+    """A ``torch_dist`` checkpoint of canonical `tensors` at a layout; `copies` are those that are not stored,
+    `beside` the files for its ``hf/``. With `alone` it is the directory of an iteration, which has all of that in itself.
+
+    Raises ReshardError for a layout, or a version of Megatron-LM, that the model does not go with.
+    """
+
+    format = "megatron torch_dist"
+
+    def __init__(
+        self,
+        model: Model,
+        layout: MegatronLayout,
+        tensors: dict[str, TensorInfo],
+        copies: Mapping[str, str],
+        beside: Mapping[str, Path],
+        *,
+        transformer_impl: str,
+        divisible_by: int,
+        iteration: int | None,
+        megatron_lm: tuple[int, int],
+        alone: bool = False,
+    ) -> None:
+        layout.check(model)
+        self.model, self.layout, self.stored, self.beside = model, layout, tensors, beside
+        self.transformer_impl, self.iteration = transformer_impl, iteration
+        vocab = padded_vocab_size(model.symbols["V"], divisible_by, layout.tp)
+        mapping = expand(model, transformer_impl, vocab)
+        chunks = list(chunks_to_write(model, mapping, layout, transformer_impl))
+        shapes = {n: t.shape for n, t in tensors.items() if n not in copies}
+        self.plan = make_plan(Placement.canonical(shapes), Placement.of(shapes, (c.tensor for c in chunks)))
+        self.directory = "release" if iteration is None else f"iter_{iteration:07d}"
+        states = extra_states_to_write(model, mapping, layout, transformer_impl)
+        self.within = "" if alone else f"{self.directory}/"
+        self.rank_files = RankFiles(self.directory, self.within, chunks, states, tensors)
+        self.sizes = self.rank_files.sizes()
+        self.dtype = tensors[next(iter(tensors))].dtype
+        self.args = arguments(model, layout, vocab, divisible_by, self.dtype, transformer_impl)
+        self.flags = command_line(self.args, megatron_lm, has_tokenizer(beside))
+        # Thousands of objects to pickle, which may be done while tensors are written.
+        self.metadata: Callable[[], bytes] = self.rank_files.metadata
+
+    @cached_property
+    def strips(self) -> dict[str, list[Strip]]:
+        return self.rank_files.strips(self.plan)
+
+    def write_frames(self, root: Path, names: set[str], files: OpenFiles) -> None:
+        self.rank_files.write_containers(root, names, files)
+
+    def fields(self, family: str, source: object, quantized: list[str]) -> dict[str, Any]:
+        return {"format": self.format, "family": family, "source": printable(source), "layout": asdict(self.layout),
+                "world_size": self.layout.world_size(self.model), "transformer_impl": self.transformer_impl,
+                "iteration": self.directory, "quantized": quantized}  # fmt: skip
+
+    def small_files(self) -> dict[str, bytes | str]:
+        iteration = self.iteration or 0
+        saved = checkpoint_args(self.args, self.layout.world_size(self.model), self.dtype, iteration)
+        content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+        small: dict[str, bytes | str] = {
+            f"{self.within}.metadata": self.metadata(),
+            f"{self.within}common.pt": torch_dist.common_bytes(saved, iteration, content),
+            f"{self.within}metadata.json": json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}),
+            FLAGS_FILE: "\n".join(self.flags) + "\n",
+        }  # fmt: skip
+        if self.within:
+            small[torch_dist.TRACKER] = "release" if self.iteration is None else str(iteration)
+        return small | {f"{HF_FILES}/{name}": path.read_bytes() for name, path in self.beside.items()}
+
+    def entries(self) -> dict[str, dict[str, Any]]:
+        return self.rank_files.entries()

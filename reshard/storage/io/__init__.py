@@ -1,0 +1,1 @@
+"""Rows and boxes of tensors, read from files and written to them."""

@@ -1,0 +1,1 @@
+"""What is read: a Hugging Face directory or a Megatron checkpoint, as canonical tensors."""
