@@ -33,8 +33,9 @@ from reshard.storage.destinations.huggingface import HuggingFaceFiles, parse_siz
 from reshard.storage.destinations.megatron import MegatronFiles
 from reshard.storage.fp8 import Fp8Blocks
 from reshard.storage.io.boxes import Rows, box_bytes, place_of, write_boxes
-from reshard.storage.io.files import EarlySync, NoSync, OpenFiles, allow_many_files, write_error
+from reshard.storage.io.files import OpenFiles, allow_many_files, write_error
 from reshard.storage.io.streams import Strip, StripReader
+from reshard.storage.io.sync import EarlySync, NoSync
 from reshard.storage.run.workdir import SAVE, AddedIteration, Workdir
 from reshard.storage.run.workers import run_jobs, worker_count
 from reshard.storage.sources.paths import iterations_in
@@ -362,9 +363,7 @@ class _Save:
             self.new.write_frames(root, frames, files)
             groups = dict(enumerate(self._groups(strips)))
             write = partial(self._write_group, files=files, strips=strips, device=device)
-            with (EarlySync if self.sync else NoSync)(
-                files, sorted(written), lambda done: None, lambda lost: None
-            ) as sync:
+            with (EarlySync if self.sync else NoSync)(files, sorted(written)) as sync:
 
                 def check() -> None:
                     self.team.check()
