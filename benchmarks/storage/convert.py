@@ -206,7 +206,7 @@ def profile(source: Path, target: Path) -> dict[str, float]:
     code = f"""
 import sys, time, json, threading
 start = time.perf_counter()
-import reshard.storage.convert as c, reshard.storage.destinations.megatron as destinations, reshard.storage.io.files as files, reshard.storage.run.conversion as run, reshard.storage.destinations.rank_files as rank_files, reshard.storage.run.workers as workers
+import reshard.storage.convert as c, reshard.storage.destinations.megatron as destinations, reshard.storage.io.files as files, reshard.storage.run.tensor_copy as tensor_copy, reshard.storage.destinations.rank_files as rank_files, reshard.storage.run.workers as workers
 workers.can_fork = lambda: False
 spent, lock = dict(imports=time.perf_counter() - start), threading.Lock()
 def clock(owner, name, label):
@@ -219,7 +219,7 @@ def clock(owner, name, label):
     setattr(owner, name, timed)
 clock(files.OpenFiles, "read_into", "read"); clock(files.OpenFiles, "write", "write"); clock(files.OpenFiles, "sync", "fsync (waits of 4 threads)")
 clock(destinations, "make_plan", "plan and proof"); clock(destinations, "chunks_to_write", "chunks"); clock(c, "HuggingFaceSource", "open source")
-clock(rank_files.RankFiles, "metadata", ".metadata"); clock(run.Run, "_copy", "streams (all of a tensor)")
+clock(rank_files.RankFiles, "metadata", ".metadata"); clock(tensor_copy.TensorCopy, "run", "streams (all of a tensor)")
 c.hf_to_mcore({str(source)!r}, {str(target)!r}, c.MegatronLayout(tp=4, pp=2))
 spent["wall"] = time.perf_counter() - start
 print(json.dumps(spent))

@@ -45,10 +45,10 @@ QWEN = ["--tp", "2", "--pp", "2", "--ep", "4", "--etp", "1"]
 THROWN_AWAY = """
 import sys
 from reshard.storage.io.files import OpenFiles
-from reshard.storage.run.conversion import Run
+from reshard.storage.run.workdir import Workdir
 from reshard.cli.main import main
-Run._check_space = lambda self: None
-OpenFiles.write = lambda self, path, offset, data: None
+Workdir.space = lambda self, sizes: (0, 0)
+OpenFiles.write = lambda self, path, offset, *data: None
 sys.argv[0] = "reshard"
 main()
 """

@@ -1,13 +1,12 @@
 """Conversion on disk: Hugging Face to Megatron ``torch_dist`` and back, a slab at a time, without a model, a
 GPU or torch."""
 
-import os
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reshard.core.dtypes import DTYPES, Dtype, dtype_named
+from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE, check_number
 from reshard.megatron.arguments import caveats
@@ -17,14 +16,15 @@ from reshard.megatron.parameters import TRANSFORMER_IMPLS
 from reshard.models.config_fields import check_ignored
 from reshard.storage.destinations.huggingface import HuggingFaceFiles, parse_size
 from reshard.storage.destinations.megatron import MegatronFiles
-from reshard.storage.io.casts import overflow_notice
-from reshard.storage.io.files import OpenFiles, allow_many_files
+from reshard.storage.io.casts import float_dtype, overflow_notice
+from reshard.storage.io.files import allow_many_files
 from reshard.storage.io.streams import SLAB_BYTES, TensorInfo
-from reshard.storage.quantized import Quantized, scheme_named
-from reshard.storage.run.conversion import Run
+from reshard.storage.quantized import Quantized, Scheme, scheme_named
+from reshard.storage.run.conversion import Outcome, run_conversion
+from reshard.storage.run.job import ConversionJob, RunOptions
 from reshard.storage.run.team import Team
-from reshard.storage.run.workdir import Workdir, fingerprint
-from reshard.storage.run.workers import BackgroundCall, Progress, worker_count, workers_for
+from reshard.storage.run.workdir import Workdir
+from reshard.storage.run.workers import Progress, worker_count, workers_for
 from reshard.storage.sources.base import Source, has_tokenizer
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.huggingface import HuggingFaceSource
@@ -57,7 +57,7 @@ class ConversionReport:
     process: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the report as the object that ``--json`` prints."""
         return asdict(self)
 
 
@@ -104,22 +104,16 @@ def hf_to_mcore(
     if iteration is not None:
         check_number(iteration, "--iteration", MAX_ITERATION)
     worker_count(workers)
+    options = RunOptions(overwrite, resume, sync, workers, dry_run, progress, allow_overflow)
     # Codes are dequantized to a dtype that holds them all, so that the cast can count what overflows.
     wide = DTYPES["float32"] if target is not None and target.name == "float16" else target
     with (
         Team.from_environment() as team,
         closing(HuggingFaceSource(local_directory(str(source)), wide)) as src,
     ):
-        check_ignored(src.model)
-        checks = SourceChecks(src)
-        work = Workdir(src.path, src.read_files(), Path(destination), overwrite, resume, team.process)
-        if not dry_run:
-            team.together(lambda: work.check_destination() if team.process == 0 else None)
-        tensors = {
-            n: TensorInfo(t.shape, _stored_dtype(t.dtype, target, n in src.mapping.fp32))
-            for n, t in src.tensors.items()
-        }
-        new = MegatronFiles(
+        checks, workdir = _check_both_ends(src, destination, team, options)
+        tensors = _tensors_to_store(src, target)
+        files = MegatronFiles(
             src.model,
             layout,
             tensors,
@@ -130,47 +124,19 @@ def hf_to_mcore(
             iteration=iteration,
             megatron_lm=megatron_lm,
         )
-        report = _report(
-            "hf-to-mcore", src, source, destination, str(layout), new.sizes, workers, dry_run, team
-        )
+        settings = {
+            "layout": asdict(layout),
+            "dtype": target and target.name,
+            "impl": transformer_impl,
+            "divisible": make_vocab_size_divisible_by,
+            "directory": files.directory,
+            "megatron": megatron_lm,
+        }
+        job = ConversionJob(src, source, checks, tensors, Quantized(), files, workdir, team, options)
+        report = _report("hf-to-mcore", job, destination, str(layout))
         report.notices += caveats(src.model, transformer_impl)
-        report.bytes_per_rank = new.rank_files.tensor_bytes()
-        report.notices += _without_tokenizer(src, report)
-        if dry_run:
-            report.notices += _without_space(work, new.sizes)
-            return report
-
-        options = {"dtype": target and target.name, "impl": transformer_impl, "divisible": make_vocab_size_divisible_by,
-                   "directory": new.directory, "megatron": megatron_lm, "overflow": allow_overflow}  # fmt: skip
-        run = Run(
-            src,
-            tensors,
-            new.strips,
-            new.sizes,
-            work,
-            team,
-            workers,
-            sync,
-            progress,
-            checks,
-            allow_overflow,
-        )
-
-        def create(files: OpenFiles, mine: set[str]) -> None:
-            new.write_frames(work.tree, mine, files)
-
-        def finish(checksums: dict[str, str]) -> None:
-            fields = new.fields(src.model.family.name, source, sorted(src.codes)) | _ignored_field(src)
-            new.finish(work, fields, checksums, sync)
-
-        with BackgroundCall(new.rank_files.metadata) as metadata:  # while tensors are written
-            new.metadata = metadata.result
-            run.meanwhile = (metadata,)
-            identity, places = _identity(src)
-            shared = fingerprint(identity, asdict(layout), options, team.size)
-            report.resumed_tensors = run.run(shared, fingerprint(shared, places), resume, create, finish)
-        report.notices += _run_notices(run)
-        return report
+        report.bytes_per_rank = files.rank_files.tensor_bytes()
+        return _convert(job, settings, report)
 
 
 def mcore_to_hf(
@@ -202,89 +168,101 @@ def mcore_to_hf(
     are written at once, but not less than 1 GB. The other options are those of `hf_to_mcore`, and so is what it raises.
     """
     allow_many_files()
-    way, scheme = scheme_named(quantize) or (None, None)
+    scheme_name, scheme = scheme_named(quantize) or (None, None)
     target = float_dtype(dtype)
     shard_bytes = None if max_shard_size is None else parse_size(max_shard_size)
     config = Path(hf_config) if hf_config is not None else None
     worker_count(workers)
+    options = RunOptions(overwrite, resume, sync, workers, dry_run, progress, allow_overflow)
     with Team.from_environment() as team, closing(MegatronSource(Path(source), config, family)) as src:
-        check_ignored(src.model)
-        checks = SourceChecks(src)
-        work = Workdir(src.path, src.read_files(), Path(destination), overwrite, resume, team.process)
-        if not dry_run:
-            team.together(lambda: work.check_destination() if team.process == 0 else None)
-        tensors = {
-            n: TensorInfo(t.shape, _stored_dtype(t.dtype, target, n in src.mapping.fp32))
-            for n, t in src.tensors.items()
-        }
-        quantized = Quantized(_names_to_quantize(src, tensors) if scheme else (), scheme)
-        if any(tensors[name].dtype.size > 2 for name in quantized.names):
-            raise ReshardError(
-                f"--quantize {way} goes with bf16 or fp16 for what stays as it is, and that is "
-                "fp32 here: add --dtype bf16"
-            )
-        multiple = quantized.scheme.column_multiple
-        uneven = [name for name in sorted(quantized.names) if tensors[name].columns % multiple]
-        if uneven:
-            raise ReshardError(
-                f"--quantize {way}: {uneven[0]} has {tensors[uneven[0]].columns} columns, which groups of {multiple} "
-                f"do not divide ({len(uneven)} such weights): choose another"
-            )
-        new = HuggingFaceFiles(src.model, src.mapping.fp32, tensors, quantized, shard_bytes, src.hf_files())
-        report = _report(
-            "mcore-to-hf", src, source, destination, "whole tensors", new.sizes, workers, dry_run, team
-        )
-        report.notices += _without_tokenizer(src, report)
-        if dry_run:
-            report.notices += _without_space(work, new.sizes)
-            return report
-
-        run = Run(
-            src,
-            tensors,
-            new.strips,
-            new.sizes,
-            work,
-            team,
-            workers,
-            sync,
-            progress,
-            checks,
-            allow_overflow,
-            quantized,
-        )
-
-        def create(files: OpenFiles, mine: set[str]) -> None:
-            new.write_frames(work.tree, mine, files)
-
-        def finish(checksums: dict[str, str]) -> None:
-            fields = new.fields(src.model.family.name, source, sorted(quantized.names)) | _ignored_field(src)
-            new.finish(work, fields, checksums, sync)
-
-        options = {
+        checks, workdir = _check_both_ends(src, destination, team, options)
+        tensors = _tensors_to_store(src, target)
+        quantized = _quantized(scheme_name, scheme, src, tensors)
+        files = HuggingFaceFiles(src.model, src.mapping.fp32, tensors, quantized, shard_bytes, src.hf_files())
+        settings = {
             "dtype": target and target.name,
-            "quantize": {None: False, "fp8": True}.get(way, way),
-            "shard": new.shard_bytes,
-            "overflow": allow_overflow,
+            "quantize": {None: False, "fp8": True}.get(scheme_name, scheme_name),
+            "shard": files.shard_bytes,
         }
-        identity, places = _identity(src)
-        shared = fingerprint(identity, options, team.size)
-        report.resumed_tensors = run.run(shared, fingerprint(shared, places), resume, create, finish)
-        report.notices += _run_notices(run)
+        job = ConversionJob(src, source, checks, tensors, quantized, files, workdir, team, options)
+        return _convert(job, settings, _report("mcore-to-hf", job, destination, "whole tensors"))
+
+
+def _check_both_ends(
+    source: Source, destination: str | Path, team: Team, options: RunOptions
+) -> tuple[SourceChecks, Workdir]:
+    """Hold a source against its manifest, and see that the destination can be written. Raises ReshardError."""
+    check_ignored(source.model)
+    checks = SourceChecks(source)
+    workdir = Workdir(
+        source.path, source.read_files(), Path(destination), options.overwrite, options.resume, team.process
+    )
+    if not options.dry_run:
+        team.together(lambda: workdir.check_destination() if team.process == 0 else None)
+    return checks, workdir
+
+
+def _tensors_to_store(source: Source, target: Dtype | None) -> dict[str, TensorInfo]:
+    """Return the canonical tensors in the dtypes in which they are stored: the `target`, but for those that the family
+    keeps in a wider one."""
+
+    def stored_dtype(name: str, dtype: Dtype) -> Dtype:
+        keeps_precision = target is not None and name in source.mapping.fp32 and target.size < dtype.size
+        return dtype if target is None or keeps_precision else target
+
+    return {
+        name: TensorInfo(info.shape, stored_dtype(name, info.dtype)) for name, info in source.tensors.items()
+    }
+
+
+def _report(direction: str, job: ConversionJob, destination: str | Path, layout: str) -> ConversionReport:
+    """Return the report of a conversion that has not begun."""
+    source, sizes = job.source, job.destination.sizes
+    read_bytes = sum(info.size_bytes for info in source.tensors.values())
+    slab_bytes = max(
+        SLAB_BYTES, *(source.row_multiple(n) * info.columns * 4 for n, info in source.tensors.items())
+    )
+    # Each worker has a slab as it is read, assembled, cast, and cut into columns.
+    worker_bytes = WORKER_MEMORY_BYTES + 4 * slab_bytes
+    memory_bytes = BASE_MEMORY_BYTES + workers_for(read_bytes, job.options.workers) * worker_bytes
+    return ConversionReport(
+        direction=direction,
+        family=source.model.family.name,
+        source=str(job.source_name),
+        destination=str(destination),
+        layout=layout,
+        tensors=len(source.tensors),
+        read_bytes=read_bytes,
+        written_bytes=sum(sizes.values()),
+        files=len(sizes),
+        bytes_per_rank={},
+        peak_memory_bytes=memory_bytes + len(source.tensors) * TENSOR_MEMORY_BYTES,
+        dry_run=job.options.dry_run,
+        notices=list(source.notices),
+        process=job.team.process,
+    )
+
+
+def _convert(job: ConversionJob, settings: dict[str, Any], report: ConversionReport) -> ConversionReport:
+    """Carry out a conversion, or only say what is in its way where it is a dry run; return the report, completed.
+
+    `settings` is all but the source that decides the bytes.
+    """
+    report.notices += _tokenizer_notices(job.source, report)
+    if job.options.dry_run:
+        report.notices += _space_notices(job)
         return report
+    outcome = run_conversion(job, settings | {"overflow": job.options.allow_overflow})
+    report.resumed_tensors = outcome.resumed_tensors
+    report.notices += _outcome_notices(job, outcome)
+    return report
 
 
-def _ignored_field(src: Source) -> dict[str, list[str]]:
-    """The fields of the config, or arguments of the checkpoint, that were ignored, for the manifest: what is
-    written contradicts them."""
-    return {"ignored_config_fields": sorted(src.model.ignored)} if src.model.ignored else {}
-
-
-def _without_tokenizer(src: Source, report: ConversionReport) -> list[str]:
-    """What is said where no tokenizer comes with the weights."""
-    if has_tokenizer(src.hf_files()):
+def _tokenizer_notices(source: Source, report: ConversionReport) -> list[str]:
+    """Return a notice where no tokenizer comes with the weights."""
+    if has_tokenizer(source.hf_files()):
         return []
-    place = src.hf_directory() or src.path
+    place = source.hf_directory() or source.path
     if report.direction == "mcore-to-hf":
         return [f"{place} has no tokenizer, and so {report.destination} has none: copy one there"]
     return [
@@ -292,91 +270,50 @@ def _without_tokenizer(src: Source, report: ConversionReport) -> list[str]:
     ]
 
 
-def _without_space(work: Workdir, sizes: dict[str, int]) -> list[str]:
-    """What is said where the disk has no space for files of these sizes."""
-    needed, free = work.space(sizes)
-    return (
-        [f"it will not fit: {work.destination} needs {needed:,} more bytes, but the disk has {free:,} free"]
-        if needed > free
-        else []
-    )
-
-
-def _run_notices(run: Run) -> list[str]:
-    """What is said of numbers that became infinite, as was allowed, and of a run that had nothing left to
-    do."""
-    done = [f"{run.work.destination} was complete: an earlier run had published it"] if run.was_done else []
-    return done + [
-        overflow_notice(name, count, run.tensors[name].dtype).replace("would become", "became")
-        for name, count in run.overflowed.items()
+def _space_notices(job: ConversionJob) -> list[str]:
+    """Return a notice where the disk has no space for the destination."""
+    needed, free = job.workdir.space(job.destination.sizes)
+    if needed <= free:
+        return []
+    return [
+        f"it will not fit: {job.workdir.destination} needs {needed:,} more bytes, but the disk has {free:,} free"
     ]
 
 
-def float_dtype(name: str | None) -> Dtype | None:
-    if name is None:
-        return None
-    try:
-        return {d.name: d for d in map(dtype_named, ("bf16", "fp16", "fp32"))}[dtype_named(name).name]
-    except KeyError as error:
-        raise ReshardError(f"--dtype {name} is not one of bf16, fp16, fp32") from error
+def _outcome_notices(job: ConversionJob, outcome: Outcome) -> list[str]:
+    """Return notices of numbers that became infinite, as was allowed, and of a run that had nothing left to do."""
+    notices = []
+    if outcome.was_published:
+        notices.append(f"{job.workdir.destination} was complete: an earlier run had published it")
+    for name, count in outcome.overflowed.items():
+        notice = overflow_notice(name, count, job.tensors[name].dtype)
+        notices.append(notice.replace("would become", "became"))
+    return notices
 
 
-def _stored_dtype(dtype: Dtype, target: Dtype | None, keep_precision: bool) -> Dtype:
-    if target is None or (keep_precision and target.size < dtype.size):
-        return dtype
-    return target
+def _quantized(
+    scheme_name: str | None, scheme: Scheme | None, source: MegatronSource, tensors: dict[str, TensorInfo]
+) -> Quantized:
+    """Return which weights are quantized, and how; none without a scheme. Raises ReshardError if the scheme cannot hold them."""
+    quantized = Quantized(_names_to_quantize(source, tensors) if scheme else (), scheme)
+    if any(tensors[name].dtype.size > 2 for name in quantized.names):
+        raise ReshardError(
+            f"--quantize {scheme_name} goes with bf16 or fp16 for what stays as it is, and that is "
+            "fp32 here: add --dtype bf16"
+        )
+    multiple = quantized.scheme.column_multiple
+    uneven = [name for name in sorted(quantized.names) if tensors[name].columns % multiple]
+    if uneven:
+        raise ReshardError(
+            f"--quantize {scheme_name}: {uneven[0]} has {tensors[uneven[0]].columns} columns, which groups of {multiple} "
+            f"do not divide ({len(uneven)} such weights): choose another"
+        )
+    return quantized
 
 
-def _report(
-    direction: str,
-    src: Source,
-    source: Any,
-    destination: Any,
-    layout: str,
-    sizes: dict[str, int],
-    workers: int | None,
-    dry_run: bool,
-    team: Team,
-) -> ConversionReport:
-    read = sum(t.size_bytes for n, t in src.tensors.items())
-    slab = max(SLAB_BYTES, *(src.row_multiple(n) * t.columns * 4 for n, t in src.tensors.items()))
-    # Read, assembled, cast, cut into columns.
-    memory = BASE_MEMORY_BYTES + workers_for(read, workers) * (WORKER_MEMORY_BYTES + 4 * slab)
-    return ConversionReport(
-        direction,
-        src.model.family.name,
-        str(source),
-        str(destination),
-        layout,
-        len(src.tensors),
-        read,
-        sum(sizes.values()),
-        len(sizes),
-        {},
-        memory + len(src.tensors) * TENSOR_MEMORY_BYTES,
-        dry_run,
-        list(src.notices),
-        process=team.process,
-    )
-
-
-def _identity(src: Source) -> tuple[list, list]:
-    """What a resumed run must find unchanged: of every file that the source reads its size and times, as what
-    its links lead to has them, with what the model was read as; and which files these are, by inode and by
-    where their links end, as this host knows it.
-    """
-    top, times, places = os.path.realpath(src.path), [], []
-    for path in src.pinned_files():
-        name, version = os.path.relpath(path, src.path), src.versions[path]
-        if version is not None:
-            times.append([name, version.size_bytes, version.mtime_ns, version.ctime_ns])
-            places.append([name, version.inode, os.path.relpath(os.path.realpath(path), top)])
-    return [times, src.model.family.name, src.model.config], places
-
-
-def _names_to_quantize(src: MegatronSource, tensors: dict[str, TensorInfo]) -> list[str]:
-    """The names to quantize: those that were in the checkpoint this one came from, else all linear weights of
+def _names_to_quantize(source: MegatronSource, tensors: dict[str, TensorInfo]) -> list[str]:
+    """Return the names to quantize: those that were in the checkpoint this one came from, else all linear weights of
     the layers, as published checkpoints have them."""
-    recorded = (src.manifest() or {}).get("quantized")
-    quantized = set(recorded) if recorded else src.model.quantizable()
+    recorded = (source.manifest() or {}).get("quantized")
+    quantized = set(recorded) if recorded else source.model.quantizable()
     return [name for name in tensors if name in quantized]

@@ -21,9 +21,8 @@ from reshard.megatron.live.offload import check_main_parameters
 from reshard.megatron.live.published_model import config_path, digest_of
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import Model
-from reshard.storage.convert import float_dtype
 from reshard.storage.io.boxes import BoxReader, Rows
-from reshard.storage.io.casts import is_exact, overflow_notice
+from reshard.storage.io.casts import float_dtype, is_exact, overflow_notice
 from reshard.storage.io.files import allow_many_files
 from reshard.storage.run.team import Team
 from reshard.storage.run.workers import Progress, run_jobs, worker_count

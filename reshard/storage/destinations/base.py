@@ -22,14 +22,15 @@ class Destination(ABC):
     """
 
     format: str
+    has_slow_files = False
     sizes: dict[str, int]
     stored: dict[str, TensorInfo]
 
     @cached_property
     @abstractmethod
     def strips(self) -> dict[str, list[Strip]]:
-        """Where the rows of each stored tensor go; paths are relative to the destination. What is none of
-        these strips is zero, or a frame."""
+        """Strips of each stored tensor; paths are relative to the destination. Bytes outside of all strips are zero, or
+        belong to a frame."""
 
     @abstractmethod
     def write_frames(self, root: Path, names: set[str], files: OpenFiles) -> None:
@@ -37,23 +38,38 @@ class Destination(ABC):
 
     @abstractmethod
     def fields(self, family: str, source: object, quantized: list[str]) -> dict[str, Any]:
-        """The head of the manifest."""
+        """Return the head of the manifest."""
 
     @abstractmethod
     def small_files(self) -> dict[str, bytes | str]:
-        """The files without weights, by name."""
+        """Return the files without weights, by name."""
 
     @abstractmethod
     def entries(self) -> dict[str, dict[str, Any]]:
-        """What the manifest says of each file with weights."""
+        """Return the manifest's entry for each file with weights."""
 
-    def finish(self, work: Workdir, fields: dict[str, Any], checksums: dict[str, str], sync: bool) -> None:
-        """Write the files without weights, and the manifest of all."""
+    def slow_files(self) -> dict[str, bytes]:
+        """Return further files without weights, by name, that take so long to make that a conversion makes them while
+        tensors are written. There are some where `has_slow_files`."""
+        return {}
+
+    def finish(
+        self,
+        work: Workdir,
+        fields: dict[str, Any],
+        checksums: dict[str, str],
+        sync: bool,
+        slow_files: dict[str, bytes] | None = None,
+    ) -> None:
+        """Write the files without weights, and the manifest of all; `slow_files` where they have been made before."""
+        made_now = self.slow_files() if slow_files is None else slow_files
         data = {
             name: text.encode() if isinstance(text, str) else text
-            for name, text in self.small_files().items()
+            for name, text in (made_now | self.small_files()).items()
         }
-        entries = self.entries() | {name: file_entry(len(found), [found]) for name, found in data.items()}
+        entries = self.entries() | {
+            name: file_entry(len(content), [content]) for name, content in data.items()
+        }
         data[MANIFEST] = manifest_json(fields, self.stored, checksums, entries).encode()
-        for name, found in data.items():
-            work.write_file(name, found, sync)
+        for name, content in data.items():
+            work.write_file(name, content, sync)

@@ -1,7 +1,7 @@
 """A Megatron ``torch_dist`` checkpoint, laid out before a byte is written."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,7 @@ class MegatronFiles(Destination):
     """
 
     format = "megatron torch_dist"
+    has_slow_files = True  # thousands of objects to pickle
 
     def __init__(
         self,
@@ -66,8 +67,6 @@ class MegatronFiles(Destination):
             model, layout, vocab, make_vocab_size_divisible_by, self.dtype, transformer_impl
         )
         self.flags = command_line(self.args, megatron_lm, has_tokenizer(beside))
-        # Thousands of objects to pickle, which may be done while tensors are written.
-        self.metadata: Callable[[], bytes] = self.rank_files.metadata
 
     @cached_property
     def strips(self) -> dict[str, list[Strip]]:
@@ -81,12 +80,14 @@ class MegatronFiles(Destination):
                 "world_size": self.layout.world_size(self.model), "transformer_impl": self.transformer_impl,
                 "iteration": self.directory, "quantized": quantized}  # fmt: skip
 
+    def slow_files(self) -> dict[str, bytes]:
+        return {f"{self.within}.metadata": self.rank_files.metadata()}
+
     def small_files(self) -> dict[str, bytes | str]:
         iteration = self.iteration or 0
         saved = checkpoint_args(self.args, self.layout.world_size(self.model), self.dtype, iteration)
         content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
         small: dict[str, bytes | str] = {
-            f"{self.within}.metadata": self.metadata(),
             f"{self.within}common.pt": torch_dist.common_bytes(saved, iteration, content),
             f"{self.within}metadata.json": json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}),
             FLAGS_FILE: "\n".join(self.flags) + "\n",

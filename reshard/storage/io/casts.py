@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from reshard.core.dtypes import Dtype
+from reshard.core.dtypes import Dtype, dtype_named
+from reshard.core.errors import ReshardError
 
 # Infinity as an integer: as the signed one that is larger than all finite numbers' above zero.
 INFINITY = {
@@ -15,19 +16,31 @@ WIDENING = {("float16", "bfloat16"), ("float16", "float32"), ("bfloat16", "float
 EXACT = {("float16", "float32"), ("bfloat16", "float32")}
 
 
+def float_dtype(name: str | None) -> Dtype | None:
+    """Return the dtype of a ``--dtype``; None for None. Raises ReshardError for a name that is none of them."""
+    if name is None:
+        return None
+    try:
+        return {dtype.name: dtype for dtype in map(dtype_named, ("bf16", "fp16", "fp32"))}[
+            dtype_named(name).name
+        ]
+    except KeyError as error:
+        raise ReshardError(f"--dtype {name} is not one of bf16, fp16, fp32") from error
+
+
 def overflow_notice(name: str, count: int, dtype: Dtype) -> str:
-    """What is said of finite numbers that a cast makes infinite."""
+    """Return the sentence for finite numbers that a cast makes infinite."""
     numbers, are = ("number", "is") if count == 1 else ("numbers", "are")
     return f"{count:,} {numbers} of {name} {are} too large for {dtype.name} and would become infinite"
 
 
 def is_exact(source: Dtype, target: Dtype) -> bool:
-    """Whether every number of one dtype is one of the other."""
+    """Return True where every number of one dtype is one of the other."""
     return source == target or (source.name, target.name) in EXACT
 
 
 def cast(slab: np.ndarray, source: Dtype, target: Dtype) -> np.ndarray:
-    """The numbers in another dtype, rounded to the nearest."""
+    """Return the numbers in another dtype, rounded to the nearest."""
     if source == target:
         return slab
     with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN are weights like any other
@@ -35,7 +48,7 @@ def cast(slab: np.ndarray, source: Dtype, target: Dtype) -> np.ndarray:
 
 
 def overflow(before: np.ndarray, after: np.ndarray, source: Dtype, target: Dtype) -> int:
-    """How many finite numbers a cast has made infinite."""
+    """Return how many finite numbers a cast has made infinite."""
     if source == target or target.name not in INFINITY or (source.name, target.name) in WIDENING:
         return 0
     signed, unsigned, infinity = INFINITY[target.name]

@@ -1,11 +1,8 @@
-"""Reading and writing at offsets: open files by path, whole reads, whole writes, with errors that name the
-file."""
+"""Open files by path, and whole reads and writes at offsets, with errors that name the file."""
 
 import errno
 import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from reshard.core.errors import ReshardError
@@ -20,11 +17,16 @@ class OpenFiles:
         self.descriptors: dict[Path, int] = {}
         self.lock = threading.Lock()
 
+    @staticmethod
+    def of_destination(write: bool) -> "OpenFiles":
+        """Return the files of a destination, to be written or read. Links are not followed."""
+        return OpenFiles((os.O_RDWR if write else os.O_RDONLY) | os.O_NOFOLLOW)
+
     def descriptor(self, path: Path) -> int:
-        """The descriptor of a file. Raises ReshardError where it cannot be opened."""
-        found = self.descriptors.get(path)
-        if found is not None:
-            return found
+        """Return the descriptor of a file. Raises ReshardError where it cannot be opened."""
+        descriptor = self.descriptors.get(path)
+        if descriptor is not None:
+            return descriptor
         with self.lock:
             if path not in self.descriptors:
                 try:
@@ -49,7 +51,7 @@ class OpenFiles:
             left = _after(left, n)
 
     def read(self, path: Path, offset: int, length: int) -> bytes:
-        """`length` bytes of a file, fewer at its end. Raises ReshardError where it cannot be read."""
+        """Return `length` bytes of a file, fewer at its end. Raises ReshardError where it cannot be read."""
         try:
             return os.pread(self.descriptor(path), length, offset)
         except OSError as error:
@@ -76,22 +78,24 @@ class OpenFiles:
             raise write_error(path, error) from error
 
     def sync(self, path: Path) -> None:
-        """Wait until a file's bytes are on the disk. Raises OSError: what is lost then is the caller's to
-        say."""
+        """Wait until a file's bytes are on the disk. Raises OSError: only the caller knows what is lost then."""
         os.fsync(self.descriptor(path))
 
     def replaced(self, path: Path) -> bool:
-        """Whether the path no longer leads to the file that is open: it was removed, or another has taken its
-        place."""
+        """Return True where the path no longer leads to the file that is open: it was removed or replaced."""
         try:
-            found, opened = os.lstat(path), os.fstat(self.descriptor(path))
+            at_path, opened = os.lstat(path), os.fstat(self.descriptor(path))
         except (OSError, ReshardError):
             return True
-        return (found.st_dev, found.st_ino, found.st_size) != (opened.st_dev, opened.st_ino, opened.st_size)
+        return (at_path.st_dev, at_path.st_ino, at_path.st_size) != (
+            opened.st_dev,
+            opened.st_ino,
+            opened.st_size,
+        )
 
     def close(self) -> dict[Path, OSError]:
-        """Close all files; those that say only now that bytes were not written, as a server may that is out
-        of space."""
+        """Close all files. Return the errors of those that report only now that bytes were not written, as a file
+        server may that is out of space."""
         errors = {}
         with self.lock:
             for path, descriptor in self.descriptors.items():
@@ -109,127 +113,8 @@ class OpenFiles:
         self.close()
 
 
-class EarlySync:
-    """Brings files to the disk while they are being written, so that little is left to wait for at the end of
-    the `with` block.
-
-    What is passed to `written` goes to `on_disk`, in lists, once every file has been synced after it; a file
-    whose sync fails goes to `on_lost` at once, since the kernel tells it once and a later sync would succeed.
-    `check` raises that error, and so does the end of the block.
-    """
-
-    def __init__(
-        self,
-        files: OpenFiles,
-        paths: list[Path],
-        on_disk: Callable[[list], None],
-        on_lost: Callable[[Path], None],
-    ) -> None:
-        self.files, self.paths, self.on_disk, self.on_lost = files, paths, on_disk, on_lost
-        self.waiting: list = []
-        self.lock = threading.Lock()
-        self.ended = threading.Event()
-        self.error: ReshardError | None = None
-        self.thread = threading.Thread(target=self._run, daemon=True)
-
-    def written(self, item: object) -> None:
-        """All bytes of something are written, but not yet on the disk."""
-        with self.lock:
-            self.waiting.append(item)
-
-    def check(self) -> None:
-        """Raise ReshardError where a sync has failed."""
-        if self.error is not None:
-            raise self.error
-
-    def _take(self) -> list:
-        with self.lock:
-            taken, self.waiting = self.waiting, []
-        return taken
-
-    def _run(self) -> None:
-        while not self.ended.wait(0.02) and self.error is None:
-            taken = self._take()
-            for path in self.paths:
-                if self.ended.is_set() or not self._sync(
-                    path, lambda path: os.fdatasync(self.files.descriptor(path))
-                ):
-                    break
-            else:
-                self._confirm(taken)
-                continue
-            with self.lock:
-                self.waiting += taken
-
-    def _sync(self, path: Path, sync: Callable[[Path], None]) -> bool:
-        try:
-            sync(path)
-        except OSError as error:
-            self.on_lost(path)
-            self.error = self.error or write_error(path, error)
-        return self.error is None
-
-    def _confirm(self, items: list) -> None:
-        try:
-            self.on_disk(items)
-        except ReshardError as error:
-            self.error = error
-
-    def __enter__(self) -> "EarlySync":
-        try:
-            self.thread.start()
-        except RuntimeError as error:
-            raise ReshardError(
-                f"the system has no thread left for this process ({error}); use fewer --workers",
-                resumable=True,
-            ) from error
-        return self
-
-    def __exit__(self, kind: type | None, *exc: object) -> None:
-        self.ended.set()
-        self.thread.join()
-        if kind is not None:
-            return
-        if self.error is None:
-            try:
-                with ThreadPoolExecutor(4) as pool:
-                    list(pool.map(lambda path: self._sync(path, self.files.sync), self.paths))
-            except RuntimeError:  # the system has no threads left
-                for path in self.paths:
-                    self._sync(path, self.files.sync)
-        self.check()
-        self._confirm(self._take())
-        self.check()
-
-
-class NoSync:
-    """Stands for `EarlySync` where nobody waits for the disk: what is written counts as done."""
-
-    def __init__(
-        self,
-        files: OpenFiles,
-        paths: list[Path],
-        on_disk: Callable[[list], None],
-        on_lost: Callable[[Path], None],
-    ) -> None:
-        self.on_disk = on_disk
-
-    def written(self, item: object) -> None:
-        """All bytes of something are written."""
-        self.on_disk([item])
-
-    def check(self) -> None:
-        """There is nothing that could have failed."""
-
-    def __enter__(self) -> "NoSync":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-
 def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of these after `count` bytes."""
+    """Return what is left of these buffers after `count` bytes."""
     for number, buffer in enumerate(buffers):
         if count < len(buffer):
             return [buffer[count:], *buffers[number + 1 :]]
@@ -238,7 +123,7 @@ def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
 
 
 def write_error(path: Path, error: OSError) -> ReshardError:
-    """The sentence for a failed write."""
+    """Return the error for a failed write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ReshardError(
             f"the disk is full: {path} could not be written; free some space and run again with --resume",

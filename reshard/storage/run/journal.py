@@ -157,6 +157,10 @@ class Journal:
         self.inodes.pop(name, None)
         self._forget(name)
 
+    def lose(self, path: Path) -> None:
+        """Forget the file at this path, as `forget` does."""
+        self.forget(str(path.relative_to(self.root)))
+
     def unfinish(self, tensors: Iterable[str]) -> None:
         """Note that tensors are to be written again: their bytes in the files are not those that were
         written."""

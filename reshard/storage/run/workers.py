@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -90,8 +90,18 @@ def run_jobs(
 ) -> dict[str, Any]:
     """Run `job(name)` for every name in `sizes` (bytes); the results by name. For the rest see `Workers`."""
     results: dict[str, Any] = {}
+    done, total = 0, sum(sizes.values())
+    report_progress = progress or (lambda done, total: None)
     with Workers(job, sizes, workers, files_of) as pool:
-        pool.run(results.__setitem__, check, progress)
+        report_progress(done, total)
+        check()
+        for completed in pool.completed():
+            for name, result in completed:
+                results[name] = result
+                done += sizes[name]
+                report_progress(done, total)
+            check()
+        pool.leave_all()
     return results
 
 
@@ -133,42 +143,33 @@ class Workers:
             raise
         return self
 
-    def run(
-        self,
-        ended: Callable[[str, Any], object],
-        check: Callable[[], None] = lambda: None,
-        progress: Progress | None = None,
-        done: int = 0,
-    ) -> list[Any]:
-        """Do all jobs; what `leave` gave in each process. `ended(name, result)` is called here for each, in
-        whatever order they end; `check` often.
+    def completed(self) -> Iterator[list[tuple[str, Any]]]:
+        """Do all jobs. Yield the names and results of those that have ended since the last time, in whatever order they
+        end, and an empty list where none has within `CHECK_SECONDS`: so that the caller can look at other things.
 
-        `done` are the bytes that `progress` counts as done before. The first error of any of them ends the
-        others, and is raised.
+        The first error of a job is raised; the end of the `with` block ends the other workers then.
         """
-        total = done + sum(self.sizes.values())
         idle, busy = list(self.workers), dict[Connection, _Busy]()
-        if progress is not None:
-            progress(done, total)
         while True:
             while idle and (batch := self.batches.take()) is not None:
                 worker = idle.pop()
                 busy[worker.connection] = _Busy(worker, batch)
                 worker.tell(batch.names)
             if not busy:
-                return [worker.left() for worker in self.workers]
-            check()
+                return
+            results = []
             for connection in wait(list(busy), CHECK_SECONDS):
-                now = busy[connection]  # type: ignore[index]
-                name, result = now.worker.hear()
-                ended(name, result)
-                done += self.sizes[name]
-                if progress is not None:
-                    progress(done, total)
-                now.answers += 1
-                if now.answers == len(now.batch.names):
-                    self.batches.give_back(now.batch)
-                    idle.append(busy.pop(now.worker.connection).worker)
+                state = busy[connection]  # type: ignore[index]
+                results.append(state.worker.hear())
+                state.answers += 1
+                if state.answers == len(state.batch.names):
+                    self.batches.give_back(state.batch)
+                    idle.append(busy.pop(state.worker.connection).worker)
+            yield results
+
+    def leave_all(self) -> list[Any]:
+        """Let the workers leave, once all jobs are done; return what `leave` gave in each process."""
+        return [worker.left() for worker in self.workers]
 
     def __exit__(self, kind: type | None, *exc: object) -> None:
         _end(self.workers, at_once=kind is not None)

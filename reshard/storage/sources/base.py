@@ -1,6 +1,7 @@
 """What a source of weights is: anything that holds a model's, read as canonical tensors."""
 
 import contextlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -90,6 +91,21 @@ class Source(ABC):
         """Those that have to stay as they are while the source is read: not the tracker, by which a training run says that
         it has gone on to another iteration."""
         return [path for path in sorted(set(self.read_files())) if path.name != TRACKER]
+
+    def identity(self) -> tuple[list[Any], list[Any]]:
+        """Return what a resumed run must find unchanged: of every file that is read its size and times, with what the
+        model was read as; and which files these are, by inode and by where their links end, as this host knows it."""
+        top, times, places = os.path.realpath(self.path), [], []
+        for path in self.pinned_files():
+            name, version = os.path.relpath(path, self.path), self.versions[path]
+            if version is not None:
+                times.append([name, version.size_bytes, version.mtime_ns, version.ctime_ns])
+                places.append([name, version.inode, os.path.relpath(os.path.realpath(path), top)])
+        return [times, self.model.family.name, self.model.config], places
+
+    def dequantized_names(self) -> list[str]:
+        """Return the names of the weights that are stored as codes and read as the numbers that these stand for."""
+        return []
 
     def unchanged(self) -> AbstractContextManager[None]:
         """Around what reads: raises ReshardError, naming them, where files were changed since the source was opened."""

@@ -183,6 +183,9 @@ class HuggingFaceSource(Source):
         info, stored = self.tensors[name], self.stored[name]
         return [Strip(0, info.rows, 0, info.columns, self.paths[stored.file], stored.offset, info.columns)]
 
+    def dequantized_names(self) -> list[str]:
+        return sorted(self.codes)
+
     def _numbers(self, names: list[str]) -> dict[str, tuple[int, ...]]:
         """The whole numbers that small tensors hold; many are read at once, since they lie all over the files."""
 

@@ -1,0 +1,81 @@
+"""A conversion as a value: what is read, what is written, by whom and how."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reshard.storage.destinations.base import Destination
+from reshard.storage.io.streams import Strip, TensorInfo
+from reshard.storage.quantized import Quantized
+from reshard.storage.run.team import Team
+from reshard.storage.run.workdir import Workdir
+from reshard.storage.run.workers import Progress
+from reshard.storage.sources.base import Source
+from reshard.storage.sources.verify import SourceChecks
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a conversion runs, in either direction; the calls `hf_to_mcore` and `mcore_to_hf` explain them."""
+
+    overwrite: bool = False
+    resume: bool = False
+    sync: bool = True
+    workers: int | None = None
+    dry_run: bool = False
+    progress: Progress | None = None
+    allow_overflow: bool = False
+
+
+@dataclass(frozen=True)
+class ConversionJob:
+    """One conversion.
+
+    `source_name` is what the manifest says of where the weights came from, `tensors` are the canonical tensors in
+    the dtypes in which they are stored, `checks` holds the checksums of the source's manifest, and `quantized` says
+    which weights are stored as codes. Each process of the `team` writes whole files.
+    """
+
+    source: Source
+    source_name: str | Path
+    checks: SourceChecks
+    tensors: dict[str, TensorInfo]
+    quantized: Quantized
+    destination: Destination
+    workdir: Workdir
+    team: Team
+    options: RunOptions
+
+    def files_of(self, name: str) -> list[str]:
+        """Return the files that a canonical tensor is written to, relative to the destination."""
+        return [str(strip.path) for part in self.quantized.parts(name) for strip in self.strips_of(part)]
+
+    def strips_of(self, part: str) -> list[Strip]:
+        """Return the strips of a stored tensor; none of a copy, which is in no file."""
+        return self.destination.strips.get(part, [])
+
+    def strips_below(self, part: str, root: Path, files: Iterable[str]) -> list[Strip]:
+        """Return the strips of a stored tensor in some of the files, with their paths below `root`."""
+        return [s._replace(path=root / s.path) for s in self.strips_of(part) if str(s.path) in files]
+
+    def tensors_in(self, files: set[str]) -> tuple[list[str], set[str]]:
+        """Return the canonical tensors of which some rows go to these files, and the stored tensors whose checksum
+        the writer of these files reports: the one that has a tensor's first strip."""
+        names: list[str] = []
+        hashed: set[str] = set()
+        for name in self.tensors:
+            paths = self.files_of(name)
+            reports = paths[0] in files if paths else self.team.process == 0
+            if reports or any(path in files for path in paths):
+                names.append(name)
+                hashed.update(self.quantized.parts(name) if reports else ())
+        return names, hashed
+
+    def manifest_fields(self) -> dict[str, Any]:
+        """Return the head of the manifest. Ignored fields of the config are listed: what is written contradicts
+        them."""
+        model = self.source.model
+        quantized = sorted(self.quantized.names) or sorted(self.source.dequantized_names())
+        fields = self.destination.fields(model.family.name, self.source_name, quantized)
+        return fields | ({"ignored_config_fields": sorted(model.ignored)} if model.ignored else {})

@@ -1,0 +1,180 @@
+"""One process's share of a conversion: the files that it writes whole, as far as its journal has them not already."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard.core.errors import ReshardError
+from reshard.storage.io.files import OpenFiles, write_error
+from reshard.storage.io.streams import StripReader, StripWriter
+from reshard.storage.io.sync import EarlySync, NoSync
+from reshard.storage.run.job import ConversionJob
+from reshard.storage.run.journal import Done, Journal
+from reshard.storage.run.tensor_copy import TensorCopy
+from reshard.storage.run.workers import BackgroundCall, Workers, run_jobs
+from reshard.storage.sources.verify import checksum_of
+
+
+class ShareResult(NamedTuple):
+    """What a process tells the others of its share: the checksums of stored tensors that it reports, how many numbers of
+    which overflowed, and the names of the tensors that an earlier run had finished."""
+
+    checksums: dict[str, str]
+    overflowed: dict[str, int]
+    resumed: list[str]
+
+
+class Share:
+    """The files of a conversion that this process writes."""
+
+    def __init__(self, job: ConversionJob) -> None:
+        self.job, self.root = job, job.workdir.tree
+        self.file_names = job.team.share(job.destination.sizes)
+        self.paths = {name: self.root / name for name in sorted(self.file_names)}
+        self.names, self.hashed = job.tensors_in(self.file_names)
+        self.parts = [part for name in self.names for part in job.quantized.parts(name)]
+
+    def write(
+        self, files: OpenFiles, spoiled: frozenset[str], meanwhile: list[BackgroundCall]
+    ) -> ShareResult:
+        """Write what the journal does not have as done; `spoiled` stored tensors are written again.
+
+        `meanwhile` are calls whose results are taken as they come. Raises ReshardError where the source changes
+        meanwhile.
+        """
+        with self.job.source.unchanged():
+            journal = self._journal()
+            try:
+                return self._write(files, journal, spoiled, meanwhile)
+            finally:
+                journal.close()
+
+    def _journal(self) -> Journal:
+        job = self.job
+        files_of_parts = {
+            part: {str(strip.path) for strip in job.strips_of(part)} & self.file_names for part in self.parts
+        }
+        sizes = {name: job.destination.sizes[name] for name in self.file_names}
+        path = job.workdir.path / f"journal-{job.team.process}"
+        return Journal(path, self.root, sizes, files_of_parts, job.options.sync)
+
+    def _write(
+        self,
+        files: OpenFiles,
+        journal: Journal,
+        spoiled: frozenset[str],
+        meanwhile: list[BackgroundCall],
+    ) -> ShareResult:
+        job = self.job
+        journal.unfinish(spoiled & set(self.parts))
+        journal.create(self.paths)
+        for name, path in self.paths.items():
+            files.resize(path, job.destination.sizes[name])
+        finished = dict(journal.finished)
+        todo = [name for name in self.names if any(p not in finished for p in job.quantized.parts(name))]
+        self._write_tensors(todo, files, journal, finished, meanwhile)
+        return ShareResult(
+            {part: finished[part].checksum for part in self.parts if part in self.hashed},
+            {part: finished[part].overflowed for part in self.parts if finished[part].overflowed},
+            sorted(set(self.names) - set(todo)),
+        )
+
+    def _write_tensors(
+        self,
+        todo: list[str],
+        files: OpenFiles,
+        journal: Journal,
+        finished: dict[str, Done],
+        meanwhile: list[BackgroundCall],
+    ) -> None:
+        """Write tensors and all that stands around them in this share's files; what is done goes to `finished`."""
+        job, paths = self.job, list(self.paths.values())
+        sizes = {name: job.tensors[name].size_bytes for name in todo}
+        total = sum(job.tensors[name].size_bytes for name in self.names)
+        done = total - sum(sizes.values())
+        strips = {part: job.strips_below(part, self.root, self.file_names) for part in self.parts}
+        writer = StripWriter(strips, files)
+        report_progress = job.options.progress or (lambda done, total: None)
+        # Workers are forked before the thread that syncs is there.
+        with (
+            BackgroundCall(
+                lambda: job.destination.write_frames(self.root, self.file_names, files), files.close
+            ) as frames,
+            Workers(
+                lambda name: TensorCopy(job, name, writer).run(),
+                sizes,
+                job.options.workers,
+                lambda name: self.file_names.intersection(job.files_of(name)),
+                files.close,
+            ) as workers,
+            (EarlySync if job.options.sync else NoSync)(files, paths, journal) as sync,
+        ):
+            report_progress(done, total)
+            for completed in workers.completed():
+                for name, written in completed:
+                    for part, value in written.items():
+                        finished[part] = value if part in self.hashed else replace_checksum(value)
+                        sync.written((part, finished[part]))
+                    done += sizes[name]
+                    report_progress(done, total)
+                job.team.check()
+                sync.check()
+                for call in (frames, *meanwhile):
+                    call.check()
+            errors_of_workers = workers.leave_all()
+            frames.result()
+        self._close(files, journal, [*errors_of_workers, frames.left])
+
+    def _close(
+        self, files: OpenFiles, journal: Journal, errors_of_workers: list[dict[Path, OSError] | None]
+    ) -> None:
+        """Close the files that were written. `errors_of_workers` are the errors that this gave in each worker's process:
+        some systems report a failed write only once.
+
+        Raises ReshardError for any such error, and where one of the files is no longer the one at its path.
+        """
+        replaced = [path for path in self.paths.values() if files.replaced(path)]
+        errors = files.close()
+        for errors_of_worker in errors_of_workers:
+            errors |= errors_of_worker or {}
+        for path in errors:
+            journal.lose(path)
+        for path, error in errors.items():
+            raise write_error(path, error)
+        if replaced:
+            raise ReshardError(
+                f"{replaced[0]} was removed or replaced while it was written; run again with --resume",
+                resumable=True,
+            )
+
+    def changed_tensors(self, parts: set[str], checksums: dict[str, str]) -> list[str]:
+        """Read stored tensors of this share again; return those whose bytes no longer have their checksums.
+
+        A journal and an inode cannot say that: a file may be changed in place, or another may get the inode of one
+        that was removed.
+        """
+        job, infos = self.job, self.job.destination.stored
+        files = job.destination.sizes.keys()
+        strips = {part: job.strips_below(part, self.root, files) for part in parts & self.hashed}
+        with OpenFiles.of_destination(write=False) as opened:
+            reader = StripReader(infos, opened)
+
+            def differs(part: str) -> bool:
+                try:
+                    checksum = checksum_of(
+                        part,
+                        infos[part],
+                        lambda name, start, stop: reader.read_rows(name, start, stop, strips[name]),
+                    )
+                except ReshardError:  # it cannot be read
+                    return True
+                return checksum != checksums[part]
+
+            # Copies are in no file.
+            sizes = {part: infos[part].size_bytes for part, places in strips.items() if places}
+            outcomes = run_jobs(sizes, differs, job.options.workers, check=job.team.check)
+            return [part for part, differ in outcomes.items() if differ]
+
+
+def replace_checksum(value: Done) -> Done:
+    """Return what a journal keeps of a tensor whose checksum another process reports."""
+    return value._replace(checksum="-")
