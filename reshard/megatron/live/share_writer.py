@@ -59,9 +59,7 @@ class ShareWriter:
             self.destination.write_frames(self.root, frames, files)
             jobs = dict(enumerate(self._jobs(strips)))
             write = partial(self._write_job, files=files, strips=strips, device=FromDevice(self.device))
-            with (EarlySync if self.sync else NoSync)(
-                files, sorted(paths), lambda done: None, lambda lost: None
-            ) as sync:
+            with (EarlySync if self.sync else NoSync)(files, sorted(paths)) as sync:
 
                 def check() -> None:
                     self.team.check()
