@@ -83,10 +83,11 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """Return the directory of a trained model with its tokenizer, in bf16: SmolLM2-135M-Instruct."""
+    """Return the directory of a trained model with its tokenizer, in bf16: the first ten layers of
+    SmolLM2-135M-Instruct, whose weights and activations have the outliers of the whole model."""
     from tests.trained import make
 
-    return make(tmp_path_factory.mktemp("trained"))
+    return make(tmp_path_factory.mktemp("trained"), layers=10)
 
 
 @pytest.fixture(scope="session")

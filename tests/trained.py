@@ -26,8 +26,10 @@ def gguf_file() -> Path:
     return file
 
 
-def make(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write the model and its tokenizer to `directory` as a Hugging Face checkpoint, and return it."""
+def make(directory: Path, dtype: torch.dtype = torch.bfloat16, layers: int | None = None) -> Path:
+    """Write the model and its tokenizer to `directory` as a Hugging Face checkpoint, and return it.
+
+    `layers` keeps that many of the 30 layers, the first ones."""
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -36,6 +38,8 @@ def make(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     packed = hasattr(transformers, "GgufConfig")
     options = {"quantization_config": transformers.GgufConfig(dequantize=True)} if packed else {}
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=dtype, **options)
+    if layers is not None:
+        model.model.layers, model.config.num_hidden_layers = model.model.layers[:layers], layers
     model.save_pretrained(directory)
     AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(directory)
     return directory
