@@ -83,8 +83,8 @@ class NotRunError(Exception):
 
 @dataclass
 class Cell:
-    """One combination: `group` is a section of the table, `name` its row, `check` runs it and says
-    what came of it."""
+    """One combination of versions: a row `name` in section `group` of the table. `check` runs it and
+    returns the outcome."""
 
     group: str
     name: str
@@ -166,7 +166,7 @@ def cells() -> list[Cell]:
 
 
 def _disk(python: str, *packages: str) -> Callable[[argparse.Namespace, Path], str]:
-    """The six commands in an environment with what `pip install reshard` brings."""
+    """Return a check: the six commands run in an environment of `pip install reshard`."""
 
     def check(options: argparse.Namespace, folder: Path) -> str:
         try:
@@ -188,8 +188,8 @@ def _disk(python: str, *packages: str) -> Callable[[argparse.Namespace, Path], s
 
 
 def _flags(tag: str) -> Callable[[argparse.Namespace, Path], str]:
-    """Every variant's flags for a version, put to the parser of its tag; and that it refuses some
-    of the newest version's."""
+    """Return a check: the parser of a tag takes every variant's flags for its version, and refuses
+    some of the newest version's."""
 
     def check(options: argparse.Namespace, folder: Path) -> str:
         from tests.flags import complaints, lines_for
@@ -261,8 +261,8 @@ def _core(core: str, torch: str) -> Callable[[argparse.Namespace, Path], str]:
 
 def _overlaid(packages: list[str], tests: tuple[str, ...], tree: str | None = None,
               deps: bool = False) -> Callable[[argparse.Namespace, Path], str]:  # fmt: skip
-    """Tests in this environment, with other packages before its own; `tree` is a tag of
-    Megatron-LM."""
+    """Return a check: tests pass in this environment with other packages before its own. `tree` is a
+    tag of Megatron-LM."""
 
     def check(options: argparse.Namespace, folder: Path) -> str:
         over = folder / "over"
@@ -293,7 +293,7 @@ def _overlaid(packages: list[str], tests: tuple[str, ...], tree: str | None = No
 def _own(
     packages: list[str], tests: tuple[str, ...], python: str | None = None
 ) -> Callable[[argparse.Namespace, Path], str]:
-    """Tests in an environment of their own."""
+    """Return a check: tests pass in an environment of their own."""
 
     def check(options: argparse.Namespace, folder: Path) -> str:
         inside = environment(
@@ -305,8 +305,8 @@ def _own(
 
 
 def _transfer(vllm: str, torch: str | None) -> Callable[[argparse.Namespace, Path], str]:
-    """vLLM's weight transfer, by a real server and an ``LLM`` of a version's build for the CPU: in
-    this environment, or in one of its own where the version needs another torch."""
+    """Return a check of vLLM's weight transfer: a real server and an ``LLM`` of a version's build for
+    the CPU, in an environment of its own if the version needs another torch."""
 
     def check(options: argparse.Namespace, folder: Path) -> str:
         inside: str | Path = sys.executable

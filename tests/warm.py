@@ -1,16 +1,18 @@
-"""A Python whose imports are done: what it runs is forked from a server that has done them once.
+"""Start Python processes with their imports done: they are forked from a server that has done them.
 
     warm.python("vllm", "megatron.core", environment={...})      # the path of a program, to be started where ``sys.executable`` would be
 
-Whoever starts it sees a ``python``: arguments, environment, folder and open files go to the process
-that the server forks, as do signals, and its exit status comes back. What is started there by
-``sys.executable``, or spawned by multiprocessing, is forked from the server too. As it was for the
-server is what a module reads from the environment while it is imported, the seed of hashes, and
-limits and the umask; and nothing is taken apart at the end. With other variables of Python's own a
-real Python is started. A server imports when it is first asked.
+Start the program wherever you would start ``sys.executable``. The server forks a process with its
+arguments, environment, folder and open files; signals are passed on, and the exit status comes
+back. ``sys.executable`` and multiprocessing's spawn use the server there, too.
 
-Pytest's workers are forked so as well, from the server of the ranks, and have those that `share`
-starts in common.
+These differ from a real Python: what modules read from the environment at import, the seed of
+hashes, limits and the umask are the server's, and the interpreter is not finalized. A real Python
+is started if the environment has other variables for Python. A server imports when it is first
+used.
+
+Pytest's workers are forked in the same way, from the server of the ranks; `share` starts the
+servers that they have in common.
 """
 
 import contextlib
