@@ -107,15 +107,15 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Score the same prompts in A and in B, and exit 1 where their logprobs are further apart than the
-    limits.
+    """Score the same prompts in A and in B, and exit 1 where their logprobs are further apart than
+    the limits.
 
-    Each is a Hugging Face directory or hub id, which transformers runs, or a Megatron checkpoint, which
-    Megatron-Core runs; at a layout of several ranks start this under torchrun: torchrun --nproc-per-node 4
-    --no-python reshard parity A B --tp 2 --pp 2
+    Each is a Hugging Face directory or hub id, which transformers runs, or a Megatron checkpoint,
+    which Megatron-Core runs; at a layout of several ranks start this under torchrun: torchrun
+    --nproc-per-node 4 --no-python reshard parity A B --tp 2 --pp 2
 
-    With vllm: before it, vLLM serves it: vllm:HF as vLLM loads it, vllm:MEGATRON refitted from Megatron-Core
-    at the layout.
+    With vllm: before it, vLLM serves it: vllm:HF as vLLM loads it, vllm:MEGATRON refitted from
+    Megatron-Core at the layout.
     """
     if prompts is not None and count is not None:
         raise click.UsageError("--prompts and --random exclude each other")
@@ -153,7 +153,8 @@ def command(
 def _conclude(
     report: Any, divergence: Any, located: bool, systems: list[str], html: str | None, as_json: bool
 ) -> None:
-    """Print the result and write the page; exit 1 where a limit is exceeded or the page cannot be written."""
+    """Print the result and write the page; exit 1 where a limit is exceeded or the page cannot be
+    written."""
     if as_json:
         added = {"located": divergence and divergence.to_dict()} if located else {}
         print_json(report.to_dict() | added)
@@ -174,7 +175,8 @@ def _conclude(
 
 
 def _find_divergence(report: Any, a: str, b: str, layout: Any, hf_config: str | None) -> Any:
-    """Return the first module that diverges for the prompt that shows the difference best; None without one."""
+    """Return the first module that diverges for the prompt that shows the difference best; None
+    without one."""
     from reshard.parity.divergence import find_divergence
 
     prompt, positions = report.diverging_prompt
@@ -214,7 +216,8 @@ def _try_to_write(path: Path) -> None:
 
 
 def _write_page(page: Path, report: Any, systems: list[str], divergence: str | None) -> bool:
-    """Write the report as a page. Return False, with the error on stderr, where that fails: the result stands."""
+    """Write the report as a page. Return False, with the error on stderr, where that fails: the
+    result stands."""
     from reshard.parity.html import UNENCODABLE, html_report
 
     try:

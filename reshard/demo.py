@@ -1,4 +1,5 @@
-"""The demo: a small real Qwen3-MoE to Megatron and back, proven by Megatron's own loader and by logits."""
+"""The demo: a small real Qwen3-MoE to Megatron and back, proven by Megatron's own loader and by
+logits."""
 
 import contextlib
 import io
@@ -31,9 +32,9 @@ class Step:
 def run_demo(folder: Path) -> Iterator[Step]:
     """Run the demo in `folder`; yield each step when it is done.
 
-    The checkpoint is made with transformers (random weights), converted at TP2 PP2 EP2, loaded whole by
-    ``dist_checkpointing`` of Megatron-Core, compared with tensors put together here by hand, converted back,
-    and compared bit for bit and by logits.
+    The checkpoint is made with transformers (random weights), converted at TP2 PP2 EP2, loaded
+    whole by ``dist_checkpointing`` of Megatron-Core, compared with tensors put together here by
+    hand, converted back, and compared bit for bit and by logits.
     """
     require("parity", "torch", "transformers", "megatron.core")
     from reshard import MegatronLayout, check, diff, hf_to_mcore, mcore_to_hf
@@ -130,8 +131,8 @@ def _megatron_loads(directory: Path) -> dict[str, Any]:
 
 
 def _differences(source: Path, loaded: dict[str, Any]) -> list[str]:
-    """The parameters that are not what Megatron's layout makes of the Hugging Face tensors; written out
-    without the tables."""
+    """The parameters that are not what Megatron's layout makes of the Hugging Face tensors; written
+    out without the tables."""
     import torch
     from safetensors.torch import load_file
 

@@ -43,11 +43,12 @@ def assert_logprob_parity(
 ) -> ParityReport:
     """Fail unless two systems give the same logprobs; return the report if they do.
 
-    The systems and `options` are those of `reshard.parity.parity`; `texts` are prompts for the tokenizer beside one of
-    the two. A limit given here replaces the dtype's default, and fails on a figure that was not measured.
+    The systems and `options` are those of `reshard.parity.parity`; `texts` are prompts for the
+    tokenizer beside one of the two. A limit given here replaces the dtype's default, and fails on a
+    figure that was not measured.
 
-    Raises AssertionError with the figures, and, for a Hugging Face directory and a Megatron checkpoint, with the module
-    where they diverge; ReshardError where the two cannot be compared.
+    Raises AssertionError with the figures, and, for a Hugging Face directory and a Megatron
+    checkpoint, with the module where they diverge; ReshardError where the two cannot be compared.
     """
     given = {"max_abs": max_abs, "mean_abs": mean_abs, "token_mult_prob_error": token_mult_prob_error, "kl": kl,
              "argmax_agreement": argmax_agreement, "routing_margin": routing_margin, "noise_ratio": noise_ratio}  # fmt: skip
@@ -71,7 +72,8 @@ def _tokens_of(texts: Sequence[str], systems: Sequence[str]) -> list[list[int]]:
 
 
 def _divergence(a: "str | System", b: "str | System", report: ParityReport, options: dict[str, Any]) -> str:
-    """Return the end of a sentence on where the two diverge; empty where their modules cannot be compared."""
+    """Return the end of a sentence on where the two diverge; empty where their modules cannot be
+    compared."""
     from reshard.parity.divergence import describe_divergence, find_divergence
 
     if not isinstance(a, str) or not isinstance(b, str):
@@ -91,8 +93,8 @@ def _worst(prompts: list[Metrics]) -> str:
 
 @pytest.fixture
 def to_megatron(tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that converts a Hugging Face directory or hub id into a temporary Megatron checkpoint, at a
-    layout."""
+    """Return a function that converts a Hugging Face directory or hub id into a temporary Megatron
+    checkpoint, at a layout."""
     destinations: list[Path] = []
 
     def convert(source: str | Path, layout: MegatronLayout | None = None) -> Path:

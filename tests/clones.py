@@ -1,4 +1,5 @@
-"""Compare stand-ins for a project's classes with a clone of that project, and find variables for its processes."""
+"""Compare stand-ins for a project's classes with a clone of that project, and find variables for
+its processes."""
 
 import ast
 from pathlib import Path
@@ -24,8 +25,9 @@ def methods(path: Path) -> dict[str, list[str]]:
 
 
 def differing(name: str, clone: Path, own: tuple[str, ...] = ()) -> tuple[list[str], int]:
-    """Compare a project's stand-ins with its clone, except for methods that are the stand-ins' `own`. Return the methods
-    that the clone lacks or calls with other parameters, and the number compared."""
+    """Compare a project's stand-ins with its clone, except for methods that are the stand-ins'
+    `own`. Return the methods that the clone lacks or calls with other parameters, and the number
+    compared."""
     wrong, compared = [], 0
     for path in STANDINS.glob(f"{name}/**/*.py"):
         theirs = methods(clone / path.relative_to(STANDINS))
@@ -38,7 +40,8 @@ def differing(name: str, clone: Path, own: tuple[str, ...] = ()) -> tuple[list[s
 
 
 def variables(*where: Path) -> dict[str, str]:
-    """Return environment variables of processes that use vLLM's build for the CPU and find projects at `where`."""
+    """Return environment variables of processes that use vLLM's build for the CPU and find projects
+    at `where`."""
     return {name: value for name, value in clean().items() if name != "PYTHONDONTWRITEBYTECODE"} | {
         "PYTHONPATH": ":".join(map(str, [TARGET, REPOSITORY, *where])), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1",

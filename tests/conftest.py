@@ -10,19 +10,23 @@ import pytest
 
 from tests import warm
 
-# Pytest's workers are forked by a program that stands for a Python; what they start as sys.executable is to be a real one.
+# Pytest's workers are forked by a program that stands for a Python; what they start as
+# sys.executable is to be a real one.
 sys.executable = os.environ.get("WARM_EXECUTABLE", sys.executable)
 
-# vLLM's quantized kernels would be built aside by every process that imports them, two processes with torch for each.
+# vLLM's quantized kernels would be built aside by every process that imports them, two processes
+# with torch for each.
 os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
 # Ray's workers would have only what all other tests leave of the cores.
 os.environ.setdefault("RAY_worker_niceness", "0")
-# Started in the background by a shell, pytest ignores SIGINT, and so would every command that a test interrupts.
+# Started in the background by a shell, pytest ignores SIGINT, and so would every command that a
+# test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Test files whose tests are slow, those that take longest first: a worker takes one file at a time. A name also stands for
-# files whose names go on after it (`refit` for test_refit_faults.py), so that a file that is split keeps its place.
+# Test files whose tests are slow, those that take longest first: a worker takes one file at a time.
+# A name also stands for files whose names go on after it (`refit` for test_refit_faults.py), so
+# that a file that is split keeps its place.
 SLOWEST_FIRST = (
     "compressed", "live_megatron", "refit", "engine", "nvfp4_engine", "members", "fsdp", "parity", "blocks", "logits", "weight_transfer",
     "megatron_saves", "serving", "roll", "swift", "reloads", "verl", "resume", "nemo_rl", "build", "meaning", "install", "published",
@@ -34,7 +38,8 @@ STARTS_PROCESSES = ("run_on_ranks", "tests.warm", "tests.vllm_server", "tests.en
 
 
 def place_of(path: Path) -> int:
-    """Return a test file's place in the order of the run: `SLOWEST_FIRST`, other slow files, quick ones."""
+    """Return a test file's place in the order of the run: `SLOWEST_FIRST`, other slow files, quick
+    ones."""
     stem = path.stem.removeprefix("test_")
     names = [name for name in SLOWEST_FIRST if stem == name or stem.startswith(f"{name}_")]
     if names:
@@ -61,7 +66,8 @@ def pytest_xdist_setupnodes(specs):
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """Return a function from a variant to its Hugging Face directory, which is made at the first call."""
+    """Return a function from a variant to its Hugging Face directory, which is made at the first
+    call."""
     from tests.checkpoints import make
 
     directories = {}
@@ -77,10 +83,11 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """Return the directory of a trained model with its tokenizer, in bf16: SmolLM2-135M-Instruct."""
+    """Return the directory of a trained model with its tokenizer, in bf16: the first ten layers of
+    SmolLM2-135M-Instruct, whose weights and activations have the outliers of the whole model."""
     from tests.trained import make
 
-    return make(tmp_path_factory.mktemp("trained"))
+    return make(tmp_path_factory.mktemp("trained"), layers=10)
 
 
 @pytest.fixture(scope="session")
@@ -120,7 +127,8 @@ def mcore(source, tmp_path):
 
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory):
-    """Return a function from a variant to two checkpoints in bf16, each as (Hugging Face directory, Megatron directory)."""
+    """Return a function from a variant to two checkpoints in bf16, each as (Hugging Face directory,
+    Megatron directory)."""
     import torch
 
     from reshard import hf_to_mcore
@@ -144,7 +152,8 @@ def converted(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def megatron_of(tmp_path_factory):
-    """Return a function from a variant and a layout to (Hugging Face directory, Megatron checkpoint at that layout)."""
+    """Return a function from a variant and a layout to (Hugging Face directory, Megatron checkpoint
+    at that layout)."""
     from reshard import MegatronLayout, hf_to_mcore
     from tests.checkpoints import make
 

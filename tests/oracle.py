@@ -1,4 +1,5 @@
-"""Megatron's tensors, assembled by hand from Hugging Face ones: shares no code with the mapping tables."""
+"""Megatron's tensors, assembled by hand from Hugging Face ones: shares no code with the mapping
+tables."""
 
 import json
 import zlib
@@ -24,8 +25,8 @@ def bits(tensor: torch.Tensor) -> tuple:
 
 
 def dequantized(directory: Path) -> dict[str, torch.Tensor]:
-    """Read all tensors of a Hugging Face directory; fp8 weights times their scales, in bf16, and weights that compressed-tensors
-    quantized by channel in the scales' dtype."""
+    """Read all tensors of a Hugging Face directory; fp8 weights times their scales, in bf16, and
+    weights that compressed-tensors quantized by channel in the scales' dtype."""
     tensors, config = hf_tensors(directory), json.loads((directory / "config.json").read_text())
     rows, columns = (config.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
     for name in [name for name in tensors if name.endswith("_scale_inv")]:
@@ -59,7 +60,8 @@ def stored_tensors(directory: Path) -> dict[str, torch.Tensor]:
 def megatron_tensors(
     directory: Path, padded_vocab: int, tensors: dict[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of a Transformer Engine model's checkpoint, by key. `tensors` are the directory's, if already read."""
+    """Return the tensors of a Transformer Engine model's checkpoint, by key. `tensors` are the
+    directory's, if already read."""
     hf, config = (
         hf_tensors(directory) if tensors is None else tensors,
         json.loads((directory / "config.json").read_text()),

@@ -31,12 +31,14 @@ def run(rank: int, a: str, b: str, layout: dict, options: dict):
 
 
 def again(rank: int, a: str, b: str):
-    """Return the error on a prompt that is too short, and then the report of a comparison in the same process."""
+    """Return the error on a prompt that is too short, and then the report of a comparison in the
+    same process."""
     return run(rank, a, b, {}, {"prompts": [[1]]}), run(rank, a, b, {}, {"prompts": [[1, 2, 3]]})
 
 
 def slower(rank: int, a: str, b: str):
-    """Return the report on a transformers whose slowest rotary angles are a tenth slower: a short prompt hardly shows it."""
+    """Return the report on a transformers whose slowest rotary angles are a tenth slower: a short
+    prompt hardly shows it."""
     system = HuggingFace(Path(a), "fp32")
     system.module.model.rotary_emb.inv_freq[-2:] /= 1.1
     return parity(system, b, 2, dtype="fp32", lengths=(32,)).to_dict()

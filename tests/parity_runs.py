@@ -1,4 +1,5 @@
-"""Comparisons of small checkpoints on ranks of their own, and copies of checkpoints that differ in one thing."""
+"""Comparisons of small checkpoints on ranks of their own, and copies of checkpoints that differ in
+one thing."""
 
 import json
 import shutil
@@ -23,7 +24,8 @@ def ranks_of(sizes: dict) -> int:
 
 
 def run(a, b, layout=None, **options):
-    """Compare two systems on ranks of their own; return the report, or the error, which is the same on all ranks."""
+    """Compare two systems on ranks of their own; return the report, or the error, which is the same
+    on all ranks."""
     arguments = str(a), str(b), layout or {}, {"prompts": 4, "lengths": (9, 33)} | options
     results = run_on_ranks(ranks_of(layout or {}), "run", *arguments, module="parity_on_cpu")
     assert all(result == results[0] for result in results)

@@ -1,4 +1,5 @@
-"""Installing reshard: every way gives a complete package, and what an installation lacks is named in one sentence.
+"""Installing reshard: every way gives a complete package, and what an installation lacks is named
+in one sentence.
 
 The tests install a fresh clone of the commit that is checked out, not the working tree.
 """
@@ -17,7 +18,9 @@ import tomllib
 
 from reshard.core.extras import BASE
 from tests.environments import REPOSITORY, UV, attempt, build, clean, clone, environment, run, size_bytes
+from tests.install_vllm_cpu import environment_of_engine
 from tests.on_disk import files_of, use_disk_commands
+from tests.warm import python_of_engine
 
 pytestmark = pytest.mark.install
 HEAVY = ("torch", "megatron", "transformers", "vllm", "scipy", "psutil", "safetensors")
@@ -43,7 +46,8 @@ def base(built, tmp_path_factory):
 
 
 def imported_from(python: Path, folder: Path) -> list[Path]:
-    """Return the files of reshard, reshard.cli and reshard.mappings that `python` imports in `folder`."""
+    """Return the files of reshard, reshard.cli and reshard.mappings that `python` imports in
+    `folder`."""
     program = "import reshard, reshard.cli.main as c, reshard.mappings.llama as m; print(reshard.__file__, c.__file__, m.__file__)"
     assert "version" in run([python, "-m", "reshard", "--version"], cwd=folder)
     return [Path(path) for path in run([python, "-c", program], cwd=folder).split()]
@@ -65,15 +69,15 @@ def test_a_clone_runs_uninstalled_with_the_dependencies_alone(checkout, checkpoi
     assert json.loads(inspected)["parameters"] > 0
 
 
-@pytest.mark.parametrize("way", ["pip install .", "pip install -e .", "pip install sdist"])
-def test_every_way_of_installing_gives_a_complete_package(way, built, checkpoint, tmp_path):
-    """By pip itself; `base` has the wheel, by uv. Elsewhere the installed package is imported, and at the clone's root the
-    clone's own, which is just as complete."""
+@pytest.mark.parametrize("way", ["pip install .", "pip install -e ."])
+def test_pip_installs_a_complete_package_from_a_checkout(way, checkpoint, tmp_path):
+    """Elsewhere the installed package is imported, and at the clone's root the clone's own, which is
+    just as complete."""
     python = environment(tmp_path / "venv", [*BASE.values(), "pip"])
     cloned = clone(tmp_path / "clone")
-    target = {".": ["."], "-e .": ["-e", "."], "sdist": [built[1]]}[way.removeprefix("pip install ")]
-    run([python, "-m", "pip", "install", "--quiet", "--no-deps", *target], cwd=cloned)
-    installed = cloned if "-e" in way else tmp_path / "venv"
+    options = way.split()[2:]
+    run([python, "-m", "pip", "install", "--quiet", "--no-deps", *options], cwd=cloned)
+    installed = cloned if "-e" in options else tmp_path / "venv"
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     assert all(path.is_relative_to(installed) for path in imported_from(python, elsewhere))
@@ -82,9 +86,9 @@ def test_every_way_of_installing_gives_a_complete_package(way, built, checkpoint
     assert json.loads(run(command, cwd=elsewhere))["parameters"] > 0
 
 
-@pytest.mark.parametrize("folder", [".", "tests", "examples"])
-def test_inside_a_checkout_an_installed_package_is_complete_whichever_is_imported(base, checkout, folder):
-    """At the root the clone's package shadows the installed one; below it Python finds the installed one."""
+@pytest.mark.parametrize("folder", ["/", ".", "tests", "examples"])
+def test_a_package_by_way_of_sdist_and_wheel_is_complete(base, checkout, folder):
+    """At the clone's root the clone's package shadows the installed one, which is found anywhere else."""
     owner = checkout if folder == "." else base.parent.parent
     assert all(path.is_relative_to(owner) for path in imported_from(base, checkout / folder))
 
@@ -209,7 +213,8 @@ MISSING = (
 
 
 def test_an_installation_without_dependencies_names_the_line_that_installs_them(built, checkpoint, tmp_path):
-    """After ``pip install --no-deps``, as beside a trainer whose packages must stay: only what is missing is named."""
+    """After ``pip install --no-deps``, as beside a trainer whose packages must stay: only what is
+    missing is named."""
     python = environment(tmp_path / "venv", [built[0]], options=["--no-deps"])
     source, command = checkpoint("qwen3"), [python, "-m", "reshard"]
     assert run([python, "-c", "import reshard; print(sorted(reshard.__all__)[0])"]) == "Layout\n"
@@ -237,28 +242,21 @@ def test_an_installation_without_dependencies_names_the_line_that_installs_them(
     assert run([*command, "inspect", source]), "the line installs what is missing"
 
 
-def test_vllm_says_which_package_its_loader_lacks_and_keeps_the_refit_extension():
-    """The real vLLM's plugin, in processes that cannot import a package; they are forked by one that has imported vLLM."""
-    program = """import logging, os, sys
-import vllm.model_executor.model_loader
+@pytest.mark.parametrize("missing", ["ml_dtypes", "xxhash"])
+def test_vllm_says_which_package_its_loader_lacks_and_keeps_the_refit_extension(missing):
+    """The real vLLM's plugin, in a process that has imported vLLM and cannot import the package."""
+    program = f"""import logging, sys
+sys.modules[{missing!r}] = None
 logging.basicConfig(stream=sys.stdout, format="%(message)s", force=True)
-for missing in ("ml_dtypes", "xxhash"):
-    if child := os.fork():
-        assert os.waitpid(child, 0)[1] == 0
-        continue
-    sys.modules[missing] = None
-    from reshard.engines.vllm.plugin import register
-    register()
-    from reshard.engines.vllm.worker import RefitExtension
-    try:
-        from reshard.engines.vllm.load_format.loader import ReshardModelLoader
-    except __import__("reshard").ReshardError as error:
-        print("loader:", error)
-    print(RefitExtension.__name__, flush=True)
-    os._exit(0)
-"""
-    printed = run([sys.executable, "-c", program])
-    for missing in ("ml_dtypes", "xxhash"):
-        needs = f"this needs {missing}, which is not installed here: pip install '{BASE[missing]}'"
-        assert f"no --load-format reshard: {needs}" in printed
-        assert f"loader: {needs}\nRefitExtension\n" in printed
+from reshard.engines.vllm.plugin import register
+register()
+from reshard.engines.vllm.worker import RefitExtension
+try:
+    from reshard.engines.vllm.load_format.loader import ReshardModelLoader
+except __import__("reshard").ReshardError as error:
+    print("loader:", error)
+print(RefitExtension.__name__)"""
+    printed = run([python_of_engine(), "-c", program], env=environment_of_engine())
+    needs = f"this needs {missing}, which is not installed here: pip install '{BASE[missing]}'"
+    assert f"no --load-format reshard: {needs}" in printed
+    assert f"loader: {needs}\nRefitExtension\n" in printed

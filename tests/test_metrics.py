@@ -1,4 +1,5 @@
-"""Parity's metrics, near-ties of routing, rollouts, and limits that fail on a figure that was not measured."""
+"""Parity's metrics, near-ties of routing, rollouts, and limits that fail on a figure that was not
+measured."""
 
 from dataclasses import replace
 
@@ -18,7 +19,8 @@ def scores(*logprobs: float, best=None) -> Scores:
 
 
 def test_routing_tells_a_near_tie_from_an_error():
-    """In bf16 both systems of a correct model send some tokens elsewhere; a fault does it where no tie is near."""
+    """In bf16 both systems of a correct model send some tokens elsewhere; a fault does it where no
+    tie is near."""
     scores = np.array([[[2.0, 1.0, 0.999, -1.0], [0.0, 1.0, 2.0, 3.0]]])
     one = Choices((1, 3), np.array([[[0, 1], [2, 3]]]), scores)
     tie = one._replace(experts=np.array([[[0, 2], [0, 3]]]), scores=None)
@@ -114,7 +116,8 @@ def test_limits_that_cannot_fail_or_cannot_be_met_are_refused():
 
 
 def rounding(seed: int, tokens: int, size: float = 0.05) -> list[Scores]:
-    """Scores of prompts of 64 tokens in all that are off zero by rounding, some tokens by more than others."""
+    """Scores of prompts of 64 tokens in all that are off zero by rounding, some tokens by more than
+    others."""
     random = np.random.default_rng(seed)
     spread = np.random.default_rng(99).gamma(1.0, 1.0, tokens)
     return [
@@ -257,7 +260,8 @@ def test_a_rollout_is_watched():
 
 
 def test_a_running_engines_config_is_read_as_it_was_published():
-    """vLLM's class of DeepSeek renames the type of the rotary embedding in place, and transformers adds fields of its own."""
+    """vLLM's class of DeepSeek renames the type of the rotary embedding in place, and transformers
+    adds fields of its own."""
     from types import SimpleNamespace
 
     from reshard.parity.vllm import LiveVllm

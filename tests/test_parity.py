@@ -143,7 +143,8 @@ def test_a_refused_comparison_does_not_break_the_next_one(megatron_of):
 
 
 class ConstantSystem(System):
-    """A system that gives every prompt of three tokens the same scores, with distributions if it `keeps` them."""
+    """A system that gives every prompt of three tokens the same scores, with distributions if it
+    `keeps` them."""
 
     spread = False
 

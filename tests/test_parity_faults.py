@@ -90,7 +90,8 @@ def test_a_seeded_fault_is_caught_and_located(
     report = run(tmp_path / "hf", mcore, layout)
     assert not report["ok"] and any(sentence.startswith("max_abs") for sentence in report["exceeded"])
     if variant == "deepseek-v3":
-        # A bias that is gone sends tokens elsewhere; a scale does in later layers, whose inputs it has changed.
+        # A bias that is gone sends tokens elsewhere; a scale does in later layers, whose inputs it
+        # has changed.
         assert report["routing"]["differing"] and any(
             sentence.startswith("routing_margin") for sentence in report["exceeded"]
         )

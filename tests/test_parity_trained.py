@@ -58,14 +58,14 @@ def test_in_bf16_rounding_passes_and_a_fault_of_one_percent_fails(trained_pair, 
     page = Parsed((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert json.dumps(TEXT[2]) in page.cells, "prompts as text"
 
-    name = "model.layers.15.self_attn.o_proj.weight"
+    name = "model.layers.5.self_attn.o_proj.weight"
     wrong = with_a_fault(hf, tmp_path / "wrong", name, 1.01)
     done = parity_command(wrong, mcore, *options)
     report = json.loads(done.stdout)
     assert done.returncode == 1 and "this is no rounding" in done.stderr, done.stderr
     assert report["rounding"]["high"] < 1.5, "bf16 alone does not show it"
     sentence = report["located"]["sentence"]
-    assert "the attention of layer 15 diverges first" in sentence and name in sentence
+    assert "the attention of layer 5 diverges first" in sentence and name in sentence
     page = Parsed((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert f"Where they diverge: {sentence}." in page.text
 
@@ -80,8 +80,8 @@ def test_locate_says_so_if_only_rounding_exceeds_a_limit(trained_pair):
     )
 
 
-def test_too_few_tokens_fail(trained_pair):
-    hf, mcore = trained_pair
+def test_too_few_tokens_fail(megatron_of):
+    hf, mcore = megatron_of("qwen3")
     done = parity_command(hf, mcore, "--dtype", "bf16", "--random", 1)
     assert done.returncode == 1
     assert "A and B cannot be held against the limits: 15 tokens are too few" in done.stderr

@@ -1,4 +1,5 @@
-"""A report is one file that fetches nothing, runs nothing but its own scripts, and says what it was given, whatever that is."""
+"""A report is one file that fetches nothing, runs nothing but its own scripts, and says what it was
+given, whatever that is."""
 
 import base64
 import hashlib
@@ -86,7 +87,8 @@ class Parsed(HTMLParser):
 
     @property
     def charts(self) -> Document:
-        """Read what the last script draws as a browser does: a string of JavaScript, then HTML's escapes, then JSON."""
+        """Read what the last script draws as a browser does: a string of JavaScript, then HTML's
+        escapes, then JSON."""
         [quoted] = re.findall(r"const docs_json = '(.*?)';", self.scripts[-1])
         [document] = json.loads(html.unescape(quoted.replace("\\\\", "\\"))).values()
         return Document.from_json(document)

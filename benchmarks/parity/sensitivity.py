@@ -3,12 +3,13 @@
     python -m benchmarks.parity.sensitivity trained HF_DIRECTORY --folder /tmp/sensitivity --json trained.json
     python -m benchmarks.parity.sensitivity random qwen3 qwen3-moe deepseek-v3 --folder /tmp/sensitivity --json random.json
 
-A is transformers with a fault in its weights or settings, B is Megatron-Core with the converted weights, both on the
-default prompts and at far positions. A fault that has a size is made ten times smaller until the gate lets it pass; the
-others are there or not. `fp32` and `bf16` are two checkpoints, both of which can be run in fp32; `bf16 engine` is a B of
-which there are the bf16 logprobs alone, as of an engine that is running; the other columns are a B with weights as
-``mcore-to-hf --quantize`` rounds them, converted back, against what the gate estimates of that rounding. The sound
-model, which must pass, is the first row.
+A is transformers with a fault in its weights or settings, B is Megatron-Core with the converted
+weights, both on the default prompts and at far positions. A fault that has a size is made ten times
+smaller until the gate lets it pass; the others are there or not. `fp32` and `bf16` are two
+checkpoints, both of which can be run in fp32; `bf16 engine` is a B of which there are the bf16
+logprobs alone, as of an engine that is running; the other columns are a B with weights as
+``mcore-to-hf --quantize`` rounds them, converted back, against what the gate estimates of that
+rounding. The sound model, which must pass, is the first row.
 """
 
 import argparse

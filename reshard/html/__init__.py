@@ -1,7 +1,9 @@
-"""Reports as one HTML file each, with nothing from elsewhere: `chart` makes a Bokeh figure, `page` the page.
+"""Reports as one HTML file each, with nothing from elsewhere: `chart` makes a Bokeh figure, `page`
+the page.
 
-A report is a template that extends ``page.html`` of this folder, its values, and its charts. Templates escape
-every value; the page's policy lets no script run but those that `page` puts in, and nothing be fetched.
+A report is a template that extends ``page.html`` of this folder, its values, and its charts.
+Templates escape every value; the page's policy lets no script run but those that `page` puts in,
+and nothing be fetched.
 """
 
 import base64
@@ -22,17 +24,19 @@ from markupsafe import Markup
 # The most marks under the pointer that are described.
 MAX_DESCRIBED = 4
 MARK, GUIDE = "#3b82d6", "#d4483b"
-# How a page is encoded where a character has no UTF-8, as in some names of files: Python's name for it.
+# How a page is encoded where a character has no UTF-8, as in some names of files: Python's name for
+# it.
 UNENCODABLE = "xmlcharrefreplace"
 FOLDER = Path(__file__).resolve().parent
 
 
 def chart(title: str, x: str, y: str, *, height: int = 320, **options: Any) -> figure:
-    """Make an empty figure as wide as its place in the page, `height` pixels high, with axes named `x` and `y`.
+    """Make an empty figure as wide as its place in the page, `height` pixels high, with axes named
+    `x` and `y`.
 
-    Draw with any of Bokeh's glyphs, and say with `describe` what the pointer shows. `options` are those of
-    ``bokeh.plotting.figure``, such as ``x_range``. The tools that move and zoom must be picked first, so that
-    a finger on a chart still moves the page.
+    Draw with any of Bokeh's glyphs, and say with `describe` what the pointer shows. `options` are
+    those of ``bokeh.plotting.figure``, such as ``x_range``. The tools that move and zoom must be
+    picked first, so that a finger on a chart still moves the page.
 
     >>> drawn = chart("Memory", "stage", "GiB", x_range=["0", "1"])
     >>> drawn.vbar(x=["0", "1"], top=[41.5, 38.0], width=0.8).glyph.width
@@ -56,10 +60,11 @@ def chart(title: str, x: str, y: str, *, height: int = 320, **options: Any) -> f
 
 
 def describe(drawn: figure, marks: GlyphRenderer, columns: Mapping[str, str]) -> None:
-    """Show `columns` of its data when the pointer, or a finger, is on one of the `marks`. A click selects the mark in
-    every chart of the same data.
+    """Show `columns` of its data when the pointer, or a finger, is on one of the `marks`. A click
+    selects the mark in every chart of the same data.
 
-    `columns` has a label for each: ``"@a"`` is column a as it is, ``"@a{%.6g}"`` a number in C's format.
+    `columns` has a label for each: ``"@a"`` is column a as it is, ``"@a{%.6g}"`` a number in C's
+    format.
     """
     formats: dict[str, Any] = {
         column.split("{")[0]: "printf" for column in columns.values() if "{%" in column
@@ -71,8 +76,8 @@ def describe(drawn: figure, marks: GlyphRenderer, columns: Mapping[str, str]) ->
 
 
 def page(template: Path, charts: Mapping[str, figure], **values: Any) -> str:
-    """Render a template, which extends ``page.html``, with `values`; in it `charts` maps names to the figures' places.
-    Write the page as UTF-8, with ``errors=UNENCODABLE``.
+    """Render a template, which extends ``page.html``, with `values`; in it `charts` maps names to
+    the figures' places. Write the page as UTF-8, with ``errors=UNENCODABLE``.
     """
     script, divisions = components(dict(charts), wrap_script=False)
     scripts = [Markup(text) for text in (_library(), _touch(), script)]

@@ -1,4 +1,5 @@
-"""Run both systems on the same prompts, one after the other, and then the runs that measure their rounding."""
+"""Run both systems on the same prompts, one after the other, and then the runs that measure their
+rounding."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -26,9 +27,10 @@ SIDES = ("A", "B")
 class Comparison:
     """Two systems, the prompts that both score, and their scores.
 
-    By side, ``A`` or ``B``: `specs` (paths or systems), `runs` (scores) and `names`. `far_runs` are the scores of the
-    far prompt, by side and dtype. `noise` and `routings` compare a side with other runs of its checkpoint. `notes` are
-    sentences on what could not be run; `covered` says how far positions went.
+    By side, ``A`` or ``B``: `specs` (paths or systems), `runs` (scores) and `names`. `far_runs` are
+    the scores of the far prompt, by side and dtype. `noise` and `routings` compare a side with
+    other runs of its checkpoint. `notes` are sentences on what could not be run; `covered` says how
+    far positions went.
     """
 
     def __init__(
@@ -110,7 +112,8 @@ class Comparison:
                 self._compare_with("A", "A in bf16", scores_of(system, self.prompts, self.options))
 
     def measure_noise(self) -> Noise | None:
-        """Run the checkpoint of each side in fp32 too, where possible, and compare; None if neither could be run."""
+        """Run the checkpoint of each side in fp32 too, where possible, and compare; None if neither
+        could be run."""
         in_fp32: dict[str, list[Scores] | None] = {}
         for side, spec in self.specs.items():
             in_fp32[side] = self._in_fp32(side) if isinstance(spec, str) else None
@@ -131,13 +134,14 @@ class Comparison:
 
     @property
     def far(self) -> Metrics | None:
-        """The difference at far positions, in the dtype of the comparison; None if they were not scored."""
+        """The difference at far positions, in the dtype of the comparison; None if they were not
+        scored."""
         a, b = (self.far_runs.get((side, self.dtype)) for side in SIDES)
         return None if a is None or b is None else metrics_of(a, b)
 
     def far_noise(self) -> Noise | None:
-        """Return the difference at far positions in units of rounding. A trained model can be chaotic there in bf16, so
-        only its part in fp32 counts."""
+        """Return the difference at far positions in units of rounding. A trained model can be
+        chaotic there in bf16, so only its part in fp32 counts."""
         a, b = (self.far_runs.get((side, self.dtype)) for side in SIDES)
         exact_a, exact_b = (self.far_runs.get((side, "fp32")) for side in SIDES)
         if self.dtype == "fp32" or a is None or b is None or exact_a is None or exact_b is None:
@@ -154,8 +158,9 @@ class Comparison:
     def _quantized_rounding(
         self, side: str, in_fp32: dict[str, list[Scores] | None]
     ) -> tuple[list[Scores] | None, list[Scores] | None]:
-        """Return scores of plain weights that are rounded as a side's engine rounds, and the same weights' scores in fp32:
-        of the other side's checkpoint, if that is plain, so that the engine has no part in them."""
+        """Return scores of plain weights that are rounded as a side's engine rounds, and the same
+        weights' scores in fp32: of the other side's checkpoint, if that is plain, so that the
+        engine has no part in them."""
         other = SIDES[1 - SIDES.index(side)]
         rounding = rounding_of(
             self.models[SIDES.index(side)], self.quantization if self._is_served(side) else None
@@ -171,7 +176,8 @@ class Comparison:
         return None, None
 
     def _forward(self, side: str, dtype: str, rounding: Rounding | None = None) -> list[Scores] | None:
-        """Score a side's checkpoint in a dtype, rounded if asked; None, with a note, if it cannot be run here."""
+        """Score a side's checkpoint in a dtype, rounded if asked; None, with a note, if it cannot
+        be run here."""
         spec = str(self.specs[side]).removeprefix(VLLM_PREFIX)
         try:
             self._check_memory(spec, side, dtype)
@@ -219,7 +225,8 @@ def _takes_positions(spec: str | System) -> bool:
 
 
 def _free_memory() -> int:
-    """Return the bytes that are free for a model: on the host, through which it is loaded, and on the GPU."""
+    """Return the bytes that are free for a model: on the host, through which it is loaded, and on
+    the GPU."""
     free = 1 << 62
     try:
         with open("/proc/meminfo", encoding="ascii") as file:

@@ -1,7 +1,9 @@
-"""Find where two models diverge: compare hidden states of transformers and Megatron-Core module by module.
+"""Find where two models diverge: compare hidden states of transformers and Megatron-Core module by
+module.
 
-In bf16 the rounding of a module depends on the model and grows with depth, so both systems are run in fp32 as well: an
-output diverges where the two systems are further apart than their own rounding explains.
+In bf16 the rounding of a module depends on the model and grows with depth, so both systems are run
+in fp32 as well: an output diverges where the two systems are further apart than their own rounding
+explains.
 """
 
 import math
@@ -26,15 +28,16 @@ from reshard.parity.prompts import VLLM_PREFIX, Prompt, check_prompts
 from reshard.parity.systems import device, gather_from_ranks, hooked, join_processes, share_in_fp32
 from reshard.storage.compare import Difference, diff
 
-# Relative distance of two hidden states (norm of the difference over the norm, a mean over tokens) that is no rounding
-# in fp32, and the multiple of both systems' rounding by which they may be apart in another dtype.
+# Relative distance of two hidden states (norm of the difference over the norm, a mean over tokens)
+# that is no rounding in fp32, and the multiple of both systems' rounding by which they may be apart
+# in another dtype.
 TOLERANCE, ROUNDING_FACTOR = 1e-4, 2.0
 States = dict[str, torch.Tensor]
 
 
 class ModuleOutput(NamedTuple):
-    """A module whose output is compared: its place for people, its name in transformers, and the prefix of its
-    parameters' names."""
+    """A module whose output is compared: its place for people, its name in transformers, and the
+    prefix of its parameters' names."""
 
     place: str
     module: str
@@ -45,9 +48,9 @@ class ModuleOutput(NamedTuple):
 class Divergence:
     """The first module output that differs by more than rounding.
 
-    `before` is the last output that agrees, `distance` is relative to the norm, `tolerance` the distance that rounding
-    explains. `parameters` feed the module; `differing` are those whose bytes are not equal. `fields` are the config
-    fields that make two models."""
+    `before` is the last output that agrees, `distance` is relative to the norm, `tolerance` the
+    distance that rounding explains. `parameters` feed the module; `differing` are those whose bytes
+    are not equal. `fields` are the config fields that make two models."""
 
     place: str
     before: str | None
@@ -125,12 +128,13 @@ def find_divergence(
     tolerance: float | None = None,
     positions: Sequence[int] | None = None,
 ) -> Divergence | None:
-    """Run one prompt through a Hugging Face directory and a Megatron checkpoint (in either order) and return the first
-    output that diverges, or None.
+    """Run one prompt through a Hugging Face directory and a Megatron checkpoint (in either order)
+    and return the first output that diverges, or None.
 
-    `tolerance` is the relative distance that rounding may make. Default: 1e-4 in fp32; in bf16, module by module, twice
-    the distance of both systems' outputs from their own in fp32, and a share of that between both in fp32. `positions`
-    are those of the tokens (default: 0, 1, 2 ...). Under torchrun every rank calls this and gets the result.
+    `tolerance` is the relative distance that rounding may make. Default: 1e-4 in fp32; in bf16,
+    module by module, twice the distance of both systems' outputs from their own in fp32, and a
+    share of that between both in fp32. `positions` are those of the tokens (default: 0, 1, 2 ...).
+    Under torchrun every rank calls this and gets the result.
 
     Raises ReshardError where the two are not one of each, or have no output in common.
     """
@@ -182,7 +186,8 @@ def _outputs(
     layout: MegatronLayout,
     hf_config: Path | None,
 ) -> tuple[Model, States, States]:
-    """Return outputs of transformers' modules and of Megatron-Core's, on every rank. One system runs after the other."""
+    """Return outputs of transformers' modules and of Megatron-Core's, on every rank. One system
+    runs after the other."""
     tokens = torch.tensor([prompt], device=device())
     with closing(open_system(mcore, dtype, layout, hf_config)) as megatron:
         assert isinstance(megatron, Megatron)
@@ -195,8 +200,9 @@ def _outputs(
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the mean over tokens of the relative distance of their states. In a trained model a few tokens are a
-    thousand times larger than the others; a norm over all tokens would see these alone."""
+    """Return the mean over tokens of the relative distance of their states. In a trained model a
+    few tokens are a thousand times larger than the others; a norm over all tokens would see these
+    alone."""
     x, y = one.double().flatten(0, -2), other.double().flatten(0, -2)
     return float(((x - y).norm(dim=-1) / x.norm(dim=-1).clamp_min(1e-30)).mean())
 
@@ -204,10 +210,11 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 def _too_far_apart(
     module: str, outputs: Sequence[States], exact: Sequence[States] | None, tolerance: float
 ) -> tuple[float, float] | None:
-    """Return the distance of a module's outputs in two systems and the limit that it exceeds, or None within it.
+    """Return the distance of a module's outputs in two systems and the limit that it exceeds, or
+    None within it.
 
-    With both systems' outputs in fp32 (`exact`) the limit is a multiple of their rounding, and of their distance in
-    fp32 a share of it.
+    With both systems' outputs in fp32 (`exact`) the limit is a multiple of their rounding, and of
+    their distance in fp32 a share of it.
     """
     distance = _distance(*(states[module] for states in outputs))
     if exact is None:

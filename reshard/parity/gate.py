@@ -1,4 +1,5 @@
-"""The gate: score the same prompts in two systems, measure their difference, and hold it against limits."""
+"""The gate: score the same prompts in two systems, measure their difference, and hold it against
+limits."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -51,24 +52,27 @@ def parity(
 ) -> ParityReport:
     """Score prompts in two systems and compare their logprobs.
 
-    `a` and `b` are paths or hub ids: Hugging Face directories, which transformers runs, or Megatron checkpoints, which
-    Megatron-Core runs at `layout` (under torchrun where that has several ranks). With ``vllm:`` before it vLLM serves
-    it at `engine` (default: TP over all processes): a Hugging Face directory as vLLM loads it, a Megatron checkpoint by
-    a refit from Megatron-Core. Either may also be a `reshard.parity.LiveVllm`.
+    `a` and `b` are paths or hub ids: Hugging Face directories, which transformers runs, or Megatron
+    checkpoints, which Megatron-Core runs at `layout` (under torchrun where that has several ranks).
+    With ``vllm:`` before it vLLM serves it at `engine` (default: TP over all processes): a Hugging
+    Face directory as vLLM loads it, a Megatron checkpoint by a refit from Megatron-Core. Either may
+    also be a `reshard.parity.LiveVllm`.
 
-    - `prompts` are token ids, or how many random prompts to make, of `lengths` in turn; `batch_size` of them go
-      together, padded, or `packed` into one sequence. With `reach` one more prompt of a few tokens stands at positions
-      as far as the context goes, where both systems take positions.
-    - `dtype` is ``fp32`` (default without a GPU) or ``bf16``. `limits` may be a function of it, or of ``fp8`` where an
-      engine serves quantized weights.
-    - `quantization` is what vLLM is started with, besides what a config says. With `match_vllm_rounding` a refit rounds
-      as vLLM's own loading does.
+    - `prompts` are token ids, or how many random prompts to make, of `lengths` in turn;
+      `batch_size` of them go together, padded, or `packed` into one sequence. With `reach` one more
+      prompt of a few tokens stands at positions as far as the context goes, where both systems take
+      positions.
+    - `dtype` is ``fp32`` (default without a GPU) or ``bf16``. `limits` may be a function of it, or
+      of ``fp8`` where an engine serves quantized weights.
+    - `quantization` is what vLLM is started with, besides what a config says. With
+      `match_vllm_rounding` a refit rounds as vLLM's own loading does.
     - `routing` compares the experts that tokens go to.
-    - The rounding of either system is measured where the dtype is not fp32, by running its checkpoint in fp32 too,
-      unless `noise` is False. Where it is True, A is also scored again, and of fp32 in bf16.
+    - The rounding of either system is measured where the dtype is not fp32, by running its
+      checkpoint in fp32 too, unless `noise` is False. Where it is True, A is also scored again, and
+      of fp32 in bf16.
 
-    Raises ReshardError where a system cannot be opened, the two do not have the same vocabulary, a prompt does not fit,
-    or logprobs are missing, NaN or infinite.
+    Raises ReshardError where a system cannot be opened, the two do not have the same vocabulary, a
+    prompt does not fit, or logprobs are missing, NaN or infinite.
     """
     require("parity", "torch")
     import torch
@@ -154,8 +158,8 @@ def _report(
 
 
 def _exceeded_at_far_positions(comparison: "Comparison", limits: Limits) -> list[str]:
-    """Return a sentence for each limit that the far positions exceed. Where rounding was measured there, only what is
-    left in fp32 counts."""
+    """Return a sentence for each limit that the far positions exceed. Where rounding was measured
+    there, only what is left in fp32 counts."""
     noise, far = comparison.far_noise(), comparison.far
     if far is None:
         return []
@@ -196,7 +200,8 @@ def _limits_by_kind(
 
 
 def _checked_limits(limits: Limits | Callable[[str], Limits], kind: str) -> Limits:
-    """Return the limits for fp32, bf16 or fp8. Raises ReshardError where they cannot fail, or are no `Limits`."""
+    """Return the limits for fp32, bf16 or fp8. Raises ReshardError where they cannot fail, or are
+    no `Limits`."""
     chosen = limits if isinstance(limits, Limits) else limits(kind)
     if not isinstance(chosen, Limits):
         raise ReshardError(f"limits gives a {type(chosen).__name__} for {kind}, not reshard.parity.Limits")

@@ -1,4 +1,5 @@
-"""The parity report as one HTML page: the figures, every token of A against B, and which differ most."""
+"""The parity report as one HTML page: the figures, every token of A against B, and which differ
+most."""
 
 import json
 from collections.abc import Sequence
@@ -19,8 +20,8 @@ __all__ = ["UNENCODABLE", "html_report"]
 TEMPLATE = Path(__file__).resolve().with_name("report.html")
 # Points that a chart shows at most, and how many of those are the tokens that differ most.
 POINTS, KEPT = 5000, 500
-# Rows of the table of tokens that differ most, bars of the histogram, characters that are shown of a token and of a
-# prompt.
+# Rows of the table of tokens that differ most, bars of the histogram, characters that are shown of
+# a token and of a prompt.
 WORST, BINS, TEXT, BEGINNING = 20, 40, 40, 300
 POINTER = {
     "prompt": "@prompt",
@@ -34,11 +35,12 @@ POINTER = {
 
 
 def html_report(report: ParityReport, systems: Sequence[str] = (), located: str | None = None) -> str:
-    """Return a report as a page. `located` is a sentence on where the two systems diverge. `systems` are directories or
-    hub ids whose tokenizer gives the tokens' texts; without one tokens are shown by number, and the page says so where
-    a tokenizer cannot be used.
+    """Return a report as a page. `located` is a sentence on where the two systems diverge.
+    `systems` are directories or hub ids whose tokenizer gives the tokens' texts; without one tokens
+    are shown by number, and the page says so where a tokenizer cannot be used.
 
-    Of more than `POINTS` tokens the charts show those that differ most and an even selection, and say so.
+    Of more than `POINTS` tokens the charts show those that differ most and an even selection, and
+    say so.
     """
     notes = list(report.unmeasured)
     texts = None
@@ -97,7 +99,8 @@ def _quoted(text: str, characters: int = TEXT) -> str:
 
 
 def _chosen(order: np.ndarray) -> np.ndarray:
-    """Return the tokens that the charts show, ascending. `order` has all tokens, those that differ most first."""
+    """Return the tokens that the charts show, ascending. `order` has all tokens, those that differ
+    most first."""
     if len(order) <= POINTS:
         return np.sort(order)
     others = np.sort(order[KEPT:])

@@ -34,8 +34,8 @@ class HuggingFace(ForwardSystem):
             from transformers import AutoModelForCausalLM
 
         model_class: Any = AutoModelForCausalLM  # what it returns depends on the options
-        # fp32 not before weights are dequantized: else transformers rounds the products of experts to that dtype, all
-        # others to the scales'.
+        # fp32 not before weights are dequantized: else transformers rounds the products of experts
+        # to that dtype, all others to the scales'.
         wide = self._compressed() and self.dtype == "fp32"
         options: dict[str, Any] = {"dtype": "auto" if wide else DTYPES[self.dtype]}
         try:
@@ -52,7 +52,8 @@ class HuggingFace(ForwardSystem):
         return (module.float() if wide else module).eval().to(device())
 
     def _compressed(self) -> bool:
-        """Return True if compressed-tensors quantized the weights; its config has transformers quantize activations too."""
+        """Return True if compressed-tensors quantized the weights; its config has transformers
+        quantize activations too."""
         return _quantization(self.model).get("quant_method") == METHOD  # type: ignore[no-any-return]
 
     def logits(
@@ -61,8 +62,8 @@ class HuggingFace(ForwardSystem):
         lengths: Sequence[int] | None = None,
         positions: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        # Right padding: no token before it sees it, so that no mask is needed. Packed prompts are told apart
-        # by their positions, unless there is a mask.
+        # Right padding: no token before it sees it, so that no mask is needed. Packed prompts are
+        # told apart by their positions, unless there is a mask.
         options: dict[str, torch.Tensor] = {}
         if lengths is not None:
             options["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None].to(tokens.device)
@@ -115,8 +116,9 @@ def _refuse_unreadable(path: Path, model: Model) -> None:
 
 
 def _dequantizing_config() -> Any:
-    """Return the config with which transformers dequantizes compressed-tensors weights while it loads them. Raises
-    ImportError where that package, or a transformers that does it, is not installed."""
+    """Return the config with which transformers dequantizes compressed-tensors weights while it
+    loads them. Raises ImportError where that package, or a transformers that does it, is not
+    installed."""
     from transformers import CompressedTensorsConfig
 
     config = CompressedTensorsConfig(dequantize=True)

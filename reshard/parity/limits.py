@@ -27,18 +27,21 @@ LIMITED = ("max_abs", "mean_abs", "token_mult_prob_error", "kl", "argmax_agreeme
            "kl_estimate_reverse")  # fmt: skip
 # Default limits that guess at rounding; they do not hold where rounding was measured.
 ROUNDING_GUESSES = ("max_abs", "mean_abs", "token_mult_prob_error", "kl")
-# A token may go to other experts this many times further from a tie than the rounding of one system explains.
+# A token may go to other experts this many times further from a tie than the rounding of one system
+# explains.
 MARGIN_FACTOR = 3.0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest values that pass; None does not limit. `argmax_agreement` is the smallest that passes.
+    """The largest values that pass; None does not limit. `argmax_agreement` is the smallest that
+    passes.
 
-    `routing_margin` limits how far from a tie a token may be that goes to other experts (`reshard.parity.routing`),
-    `noise_ratio` the difference in units of measured rounding (`reshard.parity.noise`), `kl_estimate_reverse` the KL of
-    a rollout. A limit on a figure that was not measured is exceeded. The limits in `defaults`, by name and value, hold
-    only where their figure was measured.
+    `routing_margin` limits how far from a tie a token may be that goes to other experts
+    (`reshard.parity.routing`), `noise_ratio` the difference in units of measured rounding
+    (`reshard.parity.noise`), `kl_estimate_reverse` the KL of a rollout. A limit on a figure that
+    was not measured is exceeded. The limits in `defaults`, by name and value, hold only where their
+    figure was measured.
 
     >>> import numpy as np
     >>> check = metrics_of([Scores(np.array([-1.0]))], [Scores(np.array([-1.0]))])
@@ -58,10 +61,12 @@ class Limits:
 
     @staticmethod
     def of_dtype(dtype: str, **given: float) -> "Limits":
-        """Return the default limits for a dtype, or for an engine that serves quantized weights (``fp8``).
+        """Return the default limits for a dtype, or for an engine that serves quantized weights
+        (``fp8``).
 
-        For fp32 they allow what two implementations differ by; otherwise a multiple of the measured rounding, and
-        absolute values, with room for trained models, where none was measured. `given` limits replace defaults."""
+        For fp32 they allow what two implementations differ by; otherwise a multiple of the measured
+        rounding, and absolute values, with room for trained models, where none was measured.
+        `given` limits replace defaults."""
         chosen = dict(mean_abs=0.15, token_mult_prob_error=1.2, kl=0.02, routing_margin=0.3, noise_ratio=1.5)
         if dtype == "fp8":
             chosen = dict(mean_abs=0.5, token_mult_prob_error=1.7, kl=0.06, noise_ratio=2.0)
@@ -75,8 +80,8 @@ class Limits:
 
     @staticmethod
     def of_rollout(dtype: str = "bf16", **given: float) -> "Limits":
-        """Return the default limits for a rollout, which has only the logprobs of sampled tokens: absolute values, with
-        room for trained models, for the engine's dtype or ``fp8``."""
+        """Return the default limits for a rollout, which has only the logprobs of sampled tokens:
+        absolute values, with room for trained models, for the engine's dtype or ``fp8``."""
         kl = {"fp32": 1e-6, "bf16": 0.01, "fp8": 0.06}[dtype]
         limits = Limits.of_dtype(dtype, **given).with_noise(None)
         if "kl_estimate_reverse" in given:
@@ -86,8 +91,9 @@ class Limits:
     def with_noise(self, noise: Noise | None, margin: float | None = None) -> "Limits":
         """Return the limits that hold for measured rounding, or, where `noise` is None, without it.
 
-        With `noise` the defaults that guess at rounding are dropped, and tokens may go to other experts as far from a
-        tie as rounding explains; `margin` is the largest seen. Without it the default on `noise_ratio` is dropped."""
+        With `noise` the defaults that guess at rounding are dropped, and tokens may go to other
+        experts as far from a tie as rounding explains; `margin` is the largest seen. Without it the
+        default on `noise_ratio` is dropped."""
         if "noise_ratio" not in self.defaults and self.noise_ratio is None:
             return self
         dropped = ROUNDING_GUESSES if noise is not None else ("noise_ratio",)
@@ -139,7 +145,8 @@ class Limits:
         return sentences
 
     def exceeded_at_far_positions(self, metrics: Metrics) -> list[str]:
-        """Return the sentences for a prompt at far positions, for which only differences of logprobs are known."""
+        """Return the sentences for a prompt at far positions, for which only differences of
+        logprobs are known."""
         names = ("max_abs", "mean_abs", "token_mult_prob_error")
         chosen = {name: getattr(self, name) for name in names}
         return Limits(**chosen).exceeded(metrics)
@@ -167,8 +174,8 @@ class Limits:
 def compare_scores(
     a: Sequence[Scores], b: Sequence[Scores], limits: Limits, model: Model | None = None
 ) -> tuple[Metrics, list[str]]:
-    """Return the metrics of all prompts together, and a sentence for each limit that they exceed. With `model` the
-    limit on routing is checked too."""
+    """Return the metrics of all prompts together, and a sentence for each limit that they exceed.
+    With `model` the limit on routing is checked too."""
     limits.check()
     overall = metrics_of(a, b)
     return overall, limits.exceeded(overall, None if model is None else routing_of(a, b, model))

@@ -1,4 +1,5 @@
-"""Megatron-Core as a system: a checkpoint of any layout, loaded by its own loader into its own modules."""
+"""Megatron-Core as a system: a checkpoint of any layout, loaded by its own loader into its own
+modules."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,8 @@ from reshard.storage.sources.opening import open_source
 
 
 class Megatron(ForwardSystem):
-    """A Megatron checkpoint, loaded by Megatron-Core's own code into its own modules, at any layout.
+    """A Megatron checkpoint, loaded by Megatron-Core's own code into its own modules, at any
+    layout.
 
     Under torchrun every rank makes one; the ranks of the last pipeline stage return the logits.
     """
@@ -54,7 +56,8 @@ class Megatron(ForwardSystem):
             raise
 
     def _inspect(self, path: Path) -> tuple[Model, Checkpoint]:
-        """Read a checkpoint's model and keys with our own reader, before Megatron's loader, which runs pickles, opens it."""
+        """Read a checkpoint's model and keys with our own reader, before Megatron's loader, which
+        runs pickles, opens it."""
         source = open_source(path, self.hf_config)
         try:
             if not isinstance(source, MegatronSource):
@@ -71,7 +74,8 @@ class Megatron(ForwardSystem):
         self._load(self._inspect(path)[1])
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        """Load a checkpoint's weights. Local and Transformer Engine layers name some parameters differently; both are read."""
+        """Load a checkpoint's weights. Local and Transformer Engine layers name some parameters
+        differently; both are read."""
         from megatron.core import dist_checkpointing, parallel_state
         from megatron.core.dist_checkpointing.core import CheckpointingException
         from torch.distributed.checkpoint.api import CheckpointException
@@ -189,8 +193,8 @@ class Megatron(ForwardSystem):
 
 @contextmanager
 def _rotary_positions(models: Sequence[torch.nn.Module], positions: Sequence[int] | None) -> Iterator[None]:
-    """Let rotary embeddings rotate the tokens of a prompt as at these positions while the context is open: Megatron-Core
-    counts positions itself and takes none."""
+    """Let rotary embeddings rotate the tokens of a prompt as at these positions while the context
+    is open: Megatron-Core counts positions itself and takes none."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     if positions is None:

@@ -1,4 +1,5 @@
-"""Metrics of the difference between two systems' logprobs of the same tokens, by the names that trainers use."""
+"""Metrics of the difference between two systems' logprobs of the same tokens, by the names that
+trainers use."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,10 +16,10 @@ from reshard.parity.routing import Choices, ExpertGroups, Routing, compare_routi
 class Scores:
     """The scores that a system gives one prompt of n tokens, teacher-forced.
 
-    `logprobs` ``[n - 1]``: of each token after the first, given those before it, in nats. `best` ``[n - 1]``:
-    the token that the system finds most likely there. `distributions` ``[positions, vocabulary]``: logprobs
-    of all tokens at the first `positions` places, as many as were kept. `choices`: the experts that the
-    tokens went to, where they were recorded.
+    `logprobs` ``[n - 1]``: of each token after the first, given those before it, in nats. `best`
+    ``[n - 1]``: the token that the system finds most likely there. `distributions` ``[positions,
+    vocabulary]``: logprobs of all tokens at the first `positions` places, as many as were kept.
+    `choices`: the experts that the tokens went to, where they were recorded.
     """
 
     logprobs: np.ndarray
@@ -31,13 +32,14 @@ class Scores:
 class Metrics:
     """The difference between A and B over `tokens` tokens.
 
-    `token_mult_prob_error` is the mean of exp(|logprob A - logprob B|), 1 where they agree. `kl` is KL(A ||
-    B) over the whole vocabulary, in nats, the mean of the `kl_tokens` positions at which both systems gave
-    all logprobs, None without any. `kl_estimate` is the mean of r - 1 - log r with r = p_B / p_A, which
-    estimates that KL where the tokens were sampled from A (Schulman 2020, "Approximating KL divergence", k3);
-    `kl_estimate_reverse`, with A and B exchanged, estimates KL(B || A) where they were sampled from B.
-    `argmax_agreement` is the share of positions at which both find the same token most likely. `ratio_*`
-    describe the importance ratios p_A / p_B of the tokens.
+    `token_mult_prob_error` is the mean of exp(|logprob A - logprob B|), 1 where they agree. `kl` is
+    KL(A || B) over the whole vocabulary, in nats, the mean of the `kl_tokens` positions at which
+    both systems gave all logprobs, None without any. `kl_estimate` is the mean of r - 1 - log r
+    with r = p_B / p_A, which estimates that KL where the tokens were sampled from A (Schulman 2020,
+    "Approximating KL divergence", k3); `kl_estimate_reverse`, with A and B exchanged, estimates
+    KL(B || A) where they were sampled from B. `argmax_agreement` is the share of positions at which
+    both find the same token most likely. `ratio_*` describe the importance ratios p_A / p_B of the
+    tokens.
     """
 
     tokens: int
@@ -62,8 +64,8 @@ class Metrics:
 def metrics_of(a: Sequence[Scores], b: Sequence[Scores]) -> Metrics:
     """Compare two systems' scores of the same prompts.
 
-    Raises ReshardError, naming prompt and token, where there are fewer logprobs than tokens, a logprob is NaN
-    or infinite, or the shapes of a system's scores do not fit together.
+    Raises ReshardError, naming prompt and token, where there are fewer logprobs than tokens, a
+    logprob is NaN or infinite, or the shapes of a system's scores do not fit together.
 
     >>> metrics = metrics_of([Scores(np.array([-1.0, -2.0]))], [Scores(np.array([-1.0, -2.5]))])
     >>> metrics.max_abs, metrics.mean_abs
@@ -103,7 +105,8 @@ def metrics_of(a: Sequence[Scores], b: Sequence[Scores]) -> Metrics:
 
 
 def routing_of(a: Sequence[Scores], b: Sequence[Scores], model: Model) -> Routing | None:
-    """Compare the experts that two systems chose; None where one does not report them, or the model has none."""
+    """Compare the experts that two systems chose; None where one does not report them, or the model
+    has none."""
     one, two = ([s.choices for s in scores if s.choices is not None] for scores in (a, b))
     if len(one) != len(a) or len(two) != len(b) or not one:
         return None

@@ -1,4 +1,5 @@
-"""Watch a training run: compare the logprobs that trainer and inference engine give the same rollout."""
+"""Watch a training run: compare the logprobs that trainer and inference engine give the same
+rollout."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -33,13 +34,14 @@ class Verdict:
 def check_rollout(train: Any, inference: Any, mask: Any = None, limits: Limits | None = None) -> Verdict:
     """Compare the logprobs of a rollout's tokens.
 
-    `train` and `inference` are arrays or tensors ``[samples, tokens]`` in nats (or one sample's ``[tokens]``,
-    or a list of such); `mask` of the same shape says which tokens count (default: all). `limits` default to
-    `Limits.of_rollout()`; for an engine that serves quantized weights give ``Limits.of_rollout("fp8")``. They include
-    the KL: the tokens were sampled from the engine, so that `kl_estimate_reverse` estimates KL(inference || train).
+    `train` and `inference` are arrays or tensors ``[samples, tokens]`` in nats (or one sample's
+    ``[tokens]``, or a list of such); `mask` of the same shape says which tokens count (default:
+    all). `limits` default to `Limits.of_rollout()`; for an engine that serves quantized weights
+    give ``Limits.of_rollout("fp8")``. They include the KL: the tokens were sampled from the engine,
+    so that `kl_estimate_reverse` estimates KL(inference || train).
 
-    Raises ReshardError for shapes that differ, a mask without tokens, and logprobs that are NaN or infinite where the
-    mask counts them.
+    Raises ReshardError for shapes that differ, a mask without tokens, and logprobs that are NaN or
+    infinite where the mask counts them.
 
     >>> verdict = check_rollout([[-1.0, -2.0]], [[-1.01, -2.0]])
     >>> verdict.ok, round(verdict.metrics.token_mult_prob_error, 4)

@@ -1,8 +1,10 @@
-"""The rounding of two systems, measured on the prompts that they are compared on, and their difference in units of it.
+"""The rounding of two systems, measured on the prompts that they are compared on, and their
+difference in units of it.
 
-Two systems that hold one model differ by what each rounds: d = e_A - e_B, where e is a system's logprob minus that of
-the same checkpoint in fp32. How large that is depends on the model and on the prompts (a trained model of 30 layers
-moves three times as far as four layers of random weights), so it is measured rather than assumed.
+Two systems that hold one model differ by what each rounds: d = e_A - e_B, where e is a system's
+logprob minus that of the same checkpoint in fp32. How large that is depends on the model and on the
+prompts (a trained model of 30 layers moves three times as far as four layers of random weights), so
+it is measured rather than assumed.
 """
 
 from collections.abc import Sequence
@@ -19,14 +21,16 @@ BLOCK = 16
 # With fewer blocks an interval from resampling is too narrow to be believed.
 MIN_BLOCKS = 8
 RESAMPLES = 2000
-# Rounding of one model in two systems is within this factor. What one has beyond it is counted as a difference.
+# Rounding of one model in two systems is within this factor. What one has beyond it is counted as a
+# difference.
 COMPARABLE = 2.0
-# The difference that two systems may have in fp32, as a share of their rounding in bf16, which is 65,536 times coarser;
-# and on a GPU, whose kernels may compute fp32 in TF32, which is only 8 times finer than bf16. A single token may differ
-# by LARGEST times that share of the largest rounding.
+# The difference that two systems may have in fp32, as a share of their rounding in bf16, which is
+# 65,536 times coarser; and on a GPU, whose kernels may compute fp32 in TF32, which is only 8 times
+# finer than bf16. A single token may differ by LARGEST times that share of the largest rounding.
 SHARE_IN_FP32, SHARE_IN_TF32 = 0.01, 0.25
 LARGEST = 4.0
-# Name of that comparison in a report; others are named by the run that a side is compared with, as "A in fp32".
+# Name of that comparison in a report; others are named by the run that a side is compared with, as
+# "A in fp32".
 BOTH_IN_FP32 = "A and B in fp32"
 
 
@@ -34,11 +38,12 @@ BOTH_IN_FP32 = "A and B in fp32"
 class Noise:
     """The difference of A and B in units of rounding.
 
-    `a` and `b` are the mean |rounding| of each system. Where one could not be measured it is None, and the other's is
-    used instead. `ratio` is mean |A - B| over the root of the sum of their squares, about 1 for two systems that round
-    independently, and lies between `low` and `high` with `confidence`. `in_fp32` is the mean |difference| of the two
-    checkpoints in fp32 as a share of the rounding of both, at most `share`, and `largest_in_fp32` the largest in units
-    of the largest rounding; None unless both were run so.
+    `a` and `b` are the mean |rounding| of each system. Where one could not be measured it is None,
+    and the other's is used instead. `ratio` is mean |A - B| over the root of the sum of their
+    squares, about 1 for two systems that round independently, and lies between `low` and `high`
+    with `confidence`. `in_fp32` is the mean |difference| of the two checkpoints in fp32 as a share
+    of the rounding of both, at most `share`, and `largest_in_fp32` the largest in units of the
+    largest rounding; None unless both were run so.
     """
 
     tokens: int
@@ -70,7 +75,8 @@ class Noise:
         return f"{self.confidence:.0%} confidence: {self.low:.3g} to {self.high:.3g}"
 
     def exceeded(self, limit: float) -> list[str]:
-        """Return sentences on differences that are no rounding, or that so few tokens cannot tell from rounding."""
+        """Return sentences on differences that are no rounding, or that so few tokens cannot tell
+        from rounding."""
         sentences = []
         if not self.low <= limit:  # NaN is not
             sentences.append(f"noise_ratio is {self.ratio:.6g} ({self._interval}), the limit is {limit:.6g}")
@@ -111,12 +117,13 @@ def noise_of(
     same_kind: bool = True,
     share: float = SHARE_IN_FP32,
 ) -> Noise | None:
-    """Compare the difference of two systems' scores with the rounding of either; None where neither was measured.
+    """Compare the difference of two systems' scores with the rounding of either; None where neither
+    was measured.
 
-    The rounding of a system is `rounded` minus `exact`: its scores in its dtype, and its checkpoint's in fp32. `fp32`
-    are the scores of both checkpoints in fp32, which may differ by `share` of the rounding. Systems of the `same_kind`
-    round by similar amounts, so that rounding far beyond the other's counts as a difference; not so where one serves
-    quantized weights.
+    The rounding of a system is `rounded` minus `exact`: its scores in its dtype, and its
+    checkpoint's in fp32. `fp32` are the scores of both checkpoints in fp32, which may differ by
+    `share` of the rounding. Systems of the `same_kind` round by similar amounts, so that rounding
+    far beyond the other's counts as a difference; not so where one serves quantized weights.
 
     >>> def score(*values):
     ...     return [Scores(np.array(values * 100))]
@@ -167,7 +174,8 @@ def _abs_differences(one: Sequence[Scores] | None, other: Sequence[Scores] | Non
 
 
 def _block_starts(counts: Sequence[int]) -> np.ndarray:
-    """Return the first token of each block of neighboring tokens; no block has tokens of two prompts."""
+    """Return the first token of each block of neighboring tokens; no block has tokens of two
+    prompts."""
     starts, first = list[int](), 0
     for count in counts:
         starts += range(first, first + count, BLOCK)
@@ -176,8 +184,8 @@ def _block_starts(counts: Sequence[int]) -> np.ndarray:
 
 
 def _ratio(sums: np.ndarray, excess: float) -> np.ndarray:
-    """Return the difference over the rounding of both, from the sums of each ``[3, ...]``. Of either rounding at most
-    `excess` times the other's counts."""
+    """Return the difference over the rounding of both, from the sums of each ``[3, ...]``. Of
+    either rounding at most `excess` times the other's counts."""
     difference, a, b = sums
     if np.isfinite(excess):
         a, b = np.minimum(a, excess * b), np.minimum(b, excess * a)

@@ -21,7 +21,8 @@ def is_megatron(spec: str) -> bool:
 
 
 def model_of(spec: str, hf_config: Path | None = None) -> Model:
-    """Read the model of a path or hub id, with or without ``vllm:``, from its config or args; no weight is read.
+    """Read the model of a path or hub id, with or without ``vllm:``, from its config or args; no
+    weight is read.
 
     Raises ReshardError where it is no checkpoint that can be opened."""
     path = local_directory(spec.removeprefix(VLLM_PREFIX))
@@ -47,11 +48,12 @@ def open_system(
     quantization: str | None = None,
     match_vllm_rounding: bool = False,
 ) -> System:
-    """Open a path or hub id as a system: a Hugging Face directory in transformers, a Megatron checkpoint in
-    Megatron-Core at `layout`.
+    """Open a path or hub id as a system: a Hugging Face directory in transformers, a Megatron
+    checkpoint in Megatron-Core at `layout`.
 
-    With ``vllm:`` before it vLLM serves it, at the sizes of `engine` and with `quantization`: a Hugging Face directory
-    as vLLM loads it, a Megatron checkpoint by a refit from Megatron-Core (`match_vllm_rounding` is the refit's).
+    With ``vllm:`` before it vLLM serves it, at the sizes of `engine` and with `quantization`: a
+    Hugging Face directory as vLLM loads it, a Megatron checkpoint by a refit from Megatron-Core
+    (`match_vllm_rounding` is the refit's).
     """
     path = local_directory(spec.removeprefix(VLLM_PREFIX))
     megatron = is_megatron(spec)

@@ -32,13 +32,14 @@ class FarPrompt(NamedTuple):
     positions: tuple[int, ...]
 
 
-# Tokens of each run, and the last position that is tried: beyond it rotary angles in fp32 are too inexact.
+# Tokens of each run, and the last position that is tried: beyond it rotary angles in fp32 are too
+# inexact.
 RUN, LAST_POSITION = 32, 1 << 15
 
 
 def far_prompt(model: Model, longest: int, seed: int = 0) -> FarPrompt | None:
-    """Make a prompt of a few tokens up to the end of the model's context, and on both sides of where its rotary scaling
-    begins; None where prompts of `longest` tokens reach as far."""
+    """Make a prompt of a few tokens up to the end of the model's context, and on both sides of
+    where its rotary scaling begins; None where prompts of `longest` tokens reach as far."""
     context = min(int(model.config["max_position_embeddings"]), LAST_POSITION)
     last = context - RUN
     if last < longest:
@@ -109,10 +110,11 @@ def _tokenizer(systems: Sequence[str]) -> Any:
 
 
 def read_prompts(path: Path, tokenizer: Callable[[], Callable[[str], list[int]] | None]) -> list[Prompt]:
-    """Read prompts from a file: a line each, as text, or as JSON with ``text`` or ``tokens`` (a list of ids).
+    """Read prompts from a file: a line each, as text, or as JSON with ``text`` or ``tokens`` (a
+    list of ids).
 
-    `tokenizer` returns a function from text to ids; it is called if a line is text. Raises ReshardError where the
-    file cannot be read or a line is neither.
+    `tokenizer` returns a function from text to ids; it is called if a line is text. Raises
+    ReshardError where the file cannot be read or a line is neither.
     """
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -147,8 +149,8 @@ def _prompt(line: str, where: str, tokenizer: Any) -> Prompt:
 
 
 def check_prompts(prompts: Sequence[Prompt], vocabulary: int, context: int) -> None:
-    """Raise ReshardError, naming the prompt, for one that is too short or too long, or has a token that the
-    model does not have."""
+    """Raise ReshardError, naming the prompt, for one that is too short or too long, or has a token
+    that the model does not have."""
     if not prompts:
         raise ReshardError("there are no prompts")
     for number, prompt in enumerate(prompts):

@@ -14,14 +14,15 @@ from reshard.parity.routing import Routing
 class ParityReport:
     """The figures of two systems' scores of the same prompts, and the limits that they exceed.
 
-    - `noise`: how far a system is from other runs of its checkpoint, by name (``A in fp32``). `rounding`: the
-      difference in units of that; None where it was not measured.
+    - `noise`: how far a system is from other runs of its checkpoint, by name (``A in fp32``).
+      `rounding`: the difference in units of that; None where it was not measured.
     - `routing`: None where the model has no experts, or a system does not tell which it chose.
-    - `unmeasured`: sentences on default limits whose figure was not measured, and on what could not be run.
+    - `unmeasured`: sentences on default limits whose figure was not measured, and on what could not
+      be run.
     - `quantized`: an engine served quantized weights, which have limits of their own.
     - `fields`: the fields by which the two configs make two models, with both values.
-    - `far`: the difference at the far positions of `reach`, where both systems take positions; `covered` says how far
-      positions went.
+    - `far`: the difference at the far positions of `reach`, where both systems take positions;
+      `covered` says how far positions went.
     - `first_process`: True on the rank that prints.
     """
 
@@ -63,14 +64,16 @@ class ParityReport:
 
     @property
     def diverging_prompt(self) -> tuple[Prompt, tuple[int, ...] | None]:
-        """The prompt that shows best where the two diverge, and its positions if they are not 0, 1, 2 ..."""
+        """The prompt that shows best where the two diverge, and its positions if they are not 0, 1,
+        2 ..."""
         if self.reach is None or self.far is None or not self.far_only:
             return self.worst_prompt, None
         return self.reach.prompt, self.reach.positions
 
     @property
     def far_only(self) -> bool:
-        """True if only the far positions show a difference: all sentences but those on configs are about them."""
+        """True if only the far positions show a difference: all sentences but those on configs are
+        about them."""
         figures = self.exceeded[len(self.fields) :]
         return bool(figures) and all(sentence.startswith(f"at {self.covered}") for sentence in figures)
 

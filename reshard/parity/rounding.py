@@ -1,7 +1,9 @@
-"""Round weights and activations in the modules of a plain model as an engine that serves quantized weights does.
+"""Round weights and activations in the modules of a plain model as an engine that serves quantized
+weights does.
 
-How far that moves a model's logprobs depends on the model, so it is measured: `rounded` makes an ordinary system round
-like such an engine, without its kernels. It is an estimate of size, not of bits.
+How far that moves a model's logprobs depends on the model, so it is measured: `rounded` makes an
+ordinary system round like such an engine, without its kernels. It is an estimate of size, not of
+bits.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,8 +24,8 @@ GROUPS = {"fp8": 0, "int8": 0, "int4": 128, "fp4": 16}
 
 @dataclass(frozen=True)
 class Rounding:
-    """Codes that weights, and activations if not None, are rounded to. `group` neighbors share a scale (default: the
-    kind's)."""
+    """Codes that weights, and activations if not None, are rounded to. `group` neighbors share a
+    scale (default: the kind's)."""
 
     weights: str
     activations: str | None
@@ -36,8 +38,8 @@ class Rounding:
 
 
 def rounding_of(model: Model, quantization: str | None) -> Rounding:
-    """Return the rounding of an engine that is started with `quantization`, or by the model's config. An unknown
-    quantization is taken for fp8."""
+    """Return the rounding of an engine that is started with `quantization`, or by the model's
+    config. An unknown quantization is taken for fp8."""
     config = model.config.get("quantization_config")
     declared = dict(config) if isinstance(config, Mapping) else {}
     groups = declared.get("config_groups")
@@ -86,8 +88,8 @@ def round_to(values: torch.Tensor, kind: str, group: int | None = None) -> torch
 
 @contextmanager
 def rounded(system: ForwardSystem, rounding: Rounding) -> Iterator[None]:
-    """Let the system's linear layers and experts round their inputs while the context is open. Their weights are rounded
-    for good, so that the system must not be used otherwise."""
+    """Let the system's linear layers and experts round their inputs while the context is open.
+    Their weights are rounded for good, so that the system must not be used otherwise."""
     handles = []
     for module in system.layers_to_round():
         for parameter in module.parameters(recurse=False):

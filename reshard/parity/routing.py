@@ -1,8 +1,9 @@
 """Compare the experts that two systems send each token to, and tell near-ties from errors.
 
-Two implementations of one model differ by rounding, and where two experts score almost the same a token can go to
-either. From that layer on its hidden state differs, so that its choices in later layers say nothing. A difference is
-therefore judged at the first layer where a token's experts differ, by how much one system prefers its own choice.
+Two implementations of one model differ by rounding, and where two experts score almost the same a
+token can go to either. From that layer on its hidden state differs, so that its choices in later
+layers say nothing. A difference is therefore judged at the first layer where a token's experts
+differ, by how much one system prefers its own choice.
 """
 
 from collections.abc import Sequence
@@ -15,9 +16,9 @@ from reshard.core.errors import ReshardError
 
 
 class Choices(NamedTuple):
-    """The experts that a prompt's n tokens went to: `experts` ``[n, layers, top k]``, ascending, and `scores`
-    ``[n, layers, experts]`` that they were chosen by, the larger the better (None where the system does not
-    report them); `layers` has the layers' numbers."""
+    """The experts that a prompt's n tokens went to: `experts` ``[n, layers, top k]``, ascending,
+    and `scores` ``[n, layers, experts]`` that they were chosen by, the larger the better (None
+    where the system does not report them); `layers` has the layers' numbers."""
 
     layers: tuple[int, ...]
     experts: np.ndarray
@@ -25,8 +26,8 @@ class Choices(NamedTuple):
 
 
 class ExpertGroups(NamedTuple):
-    """Group-limited routing: experts come from the `chosen` of `total` groups whose best two experts score most
-    together (DeepSeek-V3, section 2.1.2)."""
+    """Group-limited routing: experts come from the `chosen` of `total` groups whose best two
+    experts score most together (DeepSeek-V3, section 2.1.2)."""
 
     total: int
     chosen: int
@@ -34,13 +35,14 @@ class ExpertGroups(NamedTuple):
 
 @dataclass(frozen=True)
 class Routing:
-    """The comparison of two systems' routing: of `choices` (a token in a layer) `differing` differ; of `tokens` tokens
-    `differing_tokens` differ in some layer.
+    """The comparison of two systems' routing: of `choices` (a token in a layer) `differing` differ;
+    of `tokens` tokens `differing_tokens` differ in some layer.
 
-    `margin` is the largest at the first layer where a token's experts differ: how far apart one system scores
-    the experts that it took and those that the other took, in standard deviations of that token's scores.
-    Zero where nothing differs. `mean_abs_same` and `mean_abs_differing` are the mean |difference of logprobs|
-    of the tokens whose experts are all the same, and of the others.
+    `margin` is the largest at the first layer where a token's experts differ: how far apart one
+    system scores the experts that it took and those that the other took, in standard deviations of
+    that token's scores. Zero where nothing differs. `mean_abs_same` and `mean_abs_differing` are
+    the mean |difference of logprobs| of the tokens whose experts are all the same, and of the
+    others.
     """
 
     choices: int
@@ -77,10 +79,11 @@ def compare_routing(
     groups: ExpertGroups | None = None,
     apart: Sequence[np.ndarray] | None = None,
 ) -> Routing:
-    """Compare the choices of two systems for the same prompts. `groups` limits experts to groups; `apart` has the
-    |difference of logprobs| of each prompt's tokens ``[n]``.
+    """Compare the choices of two systems for the same prompts. `groups` limits experts to groups;
+    `apart` has the |difference of logprobs| of each prompt's tokens ``[n]``.
 
-    Raises ReshardError where the systems do not have the same MoE layers, or neither reports its scores.
+    Raises ReshardError where the systems do not have the same MoE layers, or neither reports its
+    scores.
 
     >>> scores = np.array([[[0.9, 0.5, 0.4, 0.1]]])
     >>> one, two = (Choices((0,), np.array([[chosen]]), scores) for chosen in ([0, 1], [0, 2]))
@@ -115,8 +118,8 @@ def compare_routing(
 
 
 def _margin(x: Choices, y: Choices, token: int, layer: int, groups: ExpertGroups | None) -> float:
-    """Return how far apart the experts of the two systems score, in standard deviations of the token's scores, by the
-    scores of the first system that reports them."""
+    """Return how far apart the experts of the two systems score, in standard deviations of the
+    token's scores, by the scores of the first system that reports them."""
     if x.scores is None:
         x, y = y, x
     if x.scores is None:
@@ -134,15 +137,15 @@ def _margin(x: Choices, y: Choices, token: int, layer: int, groups: ExpertGroups
 
 
 def _experts_apart(scores: np.ndarray, taken: np.ndarray, other: np.ndarray) -> float:
-    """Return the largest distance between scores of experts that only one system took: the best of one against the
-    best of the other, and so on."""
+    """Return the largest distance between scores of experts that only one system took: the best of
+    one against the best of the other, and so on."""
     only_taken, only_other = np.setdiff1d(taken, other), np.setdiff1d(other, taken)
     return float(np.abs(np.sort(scores[only_taken]) - np.sort(scores[only_other])).max())
 
 
 def _apart_in_groups(scores: np.ndarray, taken: np.ndarray, other: np.ndarray, groups: ExpertGroups) -> float:
-    """Return the distance where experts come from the best groups only: a group that one system took in place of
-    another may score the same while its experts do not."""
+    """Return the distance where experts come from the best groups only: a group that one system
+    took in place of another may score the same while its experts do not."""
     experts_of_a_group = len(scores) // groups.total
     of_groups = np.sort(scores.reshape(groups.total, experts_of_a_group), axis=-1)[:, -2:].sum(axis=-1)
     best_first = np.sort(of_groups)[::-1]
@@ -151,7 +154,8 @@ def _apart_in_groups(scores: np.ndarray, taken: np.ndarray, other: np.ndarray, g
     def groups_of(experts: np.ndarray) -> set[int]:
         return {int(expert) // experts_of_a_group for expert in experts}
 
-    # The other system took experts from groups that these scores leave out: how far below the last one taken?
+    # The other system took experts from groups that these scores leave out: how far below the last
+    # one taken?
     entered = [group for group in groups_of(np.setdiff1d(other, taken)) if of_groups[group] < last_taken]
     if entered:
         return float(max(last_taken - of_groups[group] for group in entered))

@@ -1,4 +1,5 @@
-"""Systems that hold a model and score prompts: the interface, what those that run in this process share, and processes."""
+"""Systems that hold a model and score prompts: the interface, what those that run in this process
+share, and processes."""
 
 import gc
 import os
@@ -26,10 +27,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class ScoringOptions:
-    """Options of scoring. `batch_size` prompts go together, padded on the right to the longest or `packed` into one
-    sequence; `keep` positions of all prompts together keep their distribution; with `routing` the chosen experts are
-    recorded. `positions` are those of the tokens of a single prompt, where they are not 0, 1, 2 ...; only systems with
-    `takes_positions` accept them."""
+    """Options of scoring. `batch_size` prompts go together, padded on the right to the longest or
+    `packed` into one sequence; `keep` positions of all prompts together keep their distribution;
+    with `routing` the chosen experts are recorded. `positions` are those of the tokens of a single
+    prompt, where they are not 0, 1, 2 ...; only systems with `takes_positions` accept them."""
 
     batch_size: int = 1
     packed: bool = False
@@ -38,8 +39,8 @@ class ScoringOptions:
     positions: tuple[int, ...] | None = None
 
     def kept_of(self, prompts: int) -> list[int]:
-        """Return how many positions of each prompt keep their distributions: an equal share, or, where `keep` is
-        smaller than the number of prompts, one position of the first ones."""
+        """Return how many positions of each prompt keep their distributions: an equal share, or,
+        where `keep` is smaller than the number of prompts, one position of the first ones."""
         share = max(1, self.keep // prompts)
         return [min(share, max(0, self.keep - i * share)) for i in range(prompts)]
 
@@ -47,9 +48,9 @@ class ScoringOptions:
 class System(ABC):
     """A model that is ready to score prompts.
 
-    `name` is for people, `model` its config. If it is `spread`, all processes score together; otherwise one is enough.
-    `quantized`, known after scoring, is True if it served quantized weights; `takes_positions` if it can score tokens
-    at positions that are not 0, 1, 2 ..."""
+    `name` is for people, `model` its config. If it is `spread`, all processes score together;
+    otherwise one is enough. `quantized`, known after scoring, is True if it served quantized
+    weights; `takes_positions` if it can score tokens at positions that are not 0, 1, 2 ..."""
 
     name: str
     model: Model
@@ -78,10 +79,11 @@ class ForwardSystem(System):
         lengths: Sequence[int] | None = None,
         positions: Sequence[int] | None = None,
     ) -> torch.Tensor | None:
-        """Return logits ``[batch, sequence, vocabulary]`` of token ids ``[batch, sequence]``, or None on a rank without them.
+        """Return logits ``[batch, sequence, vocabulary]`` of token ids ``[batch, sequence]``, or
+        None on a rank without them.
 
-        Prompts are padded on the right, or, with their `lengths`, packed one after the other in a batch of one.
-        `positions` are those of the tokens of one prompt (default: 0, 1, 2 ...).
+        Prompts are padded on the right, or, with their `lengths`, packed one after the other in a
+        batch of one. `positions` are those of the tokens of one prompt (default: 0, 1, 2 ...).
         """
 
     @abstractmethod
@@ -89,7 +91,8 @@ class ForwardSystem(System):
         """Return the models that this rank runs."""
 
     def layers_to_round(self) -> Iterator[torch.nn.Module]:
-        """Yield the modules whose matrices an engine would quantize: those of the layers, except routers."""
+        """Yield the modules whose matrices an engine would quantize: those of the layers, except
+        routers."""
         routers = set(self.routers().values())
         for root in self.roots():
             for name, module in root.named_modules():
@@ -103,8 +106,8 @@ class ForwardSystem(System):
 
     @abstractmethod
     def choices(self, router: Any, inputs: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the experts ``[batch, sequence, top k]`` that a router chose in a forward, and the scores ``[batch,
-        sequence, experts]`` that it chose by, the larger the better."""
+        """Return the experts ``[batch, sequence, top k]`` that a router chose in a forward, and the
+        scores ``[batch, sequence, experts]`` that it chose by, the larger the better."""
 
     def gather_choices(self, recorded: dict[int, Any]) -> dict[int, Any]:
         """Return the choices recorded on all ranks, by layer."""
@@ -151,7 +154,8 @@ class ForwardSystem(System):
 def hooked(
     modules: Mapping[Name, torch.nn.Module], call: Callable[[Name, Any, Any, Any], None]
 ) -> Iterator[None]:
-    """Call ``call(name, module, inputs, output)`` after every forward of the modules while the context is open."""
+    """Call ``call(name, module, inputs, output)`` after every forward of the modules while the
+    context is open."""
     handles = [module.register_forward_hook(partial(call, name)) for name, module in modules.items()]
     try:
         yield
@@ -161,7 +165,8 @@ def hooked(
 
 
 def gather_from_ranks(entries: dict[Name, Any]) -> dict[Name, Any]:
-    """Return the entries of all ranks, on every rank. Of an entry that several ranks have, the last one counts."""
+    """Return the entries of all ranks, on every rank. Of an entry that several ranks have, the last
+    one counts."""
     by_rank: list[dict[Name, Any]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(by_rank, entries)
     return {name: entry for gathered in by_rank for name, entry in gathered.items()}
@@ -173,7 +178,8 @@ def device() -> torch.device:
 
 
 def share_in_fp32() -> float:
-    """Return the share of their bf16 rounding by which two systems may differ in fp32 on this device."""
+    """Return the share of their bf16 rounding by which two systems may differ in fp32 on this
+    device."""
     return SHARE_IN_TF32 if device().type == "cuda" else SHARE_IN_FP32
 
 
@@ -203,7 +209,8 @@ def _scores(logits: torch.Tensor, prompt: Prompt, keep: int, choices: Choices | 
 
 
 def scores_of(system: System, prompts: Sequence[Prompt], options: ScoringOptions) -> list[Scores]:
-    """Score prompts with a system and return the scores on every rank. A ReshardError on one rank is raised on all."""
+    """Score prompts with a system and return the scores on every rank. A ReshardError on one rank
+    is raised on all."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return system.score(prompts, options)
     result: list[Scores] | ReshardError = []
@@ -221,8 +228,8 @@ def scores_of(system: System, prompts: Sequence[Prompt], options: ScoringOptions
 
 
 def check_processes(system: str, needed: int, replicas: bool = False) -> None:
-    """Raise ReshardError unless there are as many processes as `system` needs, or, with `replicas`, a multiple
-    of that."""
+    """Raise ReshardError unless there are as many processes as `system` needs, or, with `replicas`,
+    a multiple of that."""
     processes = dist.get_world_size()
     if processes % needed if replicas else processes != needed:
         raise ReshardError(
@@ -233,7 +240,8 @@ def check_processes(system: str, needed: int, replicas: bool = False) -> None:
 
 
 def join_processes() -> None:
-    """Join the process group that torchrun has prepared, or make one of this process alone, which Megatron needs too."""
+    """Join the process group that torchrun has prepared, or make one of this process alone, which
+    Megatron needs too."""
     if dist.is_initialized():
         return
     backend, launched = "gloo", "RANK" in os.environ

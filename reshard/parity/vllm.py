@@ -1,4 +1,5 @@
-"""vLLM as a system: prompt logprobs of a checkpoint that it loads itself, or of a Megatron model that refits it."""
+"""vLLM as a system: prompt logprobs of a checkpoint that it loads itself, or of a Megatron model
+that refits it."""
 
 import gc
 import json
@@ -56,7 +57,8 @@ class LiveVllm(System):
 
 
 class _OwnVllm(System):
-    """An engine that starts in the current processes when the first prompts come, with room for the longest."""
+    """An engine that starts in the current processes when the first prompts come, with room for the
+    longest."""
 
     def __init__(self, engine: VllmLayout | None, dtype: str, quantization: str | None) -> None:
         require("vllm", "vllm")
@@ -145,7 +147,8 @@ class Vllm(_OwnVllm):
 
 
 class RefittedVllm(_OwnVllm):
-    """A vLLM that starts with dummy weights and is refitted from the Megatron-Core model of a checkpoint, at a layout."""
+    """A vLLM that starts with dummy weights and is refitted from the Megatron-Core model of a
+    checkpoint, at a layout."""
 
     def __init__(
         self,
@@ -209,7 +212,8 @@ def forget_engine() -> None:
 
 @contextmanager
 def _environment() -> Iterator[None]:
-    """Set the variables that vLLM's ``external_launcher`` reads, where torchrun has not, while the context is open."""
+    """Set the variables that vLLM's ``external_launcher`` reads, where torchrun has not, while the
+    context is open."""
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()),
               "WORLD_SIZE": str(dist.get_world_size()), "VLLM_LOGGING_LEVEL": "ERROR"}  # fmt: skip
     added = [name for name in variables if name not in os.environ]
@@ -222,8 +226,8 @@ def _environment() -> Iterator[None]:
 
 
 def _share_of_memory() -> float:
-    """Return the share of the device's memory that a refit's trainer leaves. The cache has a fixed size, so vLLM takes no
-    more than it needs."""
+    """Return the share of the device's memory that a refit's trainer leaves. The cache has a fixed
+    size, so vLLM takes no more than it needs."""
     if not torch.cuda.is_available():
         return 0.9
     free, total = torch.cuda.mem_get_info()
@@ -259,10 +263,11 @@ def score_with(llm: Any, prompts: Sequence[Prompt], options: ScoringOptions, mod
 def scores_of_outputs(
     outputs: Sequence[Any], prompts: Sequence[Prompt], model: Model | None = None
 ) -> list[Scores]:
-    """Read the scores of `prompts` from vLLM's ``RequestOutput``, for requests with ``prompt_logprobs=1`` or more.
+    """Read the scores of `prompts` from vLLM's ``RequestOutput``, for requests with
+    ``prompt_logprobs=1`` or more.
 
-    With `model` the experts that it routed to are read too, where it returned them. Raises ReshardError,
-    naming the prompt, where there are fewer logprobs than tokens.
+    With `model` the experts that it routed to are read too, where it returned them. Raises
+    ReshardError, naming the prompt, where there are fewer logprobs than tokens.
     """
     if len(outputs) != len(prompts):
         raise ReshardError(f"the engine gives {len(outputs)} outputs for {len(prompts)} prompts")
@@ -290,7 +295,8 @@ def scores_of_outputs(
 
 
 def _distributions(positions: Any, vocabulary: int) -> np.ndarray:
-    """Return flat logprobs of all tokens as ``[positions, vocabulary]``. Ids beyond the vocabulary are padding."""
+    """Return flat logprobs of all tokens as ``[positions, vocabulary]``. Ids beyond the vocabulary
+    are padding."""
     rows = np.full((len(positions) - 1, vocabulary), -np.inf, np.float32)
     tokens, values = np.array(positions.token_ids), np.array(positions.logprobs, np.float32)
     for row, (start, end) in enumerate(
@@ -306,5 +312,6 @@ def _choices(output: Any, length: int, model: Model | None) -> Choices | None:
     if routed is None or model is None:
         return None
     experts = np.sort(routed[: length - 1, list(model.moe_layers)].astype(np.int64), -1)
-    # Where vLLM's kernels choose the experts themselves, it returns a buffer that nothing was written to.
+    # Where vLLM's kernels choose the experts themselves, it returns a buffer that nothing was
+    # written to.
     return Choices(model.moe_layers, experts, None) if (np.diff(experts) > 0).all() else None

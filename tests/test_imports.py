@@ -1,0 +1,73 @@
+"""Packages import downward only, also inside functions and for type checkers."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+# Lowest first, as in CONTRIBUTING.md. The longest name that fits a module is its layer; modules of
+# one layer may import each other.
+LAYERS = (
+    ("core",), ("formats", "comm"), ("models",), ("mappings",), ("quantization",), ("megatron",), ("storage",), ("device",),
+    ("trainers.base", "engines.base", "engines.guard"), ("refit",), ("trainers", "megatron.live", "engines"), ("integrations",),
+    ("html",), ("memory", "plan"), ("parity",), ("testing", "demo"), ("cli", "__main__"),
+)  # fmt: skip
+# Public modules that only name what lies above them: `reshard` itself imports when a name is used.
+EXEMPT = {"reshard"}
+
+
+def modules() -> dict[str, Path]:
+    """Return the package's files by module name, through the links to cli/ and mappings/ too."""
+    files = {}
+    for folder in (
+        REPOSITORY / "reshard",
+        REPOSITORY / "reshard" / "cli",
+        REPOSITORY / "reshard" / "mappings",
+    ):
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(REPOSITORY).with_suffix("").parts
+            files[".".join(parts).removesuffix(".__init__")] = path
+    return files
+
+
+def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
+    """Return the modules of the package that a file imports anywhere in it."""
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imported |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    # A package's own __init__ comes with each of its modules.
+    return {other for other in imported & known.keys() if other != name and not name.startswith(f"{other}.")}
+
+
+def layer_of(module: str) -> int:
+    """Return the layer of a module: the one with the longest name that it begins with."""
+    name = module.removeprefix("reshard.")
+    fitting = [
+        (len(entry), layer)
+        for layer, entries in enumerate(LAYERS)
+        for entry in entries
+        if f"{name}.".startswith(f"{entry}.")
+    ]
+    assert fitting, f"{module} has no layer: add its package to LAYERS and to CONTRIBUTING.md"
+    return max(fitting)[1]
+
+
+@pytest.fixture(scope="module")
+def graph():
+    known = modules()
+    assert len(known) > 150
+    return {name: imports(name, path, known) for name, path in known.items() if name not in EXEMPT}
+
+
+def test_packages_import_downward_only(graph):
+    upward = [
+        f"{name} imports {other}"
+        for name, others in sorted(graph.items())
+        for other in sorted(others - EXEMPT)
+        if layer_of(other) > layer_of(name)
+    ]
+    assert upward == []
