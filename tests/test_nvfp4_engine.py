@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from reshard import ReshardError, mcore_to_hf
 from reshard.quantization import channels_torch, nvfp4_torch
+from tests.by_compressed_tensors import EXPERTS, IGNORED, MADE_UP, hard, sides
 from tests.ranks import run_on_ranks
-from tests.test_compressed import EXPERTS, IGNORED, MADE_UP, hard, sides
 from tests.test_logits import EP, ETP, PP, TP, flags_at
 from tests.test_refit import refit
 
