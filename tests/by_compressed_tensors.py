@@ -27,9 +27,11 @@ CODES = {
     "int4": "int4",
     "packed int8": "int8",
 }
-# Those that published configs name, and routers, whose plain weights vLLM's own class of a router serves.
+# Those that published configs name, and routers, whose plain weights vLLM's own class of a router
+# serves.
 IGNORED = ["lm_head", "re:.*mlp.gate$"]
-# vLLM makes up scales of the key-value cache of dummy weights, which nobody reads unless it is in fp8.
+# vLLM makes up scales of the key-value cache of dummy weights, which nobody reads unless it is in
+# fp8.
 MADE_UP = ["_k_scale", "_v_scale", "_q_scale", "_prob_scale"]
 # What it makes for experts whose columns lie in another order, and leaves as the memory was.
 MADE_UP += ["_g_idx", "_g_idx_sort_indices"]
@@ -63,7 +65,8 @@ def magnitudes(weight: torch.Tensor, how: QuantizationArgs) -> tuple[torch.Tenso
 
 
 def quantized(weight: torch.Tensor, kind: str, strategy: str) -> dict[str, torch.Tensor]:
-    """What a matrix is stored as, by the package's own functions and the ends of names; codes come first, then scales."""
+    """What a matrix is stored as, by the package's own functions and the ends of names; codes come
+    first, then scales."""
     how = arguments(kind, strategy)
     scales, zeros = calculate_qparams(*magnitudes(weight, how), how)
     if not is_packed(kind):
@@ -75,8 +78,8 @@ def quantized(weight: torch.Tensor, kind: str, strategy: str) -> dict[str, torch
 
 
 def hard(dtype: torch.dtype) -> torch.Tensor:
-    """Rows of zeros, of -0, of the smallest numbers, whose scales come to 0, of negative numbers only, with one large number, with what lies between
-    two codes, and of every magnitude."""
+    """Rows of zeros, of -0, of the smallest numbers, whose scales come to 0, of negative numbers
+    only, with one large number, with what lies between two codes, and of every magnitude."""
     random = torch.Generator().manual_seed(0)
     values = torch.randn(64, 96, generator=random) * 0.02
     values[0], values[1, ::2] = 0, -0.0
@@ -132,7 +135,8 @@ def compressed(
     only: str = "_proj",
     **more,
 ) -> str:
-    """A checkpoint as llm-compressor writes it, quantized by the package's own functions: weights with `only` in their names."""
+    """A checkpoint as llm-compressor writes it, quantized by the package's own functions: weights
+    with `only` in their names."""
     folder.mkdir(parents=True)
     for file in Path(directory).iterdir():
         if file.suffix != ".safetensors":
@@ -154,8 +158,9 @@ def compressed(
     return str(folder)
 
 
-# Fused layers of which each part has a scale, where vLLM takes the largest; rows of o_proj and down_proj, and whole matrices, of which ranks of
-# the engine have parts; experts whole and split; kv_b_proj, of which MLA derives matrices; in rounds of a layer, in buckets.
+# Fused layers of which each part has a scale, where vLLM takes the largest; rows of o_proj and
+# down_proj, and whole matrices, of which ranks of the engine have parts; experts whole and split;
+# kv_b_proj, of which MLA derives matrices; in rounds of a layer, in buckets.
 EXPERTS = {"enable_expert_parallel": True}
 
 
@@ -176,7 +181,8 @@ def in_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def of_package(codes, scales, strategy, block=None) -> torch.Tensor:
-    """What compressed-tensors makes of codes, in the scales' dtype; told of blocks, which it would infer by dividing."""
+    """What compressed-tensors makes of codes, in the scales' dtype; told of blocks, which it would
+    infer by dividing."""
     if strategy == "block":
         return dequantize(codes, scales, args=QuantizationArgs(strategy="block", block_structure=list(block)))
     return dequantize(codes, scales if strategy == "channel" else scales.reshape(1))

@@ -1,4 +1,5 @@
-"""Codes, scales and checkpoints in nvfp4 as compressed-tensors makes them, by its own functions, and as ModelOpt stores them."""
+"""Codes, scales and checkpoints in nvfp4 as compressed-tensors makes them, by its own functions,
+and as ModelOpt stores them."""
 
 import json
 import re
@@ -52,7 +53,8 @@ def in_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def by_package(weight: torch.Tensor, *siblings: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A matrix as the package stores it, by the ends of its tensors' names, with a global scale that is its siblings' too."""
+    """A matrix as the package stores it, by the ends of its tensors' names, with a global scale
+    that is its siblings' too."""
     least, most = zip(*(torch.aminmax(one) for one in (weight, *siblings)), strict=True)
     number = generate_gparam(min(least), max(most))
     groups = weight.unflatten(1, (-1, 16))
@@ -64,7 +66,8 @@ def by_package(weight: torch.Tensor, *siblings: torch.Tensor) -> dict[str, torch
 
 
 def of_package(stored: dict[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """What the package makes of codes: in bf16 by its compressor, which knows no other dtype, else as that does it."""
+    """What the package makes of codes: in bf16 by its compressor, which knows no other dtype, else
+    as that does it."""
     if dtype == torch.bfloat16:
         plain = {f"weight{end}": tensor for end, tensor in stored.items()}
         return NVFP4PackedCompressor.decompress(plain, SCHEME)["weight"].to(
@@ -82,7 +85,8 @@ def same_bits(ours, theirs) -> bool:
 
 
 def stored_by_package(plain: dict[str, torch.Tensor], only=lambda name: True) -> dict[str, torch.Tensor]:
-    """The tensors of a model as the package stores them: linear weights by name, fused ones with one global scale."""
+    """The tensors of a model as the package stores them: linear weights by name, fused ones with
+    one global scale."""
     names = [name for name in plain if re.search(r"_(proj|mqa)\.weight$", name) and only(name)]
     names = [name for name in names if not name.endswith("eh_proj.weight")]
 
@@ -145,7 +149,8 @@ def without(end):
 
 
 def by_modelopt(stored: dict[str, torch.Tensor], scalar: bool) -> dict[str, torch.Tensor]:
-    """The same as NVIDIA publishes it: with what scales are multiplied by, and scales of activations and of keys and values."""
+    """The same as NVIDIA publishes it: with what scales are multiplied by, and scales of
+    activations and of keys and values."""
     made = {}
     for name, tensor in stored.items():
         if name.endswith("_global_scale"):

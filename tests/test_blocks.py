@@ -38,8 +38,8 @@ from reshard.refit.transports.packing import Round, Side
 def pieces_of(
     values: np.ndarray, cuts: list[tuple[int, int, int, int]], shift: int = 0, sources=("bfloat16",)
 ):
-    """A table of pieces (row, column, rows, columns) of a matrix, each copied to memory of its own with a pitch of its own, in these dtypes
-    in turn; into; what must live as long."""
+    """A table of pieces (row, column, rows, columns) of a matrix, each copied to memory of its own
+    with a pitch of its own, in these dtypes in turn; into; what must live as long."""
     table, into, held = empty_table(len(cuts)), np.zeros((len(cuts), 3), np.int64), []
     for number, (row, column, rows, columns) in enumerate(cuts):
         source = sources[number % len(sources)]
@@ -53,7 +53,8 @@ def pieces_of(
 
 
 def places_for(shape: tuple[int, int]):
-    """An engine's tensor in blocks, full of other things, with a pitch of its own; codes and scales within it."""
+    """An engine's tensor in blocks, full of other things, with a pitch of its own; codes and scales
+    within it."""
     rows, columns = shape
     codes = np.full((rows, columns + 48), 0xEE, np.uint8)
     scales = np.full((-(-rows // BLOCK), -(-columns // BLOCK)), -1, np.float32)

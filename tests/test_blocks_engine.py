@@ -28,8 +28,8 @@ BY_CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation
 
 
 def served_in_blocks(hf: str, mcore: str, folder: Path) -> str:
-    """The checkpoint as published in fp8, quantized as vLLM does, which `blocks_that_differ` compares with vLLM's own function; with the
-    config of a conversion."""
+    """The checkpoint as published in fp8, quantized as vLLM does, which `blocks_that_differ`
+    compares with vLLM's own function; with the config of a conversion."""
     folder.mkdir(parents=True)
     for file in Path(hf).iterdir():
         if file.suffix != ".safetensors":
@@ -47,8 +47,9 @@ def served_in_blocks(hf: str, mcore: str, folder: Path) -> str:
     return str(folder)
 
 
-# Blocks across queries, keys and values; experts that vLLM rounds up to whole blocks; kv_b_proj, of which MLA derives matrices. In two processes
-# they travel, with their padding, or where four ranks have parts in bf16; in two that are both, some of the experts do.
+# Blocks across queries, keys and values; experts that vLLM rounds up to whole blocks; kv_b_proj, of
+# which MLA derives matrices. In two processes they travel, with their padding, or where four ranks
+# have parts in bf16; in two that are both, some of the experts do.
 ONLINE_CASES = [
     ("qwen3", "", 1, True),
     ("qwen3-moe", "", 1, True),
@@ -84,8 +85,8 @@ def published(checkpoints, folder: Path) -> tuple[list[str], dict]:
 IGNORED = ["_k_scale", "_v_scale"]
 
 
-# In one process, where the weights lie; in two, in buckets of blocks that the trainer makes, in many rounds; through a slab;
-# and partly one and partly the other.
+# In one process, where the weights lie; in two, in buckets of blocks that the trainer makes, in
+# many rounds; through a slab; and partly one and partly the other.
 @pytest.mark.parametrize(
     "variant,parallel,ranks,together,options",
     [

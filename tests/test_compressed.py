@@ -1,4 +1,5 @@
-"""Engines that vLLM serves from checkpoints in the format of compressed-tensors: a refit leaves what vLLM makes of its checkpoints."""
+"""Engines that vLLM serves from checkpoints in the format of compressed-tensors: a refit leaves
+what vLLM makes of its checkpoints."""
 
 import json
 import time
@@ -40,7 +41,8 @@ def test_a_part_of_what_has_one_scale_is_refused(offset, length, row):
 def refit_compressed(
     checkpoints, kind, strategy, parallel, trainers, engine, engines, together, folder, **options
 ):
-    """Refit an engine that started with dummy weights, and compare it with engines that have loaded the compressed checkpoints."""
+    """Refit an engine that started with dummy weights, and compare it with engines that have loaded
+    the compressed checkpoints."""
     only = EXPERTS_ONLY if options.pop("experts", False) else {}
     published = [
         compressed(hf, folder / f"hf {n}", kind, strategy, **only) for n, (hf, _) in enumerate(checkpoints)

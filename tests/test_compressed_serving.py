@@ -1,4 +1,5 @@
-"""Engines that load a Megatron checkpoint by a config of compressed-tensors hold what they have of the compressed checkpoint."""
+"""Engines that load a Megatron checkpoint by a config of compressed-tensors hold what they have of
+the compressed checkpoint."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Checkpoints by compressed-tensors as a source: each number is the one that this package, and transformers with it, make of codes
-and scales."""
+"""Checkpoints by compressed-tensors as a source: each number is the one that this package, and
+transformers with it, make of codes and scales."""
 
 import json
 import math
@@ -38,8 +38,9 @@ NAME = "model.layers.1.self_attn.o_proj.weight"
 def write(
     hf: Path, folder: Path, kind: str, strategy: str, static: bool = False, structure=None, **weight_only
 ) -> Path:
-    """A checkpoint that the package compresses and transformers saves, as llm-compressor has them do it; with static scales of
-    activations, and of the key-value cache; with activations as they are where there are options for `weight_only`."""
+    """A checkpoint that the package compresses and transformers saves, as llm-compressor has them
+    do it; with static scales of activations, and of the key-value cache; with activations as they
+    are where there are options for `weight_only`."""
     model = AutoModelForCausalLM.from_pretrained(hf, dtype="auto")
     how = dict(num_bits=8, type=kind, symmetric=True)
     weights = how | dict(strategy=strategy, dynamic=False, block_structure=structure) | weight_only

@@ -101,7 +101,8 @@ def test_transformers_reads_the_same(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("beside", ["float", "int"])
 def test_one_checkpoint_may_have_weights_of_several_formats(beside, checkpoint, tmp_path):
-    """nvfp4 experts, and others in fp8 by channel, or in words of int4, whose names end as those of nvfp4 do."""
+    """nvfp4 experts, and others in fp8 by channel, or in words of int4, whose names end as those of
+    nvfp4 do."""
     hf = checkpoint("qwen3-moe", dtype=torch.bfloat16)
     plain = hf_tensors(hf)
     stored = stored_by_package(plain, lambda name: ".experts." in name)
@@ -146,7 +147,8 @@ WRITTEN = [("qwen3-moe", {}), ("deepseek-v3-even", {"mtp": True})]
 def test_a_conversion_writes_what_the_package_makes(variant, options, checkpoint, tmp_path, monkeypatch):
     hf = checkpoint(variant, dtype=torch.bfloat16, **options)
     plain = {name: tensor.clone() for name, tensor in hf_tensors(hf).items()}
-    # A weight of zeros beside one of others, and alone; tiny ones, whose own global scale no dtype holds; one large number.
+    # A weight of zeros beside one of others, and alone; tiny ones, whose own global scale no dtype
+    # holds; one large number.
     for name, change in (
         ("layers.0.self_attn.o_proj", 0), ("layers.1.self_attn.o_proj", 1e-37), ("layers.2.mlp.experts.3.gate_proj", 0),
         ("layers.2.mlp.experts.4.gate_proj", 1e-30), ("layers.2.mlp.experts.5.gate_proj", 1e-38), ("layers.2.mlp.experts.5.up_proj", 1e-38),

@@ -105,7 +105,8 @@ TABLES = (
 
 @pytest.mark.parametrize("variant", TABLES)
 def test_weights_that_share_a_global_scale_are_those_that_vllm_fuses(variant, checkpoint):
-    """By the names of vLLM's parameters, which other tests hold against its own loader; of its experts each has a scale."""
+    """By the names of vLLM's parameters, which other tests hold against its own loader; of its
+    experts each has a scale."""
     config = json.loads((checkpoint(variant) / "config.json").read_text())
     model, groups = Model.from_hf(config), defaultdict(list)
     for block in model.blocks():

@@ -1,4 +1,5 @@
-"""The numbers of each scheme, in numpy and torch, are those of the package that defines it, bit for bit."""
+"""The numbers of each scheme, in numpy and torch, are those of the package that defines it, bit for
+bit."""
 
 import math
 

@@ -1,4 +1,5 @@
-"""Checkpoints that ``mcore-to-hf --quantize`` writes in the format of compressed-tensors are those that the package makes."""
+"""Checkpoints that ``mcore-to-hf --quantize`` writes in the format of compressed-tensors are those
+that the package makes."""
 
 import json
 from pathlib import Path
