@@ -52,6 +52,7 @@ REFIT = (
 QUANTIZED = (
     "tests/test_fp8.py",
     "tests/test_reloads.py",
+    "tests/test_quantization.py",
     "tests/test_compressed.py",
     "tests/test_nvfp4_engine.py",
     "tests/test_serving.py",

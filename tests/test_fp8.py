@@ -1,4 +1,5 @@
-"""Block-fp8 checkpoints, as DeepSeek-V3 is published: dequantized on the way in, quantized again on request."""
+"""Block-fp8 checkpoints, as DeepSeek-V3 is published: dequantized on the way in, quantized again on
+request."""
 
 import json
 import re
@@ -72,7 +73,8 @@ def test_numbers_that_are_looked_up_are_the_products(block, rows, columns, start
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """A DeepSeek-V3 with matrices larger than a block (and not multiples of it), quantized as published; and what it stands for."""
+    """A DeepSeek-V3 with matrices larger than a block (and not multiples of it), quantized as
+    published; and what it stands for."""
     from transformers import AutoModelForCausalLM, DeepseekV3Config
 
     from tests.checkpoints import MLA
@@ -225,7 +227,8 @@ def test_fp8_that_does_not_add_up_is_refused(spoil, published, tmp_path):
 # What is quantized
 
 
-# The linear layers of the checkpoints that are published in fp8 (DeepSeek-V3's index, Qwen3's and GLM-4.5's configs), as patterns by hand.
+# The linear layers of the checkpoints that are published in fp8 (DeepSeek-V3's index, Qwen3's and
+# GLM-4.5's configs), as patterns by hand.
 LINEAR = (
     r"self_attn\.(q|k|v|o|q_a|q_b|kv_b)_proj|self_attn\.kv_a_proj_with_mqa",
     r"mlp\.(experts\.\d+\.|shared_experts\.)?(gate|up|down)_proj",
@@ -260,7 +263,8 @@ def test_what_stays_as_it_is_is_what_qwen_names_in_its_published_config(name):
 
 
 def test_a_router_is_known_by_its_place_in_megatron_and_an_exception_by_its_mark():
-    """With Mixtral's name of a router, and a linear layer as DSA's indexer has one that stays in bf16."""
+    """With Mixtral's name of a router, and a linear layer as DSA's indexer has one that stays in
+    bf16."""
     base = type(families()["qwen3_moe"])
     rows = tuple(
         ("block_sparse_moe.gate.weight", *row[1:]) if row[0] == "mlp.gate.weight" else row

@@ -1,4 +1,5 @@
-"""The Triton kernels, under Triton's interpreter, against plain copies; and how copies are cut into tiles."""
+"""The Triton kernels, under Triton's interpreter, against plain copies; and how copies are cut into
+tiles."""
 
 import os
 import subprocess
@@ -36,7 +37,8 @@ SHAPES = [(1, 1, 1, 1, 0), (1, 200_000, 0, 0, 16), (7, 192, 768, 192, 0), (130, 
 
 
 def make_copies(shapes=SHAPES, seed: int = 0):
-    """Random bytes, a destination full of 0xEE, a table over both, and what the destination should become."""
+    """Random bytes, a destination full of 0xEE, a table over both, and what the destination should
+    become."""
     rng = np.random.default_rng(seed)
     span = 600_000
     src = torch.from_numpy(rng.integers(0, 256, span * len(shapes), dtype=np.uint8))
@@ -59,8 +61,9 @@ def test_a_table_on_the_host_copies_each_byte_to_its_place():
 
 
 def make_casts(number: int, rounds: bool = True):
-    """fp32 numbers of every kind, or fp16's or bf16's; a destination; a table of casts between the two, all of rows
-    of their own pitch; and what torch makes of them. Where nothing `rounds`, all are numbers of both dtypes."""
+    """fp32 numbers of every kind, or fp16's or bf16's; a destination; a table of casts between the
+    two, all of rows of their own pitch; and what torch makes of them. Where nothing `rounds`, all
+    are numbers of both dtypes."""
     source, destination = (
         getattr(torch, dtype.name) for dtype in (CODECS[number].source, CODECS[number].destination)
     )
@@ -266,7 +269,8 @@ def interpret(kernel: str) -> None:
     wanted = Digests(even, even[:, WIDTH] // 2, torch.device("cpu")).result().tolist()
     out = torch.zeros(len(even), dtype=torch.int64)
     kinds = word_tiles(even, even[:, WIDTH] // 2, 4096)
-    # words of 8 bytes at once, words of 8 in elements of 2, and elements where a row is not made of such words
+    # words of 8 bytes at once, words of 8 in elements of 2, and elements where a row is not made of
+    # such words
     assert kinds.keys() == {(8, 8, PLAIN), (8, 2, PLAIN), (2, 2, PLAIN)}
     for (word, unit, _), rows in kinds.items():
         digest_tiles(torch.from_numpy(rows), out, word, unit)

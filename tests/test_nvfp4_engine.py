@@ -1,5 +1,5 @@
-"""Engines that vLLM serves from checkpoints in nvfp4: a refit makes codes and both kinds of scales as compressed-tensors makes them, and leaves what
-vLLM makes of its checkpoints."""
+"""Engines that vLLM serves from checkpoints in nvfp4: a refit makes codes and both kinds of scales
+as compressed-tensors makes them, and leaves what vLLM makes of its checkpoints."""
 
 import json
 import re
@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from reshard import ReshardError, mcore_to_hf
 from reshard.quantization import channels_torch, nvfp4_torch
+from tests.by_compressed_tensors import EXPERTS, IGNORED, MADE_UP, hard, sides
 from tests.ranks import run_on_ranks
-from tests.test_compressed import EXPERTS, IGNORED, MADE_UP, hard, sides
 from tests.test_logits import EP, ETP, PP, TP, flags_at
 from tests.test_refit import refit
 
@@ -41,7 +41,8 @@ def fused(name: str) -> str:
 
 
 def packaged(weight: torch.Tensor, one: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a matrix is stored as, by the package's own functions and the ends of names, beside the scale of all of it."""
+    """What a matrix is stored as, by the package's own functions and the ends of names, beside the
+    scale of all of it."""
     groups = weight.unflatten(1, (-1, 16))
     scales, zeros = calculate_qparams(groups.amin(2), groups.amax(2), HOW, global_scale=one)
     plain = {"weight": weight, "weight_scale": scales, "weight_zero_point": zeros, "weight_global_scale": one}
@@ -122,7 +123,8 @@ def test_codes_and_scales_are_those_of_modelopt(dtype):
 
 
 def config_of(inputs: bool = False, modelopt: bool = False, **more) -> dict:
-    """The ``quantization_config`` of a checkpoint, as those are published, where inputs are quantized too or not."""
+    """The ``quantization_config`` of a checkpoint, as those are published, where inputs are
+    quantized too or not."""
     if modelopt:
         ignored = {"ignore": ["lm_head", "*.mlp.gate"]} | more
         return {
@@ -145,7 +147,8 @@ def published(
     modelopt: bool = False,
     **more,
 ) -> str:
-    """A checkpoint as llm-compressor writes it, quantized by the package's own functions, or as ModelOpt does: weights with `only` in their names."""
+    """A checkpoint as llm-compressor writes it, quantized by the package's own functions, or as
+    ModelOpt does: weights with `only` in their names."""
     folder.mkdir(parents=True)
     for file in Path(directory).iterdir():
         if file.suffix != ".safetensors":
@@ -184,8 +187,9 @@ LATENT = {
     "only": "a_proj",
     "ignore": [*IGNORED, r"re:.*(b|o|gate|up|gate_up|down)_proj$", "re:.*mlp.experts.*"],
 }
-# Fused layers that are one rank's and several ranks', whole experts and parts of them, MLA's fused projections, with biases; with inputs that a
-# kernel quantizes, whose scales an engine that started with dummy weights has not, and that Marlin ignores.
+# Fused layers that are one rank's and several ranks', whole experts and parts of them, MLA's fused
+# projections, with biases; with inputs that a kernel quantizes, whose scales an engine that started
+# with dummy weights has not, and that Marlin ignores.
 CASES = [
     ("llama-bias", False, "", 1, {}, 1, True, {}),
     ("qwen3", False, f"{TP} 2", 2, {"tp": 2}, 2, True, {"round_bytes": 50_000}),
@@ -341,5 +345,6 @@ def test_configs_that_no_megatron_checkpoint_can_serve_are_refused_in_one_senten
 
 
 def differing(held: dict, wanted: dict) -> list[str]:
-    """Names of what is not the same, but for scales of inputs that a layer with plain inputs has room for, and nobody fills."""
+    """Names of what is not the same, but for scales of inputs that a layer with plain inputs has
+    room for, and nobody fills."""
     return [name for name in wanted if held.get(name) != wanted[name] and "input_" not in name]

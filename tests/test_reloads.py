@@ -1,4 +1,5 @@
-"""Refits into an engine that quantizes plain weights itself after loading, through vLLM's own processing."""
+"""Refits into an engine that quantizes plain weights itself after loading, through vLLM's own
+processing."""
 
 from pathlib import Path
 
@@ -20,7 +21,8 @@ CASES = [
 
 @pytest.mark.parametrize("variant, quantization", CASES)
 def test_a_refit_leaves_what_vllm_makes_of_the_same_weights(variant, quantization, converted, tmp_path):
-    # Dummy weights make up scales of the key-value cache too, which nobody reads unless it is in fp8.
+    # Dummy weights make up scales of the key-value cache too, which nobody reads unless it is in
+    # fp8.
     options = {"moving": variant == "qwen3-moe", "ignored": ["_k_scale", "_v_scale"]}
     refit(converted(variant), "", 1, {"quantization": quantization}, 1, True, tmp_path, **options)
 
@@ -47,7 +49,8 @@ def test_what_attention_derives_from_its_projection_stays_where_cuda_graphs_read
     assert then == "no error"
 
 
-# Where the weights lie; in buckets, of many rounds in each of the slab's; through a slab of the trainer's; and one part so, the other so.
+# Where the weights lie; in buckets, of many rounds in each of the slab's; through a slab of the
+# trainer's; and one part so, the other so.
 TURNS = [
     ("qwen3-moe", f"{TP} 2", 2, 2, True, {"round_bytes": 1}),
     ("qwen2", f"{TP} 2", 2, 2, True, {"round_bytes": 50_000}),

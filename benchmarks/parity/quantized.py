@@ -1,22 +1,27 @@
-"""An engine that serves quantized weights: is it the same whether vLLM loads and quantizes them itself, loads
-them from a Megatron checkpoint, or is refitted; and how far are its logprobs from bf16?
+"""An engine that serves quantized weights: is it the same whether vLLM loads and quantizes them
+itself, loads them from a Megatron checkpoint, or is refitted; and how far are its logprobs from
+bf16?
 
     torchrun --nproc-per-node 1 -m benchmarks.parity.quantized qwen3-30b-a3b --folder /dev/shm/fp8 [--ways published fp8 mxfp8] [--json FILE]
 
-Random weights at a published shape, with fewer layers (and experts), are written as a Hugging Face checkpoint
-and converted to Megatron-Core. `published` is the checkpoint in fp8 blocks, made by vLLM's own function, which
-vLLM then reads from a config; `published-fp8_per_channel`, `published-int8_per_channel`, `published-fp8_per_tensor`,
-`published-fp8_per_block`, `published-int4_per_group`, `published-int4_per_group_32`, `published-int4_per_channel` and `published-nvfp4` are
-in the format of compressed-tensors, as ``mcore-to-hf --quantize`` writes it where it does; `published-fp8_weight_only` and
-`published-nvfp4_w4a4` are of these the ones with plain and with quantized activations; `modelopt-nvfp4` is as ModelOpt writes it; any other way is vLLM's own ``quantization=``. Every engine scores the same
-prompts and goes on with some of them by CUDA graphs. Checked: an engine that started with other weights and
-is refitted (blocks: exactly) has the loaded one's parameters, logprobs and tokens to the last bit, in the
-same graphs, with no parameter elsewhere, also after 20 refits; and so has one that vLLM's loader fills from
-the Megatron checkpoint (`published`: those of the checkpoint that ``mcore-to-hf --quantize fp8`` writes, whose
-arithmetic is the CPU's). An engine that says other logprobs when it is asked again, as those with Marlin's
-kernels may, is held to its parameters only. Reported: each engine against the bf16 one, blocks that are rounded once among them;
-as a control, an engine whose trainer has one output projection of another sign; and a refit's milliseconds
-beside those of vLLM's own reloading (full tensors, ``load_weights``, quantized layer by layer).
+Random weights at a published shape, with fewer layers (and experts), are written as a Hugging Face
+checkpoint and converted to Megatron-Core. `published` is the checkpoint in fp8 blocks, made by
+vLLM's own function, which vLLM then reads from a config; `published-fp8_per_channel`,
+`published-int8_per_channel`, `published-fp8_per_tensor`, `published-fp8_per_block`,
+`published-int4_per_group`, `published-int4_per_group_32`, `published-int4_per_channel` and
+`published-nvfp4` are in the format of compressed-tensors, as ``mcore-to-hf --quantize`` writes it
+where it does; `published-fp8_weight_only` and `published-nvfp4_w4a4` are of these the ones with
+plain and with quantized activations; `modelopt-nvfp4` is as ModelOpt writes it; any other way is
+vLLM's own ``quantization=``. Every engine scores the same prompts and goes on with some of them by
+CUDA graphs. Checked: an engine that started with other weights and is refitted (blocks: exactly)
+has the loaded one's parameters, logprobs and tokens to the last bit, in the same graphs, with no
+parameter elsewhere, also after 20 refits; and so has one that vLLM's loader fills from the Megatron
+checkpoint (`published`: those of the checkpoint that ``mcore-to-hf --quantize fp8`` writes, whose
+arithmetic is the CPU's). An engine that says other logprobs when it is asked again, as those with
+Marlin's kernels may, is held to its parameters only. Reported: each engine against the bf16 one,
+blocks that are rounded once among them; as a control, an engine whose trainer has one output
+projection of another sign; and a refit's milliseconds beside those of vLLM's own reloading (full
+tensors, ``load_weights``, quantized layer by layer).
 """
 
 import argparse
@@ -68,8 +73,9 @@ def module_of(llm) -> torch.nn.Module:
 
 
 def held_by(module: torch.nn.Module) -> dict[str, int]:
-    """Fingerprints. Dummy weights make up scales of attention too, which nobody reads unless the key-value cache is in
-    fp8; nor orders of columns and scales of inputs, where layers have room for them and no kernel takes any."""
+    """Fingerprints. Dummy weights make up scales of attention too, which nobody reads unless the
+    key-value cache is in fp8; nor orders of columns and scales of inputs, where layers have room
+    for them and no kernel takes any."""
     from benchmarks.refits.refit import fingerprints
 
     unread = (
@@ -91,8 +97,8 @@ def copied(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
-    """Of parameters that differ, by the last parts of their names: the largest share of numbers that do, and the
-    largest difference relative to the largest number."""
+    """Of parameters that differ, by the last parts of their names: the largest share of numbers
+    that do, and the largest difference relative to the largest number."""
     found: dict[str, tuple[float, float]] = {}
     for name, one in a.items():
         if not one.numel():
@@ -179,7 +185,8 @@ def publish(places: Places) -> None:
 
 
 def set_inputs(folder: Path, dynamic: str | None) -> None:
-    """Let a checkpoint by compressed-tensors say that activations are as they are, or quantized as its weights are."""
+    """Let a checkpoint by compressed-tensors say that activations are as they are, or quantized as
+    its weights are."""
     config = json.loads((folder / "config.json").read_text())
     [group] = config["quantization_config"]["config_groups"].values()
     group["input_activations"] = None if dynamic is None else group["weights"] | {"dynamic": dynamic}
@@ -187,7 +194,8 @@ def set_inputs(folder: Path, dynamic: str | None) -> None:
 
 
 def add_input_scales(folder: Path) -> None:
-    """Write scales of inputs beside a checkpoint in nvfp4, as if they had been measured: all the same."""
+    """Write scales of inputs beside a checkpoint in nvfp4, as if they had been measured: all the
+    same."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -392,7 +400,8 @@ def others(held: dict, wanted: dict) -> list[str]:
 
 
 def refitted(way: str, engines: Engines, llm, trainer, loaded: dict, numbers: dict) -> dict:
-    """An engine that began with other weights, after refits, against what one has that has `loaded` them."""
+    """An engine that began with other weights, after refits, against what one has that has `loaded`
+    them."""
     from benchmarks.refits.refit import Today, measured
     from reshard.engines.vllm.live import VllmModel
     from reshard.refit import RefitGroup, connect

@@ -10,6 +10,7 @@
 `modelopt`             the same of NVIDIA's Model Optimizer
 =====================  =====================================================================
 
-The modules of this table use numpy alone; ``*_torch`` and ``*_triton`` beside them hold the same arithmetic for tensors and
-for kernels. All take and give arrays or tensors: files, engines and transports are above this package.
+The modules of this table use numpy alone; ``*_torch`` and ``*_triton`` beside them hold the same
+arithmetic for tensors and for kernels. All take and give arrays or tensors: files, engines and
+transports are above this package.
 """

@@ -1,8 +1,9 @@
-"""fp8 (e4m3) or int8 with a scale for each row (an output channel), for all of a matrix, or for each block, as
-compressed-tensors stores them.
+"""fp8 (e4m3) or int8 with a scale for each row (an output channel), for all of a matrix, or for
+each block, as compressed-tensors stores them.
 
-The arithmetic is that of ``calculate_qparams`` and ``quantize`` of compressed-tensors 0.17: in the weights' own dtype, whose
-numbers each step rounds to. Decoding is that of its ``dequantize``, a product in the scales' dtype.
+The arithmetic is that of ``calculate_qparams`` and ``quantize`` of compressed-tensors 0.17: in the
+weights' own dtype, whose numbers each step rounds to. Decoding is that of its ``dequantize``, a
+product in the scales' dtype.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,8 @@ from reshard.quantization.scheme import Scheme, StoredWeight
 
 SCALE_SUFFIX = "_scale"
 STRATEGIES = ("channel", "tensor", "block")
-# By the kind of codes the least and largest number that is coded, and what the largest magnitude is divided by.
+# By the kind of codes the least and largest number that is coded, and what the largest magnitude is
+# divided by.
 RANGES = {
     "float8_e4m3fn": (-448.0, 448.0, 448.0),
     "int8": (-128.0, 127.0, 127.5),
@@ -29,7 +31,8 @@ TYPES = {"float8_e4m3fn": "float", "int8": "int", "int4": "int"}  # as configs c
 
 @dataclass(frozen=True)
 class Channels(Scheme):
-    """Codes of 8 bits (`codes` is their dtype) with a scale for each ``channel`` or ``block`` or the whole ``tensor`` (`strategy`)."""
+    """Codes of 8 bits (`codes` is their dtype) with a scale for each ``channel`` or ``block`` or
+    the whole ``tensor`` (`strategy`)."""
 
     codes: str
     strategy: str = "channel"
@@ -71,7 +74,8 @@ class Channels(Scheme):
 
 
 def encode(rows: np.ndarray, codes: str, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the codes ``[rows, columns]`` of rows, and a scale for each `group` of columns, ``[rows, groups]`` in their dtype.
+    """Return the codes ``[rows, columns]`` of rows, and a scale for each `group` of columns,
+    ``[rows, groups]`` in their dtype.
 
     Codes of 4 bits have a byte each. Infinities and NaN show in the scales.
     """

@@ -1,6 +1,8 @@
-"""`reshard.quantization.channels` for tensors: the same arithmetic, with scales in the weights' dtype, bf16 as a rule.
+"""`reshard.quantization.channels` for tensors: the same arithmetic, with scales in the weights'
+dtype, bf16 as a rule.
 
-Scales and codes are made apart, so that ranks that hold parts of what has one scale can first find the largest magnitude of all.
+Scales and codes are made apart, so that ranks that hold parts of what has one scale can first find
+the largest magnitude of all.
 """
 
 import torch
@@ -16,8 +18,8 @@ ELEMENTS_AT_ONCE = 16 << 20  # that are divided at a time
 
 
 def magnitudes(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Return the largest magnitude of each block of matrices ``[..., rows, columns]``, where the last ones may be smaller:
-    ``[..., blocks, blocks]``."""
+    """Return the largest magnitude of each block of matrices ``[..., rows, columns]``, where the
+    last ones may be smaller: ``[..., blocks, blocks]``."""
     (rows, columns), (height, width) = values.shape[-2:], block
     if rows % height or columns % width:
         values = torch.nn.functional.pad(values, (0, -columns % width, 0, -rows % height))
@@ -32,7 +34,8 @@ def scales_of(largest: torch.Tensor, codes: str) -> torch.Tensor:
 
 
 def encode_rows(values: torch.Tensor, scales: torch.Tensor, codes: str) -> torch.Tensor:
-    """Return the codes of weights ``[rows, columns]`` by scales ``[rows, groups]`` of the same dtype, each for as many columns."""
+    """Return the codes of weights ``[rows, columns]`` by scales ``[rows, groups]`` of the same
+    dtype, each for as many columns."""
     encoded = torch.empty(values.shape, dtype=DTYPES[codes], device=values.device)
     for rows in row_slices(values):
         encoded[rows] = divided_and_rounded(values[rows], scales[rows], codes)
@@ -52,7 +55,8 @@ def encode_blocks(
 
 
 def encode(values: torch.Tensor, scheme: Channels) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint stores of a weight ``[rows, columns]``, by the ends of names, with scales in its dtype."""
+    """Return what a checkpoint stores of a weight ``[rows, columns]``, by the ends of names, with
+    scales in its dtype."""
     block = scheme.scale_block(values.shape)
     scales = scales_of(magnitudes(values, block), scheme.codes)
     codes = encode_blocks(values, scales, block, scheme.codes)

@@ -1,7 +1,8 @@
-"""The configs and names of tensors of compressed-tensors, read and written: which weights of a checkpoint it has quantized, and by
-which schemes.
+"""The configs and names of tensors of compressed-tensors, read and written: which weights of a
+checkpoint it has quantized, and by which schemes.
 
-fp8 and int8 by channel, tensor or block (`Channels`), packed int4 and int8 by channel or group (`IntGroups`), and `Nvfp4`.
+fp8 and int8 by channel, tensor or block (`Channels`), packed int4 and int8 by channel or group
+(`IntGroups`), and `Nvfp4`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,8 +39,8 @@ ACTIVATION_SUFFIXES = frozenset(
     for end in ("scale", "zero_point", "global_scale")
 )
 READ = (
-    f"of {METHOD} reshard reads fp8 and int8 weights with symmetric scales by channel, tensor or block, and packed "
-    f"int4 and int8 by channel or group, and nvfp4: convert the checkpoint that this one was made of"
+    f"of {METHOD} reshard reads fp8 and int8 weights with symmetric scales by channel, tensor or block, and "
+    "packed int4 and int8 by channel or group, and nvfp4: convert the checkpoint that this one was made of"
 )
 
 Known = TypeVar("Known", Channels, IntGroups)
@@ -48,8 +49,8 @@ ReadNumbers = Callable[[list[str]], dict[str, tuple[int, ...]]]
 
 
 class Group(NamedTuple):
-    """A group of a config that quantizes weights: its name, what the config says of weights, inputs and format, and the scheme; None
-    where the scheme is not known."""
+    """A group of a config that quantizes weights: its name, what the config says of weights, inputs
+    and format, and the scheme; None where the scheme is not known."""
 
     name: str
     arguments: dict[str, Any]
@@ -59,7 +60,8 @@ class Group(NamedTuple):
 
 
 def groups_of(config: Mapping[str, Any], where: str) -> list[Group]:
-    """Return the groups of a config that quantize weights. Raises ReshardError where they say what cannot be read."""
+    """Return the groups of a config that quantize weights. Raises ReshardError where they say what
+    cannot be read."""
     groups = config.get("config_groups")
     groups = {} if groups is None else groups
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
@@ -139,9 +141,11 @@ def schemes_of(config: Mapping[str, Any], where: str) -> list[Channels | IntGrou
 def find_weights(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], where: str, read_numbers: ReadNumbers
 ) -> dict[str, StoredWeight]:
-    """Return the weights among a checkpoint's `tensors` that are quantized, by name; those without scales are left as they are.
+    """Return the weights among a checkpoint's `tensors` that are quantized, by name; those without
+    scales are left as they are.
 
-    Raises ReshardError where the ``quantization_config`` says what cannot be read, or scales do not add up.
+    Raises ReshardError where the ``quantization_config`` says what cannot be read, or scales do not
+    add up.
     """
     schemes = schemes_of(config, where)
     reordered = [name for name in tensors if name.rpartition(".")[2] in REORDERED_SUFFIXES]
@@ -179,7 +183,8 @@ def find_weights(
 def _scheme_of_scales(
     known: Sequence[Known], name: str, scales: StoredTensor, shape: tuple[int, ...], where: str
 ) -> Known:
-    """Return the scheme, among `known`, that the scales of a weight have the shape of. Raises ReshardError where there is none."""
+    """Return the scheme, among `known`, that the scales of a weight have the shape of. Raises
+    ReshardError where there is none."""
     if scales.dtype.name not in SCALE_DTYPES:
         raise ReshardError(
             f"{where}: {name} has dtype {scales.dtype.name}, which is none of {', '.join(SCALE_DTYPES)}"
@@ -194,7 +199,8 @@ def _scheme_of_scales(
 def _packed_names(any_packed: bool, tensors: Mapping[str, StoredTensor], where: str) -> list[str]:
     """Return the weights whose codes are packed.
 
-    Raises ReshardError where there are some, but no group of the config packs `any`, or parts of some without codes.
+    Raises ReshardError where there are some, but no group of the config packs `any`, or parts of
+    some without codes.
     """
     names = [name.removesuffix(PACKED_SUFFIX) for name in tensors if name.endswith(f".weight{PACKED_SUFFIX}")]
     alone = {
@@ -216,7 +222,8 @@ def _packed_names(any_packed: bool, tensors: Mapping[str, StoredTensor], where: 
 def _nvfp4_weights(
     names: Iterable[str], tensors: Mapping[str, StoredTensor], where: str
 ) -> dict[str, StoredWeight]:
-    """Return the weights that are nvfp4. Raises ReshardError where what belongs to one does not add up."""
+    """Return the weights that are nvfp4. Raises ReshardError where what belongs to one does not add
+    up."""
     weights = {}
     for name in names:
         parts = name + PACKED_SUFFIX, name + SCALE_SUFFIX, name + GLOBAL_SCALE_SUFFIX
@@ -234,7 +241,8 @@ def _packed_weights(
     where: str,
     read_numbers: ReadNumbers,
 ) -> dict[str, StoredWeight]:
-    """Return the weights whose codes are packed in words. Raises ReshardError where what belongs to one does not add up."""
+    """Return the weights whose codes are packed in words. Raises ReshardError where what belongs to
+    one does not add up."""
     for name in names:
         if name + GLOBAL_SCALE_SUFFIX in tensors:
             raise ReshardError(
@@ -246,7 +254,8 @@ def _packed_weights(
         stored_shape = tensors[name + SHAPE_SUFFIX]
         if stored_shape.dtype.name not in ("int64", "int32") or stored_shape.shape != (2,):
             raise ReshardError(
-                f"{where}: {name}{SHAPE_SUFFIX} is {stored_shape.dtype.name} {list(stored_shape.shape)}, not two whole numbers"
+                f"{where}: {name}{SHAPE_SUFFIX} is {stored_shape.dtype.name} {list(stored_shape.shape)}, not "
+                "two whole numbers"
             )
     shapes = read_numbers([name + SHAPE_SUFFIX for name in names])
     return {
@@ -267,8 +276,8 @@ def _packed_weight(
         kinds = " or ".join(map(str, schemes))
         beside = "without zero points" if zero_points is None else "with zero points"
         raise ReshardError(
-            f"{where}: {name}{PACKED_SUFFIX} is {codes.dtype.name} {list(codes.shape)} {beside}, which is no weight of "
-            f"{list(shape)} in {kinds}"
+            f"{where}: {name}{PACKED_SUFFIX} is {codes.dtype.name} {list(codes.shape)} {beside}, which is no "
+            f"weight of {list(shape)} in {kinds}"
         )
     scheme = _scheme_of_scales(known, name + SCALE_SUFFIX, tensors[name + SCALE_SUFFIX], shape, where)
     if zero_points is None:
@@ -276,8 +285,8 @@ def _packed_weight(
     expected = (words(shape[0], scheme.bits), scheme.scale_shape(shape)[1])
     if zero_points.dtype.name != "int32" or zero_points.shape != expected:
         raise ReshardError(
-            f"{where}: {name}{ZERO_POINT_SUFFIX} is {zero_points.dtype.name} {list(zero_points.shape)}, expected int32 "
-            f"{list(expected)}"
+            f"{where}: {name}{ZERO_POINT_SUFFIX} is {zero_points.dtype.name} {list(zero_points.shape)}, "
+            f"expected int32 {list(expected)}"
         )
     ends = PACKED_SUFFIX, SCALE_SUFFIX, ZERO_POINT_SUFFIX, SHAPE_SUFFIX
     return StoredWeight(name, shape, scheme, tuple(name + end for end in ends))
@@ -289,9 +298,11 @@ def activation_scales(names: Iterable[str]) -> list[str]:
 
 
 def config_of(scheme: Scheme, unquantized: Iterable[str]) -> dict[str, Any]:
-    """Return a ``quantization_config`` as llm-compressor writes it: one group of all linear layers but the modules `unquantized`.
+    """Return a ``quantization_config`` as llm-compressor writes it: one group of all linear layers
+    but the modules `unquantized`.
 
-    Activations stay as they are, but for codes of 8 bits, with which they are quantized by token, as they come.
+    Activations stay as they are, but for codes of 8 bits, with which they are quantized by token,
+    as they come.
     """
     inputs = None
     if isinstance(scheme, Channels):
@@ -324,7 +335,8 @@ def _arguments(bits: int, kind: str, strategy: str) -> dict[str, Any]:
 
 
 def check_can_quantize(config: Mapping[str, Any], what: str) -> None:
-    """Raise ReshardError unless `config` wants weights that can be made of plain ones, with activations that need no scales."""
+    """Raise ReshardError unless `config` wants weights that can be made of plain ones, with
+    activations that need no scales."""
     groups = config.get("config_groups")
     if (
         not isinstance(groups, Mapping)
@@ -341,14 +353,16 @@ def check_can_quantize(config: Mapping[str, Any], what: str) -> None:
             known = scheme == Channels("float8_e4m3fn")
         if not known:
             raise ReshardError(
-                f"{what} wants weights of {group.name} quantized by {METHOD} as {group.arguments}, and of these reshard makes 8 bits "
-                f"for each channel, tensor or block, with activations in 8 bits too, fp8 for each channel, and packed int4 or int8 "
-                f"for each channel or group, with plain activations, all symmetric, and nvfp4 with plain activations"
+                f"{what} wants weights of {group.name} quantized by {METHOD} as {group.arguments}, and of "
+                "these reshard makes 8 bits for each channel, tensor or block, with activations in 8 bits "
+                "too, fp8 for each channel, and packed int4 or int8 for each channel or group, with plain "
+                "activations, all symmetric, and nvfp4 with plain activations"
             )
         if inputs and (isinstance(scheme, Nvfp4) or not inputs.get("dynamic")):
             # "local" of nvfp4 has a global scale that comes with a checkpoint
             wanted = "null" if isinstance(scheme, Nvfp4) else "dynamic"
             raise ReshardError(
-                f"{what} wants activations of {group.name} quantized by scales that come with a checkpoint, which a Megatron "
-                f"checkpoint has not: serve it with a config whose input_activations are {wanted}"
+                f"{what} wants activations of {group.name} quantized by scales that come with a checkpoint, "
+                "which a Megatron checkpoint has not: serve it with a config whose input_activations are "
+                f"{wanted}"
             )

@@ -1,7 +1,8 @@
 """fp8 (e4m3) with one fp32 scale for each block, as DeepSeek-V3 publishes it and vLLM serves it.
 
-``weight = code * weight_scale_inv`` (the technical report of DeepSeek-V3, section 3.3; ``weight_dequant`` in its inference
-code). A checkpoint's blocks begin at its published tensors; those that vLLM makes itself begin at a rank's fused tensor.
+``weight = code * weight_scale_inv`` (the technical report of DeepSeek-V3, section 3.3;
+``weight_dequant`` in its inference code). A checkpoint's blocks begin at its published tensors;
+those that vLLM makes itself begin at a rank's fused tensor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +23,8 @@ SCALE_SUFFIX = "_scale_inv"
 E4M3_MAX = 448.0
 SMALLEST = 1e-4  # largest magnitude that vLLM takes a block to have at least
 FP8, FP32 = DTYPES["float8_e4m3fn"], DTYPES["float32"]
-# How an engine's scales are rounded: as they are; to powers of two (UE8M0), upwards; and as vLLM leaves them where it makes the
-# second of the first, whose numbers it quantizes again.
+# How an engine's scales are rounded: as they are; to powers of two (UE8M0), upwards; and as vLLM
+# leaves them where it makes the second of the first, whose numbers it quantizes again.
 ROUNDINGS = {
     "fp32": "fp32 scales",
     "ue8m0": "power-of-two scales",
@@ -94,8 +95,9 @@ def find_weights(
 def config_of(scheme: Fp8Blocks, original: Any, unquantized: list[str]) -> dict[str, Any]:
     """Return a ``quantization_config`` as Qwen3 is published with in fp8.
 
-    It names every matrix that stays as it is: else vLLM would take the weights of routers for fp8, and transformers a tied
-    output layer. Of the fields of the `original` one, those that these blocks do not change are kept.
+    It names every matrix that stays as it is: else vLLM would take the weights of routers for fp8,
+    and transformers a tied output layer. Of the fields of the `original` one, those that these
+    blocks do not change are kept.
     """
     ours = {
         "activation_scheme": "dynamic",
@@ -109,9 +111,11 @@ def config_of(scheme: Fp8Blocks, original: Any, unquantized: list[str]) -> dict[
 
 
 def encode(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return e4m3 codes ``[rows, columns]`` and fp32 scales ``[rows / 128, columns / 128]`` of rows that begin where blocks do.
+    """Return e4m3 codes ``[rows, columns]`` and fp32 scales ``[rows / 128, columns / 128]`` of rows
+    that begin where blocks do.
 
-    A scale is the largest magnitude of its block / 448, which becomes the largest e4m3 number; blocks of zeros get scale 1.
+    A scale is the largest magnitude of its block / 448, which becomes the largest e4m3 number;
+    blocks of zeros get scale 1.
     """
     blocks = _blocks(rows)
     scales = np.abs(blocks).max((1, 3)) / np.float32(E4M3_MAX)
@@ -123,10 +127,11 @@ def encode(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def encode_as_vllm(values: np.ndarray, rounding: str, divide: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Return the codes and scales of a matrix, bit for bit as vLLM's ``per_block_cast_to_fp8`` makes them on a CPU.
+    """Return the codes and scales of a matrix, bit for bit as vLLM's ``per_block_cast_to_fp8``
+    makes them on a CPU.
 
-    With `divide` false they are those that it makes on a GPU, where ``/ 448`` is compiled into a product. `rounding` is one of
-    `ROUNDINGS`.
+    With `divide` false they are those that it makes on a GPU, where ``/ 448`` is compiled into a
+    product. `rounding` is one of `ROUNDINGS`.
     """
     codes, scales = _encode_blocks(_blocks(values), rounding == "ue8m0", divide)
     if rounding == "twice":
@@ -155,10 +160,12 @@ def _encode_blocks(blocks: np.ndarray, powers_of_two: bool, divide: bool) -> tup
 
 
 def decode(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int], row: int, out: np.ndarray) -> None:
-    """Write ``code * scale``, a product in fp32 that is rounded to the dtype of `scales` and then to that of `out`.
+    """Write ``code * scale``, a product in fp32 that is rounded to the dtype of `scales` and then
+    to that of `out`.
 
-    `codes` and `out` are ``[rows, columns]``, codes of 8 bits whose first row is `row` rows into its block; `scales` has one
-    for each `block` (rows, columns). A block has 256 possible numbers, so each is computed once and looked up.
+    `codes` and `out` are ``[rows, columns]``, codes of 8 bits whose first row is `row` rows into
+    its block; `scales` has one for each `block` (rows, columns). A block has 256 possible numbers,
+    so each is computed once and looked up.
     """
     rows, columns = codes.shape
     height, width = block

@@ -11,8 +11,9 @@ RECIPROCAL_OF_MAX = tl.constexpr(1 / fp8_blocks.E4M3_MAX)
 
 @triton.jit
 def encode_block(value, POWER_OF_TWO: tl.constexpr):
-    """Return the e4m3 codes of a block of fp32, and its scale, by the expressions of ``per_block_cast_to_fp8`` as Inductor
-    compiles them on a GPU, where a division by a constant is a product."""
+    """Return the e4m3 codes of a block of fp32, and its scale, by the expressions of
+    ``per_block_cast_to_fp8`` as Inductor compiles them on a GPU, where a division by a constant is
+    a product."""
     largest = tl.maximum(tl.max(tl.max(tl.abs(value), 1), 0), SMALLEST)
     scale = largest * RECIPROCAL_OF_MAX
     if POWER_OF_TWO:

@@ -1,9 +1,10 @@
-"""int4 or int8, packed into words of 32 bits, with a scale for each group of columns of a row, or for all of them, as
-compressed-tensors stores them (``pack-quantized``).
+"""int4 or int8, packed into words of 32 bits, with a scale for each group of columns of a row, or
+for all of them, as compressed-tensors stores them (``pack-quantized``).
 
-The first code of a word is in its lowest bits, and each counts from the least number that is coded: for int4 the word's
-lowest four bits are code + 8. Rows are packed on their own; what is left of the last word is 0. Zero points are packed so
-along the rows instead, eight rows of int4 in a word. The arithmetic is that of `reshard.quantization.channels`.
+The first code of a word is in its lowest bits, and each counts from the least number that is coded:
+for int4 the word's lowest four bits are code + 8. Rows are packed on their own; what is left of the
+last word is 0. Zero points are packed so along the rows instead, eight rows of int4 in a word. The
+arithmetic is that of `reshard.quantization.channels`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,15 +23,16 @@ from reshard.quantization.scheme import FindLargest, Scheme, StoredWeight
 PACKED_SUFFIX, SHAPE_SUFFIX, ZERO_POINT_SUFFIX = "_packed", "_shape", "_zero_point"
 CODES = {4: "int4", 8: "int8"}  # by their bits
 WORD = np.dtype("<i4")
-# What numpy looks up at once, so that it is fast: the numbers of a byte in fp32, one or a pair of them.
+# What numpy looks up at once, so that it is fast: the numbers of a byte in fp32, one or a pair of
+# them.
 _NUMBERS_OF_BYTE = {4: np.complex64, 8: np.float32}
 _scratch = Scratch()
 
 
 @dataclass(frozen=True)
 class IntGroups(Scheme):
-    """Packed codes of so many `bits` with a scale for each `group` of columns, None for a whole row, and zero points unless they
-    are `symmetric`."""
+    """Packed codes of so many `bits` with a scale for each `group` of columns, None for a whole
+    row, and zero points unless they are `symmetric`."""
 
     bits: int
     group: int | None = None
@@ -65,7 +67,8 @@ class IntGroups(Scheme):
         return [self.scale_shape(shape)]
 
     def fits(self, shape: tuple[int, ...], packed: tuple[int, ...], zero_points: bool) -> bool:
-        """Tell whether the codes of a weight may have the shape `packed`, with or without zero points."""
+        """Tell whether the codes of a weight may have the shape `packed`, with or without zero
+        points."""
         divides = not shape[1] % self.column_multiple
         return divides and zero_points != self.symmetric and packed == (shape[0], words(shape[1], self.bits))
 
@@ -126,7 +129,8 @@ def _numbers(bits: int) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray, bits: int) -> np.ndarray:
-    """Return the codes of words ``[rows, words]`` as fp32 ``[rows, words * 32 / bits]``, valid until the thread's next call.
+    """Return the codes of words ``[rows, words]`` as fp32 ``[rows, words * 32 / bits]``, valid
+    until the thread's next call.
 
     All codes of a byte are looked up at once.
     """
@@ -145,12 +149,12 @@ def decode(
     zero_points: np.ndarray | None = None,
     row: int = 0,
 ) -> None:
-    """Write ``(code - zero point) * scale``, rounded to the dtype of `scales` and then to that of `out`, to `out` ``[rows,
-    columns]``.
+    """Write ``(code - zero point) * scale``, rounded to the dtype of `scales` and then to that of
+    `out`, to `out` ``[rows, columns]``.
 
-    `packed` are words ``[rows, words]``, `scales` ``[rows, groups]`` has one for each of as many groups of columns.
-    `zero_points` are words ``[words, groups]``, the first row's zero point being `row` rows into the first; without them
-    it is 0.
+    `packed` are words ``[rows, words]``, `scales` ``[rows, groups]`` has one for each of as many
+    groups of columns. `zero_points` are words ``[words, groups]``, the first row's zero point being
+    `row` rows into the first; without them it is 0.
     """
     rows, columns = out.shape
     points = None

@@ -7,10 +7,11 @@ from reshard.quantization.int_groups import PACKED_SUFFIX, SCALE_SUFFIX, SHAPE_S
 
 
 def encode_words(values: torch.Tensor, scales: torch.Tensor, codes: str, bits: int) -> torch.Tensor:
-    """Return the codes of weights ``[rows, columns]``, by scales ``[rows, groups]``, in words of 32 bits ``[rows, words]``.
+    """Return the codes of weights ``[rows, columns]``, by scales ``[rows, groups]``, in words of 32
+    bits ``[rows, words]``.
 
-    The first code of a word is in its lowest bits, each counts from the least number that is coded, and what a row leaves of
-    its last word is 0.
+    The first code of a word is in its lowest bits, each counts from the least number that is coded,
+    and what a row leaves of its last word is 0.
     """
     count, columns = values.shape
     per_byte, width = 8 // bits, words(columns, bits)
@@ -27,7 +28,8 @@ def encode_words(values: torch.Tensor, scales: torch.Tensor, codes: str, bits: i
 
 
 def encode(values: torch.Tensor, scheme: IntGroups) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint stores of a weight ``[rows, columns]``, by the ends of names, with scales in its dtype."""
+    """Return what a checkpoint stores of a weight ``[rows, columns]``, by the ends of names, with
+    scales in its dtype."""
     scales = scales_of(magnitudes(values, scheme.scale_block(values.shape)), scheme.codes)
     packed = encode_words(values, scales, scheme.codes, scheme.bits)
     return {PACKED_SUFFIX: packed, SCALE_SUFFIX: scales, SHAPE_SUFFIX: torch.tensor(values.shape)}

@@ -1,6 +1,5 @@
-"""Checkpoints of NVIDIA's Model Optimizer in nvfp4: ``weight`` are codes, ``weight_scale`` their scales, and ``weight_scale_2`` is what
-those are multiplied by.
-"""
+"""Checkpoints of NVIDIA's Model Optimizer in nvfp4: ``weight`` are codes, ``weight_scale`` their
+scales, and ``weight_scale_2`` is what those are multiplied by."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +10,8 @@ from reshard.quantization.nvfp4 import CODES, GROUP, stored_weight
 from reshard.quantization.scheme import StoredTensor, StoredWeight
 
 METHOD = "modelopt"
-# Before version 0.31 the config was a file of its own, which vLLM reads where config.json says nothing.
+# Before version 0.31 the config was a file of its own, which vLLM reads where config.json says
+# nothing.
 CONFIG = "hf_quant_config.json"
 GLOBAL_SCALE_SUFFIX = "_scale_2"
 # With activations in nvfp4 too, and as they are.
@@ -24,9 +24,11 @@ READ = (
 def find_weights(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], where: str
 ) -> dict[str, StoredWeight]:
-    """Return the weights among a checkpoint's `tensors` that are nvfp4, by name; those without scales are left as they are.
+    """Return the weights among a checkpoint's `tensors` that are nvfp4, by name; those without
+    scales are left as they are.
 
-    Raises ReshardError where the ``quantization_config`` names another format, or what belongs to a weight does not add up.
+    Raises ReshardError where the ``quantization_config`` names another format, or what belongs to a
+    weight does not add up.
     """
     fields = config.get("quantization", config)
     algorithm = fields.get("quant_algo") if isinstance(fields, Mapping) else None
@@ -50,11 +52,13 @@ def find_weights(
 
 
 def check_can_quantize(config: Mapping[str, Any], what: str) -> None:
-    """Raise ReshardError unless `config` wants weights that can be made of plain ones: nvfp4 with plain activations."""
+    """Raise ReshardError unless `config` wants weights that can be made of plain ones: nvfp4 with
+    plain activations."""
     fields = config.get("quantization", config)
     algorithm = fields.get("quant_algo") if isinstance(fields, Mapping) else fields
     if str(algorithm).upper() != ALGORITHMS[1]:
         raise ReshardError(
-            f"{what} wants weights quantized by {METHOD} as {algorithm!r:.80}, and of these reshard makes {ALGORITHMS[1]} alone, "
-            f"since a Megatron checkpoint has no scales of activations: serve it with a config that says that, or none"
+            f"{what} wants weights quantized by {METHOD} as {algorithm!r:.80}, and of these reshard makes "
+            f"{ALGORITHMS[1]} alone, since a Megatron checkpoint has no scales of activations: serve it with "
+            "a config that says that, or none"
         )

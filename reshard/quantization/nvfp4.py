@@ -1,12 +1,15 @@
-"""nvfp4: codes of 4 bits (e2m1), two in a byte, an e4m3 scale for 16 columns of a row, and one fp32 number for all of a weight,
-by which those scales are divided, as compressed-tensors stores it (``nvfp4-pack-quantized``), or multiplied, as ModelOpt does.
+"""nvfp4: codes of 4 bits (e2m1), two in a byte, an e4m3 scale for 16 columns of a row, and one fp32
+number for all of a weight, by which those scales are divided, as compressed-tensors stores it
+(``nvfp4-pack-quantized``), or multiplied, as ModelOpt does.
 
-A code is a sign above the index of a magnitude; the first column of two is in the low half of their byte. Encoding is that of
-``generate_gparam``, ``calculate_qparams`` and ``NVFP4PackedCompressor`` of compressed-tensors 0.17: the global scale and the
-largest magnitude over 6 in the weights' own dtype, whose numbers each step rounds to, all else in fp32.
+A code is a sign above the index of a magnitude; the first column of two is in the low half of their
+byte. Encoding is that of ``generate_gparam``, ``calculate_qparams`` and ``NVFP4PackedCompressor``
+of compressed-tensors 0.17: the global scale and the largest magnitude over 6 in the weights' own
+dtype, whose numbers each step rounds to, all else in fp32.
 
-An engine has one matrix of what are several weights as they are published, and one global scale for it. So weights that are
-`fused` share theirs, that of the largest magnitude of all of them, which is the least where each would have one of its own.
+An engine has one matrix of what are several weights as they are published, and one global scale for
+it. So weights that are `fused` share theirs, that of the largest magnitude of all of them, which is
+the least where each would have one of its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,12 +33,12 @@ GLOBAL_SCALE_SUFFIX = "_global_scale"
 CODES, SCALES, FP32 = DTYPES["uint8"], DTYPES["float8_e4m3fn"], DTYPES["float32"]
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX = MAGNITUDES[-1]
-# What a magnitude has to be above to have the second code, the third and so on. Ties go to the even code, so that every second
-# of these edges belongs to the code above it.
+# What a magnitude has to be above to have the second code, the third and so on. Ties go to the even
+# code, so that every second of these edges belongs to the code above it.
 EDGES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 NO_SCALE = 0.125  # in place of a scale that would be 0
-# The last parts of the names of layers that vLLM makes one of: q, k and v, the matrices before an activation, also of one expert, and
-# those into latent attention.
+# The last parts of the names of layers that vLLM makes one of: q, k and v, the matrices before an
+# activation, also of one expert, and those into latent attention.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))  # fmt: skip
 _scratch = Scratch()
 
@@ -66,8 +69,9 @@ class Nvfp4(Scheme):
         weight.check_scales(np.asarray(largest), where)
         if not (np.isfinite(global_scale) and global_scale > 0):
             raise ReshardError(
-                f"{where}: {weight.tensors[2]} is {global_scale}, and what {'divides' if self.divides else 'multiplies'} all scales "
-                f"of a weight is a positive number: take the checkpoint from where it came once more"
+                f"{where}: {weight.tensors[2]} is {global_scale}, and what "
+                f"{'divides' if self.divides else 'multiplies'} all scales of a weight is a positive number: "
+                "take the checkpoint from where it came once more"
             )
         decode(codes, scales, global_scale, self.divides, out)
         with np.errstate(over="ignore"):
@@ -94,8 +98,8 @@ class Nvfp4(Scheme):
         divisor = global_scale(largest, dtype)
         if dtype == np.float16 and largest > 0 and largest * divisor < 1:
             raise ReshardError(
-                f"{name} and what is fused with it are {largest:.3g} at most, for which float16 holds no global scale of nvfp4: add "
-                f"--dtype bf16"
+                f"{name} and what is fused with it are {largest:.3g} at most, for which float16 holds no "
+                "global scale of nvfp4: add --dtype bf16"
             )
         return {GLOBAL_SCALE_SUFFIX: np.array([divisor], np.float32)}
 
@@ -104,10 +108,11 @@ class Nvfp4(Scheme):
 
 
 def fused(name: str) -> tuple[str, ...]:
-    """Return the published names of the weights that share a global scale with this one, itself among them, always in the same
-    order.
+    """Return the published names of the weights that share a global scale with this one, itself
+    among them, always in the same order.
 
-    Not all of them need exist: latent attention has a ``q_proj`` alone where its queries are not compressed.
+    Not all of them need exist: latent attention has a ``q_proj`` alone where its queries are not
+    compressed.
     """
     layer, end = name.removesuffix(".weight"), ".weight" if name.endswith(".weight") else ""
     before, dot, last = layer.rpartition(".")
@@ -130,25 +135,28 @@ def stored_weight(
     codes, scales, global_scale = (tensors[part] for part in parts)
     if codes.dtype != CODES or len(codes.shape) != 2 or codes.shape[1] % (GROUP // 2):
         raise ReshardError(
-            f"{where}: {parts[0]} is {codes.dtype.name} {list(codes.shape)}, which are no codes of nvfp4: those are uint8 with two "
-            f"columns in a byte, and a scale is for {GROUP} columns, {GROUP // 2} bytes"
+            f"{where}: {parts[0]} is {codes.dtype.name} {list(codes.shape)}, which are no codes of nvfp4: "
+            f"those are uint8 with two columns in a byte, and a scale is for {GROUP} columns, {GROUP // 2} "
+            "bytes"
         )
     rows, columns = codes.shape[0], codes.shape[1] * 2
     expected = (rows, columns // GROUP)
     if scales.dtype != SCALES or scales.shape != expected:
         raise ReshardError(
-            f"{where}: {parts[1]} is {scales.dtype.name} {list(scales.shape)}, expected {SCALES.name} {list(expected)} for nvfp4 "
-            f"weights of [{rows}, {columns}]"
+            f"{where}: {parts[1]} is {scales.dtype.name} {list(scales.shape)}, expected {SCALES.name} "
+            f"{list(expected)} for nvfp4 weights of [{rows}, {columns}]"
         )
     if global_scale.dtype != FP32 or global_scale.shape not in ((1,), ()):
         raise ReshardError(
-            f"{where}: {parts[2]} is {global_scale.dtype.name} {list(global_scale.shape)}, not one number in float32"
+            f"{where}: {parts[2]} is {global_scale.dtype.name} {list(global_scale.shape)}, not one number in "
+            "float32"
         )
     return StoredWeight(name, (rows, columns), Nvfp4(divides), parts)
 
 
 def global_scale(largest: np.float32, dtype: np.dtype) -> np.float32:
-    """Return what scales are divided by, where `largest` is the largest magnitude of all weights that share it, in `dtype`.
+    """Return what scales are divided by, where `largest` is the largest magnitude of all weights
+    that share it, in `dtype`.
 
     It is a number of that dtype; 1 where the dtype holds none.
     """
@@ -164,7 +172,8 @@ def global_scale(largest: np.float32, dtype: np.dtype) -> np.float32:
 
 
 def encode(weight: np.ndarray, global_scale: np.float32) -> tuple[np.ndarray, np.ndarray]:
-    """Return codes ``[rows, columns / 2]`` and scales ``[rows, columns / 16]`` of rows that hold no infinities or NaN."""
+    """Return codes ``[rows, columns / 2]`` and scales ``[rows, columns / 16]`` of rows that hold no
+    infinities or NaN."""
     rows, columns = weight.shape
     wide = weight.astype(np.float32)
     magnitudes = np.abs(wide)
@@ -188,7 +197,8 @@ def encode(weight: np.ndarray, global_scale: np.float32) -> tuple[np.ndarray, np
 
 @lru_cache(8)
 def _pairs(global_scale: np.float32, divides: bool, dtype: np.dtype) -> np.ndarray:
-    """Return the two numbers that a byte of codes stands for with each scale, by the bytes of both: ``[256 * 256]`` items."""
+    """Return the two numbers that a byte of codes stands for with each scale, by the bytes of both:
+    ``[256 * 256]`` items."""
     scales = np.arange(256, dtype=np.uint8).view(SCALES.numpy()).astype(np.float32)[:, None]
     magnitudes = np.array(MAGNITUDES, np.float32)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # of scales that no weight has
@@ -202,10 +212,11 @@ def _pairs(global_scale: np.float32, divides: bool, dtype: np.dtype) -> np.ndarr
 def decode(
     codes: np.ndarray, scales: np.ndarray, global_scale: np.float32, divides: bool, out: np.ndarray
 ) -> None:
-    """Write ``code * scale``, a product in fp32 that is rounded to the dtype of `out`, to `out` ``[rows, columns]``.
+    """Write ``code * scale``, a product in fp32 that is rounded to the dtype of `out`, to `out`
+    ``[rows, columns]``.
 
-    There are 65536 pairs of numbers that a byte of codes and its scale may stand for: they are computed once for a weight and
-    looked up.
+    There are 65536 pairs of numbers that a byte of codes and its scale may stand for: they are
+    computed once for a weight and looked up.
     """
     rows, groups = scales.shape
     entries = _scratch.array("entries", rows, groups * GROUP).view(np.uint16)

@@ -1,14 +1,17 @@
 """nvfp4 for tensors, as the two packages make it that write such checkpoints.
 
-A code is a weight divided in fp32 by what its scales make together, clamped to 6 and rounded to the nearest, ties to even
-codes, where negative numbers keep their sign. The packages differ in how they make scales:
+A code is a weight divided in fp32 by what its scales make together, clamped to 6 and rounded to the
+nearest, ties to even codes, where negative numbers keep their sign. The packages differ in how they
+make scales:
 
-- compressed-tensors 0.17 (``generate_gparam``, ``calculate_qparams``, ``NVFP4PackedCompressor``) divides in the weights' dtype:
-  the global scale is a divisor, ``2688 / largest`` of all; that of 16 columns is ``global * (their largest / 6)``, rounded to
-  e4m3, where 0 becomes 1/8; together ``scale / global``.
-- ModelOpt 0.47 (``NVFP4QTensor``) divides in fp32: the global scale is a factor, ``largest / 2688``; that of 16 columns is
-  ``their largest / (6 * global)``, where 0 becomes 1, of at least 2**-9; together ``scale * global``. Where all weights are 0
-  it makes NaN of scales, and here the global scale is 1.
+- compressed-tensors 0.17 (``generate_gparam``, ``calculate_qparams``, ``NVFP4PackedCompressor``)
+  divides in the weights' dtype: the global scale is a divisor, ``2688 / largest`` of all; that of
+  16 columns is ``global * (their largest / 6)``, rounded to e4m3, where 0 becomes 1/8; together
+  ``scale / global``.
+- ModelOpt 0.47 (``NVFP4QTensor``) divides in fp32: the global scale is a factor, ``largest /
+  2688``; that of 16 columns is ``their largest / (6 * global)``, where 0 becomes 1, of at least
+  2**-9; together ``scale * global``. Where all weights are 0 it makes NaN of scales, and here the
+  global scale is 1.
 """
 
 from abc import ABC, abstractmethod
@@ -26,14 +29,15 @@ from reshard.quantization.nvfp4 import E2M1_MAX, EDGES, GLOBAL_SCALE_SUFFIX, GRO
 
 
 class Scaling(ABC):
-    """How a package makes the scales of magnitudes that are in the weights' dtype, bf16 as a rule; and the ends of the names of
-    codes, scales, and the global scale."""
+    """How a package makes the scales of magnitudes that are in the weights' dtype, bf16 as a rule;
+    and the ends of the names of codes, scales, and the global scale."""
 
     suffixes: tuple[str, str, str]
 
     @abstractmethod
     def global_scales(self, largest: torch.Tensor) -> torch.Tensor:
-        """Return the global scales, in fp32, of weights with these magnitudes. Raises ReshardError where their dtype holds none."""
+        """Return the global scales, in fp32, of weights with these magnitudes. Raises ReshardError
+        where their dtype holds none."""
 
     @abstractmethod
     def scales(self, largest: torch.Tensor, global_scales: torch.Tensor) -> torch.Tensor:
@@ -56,7 +60,8 @@ class CompressedTensors(Scaling):
             lost = (largest > 0) & (largest.float() * divisors < 1)
             if bool(lost.any()):
                 raise ReshardError(
-                    f"weights are {float(largest[lost][0]):.3g} at most, for which float16 holds no scale of nvfp4: serve in bf16"
+                    f"weights are {float(largest[lost][0]):.3g} at most, for which float16 holds no scale of "
+                    "nvfp4: serve in bf16"
                 )
         return divisors
 
@@ -92,7 +97,8 @@ def scaling_of(scheme: Nvfp4) -> Scaling:
 
 
 def encode_codes(values: torch.Tensor, combined: Callable[[slice], torch.Tensor]) -> torch.Tensor:
-    """Return the codes of weights ``[rows, columns]``, two in a byte, the first in its lower half: uint8 ``[rows, columns / 2]``.
+    """Return the codes of weights ``[rows, columns]``, two in a byte, the first in its lower half:
+    uint8 ``[rows, columns / 2]``.
 
     `combined` gives what some of the rows are divided by: ``[rows, groups]`` in fp32.
     """
@@ -111,8 +117,8 @@ def encode_codes(values: torch.Tensor, combined: Callable[[slice], torch.Tensor]
 def encode(values: torch.Tensor, largest: torch.Tensor, scaling: Scaling) -> dict[str, torch.Tensor]:
     """Return what a checkpoint stores of weights ``[rows, columns]`` by the ends of names.
 
-    `largest` ``[n]``, in the weights' dtype, are the magnitudes of all that shares a global scale, for as many equal parts of
-    the rows.
+    `largest` ``[n]``, in the weights' dtype, are the magnitudes of all that shares a global scale,
+    for as many equal parts of the rows.
     """
     global_scales = scaling.global_scales(largest)
     row_scales = global_scales.repeat_interleave(len(values) // len(global_scales))[:, None]

@@ -23,8 +23,9 @@ class StoredTensor(Protocol):
 
 
 class StoredWeight(NamedTuple):
-    """A weight matrix that a checkpoint stores as codes: its `name`, its `shape` once it is decoded, its `scheme`, and the names
-    of its `tensors`: codes, scales, and whatever else belongs to it."""
+    """A weight matrix that a checkpoint stores as codes: its `name`, its `shape` once it is
+    decoded, its `scheme`, and the names of its `tensors`: codes, scales, and whatever else belongs
+    to it."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,8 +35,9 @@ class StoredWeight(NamedTuple):
     def decode(self, parts: Sequence[np.ndarray], start: int, out: np.ndarray, where: str) -> None:
         """Write the rows from `start` on to `out` ``[rows, columns]``, in its dtype.
 
-        `parts` are the rows of `tensors` that `Scheme.stored_rows` names, ``[rows, columns]`` each; `where` begins an error
-        message. Raises ReshardError for scales that are no numbers, and where the dtype of `out` cannot hold the weights.
+        `parts` are the rows of `tensors` that `Scheme.stored_rows` names, ``[rows, columns]`` each;
+        `where` begins an error message. Raises ReshardError for scales that are no numbers, and
+        where the dtype of `out` cannot hold the weights.
         """
         self.scheme.decode(self, parts, start, out, where)
 
@@ -45,7 +47,8 @@ class StoredWeight(NamedTuple):
             raise ReshardError(f"{where}: {self.tensors[1]} holds infinities or NaN, which are no scales")
 
     def check_fp16(self, scales: np.ndarray, out: np.ndarray, where: str) -> None:
-        """Raise ReshardError where fp16, which alone has less room than the products, has made infinities of them."""
+        """Raise ReshardError where fp16, which alone has less room than the products, has made
+        infinities of them."""
         if np.float16 in (scales.dtype, out.dtype) and np.isinf(out).any():
             self.too_large("float16", where)
 
@@ -63,8 +66,8 @@ FindLargest = Callable[[Sequence[str]], tuple[np.float32, np.dtype]]
 class Scheme(ABC):
     """How a weight matrix ``[rows, columns]`` is stored as codes with scales.
 
-    A scheme is a value: two that are equal mean the same. What a conversion writes also has `suffixes` and `encode`; a scheme
-    that is only read leaves them out.
+    A scheme is a value: two that are equal mean the same. What a conversion writes also has
+    `suffixes` and `encode`; a scheme that is only read leaves them out.
     """
 
     # The ends of the names of what is written of a weight: codes, scales, and whatever else.
@@ -80,7 +83,8 @@ class Scheme(ABC):
         return tuple(-(-n // block) for n, block in zip(shape, self.scale_block(shape), strict=True))
 
     def stored_rows(self, shape: tuple[int, ...], start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the rows of each stored tensor that are needed to decode rows `start` to `stop` of a weight."""
+        """Return the rows of each stored tensor that are needed to decode rows `start` to `stop` of
+        a weight."""
         rows, _ = self.scale_block(shape)
         return [(start, stop), (start // rows, -(-stop // rows))]
 
@@ -105,7 +109,8 @@ class Scheme(ABC):
         return {}
 
     def encode(self, rows: np.ndarray, small: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the codes and scales of rows that begin where a row of scales does; `small` are `small_tensors`."""
+        """Return the codes and scales of rows that begin where a row of scales does; `small` are
+        `small_tensors`."""
         raise NotImplementedError(f"{self} is not written")
 
 
@@ -113,5 +118,6 @@ def check_finite(name: str, scales: np.ndarray, advice: str = "") -> None:
     """Raise ReshardError where a weight holds infinities or NaN, which its scales show."""
     if not np.isfinite(scales.astype(np.float32)).all():
         raise ReshardError(
-            f"{name} holds infinities or NaN, and quantizing would make all that shares a scale with one NaN{advice}"
+            f"{name} holds infinities or NaN, and quantizing would make all that shares a scale with one "
+            f"NaN{advice}"
         )

@@ -1,12 +1,12 @@
 """Codecs: what the elements of a trainer's shard become in the engine, while they are copied.
 
-A copy names its codec by its number in `CODECS`. Its widths are bytes of the destination; the codec gives those of the
-source. Copies that are packed for another member are encoded on the side where they are wider, so that the narrower form
-travels.
+A copy names its codec by its number in `CODECS`. Its widths are bytes of the destination; the codec
+gives those of the source. Copies that are packed for another member are encoded on the side where
+they are wider, so that the narrower form travels.
 
-A check compares bit for bit. Both ends digest elements in the engine's dtype. Blocks that travel are digested as codes and
-scales; of blocks that the engine's side makes, both ends digest the bf16 that they are made of, since a trainer's rank may not
-have all of a block.
+A check compares bit for bit. Both ends digest elements in the engine's dtype. Blocks that travel
+are digested as codes and scales; of blocks that the engine's side makes, both ends digest the bf16
+that they are made of, since a trainer's rank may not have all of a block.
 """
 
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ from reshard.quantization.fp8_blocks import ROUNDINGS
 
 @dataclass(frozen=True)
 class Codec:
-    """A cast of each element to the nearest one of another dtype, ties to even, as torch's ``copy_`` and with it the engines'
-    loaders make it."""
+    """A cast of each element to the nearest one of another dtype, ties to even, as torch's
+    ``copy_`` and with it the engines' loaders make it."""
 
     source: Dtype
     destination: Dtype
@@ -42,9 +42,10 @@ class Codec:
 class BlockCodec(Codec):
     """fp8 with an fp32 scale for each 128x128 block of a rank's local tensor, cut off at its end.
 
-    The codes and scales are those that vLLM's ``per_block_cast_to_fp8`` (``vllm/utils/deep_gemm.py``) makes of bf16; fp32 is
-    rounded to bf16 first, as vLLM's loader does. `rounding`, one of `ROUNDINGS`, says how a block's largest magnitude / 448
-    becomes its scale. A block may come in fragments, so `reshard.refit.fp8_blocks` carries this codec out.
+    The codes and scales are those that vLLM's ``per_block_cast_to_fp8``
+    (``vllm/utils/deep_gemm.py``) makes of bf16; fp32 is rounded to bf16 first, as vLLM's loader
+    does. `rounding`, one of `ROUNDINGS`, says how a block's largest magnitude / 448 becomes its
+    scale. A block may come in fragments, so `reshard.refit.fp8_blocks` carries this codec out.
     """
 
     rounding: str
@@ -59,8 +60,8 @@ class BlockCodec(Codec):
 
 PLAIN = 0
 BYTES = Codec(DTYPES["uint8"], DTYPES["uint8"])
-# Casts that lose nothing, and the one that trainers with parameters in fp32 make for their own forward. Casts to fp16 are left
-# out: they make large numbers infinite.
+# Casts that lose nothing, and the one that trainers with parameters in fp32 make for their own
+# forward. Casts to fp16 are left out: they make large numbers infinite.
 CODECS = (
     BYTES,
     Codec(DTYPES["float32"], DTYPES["bfloat16"]),
@@ -79,8 +80,8 @@ WIDENS = DESTINATION_SIZES > SOURCE_SIZES
 
 
 def codec_between(source: str, destination: str, rounding: str | None = None) -> int | None:
-    """Return the number of the codec from one dtype to another, with a `rounding` into blocks with scales; None where there is
-    none."""
+    """Return the number of the codec from one dtype to another, with a `rounding` into blocks with
+    scales; None where there is none."""
     if source == destination:
         return PLAIN
     for number, codec in enumerate(CODECS):
@@ -91,7 +92,8 @@ def codec_between(source: str, destination: str, rounding: str | None = None) ->
 
 
 def block_codec(rounding: str, source: str = "bfloat16") -> int:
-    """Return the number of the codec from bf16, or fp32, to blocks of fp8. Raises ValueError for an unknown rounding."""
+    """Return the number of the codec from bf16, or fp32, to blocks of fp8. Raises ValueError for an
+    unknown rounding."""
     number = codec_between(source, "float8_e4m3fn", rounding)
     if number is None:
         raise ValueError(f"{rounding} is none of {sorted(ROUNDINGS)}, or {source} no source of blocks")
@@ -113,7 +115,8 @@ def by_rounding(codecs: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
             yield rounding, mask
 
 
-# For each codec of blocks the number of the codec that makes the bf16 that blocks are made of; other codecs stand for themselves.
+# For each codec of blocks the number of the codec that makes the bf16 that blocks are made of;
+# other codecs stand for themselves.
 BEFORE_BLOCKS = np.array(
     [
         codec_between(codec.source.name, "bfloat16") if isinstance(codec, BlockCodec) else number

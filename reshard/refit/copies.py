@@ -1,4 +1,5 @@
-"""Copies between addresses, carried out by a kernel or by the host from a table (`reshard.refit.tables`)."""
+"""Copies between addresses, carried out by a kernel or by the host from a table
+(`reshard.refit.tables`)."""
 
 import ctypes
 import time
@@ -15,10 +16,11 @@ UNITS = (16, 8, 4, 2, 1)  # bytes of a word
 
 
 class CopyTable:
-    """Tiles ready to run, kept on the GPU: grouped by codec, and plain ones by the widest word that their addresses and lengths
-    allow.
+    """Tiles ready to run, kept on the GPU: grouped by codec, and plain ones by the widest word that
+    their addresses and lengths allow.
 
-    `owners` numbers what each tile's source belongs to, for `shift`; `aside` says that `run` will be called with `programs`.
+    `owners` numbers what each tile's source belongs to, for `shift`; `aside` says that `run` will
+    be called with `programs`.
     """
 
     def __init__(
@@ -50,8 +52,8 @@ class CopyTable:
         self.compile(aside)
 
     def _keep(self, tiles: np.ndarray, owners: np.ndarray, chosen: np.ndarray, unit: int) -> None:
-        """Keep the chosen tiles, all of one codec, on the GPU, with lengths and pitches in words of `unit` bytes of the
-        destination."""
+        """Keep the chosen tiles, all of one codec, on the GPU, with lengths and pitches in words of
+        `unit` bytes of the destination."""
         group, codec = tiles[chosen, :CODEC].copy(), int(tiles[chosen, CODEC][0])
         group[:, [WIDTH, DST_PITCH]] //= unit
         group[:, SRC_PITCH] //= bytes_in_source(unit, codec)
@@ -67,8 +69,8 @@ class CopyTable:
                 compile_copy(unit, self.device, 1 if aside else None, codec)
 
     def shift(self, deltas: np.ndarray) -> bool:
-        """Add `deltas` bytes, by owner, to the addresses of the sources; return False, and change nothing, where words would no
-        longer be aligned."""
+        """Add `deltas` bytes, by owner, to the addresses of the sources; return False, and change
+        nothing, where words would no longer be aligned."""
         if (deltas % UNITS[0]).any():
             return False
         for (*_, tiles), owners in zip(self.groups, self.owners, strict=True):
@@ -84,7 +86,8 @@ class CopyTable:
         return len(self.groups)
 
     def run(self, programs: int | None = None) -> None:
-        """Carry the copies out; on a GPU, enqueue them on the current stream, in no more than `programs` programs."""
+        """Carry the copies out; on a GPU, enqueue them on the current stream, in no more than
+        `programs` programs."""
         for codec, unit, tiles in self.groups:
             if isinstance(tiles, torch.Tensor):
                 from reshard.refit.kernels import copy_tiles
@@ -97,9 +100,11 @@ class CopyTable:
 def wait_for_device(
     device: torch.device, seconds: float, meanwhile: Callable[[], None] = lambda: None
 ) -> bool:
-    """Wait until the device's current stream is done; return False if it takes longer than `seconds`.
+    """Wait until the device's current stream is done; return False if it takes longer than
+    `seconds`.
 
-    Calls `meanwhile` several times a second. A plain synchronize would block forever where a stream waits for a dead peer.
+    Calls `meanwhile` several times a second. A plain synchronize would block forever where a stream
+    waits for a dead peer.
     """
     if device.type != "cuda":
         return True

@@ -1,7 +1,9 @@
-"""Digests of pieces of tensors where they lie: sums over words of a mix of value and position, which do not depend on a layout.
+"""Digests of pieces of tensors where they lie: sums over words of a mix of value and position,
+which do not depend on a layout.
 
-A word is 8 bytes where the rows of a piece are made of such, else an element; both sides know which. The sum is taken modulo
-2**64. Bits are compared, so NaNs count like any other value. `reshard.refit.tables` has the mix.
+A word is 8 bytes where the rows of a piece are made of such, else an element; both sides know
+which. The sum is taken modulo 2**64. Bits are compared, so NaNs count like any other value.
+`reshard.refit.tables` has the mix.
 """
 
 import numpy as np
@@ -33,12 +35,14 @@ from reshard.refit.tables import (
 )
 
 WORD = 8
-# Tiles are larger than those of copies: the table is made anew at each check, and nothing waits for a link.
+# Tiles are larger than those of copies: the table is made anew at each check, and nothing waits for
+# a link.
 TILE_BYTES = 1 << 20
 
 
 class Digests:
-    """An int64 for each row of a table of copies, of its source as its codec encodes it; `columns` are the elements in a row.
+    """An int64 for each row of a table of copies, of its source as its codec encodes it; `columns`
+    are the elements in a row.
 
     On a GPU digests are enqueued, and `result` waits for them.
     """
@@ -63,8 +67,9 @@ class Digests:
 def word_tiles(
     table: np.ndarray, columns: np.ndarray, tile_bytes: int = TILE_BYTES
 ) -> dict[tuple[int, int, int], np.ndarray]:
-    """Cut the source end of a table of copies into tiles; return these by bytes of a word, bytes of it that are loaded at once,
-    which depend on the addresses, and codec, which loads an element at once."""
+    """Cut the source end of a table of copies into tiles; return these by bytes of a word, bytes of
+    it that are loaded at once, which depend on the addresses, and codec, which loads an element at
+    once."""
     packed = table.copy()
     packed[:, DST_PITCH] = packed[:, WIDTH]
     packed[:, DST] = 0

@@ -1,4 +1,5 @@
-"""The Triton kernels of a refit: copies, blocks of fp8, and digests, each from a table (`reshard.refit.tables`).
+"""The Triton kernels of a refit: copies, blocks of fp8, and digests, each from a table
+(`reshard.refit.tables`).
 
 They take raw addresses, so that one launch can read many tensors, and other GPUs' memory.
 """
@@ -37,7 +38,8 @@ def _columns(names: str) -> list[tl.constexpr]:
     return [tl.constexpr(getattr(tables, name)) for name in names.split()]
 
 
-# Of copies, without the codec at their end, which is the same for all in a launch; of items and fragments; of tiles of digests.
+# Of copies, without the codec at their end, which is the same for all in a launch; of items and
+# fragments; of tiles of digests.
 COPY, SRC, DST, ROWS, WIDTH, SRC_PITCH, DST_PITCH = _columns("CODEC SRC DST ROWS WIDTH SRC_PITCH DST_PITCH")
 ITEM, CODES, CODES_PITCH, SCALES, ITEM_ROWS, ITEM_COLUMNS, FIRST_FRAGMENT, FRAGMENTS = _columns(
     "ITEM CODES CODES_PITCH SCALES ITEM_ROWS ITEM_COLUMNS FIRST_FRAGMENT FRAGMENTS"
@@ -88,8 +90,8 @@ def _copy_aside(
 
 
 def copy_tiles(tiles: torch.Tensor, unit: int, programs: int | None = None, codec: int = PLAIN) -> None:
-    """Carry out a table of tiles whose lengths and pitches are in words of `unit` bytes (16: two words of 8 bytes at once), or
-    with a `codec` in elements.
+    """Carry out a table of tiles whose lengths and pitches are in words of `unit` bytes (16: two
+    words of 8 bytes at once), or with a `codec` in elements.
 
     `programs` limits the share of the GPU, for copies alongside something else that must go on.
     """
@@ -108,7 +110,8 @@ def _floats(codec: int) -> tuple[tl.dtype, tl.dtype]:
 
 @triton.jit
 def _inside(row, r, c):
-    """Return the mask of the elements at rows `r` and columns `c` of an item that are in a fragment."""
+    """Return the mask of the elements at rows `r` and columns `c` of an item that are in a
+    fragment."""
     top, left = tl.load(row + TOP).to(tl.int32), tl.load(row + LEFT).to(tl.int32)
     below, right = (
         top + tl.load(row + FRAGMENT_ROWS).to(tl.int32),
@@ -119,7 +122,8 @@ def _inside(row, r, c):
 
 @triton.jit
 def _read(row, r, c, FROM: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):
-    """Return these elements of a fragment as bf16. Where it does not have the `WHOLE` of them, the others are zeros."""
+    """Return these elements of a fragment as bf16. Where it does not have the `WHOLE` of them, the
+    others are zeros."""
     src = tl.load(row + SOURCE).to(tl.pointer_type(FROM))
     top, left = tl.load(row + TOP).to(tl.int32), tl.load(row + LEFT).to(tl.int32)
     where = src + ((r - top) * tl.load(row + SOURCE_PITCH) + (c - left))
@@ -149,7 +153,8 @@ def _read_any(row, r, c, SIZE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.co
 
 @triton.jit
 def _gather(fragments, count, block, SIZE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the elements ``[128, 128]`` of an item's block that starts at a column, in bf16, and zeros outside of the item."""
+    """Return the elements ``[128, 128]`` of an item's block that starts at a column, in bf16, and
+    zeros outside of the item."""
     r, c = tl.arange(0, EDGE)[:, None], block + tl.arange(0, EDGE)[None, :]
     top, left = tl.load(fragments + TOP), tl.load(fragments + LEFT)
     rows, right = tl.load(fragments + FRAGMENT_ROWS), left + tl.load(fragments + FRAGMENT_COLUMNS)
@@ -203,10 +208,11 @@ def quantize_items(
     blocks: int = ITEM_BLOCKS,
     size: int = 2,
 ) -> None:
-    """Gather the blocks of a table of items, each of at most `blocks` of them, and write their codes and scales.
+    """Gather the blocks of a table of items, each of at most `blocks` of them, and write their
+    codes and scales.
 
-    `aligned` says that all addresses, pitches and columns are multiples of 16 bytes; `size` is the bytes of an element of the
-    source: 2 (bf16), 4 (fp32), or 0 where fragments differ.
+    `aligned` says that all addresses, pitches and columns are multiples of 16 bytes; `size` is the
+    bytes of an element of the source: 2 (bf16), 4 (fp32), or 0 where fragments differ.
     """
     how = rounding != "fp32", rounding == "twice", aligned, blocks, size
     _quantize[(len(items) * blocks,)](items, fragments, *how, num_warps=8)
@@ -262,8 +268,8 @@ def _digest(
 
 
 def digest_tiles(tiles: torch.Tensor, out: torch.Tensor, word: int, unit: int, codec: int = PLAIN) -> None:
-    """Add the digests of tiles to `out`, by piece. A `word` is loaded in units of `unit` bytes, or put together of elements that
-    have so many once they are encoded."""
+    """Add the digests of tiles to `out`, by piece. A `word` is loaded in units of `unit` bytes, or
+    put together of elements that have so many once they are encoded."""
     if not len(tiles):
         return
     block = 1024
@@ -287,8 +293,8 @@ def _signed(word: int) -> int:
 
 @contextmanager
 def expected_compilation() -> Iterator[None]:
-    """Hide compilation at connect from a hook that watches for unexpected ones, as vLLM does once it serves
-    (``--jit-monitor-mode``)."""
+    """Hide compilation at connect from a hook that watches for unexpected ones, as vLLM does once
+    it serves (``--jit-monitor-mode``)."""
     with _compiling:
         hook, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, None
         try:
@@ -299,8 +305,8 @@ def expected_compilation() -> Iterator[None]:
 
 @cache
 def compile_copy(unit: int, device: torch.device, programs: int | None = None, codec: int = PLAIN) -> None:
-    """Compile the copies of this word size now, by copying nothing, so that the first refit does not wait for it; with `programs`
-    those that use a part of the GPU."""
+    """Compile the copies of this word size now, by copying nothing, so that the first refit does
+    not wait for it; with `programs` those that use a part of the GPU."""
     with torch.cuda.device(device), expected_compilation():
         nothing = torch.zeros((1, COPY.value), dtype=torch.int64, device=device)
         nothing[0, [SRC.value, DST.value]] = nothing.data_ptr()
@@ -312,7 +318,8 @@ def compile_copy(unit: int, device: torch.device, programs: int | None = None, c
 def compile_quantize(
     rounding: str, aligned: bool, device: torch.device, blocks: int = ITEM_BLOCKS, size: int = 2
 ) -> None:
-    """Compile the quantizing of items of so many blocks, from elements of `size` bytes, now, on an empty item."""
+    """Compile the quantizing of items of so many blocks, from elements of `size` bytes, now, on an
+    empty item."""
     with torch.cuda.device(device), expected_compilation():
         items = torch.zeros((1, ITEM.value), dtype=torch.int64, device=device)
         fragments = torch.zeros((1, FRAGMENT.value), dtype=torch.int64, device=device)
@@ -322,7 +329,8 @@ def compile_quantize(
 
 @cache
 def compile_digest(word: int, unit: int, device: torch.device, codec: int = PLAIN) -> None:
-    """Compile the digests of words of this size, loaded in units of `unit` bytes, now, on an empty tile."""
+    """Compile the digests of words of this size, loaded in units of `unit` bytes, now, on an empty
+    tile."""
     with torch.cuda.device(device), expected_compilation():
         nothing, out = (
             torch.zeros((1, TILE.value), dtype=torch.int64, device=device),
@@ -338,8 +346,8 @@ def compile_ahead(
 ) -> threading.Thread:
     """Begin to compile what nearly every refit launches, in a thread, since planning takes as long.
 
-    `sizes` are the bytes of elements that are copied, `roundings` those of blocks, which are made of elements of `size` bytes.
-    A kernel that is needed before it is compiled is waited for.
+    `sizes` are the bytes of elements that are copied, `roundings` those of blocks, which are made
+    of elements of `size` bytes. A kernel that is needed before it is compiled is waited for.
     """
 
     def compile_all() -> None:

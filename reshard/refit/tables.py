@@ -1,9 +1,9 @@
-"""The tables that hosts and kernels share, as int64 matrices with a row for each record, and their columns; and tables of
-copies between addresses, cut into tiles.
+"""The tables that hosts and kernels share, as int64 matrices with a row for each record, and their
+columns; and tables of copies between addresses, cut into tiles.
 
 This module imports no kernel and nothing that runs one: `reshard.refit.copies` carries out copies,
-`reshard.refit.fp8_blocks.items` makes blocks of fp8, `reshard.refit.digests` digests, and `reshard.refit.kernels` has the kernels of
-all three.
+`reshard.refit.fp8_blocks.items` makes blocks of fp8, `reshard.refit.digests` digests, and
+`reshard.refit.kernels` has the kernels of all three.
 """
 
 from collections.abc import Sequence
@@ -12,37 +12,39 @@ import numpy as np
 
 from reshard.refit.codecs import PLAIN, bytes_in_source
 
-# A copy: source address, destination address, rows, bytes in a row of the destination, the bytes from one row to the next
-# on either side, and the codec (`reshard.refit.codecs`). A pitch of 0 repeats the row.
+# A copy: source address, destination address, rows, bytes in a row of the destination, the bytes
+# from one row to the next on either side, and the codec (`reshard.refit.codecs`). A pitch of 0
+# repeats the row.
 COLUMNS = 7
 SRC, DST, ROWS, WIDTH, SRC_PITCH, DST_PITCH, CODEC = range(COLUMNS)
 TILE_BYTES = 64 << 10
 ALIGNMENT = 16  # bytes, of what lies packed
 
-# An item, which is a strip of blocks of fp8 beside each other: address and pitch in bytes of its codes, address of its first
-# scale, rows, columns, its first fragment and how many there are.
+# An item, which is a strip of blocks of fp8 beside each other: address and pitch in bytes of its
+# codes, address of its first scale, rows, columns, its first fragment and how many there are.
 ITEM = 7
 CODES, CODES_PITCH, SCALES, ITEM_ROWS, ITEM_COLUMNS, FIRST_FRAGMENT, FRAGMENTS = range(ITEM)
 ITEM_BLOCKS = 8  # blocks of an item
 
-# A fragment of an item: address and pitch in elements of the source, first row and column within the item, rows, columns,
-# and the bytes of an element of the source.
+# A fragment of an item: address and pitch in elements of the source, first row and column within
+# the item, rows, columns, and the bytes of an element of the source.
 FRAGMENT = 7
 SOURCE, SOURCE_PITCH, TOP, LEFT, FRAGMENT_ROWS, FRAGMENT_COLUMNS, ELEMENT_BYTES = range(FRAGMENT)
 
-# A tile of a digest: its address, the row of the copies' table that it is of, rows, words in a row, the pitch in loads, and
-# the index of its first word.
+# A tile of a digest: its address, the row of the copies' table that it is of, rows, words in a row,
+# the pitch in loads, and the index of its first word.
 TILE = 6
 ADDRESS, PIECE, TILE_ROWS, TILE_WORDS, TILE_PITCH, FIRST_WORD = range(TILE)
 
-# How a digest mixes a word of 64 bits and its position, modulo 2**64, with shifts that bring in zeros:
+# How a digest mixes a word of 64 bits and its position, modulo 2**64, with shifts that bring in
+# zeros:
 #
 #     mixed = (value + 1) * MIX_VALUE + position * MIX_POSITION
 #     mixed = (mixed ^ mixed >> MIX_FIRST_SHIFT) * MIX_FINAL
 #     mixed ^ mixed >> MIX_SECOND_SHIFT
 #
-# The factors are the golden ratio's fraction and two odd constants of widely used mixers: xxHash's second prime, and
-# SplitMix64's first multiplier.
+# The factors are the golden ratio's fraction and two odd constants of widely used mixers: xxHash's
+# second prime, and SplitMix64's first multiplier.
 MIX_VALUE = 0x9E3779B97F4A7C15
 MIX_POSITION = 0xC2B2AE3D27D4EB4F
 MIX_FINAL = 0xBF58476D1CE4E5B9
@@ -50,7 +52,8 @@ MIX_FIRST_SHIFT, MIX_SECOND_SHIFT = 29, 32
 
 
 def table_of(copies: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return a table of plain copies from (source, destination, rows, width, source pitch, destination pitch) in bytes."""
+    """Return a table of plain copies from (source, destination, rows, width, source pitch,
+    destination pitch) in bytes."""
     plain = np.array(copies, np.int64).reshape(-1, CODEC)
     return np.insert(plain, CODEC, PLAIN, axis=1)
 
@@ -81,7 +84,8 @@ def bytes_packed(table: np.ndarray) -> int:
 
 
 def tiles_of(table: np.ndarray, tile_bytes: int = TILE_BYTES) -> tuple[np.ndarray, np.ndarray]:
-    """Cut copies into tiles of at most about `tile_bytes`; return the tiles' table, and the copy that each tile comes from.
+    """Cut copies into tiles of at most about `tile_bytes`; return the tiles' table, and the copy
+    that each tile comes from.
 
     Rows that follow each other on both sides become one. A tile of several rows has whole rows.
     """
@@ -139,7 +143,8 @@ def tile_count(table: np.ndarray, tile_bytes: int = TILE_BYTES) -> int:
 
 
 def interleaved(groups: np.ndarray) -> np.ndarray:
-    """Return an order in which groups, one number for each tile, take turns, so that the links to all peers are busy at once."""
+    """Return an order in which groups, one number for each tile, take turns, so that the links to
+    all peers are busy at once."""
     turn = np.zeros(len(groups), np.float64)
     for group in np.unique(groups):
         members = np.flatnonzero(groups == group)
@@ -148,7 +153,8 @@ def interleaved(groups: np.ndarray) -> np.ndarray:
 
 
 def pack_into_rounds(sizes: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pack pieces of these sizes, in order, into rounds of at most `limit` bytes; return each one's round, and its offset in it.
+    """Pack pieces of these sizes, in order, into rounds of at most `limit` bytes; return each one's
+    round, and its offset in it.
 
     >>> [column.tolist() for column in pack_into_rounds(np.array([20, 10, 40]), 64)]
     [[0, 0, 1], [0, 32, 0]]

@@ -27,21 +27,24 @@ SCHEMES: dict[str, Scheme] = {
 # Names that --quantize no longer takes; such weights are read as before.
 REMOVED = ("int8_per_channel", "fp8_per_tensor", "fp8_per_block", "int4_per_channel")
 
-# Reads rows `start` .. `stop` of a weight, in the dtype that is to be quantized; valid until the next call.
+# Reads rows `start` .. `stop` of a weight, in the dtype that is to be quantized; valid until the
+# next call.
 Reader = Callable[[int, int], np.ndarray]
-# Reads the slabs of any weight of the source, by its name, in the dtype that it has in the output; each is valid until the next.
+# Reads the slabs of any weight of the source, by its name, in the dtype that it has in the output;
+# each is valid until the next.
 TensorReader = Callable[[str], Iterator[np.ndarray]]
 
 
 def scheme_named(quantize: bool | str) -> tuple[str, Scheme] | None:
-    """Return the name and scheme that `quantize` asks for; None for none. Raises ReshardError for another name."""
+    """Return the name and scheme that `quantize` asks for; None for none. Raises ReshardError for
+    another name."""
     name = "fp8" if quantize is True else quantize or None
     if name is None:
         return None
     if name in REMOVED:
         raise ReshardError(
-            f"--quantize {name} is no longer written: take {listed(SCHEMES)}, or quantize what mcore-to-hf writes with "
-            f"llm-compressor"
+            f"--quantize {name} is no longer written: take {listed(SCHEMES)}, or quantize what mcore-to-hf "
+            "writes with llm-compressor"
         )
     if name not in SCHEMES:
         raise ReshardError(f"--quantize {name} is none of {', '.join(SCHEMES)}")
@@ -53,7 +56,8 @@ class Quantized:
 
     def __init__(self, names: Iterable[str] = (), scheme: Scheme | None = None) -> None:
         self.names, self.scheme = frozenset(names), scheme or Fp8Blocks()
-        # By weight the largest magnitude and the dtype, of those that this process has read to find a scale.
+        # By weight the largest magnitude and the dtype, of those that this process has read to find
+        # a scale.
         self.largest: dict[str, tuple[np.float32, np.dtype]] = {}
 
     def parts(self, name: str) -> tuple[str, ...]:
@@ -68,7 +72,8 @@ class Quantized:
         return {name + end: stored[end] for end in self.scheme.suffixes}
 
     def config(self, original: Any, unquantized: list[str]) -> dict[str, Any]:
-        """Return the ``quantization_config`` of a checkpoint that had `original`, with the modules `unquantized` as they were."""
+        """Return the ``quantization_config`` of a checkpoint that had `original`, with the modules
+        `unquantized` as they were."""
         if isinstance(self.scheme, Fp8Blocks):
             return fp8_blocks.config_of(self.scheme, original, unquantized)
         return compressed_tensors.config_of(self.scheme, unquantized)
@@ -76,7 +81,8 @@ class Quantized:
     def copy(
         self, name: str, info: TensorInfo, read: Reader, writer: StripWriter, look: TensorReader
     ) -> dict[str, str]:
-        """Stream one quantized weight, each row of which `read` reads once and in order, and return the checksums of its parts.
+        """Stream one quantized weight, each row of which `read` reads once and in order, and return
+        the checksums of its parts.
 
         Other weights that share a scale with it are read by `look`.
         """
@@ -101,7 +107,8 @@ class Quantized:
         return checksums
 
     def _find_largest(self, names: Sequence[str], look: TensorReader) -> tuple[np.float32, np.dtype]:
-        """Return the largest magnitude of those of these weights that are quantized, and their dtype."""
+        """Return the largest magnitude of those of these weights that are quantized, and their
+        dtype."""
         known = [self._largest(name, look) for name in names if name in self.names]
         return max(largest for largest, _ in known), known[0][1]
 

@@ -1,7 +1,9 @@
-"""Layers that vLLM loads from checkpoints in the format of ``compressed-tensors``, in fp8, int8 or packed codes: a refit makes what
-they are loaded from of plain weights, by the arithmetic of `reshard.quantization`.
+"""Layers that vLLM loads from checkpoints in the format of ``compressed-tensors``, in fp8, int8 or
+packed codes: a refit makes what they are loaded from of plain weights, by the arithmetic of
+`reshard.quantization`.
 
-Where ranks of the engine hold parts of what has one scale, they find the largest of their magnitudes together.
+Where ranks of the engine hold parts of what has one scale, they find the largest of their
+magnitudes together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +29,8 @@ from reshard.quantization.nvfp4 import Nvfp4
 
 
 def stored_as(values: torch.Tensor, how: Compressed) -> dict[str, torch.Tensor]:
-    """Return what a layer's checkpoint has of a weight ``[rows, columns]``, by the ends of names, with scales in its dtype."""
+    """Return what a layer's checkpoint has of a weight ``[rows, columns]``, by the ends of names,
+    with scales in its dtype."""
     scheme = scheme_of(how)
     assert not isinstance(scheme, Nvfp4)
     if isinstance(scheme, IntGroups):
@@ -36,9 +39,9 @@ def stored_as(values: torch.Tensor, how: Compressed) -> dict[str, torch.Tensor]:
 
 
 class Matrix(NamedTuple):
-    """A matrix of plain weights by the name of its parameter, with the names of the parameters of its codes and scales, the shape
-    of the scales as they are made, and the scale of each row, with experts below each other; None where each row or block has its
-    own."""
+    """A matrix of plain weights by the name of its parameter, with the names of the parameters of
+    its codes and scales, the shape of the scales as they are made, and the scale of each row, with
+    experts below each other; None where each row or block has its own."""
 
     name: str
     codes: str
@@ -55,7 +58,8 @@ class CompressedQuantizer(LayerQuantizer):
         self.matrices = [
             find(self.name, self.module, self.how, self.templates, key) for key in self.how.weights
         ]
-        # The shapes of published weights whose codes are packed, by the names of the parameters that hold them.
+        # The shapes of published weights whose codes are packed, by the names of the parameters
+        # that hold them.
         self.shapes: dict[str, torch.Tensor] = {}
 
     @property
@@ -69,7 +73,8 @@ class CompressedQuantizer(LayerQuantizer):
                 split = any(part.box.lengths[1] < part.shape[1] for part in parts)
                 if split and any(part.box.lengths[0] < part.shape[0] for part in parts):
                     raise ReshardError(
-                        f"{self.name}.{matrix.name} is split by rows and by columns, which a refit does not quantize: serve in bf16"
+                        f"{self.name}.{matrix.name} is split by rows and by columns, which a refit does not "
+                        "quantize: serve in bf16"
                     )
             else:
                 split = any(part.box.lengths != part.shape for part in parts)
@@ -142,7 +147,8 @@ def _packed_matrix(
         template = templates.get(key_of_part)
         if template is None or (template.shape, template.dtype) != (shape, dtype):
             raise ReshardError(
-                f"vLLM keeps the packed codes or scales of {name}.{key} in another way than is known to a refit: serve in bf16"
+                f"vLLM keeps the packed codes or scales of {name}.{key} in another way than is known to a "
+                "refit: serve in bf16"
             )
     return Matrix(key, codes, scales, (*rows, groups), None)
 
@@ -152,8 +158,8 @@ def _shapes(
 ) -> dict[str, torch.Tensor]:
     """Return the shapes of published weights that a layer keeps with a packed matrix.
 
-    Where several weights have one place for them, it holds that of the weight whose name comes last: so vLLM leaves it when it
-    loads a checkpoint. Nobody reads these.
+    Where several weights have one place for them, it holds that of the weight whose name comes
+    last: so vLLM leaves it when it loads a checkpoint. Nobody reads these.
     """
     key = f"{matrix.name}_shape"
     if key not in templates:
@@ -193,7 +199,8 @@ def _matrix(
 
 
 def _refuse_shared_scales(what: str, scale_of_row: torch.Tensor, parts: Sequence[Held]) -> None:
-    """Raise ReshardError where a scale belongs to several published tensors, or a tensor has several."""
+    """Raise ReshardError where a scale belongs to several published tensors, or a tensor has
+    several."""
     scales, names = scale_of_row.tolist(), dict[int, str]()
     for part in parts:
         first, last = scales[part.row], scales[part.row + part.box.lengths[0] - 1]

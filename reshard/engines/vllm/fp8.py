@@ -14,8 +14,8 @@ from reshard.refit.tables import CODEC, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
 
 
 def hard_blocks(device: torch.device) -> torch.Tensor:
-    """Return a bf16 matrix ``[600, 840]`` with blocks that are zero, below the smallest scale, at the edges of powers of two, of
-    ordinary weights, and cut off."""
+    """Return a bf16 matrix ``[600, 840]`` with blocks that are zero, below the smallest scale, at
+    the edges of powers of two, of ordinary weights, and cut off."""
     random = torch.Generator().manual_seed(0)
     values = torch.randn(600, 840, generator=random) * 0.02
     values[:BLOCK, :BLOCK] = 0
@@ -32,7 +32,8 @@ def hard_blocks(device: torch.device) -> torch.Tensor:
 
 
 def our_blocks(values: torch.Tensor, rounding: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the e4m3 codes, and the scales, that a refit makes of a bf16 matrix which comes in four fragments."""
+    """Return the e4m3 codes, and the scales, that a refit makes of a bf16 matrix which comes in
+    four fragments."""
     rows, columns = values.shape
     down, across = -(-rows // BLOCK), -(-columns // BLOCK)
     codes = torch.zeros((rows, columns), dtype=torch.uint8, device=values.device)
@@ -63,6 +64,6 @@ def check_blocks(rounding: str, device: torch.device) -> None:
     ]
     if any(wrong):
         raise ReshardError(
-            f"this vLLM quantizes blocks with {ROUNDINGS[rounding]} in another way than reshard ({wrong[0]} of "
-            f"{values.numel()} codes differ, {wrong[1]} scales): serve in bf16"
+            f"this vLLM quantizes blocks with {ROUNDINGS[rounding]} in another way than reshard ({wrong[0]} "
+            f"of {values.numel()} codes differ, {wrong[1]} scales): serve in bf16"
         )

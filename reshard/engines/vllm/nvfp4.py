@@ -1,7 +1,8 @@
-"""Layers that vLLM loads from checkpoints in nvfp4: a refit makes codes and both kinds of scales of plain weights, as
-compressed-tensors or ModelOpt makes them (`reshard.quantization.nvfp4_torch`).
+"""Layers that vLLM loads from checkpoints in nvfp4: a refit makes codes and both kinds of scales of
+plain weights, as compressed-tensors or ModelOpt makes them (`reshard.quantization.nvfp4_torch`).
 
-All that vLLM multiplies at once, such as q, k and v, or gate and up of an expert, has one global scale.
+All that vLLM multiplies at once, such as q, k and v, or gate and up of an expert, has one global
+scale.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,18 +33,20 @@ def scaling_of_layer(how: Compressed) -> Scaling:
 
 
 def check_columns(name: str, module: torch.nn.Module) -> None:
-    """Raise ReshardError where a rank has a part of a group that shares a scale: vLLM then takes the scales of other columns."""
+    """Raise ReshardError where a rank has a part of a group that shares a scale: vLLM then takes
+    the scales of other columns."""
     for key, plain in plain_templates(module).items():
         if plain.shape[-1] % GROUP:
             raise ReshardError(
-                f"{name}.{key} has {plain.shape[-1]} columns on this rank, which groups of {GROUP} do not divide: serve at another "
-                f"tensor parallel size, or in bf16"
+                f"{name}.{key} has {plain.shape[-1]} columns on this rank, which groups of {GROUP} do not "
+                "divide: serve at another tensor parallel size, or in bf16"
             )
 
 
 class Matrix(NamedTuple):
-    """A matrix, or those of so many `experts`, by the name that its plain weights have, with the names of the parameters of its
-    codes, scales and global scale, and its rows. An expert has one global scale, however often vLLM keeps it."""
+    """A matrix, or those of so many `experts`, by the name that its plain weights have, with the
+    names of the parameters of its codes, scales and global scale, and its rows. An expert has one
+    global scale, however often vLLM keeps it."""
 
     name: str
     parts: tuple[str, str, str]
@@ -72,7 +75,8 @@ class Nvfp4Quantizer(LayerQuantizer):
                 or list(global_scale.shape[: len(experts)]) != experts
             ):
                 raise ReshardError(
-                    f"vLLM keeps the codes or scales of {self.name}.{key} in another way than is known to a refit: serve in bf16"
+                    f"vLLM keeps the codes or scales of {self.name}.{key} in another way than is known to a "
+                    "refit: serve in bf16"
                 )
             self.matrices.append(Matrix(key, parts, prod(experts), rows))
 

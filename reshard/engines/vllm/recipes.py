@@ -1,4 +1,5 @@
-"""What makes the parameters of a layer that vLLM loads from a quantized checkpoint of plain weights: what all formats share."""
+"""What makes the parameters of a layer that vLLM loads from a quantized checkpoint of plain
+weights: what all formats share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -27,8 +28,8 @@ def scheme_of(how: Compressed) -> Channels | IntGroups | Nvfp4:
 
 
 class Held(NamedTuple):
-    """A part of a parameter: the published tensor's name and shape, the box of it, and the part's first row, with experts below each
-    other."""
+    """A part of a parameter: the published tensor's name and shape, the box of it, and the part's
+    first row, with experts below each other."""
 
     parameter: str
     name: str
@@ -40,7 +41,8 @@ class Held(NamedTuple):
 class LayerQuantizer(ABC):
     """Makes a layer's parameters, as vLLM would load them from a checkpoint, of plain weights.
 
-    `templates` are all parameters of the layer as vLLM made them. `input_scales` come with a checkpoint and stay.
+    `templates` are all parameters of the layer as vLLM made them. `input_scales` come with a
+    checkpoint and stay.
     """
 
     def __init__(
@@ -60,7 +62,8 @@ class LayerQuantizer(ABC):
 
     @abstractmethod
     def find_matrices(self) -> None:
-        """Find which parameters belong to which matrix. Raises ReshardError where vLLM keeps them in an unknown way."""
+        """Find which parameters belong to which matrix. Raises ReshardError where vLLM keeps them
+        in an unknown way."""
 
     @property
     @abstractmethod
@@ -76,40 +79,45 @@ class LayerQuantizer(ABC):
 
     @abstractmethod
     def largest_magnitudes(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the largest magnitude of all that shares a scale, among the plain `values`, in fp32, by matrix."""
+        """Return the largest magnitude of all that shares a scale, among the plain `values`, in
+        fp32, by matrix."""
 
     @abstractmethod
     def encode(
         self, values: Mapping[str, torch.Tensor], largest: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return the parameters `encoded_names`, and what else belongs to them, of plain `values` and the largest magnitudes of all
-        ranks."""
+        """Return the parameters `encoded_names`, and what else belongs to them, of plain `values`
+        and the largest magnitudes of all ranks."""
 
     @property
     def plain_names(self) -> list[str]:
-        """Return the names of the parameters that a refit fills and that vLLM would load as they are, such as biases."""
+        """Return the names of the parameters that a refit fills and that vLLM would load as they
+        are, such as biases."""
         others = () if self.how.packed is None else self.how.packed.others
         made = {*self.input_scales, *self.encoded_names, *others}
         return [key for key in self.templates if key not in made]
 
     def find_split(self, held: Sequence[Held]) -> None:
-        """Find the matrices of which other ranks hold the rest, from the parts that this rank holds.
+        """Find the matrices of which other ranks hold the rest, from the parts that this rank
+        holds.
 
-        Raises ReshardError where parts of two published tensors would share a scale, and where ranks cannot find scales together.
+        Raises ReshardError where parts of two published tensors would share a scale, and where
+        ranks cannot find scales together.
         """
         self.find_split_matrices(held)
         experts, (ranks, _) = experts_of(self.module), tensor_parallel()
         if self.split_matrices and experts is not None and experts.tp != ranks:
             raise ReshardError(
-                f"{self.name} splits its experts over {experts.tp} ranks, not over the {ranks} of tensor parallelism, and those "
-                f"cannot find scales together: pass enable_expert_parallel=True, or serve in bf16"
+                f"{self.name} splits its experts over {experts.tp} ranks, not over the {ranks} of tensor "
+                "parallelism, and those cannot find scales together: pass enable_expert_parallel=True, or "
+                "serve in bf16"
             )
 
     def parameters(
         self, values: Mapping[str, torch.Tensor], largest: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return the layer's parameters as vLLM would have loaded them, of plain `values` and the largest magnitudes of all
-        ranks."""
+        """Return the layer's parameters as vLLM would have loaded them, of plain `values` and the
+        largest magnitudes of all ranks."""
         device = next(iter(values.values())).device
         parameters = {key: values[key] for key in self.plain_names}
         for key in () if self.how.packed is None else self.how.packed.others:
@@ -132,7 +140,8 @@ def parameter_like(tensor: torch.Tensor, template: torch.Tensor) -> torch.Tensor
 
 
 def reduce_max(vectors: Sequence[torch.Tensor], group: Any, timeout: float) -> None:
-    """Replace each element by the largest of all ranks in the group, which have as many vectors in the same order.
+    """Replace each element by the largest of all ranks in the group, which have as many vectors in
+    the same order.
 
     Waits no longer than `timeout` seconds; on a GPU, enqueues it on the current stream.
     """
@@ -149,8 +158,8 @@ def reduce_max(vectors: Sequence[torch.Tensor], group: Any, timeout: float) -> N
 
 
 def refuse_parts_of_blocks(what: str, block: tuple[int, int], rows: int, parts: Sequence[Held]) -> None:
-    """Raise ReshardError where a rank holds a part of a block that shares a scale, or where the blocks of a published tensor are not
-    those of the matrix, of so many `rows`, that it lies in."""
+    """Raise ReshardError where a rank holds a part of a block that shares a scale, or where the
+    blocks of a published tensor are not those of the matrix, of so many `rows`, that it lies in."""
     for part in parts:
         starts, lengths = part.box.offsets, part.box.lengths
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
@@ -162,6 +171,7 @@ def refuse_parts_of_blocks(what: str, block: tuple[int, int], rows: int, parts: 
         )
         if within:
             raise ReshardError(
-                f"{what} has a part of {part.name} that begins or ends within what has one scale, {block[0]} rows and {block[1]} "
-                f"columns, which a refit does not quantize: serve at another tensor parallel size, or in bf16"
+                f"{what} has a part of {part.name} that begins or ends within what has one scale, {block[0]} "
+                f"rows and {block[1]} columns, which a refit does not quantize: serve at another tensor "
+                "parallel size, or in bf16"
             )

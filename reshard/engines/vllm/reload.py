@@ -1,10 +1,12 @@
 """Layers whose weights vLLM processes after loading, each kind in its own way.
 
-A refit fills a slab with what vLLM would have loaded, and vLLM's own processing makes of it what the layer serves from, in the
-same memory as before. For layers that vLLM loads from a quantized checkpoint, the slab holds plain weights, and a
-`LayerQuantizer` makes of them what vLLM would have loaded.
+A refit fills a slab with what vLLM would have loaded, and vLLM's own processing makes of it what
+the layer serves from, in the same memory as before. For layers that vLLM loads from a quantized
+checkpoint, the slab holds plain weights, and a `LayerQuantizer` makes of them what vLLM would have
+loaded.
 
-The slab is one piece of memory for all layers, which take turns: a *round* is one layer, or as many as fit.
+The slab is one piece of memory for all layers, which take turns: a *round* is one layer, or as many
+as fit.
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,8 +46,8 @@ ALIGNMENT = 256
 
 
 class Layer(NamedTuple):
-    """A layer's name and module, the parameters in the slab that a refit fills, by name, and what makes of these the parameters that
-    vLLM loads; None where they are the same."""
+    """A layer's name and module, the parameters in the slab that a refit fills, by name, and what
+    makes of these the parameters that vLLM loads; None where they are the same."""
 
     name: str
     module: torch.nn.Module
@@ -95,8 +97,8 @@ class Reloads:
             self.loaded |= {f"{name}.{key}": tensor for key, tensor in layer.loaded.items()}
 
     def share(self, held: Mapping[str, list[Held]]) -> None:
-        """Find which scales ranks have to find together, from the parts that each layer holds. Raises ReshardError where they
-        cannot."""
+        """Find which scales ranks have to find together, from the parts that each layer holds.
+        Raises ReshardError where they cannot."""
         quantizers = [
             layer.quantizer for layers in self.rounds for layer in layers if layer.quantizer is not None
         ]
@@ -106,12 +108,13 @@ class Reloads:
             self.group = tensor_parallel_group()
         if not self.even and any(quantizer.split_matrices for quantizer in quantizers):
             raise ReshardError(
-                "not all of vLLM's ranks have as many experts, so that they cannot find scales together that are for parts on "
-                "several of them: serve in bf16"
+                "not all of vLLM's ranks have as many experts, so that they cannot find scales together "
+                "that are for parts on several of them: serve in bf16"
             )
 
     def keep_inputs(self) -> None:
-        """Keep the scales of inputs that the layers have now, which came with a checkpoint that vLLM has loaded since."""
+        """Keep the scales of inputs that the layers have now, which came with a checkpoint that
+        vLLM has loaded since."""
         for layer in (layer for layers in self.rounds for layer in layers):
             if layer.quantizer is not None:
                 layer.quantizer.input_scales = _inputs(layer.name, layer.module, layer.quantizer.how, True)
@@ -129,9 +132,11 @@ class Reloads:
         return views
 
     def process_round(self, number: int, timeout: float) -> None:
-        """Process what lies in the slab into the tensors that the layers of a round serve from, in place.
+        """Process what lies in the slab into the tensors that the layers of a round serve from, in
+        place.
 
-        Ranks that hold parts of what shares a scale do this together, and wait for each other no longer than `timeout` seconds.
+        Ranks that hold parts of what shares a scale do this together, and wait for each other no
+        longer than `timeout` seconds.
         """
         for layer, largest in self._largest(number, timeout):
             with _processed(layer, largest, self.config) as (tensors, handles):
@@ -141,7 +146,8 @@ class Reloads:
                 setattr(owner, HANDLE, handle)
 
     def mismatches(self, number: int, timeout: float) -> list[str]:
-        """Return the tensors of a round's layers that differ from what vLLM makes of what lies in the slab.
+        """Return the tensors of a round's layers that differ from what vLLM makes of what lies in
+        the slab.
 
         Ranks work together as in `process_round`.
         """
@@ -162,7 +168,8 @@ class Reloads:
         return differing
 
     def _largest(self, number: int, timeout: float) -> list[tuple[Layer, dict[str, torch.Tensor]]]:
-        """Return the layers of a round, each with the magnitudes that its scales are made of, by matrix, over all ranks."""
+        """Return the layers of a round, each with the magnitudes that its scales are made of, by
+        matrix, over all ranks."""
         layers = [
             (layer, {} if layer.quantizer is None else layer.quantizer.largest_magnitudes(layer.loaded))
             for layer in self.rounds[number]
@@ -195,7 +202,8 @@ def _check_finite(layers: list[tuple[Layer, dict[str, torch.Tensor]]]) -> None:
     wrong = [name for (name, _), good in zip(named, finite, strict=True) if not good]
     if wrong:
         raise ReshardError(
-            f"the trainer's weights for {listed(wrong, 3)} hold infinities or NaN, and quantizing would spread or hide them"
+            f"the trainer's weights for {listed(wrong, 3)} hold infinities or NaN, and quantizing would "
+            "spread or hide them"
         )
 
 
@@ -222,7 +230,8 @@ _known_inputs: WeakKeyDictionary[torch.nn.Module, dict[str, torch.Tensor]] = Wea
 
 
 def _inputs(name: str, module: torch.nn.Module, how: Compressed, whole: bool) -> dict[str, torch.Tensor]:
-    """Return the scales of a layer's input that came with a checkpoint; 1 where there are none and its kernel reads none.
+    """Return the scales of a layer's input that came with a checkpoint; 1 where there are none and
+    its kernel reads none.
 
     Raises ReshardError where the kernel needs them.
     """
@@ -233,8 +242,9 @@ def _inputs(name: str, module: torch.nn.Module, how: Compressed, whole: bool) ->
     known = _known_inputs.get(module, {})
     if how.reads_inputs and len(known) < len(how.inputs):
         raise ReshardError(
-            f"{name} quantizes its input by a scale that comes with a checkpoint and that no trainer has, and this vLLM holds "
-            f"none that it has loaded: load the checkpoint once, or serve one whose activations are quantized dynamically"
+            f"{name} quantizes its input by a scale that comes with a checkpoint and that no trainer has, "
+            "and this vLLM holds none that it has loaded: load the checkpoint once, or serve one whose "
+            "activations are quantized dynamically"
         )
     one = torch.ones((), dtype=torch.float32, device=next(module.parameters()).device)
     return {key: known.get(key, one) for key in how.inputs}
@@ -272,7 +282,8 @@ def _put(name: str, served: torch.Tensor, processed: torch.Tensor) -> None:
             first = processed.narrow(dim, 0, 1)
             if not same_bits(processed, first.expand_as(processed)):
                 raise ReshardError(
-                    f"vLLM keeps {name} as one number for many, and makes several when it processes it once more: serve in bf16"
+                    f"vLLM keeps {name} as one number for many, and makes several when it processes it once "
+                    "more: serve in bf16"
                 )
             served, processed = served.narrow(dim, 0, 1), first
     served.copy_(processed)
@@ -284,8 +295,9 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class Processed(NamedTuple):
-    """The tensors that a layer serves from, each with the one that vLLM's own processing makes, by name; and the handles in which
-    kernels keep weights: the owner of each, and the handle that the processing makes."""
+    """The tensors that a layer serves from, each with the one that vLLM's own processing makes, by
+    name; and the handles in which kernels keep weights: the owner of each, and the handle that the
+    processing makes."""
 
     tensors: dict[str, tuple[torch.Tensor, torch.Tensor]]
     handles: list[tuple[Any, Any]]
@@ -293,11 +305,12 @@ class Processed(NamedTuple):
 
 @contextmanager
 def _processed(layer: Layer, largest: Mapping[str, torch.Tensor], config: Any) -> Iterator[Processed]:
-    """Let vLLM process what lies in the slab, and yield the result alongside what the layer serves from.
+    """Let vLLM process what lies in the slab, and yield the result alongside what the layer serves
+    from.
 
-    `largest` are the magnitudes that scales are made of. When this ends, the layer has its own tensors again, and its kernels,
-    whose workspaces CUDA graphs know by their addresses. Raises ReshardError where the processing fails, or changes an
-    attribute that is no tensor.
+    `largest` are the magnitudes that scales are made of. When this ends, the layer has its own
+    tensors again, and its kernels, whose workspaces CUDA graphs know by their addresses. Raises
+    ReshardError where the processing fails, or changes an attribute that is no tensor.
     """
     module, loaded = layer.module, layer.loaded
     if layer.quantizer is not None:
@@ -318,7 +331,8 @@ def _processed(layer: Layer, largest: Mapping[str, torch.Tensor], config: Any) -
             process(module, config)
         except Exception as error:
             raise ReshardError(
-                f"vLLM fails to process {layer.name} once more ({type(error).__name__}: {first_line(error)}): serve in bf16"
+                f"vLLM fails to process {layer.name} once more ({type(error).__name__}: "
+                f"{first_line(error)}): serve in bf16"
             ) from error
         made: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {
             key: (now, module._parameters.get(key)) for key, now in serving.items()
@@ -330,7 +344,8 @@ def _processed(layer: Layer, largest: Mapping[str, torch.Tensor], config: Any) -
         ]  # fmt: skip
         if unfit:
             raise ReshardError(
-                f"vLLM makes {layer.name}.{unfit[0]} of another shape or dtype when it processes it once more: serve in bf16"
+                f"vLLM makes {layer.name}.{unfit[0]} of another shape or dtype when it processes it once "
+                "more: serve in bf16"
             )
         handles = _handles(layer, before)
     finally:
@@ -386,7 +401,7 @@ def _changed(
                 changed |= {f"{key}.{which}": (one, made.get(which)) for which, one in scales.items()}
             elif isinstance(value, int | float | str) and now != value:
                 raise ReshardError(
-                    f"vLLM keeps {key} beside the weights of {name}, {value!r} before and {now!r} when it processes them "
-                    f"once more, which a refit cannot change: serve in bf16"
+                    f"vLLM keeps {key} beside the weights of {name}, {value!r} before and {now!r} when it "
+                    "processes them once more, which a refit cannot change: serve in bf16"
                 )
     return changed

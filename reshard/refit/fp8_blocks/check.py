@@ -1,6 +1,6 @@
-"""The check of blocks that an inference rank made itself: their bf16 is gathered once more by plain copies, digested as the trainer
-digests it, encoded from there, and compared with what the engine serves.
-"""
+"""The check of blocks that an inference rank made itself: their bf16 is gathered once more by plain
+copies, digested as the trainer digests it, encoded from there, and compared with what the engine
+serves."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -37,8 +37,8 @@ BATCH = 128 << 20  # elements at a time, or one local tensor
 
 
 class Requantized(NamedTuple):
-    """By trainer's rank a digest of the bf16 of each piece in blocks, 0 for other pieces; and the indices of the local tensors whose
-    codes or scales are not what these pieces make."""
+    """By trainer's rank a digest of the bf16 of each piece in blocks, 0 for other pieces; and the
+    indices of the local tensors whose codes or scales are not what these pieces make."""
 
     digests: dict[int, np.ndarray]
     unlike: list[int]
@@ -53,8 +53,9 @@ def requantized(
 ) -> Requantized:
     """Make the blocks of `pieces` once more and compare them.
 
-    `shards` are the (address, pitch in bytes) of the shards of each trainer's rank, which must be mapped. Of the local tensors in
-    `sent`, some blocks came another way: only what these pieces reach is compared.
+    `shards` are the (address, pitch in bytes) of the shards of each trainer's rank, which must be
+    mapped. Of the local tensors in `sent`, some blocks came another way: only what these pieces
+    reach is compared.
     """
     digests = {rank: np.zeros(len(of_rank.into), np.int64) for rank, of_rank in pieces.items()}
     outcome = Requantized(digests, [])
@@ -75,8 +76,9 @@ def requantized(
 
 
 def _boxes(pieces: Mapping[int, Pieces], served: np.ndarray, sent: np.ndarray) -> np.ndarray:
-    """Return what this rank makes in blocks, as local tensor, first row and column, rows and columns: whole local tensors with their
-    padding, or the pieces of those that others sent blocks of."""
+    """Return what this rank makes in blocks, as local tensor, first row and column, rows and
+    columns: whole local tensors with their padding, or the pieces of those that others sent blocks
+    of."""
     quantized = served[:, ENCODING] != PLAIN
     whole = np.flatnonzero(quantized & ~np.isin(np.arange(len(served)), sent))
     boxes = [np.concatenate([whole[:, None], np.zeros((len(whole), 2), np.int64), served[whole, SHAPE]], 1)]
@@ -87,7 +89,8 @@ def _boxes(pieces: Mapping[int, Pieces], served: np.ndarray, sent: np.ndarray) -
 
 
 def _pieces_of(pieces: Mapping[int, Pieces], tensors: np.ndarray) -> Iterator[tuple[int, np.ndarray, Pieces]]:
-    """Yield the trainer's ranks that have pieces of these local tensors, with the indices of those pieces, and the pieces."""
+    """Yield the trainer's ranks that have pieces of these local tensors, with the indices of those
+    pieces, and the pieces."""
     for rank, of_rank in pieces.items():
         chosen = np.flatnonzero(tensors[of_rank.into[:, 0]])
         if len(chosen):
@@ -102,7 +105,8 @@ def _gather(
     held: torch.Tensor,
     device: torch.device,
 ) -> np.ndarray:
-    """Copy pieces to where they belong in local tensors that begin at `first` elements of `held`, and return their digests."""
+    """Copy pieces to where they belong in local tensors that begin at `first` elements of `held`,
+    and return their digests."""
     asked, (index, row, column) = pieces.asked.copy(), pieces.into.T
     asked[:, ENCODED] = BEFORE_BLOCKS[asked[:, ENCODED]]
     pitch = served[index, SHAPE][:, 1] * BF16.size
@@ -119,8 +123,8 @@ def _gather(
 def _differing(
     boxes: np.ndarray, served: np.ndarray, first: np.ndarray, held: torch.Tensor, device: torch.device
 ) -> list[int]:
-    """Encode boxes of the local tensors in `held`, and return the indices of the tensors whose codes or scales differ from the
-    engine's."""
+    """Encode boxes of the local tensors in `held`, and return the indices of the tensors whose
+    codes or scales differ from the engine's."""
     batch, inverse = np.unique(boxes[:, 0], return_inverse=True)
     shapes = served[batch, SHAPE]
     blocks = -(-shapes // BLOCK)

@@ -1,9 +1,10 @@
-"""The tables by which blocks of fp8 are made of a trainer's bf16 or fp32, and what the host makes of them. `reshard.refit.kernels`
-has the kernel.
+"""The tables by which blocks of fp8 are made of a trainer's bf16 or fp32, and what the host makes
+of them. `reshard.refit.kernels` has the kernel.
 
-A block of 128x128 elements of a local tensor may come in *fragments*, from several shards and ranks. They are gathered, rounded to
-bf16 where they are wider, and encoded straight to where the engine serves from, with no copy in between. An *item* is a strip
-of up to 8 blocks beside each other, with its fragments.
+A block of 128x128 elements of a local tensor may come in *fragments*, from several shards and
+ranks. They are gathered, rounded to bf16 where they are wider, and encoded straight to where the
+engine serves from, with no copy in between. An *item* is a strip of up to 8 blocks beside each
+other, with its fragments.
 """
 
 from typing import NamedTuple
@@ -41,8 +42,8 @@ from reshard.refit.tables import (
     WIDTH,
 )
 
-# Columns of `places_of`: the addresses of codes and scales, their pitches in elements, rows and columns, and the codec that bf16
-# would have.
+# Columns of `places_of`: the addresses of codes and scales, their pitches in elements, rows and
+# columns, and the codec that bf16 would have.
 PLACES = 7
 PLACE, PITCH, SHAPE, ENCODING = slice(0, 2), slice(2, 4), slice(4, 6), 6
 BF16 = DTYPES["bfloat16"]
@@ -50,8 +51,8 @@ TO_BF16 = CODECS[BEFORE_BLOCKS[block_codec("fp32", "float32")]]
 
 
 def places_of(engine: Engine) -> np.ndarray:
-    """Return where the engine's quantized local tensors lie now, by their index among its regions, as columns `PLACES`; zeros for
-    the others."""
+    """Return where the engine's quantized local tensors lie now, by their index among its regions,
+    as columns `PLACES`; zeros for the others."""
     matrix = np.zeros((len(engine.regions), PLACES), np.int64)
     for index, (identity, codes) in enumerate(engine.regions.items()):
         scales = engine.scales.get(identity)
@@ -63,7 +64,8 @@ def places_of(engine: Engine) -> np.ndarray:
 
 
 class BlockItems(NamedTuple):
-    """Items and their fragments, the owner of each fragment's source, and the index of each item's local tensor."""
+    """Items and their fragments, the owner of each fragment's source, and the index of each item's
+    local tensor."""
 
     items: np.ndarray
     fragments: np.ndarray
@@ -72,11 +74,11 @@ class BlockItems(NamedTuple):
 
 
 def items_of(table: np.ndarray, into: np.ndarray, owners: np.ndarray, places: np.ndarray) -> BlockItems:
-    """Cut pieces at the borders of blocks, and collect the fragments of each item. Blocks that no piece reaches are in no item: they
-    come by another way.
+    """Cut pieces at the borders of blocks, and collect the fragments of each item. Blocks that no
+    piece reaches are in no item: they come by another way.
 
-    `table` has the source's end and the codec of each piece filled in, `into` is its local tensor's index, row and column, and
-    `places` says where the local tensors lie (`places_of`).
+    `table` has the source's end and the codec of each piece filled in, `into` is its local tensor's
+    index, row and column, and `places` says where the local tensors lie (`places_of`).
     """
     items = cut(table, into, owners, places, ITEM_BLOCKS)
     return items if _all_reached(items) else cut(table, into, owners, places, 1)
@@ -136,8 +138,8 @@ def cut(
 
 
 class BlockTable:
-    """Items of one rounding, ready to run, kept on the GPU. `order` is the order of items in which the links to all peers are busy
-    at once."""
+    """Items of one rounding, ready to run, kept on the GPU. `order` is the order of items in which
+    the links to all peers are busy at once."""
 
     def __init__(self, blocks: BlockItems, rounding: str, device: torch.device, order: np.ndarray) -> None:
         self.rounding, self.device = rounding, device
@@ -181,7 +183,8 @@ class BlockTable:
 
 
 def size_of(sizes: np.ndarray) -> int:
-    """Return the bytes that the elements of all fragments have, for which there is a kernel of its own; 0 where they differ."""
+    """Return the bytes that the elements of all fragments have, for which there is a kernel of its
+    own; 0 where they differ."""
     known = np.unique(sizes)
     return int(known[0]) if len(known) == 1 else 0
 

@@ -1,8 +1,10 @@
-"""Blocks of fp8 that travel: made on the trainer's rank that has all of a block, for half the bytes.
+"""Blocks of fp8 that travel: made on the trainer's rank that has all of a block, for half the
+bytes.
 
-Both ends cut the pieces of a pair alike into blocks. A *packed block* is its codes, row after row, and then its scale. The
-trainer's rank makes it in the bucket or slab, and the inference rank copies it from there to where it serves from. The parts
-of a block that no piece reaches are padding, and zero. Blocks of which several ranks hold parts travel otherwise: `split`.
+Both ends cut the pieces of a pair alike into blocks. A *packed block* is its codes, row after row,
+and then its scale. The trainer's rank makes it in the bucket or slab, and the inference rank copies
+it from there to where it serves from. The parts of a block that no piece reaches are padding, and
+zero. Blocks of which several ranks hold parts travel otherwise: `split`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -61,7 +63,8 @@ class Placed(NamedTuple):
 
 
 def compile_block_kernels(codecs: np.ndarray, encodes: bool, device: torch.device) -> None:
-    """Compile now the kernels that the first refit would wait for where blocks of these codecs are packed (`encodes`) or unpacked.
+    """Compile now the kernels that the first refit would wait for where blocks of these codecs are
+    packed (`encodes`) or unpacked.
 
     Raises ReshardError where this GPU cannot make them.
     """
@@ -74,21 +77,23 @@ def compile_block_kernels(codecs: np.ndarray, encodes: bool, device: torch.devic
         return
     if torch.cuda.get_device_capability(device) < FP8:
         raise ReshardError(
-            f"this trainer's rank has to make the fp8 blocks that it sends, which {torch.cuda.get_device_name(device)} "
-            f"cannot: put trainer and engine on one host, or serve in bf16"
+            "this trainer's rank has to make the fp8 blocks that it sends, which "
+            f"{torch.cuda.get_device_name(device)} cannot: put trainer and engine on one host, or serve in "
+            "bf16"
         )
     for rounding, mask in by_rounding(codecs):
         compile_quantize(rounding, True, device, 1, size_of(SOURCE_SIZES[codecs[mask]]))
 
 
 def cut_into_blocks(table: np.ndarray, into: np.ndarray, places: np.ndarray) -> BlockItems:
-    """Return the blocks that pieces make up, each an item, for the end that `table` and `places` know: source or destination."""
+    """Return the blocks that pieces make up, each an item, for the end that `table` and `places`
+    know: source or destination."""
     return cut(table, into, np.zeros(len(table), np.int64), places, 1)
 
 
 def places_of_requests(where: np.ndarray, extents: np.ndarray, codecs: np.ndarray) -> np.ndarray:
-    """Return an engine's local tensors as a trainer's rank knows them: their shapes and codecs (`items.places_of`), by their index
-    in `where`."""
+    """Return an engine's local tensors as a trainer's rank knows them: their shapes and codecs
+    (`items.places_of`), by their index in `where`."""
     places = np.zeros((int(where[:, 0].max(initial=-1)) + 1, PLACES), np.int64)
     places[where[:, 0], SHAPE], places[where[:, 0], ENCODING] = extents, codecs
     return places
@@ -136,7 +141,8 @@ def packed(items: np.ndarray, begins: np.ndarray) -> np.ndarray:
 def encode_tables(
     blocks: BlockItems, places: np.ndarray, begins: np.ndarray, device: torch.device
 ) -> list[BlockTable]:
-    """Return the tables that make these blocks, by rounding, each packed from its address in `begins` on."""
+    """Return the tables that make these blocks, by rounding, each packed from its address in
+    `begins` on."""
     items = packed(blocks.items, begins)
     codecs = places[blocks.tensors, ENCODING]
     tables = []
@@ -147,7 +153,8 @@ def encode_tables(
 
 
 def unpack_copies(blocks: BlockItems, begins: np.ndarray) -> np.ndarray:
-    """Return the plain copies that put packed blocks, each from its address in `begins` on, where they are served from."""
+    """Return the plain copies that put packed blocks, each from its address in `begins` on, where
+    they are served from."""
     items, codes, scales = blocks.items, empty_table(len(blocks.items)), empty_table(len(blocks.items))
     codes[:, SRC], codes[:, DST] = begins, items[:, CODES]
     codes[:, ROWS], codes[:, WIDTH] = items[:, ITEM_ROWS], items[:, ITEM_COLUMNS]

@@ -1,10 +1,12 @@
-"""Blocks of fp8 of which several of the trainer's ranks hold parts, where not all of these parts can be read in place: the
-parts come as bf16 into a slab of the inference rank, which makes the blocks from there.
+"""Blocks of fp8 of which several of the trainer's ranks hold parts, where not all of these parts
+can be read in place: the parts come as bf16 into a slab of the inference rank, which makes the
+blocks from there.
 
-Which blocks these are is known when a refit is planned. By which transports their parts come is known later, and may change. So
-the plan cuts pieces where such blocks begin and end, and gives each run of such blocks beside each other a *slot*: a place in
-the slab, and the round in which the place is its own. A slot is used if some part of its blocks is sent; other blocks are made
-from where their parts lie.
+Which blocks these are is known when a refit is planned. By which transports their parts come is
+known later, and may change. So the plan cuts pieces where such blocks begin and end, and gives each
+run of such blocks beside each other a *slot*: a place in the slab, and the round in which the place
+is its own. A slot is used if some part of its blocks is sent; other blocks are made from where
+their parts lie.
 """
 
 from collections.abc import Collection, Mapping
@@ -50,11 +52,11 @@ BLOCK_BYTES = BLOCK * ROW_BYTES
 
 
 def split_pieces(pieces: Mapping[int, Pieces], shapes: np.ndarray, first_round: int) -> dict[int, Pieces]:
-    """Cut pieces, by trainer's rank, at the borders of blocks of which several ranks have parts, and fill in the slots of these,
-    from round `first_round` on.
+    """Cut pieces, by trainer's rank, at the borders of blocks of which several ranks have parts,
+    and fill in the slots of these, from round `first_round` on.
 
-    `shapes` are the rows and columns ``[local tensors, 2]`` of what is served in blocks. Afterwards each block belongs to one
-    rank, or to pieces with one slot.
+    `shapes` are the rows and columns ``[local tensors, 2]`` of what is served in blocks. Afterwards
+    each block belongs to one rank, or to pieces with one slot.
     """
     names = [name for of_rank in pieces.values() for name in of_rank.names]
     asked = np.concatenate([of_rank.asked for of_rank in pieces.values()])
@@ -104,7 +106,8 @@ def split_pieces(pieces: Mapping[int, Pieces], shapes: np.ndarray, first_round: 
     return cut_pieces
 
 
-# Columns of a slot: its round, its first byte in the slab, the bytes from one row to the next, and its first column of blocks.
+# Columns of a slot: its round, its first byte in the slab, the bytes from one row to the next, and
+# its first column of blocks.
 SLOT_ROUND, SLOT_BEGIN, SLOT_PITCH, FIRST_BLOCK = range(4)
 
 
@@ -124,8 +127,8 @@ def _slots(blocks: np.ndarray, first_round: int) -> tuple[np.ndarray, np.ndarray
 
 
 class Runs(NamedTuple):
-    """Runs of blocks beside each other that a piece reaches, all of one slot or of none: the piece, the slot, and the element at
-    which the first block begins and the last one ends."""
+    """Runs of blocks beside each other that a piece reaches, all of one slot or of none: the piece,
+    the slot, and the element at which the first block begins and the last one ends."""
 
     piece: np.ndarray
     slot: np.ndarray
@@ -134,7 +137,8 @@ class Runs(NamedTuple):
 
 
 def _runs(piece: np.ndarray, row: np.ndarray, column: np.ndarray, slot: np.ndarray) -> Runs:
-    """Return the runs, from the piece, row of blocks, column of blocks and slot of each block that a piece reaches."""
+    """Return the runs, from the piece, row of blocks, column of blocks and slot of each block that
+    a piece reaches."""
     order = np.lexsort((column, row, piece))
     piece, row, column, slot = (values[order] for values in (piece, row, column, slot))
     new_piece, new_row, new_slot = (np.diff(values, prepend=-2) != 0 for values in (piece, row, slot))
@@ -147,7 +151,8 @@ def _runs(piece: np.ndarray, row: np.ndarray, column: np.ndarray, slot: np.ndarr
 
 
 def _placed(slots: np.ndarray, slot: np.ndarray, begins: np.ndarray) -> np.ndarray:
-    """Return `Pieces.parts` of pieces that begin at a row and column of a local tensor, within these slots."""
+    """Return `Pieces.parts` of pieces that begin at a row and column of a local tensor, within
+    these slots."""
     parts = np.full((len(slot), PARTS), NO_SLOT)
     placed = np.flatnonzero(slot != NO_SLOT)
     own = slots[slot[placed]]
@@ -159,8 +164,8 @@ def _placed(slots: np.ndarray, slot: np.ndarray, begins: np.ndarray) -> np.ndarr
 
 
 def _whole_blocks(begins: np.ndarray, ends: np.ndarray, extents: np.ndarray) -> np.ndarray:
-    """Return where the blocks begin and end that pieces cover from border to border: ``[2, pieces, 2]``, empty at the piece's end
-    where it covers none."""
+    """Return where the blocks begin and end that pieces cover from border to border: ``[2, pieces,
+    2]``, empty at the piece's end where it covers none."""
     first = -(-begins // BLOCK) * BLOCK
     last = np.where(ends == extents, ends, ends // BLOCK * BLOCK)
     none = first > last
@@ -168,7 +173,8 @@ def _whole_blocks(begins: np.ndarray, ends: np.ndarray, extents: np.ndarray) -> 
 
 
 def _cut_blocks(begins: np.ndarray, ends: np.ndarray, inner: np.ndarray) -> np.ndarray:
-    """Return the blocks that pieces cover in part, each as (piece, row of blocks, column of blocks)."""
+    """Return the blocks that pieces cover in part, each as (piece, row of blocks, column of
+    blocks)."""
     borders = np.stack([begins, inner[0], inner[1], ends])
     cut_blocks = [np.zeros((0, 3), np.int64)]
     for i, j in ((i, j) for i in range(3) for j in range(3) if (i, j) != (1, 1)):
@@ -185,10 +191,11 @@ def _cut_blocks(begins: np.ndarray, ends: np.ndarray, inner: np.ndarray) -> np.n
 
 
 class SplitBlocksSlab:
-    """The slab of an inference rank in which the parts of blocks meet, and the making of the blocks, a round at a time.
+    """The slab of an inference rank in which the parts of blocks meet, and the making of the
+    blocks, a round at a time.
 
-    It has no memory where no part is sent. `through` masks the pieces that come through it, by trainer's rank; `numbers` are
-    the rounds in which they do.
+    It has no memory where no part is sent. `through` masks the pieces that come through it, by
+    trainer's rank; `numbers` are the rounds in which they do.
     """
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
@@ -200,8 +207,8 @@ class SplitBlocksSlab:
         self.pieces = Pieces.none()
 
     def arrange(self, pieces: Mapping[int, Pieces], sent: Collection[int]) -> None:
-        """Make ready for these pieces, of which the trainer's ranks in `sent` send theirs. Called again when what is served has
-        moved."""
+        """Make ready for these pieces, of which the trainer's ranks in `sent` send theirs. Called
+        again when what is served has moved."""
         slots = np.concatenate([np.zeros(0, np.int64), *(pieces[rank].parts[:, SLOT] for rank in sent)])
         used = slots[slots != NO_SLOT]
         self.through = {rank: np.isin(of_rank.parts[:, SLOT], used) for rank, of_rank in pieces.items()}
@@ -226,8 +233,9 @@ class SplitBlocksSlab:
         return {"bytes": moved, "rounds": len(self.numbers), "slab_bytes": size}
 
     def placed(self, rank: int, table: np.ndarray, pieces: Pieces) -> np.ndarray:
-        """Return `table`, of a rank's pieces with the destination's end filled in (`addresses.destination_table`), with those that
-        come through the slab going there, as bf16."""
+        """Return `table`, of a rank's pieces with the destination's end filled in
+        (`addresses.destination_table`), with those that come through the slab going there, as bf16.
+        """
         through = self.through[rank]
         if self.memory is None or not through.any():
             return table
@@ -238,12 +246,14 @@ class SplitBlocksSlab:
         return table
 
     def make(self, number: int) -> None:
-        """Make the blocks of a round, whose parts are in the slab; on a GPU, enqueue it on the current stream."""
+        """Make the blocks of a round, whose parts are in the slab; on a GPU, enqueue it on the
+        current stream."""
         for table in self.made[number]:
             table.run()
 
     def mismatches(self, number: int) -> list[int]:
-        """Return the indices of the local tensors whose blocks are not what the parts in the slab make."""
+        """Return the indices of the local tensors whose blocks are not what the parts in the slab
+        make."""
         places = places_of(self.engine)
         table, into = self._sources(number, places)
         blocks = cut_into_blocks(table, into, places)
@@ -260,7 +270,8 @@ class SplitBlocksSlab:
         return tables
 
     def _sources(self, number: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the table of a round's pieces with the source's end, the slab, filled in, and where the pieces go."""
+        """Return the table of a round's pieces with the source's end, the slab, filled in, and
+        where the pieces go."""
         assert self.memory is not None
         _, asked, into, parts = self.pieces.where(self.pieces.parts[:, IN_ROUND] == number)
         table = empty_table(len(into))

@@ -1,5 +1,5 @@
-"""A Hugging Face directory of safetensors files, read as canonical tensors: weights that are stored as codes are
-what those stand for."""
+"""A Hugging Face directory of safetensors files, read as canonical tensors: weights that are stored
+as codes are what those stand for."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -30,8 +30,9 @@ READERS = 16  # of small tensors, which wait for a disk or a network, not for a 
 
 
 class HuggingFaceSource(Source):
-    """A Hugging Face directory. Weights that are stored as codes with scales read as `dequantize_to`; without it fp8 with
-    128x128 block scales as bf16, and what compressed-tensors or modelopt has quantized in the config's dtype."""
+    """A Hugging Face directory. Weights that are stored as codes with scales read as
+    `dequantize_to`; without it fp8 with 128x128 block scales as bf16, and what compressed-tensors
+    or modelopt has quantized in the config's dtype."""
 
     kind = "huggingface"
 
@@ -62,8 +63,8 @@ class HuggingFaceSource(Source):
         self._note_large_files()
 
     def _count(self) -> None:
-        """Raise ReshardError where the config speaks of more layers or experts than there are tensors, before
-        they are listed."""
+        """Raise ReshardError where the config speaks of more layers or experts than there are
+        tensors, before they are listed."""
         model = self.model
         for what, n in (
             ("layers", model.num_layers + model.mtp_layers),
@@ -91,8 +92,9 @@ class HuggingFaceSource(Source):
             self.codes, dtype = fp8_blocks.find_weights(config, self.stored, where), None
         else:
             raise ReshardError(
-                f"{self.path}: weights quantized as {method!r:.80} are not supported, only fp8 with block scales, and fp8, int8, "
-                f"int4 and nvfp4 by {compressed_tensors.METHOD}, and nvfp4 by {modelopt.METHOD}"
+                f"{self.path}: weights quantized as {method!r:.80} are not supported, only fp8 with block "
+                f"scales, and fp8, int8, int4 and nvfp4 by {compressed_tensors.METHOD}, and nvfp4 by "
+                f"{modelopt.METHOD}"
             )
         self.quant_method = method
         self.dequantize_to = dequantize_to or DTYPES[dtype if dtype in ("float16", "float32") else "bfloat16"]
@@ -100,12 +102,13 @@ class HuggingFaceSource(Source):
         self.left = compressed_tensors.activation_scales(self.stored) if with_activations else []
         if self.left:
             self.notices.append(
-                "left behind, since only weights are converted: scales of activations and of the key-value cache, "
-                f"{listed(self.left, 3)}"
+                "left behind, since only weights are converted: scales of activations and of the key-value "
+                f"cache, {listed(self.left, 3)}"
             )
 
     def _config_file_of_modelopt(self) -> dict[str, Any]:
-        """Return what ModelOpt's own config file says of a directory that holds weights of its kind; nothing for others."""
+        """Return what ModelOpt's own config file says of a directory that holds weights of its
+        kind; nothing for others."""
         file = self.path / modelopt.CONFIG
         if (
             any(name.endswith(f".weight{modelopt.GLOBAL_SCALE_SUFFIX}") for name in self.stored)
@@ -174,7 +177,8 @@ class HuggingFaceSource(Source):
         stored = self.codes.get(name)
         if stored is None or stored.scheme.scale_shape(stored.shape)[-1] == 1:
             return 1
-        # Some of a block's rows: its numbers are looked up, and all of them would not stay in the cache.
+        # Some of a block's rows: its numbers are looked up, and all of them would not stay in the
+        # cache.
         return -(-stored.scheme.scale_block(stored.shape)[0] // 4)
 
     def strips(self, name: str) -> list[Strip] | None:
@@ -187,7 +191,8 @@ class HuggingFaceSource(Source):
         return sorted(self.codes)
 
     def _numbers(self, names: list[str]) -> dict[str, tuple[int, ...]]:
-        """The whole numbers that small tensors hold; many are read at once, since they lie all over the files."""
+        """The whole numbers that small tensors hold; many are read at once, since they lie all over
+        the files."""
 
         def read(some: list[str]) -> list[tuple[str, tuple[int, ...]]]:
             tensors = [(name, self.stored[name]) for name in some]
@@ -206,7 +211,8 @@ class HuggingFaceSource(Source):
             self.files.close()  # nobody else would, where the source is refused by what was found
 
     def _rows(self, stored: safetensors.Tensor, start: int, stop: int, use: str = "") -> np.ndarray:
-        """Return rows of a stored tensor, valid until the thread asks for others of its dtype and `use`."""
+        """Return rows of a stored tensor, valid until the thread asks for others of its dtype and
+        `use`."""
         width = prod(stored.shape[1:]) * stored.dtype.size
         rows = self.scratch.array(use + stored.dtype.name, stop - start, width)
         self.files.read_into(
