@@ -204,6 +204,19 @@ def test_what_is_only_noted_is_no_field_of_transformers_class(kind):
             Model.from_hf(config | {name: "other"})
 
 
+@pytest.mark.parametrize("field", ["attention_bias", "qkv_bias", "use_qkv_bias"])
+def test_qwen2_has_biases_whatever_its_config_says(field):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = next(c for c in CONFIGS.values() if c["architectures"] == ["Qwen2ForCausalLM"])
+    model = Model.from_hf(config | {field: False})
+    assert megatron_args(model) == megatron_args(Model.from_hf(config)) and model.notices == []
+    small = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=8)
+    layer = Qwen2ForCausalLM(Qwen2Config(**small, num_key_value_heads=2, **{field: False})).model.layers[0]
+    biases = {name for name, _ in layer.named_parameters() if name.endswith("bias")}
+    assert biases == {f"self_attn.{name}_proj.bias" for name in "qkv"}
+
+
 # Words
 
 

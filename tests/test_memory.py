@@ -14,8 +14,8 @@ from reshard.megatron.parameters import expand, padded_vocab_size
 from reshard.megatron.ranks import Ranks, live_shards
 from reshard.memory.activations import Sizes, layer_tensors
 from reshard.memory.estimate import estimate_memory
-from reshard.memory.options import Plan, Training
-from reshard.memory.phases import Engine, Phase
+from reshard.memory.options import Training, TrainingSetup
+from reshard.memory.phases import EngineSetup, Phase
 from reshard.memory.schedule import moments
 from reshard.memory.static import static_bytes
 from reshard.models.model import Model
@@ -53,8 +53,8 @@ def model(variant: str, **fields) -> Model:
     return Model.from_hf(VARIANTS[variant].to_dict() | fields, variant)
 
 
-def planned(found: Model, layout: MegatronLayout, **options) -> Plan:
-    return Plan.of(found, layout, Training(transformer_impl="local", **options))
+def planned(found: Model, layout: MegatronLayout, **options) -> TrainingSetup:
+    return TrainingSetup.of(found, layout, Training(transformer_impl="local", **options))
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
@@ -263,7 +263,7 @@ LAYERS = {
 @pytest.mark.parametrize(("name", "kind"), LAYERS)
 def test_what_a_layer_keeps_for_each_token(name, kind):
     found = of(name)
-    z = Sizes.of(Plan.of(found, MegatronLayout(), Training()), 1.0)
+    z = Sizes.of(TrainingSetup.of(found, MegatronLayout(), Training()), 1.0)
     assert sum(row.bytes for row in layer_tensors(found, kind, z)) / 2 == pytest.approx(
         LAYERS[name, kind], rel=2e-3
     )
@@ -483,7 +483,7 @@ def test_the_phases_of_a_step_that_was_measured():
 
     def bands(**engine) -> dict:
         phases = estimate_memory(
-            found, MegatronLayout(), **options, engine=Engine(VllmLayout(), **engine)
+            found, MegatronLayout(), **options, engine=EngineSetup(VllmLayout(), **engine)
         ).phases
         return {phase.name: [bound / GIB for bound in phase.total_band] for phase in phases}
 
