@@ -34,7 +34,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Mapping:
+class ModelParameters:
     """A model's table, expanded: canonical shapes, copies and Megatron parameters.
 
     `copies` maps a canonical name to the name that has the same bytes; `ignored` and `optional` are canonical
@@ -51,14 +51,14 @@ class Mapping:
 
 def expand(
     model: Model, transformer_impl: str = "transformer_engine", padded_vocab: int | None = None
-) -> Mapping:
+) -> ModelParameters:
     """Expand a model's table. `padded_vocab` is Megatron's number of vocabulary rows (default: no
     padding)."""
     found = _Expansion(model, transformer_impl, padded_vocab)
     for block in model.blocks():
         found.block(block)
     copies = {name: found.primary[megatron] for name, megatron in found.copies.items()}
-    return Mapping(
+    return ModelParameters(
         found.shapes,
         found.parameters,
         copies,
@@ -170,7 +170,7 @@ def padded_vocab_size(vocab: int, make_vocab_size_divisible_by: int, tp: int) ->
     return -(-vocab // multiple) * multiple
 
 
-def inside(p: Parameter, box: Box) -> tuple[tuple[Part, ...], tuple[Box, ...]]:
+def parts_inside(p: Parameter, box: Box) -> tuple[tuple[Part, ...], tuple[Box, ...]]:
     """The parts and the padding of a parameter that lie in a box of it, in the box's own coordinates."""
     parts = []
     for part in p.parts:

@@ -12,7 +12,7 @@ from reshard.core.boxes import Box, whole
 from reshard.core.placement import LocalTensor
 from reshard.core.splits import split
 from reshard.megatron.layout import MegatronLayout
-from reshard.megatron.parameters import Parameter, inside
+from reshard.megatron.parameters import Parameter, parts_inside
 from reshard.models.model import Model
 
 
@@ -81,7 +81,7 @@ def live_shards(ranks: Ranks, p: Parameter) -> list[LiveShard]:
     """The shards of a parameter in the memory of a trainer's ranks."""
     return [
         LiveShard(
-            LocalTensor((p.prefix, p.name, p.layer, p.expert, box), box.lengths, *inside(p, box)),
+            LocalTensor((p.prefix, p.name, p.layer, p.expert, box), box.lengths, *parts_inside(p, box)),
             ranks.holders(p, index),
         )
         for index, box in cuts(p, ranks.layout)
