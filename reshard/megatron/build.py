@@ -39,7 +39,7 @@ def transformer_config(
     dtype: torch.dtype = torch.bfloat16,
     **overrides: Any,
 ) -> Any:
-    """Megatron's ``TransformerConfig`` (``MLATransformerConfig`` for DeepSeek-V3) of a model in a layout; no
+    """Return Megatron's ``TransformerConfig`` (``MLATransformerConfig`` for DeepSeek-V3) of a model in a layout; no
     process group is needed.
 
     Dropout is 0. `overrides` are fields of the config, such as ``sequence_parallel=True``, which Megatron
@@ -124,7 +124,7 @@ def _pipeline_values(layout: MegatronLayout) -> dict[str, Any]:
 
 
 def initialize_parallel(layout: MegatronLayout, seed: int = 1234, **options: Any) -> None:
-    """Megatron's ``initialize_model_parallel`` for a layout; torch.distributed must be initialized, with as
+    """Call Megatron's ``initialize_model_parallel`` for a layout; torch.distributed must be initialized, with as
     many ranks as it needs.
 
     On a GPU Megatron's random states, which its modules draw their weights from, are seeded too.
@@ -161,7 +161,7 @@ def build_megatron(
     parallel_output: bool = True,
     **overrides: Any,
 ) -> list[torch.nn.Module]:
-    """This rank's ``GPTModel`` chunks, one for each virtual stage, with Megatron's own random weights; bare,
+    """Build this rank's ``GPTModel`` chunks, one for each virtual stage, with Megatron's own random weights; bare,
     as Float16Module and DDP take them.
 
     Megatron's parallel state must be initialized (`initialize_parallel`). `make_vocab_size_divisible_by` is
@@ -206,7 +206,7 @@ def build_megatron(
 
 
 def parallel_layout() -> MegatronLayout:
-    """The layout that Megatron's parallel state has. Raises ReshardError where it is not initialized."""
+    """Return the layout of Megatron's parallel state. Raises ReshardError where it is not initialized."""
     from megatron.core import parallel_state as state
 
     if not state.model_parallel_is_initialized():
@@ -225,18 +225,18 @@ def parallel_layout() -> MegatronLayout:
 
 def _check_parallel(model: Model, layout: MegatronLayout) -> None:
     """Raise ReshardError where a layout is not that of Megatron's parallel state."""
-    there = parallel_layout()
+    initialized = parallel_layout()
     for name in ("tp", "pp", *(("ep", "expert_tp") if model.num_experts else ())):
-        theirs = getattr(there, name)
-        if getattr(layout, name) != theirs:
-            size = name.replace("expert_tp", "etp")
+        size = getattr(initialized, name)
+        if getattr(layout, name) != size:
+            axis = name.replace("expert_tp", "etp")
             raise ReshardError(
-                f"layout is {layout}, but Megatron's parallel state was initialized with {size}={theirs}"
+                f"layout is {layout}, but Megatron's parallel state was initialized with {axis}={size}"
             )
 
 
 def layer_specs(config: Any, transformer_impl: str, vp_stage: int | None) -> tuple[Any, Any]:
-    """Megatron's specs of the decoder layers and of the MTP layers (None where there are none) of a virtual
+    """Return Megatron's specs of the decoder layers and of the MTP layers (None where there are none) of a virtual
     stage."""
     from reshard.megatron import compat
 
@@ -274,7 +274,7 @@ def layer_specs(config: Any, transformer_impl: str, vp_stage: int | None) -> tup
 
 @contextmanager
 def without_gpu() -> Iterator[None]:
-    """On a machine without a GPU: what is inside can build and run Megatron's local layers on the CPU.
+    """Let the code inside build and run Megatron's local layers on a machine without a GPU.
 
     They ask for the current CUDA device by name, move tied embeddings there, and want CUDA's random states
     even where there is no dropout, and in 0.16 names of Transformer Engine. All of these are changed for the

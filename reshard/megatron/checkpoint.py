@@ -1,4 +1,4 @@
-"""How a ``torch_dist`` checkpoint arranges Megatron's parameters: keys, chunks, and who saves them.
+"""The keys and chunks of Megatron's parameters in a ``torch_dist`` checkpoint, and the ranks that save them.
 
 `chunks_to_write` cuts parameters the way the ranks of a layout would save them; `placement_of_keys` reads any
 checkpoint's chunks, or a live model's shards, as a placement.
@@ -29,7 +29,7 @@ Keys = dict[str, Key]
 # The (index, size) of a parameter in each stacked dim: the layer, the expert.
 Stack = list[tuple[int, int]]
 
-# What a training checkpoint holds besides weights; left alone, and said so.
+# Entries of a training checkpoint besides weights; they are left alone, with a notice.
 NOT_WEIGHTS = {
     "optimizer state": ("optimizer.", "chained_", "param_groups", "shard_"),
     "RNG state": ("rng_state",),
@@ -67,7 +67,7 @@ class Chunk(NamedTuple):
 
 
 def key_of(parameter: Parameter, stacked: bool, transformer_impl: str) -> str:
-    """The checkpoint key of a parameter, without its position among those that are stacked."""
+    """Return the checkpoint key of a parameter, without its position among those that are stacked."""
     name = parameter.local_name if transformer_impl == "local" else parameter.name
     if parameter.prefix == "decoder.layers." and not stacked:
         return f"{parameter.prefix}{parameter.layer}.{name}"
@@ -84,8 +84,7 @@ class NewObject(NamedTuple):
 def chunks_to_write(
     model: Model, mapping: ModelParameters, layout: MegatronLayout, transformer_impl: str
 ) -> Iterator[Chunk]:
-    """Every chunk that the ranks of a layout save, the way Megatron's own ``dist_checkpointing.save`` cuts
-    them.
+    """Yield every chunk that the ranks of a layout save, as Megatron's own ``dist_checkpointing.save`` cuts them.
 
     A parameter that several ranks hold alike is saved by the first of them; local tensors are named by (key,
     offsets).
@@ -103,7 +102,7 @@ def chunks_to_write(
 def extra_states_to_write(
     model: Model, mapping: ModelParameters, layout: MegatronLayout, transformer_impl: str
 ) -> Iterator[NewObject]:
-    """The ``_extra_state`` objects that a model of these layers asks for when it loads; they hold nothing
+    """Yield the ``_extra_state`` objects that a model of these layers asks for when it loads; they hold nothing
     without fp8.
 
     Every linear layer has one, whatever its implementation; Transformer Engine's norms have one too, and in
@@ -127,7 +126,7 @@ def extra_states_to_write(
 
 
 def _stack(p: Parameter, model: Model) -> Stack:
-    """A parameter's (index, size) in the stacked dims that come before its own."""
+    """Return a parameter's (index, size) in the stacked dims that come before its own."""
     layers = [(p.layer or 0, model.num_layers)] if p.prefix == "decoder.layers." and model.uniform else []
     return layers + ([] if p.expert is None else [(p.expert, model.num_experts)])
 
@@ -165,7 +164,7 @@ def check_language_model(keys: Keys, where: object) -> None:
 
 
 def vocab_rows(keys: Keys, where: object, model: Model) -> int:
-    """Vocabulary rows of a checkpoint, padding included. Raises ReshardError where they are fewer than the
+    """Return the vocabulary rows of a checkpoint, padding included. Raises ReshardError where they are fewer than the
     vocabulary."""
     key = keys.get(EMBEDDING)
     vocab = model.symbols["V"]
