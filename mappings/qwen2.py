@@ -32,8 +32,9 @@ class Qwen2(Family):
 
     megatron = {"add_qkv_bias": True}
     window = "from max_window_layers"
-    # Neither transformers nor vLLM reads them: q, k and v always have biases, o never has one.
-    no_effect = ("attention_bias", "qkv_bias", "use_qkv_bias")
+    # Neither transformers nor vLLM reads it: q, k and v always have biases, o never has one.
+    no_effect = ("attention_bias",)
+    always = {"qkv_bias": True, "use_qkv_bias": True}
 
     #    HF parameter                       shape      Megatron parameter                             arrangement  split   where
     layer = (

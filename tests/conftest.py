@@ -24,8 +24,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Files whose tests start Megatron, vLLM, FSDP or many processes, those that take longest first: each worker takes a file at a time.
 # `-m "not slow"` leaves what answers in a minute or two.
 SLOW = (
-    "refit", "refit_faults", "compressed", "live_megatron", "engine", "nvfp4_engine", "members", "fsdp", "parity", "blocks", "logits", "weight_transfer",
-    "megatron_saves", "serving", "roll", "swift", "reloads", "verl", "resume", "nemo_rl", "build", "meaning", "install", "published",
+    "refit", "refit_faults", "compressed", "live_save", "live_load", "engine", "nvfp4_engine", "members", "fsdp", "parity", "blocks", "logits", "weight_transfer",
+    "megatron_saves", "serving", "roll", "swift", "reloads", "verl", "resume", "nemo_rl", "build", "config_rules", "megatron_args", "megatron_parser",
+    "trainer_settings", "install", "published",
     "sleeping", "examples", "compat", "families", "offload", "input_faults", "storage_faults", "processes", "source_changes", "surface", "report",
     "trainers_checkpoints",
 )  # fmt: skip
@@ -127,6 +128,27 @@ def converted(tmp_path_factory):
                 make(folder / "hf", variant, torch.bfloat16, seed=seed, **options)
                 hf_to_mcore(folder / "hf", folder / "mcore", transformer_impl="local")
                 made[key].append((str(folder / "hf"), str(folder / "mcore")))
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """A function that gives directories of a variant's weights in bf16: ``hf`` and ``mcore``, Megatron at one rank."""
+    import torch
+
+    from reshard import hf_to_mcore
+    from tests.checkpoints import make
+
+    made = {}
+
+    def get(variant, seed=0, **options):
+        key = (variant, seed, *sorted(options.items()))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(variant)
+            make(made[key] / "hf", variant, torch.bfloat16, seed=seed, **options)
+            hf_to_mcore(made[key] / "hf", made[key] / "mcore", transformer_impl="local")
         return made[key]
 
     return get
