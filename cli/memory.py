@@ -188,12 +188,12 @@ def _recompute(given: dict[str, Any]) -> str:
 
 
 def _engine(given: dict[str, Any]) -> Any:
-    from reshard.memory.phases import Engine
+    from reshard.memory.phases import EngineSetup
 
     if given["engine"] is None:
         return None
     names = [name.strip() for name in given["trainer_offload"].split(",")]
-    return Engine(
+    return EngineSetup(
         vllm_layout(given["engine"], "--engine", {"tp", "pp", "dp"}), given["utilization"], given["colocated"],
         () if names == ["none"] else tuple(names),
     )  # fmt: skip
@@ -293,7 +293,7 @@ def _fit(
 ) -> None:  # fmt: skip
     from click.core import ParameterSource
 
-    from reshard.memory.fit import Limits, fit
+    from reshard.memory.fit import SearchSpace, fit
 
     def said(name: str) -> bool:
         return context.get_parameter_source(name) is not ParameterSource.DEFAULT
@@ -308,11 +308,11 @@ def _fit(
     if others:
         raise click.UsageError(f"--fit chooses --{others[0].replace('_', '-')} itself")
     fixed = {name: (sizes[name],) for name in fixed_names}
-    limits = Limits(
+    space = SearchSpace(
         **fixed, cp=(training.cp,), at_most_tp=asked["at_most_tp"], at_most_pp=asked["at_most_pp"],
         at_most_ep=asked["at_most_ep"], offload=not said("optimizer_offload"),
     )  # fmt: skip
-    found, looked = fit(model, training, gpu_bytes, limits, asked["count"])
+    found, looked = fit(model, training, gpu_bytes, space, asked["count"])
     if as_json:
         print_json(
             {

@@ -99,16 +99,11 @@ class DeepseekV3(Family):
         return {"kv_channels": config["v_head_dim"]}
 
     def caveats(self, config, transformer_impl):
-        sentences, epsilon = [], config["rms_norm_eps"]
-        if not config["q_lora_rank"] and transformer_impl == "transformer_engine":
-            sentences.append(
-                "Megatron-Core 0.19 puts a norm before linear_q_proj without q_lora_rank; load this into layers that lack it"
-            )
-        if not same_value(epsilon, 1e-6):
-            sentences.append(
-                f"transformers norms compressed keys with 1e-06, Megatron and vLLM with {epsilon}"
-            )
-        return sentences
+        epsilon = config["rms_norm_eps"]
+        norm = "Megatron-Core 0.19 puts a norm before linear_q_proj without q_lora_rank; load this into layers that lack it"
+        compressed = f"transformers norms compressed keys with 1e-06, Megatron and vLLM with {epsilon}"
+        extra_norm = not config["q_lora_rank"] and transformer_impl == "transformer_engine"
+        return [norm] * extra_norm + [compressed] * (not same_value(epsilon, 1e-6))
 
     def as_published(self, config):
         """vLLM's model class renames the rope type in place."""

@@ -32,7 +32,9 @@ class Qwen2(Family):
 
     megatron = {"add_qkv_bias": True}
     window = "from max_window_layers"
-    always = {"qkv_bias": True, "use_qkv_bias": True, "attention_bias": True}
+    # Neither transformers nor vLLM reads it: q, k and v always have biases, o never has one.
+    no_effect = ("attention_bias",)
+    always = {"qkv_bias": True, "use_qkv_bias": True}
 
     #    HF parameter                       shape      Megatron parameter                             arrangement  split   where
     layer = (

@@ -17,7 +17,7 @@ from reshard.core.placement import Placement
 from reshard.core.planner import Transfer, make_plan
 from reshard.engines.vllm.layout import VllmLayout, vllm_placement
 from reshard.megatron.layout import MegatronLayout
-from reshard.megatron.parameters import Mapping, expand, padded_vocab_size
+from reshard.megatron.parameters import ModelParameters, expand, padded_vocab_size
 from reshard.megatron.ranks import LiveShard, Ranks, live_shards
 from reshard.models.model import Model
 from reshard.refit.routes import Seat, distance, nearest
@@ -241,7 +241,7 @@ class _Traffic:
 class _TrainerShards:
     """The shards of a trainer's ranks, made when a placement needs them."""
 
-    def __init__(self, mapping: Mapping, ranks: Ranks) -> None:
+    def __init__(self, mapping: ModelParameters, ranks: Ranks) -> None:
         self.parameters = mapping.parameters
         self.index_of = {part.name: index for index, p in enumerate(mapping.parameters) for part in p.parts}
         self.ranks = ranks

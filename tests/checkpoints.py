@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -15,6 +16,9 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+
+from reshard.models.family import families
+from reshard.models.model import Model
 
 COMMON = dict(
     vocab_size=1000,
@@ -181,3 +185,25 @@ def hf_logits(directory: Path, tokens: torch.Tensor, latent_epsilon: float | Non
             module.variance_epsilon = latent_epsilon
     with torch.no_grad():
         return model(tokens).logits
+
+
+def config_of(variant: str, **changes) -> dict:
+    """The config of a small variant, with other values in some fields."""
+    config = VARIANTS[variant].to_dict() | changes
+    return config | {
+        "architectures": config.get("architectures")
+        or [families()[VARIANTS[variant].model_type].architecture]
+    }
+
+
+def model(variant: str, **changes) -> Model:
+    """A small variant as a model, with other values in some fields of its config."""
+    return Model.from_hf(config_of(variant, **changes))
+
+
+def with_config(source: Path, to: Path, **changes) -> Path:
+    """A copy of a Hugging Face directory with other values in some fields of its config."""
+    shutil.copytree(source, to)
+    path = to / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return to

@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from reshard.models.family import families
 
-HEADER = '''"""What a field of a config is where the config says nothing: the defaults of transformers' config classes,
+HEADER = '''"""Values of fields that a config lacks: the defaults of transformers' config classes,
 without the fields that a mapping table has and those that have no effect.
 
 Written by ``python -m tests.config_defaults``; a test compares it with the installed transformers.

@@ -28,8 +28,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # A name also stands for files whose names go on after it (`refit` for test_refit_faults.py), so
 # that a file that is split keeps its place.
 SLOWEST_FIRST = (
-    "compressed", "live_megatron", "refit", "engine", "nvfp4_engine", "members", "fsdp", "parity", "blocks", "logits", "weight_transfer",
-    "megatron_saves", "serving", "roll", "swift", "reloads", "verl", "resume", "nemo_rl", "build", "meaning", "install", "published",
+    "compressed", "live_save", "live_load", "refit", "engine", "nvfp4_engine", "members", "fsdp", "parity", "blocks", "logits", "weight_transfer",
+    "megatron_saves", "serving", "roll", "swift", "reloads", "verl", "resume", "nemo_rl", "build", "config_rules", "megatron_args", "megatron_parser",
+    "trainer_settings", "install", "published",
     "sleeping", "examples", "compat", "families", "offload", "input_faults", "storage_faults", "processes", "source_changes", "surface", "report",
     "trainers_checkpoints",
 )  # fmt: skip
@@ -167,5 +168,26 @@ def megatron_of(tmp_path_factory):
             hf_to_mcore(folder / "hf", folder / "mcore", key[1], transformer_impl="local")
             pairs[key] = folder / "hf", folder / "mcore"
         return pairs[key]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """A function that gives directories of a variant's weights in bf16: ``hf`` and ``mcore``, Megatron at one rank."""
+    import torch
+
+    from reshard import hf_to_mcore
+    from tests.checkpoints import make
+
+    made = {}
+
+    def get(variant, seed=0, **options):
+        key = (variant, seed, *sorted(options.items()))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(variant)
+            make(made[key] / "hf", variant, torch.bfloat16, seed=seed, **options)
+            hf_to_mcore(made[key] / "hf", made[key] / "mcore", transformer_impl="local")
+        return made[key]
 
     return get

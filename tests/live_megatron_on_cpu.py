@@ -11,8 +11,8 @@ import torch
 from megatron.core.transformer.module import Float16Module
 
 import reshard
-from reshard.megatron.live import filling
-from reshard.megatron.live import save as saving
+from reshard.device import box_loader
+from reshard.megatron.live import share_writer
 from reshard.storage.io import files
 from tests import megatron_on_cpu
 from tests.disk import scribble
@@ -156,7 +156,7 @@ def main_parameters(optimizer) -> list[torch.Tensor]:
 def load_of_what_changes(rank: int, flags: list[str], source: str, file: str) -> list[str]:
     """What is said of a load while which the last rank gives a file of the source other numbers, after some boxes, and of one after that."""
     _, wrapped, _ = chunks(flags)
-    filling.PINNED_BYTES = 1 << 14  # of which a small model has several
+    box_loader.PINNED_BYTES = 1 << 14  # of which a small model has several
     left = [file] if rank == torch.distributed.get_world_size() - 1 else []
 
     def progress(done: int, total: int) -> None:
@@ -170,8 +170,8 @@ def load_of_what_changes(rank: int, flags: list[str], source: str, file: str) ->
 def failing_load(rank: int, flags: list[str], source: str, fault: str) -> str:
     """A load in which the last rank's disk fails, or the rank dies, after its first box; what is said."""
     _, wrapped, _ = chunks(flags)
-    plain, calls = filling.BoxReader.read_all, []
-    filling.PINNED_BYTES = 1 << 14  # of which a small model has several
+    plain, calls = box_loader.BoxReader.read_all, []
+    box_loader.PINNED_BYTES = 1 << 14  # of which a small model has several
 
     def read(self, *args):
         calls.append(1)
@@ -182,7 +182,7 @@ def failing_load(rank: int, flags: list[str], source: str, fault: str) -> str:
         time.sleep(0.005)
         return plain(self, *args)
 
-    filling.BoxReader.read_all = read
+    box_loader.BoxReader.read_all = read
     said = caught(lambda: reshard.load(wrapped, source, workers=1))
     if fault == "dies":
         torch.distributed.barrier = lambda *_: None  # one is gone
@@ -243,8 +243,8 @@ def failing_save(
     models, wrapped, args = chunks(flags)
     by_megatron(models, args, mcore)
     torch.distributed.barrier()
-    plain, calls = saving.write_boxes, []
-    saving.PINNED_BYTES = 1 << 14  # of which a small model has several
+    plain, calls = share_writer.write_boxes, []
+    share_writer.PINNED_BYTES = 1 << 14  # of which a small model has several
 
     def write(*arguments):
         calls.append(1)
@@ -255,7 +255,7 @@ def failing_save(
         time.sleep(0.005)
         return plain(*arguments)
 
-    saving.write_boxes = write
+    share_writer.write_boxes = write
     said = []
     if background:
         heard = Heard()
@@ -270,7 +270,7 @@ def failing_save(
         said.append(
             caught(lambda: reshard.save(wrapped, f"{folder}/out", hf, overwrite=True, workers=1, **options))
         )
-    saving.write_boxes = plain
+    share_writer.write_boxes = plain
     if fault == "dies":
         torch.distributed.barrier = lambda *_: None  # one is gone
     else:
@@ -303,10 +303,10 @@ def save_iterations(rank: int, flags: list[str], hf: str, first: str, second: st
         caught(save),
         caught(lambda: save(overwrite=True)),
     ]
-    plain = saving.write_boxes
-    saving.write_boxes = full if rank else plain
+    plain = share_writer.write_boxes
+    share_writer.write_boxes = full if rank else plain
     said.append(caught(lambda: save(iteration=30)))
-    saving.write_boxes = plain
+    share_writer.write_boxes = plain
     found = by_megatron(models, args, run)
     save(iteration=7, overwrite=True)
     torch.distributed.barrier()

@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from reshard.models.config_fields import ELSEWHERE, KNOWN_CODE, asked_by
 from reshard.models.family import families
 from reshard.models.model import Model
 from reshard.models.numerics_args import same_value
+from tests.checkpoints import with_config
 from tests.disk import cli
 
 PUBLISHED = [
@@ -204,6 +204,19 @@ def test_what_is_only_noted_is_no_field_of_transformers_class(kind):
             Model.from_hf(config | {name: "other"})
 
 
+@pytest.mark.parametrize("attention_bias", [False, True, None])
+def test_qwen2_has_biases_whatever_attention_bias_says(attention_bias):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = next(c for c in CONFIGS.values() if c["architectures"] == ["Qwen2ForCausalLM"])
+    model = Model.from_hf(config | {"attention_bias": attention_bias})
+    assert megatron_args(model) == megatron_args(Model.from_hf(config)) and model.notices == []
+    small = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=8)
+    made = Qwen2ForCausalLM(Qwen2Config(**small, num_key_value_heads=2, attention_bias=attention_bias))
+    biases = {name for name, _ in made.model.layers[0].named_parameters() if name.endswith("bias")}
+    assert biases == {f"self_attn.{name}_proj.bias" for name in "qkv"}
+
+
 # Words
 
 
@@ -328,11 +341,3 @@ def test_amounts_that_are_the_same_float32_make_the_same_model(checkpoint, tmp_p
     check_args(model, args | {"layernorm_epsilon": near}, "args", "")
     with pytest.raises(ReshardError, match="layernorm_epsilon is 1.0001e-06"):
         check_args(model, args | {"layernorm_epsilon": 1.0001e-6}, "args", "")
-
-
-def with_config(source: Path, to: Path, **changes) -> Path:
-    """A copy of a Hugging Face directory with another config."""
-    shutil.copytree(source, to)
-    path = to / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    return to

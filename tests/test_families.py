@@ -10,10 +10,9 @@ from reshard import MegatronLayout, ReshardError, diff, hf_to_mcore, mcore_to_hf
 from reshard.megatron.arguments import family_of_args, megatron_args, mismatched_args, model_of_args
 from reshard.models.family import Family, families
 from reshard.models.model import Model
-from tests.checkpoints import OTHERS_OF_DEEPSEEK, VARIANTS, hf_logits
+from tests.checkpoints import OTHERS_OF_DEEPSEEK, VARIANTS, config_of, hf_logits
 from tests.oracle import hf_tensors, megatron_tensors, same, stored_tensors
 from tests.ranks import run_on_ranks
-from tests.test_meaning import config_of
 from tests.test_published import PUBLISHED
 
 # What Megatron-LM's parser makes of the command lines of models that have no mapping file.

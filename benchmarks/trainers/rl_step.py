@@ -101,7 +101,7 @@ def main() -> None:
 
     from benchmarks.memory.training import Training, fused
     from reshard.megatron.build import initialize_parallel, without_gpu
-    from reshard.memory.phases import Engine
+    from reshard.memory.phases import EngineSetup
     from reshard.models.model import Model
     from reshard.refit import RefitGroup, connect
     from reshard.trainers.megatron import MegatronModel
@@ -205,7 +205,7 @@ def main() -> None:
     estimate = reshard.estimate_memory(
         model, layout, gpus=1, seq_length=options.seq_length, num_microbatches=1, imbalance=1.0,
         gradient_accumulation_fusion=fused(model)["gradient_accumulation_fusion"], gpu_memory=total,
-        engine=Engine(reshard.VllmLayout(), options.gpu_memory_utilization, colocated=True),
+        engine=EngineSetup(reshard.VllmLayout(), options.gpu_memory_utilization, colocated=True),
     )  # fmt: skip
     phases = {}
     for phase in estimate.phases:

@@ -1,1 +1,1 @@
-"""What everything else stands on: boxes, placements, plans. Pure: imports nothing of the rest."""
+"""Boxes, placements, plans, and what all packages share. Imports nothing of the rest."""

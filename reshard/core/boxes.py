@@ -36,7 +36,7 @@ class Box(NamedTuple):
         return Box(starts, lengths) if min(lengths, default=1) > 0 else None
 
     def contains(self, other: "Box") -> bool:
-        """Whether `other` lies wholly inside."""
+        """Return True where `other` lies wholly inside."""
         return all(map(le, self.offsets, other.offsets)) and all(map(ge, self.ends, other.ends))
 
     def relative_to(self, origin: Sequence[int]) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ class Box(NamedTuple):
         return tuple(map(sub, self.offsets, origin))
 
     def minus(self, other: "Box") -> "list[Box]":
-        """What is left of this box without `other`: disjoint boxes, at most two per dim.
+        """Return what is left of this box without `other`: disjoint boxes, at most two per dim.
 
         >>> Box((0, 0), (4, 6)).minus(Box((0, 2), (4, 2)))
         [Box(offsets=(0, 0), lengths=(4, 2)), Box(offsets=(0, 4), lengths=(4, 2))]

@@ -18,30 +18,32 @@ class ReshardError(Exception):
 
 
 @contextmanager
-def rewrite_message(*words: tuple[str, str]) -> Iterator[None]:
-    """Inside, sentences say the second instead of what matches the first of each pair: what a user acts on has another
-    name on the command line than in a call, or in another program."""
+def rewrite_message(*replacements: tuple[str, str]) -> Iterator[None]:
+    """Rewrite the messages of ReshardErrors raised inside: what matches the first of each pair becomes the second.
+
+    An option has another name on the command line than in a call.
+    """
     try:
         yield
     except ReshardError as error:
-        said = str(error)
-        for pattern, instead in words:
-            said = re.sub(pattern, instead, said)
-        if said == str(error):
+        message = str(error)
+        for pattern, replacement in replacements:
+            message = re.sub(pattern, replacement, message)
+        if message == str(error):
             raise
-        raise ReshardError(said, error.resumable) from error
+        raise ReshardError(message, error.resumable) from error
 
 
 def is_resumable(error: BaseException) -> bool:
-    """Whether what a run has written before this error is worth keeping: after an interrupt and where memory
-    was short it is, after what nobody expected it is not."""
+    """Return True where what a run wrote before this error is worth keeping: after an interrupt and where memory was
+    short, not after an unexpected error."""
     if isinstance(error, ReshardError):
         return error.resumable
     return isinstance(error, MemoryError) or not isinstance(error, Exception)
 
 
 def first_line(error: BaseException) -> str:
-    """Of what another library says, as much as fits into a sentence."""
+    """Return the first line of another library's message, cut to 300 characters."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0] if len(lines[0]) <= 300 else lines[0][:300] + " ..."
 

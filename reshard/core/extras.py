@@ -1,4 +1,4 @@
-"""What an installation lacks, said in one sentence with the line that installs it: an extra, or what every installation
+"""Packages that an installation lacks, named in one sentence with the line that installs it: an extra, or what every installation
 brings but one with ``--no-deps``."""
 
 from collections.abc import Iterator
@@ -37,10 +37,10 @@ def importing(extra: str | None = None) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        found = lacking(error, extra)
-        if found is None:
+        missing = lacking(error, extra)
+        if missing is None:
             raise
-        raise found from error
+        raise missing from error
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept from looking through a million tuples of a plan again and again."""
+"""Pause Python's garbage collector, which would scan the million tuples of a plan again and again."""
 
 import gc
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """No garbage collection inside, as a decorator or a context; boxes and transfers have no cycles."""
+    """Pause garbage collection inside, as a decorator or a context; boxes and transfers have no cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:

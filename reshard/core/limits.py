@@ -1,5 +1,4 @@
-"""Bounds of what can be asked for, the same on the command line and in Python: above any that is of use,
-below what makes no sense."""
+"""Bounds of options, the same on the command line and in Python: above any useful value, below nonsense."""
 
 import math
 from typing import Any
@@ -15,7 +14,7 @@ MOST_BUCKET_BYTES = 1 << 40
 
 
 def check_number(value: Any, name: str, most: int, least: int = 1) -> None:
-    """Raise ReshardError where what was given as `name` is no whole number between `least` and `most`."""
+    """Raise ReshardError where what was given as `name` is not a whole number between `least` and `most`."""
     if type(value) is not int or not least <= value <= most:
         raise ReshardError(f"{name} is {value!r:.80}; it is a whole number between {least} and {most:,}")
 

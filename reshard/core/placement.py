@@ -50,12 +50,12 @@ class Placement:
 
     @staticmethod
     def of(shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[LocalTensor]) -> "Placement":
-        """A placement from a list of local tensors."""
+        """Make a placement of a list of local tensors."""
         return Placement(shapes, {tensor.id: tensor for tensor in tensors})
 
     @staticmethod
     def canonical(shapes: Mapping[str, tuple[int, ...]]) -> "Placement":
-        """Every canonical tensor whole, under its own name: what a Hugging Face directory holds."""
+        """Place every canonical tensor whole, under its own name, as a Hugging Face directory does."""
         zero = {name: (0,) * len(shape) for name, shape in shapes.items()}
         return Placement.of(
             shapes, (LocalTensor(n, s, (Part(n, Box(zero[n], s), zero[n]),)) for n, s in shapes.items())

@@ -74,16 +74,16 @@ def make_plan(
             candidates = sources.get(name, [])
             if distance is not None:
                 candidates = sorted(candidates, key=lambda c: distance(c[2], tensor.holder))
-            cuts, lacking = _cut(Place(box, at), tuple([place for place, _, _ in candidates]))
-            if lacking is not None:
+            cuts, missing = _cut(Place(box, at), tuple([place for place, _, _ in candidates]))
+            if missing is not None:
                 raise PlanError(
-                    f"no source holds {name} at offsets {lacking.offsets}, lengths {lacking.lengths}"
+                    f"no source holds {name} at offsets {missing.offsets}, lengths {missing.lengths}"
                 )
-            found = [
+            copies = [
                 Transfer(name, common, candidates[index][1], src_at, tensor.id, dst_at)
                 for index, common, src_at, dst_at in cuts
             ]
-            transfers += _merged(found)
+            transfers += _merged(copies)
     plan = Plan(src, dst, tuple(transfers))
     prove(plan)
     return plan
@@ -97,8 +97,8 @@ class Place(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What one of several candidates gives of a part: its index, the box, and where that lies on both
-    sides."""
+    """A box of a part that one of several candidates holds: the candidate's index, the box, and where it lies on
+    both sides."""
 
     candidate: int
     box: Box
@@ -108,23 +108,24 @@ class Cut(NamedTuple):
 
 @lru_cache(1 << 12)  # the layers of a model, and their experts, are all alike
 def _cut(part: Place, candidates: tuple[Place, ...]) -> tuple[tuple[Cut, ...], Box | None]:
-    """What each candidate gives of a part, the first one as much as it has; and a box that none has."""
-    wanted, found = [part.box], []
+    """Cut a part into the boxes that candidates hold, each taken from the first one that has it. Return the cuts,
+    and a box that none holds, or None."""
+    missing, cuts = [part.box], []
     for index, (box, at) in enumerate(candidates):
         rest = []
-        for piece in wanted:
+        for piece in missing:
             common = piece.intersect(box)
             if common is None:
                 rest.append(piece)
                 continue
             src_at = tuple(map(add, at, common.relative_to(box.offsets)))
             dst_at = tuple(map(add, part.at, common.relative_to(part.box.offsets)))
-            found.append(Cut(index, common, src_at, dst_at))
+            cuts.append(Cut(index, common, src_at, dst_at))
             rest += piece.minus(common)
-        wanted = rest
-        if not wanted:
+        missing = rest
+        if not missing:
             break
-    return tuple(found), wanted[0] if wanted else None
+    return tuple(cuts), missing[0] if missing else None
 
 
 def _merged(transfers: list[Transfer]) -> list[Transfer]:
@@ -204,7 +205,7 @@ def prove(plan: Plan) -> None:
 
 @lru_cache(1 << 12)
 def _uncovered(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> str:
-    """How boxes fail to cover a tensor of this shape exactly once; empty where they do not."""
+    """Say how boxes fail to cover a tensor of this shape exactly once; empty where they cover it."""
     outside = [box for box in boxes if not whole(shape).contains(box)]
     if outside:
         return f"leave its shape {shape}: {outside[0]}"
@@ -221,14 +222,13 @@ def _lies_in(shape: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[in
 
 
 def _holds(tensor: LocalTensor, name: str, box: Box, at: tuple[int, ...]) -> bool:
-    """Whether a local tensor holds every element of `box` where a copy with its first element at `at` looks
-    for it."""
-    return _found(tuple([Place(part.box, part.at) for part in tensor.parts if part.name == name]), box, at)
+    """Return True where a local tensor holds every element of `box`, the first one at `at`."""
+    return _covers(tuple([Place(part.box, part.at) for part in tensor.parts if part.name == name]), box, at)
 
 
 @lru_cache(1 << 12)
-def _found(parts: tuple[Place, ...], box: Box, at: tuple[int, ...]) -> bool:
-    """Whether every element of `box` lies in one of the parts, at the place that follows from `at`."""
+def _covers(parts: tuple[Place, ...], box: Box, at: tuple[int, ...]) -> bool:
+    """Return True where every element of `box` lies in one of the parts, the first one at `at`."""
     shift = tuple(map(sub, at, box.offsets))
     rest = [box]
     for part in parts:

@@ -1,11 +1,11 @@
-"""How a mesh axis splits a dim of a tensor: into equal slices, one for each rank along the axis."""
+"""Split a dim of a tensor along a mesh axis: into equal slices, one for each rank."""
 
 from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
 
 
 def split(box: Box, dim: int, parts: int, index: int, what: str, name: str) -> Box:
-    """Slice `index` of a box that is split along a dim into `parts` equal ones.
+    """Return slice `index` of a box that is split along a dim into `parts` equal ones.
 
     Raises ReshardError, saying `what` splits the tensor `name`, where the length does not divide.
 

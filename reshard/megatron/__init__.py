@@ -1,2 +1,1 @@
-"""What Megatron-Core is made of: ranks and stages, parameters, checkpoint keys, arguments; and models built
-from them."""
+"""Megatron-Core: layouts and ranks, parameters, checkpoint keys, arguments; and live models."""

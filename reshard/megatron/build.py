@@ -39,7 +39,7 @@ def transformer_config(
     dtype: torch.dtype = torch.bfloat16,
     **overrides: Any,
 ) -> Any:
-    """Megatron's ``TransformerConfig`` (``MLATransformerConfig`` for DeepSeek-V3) of a model in a layout; no
+    """Return Megatron's ``TransformerConfig`` (``MLATransformerConfig`` for DeepSeek-V3) of a model in a layout; no
     process group is needed.
 
     Dropout is 0. `overrides` are fields of the config, such as ``sequence_parallel=True``, which Megatron
@@ -47,7 +47,6 @@ def transformer_config(
     exist.
     """
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     if transformer_impl not in TRANSFORMER_IMPLS:
         raise ReshardError(
@@ -57,30 +56,45 @@ def transformer_config(
         raise ReshardError(f"dtype is {dtype!r:.80}, not one of {listed(DTYPES)}")
     layout.check(model)
     args = megatron_args(model) | layout.megatron_args()
-    kind = MLATransformerConfig if args.get("multi_latent_attention") else TransformerConfig
-    names = {field.name for field in fields(kind)}
+    config_class = MLATransformerConfig if args.get("multi_latent_attention") else TransformerConfig
+    names = {field.name for field in fields(config_class)}
+    unknown = overrides.keys() - names
+    if unknown:
+        raise ReshardError(f"{config_class.__name__} has no field {', '.join(sorted(unknown))}")
     values = {name: value for name, value in args.items() if name in names}
-    if not args.get("group_query_attention"):
-        values["num_query_groups"] = None
+    values |= _config_values(model, args, transformer_impl, dtype) | _pipeline_values(layout)
     if not model.num_experts:
         values.pop("expert_tensor_parallel_size")
-    values |= {
-        "num_moe_experts": args.get("num_experts"), "activation_func": torch.nn.functional.silu, "gated_linear_unit": True,
-        "num_layers_in_first_pipeline_stage": args.get("decoder_first_pipeline_num_layers"),
-        "num_layers_in_last_pipeline_stage": args.get("decoder_last_pipeline_num_layers"),
-        "transformer_impl": transformer_impl, "hidden_dropout": 0.0, "attention_dropout": 0.0,
-        "params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16,
-    }  # fmt: skip
-    values["add_qkv_bias"] = args["add_qkv_bias"] or args["add_bias_linear"]
     if args.get("multi_latent_attention"):  # where the class has defaults of DeepSeek-V3's
         values = {"q_lora_rank": None, "rotary_scaling_factor": 1.0} | values
-    if layout.pipeline_model_parallel_layout is not None:
-        values["pipeline_model_parallel_layout"] = PipelineParallelLayerLayout.from_str(
-            layout.pipeline_model_parallel_layout, layout.pp
-        )
-        values["virtual_pipeline_model_parallel_size"] = (
-            layout.virtual_stages if layout.virtual_stages > 1 else None
-        )
+    config = config_class(**(values | overrides))
+    if args["position_embedding_type"] == "yarn":
+        # GPTModel reads these off the config, which has no such fields.
+        for name, arg in YARN_ATTRIBUTES.items():
+            setattr(config, name, args[arg])
+    return config
+
+
+def _config_values(
+    model: Model, args: dict[str, Any], transformer_impl: str, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return the fields of the config that are not spelled like Megatron-LM's arguments, or that no argument
+    says."""
+    values: dict[str, Any] = {
+        "num_moe_experts": args.get("num_experts"),
+        "activation_func": torch.nn.functional.silu,
+        "gated_linear_unit": True,
+        "add_qkv_bias": args["add_qkv_bias"] or args["add_bias_linear"],
+        "transformer_impl": transformer_impl,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+    }
+    if not args.get("group_query_attention"):
+        values["num_query_groups"] = None
     if transformer_impl == "local":
         values |= {
             "moe_grouped_gemm": False,
@@ -89,19 +103,28 @@ def transformer_config(
         }
         if not torch.cuda.is_available():
             values |= {"use_cpu_initialization": True, "masked_softmax_fusion": False}
-    unknown = overrides.keys() - names
-    if unknown:
-        raise ReshardError(f"{kind.__name__} has no field {', '.join(sorted(unknown))}")
-    config = kind(**(values | overrides))
-    if args["position_embedding_type"] == "yarn":
-        # GPTModel reads these off the config, which has no such fields.
-        for name, arg in YARN_ATTRIBUTES.items():
-            setattr(config, name, args[arg])
-    return config
+    return values
+
+
+def _pipeline_values(layout: MegatronLayout) -> dict[str, Any]:
+    """Return the fields of the config for pipeline stages, by sizes or by Megatron's layout string."""
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    values: dict[str, Any] = {
+        "num_layers_in_first_pipeline_stage": layout.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": layout.num_layers_in_last_pipeline_stage,
+    }
+    text = layout.pipeline_model_parallel_layout
+    if text is not None:
+        values["pipeline_model_parallel_layout"] = PipelineParallelLayerLayout.from_str(text, layout.pp)
+        values["virtual_pipeline_model_parallel_size"] = (
+            layout.virtual_stages if layout.virtual_stages > 1 else None
+        )
+    return values
 
 
 def initialize_parallel(layout: MegatronLayout, seed: int = 1234, **options: Any) -> None:
-    """Megatron's ``initialize_model_parallel`` for a layout; torch.distributed must be initialized, with as
+    """Call Megatron's ``initialize_model_parallel`` for a layout; torch.distributed must be initialized, with as
     many ranks as it needs.
 
     On a GPU Megatron's random states, which its modules draw their weights from, are seeded too.
@@ -138,7 +161,7 @@ def build_megatron(
     parallel_output: bool = True,
     **overrides: Any,
 ) -> list[torch.nn.Module]:
-    """This rank's ``GPTModel`` chunks, one for each virtual stage, with Megatron's own random weights; bare,
+    """Build this rank's ``GPTModel`` chunks, one for each virtual stage, with Megatron's own random weights; bare,
     as Float16Module and DDP take them.
 
     Megatron's parallel state must be initialized (`initialize_parallel`). `make_vocab_size_divisible_by` is
@@ -183,7 +206,7 @@ def build_megatron(
 
 
 def parallel_layout() -> MegatronLayout:
-    """The layout that Megatron's parallel state has. Raises ReshardError where it is not initialized."""
+    """Return the layout of Megatron's parallel state. Raises ReshardError where it is not initialized."""
     from megatron.core import parallel_state as state
 
     if not state.model_parallel_is_initialized():
@@ -202,18 +225,18 @@ def parallel_layout() -> MegatronLayout:
 
 def _check_parallel(model: Model, layout: MegatronLayout) -> None:
     """Raise ReshardError where a layout is not that of Megatron's parallel state."""
-    there = parallel_layout()
+    initialized = parallel_layout()
     for name in ("tp", "pp", *(("ep", "expert_tp") if model.num_experts else ())):
-        theirs = getattr(there, name)
-        if getattr(layout, name) != theirs:
-            size = name.replace("expert_tp", "etp")
+        size = getattr(initialized, name)
+        if getattr(layout, name) != size:
+            axis = name.replace("expert_tp", "etp")
             raise ReshardError(
-                f"layout is {layout}, but Megatron's parallel state was initialized with {size}={theirs}"
+                f"layout is {layout}, but Megatron's parallel state was initialized with {axis}={size}"
             )
 
 
 def layer_specs(config: Any, transformer_impl: str, vp_stage: int | None) -> tuple[Any, Any]:
-    """Megatron's specs of the decoder layers and of the MTP layers (None where there are none) of a virtual
+    """Return Megatron's specs of the decoder layers and of the MTP layers (None where there are none) of a virtual
     stage."""
     from reshard.megatron import compat
 
@@ -251,7 +274,7 @@ def layer_specs(config: Any, transformer_impl: str, vp_stage: int | None) -> tup
 
 @contextmanager
 def without_gpu() -> Iterator[None]:
-    """On a machine without a GPU: what is inside can build and run Megatron's local layers on the CPU.
+    """Let the code inside build and run Megatron's local layers on a machine without a GPU.
 
     They ask for the current CUDA device by name, move tied embeddings there, and want CUDA's random states
     even where there is no dropout, and in 0.16 names of Transformer Engine. All of these are changed for the

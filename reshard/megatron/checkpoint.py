@@ -1,4 +1,4 @@
-"""How a ``torch_dist`` checkpoint arranges Megatron's parameters: keys, chunks, and who saves them.
+"""The keys and chunks of Megatron's parameters in a ``torch_dist`` checkpoint, and the ranks that save them.
 
 `chunks_to_write` cuts parameters the way the ranks of a layout would save them; `placement_of_keys` reads any
 checkpoint's chunks, or a live model's shards, as a placement.
@@ -21,13 +21,15 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Placement
 from reshard.formats.torch_dist import Key
 from reshard.megatron.layout import MegatronLayout
-from reshard.megatron.parameters import Mapping, Parameter, inside
+from reshard.megatron.parameters import ModelParameters, Parameter, parts_inside
 from reshard.megatron.ranks import Ranks, cuts
 from reshard.models.model import Model
 
 Keys = dict[str, Key]
+# The (index, size) of a parameter in each stacked dim: the layer, the expert.
+Stack = list[tuple[int, int]]
 
-# What a training checkpoint holds besides weights; left alone, and said so.
+# Entries of a training checkpoint besides weights; they are left alone, with a notice.
 NOT_WEIGHTS = {
     "optimizer state": ("optimizer.", "chained_", "param_groups", "shard_"),
     "RNG state": ("rng_state",),
@@ -65,7 +67,7 @@ class Chunk(NamedTuple):
 
 
 def key_of(parameter: Parameter, stacked: bool, transformer_impl: str) -> str:
-    """The checkpoint key of a parameter, without its position among those that are stacked."""
+    """Return the checkpoint key of a parameter, without its position among those that are stacked."""
     name = parameter.local_name if transformer_impl == "local" else parameter.name
     if parameter.prefix == "decoder.layers." and not stacked:
         return f"{parameter.prefix}{parameter.layer}.{name}"
@@ -80,10 +82,9 @@ class NewObject(NamedTuple):
 
 
 def chunks_to_write(
-    model: Model, mapping: Mapping, layout: MegatronLayout, transformer_impl: str
+    model: Model, mapping: ModelParameters, layout: MegatronLayout, transformer_impl: str
 ) -> Iterator[Chunk]:
-    """Every chunk that the ranks of a layout save, the way Megatron's own ``dist_checkpointing.save`` cuts
-    them.
+    """Yield every chunk that the ranks of a layout save, as Megatron's own ``dist_checkpointing.save`` cuts them.
 
     A parameter that several ranks hold alike is saved by the first of them; local tensors are named by (key,
     offsets).
@@ -94,14 +95,14 @@ def chunks_to_write(
         key_shape = (*(n for _, n in stack), *p.shape)
         for index, box in cuts(p, layout):
             rank, offsets = ranks.first(p, index), (*(i for i, _ in stack), *box.offsets)
-            tensor = LocalTensor((key, offsets), box.lengths, *inside(p, box), holder=rank)
+            tensor = LocalTensor((key, offsets), box.lengths, *parts_inside(p, box), holder=rank)
             yield Chunk(key, key_shape, offsets, (*(1 for _ in stack), *box.lengths), rank, tensor, p.fp32)
 
 
 def extra_states_to_write(
-    model: Model, mapping: Mapping, layout: MegatronLayout, transformer_impl: str
+    model: Model, mapping: ModelParameters, layout: MegatronLayout, transformer_impl: str
 ) -> Iterator[NewObject]:
-    """The ``_extra_state`` objects that a model of these layers asks for when it loads; they hold nothing
+    """Yield the ``_extra_state`` objects that a model of these layers asks for when it loads; they hold nothing
     without fp8.
 
     Every linear layer has one, whatever its implementation; Transformer Engine's norms have one too, and in
@@ -124,23 +125,23 @@ def extra_states_to_write(
             yield NewObject(f"{prefix}{name}._extra_state/{place}", ranks.first(p))
 
 
-def _stack(p: Parameter, model: Model) -> list[tuple[int, int]]:
-    """A parameter's (index, size) in the stacked dims that come before its own."""
+def _stack(p: Parameter, model: Model) -> Stack:
+    """Return a parameter's (index, size) in the stacked dims that come before its own."""
     layers = [(p.layer or 0, model.num_layers)] if p.prefix == "decoder.layers." and model.uniform else []
     return layers + ([] if p.expert is None else [(p.expert, model.num_experts)])
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint's weights as a placement. A local tensor's id is (key, chunk offsets, chunk sizes,
-    elements before it)."""
+class KeyPlacement:
+    """A checkpoint's weights as a placement, and what a user should know of the rest. A local tensor's id is (key,
+    chunk offsets, chunk sizes, elements before it)."""
 
     placement: Placement
     notices: list[str]
 
 
-def refuse_others(keys: Keys, where: object) -> None:
-    """Raise ReshardError, with its name, where a checkpoint holds something else than a language model."""
+def check_language_model(keys: Keys, where: object) -> None:
+    """Raise ReshardError, naming it, where a checkpoint holds something else than a language model."""
     adapters = sorted(key for key in keys if ADAPTER.search(key))
     if adapters:
         raise ReshardError(
@@ -154,16 +155,16 @@ def refuse_others(keys: Keys, where: object) -> None:
             f"with --ckpt-format torch_dist"
         )
     head = keys.get(OUTPUT)
-    valued = [key for key in keys if VALUE_HEAD.search(key)]
-    if valued or (head is not None and head.shape[:1] == (1,)):
+    value_heads = [key for key in keys if VALUE_HEAD.search(key)]
+    if value_heads or (head is not None and head.shape[:1] == (1,)):
         raise ReshardError(
-            f"{where} is a value or reward model's: {listed(valued, 1) or OUTPUT} is a value head, of "
-            f"{list(keys[valued[0]].shape if valued else head.shape)}, and no output over a vocabulary"  # type: ignore[union-attr]
+            f"{where} is a value or reward model's: {listed(value_heads, 1) or OUTPUT} is a value head, of "
+            f"{list(keys[value_heads[0]].shape if value_heads else head.shape)}, and no output over a vocabulary"  # type: ignore[union-attr]
         )
 
 
 def vocab_rows(keys: Keys, where: object, model: Model) -> int:
-    """Vocabulary rows of a checkpoint, padding included. Raises ReshardError where they are fewer than the
+    """Return the vocabulary rows of a checkpoint, padding included. Raises ReshardError where they are fewer than the
     vocabulary."""
     key = keys.get(EMBEDDING)
     vocab = model.symbols["V"]
@@ -179,8 +180,13 @@ def vocab_rows(keys: Keys, where: object, model: Model) -> int:
 
 
 def placement_of_keys(
-    keys: Keys, objects: Iterable[str], where: object, model: Model, mapping: Mapping, complete: bool = True
-) -> Found:
+    keys: Keys,
+    objects: Iterable[str],
+    where: object,
+    model: Model,
+    parameters: ModelParameters,
+    complete: bool = True,
+) -> KeyPlacement:
     """Find every parameter of a model among global tensors by key, in whichever scheme and spelling they
     have.
 
@@ -188,80 +194,93 @@ def placement_of_keys(
     Raises ReshardError with the names where a parameter is missing or of the wrong shape, or where a key is
     left over.
     """
-    index = {
-        key: _by_stack((c for c in entry.chunks if all(c[1])), len(entry.shape))
+    chunks_at = {
+        key: _by_stack((chunk for chunk in entry.chunks if all(chunk[1])), len(entry.shape))
         for key, entry in keys.items()
     }
     used: set[str] = set()
     missing: list[str] = []
     tensors: dict = {}
-    for p in mapping.parameters:
-        for key, stack, box in _spellings(p, model, keys):
+    for p in parameters.parameters:
+        for key, stack, box in _possible_keys(p, model, keys):
             if key not in keys:
                 continue
-            entry = keys[key]
-            shape = (*(n for _, n in stack), *box.lengths)
-            if entry.shape != shape:
-                raise ReshardError(
-                    f"{where}: {key} has shape {list(entry.shape)}, expected {list(shape)} for {model.where}"
-                )
-            if not entry.dtype.floating:
-                raise ReshardError(f"{where}: {key} has dtype {entry.dtype.name}, which is not a weight's")
-            if complete and key not in used:
-                held = sum(prod(sizes) for _, sizes in entry.chunks)
-                if held != prod(shape):
-                    how = "lacks chunks" if held < prod(shape) else "has chunks that overlap"
-                    raise ReshardError(
-                        f"{where}: {key} {how}: they hold {held:,} elements, its shape "
-                        f"{list(shape)} has {prod(shape):,}"
-                    )
+            if key not in used or keys[key].shape != (*(n for _, n in stack), *box.lengths):
+                _check_key(key, keys[key], stack, box, where, model, complete)
             used.add(key)
-            for offsets, sizes in index[key](tuple(i for i, _ in stack)):
-                depth = len(stack)
-                local = Box(
-                    tuple(o + d for o, d in zip(offsets[depth:], box.offsets, strict=True)), sizes[depth:]
-                )
-                before = 0
-                for (i, _), start, size in zip(stack, offsets, sizes, strict=False):
-                    before = before * size + (i - start)
-                before *= prod(sizes[depth:])
-                parts, fills = inside(p, local)
-                tensor = LocalTensor((key, offsets, sizes, before), sizes[depth:], parts, fills)
+            for offsets, sizes in chunks_at[key](tuple(i for i, _ in stack)):
+                tensor = _local_tensor(p, key, stack, box, offsets, sizes)
                 tensors[tensor.id] = tensor
             is_whole, is_last_half = box.lengths == p.shape, box.offsets[0] > 0
             if is_whole or is_last_half:
                 break
         else:
-            missing.append(
-                key_of(p, model.uniform, "transformer_engine")
-                + ("" if p.expert is None else f" (expert {p.expert})")
-            )
+            expert = "" if p.expert is None else f" (expert {p.expert})"
+            missing.append(key_of(p, model.uniform, "transformer_engine") + expert)
     if missing and complete:
         raise ReshardError(
             f"{where} lacks {len(missing)} parameters that {model.where} calls for: {listed(missing)}"
         )
-    notices, unknown = [], []
-    left_over: dict[str, int] = defaultdict(int)
-    for key in (*keys, *objects):
-        if key in used:
-            continue
-        what = "Transformer Engine state" if "._extra_state" in key else next(
-            (name for name, starts in NOT_WEIGHTS.items() if key.startswith(starts)), None)  # fmt: skip
-        if what is None:
+    notices = _notices_of_rest([key for key in (*keys, *objects) if key not in used], where, model)
+    return KeyPlacement(Placement(parameters.shapes, tensors), notices)
+
+
+def _check_key(
+    key: str, entry: Key, stack: Stack, box: Box, where: object, model: Model, complete: bool
+) -> None:
+    """Raise ReshardError where a key's shape, dtype or chunks are not those of a weight of the model."""
+    shape = (*(n for _, n in stack), *box.lengths)
+    if entry.shape != shape:
+        raise ReshardError(
+            f"{where}: {key} has shape {list(entry.shape)}, expected {list(shape)} for {model.where}"
+        )
+    if not entry.dtype.floating:
+        raise ReshardError(f"{where}: {key} has dtype {entry.dtype.name}, which is not a weight's")
+    held = sum(prod(sizes) for _, sizes in entry.chunks)
+    if complete and held != prod(shape):
+        problem = "lacks chunks" if held < prod(shape) else "has chunks that overlap"
+        raise ReshardError(
+            f"{where}: {key} {problem}: they hold {held:,} elements, its shape {list(shape)} has {prod(shape):,}"
+        )
+
+
+def _local_tensor(
+    p: Parameter, key: str, stack: Stack, box: Box, offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> LocalTensor:
+    """Return the part of a chunk that belongs to a parameter, as a local tensor with the parameter's dims."""
+    depth = len(stack)
+    start = tuple(o + d for o, d in zip(offsets[depth:], box.offsets, strict=True))
+    before = 0
+    for (index, _), first, size in zip(stack, offsets, sizes, strict=False):
+        before = before * size + (index - first)
+    before *= prod(sizes[depth:])
+    parts, fills = parts_inside(p, Box(start, sizes[depth:]))
+    return LocalTensor((key, offsets, sizes, before), sizes[depth:], parts, fills)
+
+
+def _notices_of_rest(rest: list[str], where: object, model: Model) -> list[str]:
+    """Return a notice for each kind of entry that is no weight. Raises ReshardError for unknown parameters."""
+    unknown: list[str] = []
+    counts: dict[str, int] = defaultdict(int)
+    for key in rest:
+        if "._extra_state" in key:
+            kind: str | None = "Transformer Engine state"
+        else:
+            kind = next((name for name, starts in NOT_WEIGHTS.items() if key.startswith(starts)), None)
+        if kind is None:
             unknown.append(key)
-        elif what != "common state":
-            left_over[what] += 1
+        elif kind != "common state":
+            counts[kind] += 1
     if unknown:
         raise ReshardError(
             f"{where} holds {len(unknown)} parameters that {model.family.name} does not "
             f"have: {listed(sorted(unknown))}"
         )
-    notices += [f"ignored {n} entries of {what}" for what, n in sorted(left_over.items())]
-    return Found(Placement(mapping.shapes, tensors), notices)
+    return [f"ignored {count} entries of {kind}" for kind, count in sorted(counts.items())]
 
 
 def _by_stack(chunks: Iterable, dims: int) -> Callable[[tuple[int, ...]], list]:
-    """Look chunks up by their position in the first `len(stack)` dims.
+    """Return a function that looks chunks up by their position in the first `len(stack)` dims.
 
     Megatron saves one layer and one expert a chunk, which is found directly; chunks that span several are
     searched.
@@ -284,8 +303,8 @@ def _by_stack(chunks: Iterable, dims: int) -> Callable[[tuple[int, ...]], list]:
     return at
 
 
-def _spellings(p: Parameter, model: Model, keys: Keys) -> Iterator[tuple[str, list[tuple[int, int]], Box]]:
-    """Where a parameter may be: key, its (index, size) in the stacked dims, and the box of the parameter that
+def _possible_keys(p: Parameter, model: Model, keys: Keys) -> Iterator[tuple[str, Stack, Box]]:
+    """Yield where a parameter may be: key, its (index, size) in the stacked dims, and the box of the parameter that
     the key holds.
 
     A key that holds the first half only (`singleton_local_shards`) is followed by the one with the second.

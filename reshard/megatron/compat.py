@@ -1,5 +1,4 @@
-"""What is needed of Megatron-Core and is no part of its interface, for megatron-core 0.16 to 0.20. No other
-file of reshard names it.
+"""Private names of Megatron-Core, for megatron-core 0.16 to 0.20. No other file of reshard uses any.
 
 Below 0.16 there is no `get_gpt_decoder_layer_specs`, with which models are built. Nothing is changed when
 this is imported.
@@ -37,8 +36,7 @@ OLDEST, NEWEST = "0.16", "0.20"  # that models were built and refitted from with
 
 
 def unknown(what: str) -> ReshardError:
-    """The error for a Megatron-Core in which something is not where it is known to be. `what` completes "this
-    megatron-core"."""
+    """Return the error for an unknown version of Megatron-Core. `what` completes "this megatron-core"."""
     try:
         version = metadata.version("megatron-core")
     except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
@@ -72,8 +70,7 @@ else:
 
 @contextmanager
 def without_random_states() -> Iterator[None]:
-    """While it is open, layers find random states of CUDA that do nothing: they want them even where there is
-    no dropout."""
+    """Give layers random states of CUDA that do nothing: they ask for them even without dropout."""
     names = ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")
     if not all(hasattr(random, name) for name in names):
         raise unknown("keeps CUDA's random states elsewhere, so that its layers do not run without a GPU")
@@ -89,8 +86,7 @@ def without_random_states() -> Iterator[None]:
 
 @contextmanager
 def without_transformer_engine() -> Iterator[None]:
-    """While it is open, layers run where Transformer Engine is not installed, which some versions use names
-    of without asking whether these are there."""
+    """Let layers run without Transformer Engine, whose names some versions use without a check."""
     before: list[tuple[Any, str, Any]] = []
     for path, names in LINEARS.items():
         with suppress(ImportError):
@@ -112,11 +108,11 @@ def without_transformer_engine() -> Iterator[None]:
 
 
 class _NoLinear:
-    """In place of a layer of Transformer Engine, which no layer is an instance of."""
+    """A stand-in for a layer of Transformer Engine; no layer is an instance of it."""
 
 
 class _NoRandomStates:
-    """In place of CUDA's random states, by the name that Megatron asks for."""
+    """A stand-in for CUDA's random states, by the name that Megatron asks for."""
 
     def fork(self, *_: Any) -> Any:
         return nullcontext()
@@ -126,6 +122,6 @@ class _NoRandomStates:
 
 
 def gathers_at_forward(model: torch.nn.Module) -> bool:
-    """Whether a DDP has hooks at a model's modules by which it gathers parameters at the next forward."""
+    """Return True where a DDP gathers parameters by hooks of a model's modules at the next forward."""
     hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
     return any(getattr(hook, "__qualname__", "").startswith(GATHERS) for hook in hooks)

@@ -24,12 +24,12 @@ OLDEST, NEWEST = (0, 12), (0, 20)
 PADDED_VOCAB_AND_ROPE_TYPE, PIPELINE_STRINGS, YARN_WITHOUT_MLA = (0, 14), (0, 13), (0, 19)
 # Before, multi-latent attention took max_position_embeddings for YaRN's original length, and mscale for the softmax too.
 YARN_LENGTH = (0, 14)
-# Not where its files are: they travel with the checkpoint, whose place a file in it cannot know.
+# Without the path of its files: they move with the checkpoint, and a file in it cannot know where to.
 TOKENIZER = "--tokenizer-type HuggingFaceTokenizer"
 
 
 def version_of(text: str | None) -> tuple[int, int]:
-    """``0.14`` or ``0.14.2`` as (0, 14); None is the newest known, and so is what is newer. Raises
+    """Return ``0.14`` or ``0.14.2`` as (0, 14); None is the newest known, and so is what is newer. Raises
     ReshardError for what is older than any known one, and for what is no version."""
     if text is None:
         return NEWEST
@@ -47,7 +47,7 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def arguments_for(args: dict[str, Any], version: tuple[int, int]) -> dict[str, Any]:
-    """The arguments that make the same model in a version of Megatron-LM, which refuses those that it does
+    """Return the arguments that make the same model in a version of Megatron-LM, which refuses those that it does
     not know.
 
     Raises ReshardError, naming the first version that can, where it has no arguments for the model or the
@@ -84,8 +84,10 @@ def arguments_for(args: dict[str, Any], version: tuple[int, int]) -> dict[str, A
 def command_line(
     args: dict[str, Any], version: tuple[int, int] = NEWEST, tokenizer: bool = True
 ) -> list[str]:
-    """The flags for these arguments of a version of Megatron-LM, one ``--flag value`` an item; with `tokenizer` those of one
-    that lies beside the checkpoint. Raises what `arguments_for` does."""
+    """Return the flags of a version of Megatron-LM for these arguments, one ``--flag value`` an item.
+
+    With `tokenizer` they name the one beside the checkpoint. Raises what `arguments_for` does.
+    """
     args = arguments_for(args, version)
     flags = []
     string_layout = args.get("pipeline_model_parallel_layout") is not None

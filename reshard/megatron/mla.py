@@ -1,4 +1,4 @@
-"""What Megatron-Core's local layers lack for multi-head latent attention, as a module for its layer specs."""
+"""Core attention for multi-head latent attention in Megatron-Core's local layers, which lack it."""
 
 from typing import Any
 

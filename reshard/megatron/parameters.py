@@ -34,7 +34,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Mapping:
+class ModelParameters:
     """A model's table, expanded: canonical shapes, copies and Megatron parameters.
 
     `copies` maps a canonical name to the name that has the same bytes; `ignored` and `optional` are canonical
@@ -51,20 +51,20 @@ class Mapping:
 
 def expand(
     model: Model, transformer_impl: str = "transformer_engine", padded_vocab: int | None = None
-) -> Mapping:
-    """Expand a model's table. `padded_vocab` is Megatron's number of vocabulary rows (default: no
+) -> ModelParameters:
+    """Expand a model's table into its parameters. `padded_vocab` is Megatron's number of vocabulary rows (default: no
     padding)."""
-    found = _Expansion(model, transformer_impl, padded_vocab)
+    expansion = _Expansion(model, transformer_impl, padded_vocab)
     for block in model.blocks():
-        found.block(block)
-    copies = {name: found.primary[megatron] for name, megatron in found.copies.items()}
-    return Mapping(
-        found.shapes,
-        found.parameters,
+        expansion.block(block)
+    copies = {name: expansion.primary[megatron] for name, megatron in expansion.copies.items()}
+    return ModelParameters(
+        expansion.shapes,
+        expansion.parameters,
         copies,
-        frozenset(found.ignored),
-        frozenset(found.optional),
-        frozenset(found.fp32),
+        frozenset(expansion.ignored),
+        frozenset(expansion.optional),
+        frozenset(expansion.fp32),
     )
 
 
@@ -153,7 +153,7 @@ class _Expansion:
 
 
 def _query_groups(names: list[str], shapes: list[tuple[int, ...]], groups: int) -> list[Part]:
-    """Rows of a fused QKV parameter: for each query group its queries, its key, its value."""
+    """Arrange the rows of a fused QKV parameter: for each query group its queries, its key, its value."""
     rows = [shape[0] // groups for shape in shapes]
     rest, parts = shapes[0][1:], []
     for group in range(groups):
@@ -165,13 +165,13 @@ def _query_groups(names: list[str], shapes: list[tuple[int, ...]], groups: int) 
 
 
 def padded_vocab_size(vocab: int, make_vocab_size_divisible_by: int, tp: int) -> int:
-    """Vocabulary rows in Megatron: the next multiple of ``--make-vocab-size-divisible-by`` times TP."""
+    """Return the vocabulary rows in Megatron: the next multiple of ``--make-vocab-size-divisible-by`` times TP."""
     multiple = make_vocab_size_divisible_by * tp
     return -(-vocab // multiple) * multiple
 
 
-def inside(p: Parameter, box: Box) -> tuple[tuple[Part, ...], tuple[Box, ...]]:
-    """The parts and the padding of a parameter that lie in a box of it, in the box's own coordinates."""
+def parts_inside(p: Parameter, box: Box) -> tuple[tuple[Part, ...], tuple[Box, ...]]:
+    """Return the parts and the padding of a parameter that lie in a box of it, in the box's own coordinates."""
     parts = []
     for part in p.parts:
         if part.at == box.offsets and part.box.lengths == box.lengths:  # as for most experts

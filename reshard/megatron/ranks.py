@@ -1,4 +1,4 @@
-"""Which ranks of a trainer hold what. Arithmetic only; nothing is asked.
+"""The ranks of a trainer, and the parameters that each holds. Arithmetic only: no process group is asked.
 
 Ranks are numbered in Megatron's default order: pipeline stages follow each other; within a stage,
 tensor-parallel ranks are neighbors and data parallelism goes around them; for experts, expert tensor
@@ -12,7 +12,7 @@ from reshard.core.boxes import Box, whole
 from reshard.core.placement import LocalTensor
 from reshard.core.splits import split
 from reshard.megatron.layout import MegatronLayout
-from reshard.megatron.parameters import Parameter, inside
+from reshard.megatron.parameters import Parameter, parts_inside
 from reshard.models.model import Model
 
 
@@ -28,21 +28,21 @@ class Ranks:
         self.stage_of_layer = {
             layer: rank for rank, virtual in enumerate(stages) for stage in virtual for layer in stage.layers
         }
-        having = {
-            what: next(
-                (rank for rank, virtual in enumerate(stages) for stage in virtual if getattr(stage, what)), 0
+        stage_with = {
+            part: next(
+                (rank for rank, virtual in enumerate(stages) for stage in virtual if getattr(stage, part)), 0
             )
-            for what in ("embedding", "output", "mtp")
+            for part in ("embedding", "output", "mtp")
         }
-        self.output, self.mtp = having["output"], having["mtp"]
+        self.output, self.mtp = stage_with["output"], stage_with["mtp"]
         # Megatron's ``has_final_layernorm_in_this_stage``.
         self.final_norm = self.stage_of_layer[model.num_layers - 1] if model.mtp_layers else self.output
         # A tied output layer and MTP layers have a copy of the embedding with them.
         copies = ([self.output] if model.tied else []) + ([self.mtp] if model.mtp_layers else [])
-        self.embedding = list(dict.fromkeys([having["embedding"], *copies]))
+        self.embedding = list(dict.fromkeys([stage_with["embedding"], *copies]))
 
     def stages(self, p: Parameter) -> list[int]:
-        """The pipeline stages that hold a parameter; the one that saves it comes first."""
+        """Return the pipeline stages that hold a parameter; the one that saves it comes first."""
         if p.mtp:
             return [self.mtp]
         if p.layer is not None:
@@ -52,18 +52,18 @@ class Ranks:
         return [self.output if p.name.startswith("output_layer.") else self.final_norm]
 
     def within_stage(self, p: Parameter, index: int) -> range:
-        """The ranks of a stage, counted from its first, that hold cut `index` of a parameter (see `cuts`)."""
+        """Return the ranks of a stage, counted from its first, that hold cut `index` of a parameter (see `cuts`)."""
         if p.expert is None:
             return range(index, self.per_stage, self.layout.tp if p.split else 1)
         etp, ep = self.layout.expert_tp, self.layout.ep
         return range(p.expert // self.local_experts * etp + index, self.per_stage, etp * ep)
 
     def first(self, p: Parameter, index: int = 0) -> int:
-        """The rank that saves cut `index` of a parameter."""
+        """Return the rank that saves cut `index` of a parameter."""
         return self.stages(p)[0] * self.per_stage + self.within_stage(p, index).start
 
     def holders(self, p: Parameter, index: int) -> tuple[int, ...]:
-        """All ranks that hold cut `index` of a parameter."""
+        """Return all ranks that hold cut `index` of a parameter."""
         return tuple(
             stage * self.per_stage + rank for stage in self.stages(p) for rank in self.within_stage(p, index)
         )
@@ -78,10 +78,10 @@ class LiveShard(NamedTuple):
 
 
 def live_shards(ranks: Ranks, p: Parameter) -> list[LiveShard]:
-    """The shards of a parameter in the memory of a trainer's ranks."""
+    """Return the shards of a parameter in the memory of a trainer's ranks."""
     return [
         LiveShard(
-            LocalTensor((p.prefix, p.name, p.layer, p.expert, box), box.lengths, *inside(p, box)),
+            LocalTensor((p.prefix, p.name, p.layer, p.expert, box), box.lengths, *parts_inside(p, box)),
             ranks.holders(p, index),
         )
         for index, box in cuts(p, ranks.layout)
@@ -89,7 +89,7 @@ def live_shards(ranks: Ranks, p: Parameter) -> list[LiveShard]:
 
 
 def cuts(p: Parameter, layout: MegatronLayout) -> Iterator[tuple[int, Box]]:
-    """(rank along the splitting axis, box of the parameter) for each chunk."""
+    """Yield (rank along the splitting axis, box of the parameter) for each chunk."""
     axis, dim = p.split or ("tp", 0)
     ranks = 1 if p.split is None else {"tp": layout.tp, "etp": layout.expert_tp}[axis]
     name = p.prefix + p.name

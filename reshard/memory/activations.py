@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from reshard.megatron.arguments import megatron_args
 from reshard.megatron.stages import Stage
-from reshard.memory.options import Plan, Recompute
+from reshard.memory.options import Recompute, TrainingSetup
 from reshard.models.model import Model
 
 # Elements of a router's saved tensors for each expert: logits, scores and the map of chosen ones.
@@ -55,9 +55,9 @@ class Sizes:
     fp8: bool
 
     @staticmethod
-    def of(plan: Plan, imbalance: float) -> "Sizes":
-        layout, t = plan.layout, plan.training
-        return Sizes(layout.tp, layout.ep, layout.expert_tp, layout.tp if plan.sequence_parallel else 1,
+    def of(setup: TrainingSetup, imbalance: float) -> "Sizes":
+        layout, t = setup.layout, setup.training
+        return Sizes(layout.tp, layout.ep, layout.expert_tp, layout.tp if setup.sequence_parallel else 1,
                      t.cp > 1 and t.cp_comm_type == "a2a", t.dispatcher, t.probs_after_experts, imbalance,
                      t.fp8 is not None)  # fmt: skip
 
@@ -165,15 +165,15 @@ class Chunk(NamedTuple):
     tensors: dict[str, float]
 
 
-def chunk_bytes(plan: Plan, chunk: Stage, imbalance: float) -> Chunk:
+def chunk_bytes(setup: TrainingSetup, chunk: Stage, imbalance: float) -> Chunk:
     """Activations of a virtual stage for a microbatch, in bytes.
 
     Full recomputation keeps the input of each group of layers, and has one group whole in its backward;
     selective recomputation has what it drops back for one layer at a time.
     """
-    z, tokens, r = Sizes.of(plan, imbalance), plan.tokens, plan.recompute
-    kinds = [plan.model.kinds[layer] for layer in chunk.layers]
-    mtp = [plan.model.kinds[-1]] * plan.model.mtp_layers if chunk.mtp else []
+    z, tokens, r = Sizes.of(setup, imbalance), setup.tokens, setup.recompute
+    kinds = [setup.model.kinds[layer] for layer in chunk.layers]
+    mtp = [setup.model.kinds[-1]] * setup.model.mtp_layers if chunk.mtp else []
     tensors: dict[str, float] = {}
 
     def keep(name: str, amount: float) -> None:
@@ -181,20 +181,20 @@ def chunk_bytes(plan: Plan, chunk: Stage, imbalance: float) -> Chunk:
 
     # What the backward of one layer, or group, makes: again, and as gradients.
     backward = 0.0
-    gradients = {kind: _gradients(plan.model, kind, z) for kind in {*kinds, *mtp}}
+    gradients = {kind: _gradients(setup.model, kind, z) for kind in {*kinds, *mtp}}
     whole, whole_layers = _recomputed(r, kinds)
     if r.method == "uniform":  # Megatron recomputes MTP layers one by one, and not at all by block
         whole, mtp = whole + [[kind] for kind in mtp], []
     for layers in whole:
-        keep("inputs of recomputed layers", 2 * plan.model.symbols["H"] / z.sequence)
-        again = sum(_layer(plan.model, kind, z)[0] for kind in layers)
+        keep("inputs of recomputed layers", 2 * setup.model.symbols["H"] / z.sequence)
+        again = sum(_layer(setup.model, kind, z)[0] for kind in layers)
         backward = max(backward, again + max(gradients[kind] for kind in layers))
     modules = r.modules if r.method == "selective" else frozenset()
     rest = kinds[whole_layers:] + mtp
     of_rest = of_rest_gradients = 0.0
     for kind in dict.fromkeys(rest):
         n, dropped = rest.count(kind), dict[str, float]()
-        for row in _layer(plan.model, kind, z)[1]:
+        for row in _layer(setup.model, kind, z)[1]:
             module = next((name for name in row.dropped_by if name in modules), None)
             if module is None:
                 keep(row.name, n * row.bytes)
@@ -205,11 +205,11 @@ def chunk_bytes(plan: Plan, chunk: Stage, imbalance: float) -> Chunk:
         of_rest_gradients = max(of_rest_gradients, gradients[kind] + max(dropped.values(), default=0.0))
     # Layers that are recomputed by block come last, when nothing is left of the others.
     backward = max(backward - of_rest, of_rest_gradients)
-    for row in extra_rows(plan.model, chunk, z):
+    for row in extra_rows(setup.model, chunk, z):
         keep(row.name, row.bytes)
-    loss = _loss(plan, chunk)
+    loss = _loss(setup, chunk)
     if chunk.mtp:
-        keep("MTP: logits", 4 * plan.model.mtp_layers * _vocab(plan))
+        keep("MTP: logits", 4 * setup.model.mtp_layers * _vocab(setup))
     # Of the last norm nothing is left when the layers' backward begins.
     head = tensors.get("final norm", 0.0)
     return Chunk(sum(tensors.values()), loss, max(tokens * backward - head, loss), tensors)
@@ -247,17 +247,18 @@ def _gradients(model: Model, kind: str, z: Sizes) -> float:
     return dense if kind == "dense" else 6 * routed_share(model, z) * s["H"]
 
 
-def _vocab(plan: Plan) -> float:
+def _vocab(setup: TrainingSetup) -> float:
     """Rows of the vocabulary on a rank."""
-    return plan.model.symbols["V"] / plan.layout.tp
+    return setup.model.symbols["V"] / setup.layout.tp
 
 
-def _loss(plan: Plan, chunk: Stage) -> float:
+def _loss(setup: TrainingSetup, chunk: Stage) -> float:
     """Bytes of logits and their gradients: all that the cross entropy makes of them, or bf16 gradients and those of
     the output layer's weight."""
     if not chunk.output:
         return 0.0
-    vocab, hidden = _vocab(plan), plan.model.symbols["H"]
+    vocab, hidden = _vocab(setup), setup.model.symbols["H"]
     return max(
-        LOGIT[plan.training.cross_entropy] * plan.tokens * vocab, 2 * plan.tokens * vocab + 2 * vocab * hidden
+        LOGIT[setup.training.cross_entropy] * setup.tokens * vocab,
+        2 * setup.tokens * vocab + 2 * vocab * hidden,
     )

@@ -7,9 +7,9 @@ from typing import Any
 from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError
 from reshard.megatron.layout import MegatronLayout
-from reshard.memory.options import Plan, Training
+from reshard.memory.options import Training, TrainingSetup
 from reshard.memory.outside import bytes_of_gpu
-from reshard.memory.phases import Engine, phases_of
+from reshard.memory.phases import EngineSetup, phases_of
 from reshard.memory.report import MemoryReport, report_of
 from reshard.models.model import Model
 from reshard.storage.sources.opening import read_model
@@ -21,7 +21,7 @@ def estimate_memory(
     layout: MegatronLayout | Mapping[str, Any] | None = None,
     *,
     gpu_memory: str | int | None = None,
-    engine: Engine | None = None,
+    engine: EngineSetup | None = None,
     **options: Any,
 ) -> MemoryReport:
     """Estimate the memory that training a model at a layout needs on a GPU of each pipeline stage.
@@ -29,7 +29,7 @@ def estimate_memory(
     `model` is a `reshard.Model`, or what `reshard.read_model` takes: a directory of either format, a
     config.json, a hub id. `layout` is a `reshard.MegatronLayout` or its fields. `options` are the fields of
     `reshard.memory.options.Training` by their names. `gpu_memory`, bytes or a text such as ``80GB``, is
-    what ``report.fits`` is held against. `engine` is an `reshard.memory.phases.Engine`, for the phases of
+    what ``report.fits`` is held against. `engine` is an `reshard.memory.phases.EngineSetup`, for the phases of
     an RL step.
 
     Static bytes are exact, activations those of Transformer Engine's layers, the rest bands. Raises
@@ -47,7 +47,7 @@ def estimate_memory(
         raise ReshardError(
             f"memory has no option {sorted(unknown)[0]}; those of a run are the fields of Training"
         )
-    plan = Plan.of(model, layout, Training(**options))
+    setup = TrainingSetup.of(model, layout, Training(**options))
     size = gpu_memory if isinstance(gpu_memory, (int, type(None))) else bytes_of_gpu(gpu_memory)
-    report = report_of(plan, size)
-    return report if engine is None else replace(report, phases=phases_of(plan, report, engine))
+    report = report_of(setup, size)
+    return report if engine is None else replace(report, phases=phases_of(setup, report, engine))

@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.core.errors import ReshardError
 from reshard.megatron.layout import MegatronLayout
-from reshard.memory.options import Plan, Training
+from reshard.memory.options import Training, TrainingSetup
 from reshard.memory.report import report_of
 from reshard.models.model import Model
 
@@ -34,7 +34,7 @@ BATCH = 4  # microbatches times ranks of a model's copy, where no batch is given
 
 
 @dataclass(frozen=True)
-class Limits:
+class SearchSpace:
     """What is looked at; a size that is fixed has one value."""
 
     tp: tuple[int, ...] | None = None
@@ -49,7 +49,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Fitting:
+class FittingLayout:
     """A layout that fits with this recomputation and offload. `surely` is whether the upper end of its band is
     within the GPU's memory, else only the lower end is. `bubble` is the share of a pipeline's time that waits."""
 
@@ -75,22 +75,22 @@ class Fitting:
 
 
 def fit(
-    model: Model, training: Training, gpu_bytes: int, limits: Limits | None = None, count: int = 10
-) -> tuple[list[Fitting], int]:
+    model: Model, training: Training, gpu_bytes: int, space: SearchSpace | None = None, count: int = 10
+) -> tuple[list[FittingLayout], int]:
     """The `count` best layouts of ``training.gpus`` GPUs with `gpu_bytes` each, and how many were looked at.
 
     Raises ReshardError without a number of GPUs.
     """
-    limits = limits or Limits()
+    space = space or SearchSpace()
     if training.gpus is None:
         raise ReshardError("--fit needs --gpus: how many GPUs there are")
     ladder = LADDER_LATENT if model.family.latent else LADDER_EXPERTS if model.num_experts else LADDER_DENSE
     found, looked = [], 0
     if training.num_microbatches is None and training.global_batch_size is None:
         training = replace(training, global_batch_size=BATCH * training.gpus * training.micro_batch_size)
-    for layout, cp in _layouts(model, training, limits):
+    for layout, cp in _layouts(model, training, space):
         looked += 1
-        best = _least(model, layout, replace(training, cp=cp, dp=None), gpu_bytes, ladder, limits.offload)
+        best = _least(model, layout, replace(training, cp=cp, dp=None), gpu_bytes, ladder, space.offload)
         if best is not None:
             found.append(best)
     found.sort(key=lambda each: each.cost)
@@ -104,7 +104,7 @@ def _least(
     gpu_bytes: int,
     ladder: tuple[str, ...],
     offload: bool,
-) -> Fitting | None:
+) -> FittingLayout | None:
     """The least recomputation and offload with which a layout fits surely, else with which it may."""
     maybe = None
     shares = sorted({max(share, training.optimizer_offload) for share in (OFFLOADS if offload else (0.0,))})
@@ -113,15 +113,15 @@ def _least(
         for level in (len(ladder) - 1, *range(len(ladder))):
             t = replace(training, recompute=ladder[level], optimizer_offload=share)
             try:
-                plan = Plan.of(model, layout, t)
-                report = report_of(plan, gpu_bytes)
+                setup = TrainingSetup.of(model, layout, t)
+                report = report_of(setup, gpu_bytes)
             except ReshardError:
                 return None  # this layout does not divide
             if report.fits is False:
                 if level == len(ladder) - 1:
                     break
                 continue
-            this = _fitting(plan, layout, report.peak, gpu_bytes, level, bool(report.fits))
+            this = _fitting(setup, layout, report.peak, gpu_bytes, level, bool(report.fits))
             if report.fits and level < len(ladder) - 1:
                 return this
             if report.fits and maybe is not None and maybe.surely:
@@ -133,37 +133,37 @@ def _least(
 
 
 def _fitting(
-    plan: Plan, layout: MegatronLayout, peak: Any, gpu_bytes: int, level: int, surely: bool
-) -> Fitting:
-    t = plan.training
-    bubble = (layout.pp - 1) / (layout.virtual_stages * plan.microbatches)
+    setup: TrainingSetup, layout: MegatronLayout, peak: Any, gpu_bytes: int, level: int, surely: bool
+) -> FittingLayout:
+    t = setup.training
+    bubble = (layout.pp - 1) / (layout.virtual_stages * setup.microbatches)
     bubble /= 1 + bubble
     tp_inside = layout.tp * t.cp <= t.gpus_per_host
     ep_inside = layout.ep * layout.expert_tp <= t.gpus_per_host
     cost = (not surely, not tp_inside, level, t.optimizer_offload, round(bubble, 2), layout.tp * t.cp,
             not ep_inside, layout.ep, peak.total_band.high)  # fmt: skip
-    return Fitting(
-        layout, t.cp, plan.dp, t.recompute, t.optimizer_offload, peak.allocated, peak.total_band.low, peak.total_band.high,
-        gpu_bytes - peak.total_band.high, bubble, plan.microbatches, tp_inside, ep_inside, surely, cost,
+    return FittingLayout(
+        layout, t.cp, setup.dp, t.recompute, t.optimizer_offload, peak.allocated, peak.total_band.low, peak.total_band.high,
+        gpu_bytes - peak.total_band.high, bubble, setup.microbatches, tp_inside, ep_inside, surely, cost,
     )  # fmt: skip
 
 
-def _layouts(model: Model, t: Training, limits: Limits) -> Iterator[tuple[MegatronLayout, int]]:
+def _layouts(model: Model, t: Training, space: SearchSpace) -> Iterator[tuple[MegatronLayout, int]]:
     """Every layout of so many GPUs that divides the model."""
     gpus = t.gpus or 1
     sizes = _divisors(gpus)
-    at_most_tp = limits.at_most_tp or t.gpus_per_host
-    for tp in limits.tp or [n for n in sizes if n <= at_most_tp]:
-        for pp in limits.pp or [n for n in sizes if n <= min(limits.at_most_pp or gpus, model.num_layers)]:
-            for cp in limits.cp:
+    at_most_tp = space.at_most_tp or t.gpus_per_host
+    for tp in space.tp or [n for n in sizes if n <= at_most_tp]:
+        for pp in space.pp or [n for n in sizes if n <= min(space.at_most_pp or gpus, model.num_layers)]:
+            for cp in space.cp:
                 if gpus % (tp * pp * cp):
                     continue
                 experts: list[int] = [1]
                 if model.num_experts:
-                    most = min(limits.at_most_ep or gpus, gpus // pp)
+                    most = min(space.at_most_ep or gpus, gpus // pp)
                     experts = [n for n in _divisors(model.num_experts) if n <= most and gpus // pp % n == 0]
-                for ep in limits.ep or experts:
-                    for vpp in limits.vpp if pp > 1 else (1,):
+                for ep in space.ep or experts:
+                    for vpp in space.vpp if pp > 1 else (1,):
                         layout = _staged(model, tp, pp, vpp, ep)
                         if layout is not None:
                             yield layout, cp

@@ -168,7 +168,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingSetup:
     """A model at a layout in a run, with every size settled: ranks of a pipeline stage, data parallel ranks of
     dense and of expert parameters, microbatches, tokens of one microbatch on one rank."""
 
@@ -183,7 +183,7 @@ class Plan:
     sequence_parallel: bool
 
     @staticmethod
-    def of(model: Model, layout: MegatronLayout, training: Training) -> "Plan":
+    def of(model: Model, layout: MegatronLayout, training: Training) -> "TrainingSetup":
         """Settle the sizes. Raises ReshardError, naming both, where one does not divide another."""
         layout.check(model)
         t, experts = training, layout.ep * layout.expert_tp
@@ -225,7 +225,7 @@ class Plan:
                 f"--seq-length {t.seq_length} / cp {t.cp} is not divided by tp {layout.tp}, as sequence parallelism "
                 f"needs: pass --seq-length {-(-t.seq_length // step) * step}{without}"
             )
-        return Plan(
+        return TrainingSetup(
             model, layout, training, Recompute.of(t.recompute), dp, per_stage,
             per_stage // experts if model.num_experts else per_stage, _microbatches(layout, t, dp), together,
         )  # fmt: skip

@@ -9,7 +9,7 @@ import re
 from typing import NamedTuple
 
 from reshard.core.errors import ReshardError
-from reshard.memory.options import GIB, Plan
+from reshard.memory.options import GIB, TrainingSetup
 
 
 class Band(NamedTuple):
@@ -32,13 +32,13 @@ RESERVED = (1.01, 1.09)
 IMBALANCE = 1.2
 
 
-def outside(plan: Plan) -> Band:
+def outside(setup: TrainingSetup) -> Band:
     """Context, communicators and kernels of a rank."""
-    layout, cp = plan.layout, plan.training.cp
-    axes = [layout.tp, layout.pp, cp, plan.dp * cp]
-    if plan.model.num_experts:
-        axes += [layout.ep, layout.expert_tp if layout.expert_tp != layout.tp else 1, plan.expert_dp]
-    groups = sum(size > 1 for size in axes) + (plan.ranks > 1)
+    layout, cp = setup.layout, setup.training.cp
+    axes = [layout.tp, layout.pp, cp, setup.dp * cp]
+    if setup.model.num_experts:
+        axes += [layout.ep, layout.expert_tp if layout.expert_tp != layout.tp else 1, setup.expert_dp]
+    groups = sum(size > 1 for size in axes) + (setup.ranks > 1)
     return CONTEXT + FIRST_FORWARD + Band(groups * COMMUNICATOR.low, groups * COMMUNICATOR.high)
 
 

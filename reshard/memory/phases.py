@@ -11,9 +11,9 @@ from typing import NamedTuple
 from reshard.core.errors import ReshardError, listed
 from reshard.engines.vllm.layout import VllmLayout, vllm_placement
 from reshard.memory.activations import Sizes, layer_tensors
-from reshard.memory.options import GIB, Plan
+from reshard.memory.options import GIB, TrainingSetup
 from reshard.memory.outside import CONTEXT, Band
-from reshard.memory.report import MemoryReport
+from reshard.memory.report import MemoryReport, StageMemory
 from reshard.models.model import Model
 
 MOVABLE = ("weights", "grads", "optimizer")
@@ -24,12 +24,13 @@ GRAPHS = Band(int(0.3 * GIB), int(2.5 * GIB))
 # What a running vLLM takes that it did not foresee when it took its share of the GPU. Measured on an H200: 0.8 GiB
 # when it had started, 3.1 when it had generated.
 BEYOND = Band(int(0.5 * GIB), int(3.5 * GIB))
+NOTHING = Band(0, 0)
 # A refit's staging, and its table of copies.
 REFIT = Band(64 << 10, 64 << 20)
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineSetup:
     """A vLLM beside the trainer. `utilization` is its ``gpu_memory_utilization``; `colocated` None means on the
     trainer's GPUs where it has no more ranks. `offload` is what of the trainer is in host memory while the
     engine generates, and for gradients and optimizer whenever nothing is trained. `kv_width` is the bytes of
@@ -62,74 +63,79 @@ class Phase(NamedTuple):
     kv_tokens: Band | None = None
 
 
-def phases_of(plan: Plan, report: MemoryReport, engine: Engine) -> list[Phase]:
-    """The phases generate, sync, logprob and train. Raises ReshardError where the GPU's memory is not known, or
-    the engine cannot be laid out."""
+def phases_of(setup: TrainingSetup, report: MemoryReport, engine: EngineSetup) -> list[Phase]:
+    """Return the phases generate, sync, logprob and train. Raises ReshardError where the GPU's memory is not known,
+    or the engine cannot be laid out."""
     if report.gpu_bytes is None:
         raise ReshardError("--engine needs --gpu-memory: the engine takes a share of it")
-    model, layout = plan.model, engine.layout
-    layout.check(model)
-    same = layout.world_size <= plan.ranks if engine.colocated is None else engine.colocated
-    if same and layout.world_size > plan.ranks:
+    layout = engine.layout
+    layout.check(setup.model)
+    colocated = layout.world_size <= setup.ranks if engine.colocated is None else engine.colocated
+    if colocated and layout.world_size > setup.ranks:
         raise ReshardError(
-            f"the engine's {layout.world_size} ranks do not fit on the trainer's {plan.ranks} GPUs: --separate"
+            f"the engine's {layout.world_size} ranks do not fit on the trainer's {setup.ranks} GPUs: --separate"
         )
     claim = int(engine.utilization * report.gpu_bytes)
-    weights, per_token = _engine_bytes(model, engine)
-    peak = _profiled(model, engine)
-    taken = peak + GRAPHS + CONTEXT
-    room = Band(max(0, claim - weights - taken.high), max(0, claim - weights - taken.low))
-    tokens = Band(room.low // per_token, room.high // per_token)
+    weights, bytes_per_token = _engine_bytes(setup.model, engine)
+    tokens = _kv_tokens(setup.model, engine, claim - weights, bytes_per_token)
+    serving = {"engine: weights, keys and values, all else": claim}
 
     stage = max(report.stages, key=lambda each: each.static)
-    parts = {"weights": stage.weights, "grads": stage.grads, "optimizer": stage.main_params + stage.moments}
-    kept = {f"trainer's {name}": n for name, n in parts.items() if name not in engine.offload and n}
-    idle = {name: n for name, n in kept.items() if name != "trainer's weights"}
     buffers = {"Transformer Engine's buffers": stage.engine_buffers} if stage.engine_buffers else {}
-    nothing = Band(0, 0)
-    outside = stage.outside + (_left_by_allocator(plan) if engine.offload else nothing)
-
-    def phase(name: str, gpus: str, held: dict[str, int], beside: Band, kv: Band | None = None) -> Phase:
-        total = sum(held.values())
-        return Phase(name, gpus, held, Band(total + beside.low, total + beside.high), kv)
-
-    served = {"engine: weights, keys and values, all else": claim}
-    asleep = RESIDUE if same else nothing
-    where = "both" if same else "trainer's"
-    forward = (
-        {"trainer's weights": stage.weights}
-        | idle
-        | buffers
-        | {"one layer's forward, logits": _forward(plan)}
-    )
-    found = [
-        phase("generate", "both", served | kept | buffers, outside + BEYOND, tokens)
-        if same
-        else phase("generate", "engine's", served, BEYOND, tokens)
+    kept = _not_offloaded(stage, engine)
+    # For a forward the weights are on the GPU, the rest stays offloaded.
+    resident = {"trainer's weights": stage.weights} | kept | buffers
+    outside = stage.outside + (_left_by_allocator(setup) if engine.offload else NOTHING)
+    asleep, gpus = (RESIDUE, "both") if colocated else (NOTHING, "trainer's")
+    forward = resident | {"one layer's forward, logits": _forward(setup)}
+    if colocated:
+        phases = [
+            _phase("generate", "both", serving | kept | buffers, outside + BEYOND, tokens),
+            _phase("sync", gpus, resident | {"engine: weights": weights}, outside + asleep + REFIT),
+        ]
+    else:
+        phases = [
+            _phase("generate", "engine's", serving, BEYOND, tokens),
+            _phase("sync", gpus, resident, outside + asleep + REFIT),
+            _phase("sync", "engine's", serving, REFIT + BEYOND),
+        ]
+    return [
+        *phases,
+        _phase("logprob", gpus, forward, outside + asleep),
+        Phase("train", gpus, _training_parts(report.peak), report.peak.total_band + asleep),
     ]
-    sync = {"trainer's weights": stage.weights} | idle | buffers
-    found.append(
-        phase("sync", where, sync | ({"engine: weights": weights} if same else {}), outside + asleep + REFIT)
-    )
-    if not same:
-        found.append(phase("sync", "engine's", served, REFIT + BEYOND))
-    found.append(phase("logprob", where, forward, outside + asleep))
-    fullest = report.peak
-    train = {
-        "trainer's weights": fullest.weights,
-        "trainer's grads": fullest.grads,
-        "trainer's optimizer": fullest.main_params + fullest.moments,
-        "Transformer Engine's buffers": fullest.engine_buffers,
-        "activations and transients": fullest.activations + fullest.transient,
+
+
+def _phase(name: str, gpus: str, parts: dict[str, int], more: Band, kv_tokens: Band | None = None) -> Phase:
+    total = sum(parts.values())
+    return Phase(name, gpus, parts, Band(total + more.low, total + more.high), kv_tokens)
+
+
+def _kv_tokens(model: Model, engine: EngineSetup, room: int, bytes_per_token: int) -> Band:
+    """Return how many tokens of keys and values fit into `room` bytes beside what a running engine needs."""
+    needed = _profiled(model, engine) + GRAPHS + CONTEXT
+    low, high = max(0, room - needed.high), max(0, room - needed.low)
+    return Band(low // bytes_per_token, high // bytes_per_token)
+
+
+def _not_offloaded(stage: StageMemory, engine: EngineSetup) -> dict[str, int]:
+    """Return what of the trainer stays on the GPU while the engine generates."""
+    parts = {"weights": stage.weights, "grads": stage.grads, "optimizer": stage.main_params + stage.moments}
+    return {f"trainer's {name}": size for name, size in parts.items() if name not in engine.offload and size}
+
+
+def _training_parts(stage: StageMemory) -> dict[str, int]:
+    """Return what a stage holds at the fullest moment of a training step."""
+    return {
+        "trainer's weights": stage.weights,
+        "trainer's grads": stage.grads,
+        "trainer's optimizer": stage.main_params + stage.moments,
+        "Transformer Engine's buffers": stage.engine_buffers,
+        "activations and transients": stage.activations + stage.transient,
     }
-    band = fullest.total_band
-    held = sum(train.values())
-    found.append(Phase("train", where, train, Band(band.low, band.high) + asleep))
-    assert held <= band.high
-    return found
 
 
-def _engine_bytes(model: Model, engine: Engine) -> tuple[int, int]:
+def _engine_bytes(model: Model, engine: EngineSetup) -> tuple[int, int]:
     """Of the fullest of an engine's ranks: bytes of weights, and of keys and values for each token.
 
     A token has 2 heads of D elements in each layer, of each key head that the rank has; with latent attention
@@ -149,7 +155,7 @@ def _engine_bytes(model: Model, engine: Engine) -> tuple[int, int]:
     return weights, per_token
 
 
-def _profiled(model: Model, engine: Engine) -> Band:
+def _profiled(model: Model, engine: EngineSetup) -> Band:
     """What a forward of as many tokens as vLLM batches takes: a few hidden vectors, the widest product's, and
     logits of a batch of sequences."""
     s, t = model.symbols, engine.layout.tp
@@ -162,22 +168,22 @@ def _profiled(model: Model, engine: Engine) -> Band:
     return Band(int(tokens / 2 + logits), int(1.5 * tokens + 4 * logits))
 
 
-def _left_by_allocator(plan: Plan) -> Band:
+def _left_by_allocator(setup: TrainingSetup) -> Band:
     """What torch keeps of freed memory when the trainer offloads: segments of its logits, in bf16 and fp32, in which
     cuBLAS's workspaces of 32 MiB lie (measured: both); nothing with expandable segments."""
-    return Band(0, int(plan.tokens * _logits(plan)))
+    return Band(0, int(setup.tokens * _logits(setup)))
 
 
-def _forward(plan: Plan) -> int:
+def _forward(setup: TrainingSetup) -> int:
     """A forward without a backward: one layer's tensors, or the logits."""
-    sizes = Sizes.of(plan, plan.training.imbalance or 1.0)
+    sizes = Sizes.of(setup, setup.training.imbalance or 1.0)
     layer = max(
-        sum(row.bytes for row in layer_tensors(plan.model, kind, sizes))
-        for kind in dict.fromkeys(plan.model.kinds)
+        sum(row.bytes for row in layer_tensors(setup.model, kind, sizes))
+        for kind in dict.fromkeys(setup.model.kinds)
     )
-    return int(plan.tokens * max(layer, _logits(plan)))
+    return int(setup.tokens * max(layer, _logits(setup)))
 
 
-def _logits(plan: Plan) -> float:
+def _logits(setup: TrainingSetup) -> float:
     """Bytes of a token's, in bf16 and fp32."""
-    return 6 * plan.model.symbols["V"] / plan.layout.tp
+    return 6 * setup.model.symbols["V"] / setup.layout.tp

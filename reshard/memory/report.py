@@ -5,7 +5,7 @@ from typing import Any
 
 from reshard.megatron.stages import Stage
 from reshard.memory.activations import Chunk, chunk_bytes
-from reshard.memory.options import Plan
+from reshard.memory.options import TrainingSetup
 from reshard.memory.outside import IMBALANCE, RESERVED, Band, outside
 from reshard.memory.schedule import Moment, moments
 from reshard.memory.static import Static, static_bytes
@@ -94,24 +94,24 @@ class MemoryReport:
         }
 
 
-def report_of(plan: Plan, gpu_bytes: int | None = None) -> MemoryReport:
-    """The report of a plan."""
+def report_of(setup: TrainingSetup, gpu_bytes: int | None = None) -> MemoryReport:
+    """The report of a setup."""
     alike: dict[tuple, tuple[Static, list[Chunk], list[Chunk]]] = {}
     stages = []
-    for rank, chunks in enumerate(plan.layout.stages(plan.model)):
+    for rank, chunks in enumerate(setup.layout.stages(setup.model)):
         kinds = tuple(
-            (tuple(plan.model.kinds[layer] for layer in chunk.layers), chunk.embedding, chunk.output, chunk.mtp,
-             plan.model.num_layers - 1 in chunk.layers)
+            (tuple(setup.model.kinds[layer] for layer in chunk.layers), chunk.embedding, chunk.output, chunk.mtp,
+             setup.model.num_layers - 1 in chunk.layers)
             for chunk in chunks
         )  # fmt: skip
         if kinds not in alike:
-            alike[kinds] = _parts(plan, chunks)
-        stages.append(_stage(plan, rank, chunks, *alike[kinds]))
-    axes = f"{plan.layout} DP{plan.dp}" + (f" CP{plan.training.cp}" if plan.training.cp > 1 else "")
+            alike[kinds] = _parts(setup, chunks)
+        stages.append(_stage(setup, rank, chunks, *alike[kinds]))
+    axes = f"{setup.layout} DP{setup.dp}" + (f" CP{setup.training.cp}" if setup.training.cp > 1 else "")
     return MemoryReport(
-        f"{plan.model.family.name} ({plan.model.num_layers} layers)", axes, plan.ranks, plan.dp,
-        plan.microbatches, plan.tokens, str(plan.recompute), stages, _notes(plan), gpu_bytes,
-        plan.training.gpus_per_host,
+        f"{setup.model.family.name} ({setup.model.num_layers} layers)", axes, setup.ranks, setup.dp,
+        setup.microbatches, setup.tokens, str(setup.recompute), stages, _notes(setup), gpu_bytes,
+        setup.training.gpus_per_host,
     )  # fmt: skip
 
 
@@ -124,13 +124,13 @@ class Peak:
     moment: Moment
 
 
-def peak_of(plan: Plan, rank: int, chunks: list[Chunk]) -> Peak:
+def peak_of(setup: TrainingSetup, rank: int, chunks: list[Chunk]) -> Peak:
     """The fullest moment of pipeline rank `rank` over the schedule."""
-    t = plan.training
-    group = t.microbatch_group_size or plan.layout.pp
+    t = setup.training
+    group = t.microbatch_group_size or setup.layout.pp
     best: Peak | None = None
     for moment in moments(
-        plan.layout.pp, rank, len(chunks), plan.microbatches, group, int(t.overlap_expert_comm)
+        setup.layout.pp, rank, len(chunks), setup.microbatches, group, int(t.overlap_expert_comm)
     ):
         kept = sum(n * chunk.kept for n, chunk in zip(moment.alive, chunks, strict=True))
         mine = chunks[moment.chunk]
@@ -141,33 +141,38 @@ def peak_of(plan: Plan, rank: int, chunks: list[Chunk]) -> Peak:
     return best
 
 
-def _parts(plan: Plan, stages: list[Stage]) -> tuple[Static, list[Chunk], list[Chunk]]:
+def _parts(setup: TrainingSetup, stages: list[Stage]) -> tuple[Static, list[Chunk], list[Chunk]]:
     """What does not depend on the pipeline rank: static bytes, and a microbatch's in each chunk, with the given
     routing and with that of the band's upper end."""
-    t, static = plan.training, static_bytes(plan, stages)
+    t, static = setup.training, static_bytes(setup, stages)
 
     def chunks(imbalance: float) -> list[Chunk]:
-        found = [chunk_bytes(plan, chunk, imbalance) for chunk in stages]
+        found = [chunk_bytes(setup, chunk, imbalance) for chunk in stages]
         return [each._replace(backward=each.backward + static.largest) for each in found]
 
     usual = chunks(t.imbalance or 1.0)
-    uneven = plan.model.num_experts and plan.layout.ep > 1 and t.imbalance is None
+    uneven = setup.model.num_experts and setup.layout.ep > 1 and t.imbalance is None
     return static, usual, chunks(IMBALANCE) if uneven else usual
 
 
 def _stage(
-    plan: Plan, rank: int, stages: list[Stage], static: Static, chunks: list[Chunk], fuller: list[Chunk]
+    setup: TrainingSetup,
+    rank: int,
+    stages: list[Stage],
+    static: Static,
+    chunks: list[Chunk],
+    fuller: list[Chunk],
 ) -> StageMemory:
-    peak = peak_of(plan, rank, chunks)
+    peak = peak_of(setup, rank, chunks)
     busy = static.total + round(peak.activations + peak.transient)
     step = static.total + static.step
     least = high = max(busy, step)
     if fuller is not chunks:
-        full = peak_of(plan, rank, fuller)
+        full = peak_of(setup, rank, fuller)
         high = max(high, static.total + round(full.activations + full.transient))
-    copies, about = _fp8_copies(plan, static)
+    copies, about = _fp8_copies(setup, static)
     allocated, band = least + copies, Band(least + about.low, high + about.high)
-    beside = outside(plan)
+    beside = outside(setup)
     total = Band(round(band.low * RESERVED[0]) + beside.low, round(band.high * RESERVED[1]) + beside.high)
     in_step = step > busy
     tensors: dict[str, float] = {}
@@ -184,14 +189,14 @@ def _stage(
     )  # fmt: skip
 
 
-def _fp8_copies(plan: Plan, static: Static) -> tuple[int, Band]:
+def _fp8_copies(setup: TrainingSetup, static: Static) -> tuple[int, Band]:
     """What fp8 makes of the weights, and at least and at most. Beside bf16 weights a copy by rows and one by
     columns, which stay until the next step (measured: 1.9 to 2.1 bytes for a number, of blockwise and of
     tensorwise scaling); mxfp8 has a scale for every 32. With fp8 parameters these stand in place of bf16's two
     bytes."""
-    if not plan.training.fp8:
+    if not setup.training.fp8:
         return 0, Band(0, 0)
-    if plan.training.fp8_params:
+    if setup.training.fp8_params:
         return 0, Band(-static.linear, static.linear // 8)
     return 2 * static.linear, Band(static.linear, static.linear * 17 // 8)
 
@@ -218,18 +223,18 @@ def _layers(stages: list[Stage]) -> str:
     return ", ".join(found)
 
 
-def _notes(plan: Plan) -> list[str]:
-    """What was assumed, and what the figures leave open, for this plan."""
-    t = plan.training
+def _notes(setup: TrainingSetup) -> list[str]:
+    """What was assumed, and what the figures leave open, for this setup."""
+    t = setup.training
     found = [
         "static bytes are exact; activations are those of Transformer Engine's layers with fused attention, without "
         f"dropout, and the loss that of --cross-entropy-fusion-impl {t.cross_entropy}"
     ]
-    if t.num_microbatches is None and t.global_batch_size is None and plan.layout.pp > 1:
+    if t.num_microbatches is None and t.global_batch_size is None and setup.layout.pp > 1:
         found.append(
-            f"{plan.microbatches} microbatches are assumed: --num-microbatches or --global-batch-size says"
+            f"{setup.microbatches} microbatches are assumed: --num-microbatches or --global-batch-size says"
         )
-    if plan.model.num_experts and plan.layout.ep > 1 and t.imbalance is None:
+    if setup.model.num_experts and setup.layout.ep > 1 and t.imbalance is None:
         found.append(
             f"routing is taken as even; the upper end of a band is with {IMBALANCE:g} times the even share on the "
             f"fullest rank: --imbalance says otherwise"
@@ -243,6 +248,6 @@ def _notes(plan: Plan) -> list[str]:
         found.append(
             "offload: the host needs buffers for transfers besides, up to 4 bytes for each parameter moved"
         )
-    if plan.recompute.modules & {"core_attn"}:
+    if setup.recompute.modules & {"core_attn"}:
         found.append("core_attn saves nothing where attention is fused")
     return found

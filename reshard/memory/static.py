@@ -15,7 +15,7 @@ from math import lcm, prod
 from reshard.core.errors import ReshardError
 from reshard.megatron.parameters import padded_vocab_size
 from reshard.megatron.stages import Stage
-from reshard.memory.options import WIDTHS, Plan
+from reshard.memory.options import WIDTHS, TrainingSetup
 from reshard.models.model import Model
 from reshard.models.tables import Row
 
@@ -68,15 +68,15 @@ class Static:
         return self.weights + self.grads + self.main_params + self.moments + self.engine_buffers
 
 
-def static_bytes(plan: Plan, chunks: list[Stage]) -> Static:
+def static_bytes(setup: TrainingSetup, chunks: list[Stage]) -> Static:
     """What a rank of the pipeline stage with these chunks (virtual stages) holds, in bytes."""
-    t = plan.training
+    t = setup.training
     weights = elements_main = linear = fixed = largest = 0
     grads = main = moments = host = step = 0
     shapes: set[tuple[int, ...]] = set()
     for chunk in chunks:
-        held, tied = chunk_weights(plan, chunk)
-        for expert, shards in ((False, plan.dense_shards), (True, plan.expert_shards)):
+        held, tied = chunk_weights(setup, chunk)
+        for expert, shards in ((False, setup.dense_shards), (True, setup.expert_shards)):
             mine = [(weight, n) for weight, n in held if weight.expert == expert and weight.trained]
             elements = _buffer(mine, tied if not expert else (), t.distributed_optimizer, shards)
             share = elements // shards  # a buffer's end is a multiple of the shards
@@ -145,9 +145,9 @@ class _Key:
         return id(self.model)
 
 
-def chunk_weights(plan: Plan, chunk: Stage) -> tuple[list[tuple[Weight, int]], tuple[Weight, ...]]:
+def chunk_weights(setup: TrainingSetup, chunk: Stage) -> tuple[list[tuple[Weight, int]], tuple[Weight, ...]]:
     """(parameter, times) of a virtual stage on one rank, and those that are tied to another stage's."""
-    model, layout, t = plan.model, plan.layout, plan.training
+    model, layout, t = setup.model, setup.layout, setup.training
     key, sizes = (
         _Key(model),
         (layout.tp, layout.ep, layout.expert_tp, t.make_vocab_size_divisible_by, t.transformer_impl),

@@ -1,4 +1,4 @@
-"""What a field of a config is where the config says nothing: the defaults of transformers' config classes,
+"""Values of fields that a config lacks: the defaults of transformers' config classes,
 without the fields that a mapping table has and those that have no effect.
 
 Written by ``python -m tests.config_defaults``; a test compares it with the installed transformers.

@@ -1,4 +1,4 @@
-"""Which fields of a Hugging Face config say something, and what they may be.
+"""The fields of a Hugging Face config: those that are mapped, those without effect, and what the rest may be.
 
 A field is *mapped*, where a mapping table or a rule of its family reads it, or has *no effect* on what the
 weights compute. Of the others,
@@ -122,8 +122,7 @@ _recorded: ContextVar[tuple[str, ...]] = ContextVar("recorded", default=())
 
 @contextmanager
 def ignored_config_fields(*names: str, recorded: bool = False) -> Iterator[None]:
-    """Inside, these fields of a config (or arguments of a checkpoint) may say what they like, and are not
-    looked at.
+    """Ignore these fields of configs, or arguments of checkpoints, inside the context.
 
     For other processes, such as vLLM's workers, the environment variable RESHARD_IGNORE_CONFIG_FIELDS has the
     same names, with commas between them. What a conversion ignores is `recorded` in its manifest, and is
@@ -138,13 +137,13 @@ def ignored_config_fields(*names: str, recorded: bool = False) -> Iterator[None]
 
 
 def ignored() -> set[str]:
-    """The names that are ignored here."""
+    """Return the names that are ignored in this context."""
     return {*_ignored.get(), *_recorded.get(), *filter(None, os.environ.get(ENVIRONMENT, "").split(","))}
 
 
 @contextmanager
 def asked_by(means: str) -> Iterator[None]:
-    """Inside, sentences say how to ignore a field by one of the means of `TO_IGNORE`."""
+    """Have error messages inside say how to ignore a field by one of the means of `TO_IGNORE`."""
     token = _asked_by.set(means)
     try:
         yield
@@ -167,8 +166,8 @@ def to_ignore(names: Collection[str]) -> str:
 
 @contextmanager
 def meaning_only_noted() -> Iterator[None]:
-    """Inside, a config that makes another model than what can be mapped is read all the same, and its model's
-    notices say so: for those who look at bytes and sizes only."""
+    """Read configs inside even where they make a model that cannot be mapped; the model's notices say so. For
+    callers that look at bytes and sizes only."""
     token = _only_noted.set(True)
     try:
         yield
@@ -199,7 +198,7 @@ def check_ignored(*models: Any) -> None:
 
 @dataclass(frozen=True)
 class Unmapped:
-    """The fields of a config that nothing maps: those that may make another model of the same weights
+    """Fields of a config that nothing maps: those that may make another model of the same weights
     (`deciding`), and those that transformers' class does not have and no other family knows (`unread`)."""
 
     deciding: dict[str, Any]
@@ -252,7 +251,7 @@ def unmapped(
 def _is_harmless(value: Any, values: tuple[Any, ...]) -> bool:
     if value is None or isinstance(value, list):
         return all(_is_harmless(entry, values) for entry in value or ())
-    return any(_same(value, one) for one in values)
+    return any(_same(value, harmless) for harmless in values)
 
 
 def _has_unknown_code(config: dict[str, Any]) -> bool:
@@ -275,15 +274,15 @@ def _shown(value: Any) -> str:
 
 
 def whole_number(value: Any, least: int = 1) -> bool:
-    """Whether this is an int, and no bool, of at least so much."""
+    """Return True for an int, not a bool, of at least `least`."""
     return type(value) is int and value >= least
 
 
 def number(value: Any) -> bool:
-    """Whether this is a finite number, and no bool."""
+    """Return True for a finite number, not a bool."""
     return type(value) in (int, float) and math.isfinite(value)
 
 
 def without(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The config without these fields."""
+    """Return the config without these fields."""
     return {name: value for name, value in config.items() if name not in names}

@@ -1,4 +1,4 @@
-"""Families: what a mapping file says of an architecture, and what holds where it says nothing."""
+"""Families of models: the base class of mapping files, with its defaults."""
 
 import importlib
 import pkgutil
@@ -152,23 +152,22 @@ class Family:
         return frozenset(rules | rows | refused | set(self.symbols.values()))
 
     def field_of(self, argument: str) -> str | None:
-        """The config field that says what an argument of Megatron's is."""
+        """Return the config field for an argument of Megatron's, or None."""
         return next((name for name, _, arg, *_ in self.spellings if arg == argument), None)
 
     def has_no_effect(self, name: str) -> bool:
-        """Whether this field changes nothing of what the weights compute; a leading underscore is
-        transformers' own business."""
+        """Return True for a field that changes nothing of what the weights compute. One with a leading underscore is
+        transformers' own."""
         return name.startswith("_") or name.endswith(NO_EFFECT_ENDS) or name in (*NO_EFFECT, *self.no_effect)
 
     # A config
 
     def as_published(self, config: dict[str, Any]) -> dict[str, Any]:
-        """A config as it is published, of one that an engine's model class has changed."""
+        """Undo what an engine's model class changed in a config."""
         return config
 
     def layer_kinds(self, config: dict[str, Any], where: str) -> tuple[str, ...]:
-        """``dense`` or ``moe`` for each decoder layer. Raises ReshardError where a field does not say
-        which."""
+        """Return ``dense`` or ``moe`` for each decoder layer. Raises ReshardError where a field does not say which."""
         layers = int(config["num_hidden_layers"])
         if not self.first_dense:
             return ("moe" if self.has_experts else "dense",) * layers
@@ -180,8 +179,8 @@ class Family:
         return tuple("dense" if layer < first else "moe" for layer in range(layers))
 
     def kinds_as_fields(self, pattern: list[int]) -> dict[str, Any]:
-        """The inverse of `layer_kinds`: the fields that say it, of a 1 for each layer with experts and a 0
-        for each without."""
+        """Return the config fields for a pattern with 1 for each layer with experts and 0 for each without: the inverse
+        of `layer_kinds`."""
         return {self.first_dense: pattern.index(1)} if self.first_dense else {}
 
     def window_of(self, config: dict[str, Any]) -> str:
@@ -198,18 +197,18 @@ class Family:
         slides = slides and (first is None or first < config["num_hidden_layers"])
         if types is not None:
             slides = any(kind != "full_attention" for kind in types) or (slides and everywhere)
-        said = (f"{name} = {config[name]!s:.80}" for name in WINDOW if config.get(name) is not None)
-        return listed(said, len(WINDOW)) if slides else ""
+        values = (f"{name} = {config[name]!s:.80}" for name in WINDOW if config.get(name) is not None)
+        return listed(values, len(WINDOW)) if slides else ""
 
     def rope(self, config: dict[str, Any], where: str = "config.json") -> dict[str, Any]:
-        """The rotary settings of a config, see `rope_of`."""
+        """Return the rotary settings of a config, see `rope_of`."""
         return rope_of(config, where, 1.0 if self.partial_rotary is None else self.partial_rotary)
 
     # Megatron's arguments
 
     def rope_args(self, config: dict[str, Any], where: str) -> dict[str, Any]:
-        """Megatron's rotary arguments. Raises ReshardError, by name, where it has no setting for what the
-        config asks for."""
+        """Return Megatron's rotary arguments. Raises ReshardError, naming the field, where Megatron has no setting for
+        it."""
         rope = self.rope(config, where)
         share = rope["partial_rotary_factor"]
         if share != 1.0 and self.partial_rotary is None:
@@ -238,32 +237,32 @@ def _spelled(field: str) -> tuple[str, list[str]]:
 
 @cache
 def families() -> dict[str, Family]:
-    """All families, by name. Raises ValueError where a mapping file has none, or its rows do not follow the
+    """Return all families, by name. Raises ValueError where a mapping file has none, or its rows do not follow the
     columns."""
     package = importlib.import_module("reshard.mappings")
-    found = {}
+    by_name = {}
     for module in pkgutil.iter_modules(package.__path__):
         table = importlib.import_module(f"reshard.mappings.{module.name}")
-        mine = [
+        defined = [
             kind
             for kind in vars(table).values()
             if isinstance(kind, type) and kind.__module__ == table.__name__
         ]
-        if len(mine) != 1 or not issubclass(mine[0], Family):
+        if len(defined) != 1 or not issubclass(defined[0], Family):
             raise ValueError(f"mappings/{module.name}.py should define one Family")
-        family = mine[0]()
-        found[family.name] = family
-    return found
+        family = defined[0]()
+        by_name[family.name] = family
+    return by_name
 
 
 def family_of(config: dict, where: str) -> Family:
-    """The family of a Hugging Face config. Raises ReshardError, naming those that there are, where no table covers
+    """Return the family of a Hugging Face config. Raises ReshardError, naming those that there are, where no table covers
     it."""
     names = [str(name) for name in (config.get("architectures") or [])]
-    alike = {name.lower() for name in names}  # LLaMAForCausalLM, in the first conversions
+    lowercase_names = {name.lower() for name in names}  # LLaMAForCausalLM, in the first conversions
     for family in families().values():
         kind = config.get("model_type")
-        if family.architecture.lower() in alike or (not names and kind == family.name):
+        if family.architecture.lower() in lowercase_names or (not names and kind == family.name):
             if kind not in (None, family.name, *family.model_types):
                 raise ReshardError(
                     f"{where}: model_type is {kind!r:.80}, but architectures names {family.architecture}, "

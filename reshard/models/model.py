@@ -1,5 +1,4 @@
-"""A model as its Hugging Face config describes it: family, sizes, layer kinds; and the same in Megatron's
-arguments."""
+"""A model as its Hugging Face config describes it: family, sizes, layer kinds."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -43,7 +42,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """What the tables need to know of a model.
+    """A model as the mapping tables see it.
 
     `config` is the Hugging Face config with the family's defaults filled in, `kinds` says ``dense`` or
     ``moe`` for each decoder layer, `mtp_layers` is the number of multi-token-prediction layers, `where` names
@@ -101,20 +100,22 @@ class Model:
                     f"{where}: {name} is {full[name]!r:.80}, which is not a positive whole number"
                 )
         _check_sizes(family, full, where)
-        said = {
+        notices = {
             name: f"{where}: {name} = {value!r:.80} is ignored; {_instead(name, full)}"
             for name, value in dropped.items()
         }
         mtp = full.get(family.field_of("mtp_num_layers") or "") or 0
-        others = unmapped(config, family.fields, family.has_no_effect, DEFAULTS[family.name], family.always)
-        model = Model(family, full, family.layer_kinds(full, where), int(mtp), where, said, others.unread)
+        leftover = unmapped(config, family.fields, family.has_no_effect, DEFAULTS[family.name], family.always)
+        model = Model(
+            family, full, family.layer_kinds(full, where), int(mtp), where, notices, leftover.unread
+        )
         with model.objecting():
-            _check_meaning(model, others.sentence)
+            _check_meaning(model, leftover.sentence)
         return model
 
     @contextmanager
     def objecting(self) -> Iterator[None]:
-        """Inside, a reason not to map the model is an objection, where those are only noted."""
+        """Record a ReshardError raised inside as an objection, where `meaning_only_noted` says so; else let it pass."""
         try:
             yield
         except ReshardError as error:
@@ -137,8 +138,7 @@ class Model:
 
     @property
     def notices(self) -> list[str]:
-        """What a user should be told of the fields of its config: those that were ignored, and those that nobody
-        reads."""
+        """Sentences for the user: objections, fields that were ignored, and fields that nobody reads."""
         unread = listed(self.unread)
         note = f"{self.where}: transformers' {self.family.architecture} does not read {unread}, and neither does reshard"
         return [*self.objections, *self.ignored.values(), *([note] if self.unread else [])]
@@ -156,10 +156,10 @@ class Model:
 
     def shape(self, expression: str) -> tuple[int, ...]:
         """The shape that a table's expression, such as ``NQ*D H``, stands for in this model."""
-        found = self._shapes.get(expression)
-        if found is None:
-            found = self._shapes[expression] = shape_of(expression, self.symbols)
-        return found
+        shape = self._shapes.get(expression)
+        if shape is None:
+            shape = self._shapes[expression] = shape_of(expression, self.symbols)
+        return shape
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -167,11 +167,11 @@ class Model:
 
     @property
     def tied(self) -> bool:
-        """Whether the output layer is the embedding."""
+        """True where the output layer is the embedding."""
         return bool(self.config.get("tie_word_embeddings"))
 
     def value_of(self, argument: str) -> Any:
-        """What the config says of an argument of Megatron's; None where it has no field for it."""
+        """Return the config's value for an argument of Megatron's; None where it has no field for it."""
         name = self.family.field_of(argument)
         return None if name is None else self.config.get(name)
 
@@ -187,7 +187,7 @@ class Model:
 
     @cached_property
     def uniform(self) -> bool:
-        """Whether all decoder layers are of one kind, so that Megatron stacks them under one name."""
+        """True where all decoder layers are of one kind, so that Megatron stacks them under one key."""
         return len(set(self.kinds)) == 1
 
     @property
@@ -198,14 +198,13 @@ class Model:
 
     @property
     def expert_groups(self) -> tuple[int, int]:
-        """Into how many groups the experts are divided, and from how many of them a token's are taken; (1, 1)
-        where from all."""
+        """Number of expert groups, and of groups that a token's experts are taken from; (1, 1) without groups."""
         return int(self.value_of("moe_router_num_groups") or 1), int(
             self.value_of("moe_router_group_topk") or 1
         )
 
     def holds(self, conditions: Iterable[str], kind: str = "") -> bool:
-        """Whether all these conditions of a row hold for a layer of this kind."""
+        """Return True where all these conditions of a row hold for a layer of this kind."""
         return all(self._holds(condition, kind) for condition in conditions)
 
     def _holds(self, condition: str, kind: str) -> bool:
@@ -217,20 +216,20 @@ class Model:
 
     def rows(self, block: str, kind: str = "") -> list[Row]:
         """The rows of a block (``model``, ``layer``, ``mtp``) that apply to a layer of this kind."""
-        found = self._rows.get((block, kind))
-        if found is None:
-            found = self._rows[block, kind] = [
+        rows = self._rows.get((block, kind))
+        if rows is None:
+            rows = self._rows[block, kind] = [
                 row for row in self.family.rows[block] if self.holds(row.conditions, kind)
             ]
-        return found
+        return rows
 
     @cached_property
     def _rows(self) -> dict[tuple[str, str], list[Row]]:
         return {}
 
     def blocks(self) -> Iterator["Block"]:
-        """What the model is made of, in the order of its names: the parameters outside the layers, each
-        decoder layer, each MTP layer."""
+        """Yield the model's blocks in the order of its names: the parameters outside the layers, each decoder layer,
+        each MTP layer."""
         layers = self.family.layers
         yield Block("", "", None, False, self.rows("model"))
         for layer, kind in enumerate(self.kinds):
@@ -265,7 +264,7 @@ class Model:
 
 
 def _instead(name: str, config: dict[str, Any]) -> str:
-    """What is used in place of a field that is ignored."""
+    """Say what is used in place of a field that is ignored."""
     return (
         f"{config[name]!r:.80} is used, as where it is absent"
         if config.get(name) is not None
@@ -274,19 +273,19 @@ def _instead(name: str, config: dict[str, Any]) -> str:
 
 
 def different_fields(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
-    """Fields by which two configs make two models of the same weights, with both values; a rotary embedding
+    """Return the fields by which two configs make two models of the same weights, with both values; rotary settings
     as ``rope_parameters``."""
     if a.family.name != b.family.name:
         return {"architectures": (a.family.architecture, b.family.architecture)}
-    found = {}
+    different = {}
     for name, _, arg, _, _ in a.family.spellings:
         if arg in NUMERICS_ARGS and not same_value(a.config[name], b.config[name]):
-            found[name] = (a.config[name], b.config[name])
+            different[name] = (a.config[name], b.config[name])
     if a.num_layers == b.num_layers and a.kinds != b.kinds:
-        found["layers with experts"] = (a.moe_layers, b.moe_layers)
+        different["layers with experts"] = (a.moe_layers, b.moe_layers)
     if not same_value(a.family.rope_args(a.config, a.where), b.family.rope_args(b.config, b.where)):
-        found["rope_parameters"] = (a.rope(), b.rope())
-    return found
+        different["rope_parameters"] = (a.rope(), b.rope())
+    return different
 
 
 def _default(name: str, default: Any, config: dict[str, Any], where: str) -> Any:

@@ -1,4 +1,4 @@
-"""Which of Megatron's arguments decide what a model computes, and where two sets of them disagree.
+"""Megatron's arguments that decide what a model computes, and the comparison of two sets of them.
 
 `NUMERICS_ARGS` names them all, with Megatron's defaults; everything else in its parser is about speed, memory,
 training or files. A test holds each argument of the installed Megatron, and each field of its configs,
@@ -63,29 +63,28 @@ _NOT_MLA = ("kv_channels", "num_query_groups", "use_rope_scaling", "rotary_seq_l
 _YARN = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
 
 
-def disagreements(said: Mapping[str, Any], meant: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Where arguments say something else than `meant`, of the arguments that decide what a model computes:
-    (name, said, meant).
+def disagreements(args: Mapping[str, Any], expected: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return (name, value, expected value) for each argument that makes another model than `expected`.
 
-    What `meant` lacks is at Megatron's default; what `said` lacks is not compared.
+    An argument that `expected` lacks is at Megatron's default; one that `args` lacks is not compared.
     """
     a, b = (
-        _settled(said),
-        _settled({k: v for k, v in NUMERICS_ARGS.items() if v is not DERIVED} | dict(meant)),
+        _settled(args),
+        _settled({k: v for k, v in NUMERICS_ARGS.items() if v is not DERIVED} | dict(expected)),
     )
     skipped = _without_effect(b)
-    found = []
+    different = []
     for name, default in NUMERICS_ARGS.items():
-        unsaid = name not in a or (a[name] is None and default is not None)
-        if unsaid or name in skipped or (default is DERIVED and name not in b):
+        absent = name not in a or (a[name] is None and default is not None)
+        if absent or name in skipped or (default is DERIVED and name not in b):
             continue
         if not same_value(a[name], b[name]):
-            found.append((name, said.get(name, a[name]), b[name]))
-    return found
+            different.append((name, args.get(name, a[name]), b[name]))
+    return different
 
 
 def as_named_now(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of an older Megatron-LM, by the names that they have now, with what followed from others then."""
+    """Rename arguments of an older Megatron-LM, and add those that followed from others then."""
     former = {now: args[name] for name, now in _FORMERLY.items() if name in args}
     # Before 0.14, which brought rope_type.
     if args.get("multi_latent_attention") and "rope_type" not in args and args.get("max_position_embeddings"):
@@ -94,7 +93,7 @@ def as_named_now(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settled(args: Mapping[str, Any]) -> dict[str, Any]:
-    """With one spelling for each thing that has several."""
+    """Return arguments with one spelling for each setting that has several."""
     values = as_named_now(args)
     if values.get("add_bias_linear"):
         values["add_qkv_bias"] = True
@@ -119,7 +118,7 @@ def _settled(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_effect(args: Mapping[str, Any]) -> set[str]:
-    """The arguments that this model does not look at."""
+    """Return the arguments that this model does not read."""
     mla, skipped = bool(args.get("multi_latent_attention")), set()
     if not args.get("num_experts"):
         skipped |= {name for name in NUMERICS_ARGS if name.startswith("moe_")}
@@ -137,7 +136,7 @@ def _without_effect(args: Mapping[str, Any]) -> set[str]:
 
 
 def moe_pattern(frequency: Any, layers: int) -> list[int]:
-    """``--moe-layer-freq`` as a 1 for each layer with experts and a 0 for each without.
+    """Return ``--moe-layer-freq`` as a 1 for each layer with experts and a 0 for each without.
 
     Raises ValueError where it says nothing about so many layers.
     """

@@ -6,7 +6,7 @@ from reshard.models.family import family_of
 
 
 def published(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """A transformers config's dict without what transformers adds, and what an engine's model class has
+    """Return a transformers config's dict without what transformers adds, and what an engine's model class has
     changed in place."""
     config = {
         key: value

@@ -1,4 +1,4 @@
-"""Rotary embeddings: how a Hugging Face config and Megatron's arguments say the same thing.
+"""Rotary embeddings, in a Hugging Face config and in Megatron's arguments.
 
 Two spellings of the config are read: ``rope_parameters`` (transformers 5) and ``rope_theta`` with
 ``rope_scaling`` (before). What a field means where it is absent is what transformers makes of it.
@@ -35,7 +35,7 @@ NEEDED = {
 
 
 def rope_of(config: dict[str, Any], where: str = "config.json", share: float = 1.0) -> dict[str, Any]:
-    """The rotary settings of a config as one dict with at least ``rope_type``, ``rope_theta`` and
+    """Return the rotary settings of a config as one dict with at least ``rope_type``, ``rope_theta`` and
     ``partial_rotary_factor``; absent ones as transformers fills them in, null ones left out. `share` is the
     part of a head's dims that turns where nothing says so.
 
@@ -48,8 +48,8 @@ def rope_of(config: dict[str, Any], where: str = "config.json", share: float = 1
             raise ReshardError(f"{where}: {name} is {value!r:.60}, which is not an object")
     rope: dict[str, Any] = {}
     outside = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-    for said in (*(_typed(value, where) for value in spelled if value), outside):
-        for name, value in said.items():
+    for spelling in (*(_typed(value, where) for value in spelled if value), outside):
+        for name, value in spelling.items():
             if value is None or rope.setdefault(name, value) is value:
                 continue
             if not same_value(rope[name], value):
@@ -65,7 +65,7 @@ def rope_of(config: dict[str, Any], where: str = "config.json", share: float = 1
 
 
 def _typed(scaling: dict[str, Any], where: str) -> dict[str, Any]:
-    """With one spelling of the type, of the two that there are."""
+    """Return rotary settings with the type under ``rope_type``, of its two spellings."""
     types = {scaling[key] for key in ("rope_type", "type") if scaling.get(key) is not None}
     if len(types) > 1:
         raise ReshardError(
@@ -108,8 +108,8 @@ def megatron_rope(rope: dict[str, Any], latent: bool, where: str) -> dict[str, A
         if key not in ("rope_type", "rope_theta", "partial_rotary_factor", "finetuned", *PARAMETERS[name])
     ]
     if strange:
-        said = listed((f"{key} = {rope[key]}"[:60] for key in strange), 3)
-        raise ReshardError(f"{where}: rope type {name!r:.60} has {said}, whose meaning is not known")
+        values = listed((f"{key} = {rope[key]}"[:60] for key in strange), 3)
+        raise ReshardError(f"{where}: rope type {name!r:.60} has {values}, whose meaning is not known")
     for key in NEEDED.get(name, ()):
         if rope.get(key) is None:
             raise ReshardError(f"{where}: rope type {name!r:.60} has no {key}")
@@ -145,12 +145,15 @@ def _megatron_yarn(rope: dict[str, Any], latent: bool, where: str) -> dict[str, 
     )
     if not latent:  # engines read neither there
         mscale, all_dim = 1.0, 0.0
-    theirs, meant = yarn_scale(factor, mscale) / yarn_scale(factor, all_dim), attention_factor(rope)
-    if not math.isclose(theirs, meant, rel_tol=1e-6):
+    megatron_scale, hf_scale = (
+        yarn_scale(factor, mscale) / yarn_scale(factor, all_dim),
+        attention_factor(rope),
+    )
+    if not math.isclose(megatron_scale, hf_scale, rel_tol=1e-6):
         names = [key for key in ("attention_factor", "mscale", "mscale_all_dim") if rope.get(key) is not None]
         raise ReshardError(
-            f"{where}: with {listed(names)} the rotary embedding is scaled by {meant:.6g} in "
-            f"transformers, by {theirs:.6g} in Megatron and in vLLM"
+            f"{where}: with {listed(names)} the rotary embedding is scaled by {hf_scale:.6g} in "
+            f"transformers, by {megatron_scale:.6g} in Megatron and in vLLM"
         )
     args = {"rotary_scaling_factor": factor, "mscale": mscale, "mscale_all_dim": all_dim}
     if latent:
@@ -158,8 +161,8 @@ def _megatron_yarn(rope: dict[str, Any], latent: bool, where: str) -> dict[str, 
             raise ReshardError(
                 f"{where}: rope truncate is false, but Megatron's multi-latent attention always rounds"
             )
-        said = {name: rope.get(name) or default for name, default in MLA_YARN.items()}
-        return args | {name: value for name, value in said.items() if value != MLA_YARN[name]}
+        values = {name: rope.get(name) or default for name, default in MLA_YARN.items()}
+        return args | {name: value for name, value in values.items() if value != MLA_YARN[name]}
     return args | {
         "position_embedding_type": "yarn", "yarn_original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
         "yarn_beta_fast": float(rope.get("beta_fast") or 32), "yarn_beta_slow": float(rope.get("beta_slow") or 1),
@@ -168,12 +171,12 @@ def _megatron_yarn(rope: dict[str, Any], latent: bool, where: str) -> dict[str, 
 
 
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's scale of attention at a factor of the context, as published."""
+    """Return YaRN's scale of attention at a factor of the context, as published."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def attention_factor(rope: dict[str, Any]) -> float:
-    """What transformers multiplies the cosines and sines of a rotary embedding by."""
+    """Return the factor by which transformers multiplies the cosines and sines of a rotary embedding."""
     if rope["rope_type"] != "yarn":
         return 1.0
     if rope.get("attention_factor") is not None:
@@ -185,7 +188,7 @@ def attention_factor(rope: dict[str, Any]) -> float:
 
 
 def inverse_frequencies(rope: dict[str, Any], dim: int) -> list[float]:
-    """The ``dim / 2`` angles, in radians, by which a rotary embedding of `rope_of` turns from one position to
+    """Return the ``dim / 2`` angles, in radians, by which a rotary embedding of `rope_of` turns from one position to
     the next.
 
     >>> inverse_frequencies({"rope_type": "default", "rope_theta": 10000.0}, 4)
@@ -227,9 +230,9 @@ def _yarn_range(rope: dict[str, Any], dim: int) -> tuple[float, float]:
 
 def _same_constants(rope: dict[str, Any], constants: dict[str, float], where: str) -> None:
     for key, value in constants.items():
-        said = rope.get(key) or value
-        if float(said) != float(value):
-            raise ReshardError(f"{where}: rope {key} is {said}, but Megatron has {value} built in")
+        given_value = rope.get(key) or value
+        if float(given_value) != float(value):
+            raise ReshardError(f"{where}: rope {key} is {given_value}, but Megatron has {value} built in")
 
 
 def hf_rope(args: dict[str, Any]) -> dict[str, Any]:
@@ -243,14 +246,14 @@ def hf_rope(args: dict[str, Any]) -> dict[str, Any]:
                 "rope_type": "yarn",
                 "factor": factor,
                 **_mscales(args),
-                **_given(args, MLA_YARN),
+                **_values_or(args, MLA_YARN),
             }
     elif args.get("position_embedding_type") == "yarn":
         scaling: dict[str, Any] = {
             "rope_type": "yarn",
             "factor": float(args.get("rotary_scaling_factor") or 1.0),
         }
-        scaling |= _given({key: args.get(f"yarn_{key}") for key in MLA_YARN}, MLA_YARN)
+        scaling |= _values_or({key: args.get(f"yarn_{key}") for key in MLA_YARN}, MLA_YARN)
         if args.get("yarn_correction_range_round_to_int") is False:
             scaling["truncate"] = False
         above, below = (yarn_scale(scaling["factor"], mscale) for mscale in _mscales(args).values())
@@ -269,8 +272,10 @@ def hf_rope(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mscales(args: dict[str, Any]) -> dict[str, float]:
-    return {key: float(value) for key, value in _given(args, {"mscale": 1.0, "mscale_all_dim": 0.0}).items()}
+    return {
+        key: float(value) for key, value in _values_or(args, {"mscale": 1.0, "mscale_all_dim": 0.0}).items()
+    }
 
 
-def _given(args: dict[str, Any], defaults: dict[str, float]) -> dict[str, float]:
+def _values_or(args: dict[str, Any], defaults: dict[str, float]) -> dict[str, float]:
     return {name: default if args.get(name) is None else args[name] for name, default in defaults.items()}

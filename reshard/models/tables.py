@@ -50,22 +50,22 @@ class Row:
 
     @cached_property
     def words(self) -> tuple[str, ...]:
-        """What the last column says, one thing each."""
+        """The entries of the last column."""
         return tuple(word.strip() for word in self.where.split(","))
 
     @cached_property
     def conditions(self) -> tuple[str, ...]:
-        """What must hold for the row to apply."""
+        """The conditions under which the row applies."""
         return tuple(word for word in self.words if word not in MARKS)
 
     @property
     def optional(self) -> bool:
-        """Whether a checkpoint may lack the parameter."""
+        """True where a checkpoint may lack the parameter."""
         return "optional" in self.words
 
     @property
     def fp32(self) -> bool:
-        """Whether the parameter keeps its precision when the others are cast down."""
+        """True where the parameter keeps its precision when the others are cast down."""
         return "fp32" in self.words
 
     @property
@@ -79,12 +79,12 @@ class Row:
 
     @property
     def of_experts(self) -> bool:
-        """Whether the row stands for a tensor of each routed expert."""
+        """True where the row stands for a tensor of each routed expert."""
         return "{expert}" in self.hf
 
     def names(self, prefix: str, experts: Iterable[int]) -> Iterator[tuple[int | None, str]]:
-        """(expert, published name) of every tensor that the row stands for: one for each of these experts, or
-        a single one.
+        """Yield (expert, published name) of every tensor that the row stands for: one for each of these experts, or a
+        single one.
 
         >>> list(Row("experts.{expert}.up", "F H", "fc1", "up", "etp 0", "moe").names("model.", [4, 5]))
         [(4, 'model.experts.4.up'), (5, 'model.experts.5.up')]
@@ -96,7 +96,7 @@ class Row:
             yield expert, prefix + self.hf.replace("{expert}", str(expert))
 
     def split_of(self, transformer_impl: str) -> tuple[str, int] | None:
-        """The mesh axis and the dim that it splits, or None where every rank has all of the parameter."""
+        """Return the mesh axis and the dim that it splits, or None where every rank has all of the parameter."""
         words = self.split.split()
         if words == ["-"] or (words[0] == "local" and transformer_impl != "local"):
             return None
@@ -104,7 +104,7 @@ class Row:
 
 
 def read_rows(table: Iterable[tuple[str, ...]], file: str, fields: Iterable[str]) -> tuple[Row, ...]:
-    """The rows of a table whose conditions may name these fields of the config. Raises ValueError, naming the
+    """Read the rows of a table, whose conditions may name these fields of the config. Raises ValueError, naming the
     file, where a row does not follow the columns."""
     rows, known = tuple(Row(*row) for row in table), {*KINDS, *fields}
     for row in rows:
@@ -119,7 +119,7 @@ def read_rows(table: Iterable[tuple[str, ...]], file: str, fields: Iterable[str]
 
 
 def shape_of(expression: str, symbols: dict[str, int]) -> tuple[int, ...]:
-    """The shape that a table's expression stands for.
+    """Return the shape that a table's expression stands for.
 
     >>> shape_of("NQ*D+2*D H", {"NQ": 4, "D": 8, "H": 64})
     (48, 64)

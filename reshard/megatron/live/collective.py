@@ -1,4 +1,4 @@
-"""How the ranks of a live model make a call together: they meet, compare what they were given, and fail together."""
+"""Calls that all ranks of a live model make together: they meet, compare their options, and fail together."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -9,8 +9,10 @@ from reshard.storage.run.team import Team
 
 
 def keyword_style_errors() -> AbstractContextManager[None]:
-    """Inside, error messages name the keywords of `load`, `save` and `export`, not the options of the command
-    line. They do not offer to resume, since a load or a save starts anew."""
+    """Have error messages inside name the keywords of `load`, `save` and `export` instead of command-line options.
+
+    They do not offer to resume, since a load or a save starts anew.
+    """
     return rewrite_message(
         ("(;| and|,) run again with --resume", ""),
         ("pass --overwrite", "pass overwrite=True"),

@@ -124,22 +124,22 @@ class _Stream:
         follow one another."""
         takes = self.process in self.takers
         tensor = self._whole(name) if takes else None
-        exchanges, later = [], []
+        exchanges, copies = [], []
         for assignment in self.assignments[name]:
-            mine = self._mine(name, assignment) if assignment.rank == self.process else None
-            into = None if tensor is None else self._within(tensor, assignment)
-            if mine is not None:
-                if into is not None:
-                    _copy(mine, into)
-                sent = mine.contiguous() if self._others() else mine
+            own_bytes = self._own_bytes(name, assignment) if assignment.rank == self.process else None
+            target = None if tensor is None else self._within(tensor, assignment)
+            if own_bytes is not None:
+                if target is not None:
+                    _copy(own_bytes, target)
+                sent = own_bytes.contiguous() if self._others() else own_bytes
                 exchanges += [dist.P2POp(dist.isend, sent, taker) for taker in self._others()]
-            elif into is not None:
-                received = into if into.is_contiguous() else torch.empty_like(into)
+            elif target is not None:
+                received = target if target.is_contiguous() else torch.empty_like(target)
                 exchanges.append(dist.P2POp(dist.irecv, received, assignment.rank))
-                later += [] if received is into else [(into, received)]
+                copies += [] if received is target else [(target, received)]
         _wait(exchanges)
-        for into, received in later:
-            into.copy_(received)
+        for target, received in copies:
+            target.copy_(received)
         if tensor is not None:
             yield name, tensor
 
@@ -148,33 +148,33 @@ class _Stream:
         received = self._exchange(names)
         if self.process not in self.takers:
             return
-        at = dict.fromkeys(received, 0)
+        position = dict.fromkeys(received, 0)
         for name in names:
             tensor = self._whole(name)
             for assignment in self.assignments[name]:
-                into = self._within(tensor, assignment)
+                target = self._within(tensor, assignment)
                 if assignment.rank == self.process:
-                    _copy(self._mine(name, assignment), into)
+                    _copy(self._own_bytes(name, assignment), target)
                     continue
-                start = at[assignment.rank]
-                at[assignment.rank] = start + into.numel()
-                into.copy_(received[assignment.rank][start : at[assignment.rank]].view(into.shape))
+                start = position[assignment.rank]
+                position[assignment.rank] = start + target.numel()
+                target.copy_(received[assignment.rank][start : position[assignment.rank]].view(target.shape))
             yield name, tensor
 
     def _exchange(self, names: list[str]) -> dict[int, torch.Tensor]:
         """Send this rank's boxes of these tensors to all others that take them. Return the bytes that came from each of
         the others, where this rank takes tensors."""
         sizes: dict[int, int] = {}
-        mine = []
+        own_bytes = []
         for name in names:
             for assignment in self.assignments[name]:
                 if assignment.rank != self.process:
                     sizes[assignment.rank] = sizes.get(assignment.rank, 0) + self._bytes(name, assignment)
                 elif self._others():
-                    mine.append(self._mine(name, assignment).reshape(-1))
+                    own_bytes.append(self._own_bytes(name, assignment).reshape(-1))
         exchanges, received = [], {}
-        if mine:
-            out = torch.cat(mine)
+        if own_bytes:
+            out = torch.cat(own_bytes)
             exchanges += [dist.P2POp(dist.isend, out, taker) for taker in self._others()]
         if self.process in self.takers:
             for rank, size in sizes.items():
@@ -190,7 +190,7 @@ class _Stream:
     def _bytes(self, name: str, assignment: WriteAssignment) -> int:
         return assignment.box.volume * self.inventory.tensors[name].dtype.size
 
-    def _mine(self, name: str, assignment: WriteAssignment) -> torch.Tensor:
+    def _own_bytes(self, name: str, assignment: WriteAssignment) -> torch.Tensor:
         """View the box that this rank sends, where it lies, as bytes ``[rows, bytes of a row]``."""
         live = self.boxes[name][assignment.number]
         return byte_view(live.region, live.local)
@@ -200,9 +200,9 @@ class _Stream:
         info, assignments = self.inventory.tensors[name], self.assignments[name]
         dtype = getattr(torch, info.dtype.name)
         if not self.copy and len(assignments) == 1 and assignments[0].rank == self.process:
-            mine = self._mine(name, assignments[0])
-            if mine.is_contiguous():
-                return mine.view(dtype).view(info.shape)
+            own_bytes = self._own_bytes(name, assignments[0])
+            if own_bytes.is_contiguous():
+                return own_bytes.view(dtype).view(info.shape)
         return torch.empty(info.shape, dtype=dtype, device=self.device)
 
     def _within(self, tensor: torch.Tensor, assignment: WriteAssignment) -> torch.Tensor:
@@ -212,9 +212,9 @@ class _Stream:
         return matrix[rows.start : rows.stop, rows.column * size : (rows.column + rows.columns) * size]
 
 
-def _copy(mine: torch.Tensor, into: torch.Tensor) -> None:
-    if mine.data_ptr() != into.data_ptr():
-        into.copy_(mine)
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    if source.data_ptr() != target.data_ptr():
+        target.copy_(source)
 
 
 def _wait(exchanges: list[dist.P2POp]) -> None:

@@ -1,14 +1,13 @@
-"""A trainer's memory, lent to somebody else: parameters, gradients and the optimizer's state moved to host memory and
-back.
+"""Move a trainer's parameters, gradients and optimizer state to host memory and back.
 
     reshard.offload(models, optimizer)  # the engine may have the GPU
     reshard.onload(models, grads=False, states=False)  # before a refit
     reshard.onload(models)  # before the next training step
 
-What is moved are storages. A storage's bytes are copied to pinned host memory, and it is resized to nothing; later it
-is resized to what it was, somewhere else perhaps, and the bytes are copied back. Every tensor that looks into it (a
-parameter in DDP's buffer, the optimizer's shard of that buffer, ``main_grad``) is the same tensor all along, so that
-nothing in Megatron has to be told. A refit looks for addresses each time, and follows.
+Storages are moved. A storage's bytes are copied to pinned host memory, and it is resized to nothing. Later it is
+resized to what it was, perhaps at another address, and the bytes are copied back. Every tensor that views it (a
+parameter in DDP's buffer, the optimizer's shard of that buffer, ``main_grad``) stays the same tensor, so Megatron
+needs no notice. A refit looks up addresses each time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,8 +25,7 @@ PARAMS, GRADS, STATES = "params", "grads", "optimizer"
 
 
 class Away(NamedTuple):
-    """A storage that has no memory, how much it had, and its bytes, in parts; None where they are zeros when it is
-    back."""
+    """A storage without memory, its size, and its bytes in parts; None where it comes back as zeros."""
 
     storage: torch.UntypedStorage
     size: int
@@ -35,7 +33,7 @@ class Away(NamedTuple):
 
 
 class Offloaded:
-    """What of a trainer is away, by its kind, in which host memory, and what that leaves for the next time."""
+    """The offloaded storages of a trainer by kind, and the host memory that holds them."""
 
     def __init__(self, pinned: bool) -> None:
         self.away: dict[str, list[Away]] = {PARAMS: [], GRADS: [], STATES: []}
@@ -48,7 +46,7 @@ _offloaded: WeakKeyDictionary[torch.nn.Module, Offloaded] = WeakKeyDictionary()
 
 def offload(models: Sequence[torch.nn.Module] | torch.nn.Module, optimizer: Any = None, *, params: bool = True,
             grads: bool | Literal["drop"] = True, states: bool = True) -> int:  # fmt: skip
-    """Move a trainer's tensors to host memory, and free theirs; the bytes that were freed on this rank.
+    """Move a trainer's tensors to host memory and free their own; return the bytes that were freed on this rank.
 
     `models` is Megatron's list of chunks, wrapped in DDP or not, `optimizer` Megatron's or torch's. `params` are
     parameters and buffers, `grads` the gradients and the buffers that they are summed in (``"drop"`` frees those
@@ -66,7 +64,7 @@ def offload(models: Sequence[torch.nn.Module] | torch.nn.Module, optimizer: Any 
     device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
     _refuse_registered(chunks)
     if device.type == "cuda":
-        # What other streams still do with it, and with the host memory that `onload` has left.
+        # Other streams may still use it, or the host memory that `onload` released.
         torch.cuda.synchronize(device)
     kept = _offloaded.setdefault(_innermost(chunks[0]), Offloaded(pinned=device.type == "cuda"))
     wanted = {PARAMS: params, GRADS: bool(grads), STATES: states}
@@ -88,7 +86,7 @@ def offload(models: Sequence[torch.nn.Module] | torch.nn.Module, optimizer: Any 
             f"no host memory to offload this rank's share to ({first_line(error)}): offload less, or "
             f"grads='drop'"
         ) from error
-    _copied(device, [(part, there) for _, away in taken for part, there in _parts(away)])
+    _copy_pairs(device, [(part, live) for _, away in taken for part, live in _parts(away)])
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     for kind, away in taken:
@@ -101,7 +99,7 @@ def offload(models: Sequence[torch.nn.Module] | torch.nn.Module, optimizer: Any 
 
 def onload(models: Sequence[torch.nn.Module] | torch.nn.Module, *, params: bool = True, grads: bool = True,
            states: bool = True) -> int:  # fmt: skip
-    """Bring back what `offload` has moved away, bit for bit; the bytes that this rank has again.
+    """Bring back what `offload` moved, bit for bit; return the bytes that this rank has again.
 
     On a GPU the copies go on when this returns, before whatever is given to the current stream next. Raises
     ReshardError, with nothing moved, where the device has not enough memory.
@@ -130,7 +128,7 @@ def onload(models: Sequence[torch.nn.Module] | torch.nn.Module, *, params: bool 
     for away in back:
         if away.host is None:
             _bytes(away.storage).zero_()
-    _copied(device, [(there, part) for away in back for part, there in _parts(away)])
+    _copy_pairs(device, [(live, part) for away in back for part, live in _parts(away)])
     for kind in kinds:
         kept.away[kind] = []
         kept.memory[kind].release()
@@ -138,7 +136,7 @@ def onload(models: Sequence[torch.nn.Module] | torch.nn.Module, *, params: bool 
 
 
 def _innermost(model: torch.nn.Module) -> torch.nn.Module:
-    """What DDP and the like wrap: a trainer may name the model by either."""
+    """Return the module inside DDP and other wrappers: a trainer may pass either."""
     return list(layers_of(model))[-1]
 
 
@@ -155,7 +153,7 @@ def _refuse_registered(chunks: list[torch.nn.Module]) -> None:
 def _storages(
     chunks: list[torch.nn.Module], optimizer: Any, device: torch.device
 ) -> Iterator[tuple[str, torch.UntypedStorage]]:
-    """Every storage on the device that has memory, once, as what it is: of one that is shared, by the first of
+    """Yield (kind, storage) for every storage on the device that has memory, once. A shared one has the first kind of
     parameters, gradients, optimizer. Raises ReshardError for one that cannot be resized."""
     seen: set[int] = set()
     for kind, tensor in _tensors(chunks, optimizer):
@@ -179,7 +177,7 @@ def _storages(
 
 
 def _tensors(chunks: list[torch.nn.Module], optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a trainer, parameters first."""
+    """Yield (kind, tensor) for all tensors of a trainer, parameters first."""
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     for parameter in parameters:
         yield PARAMS, parameter.data
@@ -187,27 +185,27 @@ def _tensors(chunks: list[torch.nn.Module], optimizer: Any) -> Iterator[tuple[st
         for _, buffer in chunk.named_buffers():  # DDP has an attribute ``buffers`` of its own
             yield PARAMS, buffer
     optimizers = _torch_optimizers(optimizer)
-    updated = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+    updated = [p for each in optimizers for group in each.param_groups for p in group["params"]]
     for parameter in (*parameters, *updated):
         for gradient in (getattr(parameter, "main_grad", None), parameter.grad):
             if isinstance(gradient, torch.Tensor):
                 yield GRADS, gradient
     for parameter in updated:
         yield STATES, parameter.data
-    for one in optimizers:
-        for state in one.state.values():
+    for each in optimizers:
+        for state in each.state.values():
             for value in state.values():
                 if isinstance(value, torch.Tensor):
                     yield STATES, value
 
 
 def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers that update the parameters: inside Megatron's, which may be several. Raises ReshardError where
+    """Return the optimizers that update the parameters, which Megatron's wraps, perhaps several. Raises ReshardError where
     there is none."""
     if optimizer is None or getattr(optimizer, "is_stub_optimizer", False):
         return []
     if hasattr(optimizer, "chained_optimizers"):
-        return [one for each in optimizer.chained_optimizers for one in _torch_optimizers(each)]
+        return [inner for each in optimizer.chained_optimizers for inner in _torch_optimizers(each)]
     inner = getattr(optimizer, "optimizer", optimizer)
     if not hasattr(inner, "param_groups") or not hasattr(inner, "state"):
         raise ReshardError(
@@ -225,13 +223,13 @@ def check_main_parameters(optimizer: Any) -> None:
             f"optimizer is a {type(optimizer).__name__}, which has no main parameters that follow the model's: give "
             f"Megatron's, or leave it out where it updates the model's own"
         )
-    for one in _torch_optimizers(optimizer):
-        if any("master_param" in state for state in one.state.values()):
+    for each in _torch_optimizers(optimizer):
+        if any("master_param" in state for state in each.state.values()):
             raise ReshardError(
                 "the optimizer keeps its main parameters to itself (use_precision_aware_optimizer), and after its first "
                 "step they do not follow the model's: load before that, or make the optimizer anew"
             )
-        for parameter in (parameter for group in one.param_groups for parameter in group["params"]):
+        for parameter in (parameter for group in each.param_groups for parameter in group["params"]):
             if parameter.numel() and not parameter.untyped_storage().size():
                 raise ReshardError(
                     "the optimizer's main parameters have no memory, as after an offload: bring them back first "
@@ -244,22 +242,22 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _parts(away: Away) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each part of the host's copy, and where it belongs."""
+    """Yield each part of the host's copy, and the bytes that it belongs to."""
     start, whole = 0, _bytes(away.storage)
     for part in away.host or ():
         yield part, whole[start : start + part.numel()]
         start += part.numel()
 
 
-def _copied(device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy each second one to the first: on a GPU in a stream of its own, which the current one waits for."""
+def _copy_pairs(device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second of each pair to the first, on a GPU in a stream of its own that the current one waits for."""
     if device.type != "cuda":
-        for there, here in pairs:
-            there.copy_(here)
+        for target, source in pairs:
+            target.copy_(source)
         return
-    current, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-    aside.wait_stream(current)
-    with torch.cuda.stream(aside):
-        for there, here in pairs:
-            there.copy_(here, non_blocking=True)
-    current.wait_stream(aside)
+    current, copying = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    copying.wait_stream(current)
+    with torch.cuda.stream(copying):
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+    current.wait_stream(copying)

@@ -13,7 +13,7 @@ import numpy as np
 from reshard.core.errors import listed
 from reshard.formats.small_files import MAX_COPIED_BYTES, read_json
 from reshard.formats.torch_dist import TRACKER
-from reshard.megatron.parameters import Mapping
+from reshard.megatron.parameters import ModelParameters
 from reshard.models.config_fields import ignored_config_fields
 from reshard.models.model import Model
 from reshard.quantization.modelopt import CONFIG as MODELOPT_CONFIG
@@ -53,7 +53,7 @@ class Source(ABC):
     kind: str
     path: Path
     model: Model
-    mapping: Mapping
+    mapping: ModelParameters
     tensors: dict[str, TensorInfo]
     copies: dict[str, str]
     notices: list[str]

@@ -14,7 +14,7 @@ from reshard.core.placement import Placement
 from reshard.core.planner import PlanError, Transfer, make_plan
 from reshard.formats import torch_dist, torch_zip
 from reshard.megatron.arguments import check_args, model_of_args
-from reshard.megatron.checkpoint import placement_of_keys, refuse_others, vocab_rows
+from reshard.megatron.checkpoint import check_language_model, placement_of_keys, vocab_rows
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
 from reshard.storage.io.files import OpenFiles
@@ -53,7 +53,7 @@ class MegatronSource(Source):
         if hf_config is not None:
             self.versions.record(hf_config)
         self.checkpoint = torch_dist.read(directory, found.iteration)
-        refuse_others(self.checkpoint.keys, directory)
+        check_language_model(self.checkpoint.keys, directory)
         taken = list(found.notices)
         self.config_directory: Path | None = None
         own = hf_config is None or hf_config == found.root / HF_FILES
