@@ -1,4 +1,5 @@
-"""Layers that vLLM serves from fp8 blocks of 128x128: where the scales of each local tensor lie, and how a refit rounds them."""
+"""Layers that vLLM serves from fp8 blocks of 128x128: where the scales of each local tensor lie,
+and how a refit rounds them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,9 +29,11 @@ def layers_in_blocks(model: Served) -> dict[str, Blocks]:
 def find_scales(
     placed: PlacedTensors, blocks: Mapping[str, Blocks], tensors: Mapping[str, torch.Tensor], exact: bool
 ) -> dict[Any, Scales]:
-    """Return the scales of local tensors in fp8, by id; `blocks` are layers, `tensors` a model's tensors, both by name.
+    """Return the scales of local tensors in fp8, by id; `blocks` are layers, `tensors` a model's
+    tensors, both by name.
 
-    Raises ReshardError if scales have another shape than their blocks, and if our quantization of blocks differs from vLLM's.
+    Raises ReshardError if scales have another shape than their blocks, and if our quantization of
+    blocks differs from vLLM's.
     """
     if not blocks:
         return {}

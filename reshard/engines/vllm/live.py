@@ -38,14 +38,14 @@ from reshard.refit.codecs import ROUNDINGS
 
 
 class VllmModel(Engine):
-    """One rank of a running vLLM: a model and its ``VllmConfig``; if there are, the `worker` that runs it, and
-    the engine of this process that takes the requests (`front`).
+    """One rank of a running vLLM: a model and its ``VllmConfig``; if there are, the `worker` that
+    runs it, and the engine of this process that takes the requests (`front`).
 
-    Layers that vLLM serves from fp8 blocks are quantized by the refit: with the least error, or, `exact`, bit for bit
-    as vLLM's own loading of the same weights would have left them.
+    Layers that vLLM serves from fp8 blocks are quantized by the refit: with the least error, or,
+    `exact`, bit for bit as vLLM's own loading of the same weights would have left them.
 
-    Raises ReshardError, before anything is changed, if the model serves from another arrangement of its
-    weights than the loaded one, or if vLLM's loader disagrees with our rules.
+    Raises ReshardError, before anything is changed, if the model serves from another arrangement of
+    its weights than the loaded one, or if vLLM's loader disagrees with our rules.
     """
 
     guard: VllmGuard
@@ -55,7 +55,8 @@ class VllmModel(Engine):
     ) -> None:
         self.module, self.vllm_config, self.worker, self.front = model, config, worker, front
         self.exact = exact
-        # Before anything can fail: an engine that cannot be connected must not serve dummy weights either.
+        # Before anything can fail: an engine that cannot be connected must not serve dummy weights
+        # either.
         self.guard = guard_of(model, config)
         self.guard.watch(model, worker, front)
         self.hf_config = published(config.model_config.hf_config.to_dict(), "vLLM's config")
@@ -72,8 +73,8 @@ class VllmModel(Engine):
 
     @staticmethod
     def from_worker(worker: Any, front: Any = None, exact: bool = False) -> "VllmModel":
-        """Return the model of a vLLM worker (``vllm.v1.worker.gpu_worker.Worker``); `front` is the engine of this
-        process, if it is in this process."""
+        """Return the model of a vLLM worker (``vllm.v1.worker.gpu_worker.Worker``); `front` is the
+        engine of this process, if it is in this process."""
         return VllmModel(worker.get_model(), worker.vllm_config, worker, front, exact)
 
     @staticmethod
@@ -85,13 +86,15 @@ class VllmModel(Engine):
     # Finding tensors
 
     def _find_tensors(self, with_drafter: bool) -> None:
-        """Find what this rank holds and where; `with_drafter` if a refit is to bring the drafter too."""
+        """Find what this rank holds and where; `with_drafter` if a refit is to bring the drafter
+        too."""
         self.served = Served(self.module, self.draft if with_drafter else None)
         self.blocks = layers_in_blocks(self.served)
         check_supported(self.served, self.vllm_config)
         self.reloads = Reloads(self.served, self.vllm_config, self.guard.ready)
         self.tensors: dict[str, torch.Tensor] = dict(self.served.named_tensors())
-        # What vLLM's loader writes into: of layers that it quantizes after loading, not what they serve from.
+        # What vLLM's loader writes into: of layers that it quantizes after loading, not what they
+        # serve from.
         self.loaded = self.tensors | self.reloads.loaded
         self.rank = rank_of(self.module, self.model, self.tensors, self.vllm_config)
         self.tp = self.rank.tp
@@ -144,7 +147,8 @@ class VllmModel(Engine):
         return trace_deduplicated(trace, canonical, layers, fingerprint, self.rank.experts)
 
     def _parts_of_reloads(self) -> dict[str, list[Held]]:
-        """Return the parts of matrices in each layer that vLLM processes after loading, by the layer's name."""
+        """Return the parts of matrices in each layer that vLLM processes after loading, by the
+        layer's name."""
         parts: dict[str, list[Held]] = {}
         for identity, region in self.regions.items():
             layer, _, parameter = identity[0].rpartition(".")
@@ -158,7 +162,8 @@ class VllmModel(Engine):
         return parts
 
     def _account(self) -> dict[str, Account]:
-        """Return what a refit does to each tensor. Raises ReshardError for tensors that have no account."""
+        """Return what a refit does to each tensor. Raises ReshardError for tensors that have no
+        account."""
         regions = [*self.regions.values(), *(scales.region for scales in self.scales.values())]
         written = {id(region.tensor) for region in regions}
         brought = {name: tensor for name, tensor in self.tensors.items() if id(tensor) in written}
@@ -170,7 +175,8 @@ class VllmModel(Engine):
         return accounts | {f"{name} (LoRA)": ADAPTERS for name in self.served.adapters}
 
     def select_optional(self, available: Set[str]) -> None:
-        """Leave the drafter alone if the trainer has no MTP layers; see `Engine.select_optional`."""
+        """Leave the drafter alone if the trainer has no MTP layers; see
+        `Engine.select_optional`."""
         if not available:
             check_drafter(self.draft, self.vllm_config, "the trainer's model has no MTP layers")
         if bool(available) != (self.served.draft is not None):
@@ -185,7 +191,8 @@ class VllmModel(Engine):
     def refresh_regions(self) -> bool:
         """Find the tensors that vLLM has replaced or moved; return True if there were any.
 
-        Raises ReshardError if one has no memory, as in sleep, or another shape, dtype or order than at connect.
+        Raises ReshardError if one has no memory, as in sleep, or another shape, dtype or order than
+        at connect.
         """
         for name, before in self.tensors.items():
             module, key = self._owners[name]
@@ -261,18 +268,21 @@ class VllmModel(Engine):
         self.reloads.process_round(index, self.timeout)
 
     def mismatches(self, index: int) -> list[Any]:
-        """Return the ids of local tensors whose layers, in this round, serve from something else."""
+        """Return the ids of local tensors whose layers, in this round, serve from something
+        else."""
         layers = {name.rpartition(".")[0] for name in self.reloads.mismatches(index, self.timeout)}
         return [identity for identity in self.staged_rounds if _layer_of(identity) in layers]
 
     def update_derived(self) -> None:
-        """Write what vLLM has lost and no trainer has, and let vLLM derive matrices from the new weights."""
+        """Write what vLLM has lost and no trainer has, and let vLLM derive matrices from the new
+        weights."""
         self._kept.restore(self.tensors | self._idle_drafter, self._buffers)
         for attention in self.attentions.values():
             derive_in_place(attention)
 
     def stale_derived(self) -> list[str]:
-        """Return the names of matrices that are not what vLLM derives from the weights that it has now."""
+        """Return the names of matrices that are not what vLLM derives from the weights that it has
+        now."""
         return [
             f"{name}.{key}"
             for name, attention in self.attentions.items()
@@ -282,7 +292,8 @@ class VllmModel(Engine):
     # For logs
 
     def quantized_layers(self) -> list[dict[str, Any]]:
-        """Return how many layers serve from fp8 blocks or from what vLLM's processing makes; see `Engine.quantized_layers`."""
+        """Return how many layers serve from fp8 blocks or from what vLLM's processing makes; see
+        `Engine.quantized_layers`."""
         layers: dict[str, tuple[str, str]] = {}
         for identity, scales in self.scales.items():
             layer = _layer_of(identity)
