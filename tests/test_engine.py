@@ -44,7 +44,7 @@ def converted(tmp_path_factory):
 
 
 def run(folder: Path, ranks: int, function: str, *arguments):
-    """What ``tests.engine_on_cpu.FUNCTION`` returns on the first of several processes."""
+    """What ``tests.FUNCTION``, or ``tests.engine_on_cpu.FUNCTION``, returns on the first of several processes."""
     (folder / "arguments").write_text(json.dumps(arguments))
     python = python_of_engine()
     started = [python] if ranks == 1 else torchrun(ranks, python)
@@ -52,7 +52,7 @@ def run(folder: Path, ranks: int, function: str, *arguments):
         *started,
         "-m",
         "tests.engine_on_cpu",
-        function,
+        function if "." in function else f"engine_on_cpu.{function}",
         str(folder / "arguments"),
         str(folder / "result"),
     ]
@@ -114,7 +114,7 @@ def test_experts_that_vllm_quantizes_and_packs_itself_serve_what_they_serve_afte
         make(hf, "served-int8", torch.bfloat16, seed=seed)
         hf_to_mcore(hf, mcore, MegatronLayout())
         pairs.append((str(hf), str(mcore)))
-    said = run(tmp_path, 1, "int8_experts", pairs)
+    said = run(tmp_path, 1, "engine_quantized_on_cpu.int8_experts", pairs)
     assert said["refitted"] == said["loaded"], "equal to the last bit"
     assert said["refitted"][0] != said["refitted"][1] and not said["moved"] and "torch.int8" in said["dtypes"]
     assert said["quantized"] == [
@@ -143,7 +143,14 @@ def test_a_vllm_in_processes_of_its_own_is_refitted_under_load(converted, tmp_pa
     shutil.copytree(hf, strange)
     config = json.loads((strange / "config.json").read_text()) | {"clip_qkv": 8.0}
     (strange / "config.json").write_text(json.dumps(config))
-    said = run(tmp_path, 1, "engine_of_its_own", [(str(strange), mcore), other], free_port(), free_port())
+    said = run(
+        tmp_path,
+        1,
+        "engine_process_on_cpu.engine_of_its_own",
+        [(str(strange), mcore), other],
+        free_port(),
+        free_port(),
+    )
     for sentence in said["refused"]:
         assert "clip_qkv = 8.0 may make another model of the same weights" in sentence
         assert 'reshard.ignored_config_fields("clip_qkv") around the trainer\'s connect, or ' in sentence

@@ -35,7 +35,7 @@ def said(tmp_path_factory):
     with served(folder / "hf 0", *options, log=folder / "log", VLLM_SERVER_DEV_MODE="1") as url:
         with urlopen(url + "/version") as answer:
             assert json.loads(answer.read())["version"] == version(), "the build that this was to be run with"
-        return run(folder, 2, "transfer", pairs, url, free_port())
+        return run(folder, 2, "engine_transfers_on_cpu.transfer", pairs, url, free_port())
 
 
 def test_a_server_and_an_llm_answer_as_one_that_has_loaded_the_same_weights(said):
@@ -137,7 +137,9 @@ def test_every_engine_of_a_server_with_several_is_refitted(tmp_path):
         served(pairs[0][0], *several, log=tmp_path / "log", VLLM_SERVER_DEV_MODE="1") as url,
         served(pairs[1][0], *options, log=tmp_path / "other log") as other,
     ):
-        found = run(tmp_path, 1, "transfer_data_parallel", pairs, [url, other], free_port())
+        found = run(
+            tmp_path, 1, "engine_transfers_on_cpu.transfer_data_parallel", pairs, [url, other], free_port()
+        )
     assert found["workers"] == 2
     assert found["refitted"] == found["loaded"], "equal to the last bit"
     for before, after in zip(found["before"], found["refitted"], strict=True):
@@ -153,7 +155,7 @@ def test_engines_that_have_quantized_what_they_loaded_answer_as_ones_that_have_l
         make(hf, "served-qwen3", torch.bfloat16, seed=seed)
         hf_to_mcore(hf, mcore, MegatronLayout())
         pairs.append((str(hf), str(mcore)))
-    found = run(tmp_path, 1, "transfer_quantized", pairs, free_port())
+    found = run(tmp_path, 1, "engine_transfers_on_cpu.transfer_quantized", pairs, free_port())
     assert found["in fp8"] == [[16], [16]], "four linear layers of four"
     for step, loaded in enumerate(found["loaded"]):
         assert found[f"version {step}"] == [loaded, loaded], "equal to the last bit"
@@ -167,7 +169,13 @@ def test_experts_that_a_vllm_packs_for_the_cpu_in_every_case_are_refused_by_name
         )
     make(tmp_path / "hf", "served-qwen3-moe", torch.bfloat16)
     hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", MegatronLayout())
-    said = run(tmp_path, 1, "transfer_experts", [str(tmp_path / "hf"), str(tmp_path / "mcore")], free_port())
+    said = run(
+        tmp_path,
+        1,
+        "engine_transfers_on_cpu.transfer_experts",
+        [str(tmp_path / "hf"), str(tmp_path / "mcore")],
+        free_port(),
+    )
     if MINOR < 27:
         assert said == "no error"
     elif MINOR == 27:  # which pads them
