@@ -1,5 +1,5 @@
 """What each vLLM rank holds of a model, as a placement, by arithmetic alone;
-`reshard.engines.vllm.placing` asks a live vLLM.
+`reshard.engines.vllm.weights.placing` asks a live vLLM.
 
 vLLM 0.26 fuses rows of a mapping table that share a vLLM parameter (`reshard.engines.vllm.names`),
 in table order: the rank's queries, its keys, its values; its gate rows, its up rows. Linear layers

@@ -17,21 +17,21 @@ from reshard.engines.base import Engine
 from reshard.engines.deduplicated import ExpertLayer, trace_deduplicated
 from reshard.engines.rules import PlacedTensors
 from reshard.engines.trace import Canonical, Trace
-from reshard.engines.vllm.accounts import ADAPTERS, LEFT_ALONE, Account, account_for, summary
-from reshard.engines.vllm.block_scales import find_scales, layers_in_blocks
-from reshard.engines.vllm.canonical import canonical_tensors, expert_layers, mtp_names
 from reshard.engines.vllm.compat import draft_load_format, draft_model, driver_worker
-from reshard.engines.vllm.drafter import check_drafter, is_mtp, trace_drafter
 from reshard.engines.vllm.guard import VllmGuard, guard_of
-from reshard.engines.vllm.kept import KeptTensors
 from reshard.engines.vllm.layers import kernel_of, processing_of
-from reshard.engines.vllm.mla import derive_in_place, deriving_attentions, stale_matrices
-from reshard.engines.vllm.placing import Placer, rank_of
 from reshard.engines.vllm.recipes import Held
 from reshard.engines.vllm.reload import Reloads
-from reshard.engines.vllm.served import Served
-from reshard.engines.vllm.stand_ins import layer_fingerprint, trace_model
-from reshard.engines.vllm.supported import check_supported
+from reshard.engines.vllm.weights.accounts import ADAPTERS, LEFT_ALONE, Account, account_for, summary
+from reshard.engines.vllm.weights.block_scales import find_scales, layers_in_blocks
+from reshard.engines.vllm.weights.canonical import canonical_tensors, expert_layers, mtp_names
+from reshard.engines.vllm.weights.drafter import check_drafter, is_mtp, trace_drafter
+from reshard.engines.vllm.weights.kept import KeptTensors
+from reshard.engines.vllm.weights.mla import derive_in_place, deriving_attentions, stale_matrices
+from reshard.engines.vllm.weights.placing import Placer, rank_of
+from reshard.engines.vllm.weights.served import Served
+from reshard.engines.vllm.weights.stand_ins import layer_fingerprint, trace_model
+from reshard.engines.vllm.weights.supported import check_supported
 from reshard.models.model import Model
 from reshard.models.published import published
 from reshard.refit.codecs import ROUNDINGS

@@ -35,7 +35,7 @@ from reshard.engines.vllm.layers import (
 )
 from reshard.engines.vllm.nvfp4 import Nvfp4Recipe
 from reshard.engines.vllm.recipes import Held, Recipe, alike, find_together
-from reshard.engines.vllm.served import Served
+from reshard.engines.vllm.weights.served import Served
 
 # Of a round, unless one layer alone is larger.
 ROUND_BYTES = 128 << 20

@@ -34,8 +34,8 @@ from reshard.engines.vllm import nvfp4
 from reshard.engines.vllm.compressed import stored_as
 from reshard.engines.vllm.layers import NVFP4, Compressed, compressed_of, method_of
 from reshard.engines.vllm.load_format.checkpoint import config_directory, megatron_directory, wants_fp8_blocks
-from reshard.engines.vllm.stand_ins import trace_model
-from reshard.engines.vllm.supported import PLAIN_METHODS
+from reshard.engines.vllm.weights.stand_ins import trace_model
+from reshard.engines.vllm.weights.supported import PLAIN_METHODS
 from reshard.megatron.live.filling import Filler
 from reshard.megatron.live.memory import ToDevice
 from reshard.megatron.live.pieces import Piece

@@ -8,11 +8,11 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.engines.trace import Trace
-from reshard.engines.vllm.canonical import mtp_names
 from reshard.engines.vllm.compat import draft_load_format
 from reshard.engines.vllm.layout import outer_rows
-from reshard.engines.vllm.served import DRAFT
-from reshard.engines.vllm.stand_ins import trace_model
+from reshard.engines.vllm.weights.canonical import mtp_names
+from reshard.engines.vllm.weights.served import DRAFT
+from reshard.engines.vllm.weights.stand_ins import trace_model
 from reshard.models.model import Model
 
 

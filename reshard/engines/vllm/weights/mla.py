@@ -7,7 +7,7 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm.reload import same_bits
-from reshard.engines.vllm.served import Served
+from reshard.engines.vllm.weights.served import Served
 
 
 class DerivingAttention(NamedTuple):

@@ -12,7 +12,7 @@ from reshard.engines.base import Scales
 from reshard.engines.rules import PlacedTensors
 from reshard.engines.vllm.fp8 import check_blocks
 from reshard.engines.vllm.layers import Blocks, blocks_of
-from reshard.engines.vllm.served import Served
+from reshard.engines.vllm.weights.served import Served
 from reshard.refit.codecs import BLOCK
 
 

@@ -16,7 +16,7 @@ from reshard.engines.vllm.layers import (
     method_of,
     plain_method,
 )
-from reshard.engines.vllm.served import Served
+from reshard.engines.vllm.weights.served import Served
 
 # Methods that serve from weights as they were loaded.
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")

@@ -9,7 +9,7 @@ import torch
 from reshard.engines.deduplicated import ExpertLayer
 from reshard.engines.trace import Canonical, Trace, storage_id, trace_load
 from reshard.engines.vllm.layers import bound_to, experts_of, loading_templates, plain_templates
-from reshard.engines.vllm.served import without_adapters
+from reshard.engines.vllm.weights.served import without_adapters
 
 
 def trace_model(model: torch.nn.Module, canonical: Canonical) -> Trace:

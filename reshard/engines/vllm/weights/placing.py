@@ -11,7 +11,6 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import Placement
 from reshard.engines.rules import PlacedTensors, place_by_rules, place_by_trace
 from reshard.engines.trace import Trace
-from reshard.engines.vllm.canonical import canonical_tensors
 from reshard.engines.vllm.compat import tensor_parallel
 from reshard.engines.vllm.layers import experts_of
 from reshard.engines.vllm.layout import (
@@ -22,7 +21,8 @@ from reshard.engines.vllm.layout import (
     vllm_placement,
 )
 from reshard.engines.vllm.names import is_known
-from reshard.engines.vllm.served import DRAFT
+from reshard.engines.vllm.weights.canonical import canonical_tensors
+from reshard.engines.vllm.weights.served import DRAFT
 from reshard.models.model import Model
 
 

@@ -5,9 +5,9 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from reshard.engines.vllm.accounts import LEFT_ALONE, Account
 from reshard.engines.vllm.guard import VllmGuard
-from reshard.engines.vllm.served import DRAFT
+from reshard.engines.vllm.weights.accounts import LEFT_ALONE, Account
+from reshard.engines.vllm.weights.served import DRAFT
 
 
 class KeptTensors:
