@@ -68,7 +68,7 @@ def answers(llm, prompts=PROMPTS) -> list:
 
 def refit_and_serve(cases: list) -> dict:
     """For each case (name, layout, engine's options, two pairs of a Hugging Face and a Megatron directory): what a vLLM that starts with
-    weights of no meaning answers after a refit from each Megatron checkpoint, and what one answers that has loaded the other directory."""
+    dummy weights answers after a refit from each Megatron checkpoint, and what one answers that has loaded the other directory."""
     import torch.distributed as dist
     from vllm import SamplingParams
 
@@ -80,7 +80,7 @@ def refit_and_serve(cases: list) -> dict:
     from reshard.trainers.megatron import MegatronModel
 
     keep_imports_frozen()
-    found = {}
+    results = {}
     for name, layout, options, pairs in cases:
         trainer = Megatron(Path(pairs[0][1]), "fp32", MegatronLayout(**layout))
         with plain_weights():
@@ -111,7 +111,7 @@ def refit_and_serve(cases: list) -> dict:
         link.refit(2)
         mended = answers(llm)
         trainer.close()
-        found[name] = {
+        results[name] = {
             "before": before,
             "unfit": unfit,
             "served": served,
@@ -122,13 +122,13 @@ def refit_and_serve(cases: list) -> dict:
         }
         del llm, link, destination, trainer
         forget()
-        found[name]["loaded"] = said_after_loads(pairs, options, answers)
+        results[name]["loaded"] = said_after_loads(pairs, options, answers)
         dist.barrier()
-    return found
+    return results
 
 
 def drafting(pairs: list) -> dict:
-    """What a vLLM that drafts tokens by its MTP layers answers, and the bits of its drafter, which has started with weights of no meaning, after a
+    """What a vLLM that drafts tokens by its MTP layers answers, and the bits of its drafter, which has started with dummy weights, after a
     refit from each of two Megatron checkpoints; those of ones that have loaded them; and what a refit does to the drafter's tensors."""
     from reshard import MegatronLayout
     from reshard.engines.vllm.compat import draft_model, driver_worker, plain_weights
@@ -149,16 +149,16 @@ def drafting(pairs: list) -> dict:
         llm = engine(pairs[0][0], load_format="dummy", **how)
     destination = VllmModel.from_llm(llm)
     link = connect(RefitGroup.of_process_group(), MegatronModel(trainer.models), destination)
-    found: dict = {}
-    found["accounts"] = {
+    results: dict = {}
+    results["accounts"] = {
         name: one.what for name, one in destination.accounts.items() if name.startswith("draft.")
     }
-    found["refitted"] = said_after_refits(pairs, trainer, link, llm, served)
+    results["refitted"] = said_after_refits(pairs, trainer, link, llm, served)
     trainer.close()
     del llm, link, destination, trainer
     forget()
-    found["loaded"] = said_after_loads(pairs, how, served)
-    return found
+    results["loaded"] = said_after_loads(pairs, how, served)
+    return results
 
 
 def said_after_refits(pairs: list, trainer, link, llm, ask) -> list:
@@ -202,7 +202,7 @@ def with_adapters(pairs: list) -> dict:
 
     adapter = LoRARequest("one", 1, adapter_of(pairs[0][0]))
 
-    def said(llm, **options) -> list:
+    def outcome(llm, **options) -> list:
         # not of prompts: with adapters the build for the CPU fails at those
         sampling = SamplingParams(max_tokens=4, temperature=0, logprobs=0, detokenize=False)
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
@@ -210,7 +210,7 @@ def with_adapters(pairs: list) -> dict:
         return [[next(iter(step.values())).logprob for step in one.logprobs] for one in outputs]
 
     def both(llm) -> list:
-        return [said(llm), said(llm, lora_request=adapter)]
+        return [outcome(llm), outcome(llm, lora_request=adapter)]
 
     keep_imports_frozen()
     how = {"enable_lora": True, "max_lora_rank": 8}
@@ -219,18 +219,18 @@ def with_adapters(pairs: list) -> dict:
         llm = engine(pairs[0][0], load_format="dummy", **how)
     destination = VllmModel.from_llm(llm)
     link = connect(RefitGroup.of_process_group(), MegatronModel(trainer.models), destination)
-    found: dict = {}
-    found["adapters"] = [
+    results: dict = {}
+    results["adapters"] = [
         str(one)
         for name, one in destination.accounts.items()
         if name.endswith("layers.0.self_attn.qkv_proj (LoRA)")
     ]
-    found["refitted"] = said_after_refits(pairs, trainer, link, llm, both)
+    results["refitted"] = said_after_refits(pairs, trainer, link, llm, both)
     trainer.close()
     del llm, link, destination, trainer
     forget()
-    found["loaded"] = said_after_loads(pairs, how, both)
-    return found
+    results["loaded"] = said_after_loads(pairs, how, both)
+    return results
 
 
 def adapter_of(hf: str) -> str:
@@ -292,13 +292,13 @@ def compare(cases: list, other: str) -> dict:
     ]  # fmt: skip
     llm = None
     forget()
-    found = {}
+    results = {}
     for name, _, trained in cases:
-        found[name] = parity(trained, "vllm:" + trained, **options).to_dict()
+        results[name] = parity(trained, "vllm:" + trained, **options).to_dict()
         gc.freeze()
     loaded = parity("vllm:" + hf, hf, batch_size=3, packed=True, noise=True, **options).to_dict()
     wrong = parity("vllm:" + other, "vllm:" + mcore, **options).to_dict()
-    return {"refitted": found, "live": live, "loaded": loaded, "other": wrong, "refused": refused}
+    return {"refitted": results, "live": live, "loaded": loaded, "other": wrong, "refused": refused}
 
 
 def main() -> None:
@@ -312,9 +312,9 @@ def main() -> None:
     for name in ("RANK", "LOCAL_RANK"):  # which vLLM wants of a single process too
         os.environ.setdefault(name, "0")
     module, _, name = function.rpartition(".")
-    found = getattr(import_module(f"tests.{module}"), name)(*json.loads(Path(arguments).read_text()))
+    results = getattr(import_module(f"tests.{module}"), name)(*json.loads(Path(arguments).read_text()))
     if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps(found, default=str))
+        Path(result).write_text(json.dumps(results, default=str))
     print(f"{function}: {time.monotonic() - began:.0f} s", flush=True)
     dist.destroy_process_group()
 

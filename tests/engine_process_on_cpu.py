@@ -64,12 +64,12 @@ async def _engine_of_its_own(pairs: list, port: int, other_port: int) -> dict:
     def expected() -> list[float]:
         return trainer.score(PROMPTS[:1], Scoring())[0].logprobs.tolist()
 
-    said: dict = {"refused": [str(error) for error in await connected(other_port)]}
+    outcome: dict = {"refused": [str(error) for error in await connected(other_port)]}
     with ignored_config_fields("clip_qkv"):
         _, link = await connected(port)
-    said["first report"], _ = await both("reshard_refit", (1, True), link.refit, 1, True)
+    outcome["first report"], _ = await both("reshard_refit", (1, True), link.refit, 1, True)
     await llm.reset_prefix_cache()
-    said["first"] = [expected(), (await request(1, prompt_logprobs=0))[0]]
+    outcome["first"] = [expected(), (await request(1, prompt_logprobs=0))[0]]
 
     # A refit while a request is running: it waits, and goes on. Loading blocks this process, and the engine would go on meanwhile.
     trainer.load(Path(pairs[1][1]))
@@ -77,10 +77,10 @@ async def _engine_of_its_own(pairs: list, port: int, other_port: int) -> dict:
     running = asyncio.create_task(request(240, seen))
     while not seen and not running.done():
         await asyncio.sleep(0.001)
-    said["running before"], before = not running.done(), len(seen) and seen[-1]
-    said["second report"], _ = await both("reshard_refit", (2,), link.refit, 2)
-    said["running after"], after = not running.done(), seen[-1]
-    said["in flight"] = [before, after, len((await running)[1])]
+    outcome["running before"], before = not running.done(), len(seen) and seen[-1]
+    outcome["second report"], _ = await both("reshard_refit", (2,), link.refit, 2)
+    outcome["running after"], after = not running.done(), seen[-1]
+    outcome["in flight"] = [before, after, len((await running)[1])]
 
     # A refit that fails after bytes have moved, while requests wait; then a whole one.
     await llm.pause_generation()
@@ -91,21 +91,21 @@ async def _engine_of_its_own(pairs: list, port: int, other_port: int) -> dict:
         raise ReshardError("the trainer's digests are gone")
 
     link._verify = broken
-    said["failed"] = [str(error) for error in await both("reshard_refit", (3, True), link.refit, 3, True)]
-    said["version then"] = await llm.collective_rpc("reshard_version")
-    said["waited"] = not waiting.done()
+    outcome["failed"] = [str(error) for error in await both("reshard_refit", (3, True), link.refit, 3, True)]
+    outcome["version then"] = await llm.collective_rpc("reshard_version")
+    outcome["waited"] = not waiting.done()
     link._verify = plain
     await both("reshard_refit", (4, True), link.refit, 4, True)
     await llm.resume_generation()
-    said["second"] = [expected(), (await waiting)[0]]
-    said["version at last"] = await llm.collective_rpc("reshard_version")
+    outcome["second"] = [expected(), (await waiting)[0]]
+    outcome["version at last"] = await llm.collective_rpc("reshard_version")
 
     # A request to an unfit engine that nobody paused ends the engine; it is never answered.
     link._verify = broken
     await both("reshard_refit", (5, True), link.refit, 5, True)
     try:
-        said["answered"] = await request(1)
+        outcome["answered"] = await request(1)
     except Exception as error:
-        said["answered"] = type(error).__name__
+        outcome["answered"] = type(error).__name__
     llm.shutdown()
-    return said
+    return outcome

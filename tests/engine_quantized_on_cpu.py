@@ -34,27 +34,27 @@ def int8_experts(pairs: list) -> dict:
     destination = VllmModel.from_llm(llm)
     link = connect(RefitGroup.of_process_group(), MegatronModel(trainer.models), destination)
     addresses = {key: tensor.data_ptr() for key, tensor in destination.tensors.items()}
-    found: dict = {"quantized": link.describe()["quantized"]}
-    found["refitted"] = said_after_refits(pairs, trainer, link, llm, answers)
+    results: dict = {"quantized": link.describe()["quantized"]}
+    results["refitted"] = said_after_refits(pairs, trainer, link, llm, answers)
     now = VllmModel.from_llm(llm).tensors
-    found["moved"] = [key for key, tensor in now.items() if tensor.data_ptr() != addresses[key]]
-    found["dtypes"] = sorted({str(tensor.dtype) for tensor in now.values()})
+    results["moved"] = [key for key, tensor in now.items() if tensor.data_ptr() != addresses[key]]
+    results["dtypes"] = sorted({str(tensor.dtype) for tensor in now.values()})
     trainer.close()
     del llm, link, destination, trainer, now
     forget()
-    found["loaded"] = said_after_loads(pairs, how, answers)
+    results["loaded"] = said_after_loads(pairs, how, answers)
     hf, mcore = pairs[0]
     report = parity(
         mcore, "vllm:" + mcore, 3, dtype="bf16", lengths=(33, 65), quantization=how["quantization"]
     )
-    found["parity"] = report.to_dict()
+    results["parity"] = report.to_dict()
     others = parity(
         mcore, "vllm:" + pairs[1][1], 3, dtype="bf16", lengths=(33, 65), quantization=how["quantization"]
     )
-    found["parity of others"] = others.to_dict()
+    results["parity of others"] = others.to_dict()
     known = {"fp32": Limits.of_dtype("fp32"), "bf16": Limits.of_dtype("bf16")}
     one = {"prompts": 3, "dtype": "bf16"}
-    found["parity refused"] = [
+    results["parity refused"] = [
         caught(lambda: parity(mcore, mcore, **one, quantization="fp8")),
         caught(lambda: parity(hf, "vllm:" + hf, **one, exact=True)),
         caught(lambda: parity(mcore, "vllm:" + mcore, **one, quantization="nonsense")),
@@ -64,7 +64,7 @@ def int8_experts(pairs: list) -> dict:
         caught(lambda: parity(mcore, "vllm:" + mcore, **one, limits=lambda kind: known.get(kind))),
         caught(lambda: parity(mcore, "vllm:" + mcore, **one, limits=lambda kind: known.get(kind, Limits()))),
     ]
-    return found
+    return results
 
 
 def multiply_int4(values, words, output, scales, zeros, order, bias, codes_in_a_word, how) -> None:
@@ -112,10 +112,10 @@ def compressed_layers(pairs: list) -> dict:
 
     def kernels(model) -> dict:
         """Those that keep weights in handles, of which torch knows nothing."""
-        found = {
+        results = {
             name: module.scheme.kernel for name, module in model.named_modules() if hasattr(module, "scheme")
         }
-        return {name: kernel for name, kernel in found.items() if hasattr(kernel, "dnnl_handler")}
+        return {name: kernel for name, kernel in results.items() if hasattr(kernel, "dnnl_handler")}
 
     def served(llm, model) -> dict:
         """Every parameter and buffer, bit by bit, and what the layers multiply with that is none of these."""
@@ -139,13 +139,13 @@ def compressed_layers(pairs: list) -> dict:
     destination = VllmModel.from_llm(llm)
     link = connect(RefitGroup.of_process_group(), MegatronModel(trainer.models), destination)
     addresses = {key: tensor.data_ptr() for key, tensor in destination.tensors.items()}
-    found: dict = {"quantized": link.describe()["quantized"], "refitted": [], "loaded": []}
+    results: dict = {"quantized": link.describe()["quantized"], "refitted": [], "loaded": []}
     for step, (mcore, _) in enumerate(pairs):
         if step:
             trainer.load(Path(mcore))
         link.refit(verify=True)
-        found["refitted"].append(served(llm, destination.module))
-    found["moved"] = [k for k, one in destination.tensors.items() if one.data_ptr() != addresses[k]]
+        results["refitted"].append(served(llm, destination.module))
+    results["moved"] = [k for k, one in destination.tensors.items() if one.data_ptr() != addresses[k]]
     # In rank 0 layer 1 serves from what layer 2 does: all are told.
     update_derived = destination.update_derived
 
@@ -159,17 +159,17 @@ def compressed_layers(pairs: list) -> dict:
             one.weight_packed.data.copy_(other.weight_packed.data)
 
     destination.update_derived = partial(mixed_up, destination.module)
-    found["mixed up"] = caught(partial(link.refit, verify=True))
+    results["mixed up"] = caught(partial(link.refit, verify=True))
     destination.update_derived = update_derived
     link.refit(verify=True)
-    found["mended"] = served(llm, destination.module)
+    results["mended"] = served(llm, destination.module)
     trainer.close()
     del llm, link, destination, trainer, update_derived
     forget()
     for _, hf in pairs:
         with plain_weights():
             llm = engine(hf, **how)
-        found["loaded"].append(served(llm, VllmModel.from_llm(llm).module))
+        results["loaded"].append(served(llm, VllmModel.from_llm(llm).module))
         del llm
         forget()
-    return found
+    return results

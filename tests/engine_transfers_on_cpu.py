@@ -23,7 +23,7 @@ def transfer(pairs: list, url: str, port: int) -> dict:
 
     trainer = Megatron(Path(pairs[0][1]), "fp32", MegatronLayout(tp=2))
     first = dist.get_rank() == 0
-    server, said = HttpClient(url), {}
+    server, outcome = HttpClient(url), {}
     if first:
         mortal = "tests.mortal_worker.MortalExtension"
         llm = transferable(pairs[1][0], dtype="float32", worker_extension_cls=mortal)
@@ -33,25 +33,25 @@ def transfer(pairs: list, url: str, port: int) -> dict:
         if first:
             server.reset_prefix_cache()
             llm.reset_prefix_cache()
-            said[step] = {"server": [asked(url, pairs[0][0], prompt) for prompt in PROMPTS], "llm": [answers(llm, [p])[0] for p in PROMPTS]}  # fmt: skip
+            outcome[step] = {"server": [asked(url, pairs[0][0], prompt) for prompt in PROMPTS], "llm": [answers(llm, [p])[0] for p in PROMPTS]}  # fmt: skip
             if hasattr(llm, "get_weight_version"):
-                said[step]["named"] = [
+                outcome[step]["named"] = [
                     server._call("GET", "weight_info")["weight_version"],
                     llm.get_weight_version(),
                 ]
 
     note("loaded")
     if first:
-        said["too early"] = caught(lambda: server.update_weights({"version": 1}))
+        outcome["too early"] = caught(lambda: server.update_weights({"version": 1}))
         server.start_weight_update()
-        said["not connected"] = caught(lambda: server.update_weights({"version": 1}))
-        said["tensors"] = caught(
+        outcome["not connected"] = caught(lambda: server.update_weights({"version": 1}))
+        outcome["tensors"] = caught(
             lambda: (server.start_weight_update(), server.update_weights({"names": ["a"]}))
         )
-        said["no such route"] = caught(HttpClient(url + "/elsewhere").world_size)
-        said["nobody"] = caught(HttpClient(f"http://127.0.0.1:{port}").world_size)
+        outcome["no such route"] = caught(HttpClient(url + "/elsewhere").world_size)
+        outcome["nobody"] = caught(HttpClient(f"http://127.0.0.1:{port}").world_size)
     source = MegatronModel(trainer.models)
-    said["no client"] = caught(lambda: WeightTransfer(source, url, f"127.0.0.1:{port}"))
+    outcome["no client"] = caught(lambda: WeightTransfer(source, url, f"127.0.0.1:{port}"))
     clients = [server, LlmClient(llm)] if first else []
     link = WeightTransfer(
         source,
@@ -68,21 +68,21 @@ def transfer(pairs: list, url: str, port: int) -> dict:
         if first:
             server.resume()
         note(f"version {version}")
-    said["version"] = report.version
+    outcome["version"] = report.version
     if first:
         good = {"address": f"127.0.0.1:{port + 5}", "first_rank": 2, "size": 4}
         wrong = [{"address": "nowhere"}, {"address": 7}, {"first_rank": "2"}, {"first_rank": -1}, {"first_rank": 4}, {"size": 1e3}, {"size": None},
                  {"size": 1 << 40}, {"timeout": "soon"}, {"timeout": -1}]  # fmt: skip
-        said["wrong meetings"] = [
+        outcome["wrong meetings"] = [
             caught(lambda w=w: server.init_weight_transfer_engine(good | w)) for w in wrong
         ]
         server.start_weight_update()
-        said["wrong update"] = caught(lambda: server.update_weights({"version": 8, "verify": "no"}))
-    said["two versions"] = caught(lambda: link.send(7 + dist.get_rank()))
-    said["no version"] = caught(lambda: link.send(True))
-    said["then"] = link.send(9).version
+        outcome["wrong update"] = caught(lambda: server.update_weights({"version": 8, "verify": "no"}))
+    outcome["two versions"] = caught(lambda: link.send(7 + dist.get_rank()))
+    outcome["no version"] = caught(lambda: link.send(True))
+    outcome["then"] = link.send(9).version
     if first:
-        said["the same port"] = caught(lambda: RefitGroup.join(f"127.0.0.1:{port}", 0, 2))
+        outcome["the same port"] = caught(lambda: RefitGroup.join(f"127.0.0.1:{port}", 0, 2))
     link.close()
     dist.barrier()
     if first:
@@ -90,10 +90,10 @@ def transfer(pairs: list, url: str, port: int) -> dict:
         for client in mine:
             client.shutdown_weight_transfer_engine()
             client.start_weight_update()
-        said["let go"] = [probe.caught(partial(client.update_weights, {"version": 1})) for client in mine]
+        outcome["let go"] = [probe.caught(partial(client.update_weights, {"version": 1})) for client in mine]
     dist.barrier()
     link = WeightTransfer(source, clients, f"127.0.0.1:{port + 4}", engine_ranks=None if first else [1, 1], timeout=180)  # fmt: skip
-    said["again"] = link.send(10, verify=True).version
+    outcome["again"] = link.send(10, verify=True).version
 
     def meet(who: list, at: int, **options) -> WeightTransfer:
         return WeightTransfer(
@@ -102,16 +102,18 @@ def transfer(pairs: list, url: str, port: int) -> dict:
 
     if first:
         llm.collective_rpc("die_at_the_next_meeting")
-    said["died"] = on_all_ranks(lambda: meet([LlmClient(llm)] if first else [], port + 1, engine_ranks=[1]))
+    outcome["died"] = on_all_ranks(
+        lambda: meet([LlmClient(llm)] if first else [], port + 1, engine_ranks=[1])
+    )
     link.link.members.timeout = 60
-    said["dead at a refit"] = on_all_ranks(lambda: link.send(11))
+    outcome["dead at a refit"] = on_all_ranks(lambda: link.send(11))
     if first:
         end_server(url)
-    said["no server"] = on_all_ranks(lambda: meet([server], port + 2, engine_ranks=[1]))
-    said["not asked"] = on_all_ranks(lambda: meet([server], port + 3))
+    outcome["no server"] = on_all_ranks(lambda: meet([server], port + 2, engine_ranks=[1]))
+    outcome["not asked"] = on_all_ranks(lambda: meet([server], port + 3))
     if first:
         llm.llm_engine.engine_core.shutdown()
-    return said
+    return outcome
 
 
 def transfer_data_parallel(pairs: list, urls: list, port: int) -> dict:
@@ -122,15 +124,15 @@ def transfer_data_parallel(pairs: list, urls: list, port: int) -> dict:
     from reshard.parity.megatron import Megatron
     from reshard.trainers import MegatronModel
 
-    def said(who: int) -> list:
+    def outcome(who: int) -> list:
         return [[asked(urls[who], pairs[who][0], prompt) for _ in range(4)] for prompt in PROMPTS]
 
     trainer, server = Megatron(Path(pairs[1][1]), "fp32", MegatronLayout()), HttpClient(urls[0])
-    found = {"workers": server.world_size(), "before": said(0), "loaded": said(1)}
+    results = {"workers": server.world_size(), "before": outcome(0), "loaded": outcome(1)}
     link = WeightTransfer(MegatronModel(trainer.models), server, f"127.0.0.1:{port}", timeout=180)
     link.send(1, verify=True)
     server.reset_prefix_cache()
-    return found | {"refitted": said(0)}
+    return results | {"refitted": outcome(0)}
 
 
 def on_all_ranks(action) -> list:
@@ -138,9 +140,9 @@ def on_all_ranks(action) -> list:
     import torch.distributed as dist
 
     dist.barrier()
-    began, found = time.monotonic(), [None] * dist.get_world_size()
-    dist.all_gather_object(found, [probe.caught(action), time.monotonic() - began])
-    return found
+    began, results = time.monotonic(), [None] * dist.get_world_size()
+    dist.all_gather_object(results, [probe.caught(action), time.monotonic() - began])
+    return results
 
 
 def end_server(url: str) -> None:
@@ -179,8 +181,8 @@ def transfer_quantized(pairs: list, port: int) -> dict:
     trainer = Megatron(Path(pairs[0][1]), "bf16", MegatronLayout())
     how = {"dtype": "bfloat16", "quantization": "fp8_per_tensor", "worker_extension_cls": "tests.fp8_worker.Fp8Extension"}  # fmt: skip
     llms = [transferable(hf, **how) for hf, _ in pairs]
-    said: dict = {"in fp8": [llm.collective_rpc("in_fp8") for llm in llms]}
-    said["loaded"] = [[answers(llm, [p])[0] for p in PROMPTS] for llm in llms]
+    outcome: dict = {"in fp8": [llm.collective_rpc("in_fp8") for llm in llms]}
+    outcome["loaded"] = [[answers(llm, [p])[0] for p in PROMPTS] for llm in llms]
     clients = [LlmClient(llm) for llm in llms]
     link = WeightTransfer(MegatronModel(trainer.models), clients, f"127.0.0.1:{port}", timeout=180)
     for version, (_, mcore) in enumerate(pairs):
@@ -188,10 +190,10 @@ def transfer_quantized(pairs: list, port: int) -> dict:
         link.send(version, verify=True)
         for llm in llms:
             llm.reset_prefix_cache()
-        said[f"version {version}"] = [[answers(llm, [p])[0] for p in PROMPTS] for llm in llms]
+        outcome[f"version {version}"] = [[answers(llm, [p])[0] for p in PROMPTS] for llm in llms]
     for llm in llms:
         llm.llm_engine.engine_core.shutdown()
-    return said
+    return outcome
 
 
 def transfer_experts(pair: list, port: int) -> str:
@@ -203,9 +205,9 @@ def transfer_experts(pair: list, port: int) -> str:
 
     trainer, llm = Megatron(Path(pair[1]), "bf16", MegatronLayout()), transferable(pair[0], dtype="bfloat16")
     source, address = MegatronModel(trainer.models), f"127.0.0.1:{port}"
-    found = caught(lambda: WeightTransfer(source, LlmClient(llm), address, timeout=180))
+    results = caught(lambda: WeightTransfer(source, LlmClient(llm), address, timeout=180))
     llm.llm_engine.engine_core.shutdown()
-    return found
+    return results
 
 
 def asked(url: str, model: str, prompt: list[int]) -> list:

@@ -24,7 +24,7 @@ class TransformersEngine(Engine):
         self.tp = 1
         self.placement = Placement.canonical({name: tuple(p.shape) for name, p in parameters.items()})
         self.regions = {name: Region(p, 0, p.shape[-1]) for name, p in parameters.items()}
-        self.guard = Guard("transformers", False, "weights of no meaning")
+        self.guard = Guard("transformers", False, "dummy weights")
         model.register_forward_pre_hook(lambda *_: self.guard.check_ready())
 
 

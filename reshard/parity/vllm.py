@@ -147,7 +147,7 @@ class Vllm(_OwnVllm):
 
 
 class RefittedVllm(_OwnVllm):
-    """A vLLM that starts with weights of no meaning and is refitted from the Megatron-Core model of a
+    """A vLLM that starts with dummy weights and is refitted from the Megatron-Core model of a
     checkpoint, at a layout."""
 
     def __init__(

@@ -112,7 +112,7 @@ def guard_of(model: torch.nn.Module, config: Any, just_loaded: bool = False) -> 
     if model not in _guards:
         reason = ""
         if config.load_config.load_format == "dummy":
-            reason = "weights of no meaning (load_format='dummy')"
+            reason = "dummy weights (load_format='dummy')"
         elif config.model_config.enable_sleep_mode and not just_loaded:
             reason = "weights that it may have discarded in sleep before it was connected"
         _guards[model] = VllmGuard("vLLM", not reason, reason)

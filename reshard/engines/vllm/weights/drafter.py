@@ -29,7 +29,7 @@ def check_drafter(draft: torch.nn.Module | None, config: Any, why: str) -> None:
     refit brings it."""
     if draft is not None and draft_load_format(config) == "dummy":
         raise ReshardError(
-            f"this vLLM drafts tokens by weights of no meaning (load_format='dummy'), and {why}: load a checkpoint, or serve "
+            f"this vLLM drafts tokens by dummy weights (load_format='dummy'), and {why}: load a checkpoint, or serve "
             f"without speculative_config"
         )
 
