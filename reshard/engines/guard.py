@@ -12,8 +12,8 @@ from reshard.core.errors import ReshardError
 
 @dataclass
 class Guard:
-    """Whether a model's weights are whole (`ready`), and of which `version`; there is one guard for
-    each model.
+    """The state of a model's weights: `ready` if they are whole, and their `version`. Each model
+    has one guard.
 
     An engine's serving path calls `check_ready` before each run of the model. `reason` completes
     "this `engine` holds" while the weights are not whole. `when_loaded` are methods to call when

@@ -41,11 +41,12 @@ ONE_OF_EACH_ENGINE = ["tensor_parallel", "pipeline_parallel"]
 
 
 class ReshardCheckpointEngine(CheckpointEngine):
-    """How a policy and rollouts on other GPUs meet and refit; no tensor passes through it. Made in
-    every rank of the policy and in every worker of vLLM.
+    """The meeting and refits of a policy and rollouts on other GPUs; no tensor passes through it.
+    Made in every rank of the policy and in every worker of vLLM.
 
-    `verify`, `timeout` and `backend` are those of `reshard.integrations.connection.SyncOptions`. All
-    members meet at the first sync, and anew after one that failed, or with `release_after_refit`.
+    `verify`, `timeout` and `backend` are those of `reshard.integrations.connection.SyncOptions`.
+    All members meet at the first sync, and anew after one that failed, or with
+    `release_after_refit`.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
             for member in range(self.size)
         }
         self.lobby.begin("syncs")
-        self.lobby.post("seated")
+        self.lobby.post("entered")
         self.next_address, self.connects, self.syncs = None, True, 0
 
     def meeting_place(self) -> str:
@@ -169,7 +170,9 @@ class ReshardCheckpointEngine(CheckpointEngine):
         """Return where to meet at this sync; the first rank says so in the lobby, by the number of
         the sync, which NeMo-RL starts on all of them."""
         if self.lobby is None:
-            raise ReshardError("this member has no seat: NeMo-RL has not called init_*_process_group")
+            raise ReshardError(
+                "this member has not entered the lobby: NeMo-RL has not called init_*_process_group"
+            )
         if self.rank == 0:
             self.lobby.post(f"meet/{self.syncs}", meeting_place().encode())
         return self.lobby.read(f"meet/{self.syncs}", 0).decode()

@@ -51,8 +51,8 @@ class Shards(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """Where `size` members meet, with which secret, and as which member the first worker of this
-    replica does.
+    """The address where `size` members meet, with their secret, and the member that the first
+    worker of this replica is.
 
     `is_new` if this replica is not connected there yet.
     """
@@ -222,7 +222,7 @@ def _checked(options: SyncOptions) -> SyncOptions:
 
 @CheckpointEngineRegistry.register(BACKEND)
 class ReshardCheckpointEngine(CheckpointEngine):
-    """How an actor and rollouts on other GPUs meet; no tensor passes through it. Made in the
+    """The meeting of an actor and rollouts on other GPUs; no tensor passes through it. Made in the
     actor's ranks and beside each of the rollout's workers. verl calls all its methods at every
     sync; the connection stays while the members do."""
 

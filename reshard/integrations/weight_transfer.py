@@ -36,7 +36,7 @@ DEV_MODE = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'
 
 
 class Client(Protocol):
-    """How an engine is called: vLLM's own ``VLLMWeightSyncClient`` (``HTTPVLLMWeightSyncClient``,
+    """The calls of an engine: vLLM's own ``VLLMWeightSyncClient`` (``HTTPVLLMWeightSyncClient``,
     ``RayVLLMWeightSyncClient``), or a client of this module."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ with importing("vllm"):
 
 @dataclass
 class ReshardInitInfo(WeightTransferInitInfo):
-    """How to join the trainer: `address` (``host:port``), the member `first_rank` that this
+    """The meeting with the trainer: `address` (``host:port``), the member `first_rank` that this
     engine's first worker is, of `size` members; `timeout` is how many seconds each waits for the
     others, `secret` is that of `RefitGroup.join`."""
 

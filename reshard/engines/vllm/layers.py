@@ -1,5 +1,5 @@
-"""Properties of vLLM's layers that are no part of its interface: which experts a layer holds, how it
-is quantized, and which kernel serves it; for vLLM 0.24 to 0.33, as is
+"""Properties of vLLM's layers that are no part of its interface: which experts a layer holds, how
+it is quantized, and which kernel serves it; for vLLM 0.24 to 0.33, as is
 `reshard.engines.vllm.compat`.
 """
 
@@ -14,7 +14,7 @@ with importing("vllm"):
 
 
 class Experts(NamedTuple):
-    """Where a layer's experts lie.
+    """The experts of a layer.
 
     `tp` and `tp_rank` split each expert. `redundant` tells whether some experts have copies (EPLB),
     `total` how many experts there are, `placed` the global ids of this rank's in their order (None:
@@ -157,7 +157,7 @@ PLAIN_INPUTS = (
 
 
 class Packed(NamedTuple):
-    """How codes are packed: the `bits` of each, and whether vLLM loads them `turned`, inputs before
+    """The packing of codes: the `bits` of each, and whether vLLM loads them `turned`, inputs before
     outputs.
 
     `others` are the names of parameters that it has for its loader only; names of codes have the

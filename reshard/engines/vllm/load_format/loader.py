@@ -263,12 +263,13 @@ def _check_same_model(path: Path, model_config: ModelConfig) -> None:
     stored_shapes, served_shapes = (expand(replace(model, mtp_layers=0)).shapes for model in (stored, served))
     for name in (*stored_shapes, *served_shapes):
         if stored_shapes.get(name) != served_shapes.get(name):
-            one, other = (
+            stored_shape, served_shape = (
                 str(list(shapes[name])) if name in shapes else "none"
                 for shapes in (stored_shapes, served_shapes)
             )
             raise ReshardError(
-                f"{path} is of another model than the engine's: the shape of {name} is {one}, and the engine's {other}"
+                f"{path} is of another model than the engine's: the shape of {name} is {stored_shape}, "
+                f"and the engine's {served_shape}"
             )
 
 
