@@ -99,7 +99,7 @@ class Engine:
     """A vLLM."""
 
     def start(self, folder: str, tp: int, sleeps: bool) -> None:
-        """Start it with weights of no meaning."""
+        """Start it with dummy weights."""
         from vllm import LLM
 
         memory = {"gpu_memory_utilization": 0.3} if ray.get_gpu_ids() else {"kv_cache_memory_bytes": 1 << 27}

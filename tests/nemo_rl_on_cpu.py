@@ -102,7 +102,7 @@ class Policy(MegatronCheckpointEngineSendMixin, PolicyCheckpointEngineMixin):
 
     def lose_seat(self) -> None:
         """As where NeMo-RL has seated nobody: on shared GPUs."""
-        self.checkpoint_engine.board = None
+        self.checkpoint_engine.lobby = None
 
     def why(self) -> str:
         return self.gave_up
@@ -114,7 +114,7 @@ class Policy(MegatronCheckpointEngineSendMixin, PolicyCheckpointEngineMixin):
 
     def lose(self, over: str) -> None:
         """The second rank gives up before the first comes."""
-        (alone if self.rank else after)(self.checkpoint_engine.link, over)
+        (alone if self.rank else after)(self.checkpoint_engine.connection.link, over)
 
     def adapters(self, enabled: bool) -> None:
         self.cfg["megatron_cfg"]["peft"] = {"enabled": enabled}
@@ -163,16 +163,16 @@ def main() -> None:
 
     def ask(method: str, *arguments) -> list:
         asked = [one.checkpoint_engine_rpc.remote(method, arguments) for one in engines]
-        return [found for [found] in ray.get(asked)]
+        return [results for [results] in ray.get(asked)]
 
     def train(folder: str) -> None:
         ray.get([one.train.remote(folder) for one in policies])
 
-    said: dict = {"real": REAL, "dummy": ask("digests"), "before": ask("fit")}
-    said["loaded"] = []
+    outcome: dict = {"real": REAL, "dummy": ask("digests"), "before": ask("ready")}
+    outcome["loaded"] = []
     for folder in folders:
         ask("load_as_nemo_rl_does", folder)
-        said["loaded"].append(ask("digests"))
+        outcome["loaded"].append(ask("digests"))
     from nemo_rl.weight_sync.checkpoint_engine_config import checkpoint_engine_refit_config
     from nemo_rl.weight_sync.checkpoint_engine_weight_synchronizer import CheckpointEngineWeightSynchronizer
 
@@ -183,7 +183,7 @@ def main() -> None:
         ("colocated", ours.ColocatedSynchronizer(policy, generation, verify=True, timeout=120)),
     ):
         synchronizer.init_communicator()
-        synced = said[name] = {"stale": [synchronizer.is_stale], "syncs": []}
+        synced = outcome[name] = {"stale": [synchronizer.is_stale], "syncs": []}
         for folder in (*folders, folders[0]):
             train(folder)
             ask("wipe")
@@ -191,13 +191,13 @@ def main() -> None:
             error = caught(synchronizer.sync_weights)
             print(f"{name}: {error or 'no error'}", flush=True)
             synced["syncs"].append(
-                {"error": error, "refitted": ask("digests"), "fit": ask("fit"), "phases": list(phases)}
+                {"error": error, "refitted": ask("digests"), "ready": ask("ready"), "phases": list(phases)}
             )
         synced["stale"].append(synchronizer.is_stale)
         ray.get([one.lose.remote(str(Path.cwd() / f"{name} lost")) for one in policies])
         synced["failed"] = [caught(synchronizer.sync_weights), synchronizer.is_stale]
         ask("wipe")
-        synced["mended"] = [caught(synchronizer.sync_weights), ask("digests"), ask("fit")]
+        synced["mended"] = [caught(synchronizer.sync_weights), ask("digests"), ask("ready")]
         print(f"{name}: {synced['failed']} {synced['mended'][0]}", flush=True)
         synchronizer.shutdown()
         ask("wipe")
@@ -205,15 +205,15 @@ def main() -> None:
         synced["after a shutdown"] = [again, ask("digests") == synced["mended"][1]]
         synchronizer.shutdown()
     ray.get([one.lose_seat.remote() for one in policies])
-    said["colocated"]["died"] = died(synchronizer, policies, engines)
+    outcome["colocated"]["died"] = died(synchronizer, policies, engines)
     engines[1] = ray.remote(Engine).options(num_cpus=0).remote(folders[0], "tests.nemo_rl_on_cpu.Probe")
     ray.get([one.adapters.remote(True) for one in policies])
-    said["adapters"] = caught(separate.sync_weights)
-    said["setup"] = setups(policy, generation)
-    said["no line"] = no_line(folders[0], policy, config)
-    said["separate"]["died"] = died(separate, policies, engines)
+    outcome["adapters"] = caught(separate.sync_weights)
+    outcome["setup"] = setups(policy, generation)
+    outcome["no line"] = no_line(folders[0], policy, config)
+    outcome["separate"]["died"] = died(separate, policies, engines)
     ray.shutdown()
-    print("SAID " + json.dumps(said))
+    print("SAID " + json.dumps(outcome))
 
 
 def died(synchronizer, policies, engines) -> list:
@@ -265,12 +265,12 @@ def setups(policy, generation) -> dict:
         error = caught(lambda: seen.append(refitting(SimpleNamespace(policy=config), "more")))
         if error:
             return [error, len(seen)]
-        found = [
+        results = [
             seen[0]["generation"]["vllm_kwargs"],
             type(generation.weight_synchronizer).__name__,
             seen[1][2],
         ]
-        return [*found, generation.weight_synchronizer._verify, generation.weight_synchronizer._timeout]
+        return [*results, *generation.weight_synchronizer._options[:2]]
 
     return {
         "plain": made(), "options": made(refit_cfg={ours.BACKEND: {"verify": True, "timeout": 5}}),

@@ -22,8 +22,8 @@ class Probed:
         for parameter in self.get_model().parameters():
             parameter.data.zero_()
 
-    def fit(self) -> list:
-        """Whether it would serve, and which version it has."""
+    def ready(self) -> list:
+        """Return whether it would serve, and which version it has."""
         from reshard.engines.vllm.guard import guard_of
 
         guard = guard_of(self.get_model(), self.vllm_config)

@@ -157,18 +157,18 @@ class Trainer(ours.ActorWorker):
 
     def meet_anew(self) -> None:
         [updater] = self.strategy.weight_updaters.values()
-        updater.link = None
+        updater.connection.link = None
 
     def with_models(self, whole: bool) -> None:
         """From now on all of them, or none."""
         [updater] = self.strategy.weight_updaters.values()
-        updater.link, updater.source = None, None
+        updater.connection.link, updater.source = None, None
         updater.models = self.strategy.models_unwrapped if whole else []
 
     def lose(self, over: str) -> None:
         """The second rank gives up before the first comes."""
         [updater] = self.strategy.weight_updaters.values()
-        (alone if updater.link.members.rank else after)(updater.link, over)
+        (alone if updater.connection.link.members.rank else after)(updater.connection.link, over)
 
 
 def without_gpu_figures() -> None:
@@ -222,52 +222,55 @@ def main() -> None:
     )
     serves = cluster(Engine, config("actor_infer", "vllm", ENGINES, {}), ENGINES)
     store = f"file://{Path.cwd() / 'store'}"
-    said: dict = {"real": REAL}
+    outcome: dict = {"real": REAL}
     starting = [one.start.remote(folders[0], store) for one in trains.workers]
     starting += [one.start.remote(folders[0], "tests.roll_on_cpu.Probe") for one in serves.workers]
     ray.get(starting)
 
     def ask(method: str, *arguments) -> list:
         return [
-            found
-            for [found] in ray.get([one.reshard_call.remote(method, *arguments) for one in serves.workers])
+            results
+            for [results] in ray.get([one.reshard_call.remote(method, *arguments) for one in serves.workers])
         ]
 
-    said["left"], said["wrong options"] = left(trains, serves), wrong_options()
+    outcome["left"], outcome["wrong options"] = left(trains, serves), wrong_options()
+    outcome["drafts"] = drafts(trains)
     from roll.distributed.executor.model_update_group import ModelUpdateGroup
 
     group = ModelUpdateGroup(trains, serves, None)
-    said["updaters"] = ray.get([one.updaters.remote() for one in trains.workers])
-    said["adapters"] = ray.get([one.adapters.remote(serves) for one in trains.workers])
-    said["dummy"], said["before"] = ask("digests"), ask("fit")
-    said["syncs"] = []
+    outcome["updaters"] = ray.get([one.updaters.remote() for one in trains.workers])
+    outcome["adapters"] = ray.get([one.adapters.remote(serves) for one in trains.workers])
+    outcome["dummy"], outcome["before"] = ask("digests"), ask("ready")
+    outcome["syncs"] = []
     for folder in (*folders, folders[0]):
-        [said["kinds"], *_] = ray.get([one.train.remote(folder) for one in trains.workers])
+        [outcome["kinds"], *_] = ray.get([one.train.remote(folder) for one in trains.workers])
         ask("fall_asleep")
         wrong = caught(lambda: group.model_update(0))
         print(f"a sync: {wrong or 'no error'}", flush=True)
         ray.get([one.process_weights_after_loading.remote() for one in serves.workers])
-        found = {"error": wrong, "refitted": ask("digests"), "fit": ask("fit"), "woke": ask("woke")}
+        results = {"error": wrong, "refitted": ask("digests"), "ready": ask("ready"), "woke": ask("woke")}
         # The same weights once more, by ROLL's way into vLLM's own loader.
         ask("wipe")
-        found["wiped"] = ask("digests")
+        results["wiped"] = ask("digests")
         ask("load_as_roll_does", folder)
         ray.get([one.process_weights_after_loading.remote() for one in serves.workers])
-        said["syncs"].append(found | {"loaded": ask("digests"), "then fit": ask("fit"), "then": ask("woke")})
+        outcome["syncs"].append(
+            results | {"loaded": ask("digests"), "then ready": ask("ready"), "then": ask("woke")}
+        )
     ray.get([one.lose.remote(str(Path.cwd() / "lost")) for one in trains.workers])
-    said["failed"] = [caught(lambda: group.model_update(0)), ask("fit")]
+    outcome["failed"] = [caught(lambda: group.model_update(0)), ask("ready")]
     ask("wipe")
-    said["mended"] = [caught(lambda: group.model_update(0)), ask("digests"), ask("fit")]
-    said["no model"] = no_model(trains, group)
-    said["died"] = died(trains, serves, group)
-    said["no line"] = no_line(trains, folders[0])
+    outcome["mended"] = [caught(lambda: group.model_update(0)), ask("digests"), ask("ready")]
+    outcome["no model"] = no_model(trains, group)
+    outcome["died"] = died(trains, serves, group)
+    outcome["no line"] = no_line(trains, folders[0])
     ray.shutdown()
-    print("SAID " + json.dumps(said))
+    print("SAID " + json.dumps(outcome))
 
 
 def wrong_options() -> list[str]:
     """What is said of values that are none."""
-    found = []
+    results = []
     for name, value in (
         ("RESHARD_VERIFY", "yes"),
         ("RESHARD_TIMEOUT", "0"),
@@ -275,29 +278,33 @@ def wrong_options() -> list[str]:
         ("RESHARD_BACKEND", "ring"),
     ):
         os.environ[name] = value
-        found.append(caught(ours.options))
+        results.append(caught(ours.options))
         del os.environ[name]
-    return found
+    return results
 
 
 def left(trains, serves) -> list:
     """Why ROLL's own way is taken, for configs that a refit does not cover; and for one that it does."""
     lora = config("actor_train", "megatron_train", TRAINERS, {}, lora=["q_proj"])
     of = lambda settings, **more: SimpleNamespace(worker_config=settings, strategy=SimpleNamespace(**more))  # noqa: E731
-    plain, draft = (
-        of(trains.worker_config),
-        config("actor_infer", "vllm", 1, {"speculative_config": {"method": "mtp"}}),
-    )
+    plain = of(trains.worker_config)
     others = [
         config("actor_infer", "vllm", 1, {"quantization": "fp8"}),
         config("actor_infer", "sglang", 1, {}),
     ]
     return [
-        ours.left_to_roll(plain, serves), ours.left_to_roll(of(lora), serves), ours.left_to_roll(plain, of(draft)),
+        ours.left_to_roll(plain, serves), ours.left_to_roll(of(lora), serves),
         *[ours.left_to_roll(plain, of(one)) for one in others],
         ours.left_to_roll(of(config("actor_train", "fsdp2_train", 1, {})), serves),
         ours.left_to_roll(of(trains.worker_config, is_multimodal=True), serves),
     ]  # fmt: skip
+
+
+def drafts(trains) -> str:
+    """Why ROLL's own way is taken for a rollout that drafts tokens; empty if it is not."""
+    rollout = config("actor_infer", "vllm", 1, {"speculative_config": {"method": "mtp"}})
+    worker = SimpleNamespace(worker_config=trains.worker_config, strategy=SimpleNamespace())
+    return ours.left_to_roll(worker, SimpleNamespace(worker_config=rollout))
 
 
 def died(trains, serves, group) -> list:
@@ -310,9 +317,9 @@ def died(trains, serves, group) -> list:
 def no_model(trains, group) -> list:
     """A sync for which the trainer's second rank has nothing that it can give."""
     ray.get(trains.workers[1].with_models.remote(False))
-    found = on_all_ranks(trains, group)
+    results = on_all_ranks(trains, group)
     ray.get(trains.workers[1].with_models.remote(True))
-    return found
+    return results
 
 
 def on_all_ranks(trains, group) -> list:

@@ -33,23 +33,23 @@ def loaded(rank: int, cases: list) -> list:
     heard, logger = Heard(), logging.getLogger("vllm.reshard")
     logger.addHandler(heard)
     logger.setLevel(logging.INFO)
-    found: list[dict] = []
+    results: list[dict] = []
     for options, sources in cases:
-        found.append({})
+        results.append({})
         for name, (directory, more) in sources.items():
             heard.said.clear()
             model, config = vllm_on_cpu.build(str(directory), **options, **more)
             last = heard.said[-1] if heard.said else ""
             read = re.search(r"([\d,]+) bytes read", last)
             how = last.partition(" s, ")[2]
-            found[-1][name] = (
+            results[-1][name] = (
                 fingerprint(model),
                 int(read[1].replace(",", "")) if read else 0,
                 how,
                 config.model_config.model,
             )
             del model
-    return found
+    return results
 
 
 def reloaded(rank: int, directories: list[str], options: dict) -> tuple[dict, dict]:
@@ -100,7 +100,7 @@ def load_of_what_changes(rank: int, cases: list) -> list[str]:
 def routers(rank: int, hf: str, cases: list) -> list[dict[str, bool]]:
     """Of each (directory, options), what its routers hold: by the parameter's name whether it is the weight of `hf`, or that in blocks."""
     weights = load_file(Path(hf) / "model.safetensors")
-    found: list[dict[str, bool]] = []
+    results: list[dict[str, bool]] = []
     for directory, options in cases:
         model = vllm_on_cpu.build(str(directory), **options)[0]
         held = {name: parameter for name, parameter in model.named_parameters() if ".mlp.gate." in name}
@@ -109,8 +109,8 @@ def routers(rank: int, hf: str, cases: list) -> list[dict[str, bool]]:
             codes, scales = encode(wanted[name].float().numpy())
             wanted[name] = torch.from_numpy(codes.view("uint8")).view(torch.float8_e4m3fn)
             wanted[f"{name}_scale_inv"] = torch.from_numpy(scales)
-        found.append({name: bits(parameter.data) == bits(wanted[name]) for name, parameter in held.items()})
-    return found
+        results.append({name: bits(parameter.data) == bits(wanted[name]) for name, parameter in held.items()})
+    return results
 
 
 def streamed(rank: int, cases: list) -> list[dict]:
@@ -120,12 +120,14 @@ def streamed(rank: int, cases: list) -> list[dict]:
 
     from reshard.engines.vllm.load_format.loader import open_weights
 
-    found: list[dict] = []
+    results: list[dict] = []
     for directory, options in cases:
         config = EngineArgs(model=str(directory), skip_tokenizer_init=True, **options).create_engine_config()
         with set_current_vllm_config(config):
-            found.append({name: bits(tensor) for name, tensor in open_weights(config.model_config).stream()})
-    return found
+            results.append(
+                {name: bits(tensor) for name, tensor in open_weights(config.model_config).stream()}
+            )
+    return results
 
 
 def bits(tensor: torch.Tensor) -> tuple:

@@ -110,7 +110,7 @@ def after_losses(rank: int, flags: list[str], checkpoints: list[tuple[str, str]]
     (hf, _), (other, mcore) = checkpoints
     chunks, _ = trainer(flags, mcore)
     expected, before = loaded(other, **engine), loaded(hf, **engine)
-    found = {"alike": sum(before[name] == expected[name] for name in expected) / len(expected)}
+    results = {"alike": sum(before[name] == expected[name] for name in expected) / len(expected)}
     for name, lose in (LOSSES | {"level 1": lambda worker: worker.sleep(1)}).items():
         module, config = build(hf, **engine)
         worker = worker_of(module, config)
@@ -118,24 +118,24 @@ def after_losses(rank: int, flags: list[str], checkpoints: list[tuple[str, str]]
             RefitGroup.of_process_group(timeout=180), MegatronModel(chunks), VllmModel.from_worker(worker)
         )
         lose(worker)
-        said = [] if name == "reset_weights" else [caught(link.refit)]
+        outcome = [] if name == "reset_weights" else [caught(link.refit)]
         if name != "reset_weights":
             worker.wake_up(["kv_cache"])
-            said.append(caught(link.refit))
+            outcome.append(caught(link.refit))
             worker.wake_up(["weights"])
         fit = link.engine.engine.ready
         link.refit(version=7)
         held = fingerprint(module)
         wrong = sorted(key for key in expected if held[key] != expected[key])
-        found[name] = {
-            "said": said,
+        results[name] = {
+            "said": outcome,
             "fit": fit,
             "wrong": wrong,
             "version": link.version,
             "verified": caught(partial(link.refit, verify=True)),
         }
         link.close()
-    return found
+    return results
 
 
 def drafter_of(module: torch.nn.Module, config) -> torch.nn.Module:
@@ -167,14 +167,14 @@ def of_both(module: torch.nn.Module, draft: torch.nn.Module | None) -> dict[str,
 
 
 def drafted(rank: int, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict) -> dict:
-    """An engine with a drafter, both of which start with weights of no meaning, is refitted from a trainer that has the MTP layers: the names of
+    """An engine with a drafter, both of which start with dummy weights, is refitted from a trainer that has the MTP layers: the names of
     what is not then as vLLM's own loader makes it of each checkpoint, in model and drafter; after it has slept at level 2; which of the drafter's
     parameters are its own; what is said of them; and what a verified refit says where one of them changes afterward."""
     chunks, load = trainer(flags, checkpoints[0][1])
     worker, module, draft, _ = with_drafter(checkpoints[0][0], load_format="dummy", **engine)
     destination = VllmModel.from_worker(worker)
     link = connect(RefitGroup.of_process_group(timeout=180), MegatronModel(chunks), destination)
-    found: dict = {"wrong": [], "alike": []}
+    results: dict = {"wrong": [], "alike": []}
     held = [{}]
     for step, (hf, mcore) in enumerate(checkpoints):
         if step:
@@ -185,10 +185,12 @@ def drafted(rank: int, flags: list[str], checkpoints: list[tuple[str, str]], eng
         held.append(of_both(module, draft))
         _, *others, _ = with_drafter(hf, **engine)
         expected = of_both(*others)
-        found["wrong"].append(sorted(name for name in expected if held[-1][name] != expected[name]))
-    found["own"] = sorted(name for name in destination.tensors if name.startswith("draft."))
-    found["same"] = [name for name in held[1] if name.startswith("draft.") and held[1][name] == held[2][name]]
-    found["accounts"] = [(one["what"], one["tensors"]) for one in link.describe()["tensors"]]
+        results["wrong"].append(sorted(name for name in expected if held[-1][name] != expected[name]))
+    results["own"] = sorted(name for name in destination.tensors if name.startswith("draft."))
+    results["same"] = [
+        name for name in held[1] if name.startswith("draft.") and held[1][name] == held[2][name]
+    ]
+    results["accounts"] = [(one["what"], one["tensors"]) for one in link.describe()["tensors"]]
     update_derived = destination.update_derived
 
     def spoiled() -> None:
@@ -197,14 +199,14 @@ def drafted(rank: int, flags: list[str], checkpoints: list[tuple[str, str]], eng
             next(p for name, p in draft.named_parameters() if name.endswith("enorm.weight")).data[0] += 1
 
     destination.update_derived = spoiled
-    found["spoiled"] = caught(partial(link.refit, verify=True))
+    results["spoiled"] = caught(partial(link.refit, verify=True))
     destination.update_derived = update_derived
-    found["then"] = caught(partial(link.refit, verify=True))
-    return found
+    results["then"] = caught(partial(link.refit, verify=True))
+    return results
 
 
 def drafter_left_alone(rank: int, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict) -> dict:
-    """A trainer without MTP layers, of the second checkpoint: what it says of an engine whose drafter has weights of no meaning; and of one that has
+    """A trainer without MTP layers, of the second checkpoint: what it says of an engine whose drafter has dummy weights; and of one that has
     loaded the first checkpoint the names of what is not, after a refit, and after another since it has slept at level 2, the model of the second
     with the drafter of the first; and what is said of the drafter."""
     (hf, _), (other, mcore) = checkpoints
@@ -220,7 +222,7 @@ def drafter_left_alone(rank: int, flags: list[str], checkpoints: list[tuple[str,
             lambda: connect(members, MegatronModel(chunks), VllmModel.from_worker(worker)),
         )
 
-    found: dict = {"dummy": caught(meet(load_format="dummy")[3]), "wrong": []}
+    results: dict = {"dummy": caught(meet(load_format="dummy")[3]), "wrong": []}
     worker, module, draft, join = meet()
     before = fingerprint(draft)
     link, expected = join(), loaded(other, **engine)
@@ -230,9 +232,9 @@ def drafter_left_alone(rank: int, flags: list[str], checkpoints: list[tuple[str,
         held = fingerprint(module)
         wrong = [name for name in expected if held[name] != expected[name]]
         held = fingerprint(draft)
-        found["wrong"].append([*wrong, *(f"draft.{name}" for name in own if held[name] != before[name])])
+        results["wrong"].append([*wrong, *(f"draft.{name}" for name in own if held[name] != before[name])])
         worker.sleep(2)
         worker.wake_up(["weights"])
-    found["own"] = len(own)
-    found["left"] = [one for one in link.describe()["tensors"] if "drafter" in one["how"]]
-    return found
+    results["own"] = len(own)
+    results["left"] = [one for one in link.describe()["tensors"] if "drafter" in one["how"]]
+    return results

@@ -135,9 +135,9 @@ def loaded(trainer, hf: str) -> dict[str, str]:
 def live(plugin: str, hf: str, other: str, *options: str) -> dict:
     """Syncs of the trainer that ms-swift makes, as its rollout asks for them, one of which fails."""
     trainers = import_module("swift.megatron.trainers")
-    said: dict = {"before": name(trainers.MegatronGRPOTrainer), "asks": asks(trainers)}
+    outcome: dict = {"before": name(trainers.MegatronGRPOTrainer), "asks": asks(trainers)}
     trainer = prepared(hf, plugin, options)
-    said["made"] = name(type(trainer))
+    outcome["made"] = name(type(trainer))
     from reshard.integrations import swift
 
     lines: list[str] = []
@@ -145,35 +145,35 @@ def live(plugin: str, hf: str, other: str, *options: str) -> dict:
     handler.emit = lambda record: lines.append(record.getMessage())
     swift.log.addHandler(handler)
     base = import_module("swift.megatron.trainers.grpo_trainer").MegatronGRPOTrainer
-    said["called otherwise"] = takes(swift.ReshardGRPOTrainer, base)
-    said["control"] = takes(
+    outcome["called otherwise"] = takes(swift.ReshardGRPOTrainer, base)
+    outcome["control"] = takes(
         type("Other", (), {"_move_model_to_vllm": lambda self: 0, "to_samples": lambda self: 0}), base
     )
-    said["options"] = [trainer.reshard_verify, trainer.reshard_timeout]
-    said["wrong options"] = [
+    outcome["options"] = list(trainer.reshard_options[:2])
+    outcome["wrong options"] = [
         caught(lambda: swift.use(verify="yes")), caught(lambda: swift.use(timeout=0)), caught(lambda: swift.use(timeout="60")), caught(lambda: swift.use(backend="ipc")),
     ]  # fmt: skip
-    said["still"] = [trainer.reshard_verify, trainer.reshard_timeout]
+    outcome["still"] = list(trainer.reshard_options[:2])
 
-    said["syncs"] = []
+    outcome["syncs"] = []
     for step, path in enumerate((hf, other)):
         trainer.bridge.load_weights(trainer.unwrapped_models, path)
         trainer._step = step
         spoil(trainer)
         trainer._move_model_to_vllm()
-        ours, version = served(trainer), trainer._reshard_link.version
-        said["syncs"].append({"ours": ours, "version": version, "theirs": theirs(trainer), "loaded": loaded(trainer, path)})  # fmt: skip
-    link = trainer._reshard_link
+        ours, version = served(trainer), trainer._reshard_connection.link.version
+        outcome["syncs"].append({"ours": ours, "version": version, "theirs": theirs(trainer), "loaded": loaded(trainer, path)})  # fmt: skip
+    link = trainer._reshard_connection.link
     link._verify = broken
     trainer._step = 2
-    said["failed"] = caught(trainer._move_model_to_vllm)
+    outcome["failed"] = caught(trainer._move_model_to_vllm)
     trainer._step = 3
     spoil(trainer)
     trainer._move_model_to_vllm()
-    said["mended"] = {"ours": served(trainer), "version": trainer._reshard_link.version, "new": trainer._reshard_link is not link}  # fmt: skip
+    outcome["mended"] = {"ours": served(trainer), "version": trainer._reshard_connection.link.version, "new": trainer._reshard_connection.link is not link}  # fmt: skip
 
     spoil(trainer)
-    before, version = list(lines), trainer._reshard_link.version
+    before, version = list(lines), trainer._reshard_connection.link.version
     trainer._step = 4
     from reshard.engines.vllm.compat import plain_weights
 
@@ -181,9 +181,9 @@ def live(plugin: str, hf: str, other: str, *options: str) -> dict:
     with plain_weights():
         trainer._move_model_to_vllm()
     trainer.args.fp8_param_gather = False
-    said["left"] = {"served": served(trainer), "lines": lines[len(before) :], "version": [version, trainer._reshard_link.version]}  # fmt: skip
-    said["reasons"] = reasons(trainer, swift.left_to_swift)
-    return said
+    outcome["left"] = {"served": served(trainer), "lines": lines[len(before) :], "version": [version, trainer._reshard_connection.link.version]}  # fmt: skip
+    outcome["reasons"] = reasons(trainer, swift.left_to_swift)
+    return outcome
 
 
 def broken() -> None:
@@ -202,7 +202,7 @@ def asks(trainers) -> list[str]:
 
 def reasons(trainer, left) -> dict[str, str]:
     """Why a trainer with one setting changed is left to ms-swift; each is a setting that there is."""
-    found = {"none": left(trainer)}
+    results = {"none": left(trainer)}
     for where, key, value in (
         ("args", "tuner_type", "lora"), ("args", "fp8_param_gather", True), ("args", "fp4_param_gather", True),
         ("args", "use_megatron_fsdp", True), ("config", "is_multimodal", True), ("self", "vllm_mode", "server"),
@@ -213,8 +213,8 @@ def reasons(trainer, left) -> dict[str, str]:
         there = holder if where == "self" else getattr(holder, where)
         assert hasattr(there, key), key
         setattr(there, key, value)
-        found[key] = left(holder)
-    return found
+        results[key] = left(holder)
+    return results
 
 
 def check(plugin: str, *paths: str) -> dict:
@@ -224,30 +224,30 @@ def check(plugin: str, *paths: str) -> dict:
 
     from reshard import read_model
 
-    found = {}
+    results = {}
     for path in paths:
         trainer = prepared(path, plugin, engine=False)
         from reshard.integrations import swift
 
         model, source = read_model(path), swift.SwiftModel(trainer.unwrapped_models)
         [chunk] = source.models
-        said = {"as it is": caught(lambda: source.check_model(model))}  # noqa: B023
-        said["by Megatron's settings"] = caught(lambda: swift.MegatronModel.check_model(source, model))  # noqa: B023
+        outcome = {"as it is": caught(lambda: source.check_model(model))}  # noqa: B023
+        outcome["by Megatron's settings"] = caught(lambda: swift.MegatronModel.check_model(source, model))  # noqa: B023
         chunk.rotary_pos_emb.inv_freq[1] *= 1.01
-        said["other frequencies"] = caught(lambda: source.check_model(model))  # noqa: B023
+        outcome["other frequencies"] = caught(lambda: source.check_model(model))  # noqa: B023
         chunk.rotary_pos_emb.inv_freq[1] /= 1.01
         chunk.config.attention_scaling *= 1.01
-        said["another factor"] = caught(lambda: source.check_model(model))  # noqa: B023
+        outcome["another factor"] = caught(lambda: source.check_model(model))  # noqa: B023
         chunk.config.attention_scaling /= 1.01
         chunk.position_embedding_type = "none"
-        said["another kind"] = caught(lambda: source.check_model(model))  # noqa: B023
+        outcome["another kind"] = caught(lambda: source.check_model(model))  # noqa: B023
         chunk.position_embedding_type = "rope"
         published = {part.name for tensor in source.publish(model) for part in tensor.parts}
         with safe_open(Path(path) / "model.safetensors", "pt") as files:
-            said["unlike the files"] = sorted(published ^ set(files.keys()))
-        said["loaded and saved"] = loaded_and_saved(source, path)
-        found[Path(path).name] = said
-    return found
+            outcome["unlike the files"] = sorted(published ^ set(files.keys()))
+        outcome["loaded and saved"] = loaded_and_saved(source, path)
+        results[Path(path).name] = outcome
+    return results
 
 
 def loaded_and_saved(source, path: str) -> dict[str, str]:
@@ -262,18 +262,20 @@ def loaded_and_saved(source, path: str) -> dict[str, str]:
         reshard.save(source, f"{path}-{name}", path, format="hf")
         return load_file(f"{path}-{name}/model.safetensors")
 
-    def like(found: dict[str, torch.Tensor]) -> str:
+    def like(results: dict[str, torch.Tensor]) -> str:
         wanted = load_file(f"{path}/model.safetensors")
-        return str(found.keys() == wanted.keys() and all(torch.equal(found[k], wanted[k]) for k in wanted))
+        return str(
+            results.keys() == wanted.keys() and all(torch.equal(results[k], wanted[k]) for k in wanted)
+        )
 
-    said = {"saved": like(saved("saved"))}
+    outcome = {"saved": like(saved("saved"))}
     for chunk in source.models:
         for parameter in chunk.parameters():
             parameter.data.fill_(0.5)
-    said["spoiled"] = like(saved("spoiled"))
-    said["plain"] = caught(lambda: reshard.load(source.models, path))
+    outcome["spoiled"] = like(saved("spoiled"))
+    outcome["plain"] = caught(lambda: reshard.load(source.models, path))
     reshard.load(source, path)
-    return said | {"loaded": like(saved("loaded"))}
+    return outcome | {"loaded": like(saved("loaded"))}
 
 
 def main() -> None:
@@ -288,9 +290,9 @@ def main() -> None:
     )
     without_gpu()
     with OnCpu():
-        found = globals()[function](*arguments)
+        results = globals()[function](*arguments)
     every: list = [None] * dist.get_world_size()
-    dist.all_gather_object(every, found)
+    dist.all_gather_object(every, results)
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(every, default=str))
     dist.barrier()

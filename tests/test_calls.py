@@ -30,7 +30,7 @@ def test_an_engine_that_does_not_answer_once_the_refit_is_over_is_given_up_and_n
         "engine 1": in_background(lambda: silent.update_weights({"version": 1})),
     })  # fmt: skip
     began = time.monotonic()
-    assert caught(lambda: calls.beside(alone(1), lambda: "refitted")) == (
+    assert caught(lambda: calls.alongside(alone(1), lambda: "refitted")) == (
         "engine 1 did not answer within 1 s: dead or stalled"
     )
     assert 1 <= time.monotonic() - began < 10
@@ -46,10 +46,10 @@ def test_an_engine_that_fails_after_the_refit_is_named_at_once(silent):
         "engine 1": in_background(fails),
     })  # fmt: skip
     began = time.monotonic()
-    assert caught(lambda: calls.beside(alone(60), lambda: "refitted")) == "engine 1 has failed: no luck"
+    assert caught(lambda: calls.alongside(alone(60), lambda: "refitted")) == "engine 1 has failed: no luck"
     assert time.monotonic() - began < 10
 
 
 def test_what_is_answered_in_time_is_the_refits_result():
     calls = Calls({"engine 0": in_background(lambda: time.sleep(0.5))})
-    assert calls.beside(alone(60), lambda: "refitted") == "refitted"
+    assert calls.alongside(alone(60), lambda: "refitted") == "refitted"

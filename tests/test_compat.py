@@ -32,15 +32,15 @@ def test_what_a_vllm_lacks_is_named_with_its_version_and_the_tested_ones():
 
 
 def test_what_a_megatron_lacks_is_named_with_its_version_and_the_tested_ones():
-    said = str(megatron.unknown("keeps its things elsewhere"))
-    assert said.startswith("this megatron-core 0.") and said.endswith(
+    outcome = str(megatron.unknown("keeps its things elsewhere"))
+    assert outcome.startswith("this megatron-core 0.") and outcome.endswith(
         "reshard is tested with 0.16 to 0.20: use one of those"
     )
 
 
 def test_the_extension_prepares_its_worker_and_no_other_before_it_is_made():
     """As vLLM does it: the class of its worker gets one more base, and then an instance is made. From when it has loaded its model on,
-    weights of no meaning are not served."""
+    dummy weights are not served."""
     seen, model = [], torch.nn.Linear(2, 2)
     config = EngineConfig(
         load_config=EngineConfig(load_format="dummy"), model_config=EngineConfig(enable_sleep_mode=False)
@@ -68,7 +68,7 @@ def test_the_extension_prepares_its_worker_and_no_other_before_it_is_made():
     assert seen == [False, True] and "load_model" not in vars(before)
     model(torch.zeros(2))
     assert worker.load_model(part="all") == "mixed loads all" == Worker.load_model(worker, "all")
-    assert "weights of no meaning" in said_by(lambda: model(torch.zeros(2)))
+    assert "dummy weights" in said_by(lambda: model(torch.zeros(2)))
 
 
 def test_importing_reshard_changes_nothing_in_vllm_or_megatron():
@@ -147,8 +147,8 @@ def test_weights_that_vllm_gives_back_or_sets_to_zero_are_not_served_until_a_ref
     worker.discard(("kv_cache",))
     assert worker.model_runner.execute_model(1) == 1 and guard.version == 3 and not guard.asleep
     worker.reset_weights()
-    said = said_by(lambda: worker.model_runner.execute_model(1))
-    assert "this vLLM holds zeros since its weights were reset: refit it" in said and guard.version is None
+    outcome = said_by(lambda: worker.model_runner.execute_model(1))
+    assert "this vLLM holds zeros since its weights were reset: refit it" in outcome and guard.version is None
     guard.ready, guard.version = True, 4
     worker.discard(("weights", "kv_cache"))
     assert "no weights since it discarded them" in said_by(lambda: worker.model_runner.execute_model(1))

@@ -157,7 +157,7 @@ def test_a_real_vllm_serves_layers_that_a_refit_has_made(variant, kind, strategy
         mcore_to_hf(pairs[1][0], tmp_path / "written", quantize=way)
         assert same(hf_tensors(tmp_path / "written"), hf_tensors(Path(pairs[1][1]))) == []
         pairs[1] = pairs[1][0], str(tmp_path / "written")
-    said = run(tmp_path, 2, "compressed_layers", pairs)
+    said = run(tmp_path, 2, "engine_quantized_on_cpu.compressed_layers", pairs)
     assert said["refitted"] == said["loaded"], "equal to the last bit, on both ranks"
     assert said["refitted"][0] != said["refitted"][1] and not said["moved"]
     served = said["refitted"][0]["served"][0]

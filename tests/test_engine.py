@@ -44,7 +44,7 @@ def converted(tmp_path_factory):
 
 
 def run(folder: Path, ranks: int, function: str, *arguments):
-    """What ``tests.engine_on_cpu.FUNCTION`` returns on the first of several processes."""
+    """What ``tests.FUNCTION``, or ``tests.engine_on_cpu.FUNCTION``, returns on the first of several processes."""
     (folder / "arguments").write_text(json.dumps(arguments))
     python = python_of_engine()
     started = [python] if ranks == 1 else torchrun(ranks, python)
@@ -52,7 +52,7 @@ def run(folder: Path, ranks: int, function: str, *arguments):
         *started,
         "-m",
         "tests.engine_on_cpu",
-        function,
+        function if "." in function else f"engine_on_cpu.{function}",
         str(folder / "arguments"),
         str(folder / "result"),
     ]
@@ -69,14 +69,14 @@ def served(converted, tmp_path_factory):
 
 @pytest.mark.parametrize("name", [case[0] for case in CASES])
 def test_a_live_vllm_serves_what_it_was_refitted_with(name, served):
-    found = served[name]
-    assert found["served"] == found["loaded"], "equal to the last bit"
-    assert found["served"][0] != found["served"][1] and found["before"] not in found["served"]
-    assert found["unfit"].startswith("this vLLM holds weights of no meaning (load_format='dummy')")
-    assert not found["moved"] and found["version"] == 2
+    results = served[name]
+    assert results["served"] == results["loaded"], "equal to the last bit"
+    assert results["served"][0] != results["served"][1] and results["before"] not in results["served"]
+    assert results["unfit"].startswith("this vLLM holds dummy weights (load_format='dummy')")
+    assert not results["moved"] and results["version"] == 2
     assert (
-        found["refused"].startswith("this vLLM holds a half-written model")
-        and found["mended"] == found["served"][1]
+        results["refused"].startswith("this vLLM holds a half-written model")
+        and results["mended"] == results["served"][1]
     )
 
 
@@ -87,20 +87,22 @@ def test_a_live_vllm_drafts_by_the_mtp_layers_that_it_was_refitted_with(tmp_path
         make(hf, "served-glm4-moe", seed=seed, mtp=True)
         hf_to_mcore(hf, mcore, MegatronLayout())
         pairs.append((str(hf), str(mcore)))
-    said = run(tmp_path, 1, "drafting", pairs)
-    for (answers, drafter), (loaded, drafter_loaded) in zip(said["refitted"], said["loaded"], strict=True):
+    outcome = run(tmp_path, 1, "drafting", pairs)
+    for (answers, drafter), (loaded, drafter_loaded) in zip(
+        outcome["refitted"], outcome["loaded"], strict=True
+    ):
         assert answers == loaded and drafter == drafter_loaded
-    (first, drafter), (second, other) = said["refitted"]
+    (first, drafter), (second, other) = outcome["refitted"]
     assert first != second and all(drafter[name] != other[name] for name in drafter)
-    assert list(said["accounts"].values()).count("brought") >= 17
+    assert list(outcome["accounts"].values()).count("brought") >= 17
 
 
 def test_an_engine_that_serves_lora_adapters_is_refitted_below_them(converted, tmp_path):
-    said = run(tmp_path, 1, "with_adapters", converted("qwen3"))
-    assert said["refitted"] == said["loaded"], "equal to the last bit, with an adapter and without"
-    (plain, adapted), (other, _) = said["refitted"]
+    outcome = run(tmp_path, 1, "with_adapters", converted("qwen3"))
+    assert outcome["refitted"] == outcome["loaded"], "equal to the last bit, with an adapter and without"
+    (plain, adapted), (other, _) = outcome["refitted"]
     assert plain != other and plain != adapted
-    assert len(said["adapters"]) == 1 and "left alone" in said["adapters"][0]
+    assert len(outcome["adapters"]) == 1 and "left alone" in outcome["adapters"][0]
 
 
 @pytest.mark.skipif(
@@ -114,13 +116,17 @@ def test_experts_that_vllm_quantizes_and_packs_itself_serve_what_they_serve_afte
         make(hf, "served-int8", torch.bfloat16, seed=seed)
         hf_to_mcore(hf, mcore, MegatronLayout())
         pairs.append((str(hf), str(mcore)))
-    said = run(tmp_path, 1, "int8_experts", pairs)
-    assert said["refitted"] == said["loaded"], "equal to the last bit"
-    assert said["refitted"][0] != said["refitted"][1] and not said["moved"] and "torch.int8" in said["dtypes"]
-    assert said["quantized"] == [
+    outcome = run(tmp_path, 1, "engine_quantized_on_cpu.int8_experts", pairs)
+    assert outcome["refitted"] == outcome["loaded"], "equal to the last bit"
+    assert (
+        outcome["refitted"][0] != outcome["refitted"][1]
+        and not outcome["moved"]
+        and "torch.int8" in outcome["dtypes"]
+    )
+    assert outcome["quantized"] == [
         {"how": "Int8OnlineMoEMethod of vLLM, by a slab", "kernel": "CPU", "layers": 4}
     ]
-    report = said["parity"]
+    report = outcome["parity"]
     assert (
         "int8_per_channel_weight_only" in report["b"]
         and report["ok"]
@@ -128,12 +134,12 @@ def test_experts_that_vllm_quantizes_and_packs_itself_serve_what_they_serve_afte
     )
     assert report["limits"]["mean_abs"] is None and report["limits"]["noise_ratio"] == 2.0
     assert report["quantized"] and 0.5 < report["rounding"]["ratio"] < 2
-    others = said["parity of others"]
+    others = outcome["parity of others"]
     assert not others["ok"] and others["rounding"]["low"] > 2, "two models of random weights"
     sentences = ("is for a system with vllm: before it", "exact is for a vLLM that is refitted", "with quantization nonsense: ",
                  "with quantization torchao: ", "limits gives a NoneType for fp8", "without any limit the gate cannot fail")  # fmt: skip
-    for found, sentence in zip(said["parity refused"], sentences, strict=True):
-        assert sentence in found, found
+    for results, sentence in zip(outcome["parity refused"], sentences, strict=True):
+        assert sentence in results, results
 
 
 def test_a_vllm_in_processes_of_its_own_is_refitted_under_load(converted, tmp_path):
@@ -143,25 +149,32 @@ def test_a_vllm_in_processes_of_its_own_is_refitted_under_load(converted, tmp_pa
     shutil.copytree(hf, strange)
     config = json.loads((strange / "config.json").read_text()) | {"clip_qkv": 8.0}
     (strange / "config.json").write_text(json.dumps(config))
-    said = run(tmp_path, 1, "engine_of_its_own", [(str(strange), mcore), other], free_port(), free_port())
-    for sentence in said["refused"]:
+    outcome = run(
+        tmp_path,
+        1,
+        "engine_process_on_cpu.engine_of_its_own",
+        [(str(strange), mcore), other],
+        free_port(),
+        free_port(),
+    )
+    for sentence in outcome["refused"]:
         assert "clip_qkv = 8.0 may make another model of the same weights" in sentence
         assert 'reshard.ignored_config_fields("clip_qkv") around the trainer\'s connect, or ' in sentence
         assert "RESHARD_IGNORE_CONFIG_FIELDS=clip_qkv in the engine's environment" in sentence
     for step in ("first", "second"):
-        trainer, engine = said[step]
+        trainer, engine = outcome[step]
         assert len(engine) == len(trainer) == 8 and trainer == pytest.approx(engine, abs=1e-4)
-    assert said["first"][1] != pytest.approx(said["second"][1], abs=1e-2)
-    assert [report["version"] for report in said["first report"]] == [1] and said["first report"][0][
+    assert outcome["first"][1] != pytest.approx(outcome["second"][1], abs=1e-2)
+    assert [report["version"] for report in outcome["first report"]] == [1] and outcome["first report"][0][
         "bucket_bytes"
     ] > 1e6
-    before, after, all_of_them = said["in flight"]
-    assert said["running before"] and said["running after"] and 0 < before <= after < 240 == all_of_them
-    assert [report["version"] for report in said["second report"]] == [2]
-    engine, trainer = said["failed"]
+    before, after, all_of_them = outcome["in flight"]
+    assert outcome["running before"] and outcome["running after"] and 0 < before <= after < 240 == all_of_them
+    assert [report["version"] for report in outcome["second report"]] == [2]
+    engine, trainer = outcome["failed"]
     assert "the trainer's digests are gone" in engine and "the trainer's digests are gone" in trainer
-    assert said["version then"] == [2] and said["waited"] and said["version at last"] == [4]
-    assert said["answered"] == "EngineDeadError"
+    assert outcome["version then"] == [2] and outcome["waited"] and outcome["version at last"] == [4]
+    assert outcome["answered"] == "EngineDeadError"
 
 
 @pytest.fixture(scope="module")
@@ -205,5 +218,5 @@ def test_what_an_engine_does_not_say_is_missed(compared):
         "vLLM at TP2 needs 2 processes, and there are 1: start it with torchrun --nproc-per-node 2 --no-python reshard",
         "vLLM at PP2 cannot be scored in processes of torchrun",
     ]
-    for said, sentence in zip(compared["refused"], sentences, strict=True):
-        assert sentence in said
+    for outcome, sentence in zip(compared["refused"], sentences, strict=True):
+        assert sentence in outcome

@@ -140,7 +140,7 @@ def test_mapping_files_are_tables_of_literals_and_the_rules_of_a_family_its_meth
             ast.literal_eval(node.value)
 
 
-def test_no_family_is_named_outside_its_own_file():
+def test_no_family_is_named_outside_its_own_file_and_an_engines_names():
     names = {
         name
         for family in families().values()
@@ -161,10 +161,9 @@ def test_no_family_is_named_outside_its_own_file():
             and any(text == name or f"{name}_" in text for name in names)
             and text not in ELSEWHERE  # names of fields
         ]
-        assert path.name in ("config_defaults.py", "demo.py") or "mappings" in path.parts or not said, (
-            path,
-            said,
-        )
+        may = path.name in ("config_defaults.py", "demo.py") or "mappings" in path.parts
+        may = may or (path.name == "names.py" and "engines" in path.parts)
+        assert may or not said, (path, said)
 
 
 def test_shapes_are_read_from_their_expressions():

@@ -36,7 +36,7 @@ def python(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=WITH)
-def said(request, python, tmp_path_factory):
+def outcome(request, python, tmp_path_factory):
     """What a job of two ranks of a policy and two engines says."""
     folders = [
         make(tmp_path_factory.mktemp(n) / "hf", "served-qwen3", torch.bfloat16, seed)
@@ -47,9 +47,9 @@ def said(request, python, tmp_path_factory):
     command = [forked, "-m", "tests.nemo_rl_on_cpu", *folders]
     out = run(command, env=surroundings, cwd=tmp_path_factory.mktemp("at"))
     [line] = [line for line in out.splitlines() if line.startswith("SAID ")]
-    found = json.loads(line.removeprefix("SAID "))
-    assert found["real"] == (request.param == "clone")
-    return found
+    results = json.loads(line.removeprefix("SAID "))
+    assert results["real"] == (request.param == "clone")
+    return results
 
 
 @pytest.fixture(params=["separate", "colocated"])
@@ -57,24 +57,26 @@ def placement(request):
     return request.param
 
 
-def test_every_engine_holds_after_a_sync_what_vllms_loader_leaves(said, placement):
-    assert said["before"] == [[False, None]] * 2, "dummy weights are not served"
-    first, second = said["loaded"]
-    assert alike(first[0], second[0]) == alike(first[0], said["dummy"][0]) == 0
-    for version, (sync, loaded) in enumerate(zip(said[placement]["syncs"], (first, second, first)), start=1):
-        assert sync["error"] == "" and sync["fit"] == [[True, version]] * 2
+def test_every_engine_holds_after_a_sync_what_vllms_loader_leaves(outcome, placement):
+    assert outcome["before"] == [[False, None]] * 2, "dummy weights are not served"
+    first, second = outcome["loaded"]
+    assert alike(first[0], second[0]) == alike(first[0], outcome["dummy"][0]) == 0
+    for version, (sync, loaded) in enumerate(
+        zip(outcome[placement]["syncs"], (first, second, first)), start=1
+    ):
+        assert sync["error"] == "" and sync["ready"] == [[True, version]] * 2
         assert sync["refitted"] == loaded
-    assert said[placement]["stale"] == [True, False]
+    assert outcome[placement]["stale"] == [True, False]
 
 
-def test_after_a_sync_that_failed_the_next_one_connects_again(said, placement):
-    error, stale = said[placement]["failed"]
+def test_after_a_sync_that_failed_the_next_one_connects_again(outcome, placement):
+    error, stale = outcome[placement]["failed"]
     assert "did not come to refit 4 within 0 s" in error and stale
-    assert said[placement]["mended"] == ["", said["loaded"][0], [[True, 1]] * 2]
+    assert outcome[placement]["mended"] == ["", outcome["loaded"][0], [[True, 1]] * 2]
 
 
-def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for(said, placement):
-    sentence, seconds, why = said[placement]["died"]
+def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for(outcome, placement):
+    sentence, seconds, why = outcome[placement]["died"]
     failed = "engine 1 of the rollout has failed: "
     assert sentence.startswith(failed if placement == "colocated" else "") and sentence and seconds < 30, (
         "of 120"
@@ -84,19 +86,24 @@ def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for(said, placem
     )
 
 
-def test_after_a_shutdown_a_sync_connects_again(said, placement):
-    assert said[placement]["after a shutdown"] == ["", True]
+def test_after_a_shutdown_a_sync_connects_again(outcome, placement):
+    assert outcome[placement]["after a shutdown"] == ["", True]
 
 
-def test_policy_and_vllm_take_turns_on_their_gpus_as_under_nemo_rl(said):
+def test_policy_and_vllm_take_turns_on_their_gpus_as_under_nemo_rl(outcome):
     order = [["offload the rest"], ["wake", ["weights"]], ["offload"], ["wake", ["kv_cache"]]]
-    assert [sync["phases"] for sync in said["colocated"]["syncs"]] == [order] * 3
-    assert [sync["phases"] for sync in said["separate"]["syncs"]] == [[]] * 3, "there NeMo-RL does"
+    assert [sync["phases"] for sync in outcome["colocated"]["syncs"]] == [order] * 3
+    assert [sync["phases"] for sync in outcome["separate"]["syncs"]] == [[]] * 3, "there NeMo-RL does"
 
 
-def test_a_setup_ends_with_our_synchronizer(said):
-    assert said["setup"]["plain"] == [{"worker_cls": KIND}, "ColocatedSynchronizer", "more", False, 600.0]
-    assert said["setup"]["options"][3:] == [True, 5.0]
+def test_a_setup_ends_with_our_synchronizer(outcome):
+    assert outcome["setup"]["plain"] == [{"worker_cls": KIND}, "ColocatedSynchronizer", "more", False, 600.0]
+    assert outcome["setup"]["options"][3:] == [True, 5.0]
+
+
+def test_a_rollout_that_drafts_tokens_is_refitted(outcome):
+    drafts = {"speculative_config": {"num_speculative_tokens": 2}, "worker_cls": KIND}
+    assert outcome["setup"]["drafts"][:2] == [drafts, "ColocatedSynchronizer"]
 
 
 @pytest.mark.parametrize(("config", "sentence"), [
@@ -109,18 +116,17 @@ def test_a_setup_ends_with_our_synchronizer(said):
     ("adapters", "the model has LoRA adapters (policy.megatron_cfg.peft), which"),
     ("fp8", "the rollout is quantized (vllm_cfg.precision), which"),
     ("fp8 cache", "the rollout has an fp8 key-value cache (vllm_cfg.kv_cache_dtype), which"),
-    ("drafts", "the rollout drafts tokens (vllm_kwargs.speculative_config), which"),
     ("draft", "a draft model is trained (policy.draft), which"),
     ("quantized", "the model is quantized (quant_cfg), which"),
 ])  # fmt: skip
-def test_what_a_refit_does_not_cover_is_refused_before_anything_starts(said, config, sentence):
-    error, started = said["setup"][config]
+def test_what_a_refit_does_not_cover_is_refused_before_anything_starts(outcome, config, sentence):
+    error, started = outcome["setup"][config]
     assert error.startswith(sentence) and not started
 
 
-def test_a_policy_with_adapters_and_a_worker_of_vllms_are_refused_where_they_meet(said):
-    assert said["adapters"].startswith("the model has LoRA adapters (policy.megatron_cfg.peft), which")
-    assert f"set policy.generation.vllm_kwargs.worker_cls={KIND}" in said["no line"]
+def test_a_policy_with_adapters_and_a_worker_of_vllms_are_refused_where_they_meet(outcome):
+    assert outcome["adapters"].startswith("the model has LoRA adapters (policy.megatron_cfg.peft), which")
+    assert f"set policy.generation.vllm_kwargs.worker_cls={KIND}" in outcome["no line"]
 
 
 def test_a_script_finds_our_setup_in_the_place_of_nemo_rls(python, tmp_path):

@@ -36,7 +36,7 @@ def python(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=WITH)
-def said(request, python, tmp_path_factory):
+def outcome(request, python, tmp_path_factory):
     """What a job of two trainers and two engines says."""
     folders = [
         make(tmp_path_factory.mktemp(n) / "hf", "served-qwen3", torch.bfloat16, seed)
@@ -47,59 +47,63 @@ def said(request, python, tmp_path_factory):
     command = [forked, "-m", "tests.roll_on_cpu", *folders]
     out = run(command, env=surroundings, cwd=tmp_path_factory.mktemp("at"))
     [line] = [line for line in out.splitlines() if line.startswith("SAID ")]
-    found = json.loads(line.removeprefix("SAID "))
-    assert found["real"] == (request.param == "clone")
-    assert found["kinds"][2] == ("McaGPTModel" if found["real"] else "GPTModel")
-    return found
+    results = json.loads(line.removeprefix("SAID "))
+    assert results["real"] == (request.param == "clone")
+    assert results["kinds"][2] == ("McaGPTModel" if results["real"] else "GPTModel")
+    return results
 
 
-def test_every_engine_holds_after_a_sync_what_rolls_own_way_into_vllms_loader_leaves(said):
-    assert said["updaters"] == [["Refit"], ["Refit"]]
-    assert said["before"] == [[False, None]] * 2, "dummy weights are not served"
-    for version, sync in enumerate(said["syncs"], start=1):
-        assert sync["error"] == "" and sync["fit"] == [[True, version]] * 2
+def test_every_engine_holds_after_a_sync_what_rolls_own_way_into_vllms_loader_leaves(outcome):
+    assert outcome["updaters"] == [["Refit"], ["Refit"]]
+    assert outcome["before"] == [[False, None]] * 2, "dummy weights are not served"
+    for version, sync in enumerate(outcome["syncs"], start=1):
+        assert sync["error"] == "" and sync["ready"] == [[True, version]] * 2
         for refitted, loaded, wiped in zip(sync["refitted"], sync["loaded"], sync["wiped"]):
             assert refitted == loaded and alike(refitted, wiped) == 0
-        assert sync["then fit"] == [[True, None]] * 2, "what ROLL has loaded is served too"
-    first, second, again = (sync["refitted"][0] for sync in said["syncs"])
-    assert alike(first, second) == alike(first, said["dummy"][0]) == 0 and first == again
+        assert sync["then ready"] == [[True, None]] * 2, "what ROLL has loaded is served too"
+    first, second, again = (sync["refitted"][0] for sync in outcome["syncs"])
+    assert alike(first, second) == alike(first, outcome["dummy"][0]) == 0 and first == again
 
 
-def test_weights_wake_before_they_are_written_and_vllm_processes_them_once(said):
+def test_weights_wake_before_they_are_written_and_vllm_processes_them_once(outcome):
     before = [[False, None], [True, None], [True, None]]
-    for sync, fit in zip(said["syncs"], before):
+    for sync, fit in zip(outcome["syncs"], before):
         assert sync["woke"] == [[[[["weights"], fit]], 0]] * 2, "a refit's weights are not processed again"
         assert sync["then"] == [[[[["weights"], fit]], 1]] * 2, "those that ROLL has loaded are"
 
 
-def test_after_a_sync_that_failed_the_next_one_connects_again(said):
-    error, fit = said["failed"]
+def test_after_a_sync_that_failed_the_next_one_connects_again(outcome):
+    error, fit = outcome["failed"]
     assert "did not come to refit 4 within 0 s" in error and fit == [[True, None]] * 2
-    error, mended, fit = said["mended"]
-    assert error == "" and mended == said["syncs"][2]["refitted"] and fit == [[True, 1]] * 2
+    error, mended, fit = outcome["mended"]
+    assert error == "" and mended == outcome["syncs"][2]["refitted"] and fit == [[True, 1]] * 2
 
 
-def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for(said):
-    for sentence, seconds in said["died"]:
+def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for(outcome):
+    for sentence, seconds in outcome["died"]:
         assert "worker 1 of the rollout has failed: " in sentence and seconds < 30, "of 120"
 
 
-def test_a_rank_that_has_nothing_to_give_is_not_waited_for(said):
-    for sentence, seconds in said["no model"]:
+def test_a_rank_that_has_nothing_to_give_is_not_waited_for(outcome):
+    for sentence, seconds in outcome["no model"]:
         assert "the trainer's list of models is empty" in sentence and seconds < 30, "of 120"
 
 
-def test_what_a_refit_does_not_cover_is_left_to_roll(said):
-    assert said["left"] == [
-        "", "the model has LoRA adapters", "the rollout drafts tokens (speculative_config)", "the rollout is quantized (quantization)",
+def test_what_a_refit_does_not_cover_is_left_to_roll(outcome):
+    assert outcome["left"] == [
+        "", "the model has LoRA adapters", "the rollout is quantized (quantization)",
         "the rollout's strategy is sglang, not vllm", "the trainer's strategy is fsdp2_train, not megatron_train",
         "the model takes more than text",
     ]  # fmt: skip
-    assert said["adapters"] == ["MegatronWeightUpdater"] * 2
+    assert outcome["adapters"] == ["MegatronWeightUpdater"] * 2
 
 
-def test_options_that_are_none_are_refused(said):
-    assert said["wrong options"] == [
+def test_a_rollout_that_drafts_tokens_is_refitted(outcome):
+    assert outcome["drafts"] == ""
+
+
+def test_options_that_are_none_are_refused(outcome):
+    assert outcome["wrong options"] == [
         "RESHARD_VERIFY is 'yes': set it to 0 or 1 in actor_train.system_envs",
         "RESHARD_TIMEOUT in actor_train.system_envs is 0.0; it is a number of seconds above 0",
         "RESHARD_TIMEOUT in actor_train.system_envs is 'soon'; it is a number of seconds above 0",
@@ -107,13 +111,13 @@ def test_options_that_are_none_are_refused(said):
     ]
 
 
-def test_a_line_that_is_missing_is_said(said):
+def test_a_line_that_is_missing_is_said(outcome):
     for line in (
         "no attribute 'reshard_wake'",
         "actor_infer.worker_cls=reshard.integrations.roll.InferWorker",
         "worker_extension_cls=reshard.integrations.roll_worker.RollExtension",
     ):
-        assert line in said["no line"]
+        assert line in outcome["no line"]
 
 
 def test_a_call_that_has_changed_is_found(tmp_path):

@@ -44,13 +44,16 @@ def held(checkpoint, tmp_path_factory):
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[case[0] for case in CASES])
 def test_every_rank_holds_what_vllms_own_loader_gives_it(case, held):
     for rank in held:
-        found = rank[case]
+        results = rank[case]
         for name in ("boxes", "whole", "huggingface"):
-            assert found[name][0] == found["vllm"][0], f"bit for bit, {name}"
-        assert found["other"][0] != found["vllm"][0] and found["other"][0].keys() == found["vllm"][0].keys()
-        assert found["boxes"][2] == found["huggingface"][2] == "each rank its own boxes"
-        assert found["whole"][2] == "whole tensors (model_loader_extra_config asks for it)"
-        assert found["boxes"][3].endswith("/mcore/release")
+            assert results[name][0] == results["vllm"][0], f"bit for bit, {name}"
+        assert (
+            results["other"][0] != results["vllm"][0]
+            and results["other"][0].keys() == results["vllm"][0].keys()
+        )
+        assert results["boxes"][2] == results["huggingface"][2] == "each rank its own boxes"
+        assert results["whole"][2] == "whole tensors (model_loader_extra_config asks for it)"
+        assert results["boxes"][3].endswith("/mcore/release")
     boxes, whole = ([rank[case][name][1] for rank in held] for name in ("boxes", "whole"))
     assert max(boxes) < 0.75 * min(whole), "a rank reads little more than it holds"
 
@@ -68,10 +71,10 @@ def test_a_config_that_wants_fp8_gets_the_blocks_that_a_conversion_writes(tmp_pa
     excepted["modules_to_not_convert"].append("model.layers.1.self_attn.o_proj")
     cases = [(tmp_path / "mcore", RESHARD | dict(hf_config_path=str(tmp_path / "fp8"))), (tmp_path / "dequantized", RESHARD),
              (tmp_path / "mcore", RESHARD), (tmp_path / "mcore", RESHARD | dict(hf_overrides={"quantization_config": excepted}))]  # fmt: skip
-    *found, without = run_on_ranks(1, "streamed", cases, module="serving_on_cpu")[0]
+    *results, without = run_on_ranks(1, "streamed", cases, module="serving_on_cpu")[0]
     name = "model.layers.1.self_attn.o_proj.weight"
-    assert without[name] == found[2][name] and without.keys() == found[0].keys() - {f"{name}_scale_inv"}
-    for streamed, name in zip(found, ("fp8", "again", "hf"), strict=True):
+    assert without[name] == results[2][name] and without.keys() == results[0].keys() - {f"{name}_scale_inv"}
+    for streamed, name in zip(results, ("fp8", "again", "hf"), strict=True):
         wanted = {
             key: bits(tensor) for key, tensor in load_file(tmp_path / name / "model.safetensors").items()
         }
@@ -140,9 +143,9 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(checkpoint, tmp_path):
         ),
         (tmp_path / "int4", RESHARD, "wants weights quantized as 'gptq'"),
     ]
-    said = run_on_ranks(1, "refused", [case[:2] for case in cases], module="serving_on_cpu")[0]
-    for (_, _, sentence), found in zip(cases, said, strict=True):
-        assert sentence in found and "\n" not in found, found
+    outcome = run_on_ranks(1, "refused", [case[:2] for case in cases], module="serving_on_cpu")[0]
+    for (_, _, sentence), results in zip(cases, outcome, strict=True):
+        assert sentence in results and "\n" not in results, results
 
 
 def test_a_source_that_is_rewritten_while_it_is_loaded_is_named(checkpoint, tmp_path):
@@ -157,8 +160,8 @@ def test_a_source_that_is_rewritten_while_it_is_loaded_is_named(checkpoint, tmp_
             files.append(max(directory.rglob("*"), key=lambda path: path.is_file() and path.stat().st_size))
             cases.append((directory, options, files[-1]))
     refused = run_on_ranks(1, "load_of_what_changes", cases, module="serving_on_cpu")[0]
-    for file, said in zip(files, refused, strict=True):
-        assert f"{file} changed while it was read" in said, said
+    for file, outcome in zip(files, refused, strict=True):
+        assert f"{file} changed while it was read" in outcome, outcome
     assert (
         run_on_ranks(1, "refused", [case[:2] for case in cases], module="serving_on_cpu")[0]
         == ["no error"] * 4

@@ -20,14 +20,14 @@ ENGINES = [
 def test_a_refit_brings_all_of_an_engine_that_has_forgotten_its_weights(variant, engine, converted):
     checkpoints = converted(variant)
     flags = flags_at(Path(checkpoints[1][1]), "")
-    [found] = run_on_ranks(1, "after_losses", flags, checkpoints, engine, module="sleeping_on_cpu")
-    assert found.pop("alike") < 0.4, "the two checkpoints differ in most of their tensors"
-    for name, one in found.items():
+    [results] = run_on_ranks(1, "after_losses", flags, checkpoints, engine, module="sleeping_on_cpu")
+    assert results.pop("alike") < 0.4, "the two checkpoints differ in most of their tensors"
+    for name, one in results.items():
         assert one["wrong"] == [], name
         assert one["version"] == 7 and one["verified"] == "no error"
         assert one["fit"] == (name == "level 1"), "weights that came back are whole, others are not"
-        assert all(said.startswith("this vLLM sleeps") for said in one["said"]), one["said"]
-    assert [len(one["said"]) for one in found.values()] == [2, 2, 0, 2]
+        assert all(outcome.startswith("this vLLM sleeps") for outcome in one["said"]), one["said"]
+    assert [len(one["said"]) for one in results.values()] == [2, 2, 0, 2]
 
 
 DRAFTERS = [
@@ -44,14 +44,14 @@ DRAFTERS = [
 def test_a_drafter_made_of_mtp_layers_is_refitted_with_its_model(variant, parallel, engine, ranks, converted):
     checkpoints = converted(variant, mtp=True)
     flags = flags_at(Path(checkpoints[1][1]), parallel)
-    *others, found = run_on_ranks(ranks, "drafted", flags, checkpoints, engine, module="sleeping_on_cpu")
-    for one in [*others, found]:
+    *others, results = run_on_ranks(ranks, "drafted", flags, checkpoints, engine, module="sleeping_on_cpu")
+    for one in [*others, results]:
         assert one["wrong"] == [[], []] and one["then"] == "no error"
         assert "did not arrive as they are in the trainer" in one["spoiled"] and "enorm" in one["spoiled"]
         unchanged = [name for name in one["same"] if not name.endswith(("cache", "_scale", "_map"))]
         assert all("embed_tokens" in name or "head.weight" in name for name in unchanged), unchanged
-    assert len(found["own"]) >= 17, "vLLM's last stage has the drafter"
-    assert {"brought", "left alone"} <= {what for what, _ in found["accounts"]}
+    assert len(results["own"]) >= 17, "vLLM's last stage has the drafter"
+    assert {"brought", "left alone"} <= {what for what, _ in results["accounts"]}
 
 
 def without_mtp(flags: list[str]) -> list[str]:
@@ -63,12 +63,11 @@ def without_mtp(flags: list[str]) -> list[str]:
 def test_a_drafter_that_no_trainer_has_stays_as_it_was_loaded(converted):
     checkpoints = converted("deepseek-v3", mtp=True)
     flags = without_mtp(flags_at(Path(checkpoints[1][1]), ""))
-    [found] = run_on_ranks(1, "drafter_left_alone", flags, checkpoints, {}, module="sleeping_on_cpu")
-    assert found["wrong"] == [[], []] and found["own"] >= 17
+    [results] = run_on_ranks(1, "drafter_left_alone", flags, checkpoints, {}, module="sleeping_on_cpu")
+    assert results["wrong"] == [[], []] and results["own"] >= 17
     assert (
-        "weights of no meaning (load_format='dummy')" in found["dummy"]
-        and "has no MTP layers" in found["dummy"]
+        "dummy weights (load_format='dummy')" in results["dummy"] and "has no MTP layers" in results["dummy"]
     )
-    assert [one["what"] for one in found["left"]] == ["left alone"] and found["left"][0]["tensors"] >= found[
-        "own"
-    ]
+    assert [one["what"] for one in results["left"]] == ["left alone"] and results["left"][0][
+        "tensors"
+    ] >= results["own"]

@@ -89,39 +89,39 @@ def ranks(request, swift, plugin, tmp_path_factory):
 def families(swift, plugin, tmp_path_factory):
     """What is said of models of several families that mcore-bridge has made."""
     folder = tmp_path_factory.mktemp("families")
-    [said] = said_by(
+    [outcome] = said_by(
         swift, folder, 1, "check", plugin, *(checkpoint(folder, variant) for variant in FAMILIES)
     )
-    return said
+    return outcome
 
 
 def test_ms_swifts_entry_makes_our_trainer_after_the_plugin(ranks):
-    for said in ranks:
-        assert said["before"] == "swift.megatron.trainers.grpo_trainer.MegatronGRPOTrainer"
-        assert said["made"] == "reshard.integrations.swift.ReshardGRPOTrainer"
-        assert said["options"] == [True, 300]
+    for outcome in ranks:
+        assert outcome["before"] == "swift.megatron.trainers.grpo_trainer.MegatronGRPOTrainer"
+        assert outcome["made"] == "reshard.integrations.swift.ReshardGRPOTrainer"
+        assert outcome["options"] == [True, 300]
 
 
 def test_it_is_called_as_ms_swifts_is(ranks):
-    for said in ranks:
-        assert said["called otherwise"] == [] and said["control"] == ["to_samples"]
-        assert said["asks"] == ["swift.megatron.trainers.rollout_mixin.MegatronRolloutMixin", "True"]
+    for outcome in ranks:
+        assert outcome["called otherwise"] == [] and outcome["control"] == ["to_samples"]
+        assert outcome["asks"] == ["swift.megatron.trainers.rollout_mixin.MegatronRolloutMixin", "True"]
 
 
 def test_wrong_options_are_refused_and_change_nothing(ranks):
-    for said in ranks:
-        assert said["wrong options"] == [
+    for outcome in ranks:
+        assert outcome["wrong options"] == [
             "verify of swift.use is 'yes'; it is true or false",
             "timeout of swift.use is 0; it is a number of seconds above 0",
             "timeout of swift.use is '60'; it is a number of seconds above 0",
             "backend of swift.use 'ipc' is not one of auto, cuda_ipc, staged, nccl",
         ]
-        assert said["still"] == said["options"]
+        assert outcome["still"] == outcome["options"]
 
 
 def test_a_sync_leaves_what_ms_swifts_own_and_vllms_loader_leave(ranks):
-    for said in ranks:
-        first, second = said["syncs"]
+    for outcome in ranks:
+        first, second = outcome["syncs"]
         assert first["ours"] == first["theirs"] == first["loaded"]
         assert second["ours"] == second["theirs"] == second["loaded"]
         assert [first["version"], second["version"]] == [0, 1]
@@ -130,19 +130,19 @@ def test_a_sync_leaves_what_ms_swifts_own_and_vllms_loader_leave(ranks):
 
 
 def test_after_a_sync_that_failed_the_next_connects_again(ranks):
-    for said in ranks:
-        assert said["failed"].endswith("the digests are gone"), "after all bytes have moved"
-        assert said["mended"] == {"ours": said["syncs"][1]["ours"], "version": 3, "new": True}
+    for outcome in ranks:
+        assert outcome["failed"].endswith("the digests are gone"), "after all bytes have moved"
+        assert outcome["mended"] == {"ours": outcome["syncs"][1]["ours"], "version": 3, "new": True}
 
 
 def test_what_a_refit_does_not_cover_goes_by_ms_swifts_own_sync_with_a_line_in_the_log(ranks):
-    for said in ranks:
-        assert said["left"]["served"] == said["syncs"][1]["ours"]
-        assert said["left"]["version"] == [3, 3], "no refit has run"
-        assert said["left"]["lines"] == [
+    for outcome in ranks:
+        assert outcome["left"]["served"] == outcome["syncs"][1]["ours"]
+        assert outcome["left"]["version"] == [3, 3], "no refit has run"
+        assert outcome["left"]["lines"] == [
             "ms-swift's own weight sync is used: the parameters are quantized (fp8_param_gather)"
         ]
-        assert said["reasons"] == {
+        assert outcome["reasons"] == {
             "none": "", "tuner_type": "the model has adapters (tuner_type lora)",
             "fp8_param_gather": "the parameters are quantized (fp8_param_gather)",
             "fp4_param_gather": "the parameters are quantized (fp4_param_gather)",
@@ -153,14 +153,18 @@ def test_what_a_refit_does_not_cover_goes_by_ms_swifts_own_sync_with_a_line_in_t
 
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_a_model_of_mcore_bridge_is_the_served_one_by_its_frequencies_and_factor(families, variant):
-    said = families[f"{variant}-0"]
-    assert said["as it is"] == "no error" and said["unlike the files"] == []
+    outcome = families[f"{variant}-0"]
+    assert outcome["as it is"] == "no error" and outcome["unlike the files"] == []
     setting = FAMILIES[variant]
-    assert said["by Megatron's settings"].startswith(f"the trainer's {setting} is" if setting else "no error")
-    assert "inv_freq[1] = " in said["other frequencies"]
-    assert said["another factor"].startswith("the trainer's attention_scaling is ")
-    assert said["another kind"] == "the trainer's model has no rotary embedding as mcore-bridge 1.6 makes it"
-    loaded = said["loaded and saved"]
+    assert outcome["by Megatron's settings"].startswith(
+        f"the trainer's {setting} is" if setting else "no error"
+    )
+    assert "inv_freq[1] = " in outcome["other frequencies"]
+    assert outcome["another factor"].startswith("the trainer's attention_scaling is ")
+    assert (
+        outcome["another kind"] == "the trainer's model has no rotary embedding as mcore-bridge 1.6 makes it"
+    )
+    loaded = outcome["loaded and saved"]
     assert loaded.pop("plain").startswith(f"the trainer's {setting} is" if setting else "no error")
     assert loaded == {"saved": "True", "spoiled": "False", "loaded": "True"}
 
@@ -173,5 +177,5 @@ def test_an_adapter_without_its_trainer_says_what_is_missing():
         ("verl_worker", "verl", "verl"),
     ):
         done = attempt([sys.executable, "-c", f"import reshard.trainers.{module}"], env=variables)
-        said = f"this adapter is for an environment with {trainer}, and {package} is not installed here"
-        assert done.returncode and said in done.stderr.splitlines()[-1]
+        outcome = f"this adapter is for an environment with {trainer}, and {package} is not installed here"
+        assert done.returncode and outcome in done.stderr.splitlines()[-1]

@@ -43,7 +43,7 @@ def variables() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def said(verl, tmp_path_factory):
+def outcome(verl, tmp_path_factory):
     """What verl makes of the lines."""
     at = tmp_path_factory.mktemp("at")
     hf = make(tmp_path_factory.mktemp("model") / "hf", "served-qwen3")
@@ -53,18 +53,18 @@ def said(verl, tmp_path_factory):
     return json.loads(line.removeprefix("SAID "))
 
 
-def test_the_lines_of_config_put_ours_in_the_place_of_verls(said):
-    assert said["before"] == [
+def test_the_lines_of_config_put_ours_in_the_place_of_verls(outcome):
+    assert outcome["before"] == [
         "verl.workers.engine.megatron.transformer_impl.MegatronEngineWithLMHead",
         "verl.workers.rollout.vllm_rollout.vllm_rollout.ServerAdapter",
     ]
-    assert said["after"] == [
+    assert outcome["after"] == [
         "reshard.integrations.verl.ReshardMegatronEngine",
         "reshard.integrations.verl.ReshardServerAdapter",
     ]
-    assert said["extension"] == "reshard.integrations.verl_worker.VerlExtension"
-    assert said["options"] == {"verify": True, "timeout": 60, "backend": "auto"}
-    assert said["wrong options"] == [
+    assert outcome["extension"] == "reshard.integrations.verl_worker.VerlExtension"
+    assert outcome["options"] == {"verify": True, "timeout": 60, "backend": "auto"}
+    assert outcome["wrong options"] == [
         "checkpoint_engine.engine_kwargs.reshard has ['verfy']: it takes verify, timeout and backend",
         "checkpoint_engine.engine_kwargs.reshard.verify is 1; it is true or false",
         "checkpoint_engine.engine_kwargs.reshard.timeout is 0; it is a number of seconds above 0",
@@ -72,14 +72,14 @@ def test_the_lines_of_config_put_ours_in_the_place_of_verls(said):
     ]
 
 
-def test_ours_are_called_as_verls_are_and_fit_vllms_worker(said):
-    assert said["called otherwise"] == [] and said["in vLLM's worker too"] == []
-    assert said["order"] == ["vLLMColocateWorkerExtension", "RefitExtension"]
-    assert said["control"] == ["send_weights"]
+def test_ours_are_called_as_verls_are_and_fit_vllms_worker(outcome):
+    assert outcome["called otherwise"] == [] and outcome["in vLLM's worker too"] == []
+    assert outcome["order"] == ["vLLMColocateWorkerExtension", "RefitExtension"]
+    assert outcome["control"] == ["send_weights"]
 
 
-def test_a_connection_stays_until_a_member_is_replaced(said):
-    first, second, third = said["meeting"]
+def test_a_connection_stays_until_a_member_is_replaced(outcome):
+    first, second, third = outcome["meeting"]
     assert [(rank, size) for _, rank, size, *_ in first] == [(2, 4), (3, 4)]
     assert [[new for *_, new in sync] for sync in (first, second, third)] == [
         [True, True],
@@ -92,8 +92,8 @@ def test_a_connection_stays_until_a_member_is_replaced(said):
     assert not others and len(secret) == 64 and {one for *_, one, _ in third} != {secret}
 
 
-def test_verls_adapter_refits_a_real_vllm_at_every_sync_and_after_one_that_failed(said):
-    first, second, failed, mended = said["live"]["syncs"]
+def test_verls_adapter_refits_a_real_vllm_at_every_sync_and_after_one_that_failed(outcome):
+    first, second, failed, mended = outcome["live"]["syncs"]
     assert first[:4] == ["no error", "", [3], ["cleared", 3]]
     assert second[:4] == ["no error", "", [4], ["cleared", 3, "cleared", 4]]
     assert failed[0] == "ReshardError" and "did not come to refit 3 within 0 s" in failed[1]
@@ -101,13 +101,13 @@ def test_verls_adapter_refits_a_real_vllm_at_every_sync_and_after_one_that_faile
     assert len({str(one[4]) for one in (first, second, mended)}) == 3, "other weights say other words"
 
 
-def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for(said):
-    kind, sentence, seconds = said["live"]["died together"]
+def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for(outcome):
+    kind, sentence, seconds = outcome["live"]["died together"]
     assert kind == "ReshardError" and sentence.startswith(
         "the rollout's replica 0 has failed: The actor died"
     )
     assert seconds < 20, "of 60"
-    actor, beside = said["live"]["died elsewhere"]
+    actor, beside = outcome["live"]["died elsewhere"]
     assert actor[1].startswith("the rollout's replica 0 has failed: The actor died") and actor[1] == beside[1]
     assert actor[0] == beside[0] == "ReshardError" and max(actor[2], beside[2]) < 20
 

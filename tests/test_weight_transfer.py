@@ -22,7 +22,7 @@ MINOR = int(version().split(".")[1]) if installed() else 0
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
+def outcome(tmp_path_factory):
     """What both engines answer, and how a trainer's mistakes are refused."""
     folder, pairs = tmp_path_factory.mktemp("transfer"), []
     for seed in (0, 1):
@@ -35,54 +35,54 @@ def said(tmp_path_factory):
     with served(folder / "hf 0", *options, log=folder / "log", VLLM_SERVER_DEV_MODE="1") as url:
         with urlopen(url + "/version") as answer:
             assert json.loads(answer.read())["version"] == version(), "the build that this was to be run with"
-        return run(folder, 2, "transfer", pairs, url, free_port())
+        return run(folder, 2, "engine_transfers_on_cpu.transfer", pairs, url, free_port())
 
 
-def test_a_server_and_an_llm_answer_as_one_that_has_loaded_the_same_weights(said):
-    before, first, second = (said[step] for step in ("loaded", "version 0", "version 1"))
+def test_a_server_and_an_llm_answer_as_one_that_has_loaded_the_same_weights(outcome):
+    before, first, second = (outcome[step] for step in ("loaded", "version 0", "version 1"))
     assert first["server"] == first["llm"] == before["server"], "equal to the last bit"
     assert second["server"] == second["llm"] == before["llm"]
     assert before["server"] != before["llm"], "the control: they had loaded two different ones"
-    assert said["version"] == 1
+    assert outcome["version"] == 1
 
 
-def test_a_vllm_that_names_versions_of_its_weights_names_those_that_were_sent(said):
-    named = {step: said[step].get("named") for step in ("loaded", "version 0", "version 1")}
+def test_a_vllm_that_names_versions_of_its_weights_names_those_that_were_sent(outcome):
+    named = {step: outcome[step].get("named") for step in ("loaded", "version 0", "version 1")}
     if MINOR < 27:
         assert set(named.values()) == {None}
     else:
         assert named == {"loaded": ["default"] * 2, "version 0": ["0"] * 2, "version 1": ["1"] * 2}
 
 
-def test_an_engine_that_is_told_to_let_the_trainer_go_does_and_meets_it_again(said):
-    assert len(said["let go"]) == (1 if MINOR < 32 else 2), "by vLLM's own call, where it has one, too"
-    assert all("this engine is not connected" in sentence for sentence in said["let go"])
-    assert said["again"] == 10
+def test_an_engine_that_is_told_to_let_the_trainer_go_does_and_meets_it_again(outcome):
+    assert len(outcome["let go"]) == (1 if MINOR < 32 else 2), "by vLLM's own call, where it has one, too"
+    assert all("this engine is not connected" in sentence for sentence in outcome["let go"])
+    assert outcome["again"] == 10
 
 
-def test_what_a_trainer_does_wrong_is_refused_in_a_sentence(said):
-    assert "/update_weights with 500: " in said["too early"]
-    assert "start_weight_update must be called" in said["too early"]
-    assert "this engine is not connected" in said["not connected"]
-    assert "Invalid update_info for ReshardTransfer" in said["tensors"]
-    assert "/get_world_size with 404: start it with VLLM_SERVER_DEV_MODE=1" in said["no such route"]
-    assert "does not answer /get_world_size (" in said["nobody"]
-    assert "refits to version" in said["two versions"]
-    assert said["no client"].startswith("a client is a str: give reshard.integrations.HttpClient(url)")
-    assert "version is True, which is not a whole number" in said["no version"]
-    assert said["the same port"].endswith(": connect at another port, also after members were replaced")
-    assert said["then"] == 9, "and the next one goes on"
+def test_what_a_trainer_does_wrong_is_refused_in_a_sentence(outcome):
+    assert "/update_weights with 500: " in outcome["too early"]
+    assert "start_weight_update must be called" in outcome["too early"]
+    assert "this engine is not connected" in outcome["not connected"]
+    assert "Invalid update_info for ReshardTransfer" in outcome["tensors"]
+    assert "/get_world_size with 404: start it with VLLM_SERVER_DEV_MODE=1" in outcome["no such route"]
+    assert "does not answer /get_world_size (" in outcome["nobody"]
+    assert "refits to version" in outcome["two versions"]
+    assert outcome["no client"].startswith("a client is a str: give reshard.integrations.HttpClient(url)")
+    assert "version is True, which is not a whole number" in outcome["no version"]
+    assert outcome["the same port"].endswith(": connect at another port, also after members were replaced")
+    assert outcome["then"] == 9, "and the next one goes on"
 
 
-def test_a_request_that_makes_no_sense_is_refused_and_leaves_the_connection_as_it_is(said):
+def test_a_request_that_makes_no_sense_is_refused_and_leaves_the_connection_as_it_is(outcome):
     sentences = (
         "'nowhere is not an address", "'7 is not an address", "first_rank is '2'", "first_rank is -1", "rank 4 is not one of 4 members",
         "rank 2 of 1000.0 members", "rank 2 of None members", "members is not a whole number of at most", "timeout is 'soon'", "timeout is -1",
     )  # fmt: skip
-    for found, sentence in zip(said["wrong meetings"], sentences, strict=True):
-        assert sentence in found and "/init_weight_transfer_engine with 500" in found, found
-    assert "verify is 'no'; it is true or false" in said["wrong update"]
-    assert said["then"] == 9, "over the connection that there was"
+    for results, sentence in zip(outcome["wrong meetings"], sentences, strict=True):
+        assert sentence in results and "/init_weight_transfer_engine with 500" in results, results
+    assert "verify is 'no'; it is true or false" in outcome["wrong update"]
+    assert outcome["then"] == 9, "over the connection that there was"
 
 
 @pytest.mark.parametrize("answer", ["{}", "[]", "7", "null", '{"world_size": "two"}', '{"world_size": -1}', '{"world_size": 1e9}', '{"world_size": true}',
@@ -118,9 +118,9 @@ def test_what_is_no_address_of_a_server_is_refused():
     ("no server", "does not answer /init_weight_transfer_engine ("),
     ("not asked", "does not answer /get_world_size ("),
 ])  # fmt: skip
-def test_an_engine_that_is_gone_is_not_waited_for_on_any_rank(said, fault, sentence):
-    for found, seconds in said[fault]:
-        assert sentence in found and seconds < 20, "of 60"
+def test_an_engine_that_is_gone_is_not_waited_for_on_any_rank(outcome, fault, sentence):
+    for results, seconds in outcome[fault]:
+        assert sentence in results and seconds < 20, "of 60"
 
 
 def test_every_engine_of_a_server_with_several_is_refitted(tmp_path):
@@ -137,10 +137,12 @@ def test_every_engine_of_a_server_with_several_is_refitted(tmp_path):
         served(pairs[0][0], *several, log=tmp_path / "log", VLLM_SERVER_DEV_MODE="1") as url,
         served(pairs[1][0], *options, log=tmp_path / "other log") as other,
     ):
-        found = run(tmp_path, 1, "transfer_data_parallel", pairs, [url, other], free_port())
-    assert found["workers"] == 2
-    assert found["refitted"] == found["loaded"], "equal to the last bit"
-    for before, after in zip(found["before"], found["refitted"], strict=True):
+        results = run(
+            tmp_path, 1, "engine_transfers_on_cpu.transfer_data_parallel", pairs, [url, other], free_port()
+        )
+    assert results["workers"] == 2
+    assert results["refitted"] == results["loaded"], "equal to the last bit"
+    for before, after in zip(results["before"], results["refitted"], strict=True):
         assert all(one not in after for one in before), "the control: it had loaded other weights"
 
 
@@ -153,11 +155,11 @@ def test_engines_that_have_quantized_what_they_loaded_answer_as_ones_that_have_l
         make(hf, "served-qwen3", torch.bfloat16, seed=seed)
         hf_to_mcore(hf, mcore, MegatronLayout())
         pairs.append((str(hf), str(mcore)))
-    found = run(tmp_path, 1, "transfer_quantized", pairs, free_port())
-    assert found["in fp8"] == [[16], [16]], "four linear layers of four"
-    for step, loaded in enumerate(found["loaded"]):
-        assert found[f"version {step}"] == [loaded, loaded], "equal to the last bit"
-    assert found["loaded"][0] != found["loaded"][1], "the control: they had loaded two different ones"
+    results = run(tmp_path, 1, "engine_transfers_on_cpu.transfer_quantized", pairs, free_port())
+    assert results["in fp8"] == [[16], [16]], "four linear layers of four"
+    for step, loaded in enumerate(results["loaded"]):
+        assert results[f"version {step}"] == [loaded, loaded], "equal to the last bit"
+    assert results["loaded"][0] != results["loaded"][1], "the control: they had loaded two different ones"
 
 
 def test_experts_that_a_vllm_packs_for_the_cpu_in_every_case_are_refused_by_name(tmp_path):
@@ -167,14 +169,20 @@ def test_experts_that_a_vllm_packs_for_the_cpu_in_every_case_are_refused_by_name
         )
     make(tmp_path / "hf", "served-qwen3-moe", torch.bfloat16)
     hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", MegatronLayout())
-    said = run(tmp_path, 1, "transfer_experts", [str(tmp_path / "hf"), str(tmp_path / "mcore")], free_port())
+    outcome = run(
+        tmp_path,
+        1,
+        "engine_transfers_on_cpu.transfer_experts",
+        [str(tmp_path / "hf"), str(tmp_path / "mcore")],
+        free_port(),
+    )
     if MINOR < 27:
-        assert said == "no error"
+        assert outcome == "no error"
     elif MINOR == 27:  # which pads them
         assert (
             "experts.routed_experts.w13_weight should have shape [8, 96, 128] in vLLM, which has shape [8, 128, 128]"
-            in said
+            in outcome
         )
     else:
-        assert "serves from experts that vLLM's build for the CPU has packed" in said
-        assert "use vLLM 0.26 or an older one" in said
+        assert "serves from experts that vLLM's build for the CPU has packed" in outcome
+        assert "use vLLM 0.26 or an older one" in outcome

@@ -3,9 +3,9 @@
 from functools import partial
 
 from reshard.engines.deduplicated import trace_deduplicated
-from reshard.engines.vllm.canonical import canonical_tensors, expert_layers
 from reshard.engines.vllm.live import VllmModel
-from reshard.engines.vllm.stand_ins import layer_fingerprint, trace_model
+from reshard.engines.vllm.weights.canonical import canonical_tensors, expert_layers
+from reshard.engines.vllm.weights.stand_ins import layer_fingerprint, trace_model
 from tests import vllm_on_cpu
 
 

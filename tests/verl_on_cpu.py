@@ -14,9 +14,9 @@ SECRET = "between these two processes"
 os.environ |= {"VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": "nvidia"}
 
 
-def name(found) -> str:
+def name(results) -> str:
     """A class, by where it is."""
-    return f"{found.__module__}.{found.__qualname__}"
+    return f"{results.__module__}.{results.__qualname__}"
 
 
 def takes(ours, theirs) -> list[str]:
@@ -42,7 +42,7 @@ def main() -> None:
     from verl.workers.rollout.base import get_rollout_class
     from verl.workers.rollout.vllm_rollout import ServerAdapter
 
-    said: dict = {
+    outcome: dict = {
         "before": [
             name(EngineRegistry.get_engine_cls("language_model", "megatron")),
             name(get_rollout_class("vllm")),
@@ -53,48 +53,48 @@ def main() -> None:
         config = compose("ppo_trainer", overrides=lines)
     # As an actor does it; this is what imports our module.
     omega_conf_to_dataclass(config.actor_rollout_ref.model)
-    said["after"] = [
+    outcome["after"] = [
         name(EngineRegistry.get_engine_cls("language_model", "megatron")),
         name(get_rollout_class("vllm")),
     ]
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-    said["extension"] = rollout.engine_kwargs["vllm"]["worker_extension_cls"]
+    outcome["extension"] = rollout.engine_kwargs["vllm"]["worker_extension_cls"]
 
     from reshard.integrations import verl
     from reshard.integrations.verl_worker import VerlExtension
 
-    said["options"] = verl.options_of(rollout)
-    said["wrong options"] = []
+    outcome["options"] = verl.options_of(rollout)._asdict()
+    outcome["wrong options"] = []
     for given in ({"verfy": True}, {"verify": 1}, {"timeout": 0}, {"backend": "bucket"}):
         rollout.checkpoint_engine.engine_kwargs["reshard"] = given
-        said["wrong options"].append(caught(lambda: verl.options_of(rollout)))
+        outcome["wrong options"].append(caught(lambda: verl.options_of(rollout)))
 
     from vllm.v1.worker.gpu_worker import Worker
 
-    said["in vLLM's worker too"] = [
+    outcome["in vLLM's worker too"] = [
         a for a in dir(VerlExtension) if not a.startswith("__") and hasattr(Worker, a)
     ]
-    said["order"] = [base.__name__ for base in VerlExtension.__mro__[1:3]]
-    said["called otherwise"] = [
+    outcome["order"] = [base.__name__ for base in VerlExtension.__mro__[1:3]]
+    outcome["called otherwise"] = [
         *takes(verl.ReshardMegatronEngine, MegatronEngineWithLMHead), *takes(verl.ReshardServerAdapter, ServerAdapter),
         *takes(verl.ReshardCheckpointEngine, CheckpointEngine),
     ]  # fmt: skip
-    said["control"] = takes(
+    outcome["control"] = takes(
         type("Other", (), {"prepare": lambda self: 0, "send_weights": lambda self: 0}), CheckpointEngine
     )
     import ray
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    said["meeting"] = meetings(CheckpointEngineRegistry.get("reshard"))
-    said["live"] = live(sys.argv[1], config)
+    outcome["meeting"] = meetings(CheckpointEngineRegistry.get("reshard"))
+    outcome["live"] = live(sys.argv[1], config)
     ray.shutdown()
-    print("SAID " + json.dumps(said, default=str))
+    print("SAID " + json.dumps(outcome, default=str))
 
 
 def meetings(kind) -> list:
     """Two syncs of two ranks of an actor and two workers, and one after a worker was replaced, as verl's manager calls them."""
     members = [kind(bucket_size=1, is_master=index == 0) for index in range(4)]
-    found = []
+    results = []
     for sync in range(3):
         if sync == 2:
             members[3] = kind(bucket_size=1)
@@ -102,10 +102,10 @@ def meetings(kind) -> list:
         for index, one in enumerate(members):
             side, at = (actor, index) if index < 2 else (rollout, index - 2)
             one.init_process_group(**{key: values[at] for key, values in side.items()})
-        found.append([list(one.receive_weights(sync)) for one in members[2:]])
+        results.append([list(one.receive_weights(sync)) for one in members[2:]])
         for one in members[:2]:  # which would have sent, and been connected
-            one.new = False
-    return found
+            one.is_new = False
+    return results
 
 
 class Server:
@@ -194,9 +194,9 @@ class Actor:
                 torch.manual_seed(1000 * steps + index)
                 parameter.data.normal_(0, 0.02)
         if lost:
-            alone(self.adapter._link, lost)
+            alone(self.adapter._connection.link, lost)
         if new:
-            self.adapter._link = None
+            self.adapter._connection.link = None
         options = {"global_steps": steps, "peft_config": None, "base_sync_done": True}
         return await ended(self.adapter.update_weights(self.shards, **options))
 
@@ -243,20 +243,20 @@ def live(folder: str, config) -> dict:
     ]  # fmt: skip
     server = served()
     ray.get(starting)
-    found: dict = {"syncs": []}
+    results: dict = {"syncs": []}
     for steps, lost in ((3, ""), (4, ""), (5, str(Path.cwd() / "lost")), (6, "")):
         ray.get(server.wait_for.remote(lost))
-        said = ray.get(actor.sync.remote(steps, lost))
-        served_then = ray.get(server.serves.remote()) if said[0] == "no error" else ()
-        found["syncs"].append([*said[:2], *served_then])
+        outcome = ray.get(actor.sync.remote(steps, lost))
+        served_then = ray.get(server.serves.remote()) if outcome[0] == "no error" else ()
+        results["syncs"].append([*outcome[:2], *served_then])
     ray.get(server.die_at.remote("reshard_connect"))
-    found["died together"] = ray.get(actor.sync.remote(7, new=True))
+    results["died together"] = ray.get(actor.sync.remote(7, new=True))
     ray.kill(server)  # which gives its name back
     server = served()
     ray.get(server.die_at.remote("reshard_connect"))
     address = meeting_place()
-    found["died elsewhere"] = ray.get([actor.send.remote(address), beside.receive.remote(address)])
-    return found
+    results["died elsewhere"] = ray.get([actor.send.remote(address), beside.receive.remote(address)])
+    return results
 
 
 if __name__ == "__main__":

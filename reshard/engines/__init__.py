@@ -1,4 +1,4 @@
-"""Live engines as destinations of a refit."""
+"""Live inference engines as destinations of a refit."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
     from reshard.engines.vllm.live import VllmModel
     from reshard.engines.vllm.worker import RefitExtension
 
-_HOMES = {"VllmModel": "vllm.live", "RefitExtension": "vllm.worker"}
+_MODULES = {"VllmModel": "vllm.live", "RefitExtension": "vllm.worker"}
 __all__ = ["RefitExtension", "VllmModel"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
+    if name in _MODULES:
         with importing("vllm"):
-            return getattr(import_module(f"reshard.engines.{_HOMES[name]}"), name)
+            return getattr(import_module(f"reshard.engines.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'reshard.engines' has no attribute {name!r}")

@@ -4,16 +4,17 @@ What a new engine has to give, if it serves weights as they were loaded:
 
 - `hf_config`: the published config of the model that it serves, a ``config.json`` as a dict.
 - `tp`: its tensor parallel size, which tells replicas apart.
-- `placement`: which boxes of the canonical tensors (published names and shapes) each of its local tensors holds.
-  `reshard.engines.trace` records this from the engine's own loader, and `reshard.engines.rules` checks rules against that
-  record, or does without rules.
+- `placement`: which boxes of the canonical tensors (published names and shapes) each of its local
+  tensors holds. `reshard.engines.trace` records this from the engine's own loader, and
+  `reshard.engines.rules` checks rules against that record, or does without rules.
 - `regions`: where each of these local tensors lies in memory.
-- `guard`: a `reshard.engines.guard.Guard`, on which the engine's serving path calls ``check_ready()`` before each run of the
-  model, also before the first refit.
+- `guard`: a `reshard.engines.guard.Guard`, on which the engine's serving path calls
+  ``check_ready()`` before each run of the model, also before the first refit.
 
-The rest has defaults. An engine overrides them as far as it moves its tensors (`refresh_regions`), quantizes plain weights when
-they have arrived (`scales`, `staged_rounds`, `process_round`, `mismatches`), derives tensors from the weights
-(`update_derived`, `stale_derived`), or can do without some of them (`optional`, `select_optional`).
+The rest has defaults. An engine overrides them as far as it moves its tensors (`refresh_regions`),
+quantizes plain weights when they have arrived (`scales`, `staged_rounds`, `process_round`,
+`mismatches`), derives tensors from the weights (`update_derived`, `stale_derived`), or can do
+without some of them (`optional`, `select_optional`).
 """
 
 from collections.abc import Mapping, Set
@@ -30,8 +31,8 @@ _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 class Scales(NamedTuple):
     """The scales of a local tensor ``[rows, columns]`` whose region holds fp8 codes.
 
-    `region` holds the fp32 scales of its 128x128 blocks, ``[ceil(rows / 128), ceil(columns / 128)]``; `rounding` is one of
-    `reshard.quantization.fp8_blocks.ROUNDINGS`.
+    `region` holds the fp32 scales of its 128x128 blocks, ``[ceil(rows / 128), ceil(columns /
+    128)]``; `rounding` is one of `reshard.quantization.fp8_blocks.ROUNDINGS`.
     """
 
     region: Region
@@ -39,10 +40,11 @@ class Scales(NamedTuple):
 
 
 class Engine:
-    """One rank of a running inference engine; the module's docstring says what a subclass has to give.
+    """One rank of a running inference engine; the module's docstring says what a subclass has to
+    give.
 
-    A refit writes into `regions`, and into the `scales` of those that are quantized, and nowhere else. Ids of local tensors are
-    the keys of `regions`, whose order does not change.
+    A refit writes into `regions`, and into the `scales` of those that are quantized, and nowhere
+    else. Ids of local tensors are the keys of `regions`, whose order does not change.
     """
 
     hf_config: dict[str, Any]
@@ -53,10 +55,12 @@ class Engine:
 
     # Quantized local tensors, by id: where their scales lie, and how these are rounded.
     scales: Mapping[Any, Scales] = _NOTHING
-    # Local tensors that only pass through their regions, by id: the index of their round. The regions of all rounds may be the
-    # same memory. `process_round` is called when those of a round have arrived, before the first of the next.
+    # Local tensors that only pass through their regions, by id: the index of their round. The
+    # regions of all rounds may be the same memory. `process_round` is called when those of a round
+    # have arrived, before the first of the next.
     staged_rounds: Mapping[Any, int] = _NOTHING
-    # Published names that a trainer may lack: `select_optional` tells the engine, before anything is planned, which of them it has.
+    # Published names that a trainer may lack: `select_optional` tells the engine, before anything
+    # is planned, which of them it has.
     optional: frozenset[str] = frozenset()
     # Seconds that ranks wait for each other when they process a round together.
     timeout: float = 60.0
@@ -65,7 +69,8 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """True once every parameter has been written by one complete refit, or loaded by the engine itself."""
+        """True once every parameter has been written by one complete refit, or loaded by the engine
+        itself."""
         return self.guard.ready
 
     @property
@@ -82,10 +87,11 @@ class Engine:
         self.guard.refitted(version)
 
     def refresh_regions(self) -> bool:
-        """Update `regions` and `scales` for tensors that the engine has moved; return True if it has moved any.
+        """Update `regions` and `scales` for tensors that the engine has moved; return True if it
+        has moved any.
 
-        Called at connect and before each refit. Raises ReshardError if a tensor has no memory, or another layout than at
-        connect.
+        Called at connect and before each refit. Raises ReshardError if a tensor has no memory, or
+        another layout than at connect.
         """
         addresses = [
             region.address for regions in (self.regions, self._scale_regions()) for region in regions.values()
@@ -103,31 +109,35 @@ class Engine:
         )
 
     def process_round(self, index: int) -> None:
-        """Quantize the local tensors staged in this round into the tensors that the engine serves from.
+        """Quantize the local tensors staged in this round into the tensors that the engine serves
+        from.
 
         Their bytes are in their regions; on a GPU, once the current stream has come so far.
         """
 
     def mismatches(self, index: int) -> list[Any]:
-        """Return the ids of this round's local tensors, whose bytes are in their regions, that the engine serves other weights for."""
+        """Return the ids of this round's local tensors, whose bytes are in their regions, that the
+        engine serves other weights for."""
         return []
 
     def update_derived(self) -> None:
-        """Update the tensors that the engine derives from its weights; called after the last byte."""
+        """Update the tensors that the engine derives from its weights; called after the last
+        byte."""
 
     def stale_derived(self) -> list[str]:
         """Return, for a check, the names of derived tensors that are not what the weights give."""
         return []
 
     def quantized_layers(self) -> list[dict[str, Any]]:
-        """Return, for logs, what is not served in the trainer's dtype: ``how``, by which ``kernel``, and how many ``layers``."""
+        """Return, for logs, what is not served in the trainer's dtype: ``how``, by which
+        ``kernel``, and how many ``layers``."""
         return []
 
     def tensor_accounts(self) -> list[dict[str, Any]]:
         """Return, for logs, what a refit does to the engine's tensors.
 
-        Each entry has ``what`` (brought, derived, left alone), ``how`` or why, how many ``tensors``, and the name of the
-        ``first``.
+        Each entry has ``what`` (brought, derived, left alone), ``how`` or why, how many
+        ``tensors``, and the name of the ``first``.
         """
         return []
 

@@ -1,8 +1,9 @@
 """The trace of a model with many layers that are loaded alike, from a full trace of one of them.
 
-An engine's loader is called for every expert of every layer, which takes most of a trace's time: a model of 48
-layers with 128 experts has 18,432 of them. Layers with the same fingerprint are loaded alike: of these, one is
-traced with all its experts, the others with a few, and with everything else that they have.
+An engine's loader is called for every expert of every layer, which takes most of a trace's time: a
+model of 48 layers with 128 experts has 18,432 of them. Layers with the same fingerprint are loaded
+alike: of these, one is traced with all its experts, the others with a few, and with everything else
+that they have.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -12,7 +13,8 @@ from reshard.engines.trace import Canonical, Trace, TracedCopy
 
 
 class ExpertLayer(NamedTuple):
-    """A layer with routed experts: its `prefix` in names of tensors, and the published names of each expert's tensors, by expert."""
+    """A layer with routed experts: its `prefix` in names of tensors, and the published names of
+    each expert's tensors, by expert."""
 
     prefix: str
     experts: Mapping[int, Sequence[str]]
@@ -27,9 +29,10 @@ def trace_deduplicated(
 ) -> Trace:
     """Return what `trace` gives for all canonical tensors, while showing it fewer of them.
 
-    Of a layer with the fingerprint of an earlier one, only the first and the last of this rank's `local_experts`, and the first
-    of another rank, are shown to the loader. Their copies must be those of the earlier layer; if they are not, the whole model
-    is traced. Raises what `trace` raises.
+    Of a layer with the fingerprint of an earlier one, only the first and the last of this rank's
+    `local_experts`, and the first of another rank, are shown to the loader. Their copies must be
+    those of the earlier layer; if they are not, the whole model is traced. Raises what `trace`
+    raises.
     """
     first_of: dict[Hashable, ExpertLayer] = {}
     repeated: list[tuple[ExpertLayer, ExpertLayer]] = []

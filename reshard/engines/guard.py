@@ -1,4 +1,5 @@
-"""The record of whether an engine's model holds whole weights; as long as it does not, the engine refuses to serve."""
+"""The record of whether an engine's model holds whole weights; as long as it does not, the engine
+refuses to serve."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,11 +12,13 @@ from reshard.core.errors import ReshardError
 
 @dataclass
 class Guard:
-    """Whether a model's weights are whole (`ready`), and of which `version`; there is one guard for each model.
+    """The state of a model's weights: `ready` if they are whole, and their `version`. Each model
+    has one guard.
 
-    An engine's serving path calls `check_ready` before each run of the model. `reason` completes "this `engine` holds" while the
-    weights are not whole. `when_loaded` are methods to call when the engine has loaded all weights itself; their owners may
-    go away. `losses` counts how often weights were lost, `buffer_losses` how often buffers were lost with them.
+    An engine's serving path calls `check_ready` before each run of the model. `reason` completes
+    "this `engine` holds" while the weights are not whole. `when_loaded` are methods to call when
+    the engine has loaded all weights itself; their owners may go away. `losses` counts how often
+    weights were lost, `buffer_losses` how often buffers were lost with them.
     """
 
     engine: str
@@ -53,7 +56,8 @@ class Guard:
 
 
 def call_after(method: Callable[..., Any], after: Callable[..., None]) -> Callable[..., Any]:
-    """Return a method that calls `after`, with the same arguments, whenever `method` has succeeded."""
+    """Return a method that calls `after`, with the same arguments, whenever `method` has
+    succeeded."""
 
     @wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Where a rank's local tensors lie: by rules, which the trace of the engine's own loader must confirm, or by the trace alone."""
+"""Where a rank's local tensors lie: by rules, which the trace of the engine's own loader must
+confirm, or by the trace alone."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -30,9 +31,10 @@ def place_by_rules(
 ) -> PlacedTensors:
     """Return a placement that rules gave, with the regions of its local tensors.
 
-    The id of a local tensor is (parameter, local expert or None); an expert's is one matrix of ``[local_experts, rows,
-    columns]``. `tensors` are those that the loader writes into, by parameter. Raises ReshardError if one has another shape than
-    the rules say, and if the loader puts anything elsewhere.
+    The id of a local tensor is (parameter, local expert or None); an expert's is one matrix of
+    ``[local_experts, rows, columns]``. `tensors` are those that the loader writes into, by
+    parameter. Raises ReshardError if one has another shape than the rules say, and if the loader
+    puts anything elsewhere.
     """
     regions: dict[Any, Region] = {}
     expected: set[_Write] = set()
@@ -62,30 +64,31 @@ def place_by_trace(
 ) -> PlacedTensors:
     """Return the traced copies themselves as a placement: one local tensor for each copy and fill.
 
-    `shapes` are those of the canonical tensors; `tensors` are those that the loader writes into, by parameter. Raises
-    ReshardError if the loader does not fill each of them exactly once.
+    `shapes` are those of the canonical tensors; `tensors` are those that the loader writes into, by
+    parameter. Raises ReshardError if the loader does not fill each of them exactly once.
     """
-    locals_, regions = [], {}
+    local_tensors, regions = [], {}
     covered: dict[str, int] = {}
     for copy in trace.copies:
         identity = (copy.parameter, copy.offset, copy.name)
         origin = (0,) * len(copy.box.lengths)
-        locals_.append(LocalTensor(identity, copy.box.lengths, (Part(copy.name, copy.box, origin),)))
+        local_tensors.append(LocalTensor(identity, copy.box.lengths, (Part(copy.name, copy.box, origin),)))
         regions[identity] = Region(tensors[copy.parameter], copy.offset, copy.pitch or copy.box.lengths[-1])
         covered[copy.parameter] = covered.get(copy.parameter, 0) + copy.box.volume
     for fill in trace.fills:
         identity = (fill.parameter, fill.offset, "")
-        locals_.append(LocalTensor(identity, (fill.elements,), (), (whole((fill.elements,)),)))
+        local_tensors.append(LocalTensor(identity, (fill.elements,), (), (whole((fill.elements,)),)))
         regions[identity] = Region(tensors[fill.parameter], fill.offset, fill.elements)
         covered[fill.parameter] = covered.get(fill.parameter, 0) + fill.elements
     wrong = [name for name, elements in covered.items() if elements != tensors[name].numel()]
     if wrong:
         raise ReshardError(f"{engine}'s loader does not fill {listed(wrong, 3)} exactly once")
-    return PlacedTensors(Placement.of(shapes, locals_), regions)
+    return PlacedTensors(Placement.of(shapes, local_tensors), regions)
 
 
 class _Write(NamedTuple):
-    """A box of a published tensor, and the parameter and offset of the first element where it goes."""
+    """A box of a published tensor, and the parameter and offset of the first element where it
+    goes."""
 
     parameter: str
     offset: int

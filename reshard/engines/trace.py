@@ -1,8 +1,10 @@
-"""What an engine's own loader would write where, recorded by running it with tensors that have shapes, but no bytes.
+"""What an engine's own loader would write where, recorded by running it with tensors that have
+shapes, but no bytes.
 
-The engine puts stand-ins on the meta device in the places of its parameters, as it made them before any processing. Every
-copy that its loader then asks for is written down and not carried out. Views keep their storage, offset and strides on the
-meta device, so a copy tells which box of which published tensor belongs where.
+The engine puts stand-ins on the meta device in the places of its parameters, as it made them before
+any processing. Every copy that its loader then asks for is written down and not carried out. Views
+keep their storage, offset and strides on the meta device, so a copy tells which box of which
+published tensor belongs where.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +18,8 @@ from reshard.core.errors import ReshardError
 
 
 class TracedCopy(NamedTuple):
-    """A copy of `box` of the published tensor `name` into `parameter`, whose first element goes to element `offset`.
+    """A copy of `box` of the published tensor `name` into `parameter`, whose first element goes to
+    element `offset`.
 
     `pitch` is the distance between rows in elements, 0 for a single row.
     """
@@ -52,8 +55,9 @@ Load = Callable[[Iterator[tuple[str, torch.Tensor]]], Any]
 def trace_load(engine: str, load: Load, canonical: Canonical, parameters: Mapping[int, str]) -> Trace:
     """Return what `load` would copy and fill, given canonical tensors (shape, dtype) without bytes.
 
-    `parameters` are the names of the stand-ins that the loader writes into, by `storage_id`; `engine` names the engine in errors.
-    Raises ReshardError, naming the parameter, if the loader computes something instead of copying, and if it fails.
+    `parameters` are the names of the stand-ins that the loader writes into, by `storage_id`;
+    `engine` names the engine in errors. Raises ReshardError, naming the parameter, if the loader
+    computes something instead of copying, and if it fails.
     """
     tensors = {
         name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in canonical.items()
@@ -161,7 +165,8 @@ class _Recorder(TorchDispatchMode):
 
 
 class _View(NamedTuple):
-    """The elements of a copy, as a run or as rows: lengths, and strides on both sides, in elements."""
+    """The elements of a copy, as a run or as rows: lengths, and strides on both sides, in
+    elements."""
 
     lengths: tuple[int, ...]
     src_strides: tuple[int, ...]
@@ -171,8 +176,8 @@ class _View(NamedTuple):
 def _view(shape: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> _View:
     """Return a copy between views of one shape, `src` of a canonical tensor of `shape`.
 
-    All of a tensor with three dims or more is a run, a part of a matrix is rows, and other parts have the dims that are longer
-    than one.
+    All of a tensor with three dims or more is a run, a part of a matrix is rows, and other parts
+    have the dims that are longer than one.
     """
     is_whole = src.numel() == torch.Size(shape).numel() and src.is_contiguous() and dst.is_contiguous()
     if len(shape) > 2 and is_whole:

@@ -1,4 +1,5 @@
-"""The weight sync of other people's trainers through a refit: vLLM's weight transfer, verl, ms-swift, ROLL and NeMo-RL."""
+"""The weight sync of other people's trainers through a refit: vLLM's weight transfer, verl,
+ms-swift, ROLL and NeMo-RL."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

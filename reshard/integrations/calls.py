@@ -1,6 +1,7 @@
-"""What an adapter's process has called in engines, and what has become of it while this process does its own part."""
+"""Calls of engines that an adapter's process has under way while it does its own part of a connect
+or a refit."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, TypeVar
 
@@ -8,60 +9,63 @@ from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, first_line, listed
 
 Result = TypeVar("Result")
-# How long an engine that others have failed may take to say what it knows of that.
-WORD_SECONDS = 1.0
+# How long an engine may take to say why it has failed, once others have given it up.
+ANSWER_SECONDS = 1.0
 
 
 class Calls:
-    """Calls to engines that are under way, by the names of those; none on ranks that have called nobody.
+    """Calls of engines, by the names of these; empty on ranks that have called none.
 
-    An engine that has died, or refuses, has not come to where all members wait for it, so that nobody there can say
-    so; but its call has ended, here.
+    An engine that has died, or refuses before it has joined the members, cannot tell them so; but
+    its call has ended, which this process sees.
     """
 
     def __init__(self, calls: "Mapping[str, Future[Any]]") -> None:
         self.calls = dict(calls)
 
-    def failed(self, within: float = 0.0) -> str:
-        """Of the first that has failed, or does `within` so many seconds, in a sentence; empty while none has."""
+    def first_failure(self, within: float = 0.0) -> str:
+        """Return a sentence on the first call that has failed, or fails `within` so many seconds;
+        empty if none does."""
         wait(self.calls.values(), within, FIRST_EXCEPTION)
-        return next(iter(self._sentences()), "")
+        return next(self._failures(), "")
 
-    def beside(self, members: RefitGroup, part: Callable[[], Result]) -> Result:
-        """What this process's `part` returns, which is a connect or a refit with these members; all give up when one of the
-        calls fails. Raises ReshardError where either fails.
+    def alongside(self, members: RefitGroup, part: Callable[[], Result]) -> Result:
+        """Return the result of this process's `part`, a connect or a refit with these members; all
+        give up when a call fails.
 
-        Where both do it is the sentence that all members agree on. What an engine says that never came to that stands
-        behind.
+        Raises ReshardError if either fails. If both do, its text is the sentence that all members
+        agree on, followed by what an engine says that never joined them.
         """
         try:
-            with members.watching(self.failed):
+            with members.watching(self.first_failure):
                 result = part()
         except ReshardError as error:
-            wait(self.calls.values(), WORD_SECONDS)
-            told = [said for said in self._sentences() if str(error) not in said and said not in str(error)]
-            raise ReshardError(f"{error} ({told[0]})" if told else str(error)) from error
-        self.end(members.timeout)
+            wait(self.calls.values(), ANSWER_SECONDS)
+            others = [text for text in self._failures() if str(error) not in text and text not in str(error)]
+            raise ReshardError(f"{error} ({others[0]})" if others else str(error)) from error
+        self.wait_all(members.timeout)
         return result
 
-    def end(self, seconds: float) -> None:
-        """Wait until all have returned. Raises ReshardError naming the first that fails, or those that do not return within so
-        many seconds."""
+    def wait_all(self, seconds: float) -> None:
+        """Wait until all calls have returned.
+
+        Raises ReshardError naming the first that fails, or those that do not return within so many
+        seconds.
+        """
         wait(self.calls.values(), seconds, FIRST_EXCEPTION)
-        if failed := self.failed():
-            raise ReshardError(failed)
+        if failure := self.first_failure():
+            raise ReshardError(failure)
         if late := [name for name, call in self.calls.items() if not call.done()]:
             raise ReshardError(f"{listed(late)} did not answer within {seconds:g} s: dead or stalled")
 
-    def _sentences(self) -> list[str]:
-        said = []
+    def _failures(self) -> Iterator[str]:
         for name, call in self.calls.items():
             error = call.exception() if call.done() and not call.cancelled() else None
             if error is not None:
-                said.append(f"{name} has failed: {what_failed(error)}")
-        return said
+                yield f"{name} has failed: {error_line(error)}"
 
 
-def what_failed(error: BaseException) -> str:
-    """A call's error in a line. Of what a call by Ray has raised the text is a traceback, and this its cause."""
+def error_line(error: BaseException) -> str:
+    """Return a call's error in a line. The text of an error by Ray is a traceback; its cause is the
+    error itself."""
     return first_line(getattr(error, "cause", None) or error)

@@ -1,4 +1,4 @@
-"""Where members of a refit meet that Ray has started."""
+"""Addresses where members of a refit can meet that Ray has started."""
 
 import socket
 from contextlib import closing
@@ -9,12 +9,12 @@ from reshard.comm.hosts import family_of
 
 
 def this_host() -> str:
-    """This host's address, as others reach it."""
+    """Return this host's address, as other hosts reach it."""
     return str(ray.util.get_node_ip_address()).strip("[]")
 
 
 def meeting_place() -> str:
-    """An address of this host that others reach, with a port that is free now."""
+    """Return an address of this host that other hosts reach, with a port that is free now."""
     host = this_host()
     with closing(socket.socket(family_of(host))) as probe:
         probe.bind((host, 0))

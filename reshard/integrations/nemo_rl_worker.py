@@ -17,16 +17,16 @@ if current_platform.is_cpu():
 else:
     from vllm.v1.worker.gpu_worker import Worker  # type: ignore[assignment]
 
-_here: Callable[[], Any] | None = None
+_worker: Callable[[], Any] | None = None
 
 
 class ReshardWorker(RefitExtension, Worker):
-    """vLLM's own, and what a refit needs of it."""
+    """vLLM's own worker with what a refit needs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        global _here
+        global _worker
         super().__init__(*args, **kwargs)
-        _here = weakref.ref(self)
+        _worker = weakref.ref(self)
 
     def reshard_take(
         self,
@@ -38,8 +38,11 @@ class ReshardWorker(RefitExtension, Worker):
         timeout: float,
         verify: bool,
     ) -> dict[str, Any]:
-        """Said by `reshard.integrations.nemo_rl.ColocatedSynchronizer`: connect where an address is given, and refit.
-        `prefix` is the first rank of this engine among those of all `engines`."""
+        """Take the trainer's weights, as `reshard.integrations.nemo_rl.ColocatedSynchronizer` asks;
+        connect first if an address is given.
+
+        `prefix` is the first rank of this engine among those of all `engines`.
+        """
         from nemo_rl.models.generation.vllm.checkpoint_engine import resolve_rollout_rank
 
         if address:
@@ -48,9 +51,9 @@ class ReshardWorker(RefitExtension, Worker):
         return self.reshard_refit(verify=verify)
 
 
-def here() -> ReshardWorker:
-    """The worker of this process. Raises ReshardError where vLLM has another."""
-    worker = _here() if _here is not None else None
+def this_worker() -> ReshardWorker:
+    """Return the worker of this process. Raises ReshardError if vLLM has another."""
+    worker = _worker() if _worker is not None else None
     if worker is None:
         raise ReshardError(
             f"vLLM's worker is not ours: set policy.generation.vllm_kwargs.worker_cls={__name__}.ReshardWorker"

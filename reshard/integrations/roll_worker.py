@@ -1,4 +1,4 @@
-"""The extension of vLLM's workers under ROLL: ROLL's own, and ours.
+"""The extension of vLLM's workers under ROLL: ROLL's own and ours.
 
 actor_infer.strategy_args.strategy_config.worker_extension_cls=reshard.integrations.roll_worker.RollExtension
 """
@@ -17,34 +17,39 @@ from reshard.engines.vllm.worker import RefitExtension
 
 
 class RollExtension(WorkerV1, RefitExtension):
-    """ROLL's comes first: it loads, wakes and offloads as ever; a refit writes where vLLM serves from."""
+    """ROLL's extension, which loads, wakes and offloads as ever, and ours, by which a refit writes
+    where vLLM serves from."""
 
     _reshard_loaded = False
 
     def reshard_wake(self) -> None:
-        """The weights have memory, as ROLL's own sync gives it to them."""
+        """Give the weights memory, as ROLL's own sync does."""
         self.reload_model()
 
     def reshard_meet(self, address: str, first_rank: int, size: int, timeout: float, secret: str) -> None:
-        """Connect; `first_rank` is that of the first worker of this engine, which alone has this one's ROLL worker."""
+        """Connect; `first_rank` is that of the first worker of this engine, of which a worker of
+        ROLL has exactly one."""
         self.reload_model()
         rank = first_rank + self.rank  # type: ignore[attr-defined]
         self.reshard_join(address, rank, size, timeout=timeout, secret=secret)
 
     def reshard_take(self, verify: bool) -> dict[str, Any]:
-        """One refit; its report."""
+        """Take the trainer's weights; return the report as a dict."""
         self.reload_model()
         self._reshard_loaded = False
         return self.reshard_refit(verify=verify)
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
-        """A part of ROLL's own sync."""
+        """Load weights in ROLL's own sync."""
         self._reshard_loaded = True
         super().load_weights(weights)
 
     def process_weights_after_loading(self) -> None:
-        """ROLL calls this after every sync. What a refit has written is processed already; what ROLL has loaded is
-        whole from here on."""
+        """Process what ROLL's own sync has loaded, which is whole from here on; ROLL calls this
+        after every sync.
+
+        What a refit has written is processed already.
+        """
         if not self._reshard_loaded:
             return
         with plain_weights():

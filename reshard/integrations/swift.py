@@ -1,16 +1,16 @@
 """ms-swift's Megatron GRPO, colocated: its weight sync as a refit, by a plugin of two lines, which
 `docs/trainers/swift.md` has.
 
-ms-swift trains in the ranks that torchrun starts, and vLLM serves in the same processes. `use` puts a
-subclass of its trainer in the trainer's place, whose sync reads the shards of the models where they are and
-writes them to where vLLM serves them from. All else is ms-swift's, also when the engine sleeps and wakes and
-what is offloaded. What a refit does not cover (LoRA adapters, fp8 and fp4 parameters, Megatron's FSDP,
-multimodal models, a vLLM server) takes ms-swift's own sync, and the log says so.
+ms-swift trains in the ranks that torchrun starts, and vLLM serves in the same processes. `use` puts
+a subclass of its trainer in the trainer's place, whose sync reads the shards of the models where
+they are and writes them to where vLLM serves them from. All else is ms-swift's, also when the
+engine sleeps and wakes and what is offloaded. What a refit does not cover (LoRA adapters, fp8 and
+fp4 parameters, Megatron's FSDP, multimodal models, a vLLM server) takes ms-swift's own sync, and
+the log says so.
 """
 
 import logging
 import math
-from contextlib import suppress
 from typing import Any
 
 from reshard.core.extras import importing_beside
@@ -24,18 +24,14 @@ import torch
 from reshard.comm.group import RefitGroup
 from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError
-from reshard.core.limits import check_seconds, check_switch
 from reshard.engines.vllm.live import VllmModel
+from reshard.integrations.connection import TIMEOUT, Connection, SyncOptions
 from reshard.models.model import Model
 from reshard.models.rope import attention_factor
-from reshard.refit.connecting import connect
-from reshard.refit.link import Link
-from reshard.refit.routes import check_backend
 from reshard.trainers.megatron import MegatronModel, rope_is_ignored
 
-TIMEOUT = 600.0
-# What Megatron would make rotary embeddings of. For latent attention YaRN's factors scale the softmax too:
-# they are compared.
+# What Megatron makes rotary embeddings of. For latent attention YaRN's factors scale the softmax
+# too: they are compared.
 ROTARY = frozenset(
     {"position_embedding_type", "rope_type", "rotary_percent", "use_rope_scaling", "rope_scaling_factor"}
 )
@@ -44,63 +40,58 @@ log = logging.getLogger("reshard.swift")
 
 @accepts_renamed_options
 def use(verify: bool = False, timeout: float = TIMEOUT, backend: str = "auto") -> None:
-    """From now on ms-swift's entry makes the trainer of GRPO that refits; called in a file that
+    """Let ms-swift's entry make the trainer of GRPO that refits; called in a file that
     ``--external_plugins`` names.
 
-    With `verify` digests of both sides are compared after each sync. `timeout` is how many seconds the ranks
-    wait for one another, `backend` that of `reshard.refit.connect`.
-    Called again, the last call's options count. Raises ReshardError for others.
+    The arguments are those of `reshard.integrations.connection.SyncOptions`. The last call's count.
+    Raises ReshardError for wrong ones.
     """
-    check_switch(verify, "verify of swift.use")
-    check_seconds(timeout, "timeout of swift.use")
-    check_backend(backend, "backend of swift.use")
-    ReshardGRPOTrainer.reshard_verify, ReshardGRPOTrainer.reshard_timeout = verify, timeout
-    ReshardGRPOTrainer.reshard_backend = backend
+    options = SyncOptions(verify, timeout, backend).check(lambda name: f"{name} of swift.use")
+    ReshardGRPOTrainer.reshard_options = options
     trainers.MegatronGRPOTrainer = ReshardGRPOTrainer
 
 
 class ReshardGRPOTrainer(MegatronGRPOTrainer):
-    """ms-swift's trainer, whose weights are not exported."""
+    """ms-swift's trainer, whose weights are refitted instead of exported."""
 
-    reshard_verify: bool = False
-    reshard_timeout: float = TIMEOUT
-    reshard_backend: str = "auto"
-    _reshard_link: Link | None = None
+    reshard_options = SyncOptions()
+    _reshard_connection: Connection | None = None
 
     def _export_and_load_weights(self) -> None:
-        """One refit of the engine of this process; or what ms-swift does, where a refit does not cover it.
+        """Refit the engine of this process; or do what ms-swift does, if a refit does not cover it.
 
-        Raises ReshardError on every rank where one fails; the next sync connects again.
+        Raises ReshardError on every rank if one fails; the next sync connects again.
         """
         why = left_to_swift(self)
         if why:
             log.warning("ms-swift's own weight sync is used: %s", why)
             super()._export_and_load_weights()
             return
-        try:
-            if self._reshard_link is None:
-                self._reshard_link = connect(
-                    RefitGroup.of_process_group(timeout=self.reshard_timeout),
+        if self._reshard_connection is None:
+            self._reshard_connection = Connection(self.reshard_options)
+        connection = self._reshard_connection
+        connection.options = self.reshard_options
+        with connection.dropped_on_failure():
+            if connection.link is None:
+                connection.connect(
+                    RefitGroup.of_process_group(timeout=connection.options.timeout),
                     lambda: SwiftModel(self.wrapped_models),
                     lambda: VllmModel.from_llm(self.engine.engine),
-                    backend=self.reshard_backend,
                 )
-            self._reshard_link.refit(self._step, self.reshard_verify)
-        except BaseException:
-            link, self._reshard_link = self._reshard_link, None
-            if link is not None:
-                with suppress(ReshardError):
-                    link.close()
-            raise
+            connection.refit(self._step)
 
 
 class SwiftModel(MegatronModel):
-    """The models of a rank as mcore-bridge makes them, whose rotary embeddings are transformers' own."""
+    """The models of a rank as mcore-bridge makes them, whose rotary embeddings are transformers'
+    own."""
 
     def check_model(self, model: Model, without: frozenset[str] = frozenset()) -> None:
-        """See `MegatronModel.check_model`. mcore-bridge puts its own frequencies into Megatron's plain
-        embedding, and scales cosines and sines by a factor of its own: Megatron's settings of both have no
-        effect then, and these two are compared."""
+        """See `MegatronModel.check_model`.
+
+        mcore-bridge puts its own frequencies into Megatron's plain embedding, and scales cosines
+        and sines by a factor of its own. Megatron's settings of both have no effect then, and these
+        two are compared.
+        """
         if all(hasattr(chunk.config, "attention_scaling") for chunk in self.models):
             without |= ROTARY
             for chunk in self.models:
@@ -114,16 +105,17 @@ def _check_rotary_of_bridge(chunk: Any, model: Model) -> None:
     frequencies = getattr(getattr(chunk, "rotary_pos_emb", None), "inv_freq", None)
     if getattr(chunk, "position_embedding_type", None) != "rope" or not isinstance(frequencies, torch.Tensor):
         raise ReshardError("the trainer's model has no rotary embedding as mcore-bridge 1.6 makes it")
-    found, expected = chunk.config.attention_scaling, attention_factor(model.rope())
-    if not math.isclose(found, expected, rel_tol=1e-6):
+    factor, expected = chunk.config.attention_scaling, attention_factor(model.rope())
+    if not math.isclose(factor, expected, rel_tol=1e-6):
         raise ReshardError(
-            f"the trainer's attention_scaling is {found:.6g}, but the served model's is {expected:.6g} "
+            f"the trainer's attention_scaling is {factor:.6g}, but the served model's is {expected:.6g} "
             f"({model.where})"
         )
 
 
 def left_to_swift(trainer: Any) -> str:
-    """Why a trainer's weights do not go by a refit; empty where they do. The same on every rank."""
+    """Return why a trainer's weights are not refitted, empty if they are; the same on every
+    rank."""
     args, config = trainer.args, trainer.config
     if trainer.vllm_mode != "colocate":
         return "vLLM runs in a server (vllm_mode)"

@@ -1,4 +1,5 @@
-"""verl with Megatron and vLLM: its weight sync as a refit, by lines of config. `docs/trainers/verl.md` has them.
+"""verl with Megatron and vLLM: its weight sync as a refit, by lines of config.
+`docs/trainers/verl.md` has them.
 
 verl imports this module in the actor (``model.external_lib``) and in the rollout's workers
 (``checkpoint_engine.custom_backend_module``). Imported, it registers
@@ -7,13 +8,14 @@ verl imports this module in the actor (``model.external_lib``) and in the rollou
 - an adapter in the place of verl's to vLLM, which connects the two sides, and refits,
 - for separate placement the checkpoint engine ``reshard``, by which they meet.
 
-vLLM's workers get `reshard.integrations.verl_worker.VerlExtension`. What a refit does not cover (LoRA adapters, QAT, disaggregated
-prefill) takes verl's own way, and the log says so.
+vLLM's workers get `reshard.integrations.verl_worker.VerlExtension`. What a refit does not cover
+(LoRA adapters, QAT, disaggregated prefill) takes verl's own way, and the log says so.
 """
 
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from reshard.core.extras import importing_beside
@@ -32,43 +34,55 @@ from reshard.comm.group import RefitGroup
 from reshard.comm.secret import new_secret
 from reshard.core.deprecated import accepts_renamed_options, renamed_options
 from reshard.core.errors import ReshardError
-from reshard.core.limits import check_seconds, check_switch
-from reshard.integrations.calls import Calls, what_failed
+from reshard.integrations.calls import Calls, error_line
+from reshard.integrations.connection import TIMEOUT, Connection, SyncOptions
 from reshard.integrations.meeting import meeting_place
-from reshard.refit.connecting import connect
-from reshard.refit.link import Link
-from reshard.refit.routes import check_backend
 from reshard.trainers.megatron import MegatronModel
 
 BACKEND = "reshard"
-TIMEOUT = 600.0
 WAITS = 3  # time limits, one after the other, that a call of an engine may take in all
 log = logging.getLogger("reshard.verl")
 
 
 class Shards(NamedTuple):
-    """In the place of verl's iterator over full tensors: this rank's model, whose shards are read where they are."""
+    """In the place of verl's iterator over full tensors: this rank's model, whose shards are read
+    where they are."""
 
     source: MegatronModel
 
 
 class Meeting(NamedTuple):
-    """Where all members meet, the first rank of this replica's workers, how many members there are, and their secret. `new` says
-    that this replica is not connected there yet."""
+    """The address where `size` members meet, with their secret, and the member that the first
+    worker of this replica is.
+
+    `is_new` if this replica is not connected there yet.
+    """
 
     address: str
     first_rank: int
     size: int
     secret: str
-    new: bool
+    is_new: bool
+
+    def arguments(self, timeout: float) -> dict[str, Any]:
+        """Return the arguments of `RefitExtension.reshard_connect`."""
+        address, first_rank, size, secret, _ = self
+        return {
+            "address": address,
+            "first_rank": first_rank,
+            "size": size,
+            "timeout": timeout,
+            "secret": secret,
+        }
 
 
 @EngineRegistry.register("language_model", "megatron", device="cuda", vendor="nvidia")
 class ReshardMegatronEngine(MegatronEngineWithLMHead):
-    """verl's engine, whose weights are not exported."""
+    """verl's engine, whose weights are refitted instead of exported."""
 
     def get_per_tensor_param(self, base_sync_done: bool = False, **kwargs: Any) -> tuple[Any, dict | None]:
-        """The live shards, in the GPU's memory; or what verl makes, where that is no plain copy of them."""
+        """Return the live shards, in the GPU's memory; or what verl exports, if a refit does not
+        cover it."""
         why = _left_to_verl(self)
         if why:
             log.warning("verl's own weight sync is used: %s", why)
@@ -80,7 +94,7 @@ class ReshardMegatronEngine(MegatronEngineWithLMHead):
 
 
 def _left_to_verl(engine: Any) -> str:
-    """Why an engine's weights do not go by a refit; empty where they do."""
+    """Return why an engine's weights are not refitted; empty if they are."""
     if engine.peft_cls is not None:
         return "the model has LoRA adapters"
     if getattr(engine, "_qat_enabled", False):
@@ -89,15 +103,18 @@ def _left_to_verl(engine: Any) -> str:
 
 
 class ReshardServerAdapter(ServerAdapter):
-    """verl's adapter to a vLLM server, for weights that are a model in this process, or a meeting with one elsewhere."""
+    """verl's adapter to a vLLM server, for weights that are a model in this process, or a meeting
+    with one elsewhere."""
 
-    _link: Link | None = None
+    _connection: Connection | None = None
 
     async def update_weights(
         self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
     ) -> None:
-        """One refit of this replica. Raises ReshardError, as the engine's side does, where it fails; the next one
-        connects again."""
+        """Refit this replica.
+
+        Raises ReshardError, as the engine's side does, if it fails; the next one connects again.
+        """
         if not isinstance(weights, Shards | Meeting):
             await super().update_weights(
                 weights, global_steps=global_steps, wire_format=wire_format, **kwargs
@@ -107,101 +124,108 @@ class ReshardServerAdapter(ServerAdapter):
             raise ReshardError("a refit does not know disaggregated prefill: unset rollout.disaggregation")
         options = options_of(self.config)
         if isinstance(weights, Shards):
-            await self._together(weights.source, global_steps, options)
+            await self._refit_from(weights.source, global_steps, options)
         else:
-            try:
-                if weights.new:
-                    given = _connecting(
-                        weights.address, weights.first_rank, weights.size, weights.secret, options
-                    )
-                    await self._within(options, self._execute_method("reshard_connect", kwargs=given))
-                refit = self._execute_method("reshard_refit", args=(global_steps, options["verify"]))
-                await self._within(options, refit)
-            except ray.exceptions.RayError as error:
-                # An engine that has died, or refuses before it comes, can tell nobody; the actor waits for it.
-                said = f"{self._me()} has failed: {what_failed(error)}"
-                RefitGroup.abort(weights.address, said, secret=weights.secret)
-                raise ReshardError(said) from error
+            await self._refit_at(weights, global_steps, options)
         if self._has_server:
             await self._within(options, self.server_handle.clear_kv_cache.remote())
             if global_steps is not None:
                 await self._within(options, self.server_handle.set_global_steps.remote(global_steps))
 
-    async def _within(self, options: dict[str, Any], call: Any) -> Any:
-        """Return what a call of the rollout returns. Raises ReshardError where it takes longer than all of the waits in it may."""
-        seconds = WAITS * options["timeout"]
+    async def _refit_from(self, source: MegatronModel, version: int | None, options: SyncOptions) -> None:
+        """Refit from this process, which is a rank of the trainer, and perhaps the one that talks
+        to its replica's server."""
+        if self._connection is None:
+            self._connection = Connection(options)
+        connection, timeout = self._connection, options.timeout
+        connection.options = options
+        with connection.dropped_on_failure():
+            if connection.link is None:
+                rank, size, first_rank = dist.get_rank(), self._members(), self._first_rank()
+                address, secret = _of_first_rank(lambda: [meeting_place(), new_secret()])
+                meeting = Meeting(address, first_rank, size, secret, True)
+                calls = await self._call("reshard_connect", kwargs=meeting.arguments(timeout))
+                members = RefitGroup.join(address, rank, size, timeout, secret)
+                connection.connect(members, source, calls=calls)
+            calls = await self._call("reshard_refit", args=(version, options.verify))
+            connection.refit(version, calls=calls)
+
+    async def _refit_at(self, meeting: Meeting, version: int | None, options: SyncOptions) -> None:
+        """Refit from a trainer that this replica meets; this process is no member."""
+        try:
+            if meeting.is_new:
+                arguments = meeting.arguments(options.timeout)
+                await self._within(options, self._execute_method("reshard_connect", kwargs=arguments))
+            await self._within(options, self._execute_method("reshard_refit", args=(version, options.verify)))
+        except ray.exceptions.RayError as error:
+            # An engine that has died, or refuses before it has joined, cannot tell the actor, which
+            # waits for it.
+            failure = f"{self._replica()} has failed: {error_line(error)}"
+            RefitGroup.abort(meeting.address, failure, secret=meeting.secret)
+            raise ReshardError(failure) from error
+
+    async def _within(self, options: SyncOptions, call: Any) -> Any:
+        """Return what a call of the rollout returns. Raises ReshardError if it takes longer than
+        all the waits in it may."""
+        seconds = WAITS * options.timeout
         try:
             return await asyncio.wait_for(_awaited(call), seconds)
         except (asyncio.TimeoutError, TimeoutError):
-            raise ReshardError(f"{self._me()} did not answer within {seconds:g} s: dead or stalled") from None
+            raise ReshardError(
+                f"{self._replica()} did not answer within {seconds:g} s: dead or stalled"
+            ) from None
 
-    async def _together(self, source: MegatronModel, version: int | None, options: dict[str, Any]) -> None:
-        """This process is a rank of the trainer, and perhaps the one that talks to its replica's server."""
-        verify, timeout, backend = (options[name] for name in ("verify", "timeout", "backend"))
-        try:
-            if self._link is None:
-                trainers = dist.get_world_size()
-                replicas, workers = divmod(trainers, self._workers())
-                if workers:
-                    raise ReshardError(
-                        f"{trainers} ranks of the trainer are no whole number of replicas of {self._workers()}"
-                    )
-                size = trainers + replicas * self._workers()
-                here = [meeting_place(), new_secret()] if dist.get_rank() == 0 else ["", ""]
-                address, secret = _told(here)
-                first = trainers + self.replica_rank * self._workers()
-                calls = await self._asked(
-                    "reshard_connect", kwargs=_connecting(address, first, size, secret, options)
-                )
-                members = RefitGroup.join(address, dist.get_rank(), size, timeout, secret)
-                self._link = calls.beside(members, lambda: connect(members, source, backend=backend))
-            link = self._link
-            calls = await self._asked("reshard_refit", args=(version, verify))
-            calls.beside(link.members, lambda: link.refit(version, verify))
-        except BaseException:
-            self._link = None
-            raise
+    async def _call(self, method: str, **arguments: Any) -> Calls:
+        """Call this replica's workers, on the rank that does so; the call goes on while this rank
+        does its part."""
+        call = await self._execute_method(method, non_block=True, **arguments)
+        return Calls({} if call is None else {self._replica(): call.future()})
 
-    async def _asked(self, method: str, **arguments: Any) -> Calls:
-        """A call of this replica's workers, on the rank that makes it; it goes on while this rank does its part."""
-        asked = await self._execute_method(method, non_block=True, **arguments)
-        return Calls({} if asked is None else {self._me(): asked.future()})
-
-    def _me(self) -> str:
+    def _replica(self) -> str:
         return f"the rollout's replica {self.replica_rank}"
 
     def _workers(self) -> int:
-        """How many workers a replica has."""
+        """Return how many workers a replica has."""
         sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
         tp, dp, pp = (int(getattr(self.config, name)) for name in sizes)
         return tp * dp * pp
 
+    def _members(self) -> int:
+        """Return how many members there are: the trainer's ranks, and the workers of all replicas
+        on their GPUs."""
+        trainers, workers = dist.get_world_size(), self._workers()
+        if trainers % workers:
+            raise ReshardError(
+                f"{trainers} ranks of the trainer are no whole number of replicas of {workers}"
+            )
+        return 2 * trainers
 
-def options_of(config: Any) -> dict[str, Any]:
-    """``rollout.checkpoint_engine.engine_kwargs.reshard``: whether digests are compared, how long members wait for
-    one another, in seconds, and the backend of `reshard.refit.connect`. Raises ReshardError for others."""
-    given = renamed_options((config.checkpoint_engine.engine_kwargs or {}).get(BACKEND, {}))
-    known: dict[str, Any] = {"verify": False, "timeout": TIMEOUT, "backend": "auto"}
-    if given.keys() - known.keys():
+    def _first_rank(self) -> int:
+        """Return the member that this replica's first worker is, after the trainer's ranks."""
+        return dist.get_world_size() + int(self.replica_rank) * self._workers()
+
+
+def options_of(config: Any) -> SyncOptions:
+    """Return the options in ``rollout.checkpoint_engine.engine_kwargs.reshard``. Raises
+    ReshardError for wrong ones."""
+    options = renamed_options((config.checkpoint_engine.engine_kwargs or {}).get(BACKEND, {}))
+    unknown = sorted(options.keys() - set(SyncOptions._fields))
+    if unknown:
         raise ReshardError(
-            f"checkpoint_engine.engine_kwargs.{BACKEND} has {sorted(given.keys() - known.keys())}: it takes "
-            f"verify, timeout and backend"
+            f"checkpoint_engine.engine_kwargs.{BACKEND} has {unknown}: it takes verify, timeout and backend"
         )
-    _check(**known | given)
-    return known | given
+    return _checked(SyncOptions(**options))
 
 
-def _check(verify: bool, timeout: float, backend: str) -> None:
-    where = f"checkpoint_engine.engine_kwargs.{BACKEND}"
-    check_switch(verify, f"{where}.verify")
-    check_seconds(timeout, f"{where}.timeout")
-    check_backend(backend, f"{where}.backend")
+def _checked(options: SyncOptions) -> SyncOptions:
+    return options.check(lambda name: f"checkpoint_engine.engine_kwargs.{BACKEND}.{name}")
 
 
 @CheckpointEngineRegistry.register(BACKEND)
 class ReshardCheckpointEngine(CheckpointEngine):
-    """How an actor and rollouts elsewhere meet; nothing passes through it. Made in the actor's ranks and beside each of
-    the rollout's workers; verl calls all of it at every sync, and the connection stays while all are who they were."""
+    """The meeting of an actor and rollouts on other GPUs; no tensor passes through it. Made in the
+    actor's ranks and beside each of the rollout's workers. verl calls all its methods at every
+    sync; the connection stays while the members do."""
 
     @accepts_renamed_options
     def __init__(
@@ -212,96 +236,103 @@ class ReshardCheckpointEngine(CheckpointEngine):
         timeout: float = TIMEOUT,
         backend: str = "auto",
     ) -> None:
-        _check(verify, timeout, backend)
-        self.verify, self.timeout, self.backend = verify, timeout, backend
-        self.me = f"{socket.gethostname()} {id(self)} {ray.get_runtime_context().get_worker_id()}"
-        self.told: dict[str, Any] = {}
-        self.new = True
-        self.link: Link | None = None
+        self.connection = Connection(_checked(SyncOptions(verify, timeout, backend)))
+        self.member = f"{socket.gethostname()} {id(self)} {ray.get_runtime_context().get_worker_id()}"
+        self.topology: dict[str, Any] = {}  # the last arguments of `init_process_group`
+        self.is_new = True
 
     def prepare(self) -> dict[str, Any]:
-        """Who this is, whether it is connected, who else was there, and where; and where to meet otherwise."""
-        told = {key: self.told.get(key) for key in ("address", "everybody", "secret")}
-        new = {"elsewhere": meeting_place(), "its_secret": new_secret()}
-        return told | {"who": self.me, "new": self.new} | new
+        """Return who this member is, whether it is new, the last meeting with all its members, and
+        where a new one could be."""
+        last = {key: self.topology.get(key) for key in ("address", "members", "secret")}
+        next_meeting = {"next_address": meeting_place(), "next_secret": new_secret()}
+        return last | {"member": self.member, "is_new": self.is_new} | next_meeting
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """The actor's ranks first, then the rollout's workers. Where somebody is new, or gone, all meet anew."""
+        """Return the arguments of `init_process_group` for the actor's ranks, which come first, and
+        for the rollout's workers.
+
+        If a member is new, or gone, all meet anew.
+        """
         size, first = actor_wg_world_size + rollout_world_size, metadata[0]
-        everybody = [one["who"] for one in metadata]
-        new = first["everybody"] != everybody or any(one["new"] for one in metadata)
-        address = first["elsewhere"] if new else first["address"]
-        secret = first["its_secret"] if new else first["secret"]
+        members = [entry["member"] for entry in metadata]
+        is_new = first["members"] != members or any(entry["is_new"] for entry in metadata)
+        topology = {
+            "size": size,
+            "address": first["next_address"] if is_new else first["address"],
+            "members": members,
+            "secret": first["next_secret"] if is_new else first["secret"],
+            "is_new": is_new,
+        }
 
-        def told(ranks: range) -> dict[str, list[Any]]:
-            each = {"size": size, "address": address, "everybody": everybody, "secret": secret, "new": new}
-            return {"rank": list(ranks)} | {key: [value] * len(ranks) for key, value in each.items()}
+        def arguments(ranks: range) -> dict[str, list[Any]]:
+            return {"rank": list(ranks)} | {key: [value] * len(ranks) for key, value in topology.items()}
 
-        return told(range(actor_wg_world_size)), told(range(actor_wg_world_size, size))
+        return arguments(range(actor_wg_world_size)), arguments(range(actor_wg_world_size, size))
 
     def init_process_group(
-        self, rank: int, size: int, address: str, everybody: list[str], secret: str, new: bool
+        self, rank: int, size: int, address: str, members: list[str], secret: str, is_new: bool
     ) -> None:
-        """Note it."""
-        self.told = {
+        """Note the arguments; the sync uses them."""
+        self.topology = {
             "rank": rank,
             "size": size,
             "address": address,
-            "everybody": everybody,
+            "members": members,
             "secret": secret,
         }
-        self.new = new
+        self.is_new = is_new
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> None:
-        """On every rank of the actor: connect where that is new, and refit."""
+        """Refit, on every rank of the actor; connect first if that is new."""
         if not isinstance(weights, Shards):
             raise ReshardError(
                 "the checkpoint engine reshard sends a live Megatron model: set "
                 "actor_rollout_ref.model.external_lib=reshard.integrations.verl, without LoRA and QAT"
             )
+        connection, topology = self.connection, self.topology
         try:
-            if self.new or self.link is None:
-                members = RefitGroup.join(
-                    self.told["address"],
-                    self.told["rank"],
-                    self.told["size"],
-                    self.timeout,
-                    self.told["secret"],
-                )
-                self.link = connect(members, weights.source, backend=self.backend)
-            self.link.refit(global_steps, self.verify)
+            with connection.dropped_on_failure():
+                if self.is_new or connection.link is None:
+                    members = RefitGroup.join(
+                        topology["address"],
+                        topology["rank"],
+                        topology["size"],
+                        connection.options.timeout,
+                        topology["secret"],
+                    )
+                    connection.connect(members, weights.source)
+                connection.refit(global_steps)
         except BaseException:
-            self.link, self.new = None, True
+            self.is_new = True
             raise
-        self.new = False
+        self.is_new = False
 
     def receive_weights(self, global_steps: int | None = None) -> Meeting:  # type: ignore[override]
-        """Beside a rollout's worker: what the adapter tells its engine."""
-        told = self.told
-        meeting = Meeting(told["address"], told["rank"], told["size"], told["secret"], self.new)
-        self.new = False
+        """Return, beside a rollout's worker, what the adapter tells its engine."""
+        topology = self.topology
+        meeting = Meeting(
+            topology["address"], topology["rank"], topology["size"], topology["secret"], self.is_new
+        )
+        self.is_new = False
         return meeting
 
     def finalize(self) -> None:
-        """Nothing is held between two syncs but the connection."""
-
-
-def _connecting(address: str, first: int, size: int, secret: str, options: dict[str, Any]) -> dict[str, Any]:
-    timeout = options["timeout"]
-    return {"address": address, "first_rank": first, "size": size, "timeout": timeout, "secret": secret}
+        """Do nothing: between two syncs nothing is held but the connection."""
 
 
 async def _awaited(call: Any) -> Any:
     return await call
 
 
-def _told(said: list[str]) -> list[str]:
-    """What the first rank of the trainer says."""
-    dist.broadcast_object_list(said, 0)
-    return said
+def _of_first_rank(make: Callable[[], list[str]]) -> list[str]:
+    """Return what the first rank of the trainer makes, on all its ranks."""
+    values = make() if dist.get_rank() == 0 else ["", ""]
+    dist.broadcast_object_list(values, 0)
+    return values
 
 
 # verl looks adapters up by name in this table, and has no call to register one.

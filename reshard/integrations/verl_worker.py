@@ -1,4 +1,4 @@
-"""The extension of vLLM's workers under verl: verl's own, and ours.
+"""The extension of vLLM's workers under verl: verl's own and ours.
 
 +actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=reshard.integrations.verl_worker.VerlExtension
 """
@@ -12,4 +12,4 @@ from reshard.engines.vllm.worker import RefitExtension
 
 
 class VerlExtension(vLLMColocateWorkerExtension, RefitExtension):
-    """verl's comes first: it looks at the worker's arguments, and makes the worker by ours."""
+    """verl's extension, which looks at the worker's arguments, and ours, which makes the worker."""

@@ -5,8 +5,9 @@
         train(models)
         transfer.send(version=step)
 
-Every rank of the trainer makes one and calls `WeightTransfer.send`. The first rank talks to the engines, over the
-calls that vLLM has for this; all of them meet the engines' workers at the address, and give their own shards.
+Every rank of the trainer makes one and calls `WeightTransfer.send`. The first rank calls the
+engines, by vLLM's own protocol; all ranks meet the engines' workers at the address, and give their
+own shards. The engine's side is `reshard.integrations.weight_transfer_worker`.
 """
 
 import json
@@ -36,25 +37,26 @@ DEV_MODE = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'
 
 
 class Client(Protocol):
-    """What is asked of an engine: vLLM's own ``VLLMWeightSyncClient`` (``HTTPVLLMWeightSyncClient``,
-    ``RayVLLMWeightSyncClient``), or one of those here."""
+    """The calls of an engine: vLLM's own ``VLLMWeightSyncClient`` (``HTTPVLLMWeightSyncClient``,
+    ``RayVLLMWeightSyncClient``), or a client of this module."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Meet, and connect."""
+        """Join the trainer, and connect."""
 
     def start_weight_update(self) -> None:
-        """Before an update."""
+        """Begin an update."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Take the weights; returns when they are there."""
+        """Take the weights; return when they have arrived."""
 
     def finish_weight_update(self) -> None:
-        """After an update. One that takes a ``weight_version``, a text, is given it: vLLM says from 0.27 on which of
-        them made an answer."""
+        """End an update. A method that takes a ``weight_version``, a text, gets it: from 0.27 on
+        vLLM tells which version made an answer."""
 
 
 class HttpClient:
-    """A ``vllm serve``, by its routes; they are there with ``VLLM_SERVER_DEV_MODE=1``. `timeout` in seconds."""
+    """A ``vllm serve`` with ``VLLM_SERVER_DEV_MODE=1``, called by its routes. `timeout` is in
+    seconds."""
 
     def __init__(self, url: str, timeout: float = 600.0) -> None:
         check_seconds(timeout, "timeout of HttpClient")
@@ -63,7 +65,7 @@ class HttpClient:
         self.url, self.timeout = url.rstrip("/"), timeout
 
     def world_size(self) -> int:
-        """How many workers it has, over all of its data parallel ranks."""
+        """Return how many workers it has, over all of its data parallel ranks."""
         answer = self._call("GET", "get_world_size")
         return _workers_of(answer.get("world_size") if isinstance(answer, dict) else None, self.url)
 
@@ -72,7 +74,8 @@ class HttpClient:
         self._call("POST", "init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        """See `Client`; vLLM 0.24 and 0.25 would take the weights aside unless told otherwise."""
+        """See `Client`; vLLM 0.24 and 0.25 would put the weights on the meta device for a
+        checkpoint format."""
         self._call("POST", "start_weight_update", {"is_checkpoint_format": False})
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -80,37 +83,38 @@ class HttpClient:
         self._call("POST", "update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """See `Client`; older versions pass over the version."""
+        """See `Client`; older versions of vLLM ignore the version."""
         named = {} if weight_version is None else {"weight_version": weight_version}
         self._call("POST", "finish_weight_update", named)
 
     def shutdown_weight_transfer_engine(self) -> None:
-        """Let it forget the trainer and give back what it has mapped; from vLLM 0.32 on."""
+        """Disconnect it from the trainer, and free what it has mapped; from vLLM 0.32 on."""
         self._call("POST", "shutdown_weight_transfer_engine", {})
 
     def pause(self, mode: str = "keep") -> None:
-        """Let no request run until `resume`: those that are running wait (``keep``), are ended first (``wait``) or
-        thrown away (``abort``)."""
+        """Let no request run until `resume`: running requests wait (``keep``), end first (``wait``)
+        or are dropped (``abort``)."""
         self._call("POST", f"pause?mode={mode}", {})
 
     def resume(self) -> None:
-        """Go on."""
+        """Let requests run again."""
         self._call("POST", "resume", {})
 
     def reset_prefix_cache(self) -> None:
-        """Forget what was computed from the old weights."""
+        """Drop what was computed from the old weights."""
         self._call("POST", "reset_prefix_cache", {})
 
     def _call(self, method: str, route: str, body: dict[str, Any] | None = None) -> Any:
-        """Raises ReshardError, with what the server says, where it refuses or does not answer."""
+        """Return a route's answer. Raises ReshardError, with the server's text, if it refuses or
+        does not answer."""
         data = None if body is None else json.dumps(body).encode()
         request = Request(f"{self.url}/{route}", data, {"Content-Type": "application/json"}, method=method)
         try:
             with urlopen(request, timeout=self.timeout) as response:
                 answer = response.read(MOST_ANSWER + 1)
         except HTTPError as error:
-            said = error.read(MOST_ANSWER).decode(errors="replace").strip()
-            hint = f": {DEV_MODE}" if error.code == 404 else f": {said[:300]}"
+            text = error.read(MOST_ANSWER).decode(errors="replace").strip()
+            hint = f": {DEV_MODE}" if error.code == 404 else f": {text[:300]}"
             raise ReshardError(f"{self.url} answers /{route} with {error.code}{hint}") from error
         except (HTTPException, OSError) as error:
             raise ReshardError(f"{self.url} does not answer /{route} ({first_line(error)})") from error
@@ -123,13 +127,13 @@ class HttpClient:
 
 
 class LlmClient:
-    """An ``LLM`` of this process, whose workers run in others."""
+    """An ``LLM`` of this process, whose workers run in other processes."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
 
     def world_size(self) -> int:
-        """How many workers it has."""
+        """Return how many workers it has."""
         return int(self.llm.llm_engine.vllm_config.parallel_config.world_size_across_dp)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -137,7 +141,8 @@ class LlmClient:
         self.llm.init_weight_transfer_engine({"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        """See `Client`; vLLM 0.24 and 0.25 would take the weights aside unless told otherwise."""
+        """See `Client`; vLLM 0.24 and 0.25 would put the weights on the meta device for a
+        checkpoint format."""
         try:
             self.llm.start_weight_update(is_checkpoint_format=False)
         except TypeError:
@@ -148,27 +153,27 @@ class LlmClient:
         self.llm.update_weights({"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """See `Client`; older versions pass over the version."""
+        """See `Client`; older versions of vLLM ignore the version."""
         _finish(self.llm, weight_version)
 
     def shutdown_weight_transfer_engine(self) -> None:
-        """Let it forget the trainer and give back what it has mapped."""
+        """Disconnect it from the trainer, and free what it has mapped."""
         self.llm.collective_rpc("reshard_close")
 
 
 class WeightTransfer:
     """A trainer's rank, connected to one or more engines.
 
-    `clients` are the engines, `engine_ranks` how many workers each has: asked of them unless given; by the first rank
-    for all where torch's process group has the trainer's ranks, else on every rank, so that those without a client of
-    their own give it. `address` is a ``host:port`` that all
-    processes reach; the first rank serves there. `rank` and `ranks` count the trainer, by default torch's
-    process group. Other arguments are those of `reshard.refit.connect`, `timeout` is that of `RefitGroup.join`.
+    `clients` are the engines; `engine_ranks` is how many workers each has. Without `engine_ranks`
+    the engines are asked: by the first rank for all if the trainer's ranks are torch's process
+    group, else by every rank. `address` is a ``host:port`` that all processes reach; the first rank
+    serves there. `rank` and `ranks` count the trainer, by default torch's process group. Other
+    arguments are those of `reshard.refit.connect`, `timeout` is that of `RefitGroup.join`.
 
-    `secret` is that of `RefitGroup.join`; the engines are given it with the address. The first rank makes one where torch's process
-    group has the trainer's ranks, or there is one rank only.
+    `secret` is that of `RefitGroup.join`; the engines get it with the address. The first rank makes
+    one if the trainer's ranks are torch's process group, or if there is only one rank.
 
-    Raises ReshardError on all sides where they do not fit, before a byte moves.
+    Raises ReshardError on all sides if they do not fit, before a byte moves.
     """
 
     @accepts_renamed_options
@@ -182,62 +187,65 @@ class WeightTransfer:
         self.clients = _clients(clients)
         in_group = rank is None and ranks is None and trainers > 1
         check_rank(self.rank, trainers)
-        sizes, secret = _agreed(self.clients, engine_ranks, in_group, trainers == 1, secret)
+        sizes, secret = _agree(self.clients, engine_ranks, in_group, trainers == 1, secret)
         size = trainers + sum(sizes)
         firsts = [trainers + sum(sizes[:index]) for index in range(len(sizes))]
 
-        def ask(index: int) -> None:
+        def join(index: int) -> None:
             meeting = {"address": address, "first_rank": firsts[index], "size": size, "timeout": timeout}
             self.clients[index].init_weight_transfer_engine(meeting | {"secret": secret})
 
-        calls = self._asked(ask)
+        calls = self._call(join)
         members = RefitGroup.join(address, self.rank, size, timeout, secret)
         options: dict[str, Any] = {
             "backend": backend,
             "bucket_bytes": bucket_bytes,
             "keep_mapped": keep_mapped,
         }
-        self.link = calls.beside(members, lambda: connect(members, source, **options))
+        self.link = calls.alongside(members, lambda: connect(members, source, **options))
 
     def send(self, version: int | None = None, verify: bool = False) -> RefitReport:
-        """One refit of all engines; see `Link.refit`. Returns when they have the weights.
+        """Refit all engines; see `Link.refit`. Returns when they have the weights.
 
-        What engines remember of the old weights is theirs: pause them before, and reset their prefix cache.
+        Engines keep what they have computed from the old weights: pause them before, and reset
+        their prefix cache.
         """
         info = {"version": version, "verify": verify}
 
-        def ask(index: int) -> None:
+        def update(index: int) -> None:
             self.clients[index].start_weight_update()
             self.clients[index].update_weights(info)
 
-        report = self._asked(ask).beside(self.link.members, lambda: self.link.refit(version, verify))
-        named = str(report.version)
-        self._asked(lambda index: _finish(self.clients[index], named)).end(self.link.members.timeout)
+        report = self._call(update).alongside(self.link.members, lambda: self.link.refit(version, verify))
+        version_text = str(report.version)
+        calls = self._call(lambda index: _finish(self.clients[index], version_text))
+        calls.wait_all(self.link.members.timeout)
         return report
 
     def close(self) -> None:
         """Unmap the peers' memory, and free what was staged."""
         self.link.close()
 
-    def _asked(self, ask: Callable[[int], None]) -> Calls:
-        """On the first rank, a call of each engine; they go on while this rank does its part."""
+    def _call(self, call: Callable[[int], None]) -> Calls:
+        """Call each engine by its index, on the first rank; the calls go on while this rank does
+        its part."""
         if self.rank:
             return Calls({})
         named = ((index, _name(client, index)) for index, client in enumerate(self.clients))
-        return Calls({name: in_background(partial(ask, index)) for index, name in named})
+        return Calls({name: in_background(partial(call, index)) for index, name in named})
 
 
 def _finish(engine: Any, version: str | None) -> None:
-    """End an update, naming the version where this client or engine takes one."""
+    """End an update, with the version if this client or engine takes one."""
     if version is not None and "weight_version" in signature(engine.finish_weight_update).parameters:
         engine.finish_weight_update(weight_version=version)
     else:
         engine.finish_weight_update()
 
 
-def _clients(given: Any) -> list[Client]:
-    """Raise ReshardError for what is no client of an engine."""
-    clients = list(given) if isinstance(given, list | tuple) else [given]
+def _clients(value: Any) -> list[Client]:
+    """Return a list of clients. Raises ReshardError for what is no client of an engine."""
+    clients = list(value) if isinstance(value, list | tuple) else [value]
     for client in clients:
         if not hasattr(client, "init_weight_transfer_engine"):
             raise ReshardError(
@@ -251,38 +259,46 @@ def _name(client: Client, index: int) -> str:
     return f"engine {index} ({getattr(client, 'url', type(client).__name__)})"
 
 
-def _agreed(
-    clients: Sequence[Client], given: Sequence[int] | None, in_group: bool, alone: bool, secret: str | None
+def _agree(
+    clients: Sequence[Client],
+    engine_ranks: Sequence[int] | None,
+    in_group: bool,
+    alone: bool,
+    secret: str | None,
 ) -> tuple[list[int], str | None]:
-    """How many workers each engine has, and the secret of all. Where torch's process group has the trainer's ranks, its first rank
-    finds it out and makes the secret, so that all hear of it where an engine cannot be asked."""
-    told: list[Any] = [None]
+    """Return how many workers each engine has, and the secret of all members.
+
+    If the trainer's ranks are torch's process group, its first rank finds out and makes the secret,
+    so that every rank raises if an engine cannot be asked.
+    """
+    agreed: list[Any] = [None]  # a pair, or a sentence
     if not in_group or dist.get_rank() == 0:
-        known = given_secret(secret)
-        if known is None and (alone or in_group):
-            known = new_secret()
+        shared = given_secret(secret)
+        if shared is None and (alone or in_group):
+            shared = new_secret()
         try:
-            told = [(_given(given) if given is not None else [_workers(one) for one in clients], known)]
+            sizes = _checked_sizes(engine_ranks) if engine_ranks is not None else list(map(_workers, clients))
+            agreed = [(sizes, shared)]
         except ReshardError as error:
             if not in_group:
                 raise
-            told = [str(error)]
+            agreed = [str(error)]
     if in_group:
-        dist.broadcast_object_list(told, 0)
-    if isinstance(told[0], str):
-        raise ReshardError(told[0])
-    sizes, known = told[0]
-    return sizes, known
+        dist.broadcast_object_list(agreed, 0)
+    if isinstance(agreed[0], str):
+        raise ReshardError(agreed[0])
+    sizes, shared = agreed[0]
+    return sizes, shared
 
 
-def _given(sizes: Any) -> list[int]:
+def _checked_sizes(sizes: Any) -> list[int]:
     if not isinstance(sizes, list | tuple):
         raise ReshardError(f"engine_ranks is {sizes!r:.80}; it is a list of how many workers each engine has")
     return [_workers_of(size, f"engine {index}") for index, size in enumerate(sizes)]
 
 
 def _workers(client: Any) -> int:
-    """How many workers an engine has. Raises ReshardError where its client cannot say."""
+    """Return how many workers an engine has. Raises ReshardError if its client cannot say."""
     if not hasattr(client, "world_size"):
         raise ReshardError(
             f"{type(client).__name__} does not say how many workers its engine has: give engine_ranks"
@@ -291,11 +307,12 @@ def _workers(client: Any) -> int:
 
 
 def _workers_of(count: Any, who: str) -> int:
-    """A number of workers, as `who` has said it."""
+    """Return a number of workers, which `who` has given. Raises ReshardError if it is none."""
     check_number(count, f"the number of workers of {who}", MOST_MEMBERS)
     workers: int = count
     return workers
 
 
-def _of_group(ask: Callable[[], int], alone: int) -> int:
-    return ask() if dist.is_initialized() else alone
+def _of_group(count: Callable[[], int], alone: int) -> int:
+    """Return a count of torch's process group, or `alone` without one."""
+    return count() if dist.is_initialized() else alone

@@ -1,11 +1,12 @@
-"""The backend ``reshard`` of vLLM's own weight transfer: a trainer that speaks that protocol refits shard to shard and
-in place.
+"""The backend ``reshard`` of vLLM's own weight transfer: a trainer that speaks that protocol refits
+shard to shard and in place.
 
     vllm serve MODEL --weight-transfer-config '{"backend": "reshard"}'
     LLM(MODEL, weight_transfer_config={"backend": "reshard"})
 
-The trainer's side is `reshard.integrations.WeightTransfer`. The worker's `reshard.engines.vllm.worker.RefitExtension`, which
-the plugin gives an engine with this backend, carries the protocol out.
+The trainer's side is `reshard.integrations.WeightTransfer`. The worker's
+`reshard.engines.vllm.worker.RefitExtension`, which the plugin gives an engine with this backend,
+carries the protocol out.
 """
 
 from dataclasses import dataclass, field
@@ -25,8 +26,9 @@ with importing("vllm"):
 
 @dataclass
 class ReshardInitInfo(WeightTransferInitInfo):
-    """How to join the trainer: `address` (``host:port``), the member `first_rank` that this engine's first worker is, of `size`
-    members; `timeout` is how many seconds each waits for the others, `secret` is that of `RefitGroup.join`."""
+    """The meeting with the trainer: `address` (``host:port``), the member `first_rank` that this
+    engine's first worker is, of `size` members; `timeout` is how many seconds each waits for the
+    others, `secret` is that of `RefitGroup.join`."""
 
     address: str
     first_rank: int
@@ -46,8 +48,8 @@ class ReshardUpdateInfo(WeightTransferUpdateInfo):
 class ReshardTransfer(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
     """One worker's end of the transfer.
 
-    Weights are written in place, so nothing is to be prepared or finished: an update is one ``update_weights``, after which
-    the engine is ready, or refuses to serve.
+    Weights are written in place, so nothing is to be prepared or finished: an update is one
+    ``update_weights``, after which the engine is ready, or refuses to serve.
     """
 
     init_info_cls = ReshardInitInfo
@@ -76,14 +78,16 @@ class ReshardTransfer(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
         """Do nothing: what has to be checked before the first byte, all members check together."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Take the weights. Not vLLM's own method, which waits for an accelerator, and there may be none."""
+        """Take the weights. Not vLLM's own method, which waits for an accelerator, and there may be
+        none."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: ReshardUpdateInfo, *_: Any, **__: Any) -> None:
-        """Take the weights. Raises ReshardError if the refit fails, and if vLLM has put its weights on the meta device."""
+        """Take the weights. Raises ReshardError if the refit fails, and if vLLM has put its weights
+        on the meta device."""
         if any(parameter.is_meta for parameter in self.model.parameters()):
             raise ReshardError(
-                "vLLM has taken its weights aside, to load others layer by layer: call "
+                "vLLM has moved its weights to the meta device, to load others layer by layer: call "
                 "start_weight_update(is_checkpoint_format=False)"
             )
         self._attached_worker().reshard_refit(update_info.version, update_info.verify)
@@ -98,7 +102,8 @@ class ReshardTransfer(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Raise ReshardError: no tensors are handed over, since the trainer's shards are read where they are."""
+        """Raise ReshardError: no tensors are handed over, since the trainer's shards are read where
+        they are."""
         raise ReshardError(
             "the backend reshard takes no tensors: send with reshard.integrations.WeightTransfer"
         )

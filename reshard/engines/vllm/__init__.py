@@ -1,4 +1,4 @@
-"""vLLM: what its ranks hold, a live model, its workers."""
+"""vLLM as the destination of a refit, and vLLM that starts from a Megatron checkpoint."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
     from reshard.engines.vllm.live import VllmModel
     from reshard.engines.vllm.worker import RefitExtension
 
-_HOMES = {"VllmModel": "live", "RefitExtension": "worker"}
+_MODULES = {"VllmModel": "live", "RefitExtension": "worker"}
 __all__ = ["RefitExtension", "VllmModel"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
+    if name in _MODULES:
         with importing("vllm"):
-            return getattr(import_module(f"reshard.engines.vllm.{_HOMES[name]}"), name)
+            return getattr(import_module(f"reshard.engines.vllm.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'reshard.engines.vllm' has no attribute {name!r}")

@@ -1,8 +1,8 @@
-"""What is needed of vLLM and is no part of its interface, for vLLM 0.24 to 0.33. No other file of reshard
-names it, but for `reshard.engines.vllm.layers`.
+"""Uses of vLLM that are no part of its interface, for vLLM 0.24 to 0.33; those that concern layers
+are in `reshard.engines.vllm.layers`.
 
-Nothing is changed when this is imported. What has to be changed is changed while a model is made, and put
-back.
+Importing this changes nothing in vLLM. What has to be changed is changed while a model is made, and
+put back.
 """
 
 import os
@@ -20,11 +20,12 @@ from reshard.core.extras import importing
 with importing("vllm"):
     import torch.distributed as dist
 
-OLDEST, NEWEST = "0.24", "0.33"  # that refits were tested with
+OLDEST, NEWEST = "0.24", "0.33"  # versions that refits were tested with
 
 
 def unknown(what: str) -> ReshardError:
-    """The error for a vLLM in which something is not where it is known to be."""
+    """Return the error for a vLLM that differs from the tested ones; `what` completes "this
+    vLLM"."""
     try:
         version = metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -36,8 +37,8 @@ def unknown(what: str) -> ReshardError:
 
 @contextmanager
 def known(what: str) -> Iterator[None]:
-    """Around the use of such a name: ReshardError, with vLLM's version, where it is not there. `what`
-    completes "this vLLM"."""
+    """Turn the error for a name that vLLM does not have into a ReshardError with its version;
+    `what` completes "this vLLM"."""
     try:
         yield
     except (AttributeError, ImportError) as error:
@@ -45,8 +46,8 @@ def known(what: str) -> Iterator[None]:
 
 
 def driver_worker(llm: Any) -> Any:
-    """The worker of an ``LLM``, or of its ``LLMEngine``, that runs in this process. Raises ReshardError where
-    it runs in others."""
+    """Return the worker of an ``LLM``, or of its ``LLMEngine``. Raises ReshardError if it runs in
+    another process."""
     try:
         worker = getattr(llm, "llm_engine", llm).model_executor.driver_worker
     except AttributeError as error:
@@ -58,23 +59,24 @@ def driver_worker(llm: Any) -> Any:
 
 
 def draft_model(worker: Any) -> Any:
-    """The model that drafts tokens for that of a worker; None where there is none, or it has no weights."""
+    """Return the model that drafts tokens for that of a worker; None if there is none, or it has no
+    weights."""
     runner = getattr(worker, "model_runner", None)
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     model: Any = getattr(drafter, "model", None)
-    while hasattr(model, "unwrap"):  # of what captures it for CUDA graphs
+    while hasattr(model, "unwrap"):  # vLLM's wrapper that captures it for CUDA graphs
         model = model.unwrap()
     return model if hasattr(model, "named_parameters") else None
 
 
 def draft_load_format(config: Any) -> str:
-    """Where the weights of a drafter come from, as ``load_format`` says it."""
+    """Return the ``load_format`` of a drafter."""
     own = getattr(config.speculative_config, "draft_load_config", None)
     return str((own or config.load_config).load_format)
 
 
 def tensor_parallel() -> tuple[int, int]:
-    """Size of this rank's tensor parallel group, and its rank there."""
+    """Return the size of this rank's tensor parallel group, and its rank there."""
     with known("does not say its tensor parallel group as it did"):
         from vllm.distributed import parallel_state
 
@@ -83,7 +85,8 @@ def tensor_parallel() -> tuple[int, int]:
 
 
 def tensor_parallel_group() -> Any:
-    """The process group of this rank's tensor parallel ranks, for tensors on their devices."""
+    """Return the process group of this rank's tensor parallel ranks, for tensors on their
+    devices."""
     with known("keeps its process groups elsewhere"):
         from vllm.distributed import parallel_state
 
@@ -91,7 +94,7 @@ def tensor_parallel_group() -> Any:
 
 
 def end_groups() -> None:
-    """End vLLM's groups in this process, where no engine is held any more; torch's own group stays."""
+    """End vLLM's groups in this process, once it holds no engine; torch's own group stays."""
     with known("keeps its process groups elsewhere"):
         from vllm.distributed import parallel_state
 
@@ -102,7 +105,7 @@ def end_groups() -> None:
 
 
 def on_cpu() -> bool:
-    """Whether this process's vLLM is the build for the CPU."""
+    """Tell whether this process's vLLM is the build for the CPU."""
     with known("does not say its platform"):
         from vllm.platforms import current_platform
 
@@ -111,15 +114,16 @@ def on_cpu() -> bool:
 
 @contextmanager
 def plain_weights() -> Iterator[None]:
-    """While it is open, models that vLLM makes or loads in this process can be refitted.
+    """Let models that vLLM makes or loads inside this context, in this process, serve from weights
+    as they are loaded.
 
-    On a GPU it does nothing: they can be already. Where it can, the build for the CPU serves from weights
-    that it has packed for oneDNN, and drops the ones it has loaded. Both of its layers have another way,
-    which reads the weights as they were loaded, as vLLM does on a GPU; that is the way chosen here. From 0.28 on
-    experts in bf16 have none: they stay packed, and are refused where such a layer is looked at. And engines of one
-    host that torchrun started share no memory by one name.
+    On a GPU they do, and this changes nothing. The build for the CPU packs weights for oneDNN if it
+    can, and drops the loaded ones. Its linear layers and experts can also read weights as they were
+    loaded, which is chosen here. From 0.28 on experts in bf16 cannot: they stay packed, and a refit
+    refuses them. Also, engines of one host that torchrun started get shared memory by different
+    names.
 
-    Raises ReshardError where this vLLM's linear layers have no such way.
+    Raises ReshardError if this vLLM's linear layers cannot read plain weights.
     """
     if not on_cpu():
         yield
@@ -141,11 +145,11 @@ def plain_weights() -> Iterator[None]:
 
 @contextmanager
 def own_shared_memory() -> Iterator[None]:
-    """While it is open, the ranks of an engine started by torchrun share memory under a name of their own;
-    nothing on a GPU.
+    """While it is open, the ranks of an engine started by torchrun share memory under a name of
+    their own; nothing on a GPU.
 
-    vLLM gives that of every such engine of a host the same name, and fails where one is running or was
-    killed.
+    vLLM gives that of every such engine of a host the same name, and fails where one is running or
+    was killed.
     """
     if not on_cpu():
         yield
@@ -174,7 +178,7 @@ def own_shared_memory() -> Iterator[None]:
 
 
 def with_plain_weights(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, called with `plain_weights` open."""
+    """Return the method, called within `plain_weights`."""
 
     @wraps(method)
     def opened(*args: Any, **kwargs: Any) -> Any:
@@ -186,7 +190,7 @@ def with_plain_weights(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any, what: str) -> Iterator[None]:
-    """An attribute of a module or class, replaced while this is open."""
+    """Replace an attribute of a module or class while this is open."""
     if name not in vars(owner):
         raise unknown(what)
     before = vars(owner)[name]  # not by getattr, which takes a static method's wrapping off
@@ -198,7 +202,7 @@ def _replaced(owner: Any, name: str, value: Any, what: str) -> Iterator[None]:
 
 
 def register_loader(load_format: str, loader: type) -> None:
-    """Let vLLM load weights with this class where ``load_format`` says so; nothing where it does already."""
+    """Let vLLM load weights with this class for this ``load_format``; may be called again."""
     with known("registers no loaders, or elsewhere"):
         from vllm.model_executor import model_loader
 
@@ -207,7 +211,8 @@ def register_loader(load_format: str, loader: type) -> None:
 
 
 def register_transfer(backend: str, module: str, name: str) -> None:
-    """Let vLLM make this class where ``weight_transfer_config`` names the backend; nothing where it does already."""
+    """Let vLLM make the class `name` of `module` for this backend of ``weight_transfer_config``;
+    may be called again."""
     with known("registers no weight transfer, or elsewhere"):
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -216,8 +221,11 @@ def register_transfer(backend: str, module: str, name: str) -> None:
 
 
 def before_engine_config(complete: Callable[[Any], None]) -> None:
-    """From now on, in this process, `complete` may complete an engine's arguments before vLLM makes its config
-    of them; vLLM has no such call for plugins. The first one stays."""
+    """Let `complete` complete an engine's arguments, in this process, before vLLM makes its config
+    of them.
+
+    vLLM has no such call for plugins. The first `complete` stays.
+    """
     with known("makes an engine's config elsewhere"):
         from vllm.engine.arg_utils import EngineArgs
 

@@ -1,4 +1,5 @@
-"""The guard of a vLLM model: it checks every run of the model, and follows what vLLM does to the weights itself."""
+"""The guard of a vLLM model: it checks every run of the model, and follows what vLLM does to the
+weights itself."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,10 +22,12 @@ class VllmGuard(Guard):
     is_front_watched: bool = False
 
     def watch(self, module: torch.nn.Module, worker: Any, front: Any) -> None:
-        """Check every run of the model from now on, by this worker or this engine of the process (`front`); either may be None."""
+        """Check every run of the model from now on, by this worker or this engine of the process
+        (`front`); either may be None."""
         if front is not None and not self.is_front_watched:
             self.is_front_watched = True
-            # Before a request is scheduled: a worker that raises leaves vLLM's scheduler waiting forever.
+            # Before a request is scheduled: a worker that raises leaves vLLM's scheduler waiting
+            # forever.
             front.add_request = self._checked(front.add_request)
         if self.is_model_watched:
             return
@@ -48,7 +51,8 @@ class VllmGuard(Guard):
 
     def _checked(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def checked(*args: Any, **kwargs: Any) -> Any:
-            # vLLM's second model runner profiles and warms up through here; nobody reads these results.
+            # vLLM's second model runner profiles and warms up through here; nobody reads these
+            # results.
             if not (self.warming_up or kwargs.get("dummy_run")):
                 self.check_ready()
             return run(*args, **kwargs)
@@ -77,18 +81,21 @@ class VllmGuard(Guard):
             self.asleep = False
 
     def _discarded(self, tags: Sequence[str] = (), *_: Any, **__: Any) -> None:
-        """After ``discard``, which vLLM has from 0.31 on: memory by tags is freed, and its contents are lost."""
+        """After ``discard``, which vLLM has from 0.31 on: memory by tags is freed, and its contents
+        are lost."""
         if "weights" in tags:
             self.asleep = True
             self.buffer_losses += 1
             self.lose("no weights since it discarded them")
 
     def _zeroed(self, *_: Any, **__: Any) -> None:
-        """After ``reset_weights``, which vLLM has from 0.32 on, to check that an update brings all weights."""
+        """After ``reset_weights``, which vLLM has from 0.32 on, to check that an update brings all
+        weights."""
         self.lose("zeros since its weights were reset")
 
     def _reloaded(self, *args: Any, **kwargs: Any) -> None:
-        """After ``reload_weights``: vLLM has loaded all weights from the disk, unless it was given some."""
+        """After ``reload_weights``: vLLM has loaded all weights from the disk, unless it was given
+        some."""
         if not args and not kwargs.get("weights_iterator"):
             self.loaded()
 
@@ -99,13 +106,13 @@ _guards: WeakKeyDictionary[torch.nn.Module, VllmGuard] = WeakKeyDictionary()
 def guard_of(model: torch.nn.Module, config: Any, just_loaded: bool = False) -> VllmGuard:
     """Return the guard of a model that was started with this ``VllmConfig``.
 
-    Weights that were loaded are whole. But with sleep mode on they may have been discarded (level 2) before the guard watched,
-    unless they were `just_loaded`.
+    Weights that were loaded are whole. But with sleep mode on they may have been discarded (level
+    2) before the guard watched, unless they were `just_loaded`.
     """
     if model not in _guards:
         reason = ""
         if config.load_config.load_format == "dummy":
-            reason = "weights of no meaning (load_format='dummy')"
+            reason = "dummy weights (load_format='dummy')"
         elif config.model_config.enable_sleep_mode and not just_loaded:
             reason = "weights that it may have discarded in sleep before it was connected"
         _guards[model] = VllmGuard("vLLM", not reason, reason)

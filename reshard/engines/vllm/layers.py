@@ -1,19 +1,25 @@
-"""What vLLM's layers do not say through its interface: which experts they hold, how they are quantized and by which kernel they serve, and
-how their parameters are loaded and processed; for vLLM 0.24 to 0.33, as `reshard.engines.vllm.compat` has the rest.
+"""Properties of vLLM's layers that are no part of its interface: which experts a layer holds, how
+it is quantized, and which kernel serves it; for vLLM 0.24 to 0.33, as is
+`reshard.engines.vllm.compat`.
 """
 
 from typing import Any, NamedTuple
 
 from reshard.core.extras import importing
 from reshard.engines.vllm.compat import known
+from reshard.engines.vllm.processing import loading_templates
 
 with importing("vllm"):
     import torch
 
 
 class Experts(NamedTuple):
-    """How a layer's experts lie: its tensor parallel size and rank, whether it has redundant ones (EPLB), how
-    many there are in all, the expert of each place on this rank (None: all, in order), and whether all ranks have as many."""
+    """The experts of a layer.
+
+    `tp` and `tp_rank` split each expert. `redundant` tells whether some experts have copies (EPLB),
+    `total` how many experts there are, `placed` the global ids of this rank's in their order (None:
+    all, in order), `even` whether all ranks have equally many.
+    """
 
     tp: int
     tp_rank: int
@@ -24,7 +30,7 @@ class Experts(NamedTuple):
 
 
 def experts_of(module: Any) -> Experts | None:
-    """What a layer says of its experts; None where it has none."""
+    """Return where a layer's experts lie, or None if it has none."""
     if getattr(module, "moe_config", None) is None or not hasattr(module, "expert_map_manager"):
         return None
     with known("does not say where a layer's experts are as it did"):
@@ -32,8 +38,8 @@ def experts_of(module: Any) -> Experts | None:
         sizes, table = config.moe_parallel_config, module.expert_map_manager.expert_map
         placed = None
         if table is not None:
-            here = sorted((local, expert) for expert, local in enumerate(table.tolist()) if local >= 0)
-            placed = tuple(expert for _, expert in here)
+            by_place = sorted((local, expert) for expert, local in enumerate(table.tolist()) if local >= 0)
+            placed = tuple(expert for _, expert in by_place)
         even = config.num_experts % sizes.ep_size == 0
         return Experts(
             sizes.tp_size, sizes.tp_rank, bool(sizes.enable_eplb), config.num_experts, placed, even
@@ -41,26 +47,27 @@ def experts_of(module: Any) -> Experts | None:
 
 
 def plain_method(method: Any) -> Any:
-    """The method that a layer's weights are loaded for, where another one has been put in its place to run them: by LoRA
-    adapters, or by what exchanges tokens among experts' ranks."""
+    """Return the method that a layer's weights were loaded for. Another one may run them, for LoRA
+    adapters, or to exchange tokens among experts' ranks."""
     while hasattr(method, "old_quant_method"):
         method = method.old_quant_method
     return method
 
 
 def expert_backend(method: Any) -> str | None:
-    """The kernels that a layer's method has chosen for experts as they are loaded, which decides their order;
-    None where it has none."""
+    """Return the kernels that a layer's method has chosen for unquantized experts, which decides
+    their order; None for others."""
     return getattr(getattr(method, "unquantized_backend", None), "name", None)
 
 
 def always_packed(method: Any) -> bool:
-    """Whether these experts are of a build for the CPU that has no other way than to pack them: vLLM's from 0.28 on."""
+    """Tell whether the method's experts are always packed, as in vLLM's build for the CPU from 0.28
+    on."""
     return expert_backend(method) == "CPU" and not hasattr(method, "cpu_fused_moe")
 
 
 def is_packed(module: Any, method: Any) -> bool:
-    """Whether a layer serves from weights that the build for the CPU has packed."""
+    """Tell whether a layer serves from weights that the build for the CPU has packed."""
     experts = (
         expert_backend(method) == "CPU"
         and getattr(getattr(method, "cpu_fused_moe", None), "isa", None) != "none"
@@ -68,8 +75,8 @@ def is_packed(module: Any, method: Any) -> bool:
     return experts or (hasattr(module, "cpu_linear") and not module.weight.numel())
 
 
-# Kernels that read 128x128 blocks of e4m3 ``[rows, columns]`` with fp32 scales, both as they were loaded; and those
-# before which vLLM quantizes once more, to scales that are powers of two, where it says so.
+# Kernels that read 128x128 blocks of e4m3 ``[rows, columns]`` with fp32 scales, both as they were
+# loaded; and kernels for which vLLM may quantize once more, to scales that are powers of two.
 BLOCK_KERNELS = ("CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel")
 DEEP_GEMM_KERNELS = ("DeepGemmFp8BlockScaledMMKernel", "FlashInferFp8DeepGEMMDynamicBlockScaledKernel")
 BLOCK_BACKENDS = ("TRITON", "BATCHED_TRITON")
@@ -83,8 +90,9 @@ BLOCK_METHODS = (
 
 
 class Blocks(NamedTuple):
-    """A layer that serves from fp8 blocks: by the name of each such parameter that of its scales, what multiplies
-    with them, and whether vLLM makes the scales powers of two after loading."""
+    """A layer that serves from fp8 blocks: `scales` are the names of scales by those of parameters,
+    `kernel` multiplies with them, and `powers_of_two` tells whether vLLM makes the scales powers of
+    two after loading."""
 
     scales: dict[str, str]
     kernel: str
@@ -92,7 +100,8 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(module: torch.nn.Module, method: Any) -> Blocks | None:
-    """How a layer serves from fp8 blocks in the order in which they are loaded; None where it does not."""
+    """Return how a layer serves from fp8 blocks in the order in which they are loaded; None if it
+    does not."""
     block = list(
         getattr(method, "weight_block_size", None) or getattr(module, "weight_block_size", None) or []
     )
@@ -121,8 +130,8 @@ def blocks_of(module: torch.nn.Module, method: Any) -> Blocks | None:
         return Blocks(scales, kernel, bool(getattr(used, "fallback", used).use_deep_gemm_e8m0))
 
 
-# Formats of checkpoints by ``compressed-tensors`` whose codes and scales can be made of plain weights: those of linear
-# layers and of experts, and those whose codes are packed.
+# vLLM's classes for checkpoints by ``compressed-tensors`` whose codes and scales can be made of
+# plain weights: of linear layers, of experts, and with packed codes.
 COMPRESSED_SCHEMES = {
     "CompressedTensorsW8A8Fp8": "float8_e4m3fn",
     "CompressedTensorsW8A8Int8": "int8",
@@ -135,23 +144,25 @@ COMPRESSED_EXPERTS = {
 PACKED_SCHEME = "CompressedTensorsWNA16"
 PACKED_EXPERTS = ("CompressedTensorsWNA16MarlinMoEMethod", "CompressedTensorsWNA16MoEMethod")
 PACKED_CODES = {4: "int4", 8: "int8"}
-NVFP4 = "nvfp4"  # what codes are called that are numbers of 4 bits with scales of two kinds
+NVFP4 = "nvfp4"  # codes of 4 bits with scales of two kinds
 NVFP4_METHODS = ("CompressedTensorsW4A4Fp4", "CompressedTensorsW4A4Nvfp4MoEMethod")
 MODELOPT_EXPERTS = "ModelOptNvFp4FusedMoE"
-# The last one is of vLLM 0.33, for all its formats.
+# vLLM 0.33 has only the last one.
 MODELOPT_LINEAR = ("ModelOptNvFp4LinearMethod", "ModelOptNvFp4W4A16LinearMethod", "ModelOptLinearMethod")
 # Kernels that multiply with plain inputs, whatever scales a checkpoint has for them.
 PLAIN_INPUTS = (
     "MarlinNvFp4LinearKernel", "HummingNvFp4LinearKernel", "FlashInferCuteDslNvFp4W4A16LinearKernel", "B12xNvFp4W4A16LinearKernel",
     "MARLIN", "HUMMING",
 )  # fmt: skip
-# What a kernel of the build for the CPU keeps packed weights in, which are none of torch's tensors.
-HANDLE = "dnnl_handler"
 
 
 class Packed(NamedTuple):
-    """How codes are packed: the bits of each, whether vLLM loads them turned, inputs before outputs; the names of what else it
-    makes for its loader, of which kernels read nothing; and what the names of codes end in."""
+    """The packing of codes: the `bits` of each, and whether vLLM loads them `turned`, inputs before
+    outputs.
+
+    `others` are the names of parameters that it has for its loader only; names of codes have the
+    suffix `end`.
+    """
 
     bits: int
     turned: bool
@@ -160,11 +171,18 @@ class Packed(NamedTuple):
 
 
 class Compressed(NamedTuple):
-    """A layer that vLLM loads codes and scales of: the names of its matrices, as those of plain weights would be called, what
-    their codes are, whether a scale is for a ``channel`` of the output, a ``group`` of its columns, a ``block``, or for a
-    published ``tensor``, the names of scales of its input that come with a checkpoint (static ones), vLLM's name for all this,
-    the rows and columns of a group or block, how codes are packed, if they are, and whether its kernel reads the scales of
-    its input."""
+    """A layer that vLLM loads as codes and scales.
+
+    - `weights`: the names that its matrices would have as plain weights.
+    - `codes`: what the codes are, such as ``float8_e4m3fn``, ``int4`` or ``nvfp4``.
+    - `strategy`: what has one scale: a ``channel`` of the output, a ``group`` of its columns, a
+      ``block``, or a published ``tensor``.
+    - `inputs`: the names of static scales of its input, which come with a checkpoint.
+    - `scheme`: vLLM's name for all this.
+    - `block`: the rows and columns of a group or block.
+    - `packed`: how codes are packed, if they are.
+    - `reads_inputs`: whether its kernel reads the scales of its input.
+    """
 
     weights: tuple[str, ...]
     codes: str
@@ -177,8 +195,11 @@ class Compressed(NamedTuple):
 
 
 def compressed_of(module: torch.nn.Module) -> Compressed | None:
-    """How a layer is loaded from a checkpoint that ``compressed-tensors``, or in nvfp4 ModelOpt, has quantized; None where it
-    is not, or where a refit cannot make what it is loaded from."""
+    """Return how a layer is loaded from a checkpoint quantized by ``compressed-tensors``, or by
+    ModelOpt in nvfp4.
+
+    None if it is not, or if a refit cannot make what it is loaded from.
+    """
     method: Any = getattr(module, "quant_method", None)
     kind = type(method).__name__
     linear = kind == "CompressedTensorsLinearMethod" and not hasattr(module, "org_vocab_size")
@@ -196,33 +217,35 @@ def compressed_of(module: torch.nn.Module) -> Compressed | None:
             scheme, codes = kind, COMPRESSED_EXPERTS[kind]
             strategy, static = method.weight_quant.strategy, bool(method.static_input_scales)
         elif linear:
-            one: Any = module.scheme
-            scheme = type(one).__name__
+            instance: Any = module.scheme
+            scheme = type(instance).__name__
             if scheme not in COMPRESSED_SCHEMES:
                 return None
-            codes, static = COMPRESSED_SCHEMES[scheme], bool(one.is_static_input_scheme)
-            # A scheme that multiplies with plain inputs forgets what its scales were for.
-            strategy = getattr(one, "weight_quant", one).strategy
-            if static and not getattr(one, "input_symmetric", True):
+            codes, static = COMPRESSED_SCHEMES[scheme], bool(instance.is_static_input_scheme)
+            # A scheme that multiplies with plain inputs has no `weight_quant`.
+            strategy = getattr(instance, "weight_quant", instance).strategy
+            if static and not getattr(instance, "input_symmetric", True):
                 return None  # vLLM does not leave zero points as they were when it processes them once more
         else:
             return None
     strategy = str(getattr(strategy, "value", strategy))
     owner = method if kind in COMPRESSED_EXPERTS else module.scheme
     block = tuple(getattr(owner, "weight_block_size", None) or ()) if strategy == "block" else None
-    # Of weight-only fp8 vLLM does not process twice what is by tensor, and renames the scales of blocks.
-    known_ones = ("channel",) if scheme == "CompressedTensorsW8A16Fp8" else ("channel", "tensor", "block")
-    if strategy not in known_ones or (block is not None and len(block) != 2):
+    # Weight-only fp8: vLLM cannot process scales of tensors twice, and renames the scales of
+    # blocks.
+    supported = ("channel",) if scheme == "CompressedTensorsW8A16Fp8" else ("channel", "tensor", "block")
+    if strategy not in supported or (block is not None and len(block) != 2):
         return None
     inputs = tuple(name.replace("weight", "input_scale") for name in weights) if static else ()
     return Compressed(weights, codes, strategy, inputs, scheme, block)
 
 
 def _packed(module: torch.nn.Module, owner: Any, weights: tuple[str, ...]) -> Compressed | None:
-    """How a layer is loaded whose codes are packed; None where they have zero points, or lie in another order."""
+    """Return how a layer with packed codes is loaded; None if they have zero points, or their
+    columns another order."""
     experts = weights != ("weight",)
     quantized = owner.weight_quant if experts else owner
-    # vLLM 0.33 takes no columns in another order
+    # vLLM 0.33 takes no columns in another order.
     ordered = getattr(quantized, "actorder", None) if experts else getattr(owner, "has_g_idx", False)
     ordered = getattr(ordered, "value", ordered) in (True, "group", "dynamic")
     templates = loading_templates(module)
@@ -230,7 +253,7 @@ def _packed(module: torch.nn.Module, owner: Any, weights: tuple[str, ...]) -> Co
         return None
     strategy = str(getattr(owner.strategy, "value", owner.strategy))
     block = (1, int(owner.group_size)) if strategy == "group" else None
-    # In place of the weights' shapes, and of columns' orders, there is something that nobody has to load.
+    # The weights' shapes and the orders of columns need not be loaded.
     made = {f"{name}_{end}" for name in weights for end in ("packed", "scale")}
     others = tuple(
         name for name in templates
@@ -243,8 +266,8 @@ def _packed(module: torch.nn.Module, owner: Any, weights: tuple[str, ...]) -> Co
 
 
 def _nvfp4(module: torch.nn.Module, owner: Any, weights: tuple[str, ...]) -> Compressed | None:
-    """How a layer is loaded whose codes are nvfp4; None where vLLM has not noted it, or no longer has the scales of inputs
-    that its kernel reads."""
+    """Return how a layer in nvfp4 is loaded; None if vLLM has not noted it, or no longer has the
+    scales of inputs that its kernel reads."""
     templates, kernel = loading_templates(module), kernel_of(module)
     reads = kernel not in PLAIN_INPUTS
     modelopt = type(owner).__name__ in (*MODELOPT_LINEAR, MODELOPT_EXPERTS)
@@ -258,28 +281,28 @@ def _nvfp4(module: torch.nn.Module, owner: Any, weights: tuple[str, ...]) -> Com
 
 
 def inputs_as_loaded(module: torch.nn.Module, how: Compressed) -> dict[str, torch.Tensor]:
-    """The scales of a layer's input, by name, as a checkpoint has brought them; none where no kernel reads them and vLLM has
-    let go of them."""
-    found = {}
+    """Return the scales of a layer's input by name, as a checkpoint has brought them; without those
+    that no kernel reads and vLLM has dropped."""
+    scales = {}
     for key in how.inputs:
         if how.codes != NVFP4:
-            found[key] = getattr(module, key).detach().max().clone()
+            scales[key] = getattr(module, key).detach().max().clone()
             continue
-        # Of linear layers vLLM serves from an inverse, or under another name.
+        # Linear layers keep the inverse, or have another name for it.
         kept = "input_global_scale" if key == "input_scale" else f"{key}_inv"
         value = getattr(module, kept, None) if how.weights == ("weight",) else getattr(module, key, None)
         if value is not None:
-            found[key] = value.detach().clone()
-    return found
+            scales[key] = value.detach().clone()
+    return scales
 
 
 def plain_templates(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Of a layer whose codes are packed the parameters that it would be loaded into were it not quantized, by name, on the
-    meta device; none for other layers."""
+    """Return the parameters that a layer with packed codes would be loaded into if it were not
+    quantized, by name, on the meta device; none for other layers."""
     how = compressed_of(module)
     if how is None or how.packed is None:
         return {}
-    found, templates = {}, loading_templates(module)
+    plain_parameters, templates = {}, loading_templates(module)
     for name in how.weights:
         packed, scales = templates[name + how.packed.end], templates[f"{name}_scale"]
         *rows, width = packed.mT.shape if how.packed.turned else packed.shape
@@ -290,19 +313,19 @@ def plain_templates(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         plain = torch.empty((*rows, columns), dtype=dtype, device="meta")
         plain.__class__, plain.__dict__ = packed.__class__, dict(packed.__dict__)
         vars(plain).pop("is_transposed", None)
-        found[name] = plain
-    return found
+        plain_parameters[name] = plain
+    return plain_parameters
 
 
 def method_of(module: torch.nn.Module) -> str:
-    """How vLLM quantizes a layer, by its own names."""
+    """Return how vLLM quantizes a layer, by its own names."""
     scheme: Any = getattr(module, "scheme", None)
     name = type(module.quant_method).__name__
     owner = module.quant_method if scheme is None else scheme
     asymmetric = getattr(getattr(owner, "weight_quant", owner), "symmetric", True) is False
-    ends = [] if scheme is None else [type(scheme).__name__]
-    ends += ["asymmetric"] if asymmetric else []
-    return f"{name} ({', '.join(ends)})" if ends else name
+    details = [] if scheme is None else [type(scheme).__name__]
+    details += ["asymmetric"] if asymmetric else []
+    return f"{name} ({', '.join(details)})" if details else name
 
 
 def processing_of(module: torch.nn.Module) -> str:
@@ -319,88 +342,29 @@ def processing_of(module: torch.nn.Module) -> str:
 
 
 ONLINE = "vllm.model_executor.layers.quantization.online."
-PROCESSED = "_already_called_process_weights_after_loading"
 
 
 def made_online(module: torch.nn.Module) -> bool:
-    """Whether vLLM has quantized a layer itself, of plain weights after it had loaded them, in an order that only
-    its own processing knows."""
+    """Tell whether vLLM has quantized a layer itself after loading plain weights, in an order that
+    only its own processing knows."""
     method = getattr(module, "quant_method", None)
     return type(method).__module__.startswith(ONLINE) and blocks_of(module, method) is None
 
 
-def loaded_aside() -> frozenset[str]:
-    """Names of a layer's tensors that vLLM leaves alone when it loads and processes the layer anew."""
-    with known("does not say what it keeps while it loads a layer anew"):
-        from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
-
-        return frozenset(SKIP_TENSORS)
-
-
-def processing_objects(module: torch.nn.Module) -> list[Any]:
-    """A layer and what holds its kernels: all that vLLM's processing of its weights writes to."""
-    owners = [module.quant_method]
-    if getattr(module, "scheme", None) is not None:
-        owners.append(module.scheme)
-    kernels = [
-        one
-        for owner in owners
-        for one in vars(owner).values()
-        if type(one).__module__.startswith("vllm.") and hasattr(one, "__dict__")
-    ]
-    return [module, *owners, *(one for one in kernels if not isinstance(one, torch.nn.Module | type))]
-
-
-def scales_in(config: Any) -> dict[str, torch.Tensor]:
-    """The tensors that a ``FusedMoEQuantConfig`` holds, by name: kernels of experts read scales from there."""
-    found: dict[str, torch.Tensor] = {}
-    for side, description in (vars(config) if hasattr(config, "__dict__") else {}).items():
-        if type(description).__name__ == "FusedMoEQuantDesc":
-            named = vars(description).items()
-            found |= {f"{side}.{key}": value for key, value in named if isinstance(value, torch.Tensor)}
-    return found
-
-
-def process(module: torch.nn.Module, config: Any) -> None:
-    """Let vLLM make of a layer's parameters, as they were loaded, what it serves from, under its ``VllmConfig`` as when
-    it had loaded them. The processing starts anew, as in vLLM's own ``reload/layerwise.py``."""
-    vars(module).pop(PROCESSED, None)
-    with known("processes weights in another way"):
-        from vllm.config import set_current_vllm_config
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(config.model_config.dtype)
-    try:
-        with torch.no_grad(), set_current_vllm_config(config):
-            module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
-    finally:
-        torch.set_default_dtype(before)
-
-
-def multiplied(handle: Any, outcome: torch.dtype) -> torch.Tensor:
-    """What a layer serves from, of which nothing but a handle of the CPU's kernels is known: its weights ``[inputs,
-    outputs]``, times their scales."""
-    with known("multiplies in another way on the CPU"):
-        from vllm import _custom_ops
-
-        one = torch.eye(handle.k, dtype=torch.int8)
-        found = torch.empty((handle.k, handle.n), dtype=outcome)
-        _custom_ops.onednn_scaled_mm(handle, one, found, torch.ones(handle.k, 1), None, None, None)
-        return found
-
-
 def kernel_of(module: torch.nn.Module) -> str:
-    """What multiplies with a layer's weights, for logs."""
+    """Return the name of what multiplies with a layer's weights, for logs."""
     method = module.quant_method
     names = ("fp8_backend", "int8_backend", "nvfp4_backend", "wna16_backend")
     backends = (getattr(method, name, None) for name in names)
-    backend = next((one.name for one in backends if one is not None), None)
+    backend = next((backend.name for backend in backends if backend is not None), None)
     scheme = getattr(module, "scheme", None) or method
     linear = getattr(scheme, "fp8_linear", None) or getattr(scheme, "kernel", None)
     return backend or (type(linear).__name__ if linear is not None else "unknown")
 
 
 def own_blocks(values: torch.Tensor, rounding: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What vLLM's own functions make of a bf16 matrix: e4m3, and the scales of its blocks."""
+    """Return the e4m3 codes and the scales of blocks that vLLM's own functions make of a bf16
+    matrix."""
     with known("quantizes blocks elsewhere"):
         from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
         from vllm.utils.deep_gemm import per_block_cast_to_fp8
@@ -409,30 +373,3 @@ def own_blocks(values: torch.Tensor, rounding: str) -> tuple[torch.Tensor, torch
         if rounding == "twice":
             requant_weight_ue8m0_inplace(codes, scales)
         return codes, scales
-
-
-def loading_templates(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A module's parameters and buffers, by name, as vLLM made them before any processing, on the meta
-    device; those it noted."""
-    with known("does not note how its parameters are loaded"):
-        from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
-
-        info = LAYERWISE_INFO.get(module)
-        templates: dict[str, torch.Tensor] = {}
-        for some in info.restore_metadata if info is not None else ():
-            templates |= some
-        return templates
-
-
-def bound_to(tensor: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
-    """A template whose loader is the method of `module` that it was made with."""
-    with known("binds a parameter's loader in another way"):
-        from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
-
-        bound = restore_layer_refs(tensor, module)
-        loader: Any = getattr(bound, "weight_loader", None)
-        while getattr(loader, "__name__", "") == "online_process_loader":
-            # Of a layer that is quantized while it is loaded: this one waits for all of the layer's weights.
-            loader = loader.__wrapped__
-            setattr(bound, "weight_loader", loader)  # noqa: B010
-        return bound

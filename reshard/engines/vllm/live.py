@@ -18,35 +18,35 @@ from reshard.engines.base import Engine
 from reshard.engines.deduplicated import ExpertLayer, trace_deduplicated
 from reshard.engines.rules import PlacedTensors
 from reshard.engines.trace import Canonical, Trace
-from reshard.engines.vllm.accounts import ADAPTERS, LEFT_ALONE, Account, account_for, summary
-from reshard.engines.vllm.block_scales import find_scales, layers_in_blocks
-from reshard.engines.vllm.canonical import canonical_tensors, expert_layers, mtp_names
 from reshard.engines.vllm.compat import draft_load_format, draft_model, driver_worker
-from reshard.engines.vllm.drafter import check_drafter, is_mtp, trace_drafter
 from reshard.engines.vllm.guard import VllmGuard, guard_of
-from reshard.engines.vllm.kept import KeptTensors
 from reshard.engines.vllm.layers import kernel_of, processing_of
-from reshard.engines.vllm.mla import derive_in_place, deriving_attentions, stale_matrices
-from reshard.engines.vllm.placing import Placer, rank_of
 from reshard.engines.vllm.recipes import Held
 from reshard.engines.vllm.reload import Reloads
-from reshard.engines.vllm.served import Served
-from reshard.engines.vllm.stand_ins import layer_fingerprint, trace_model
-from reshard.engines.vllm.supported import check_supported
+from reshard.engines.vllm.weights.accounts import ADAPTERS, LEFT_ALONE, Account, account_for, summary
+from reshard.engines.vllm.weights.block_scales import find_scales, layers_in_blocks
+from reshard.engines.vllm.weights.canonical import canonical_tensors, expert_layers, mtp_names
+from reshard.engines.vllm.weights.drafter import check_drafter, is_mtp, trace_drafter
+from reshard.engines.vllm.weights.kept import KeptTensors
+from reshard.engines.vllm.weights.mla import derive_in_place, deriving_attentions, stale_matrices
+from reshard.engines.vllm.weights.placing import Placer, rank_of
+from reshard.engines.vllm.weights.served import Served
+from reshard.engines.vllm.weights.stand_ins import layer_fingerprint, trace_model
+from reshard.engines.vllm.weights.supported import check_supported
 from reshard.models.model import Model
 from reshard.models.published import published
 from reshard.quantization.fp8_blocks import ROUNDINGS
 
 
 class VllmModel(Engine):
-    """One rank of a running vLLM: a model and its ``VllmConfig``; if there are, the `worker` that runs it, and
-    the engine of this process that takes the requests (`front`).
+    """One rank of a running vLLM: a model and its ``VllmConfig``; if there are, the `worker` that
+    runs it, and the engine of this process that takes the requests (`front`).
 
-    Layers that vLLM serves from fp8 blocks are quantized by the refit: with the least error, or, with `match_vllm_rounding`, bit for bit
-    as vLLM's own loading of the same weights would have left them.
+    Layers that vLLM serves from fp8 blocks are quantized by the refit: with the least error, or,
+    with `match_vllm_rounding`, bit for bit as vLLM's own loading of the same weights would have left them.
 
-    Raises ReshardError, before anything is changed, if the model serves from another arrangement of its
-    weights than the loaded one, or if vLLM's loader disagrees with our rules.
+    Raises ReshardError, before anything is changed, if the model serves from another arrangement of
+    its weights than the loaded one, or if vLLM's loader disagrees with our rules.
     """
 
     guard: VllmGuard
@@ -62,7 +62,8 @@ class VllmModel(Engine):
     ) -> None:
         self.module, self.vllm_config, self.worker, self.front = model, config, worker, front
         self.match_vllm_rounding = match_vllm_rounding
-        # Before anything can fail: an engine that cannot be connected must not serve dummy weights either.
+        # Before anything can fail: an engine that cannot be connected must not serve dummy weights
+        # either.
         self.guard = guard_of(model, config)
         self.guard.watch(model, worker, front)
         self.hf_config = published(config.model_config.hf_config.to_dict(), "vLLM's config")
@@ -80,8 +81,8 @@ class VllmModel(Engine):
     @staticmethod
     @accepts_renamed_options
     def from_worker(worker: Any, front: Any = None, match_vllm_rounding: bool = False) -> "VllmModel":
-        """Return the model of a vLLM worker (``vllm.v1.worker.gpu_worker.Worker``); `front` is the engine of this
-        process, if it is in this process."""
+        """Return the model of a vLLM worker (``vllm.v1.worker.gpu_worker.Worker``); `front` is the
+        engine of this process, if it is in this process."""
         return VllmModel(worker.get_model(), worker.vllm_config, worker, front, match_vllm_rounding)
 
     @staticmethod
@@ -94,13 +95,15 @@ class VllmModel(Engine):
     # Finding tensors
 
     def _find_tensors(self, with_drafter: bool) -> None:
-        """Find what this rank holds and where; `with_drafter` if a refit is to bring the drafter too."""
+        """Find what this rank holds and where; `with_drafter` if a refit is to bring the drafter
+        too."""
         self.served = Served(self.module, self.draft if with_drafter else None)
         self.blocks = layers_in_blocks(self.served)
         check_supported(self.served, self.vllm_config)
         self.reloads = Reloads(self.served, self.vllm_config, self.guard.ready)
         self.tensors: dict[str, torch.Tensor] = dict(self.served.named_tensors())
-        # What vLLM's loader writes into: of layers that it quantizes after loading, not what they serve from.
+        # What vLLM's loader writes into: of layers that it quantizes after loading, not what they
+        # serve from.
         self.loaded = self.tensors | self.reloads.loaded
         self.rank = rank_of(self.module, self.model, self.tensors, self.vllm_config)
         self.tp = self.rank.tp
@@ -153,7 +156,8 @@ class VllmModel(Engine):
         return trace_deduplicated(trace, canonical, layers, fingerprint, self.rank.experts)
 
     def _parts_of_reloads(self) -> dict[str, list[Held]]:
-        """Return the parts of matrices in each layer that vLLM processes after loading, by the layer's name."""
+        """Return the parts of matrices in each layer that vLLM processes after loading, by the
+        layer's name."""
         parts: dict[str, list[Held]] = {}
         for identity, region in self.regions.items():
             layer, _, parameter = identity[0].rpartition(".")
@@ -167,7 +171,8 @@ class VllmModel(Engine):
         return parts
 
     def _account(self) -> dict[str, Account]:
-        """Return what a refit does to each tensor. Raises ReshardError for tensors that have no account."""
+        """Return what a refit does to each tensor. Raises ReshardError for tensors that have no
+        account."""
         regions = [*self.regions.values(), *(scales.region for scales in self.scales.values())]
         written = {id(region.tensor) for region in regions}
         brought = {name: tensor for name, tensor in self.tensors.items() if id(tensor) in written}
@@ -179,7 +184,8 @@ class VllmModel(Engine):
         return accounts | {f"{name} (LoRA)": ADAPTERS for name in self.served.adapters}
 
     def select_optional(self, available: Set[str]) -> None:
-        """Leave the drafter alone if the trainer has no MTP layers; see `Engine.select_optional`."""
+        """Leave the drafter alone if the trainer has no MTP layers; see
+        `Engine.select_optional`."""
         if not available:
             check_drafter(self.draft, self.vllm_config, "the trainer's model has no MTP layers")
         if bool(available) != (self.served.draft is not None):
@@ -194,7 +200,8 @@ class VllmModel(Engine):
     def refresh_regions(self) -> bool:
         """Find the tensors that vLLM has replaced or moved; return True if there were any.
 
-        Raises ReshardError if one has no memory, as in sleep, or another shape, dtype or order than at connect.
+        Raises ReshardError if one has no memory, as in sleep, or another shape, dtype or order than
+        at connect.
         """
         for name, before in self.tensors.items():
             module, key = self._owners[name]
@@ -270,18 +277,21 @@ class VllmModel(Engine):
         self.reloads.process_round(index, self.timeout)
 
     def mismatches(self, index: int) -> list[Any]:
-        """Return the ids of local tensors whose layers, in this round, serve from something else."""
+        """Return the ids of local tensors whose layers, in this round, serve from something
+        else."""
         layers = {name.rpartition(".")[0] for name in self.reloads.mismatches(index, self.timeout)}
         return [identity for identity in self.staged_rounds if _layer_of(identity) in layers]
 
     def update_derived(self) -> None:
-        """Write what vLLM has lost and no trainer has, and let vLLM derive matrices from the new weights."""
+        """Write what vLLM has lost and no trainer has, and let vLLM derive matrices from the new
+        weights."""
         self._kept.restore(self.tensors | self._idle_drafter, self._buffers)
         for attention in self.attentions.values():
             derive_in_place(attention)
 
     def stale_derived(self) -> list[str]:
-        """Return the names of matrices that are not what vLLM derives from the weights that it has now."""
+        """Return the names of matrices that are not what vLLM derives from the weights that it has
+        now."""
         return [
             f"{name}.{key}"
             for name, attention in self.attentions.items()
@@ -291,7 +301,8 @@ class VllmModel(Engine):
     # For logs
 
     def quantized_layers(self) -> list[dict[str, Any]]:
-        """Return how many layers serve from fp8 blocks or from what vLLM's processing makes; see `Engine.quantized_layers`."""
+        """Return how many layers serve from fp8 blocks or from what vLLM's processing makes; see
+        `Engine.quantized_layers`."""
         layers: dict[str, tuple[str, str]] = {}
         for identity, scales in self.scales.items():
             layer = _layer_of(identity)

@@ -1,8 +1,8 @@
 """What vLLM calls the parameters of a layer, and which of them it fuses, by family.
 
-Rows of a mapping table that have one vLLM name fill that parameter together, in table order. A name in no list here
-is the published one. These names are for families that they were checked with; an engine that serves another one is asked by the
-trace of its own loader alone.
+Rows of a mapping table that have one vLLM name fill that parameter together, in table order. A name
+in no list here is the published one. These names are for families that they were checked with; an
+engine that serves another one is asked by the trace of its own loader alone.
 """
 
 from functools import cache
@@ -32,7 +32,8 @@ LATENT_ATTENTION = (
 
 
 class VllmFamily(NamedTuple):
-    """A family's `names`, which come before `NAMES`; with `on_every_stage`, embedding and output are not only at a pipeline's ends."""
+    """A family's `names`, which come before `NAMES`; with `on_every_stage`, embedding and output
+    are not only at a pipeline's ends."""
 
     names: tuple[tuple[str, str, str], ...] = ()
     on_every_stage: bool = False

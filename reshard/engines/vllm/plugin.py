@@ -1,14 +1,15 @@
-"""What vLLM calls at start-up, in each of its processes, by the entry point in ``vllm.general_plugins``.
+"""What vLLM calls at start-up, in each of its processes, by the entry point in
+``vllm.general_plugins``.
 
 It adds ``--load-format reshard``, and the backend ``reshard`` of the weight transfer:
 
     vllm serve DST --load-format reshard
     vllm serve MODEL --weight-transfer-config '{"backend": "reshard"}'
 
-vLLM looks for config and tokenizer where the weights are. A Megatron checkpoint has them in a directory beside
-its iterations, or, where training wrote it, nowhere; the engine's arguments ``hf_config_path`` and
-``tokenizer`` say where. `complete_arguments` fills in those that the user did not give, and names the iteration, so that all
-ranks take the same one.
+vLLM looks for config and tokenizer where the weights are. A Megatron checkpoint has them in a
+directory beside its iterations, or, where training wrote it, nowhere; the engine's arguments
+``hf_config_path`` and ``tokenizer`` say where. `complete_arguments` fills in those that the user
+did not give, and names the iteration, so that all ranks take the same one.
 
 Every vLLM process of an environment with reshard imports this module, so it imports nothing heavy.
 """
@@ -45,10 +46,12 @@ def register() -> None:
 def complete_arguments(arguments: Any) -> None:
     """Complete an ``EngineArgs`` in place before vLLM makes its config of it.
 
-    One with this load format gets the iteration's directory as its `model`, and where its config and tokenizer are. One with our
-    weight transfer gets the extension of its workers. Others are left as they are.
+    One with this load format gets the iteration's directory as its `model`, and where its config
+    and tokenizer are. One with our weight transfer gets the extension of its workers. Others are
+    left as they are.
 
-    Raises ReshardError, before anything is started, if the checkpoint cannot be read or no config is known.
+    Raises ReshardError, before anything is started, if the checkpoint cannot be read or no config
+    is known.
     """
     transfer = getattr(arguments, "weight_transfer_config", None)
     if getattr(transfer, "backend", None) == BACKEND and not arguments.worker_extension_cls:

@@ -21,24 +21,26 @@ from reshard.core.errors import ReshardError, first_line, listed
 from reshard.engines.vllm.compat import tensor_parallel_group
 from reshard.engines.vllm.compressed import CompressedQuantizer
 from reshard.engines.vllm.layers import (
-    HANDLE,
     NVFP4,
     Compressed,
     compressed_of,
     experts_of,
     inputs_as_loaded,
+    made_online,
+    plain_templates,
+)
+from reshard.engines.vllm.nvfp4 import Nvfp4Quantizer
+from reshard.engines.vllm.processing import (
+    HANDLE,
     loaded_aside,
     loading_templates,
-    made_online,
     multiplied,
-    plain_templates,
     process,
     processing_objects,
     scales_in,
 )
-from reshard.engines.vllm.nvfp4 import Nvfp4Quantizer
 from reshard.engines.vllm.recipes import Held, LayerQuantizer, parameter_like, reduce_max
-from reshard.engines.vllm.served import Served
+from reshard.engines.vllm.weights.served import Served
 
 # The most that a round has, unless one layer alone is larger.
 ROUND_BYTES = 128 << 20

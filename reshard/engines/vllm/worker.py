@@ -5,8 +5,8 @@ through ``collective_rpc``.
     llm.collective_rpc("reshard_connect", args=("127.0.0.1:29600", trainer_ranks, trainer_ranks + engine_ranks))
     llm.collective_rpc("reshard_refit", args=(version,))
 
-The trainer's ranks call `reshard.refit.connect` and `Link.refit` at the same time; each call returns when
-both sides are done.
+The trainer's ranks call `reshard.refit.connect` and `Link.refit` at the same time; each call
+returns when both sides are done.
 """
 
 from contextlib import suppress
@@ -32,15 +32,17 @@ LOADING_METHODS = ("init_device", "load_model", "reload_weights")
 
 
 class RefitExtension:
-    """Methods of a vLLM worker that connect it to a trainer and take its weights; for ``worker_extension_cls``."""
+    """Methods of a vLLM worker that connect it to a trainer and take its weights; for
+    ``worker_extension_cls``."""
 
     _reshard_link: Link | None = None
 
     def __new__(cls, *_: Any, **__: Any) -> "RefitExtension":
         """Make the worker, in the process that will load the model.
 
-        From here on the worker's layers are made so that they can be refitted (`reshard.engines.vllm.compat.plain_weights`), and
-        its weights are guarded from when they are loaded on.
+        From here on the worker's layers are made so that they can be refitted
+        (`reshard.engines.vllm.compat.plain_weights`), and its weights are guarded from when they
+        are loaded on.
         """
         worker = super().__new__(cls)
         for name in LOADING_METHODS:
@@ -62,21 +64,25 @@ class RefitExtension:
         match_vllm_rounding: bool = False,
         secret: str | None = None,
     ) -> None:
-        """Join the trainer's ranks and the other workers, and connect; every worker and every rank does so at the same time.
+        """Join the trainer's ranks and the other workers, and connect; every worker and every rank
+        does so at the same time.
 
-        `address` is the ``host:port`` at which member 0 serves, the first of the trainer's ranks as a rule. This worker is member
-        `first_rank` plus its own rank within the engine: `first_rank` is how many members come before the engine, which are
-        the trainer's ranks, and the workers of engines before this one. `size` is how many members there are in all.
+        `address` is the ``host:port`` at which member 0 serves, the first of the trainer's ranks as
+        a rule. This worker is member `first_rank` plus its own rank within the engine: `first_rank`
+        is how many members come before the engine, which are the trainer's ranks, and the workers
+        of engines before this one. `size` is how many members there are in all.
 
-        `backend` and `bucket_bytes` are those of `reshard.refit.connect`. `timeout` is for how many seconds members wait for each
-        other, in this call and in every refit. `match_vllm_rounding` is that of `VllmModel`. `secret` is that of
-        `RefitGroup.join`, the same for all members.
+        `backend` and `bucket_bytes` are those of `reshard.refit.connect`. `timeout` is for how many
+        seconds members wait for each other, in this call and in every refit. `match_vllm_rounding` is that of
+        `VllmModel`. `secret` is that of `RefitGroup.join`, the same for all members.
 
-        Raises ReshardError, as on every other member, if the two sides do not hold the same model or a member is missing.
+        Raises ReshardError, as on every other member, if the two sides do not hold the same model
+        or a member is missing.
         """
         check_number(first_rank, "first_rank", MOST_MEMBERS, 0)
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
-        # By the index: the data parallel rank is 0 in each of the engines of a model without experts.
+        # By the index: the data parallel rank is 0 in each of the engines of a model without
+        # experts.
         rank = self.rank + parallel.data_parallel_index * parallel.world_size  # type: ignore[attr-defined]
         self.reshard_join(
             address, first_rank + rank, size, backend, bucket_bytes, timeout, match_vllm_rounding, secret
@@ -94,7 +100,8 @@ class RefitExtension:
         match_vllm_rounding: bool = False,
         secret: str | None = None,
     ) -> None:
-        """Connect as with `reshard_connect`, as member `rank`. Wrong arguments are refused before the present connection is given up."""
+        """Connect as with `reshard_connect`, as member `rank`. Wrong arguments are refused before
+        the present connection is given up."""
         parsed(address)
         check_rank(rank, size)
         check_backend(backend)
@@ -112,7 +119,8 @@ class RefitExtension:
             )
 
     def _reshard_side(self, match_vllm_rounding: bool) -> VllmModel:
-        """Return this worker's side: that of the last connect, if vLLM still has the same model in the same order."""
+        """Return this worker's side: that of the last connect, if vLLM still has the same model in
+        the same order."""
         last: VllmModel | None = getattr(self, "_reshard_engine", None)
         same_model = last is not None and last.module is self.get_model()  # type: ignore[attr-defined]
         if last is not None and same_model and last.match_vllm_rounding == match_vllm_rounding:
@@ -152,7 +160,8 @@ class RefitExtension:
 
 
 def _watch(worker: Any) -> None:
-    """Guard this worker's weights from now on, and let vLLM's weight transfer use the worker, if that is ours."""
+    """Guard this worker's weights from now on, and let vLLM's weight transfer use the worker, if
+    that is ours."""
     model = worker.get_model()
     guard_of(model, worker.vllm_config, just_loaded=True).watch(model, worker, None)
     attach_worker = getattr(getattr(worker, "weight_transfer_engine", None), "attach_reshard_worker", None)

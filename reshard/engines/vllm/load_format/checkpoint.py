@@ -1,4 +1,5 @@
-"""A checkpoint's directories, and what its config wants: for the plugin, which completes vLLM's arguments, and for the loader."""
+"""A checkpoint's directories, and what its config wants: for the plugin, which completes vLLM's
+arguments, and for the loader."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,13 +15,15 @@ CONFIG_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 
 
 def config_directory(config: str, revision: str | None) -> Path:
-    """Return the directory of a model's config and tokenizer, given as a path or as a hub id, of which only these are fetched."""
+    """Return the directory of a model's config and tokenizer, given as a path or as a hub id, of
+    which only these are fetched."""
     is_hub_id = revision is not None and not Path(config).is_dir()
     return local_directory(f"{config}@{revision}" if is_hub_id else config, CONFIG_FILES)
 
 
 def megatron_directory(path: Path) -> Path | None:
-    """Return the directory of the iteration that a path means, or None if it is no Megatron checkpoint."""
+    """Return the directory of the iteration that a path means, or None if it is no Megatron
+    checkpoint."""
     located = locate(path)
     return None if located is None else located.directory
 
@@ -28,8 +31,9 @@ def megatron_directory(path: Path) -> Path | None:
 def wants_fp8_blocks(config: Mapping[str, Any], directory: Path) -> bool:
     """Tell whether a config wants weights as fp8 blocks.
 
-    False for a config without quantization, and for one by compressed-tensors or by ModelOpt (nvfp4, weights only) that can be made
-    of Megatron's plain weights. Raises ReshardError if it wants them quantized in another way.
+    False for a config without quantization, and for one by compressed-tensors or by ModelOpt
+    (nvfp4, weights only) that can be made of Megatron's plain weights. Raises ReshardError if it
+    wants them quantized in another way.
     """
     wanted = config.get("quantization_config")
     if not wanted:

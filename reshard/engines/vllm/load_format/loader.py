@@ -1,8 +1,9 @@
-"""``--load-format reshard``: vLLM takes its weights from a Megatron checkpoint, or a Hugging Face directory.
+"""``--load-format reshard``: vLLM takes its weights from a Megatron checkpoint, or a Hugging Face
+directory.
 
-Where vLLM's own ``load_weights`` does nothing but copy, each rank reads the boxes that it would copy, straight
-to where it would copy them. Else, for a model that is quantized while it loads or an architecture without a
-table, it is handed whole tensors by their published names, as from a Hugging Face directory.
+If vLLM's own ``load_weights`` only copies, each rank reads the boxes that it would copy, straight
+to where it would copy them. Else, for a model that is quantized while it loads or an architecture
+without a table, it gets whole tensors by their published names, as from a Hugging Face directory.
 """
 
 import logging
@@ -29,15 +30,15 @@ from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError, listed
 from reshard.device.box_loader import BoxLoader
 from reshard.device.live_boxes import LiveBox
-from reshard.device.memory import Region as Live
+from reshard.device.memory import Region as LiveRegion
 from reshard.device.staging import ToDevice
 from reshard.engines.trace import Canonical, Trace, TracedCopy
 from reshard.engines.vllm import nvfp4
 from reshard.engines.vllm.compressed import stored_as
 from reshard.engines.vllm.layers import NVFP4, Compressed, compressed_of, method_of
 from reshard.engines.vllm.load_format.checkpoint import config_directory, megatron_directory, wants_fp8_blocks
-from reshard.engines.vllm.stand_ins import trace_model
-from reshard.engines.vllm.supported import PLAIN_METHODS
+from reshard.engines.vllm.weights.stand_ins import trace_model
+from reshard.engines.vllm.weights.supported import PLAIN_METHODS
 from reshard.megatron.parameters import expand
 from reshard.models.family import families
 from reshard.models.model import Model
@@ -58,8 +59,11 @@ MAX_THREADS = 8
 
 
 class ReshardModelLoader(BaseModelLoader):
-    """vLLM's interface of a loader. ``model_loader_extra_config`` may say ``{"whole_tensors": true}``: every
-    rank reads all tensors then, and vLLM's ``load_weights`` takes of them what it needs."""
+    """A loader by vLLM's interface.
+
+    With ``{"whole_tensors": true}`` in ``model_loader_extra_config``, every rank reads all tensors,
+    and vLLM's ``load_weights`` takes what it needs.
+    """
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
@@ -73,50 +77,59 @@ class ReshardModelLoader(BaseModelLoader):
         self.whole_tensors = bool(extra.get("whole_tensors", False))
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """Fetch what lies on the hub."""
+        """Fetch a model from the hub."""
         _directory(model_config)
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
-        """Fill the parameters of a model as vLLM has made it, before it processes them. Raises ReshardError
-        where the weights are of another model, or cannot be read."""
+        """Fill the parameters of a model as vLLM has made it, before it processes them.
+
+        Raises ReshardError if the weights are of another model, or cannot be read.
+        """
         began = time.perf_counter()
-        with closing(open_weights(model_config)) as found, found.weights.unchanged():
-            found.quantize_as(model)
+        with closing(open_weights(model_config)) as opened, opened.weights.unchanged():
+            opened.quantize_as(model)
             why = "model_loader_extra_config asks for it" if self.whole_tensors else None
             trace = None
             if why is None:
                 try:
-                    trace = _boxes(model, model_config, found)
+                    trace = _trace_boxes(model, model_config, opened)
                 except ReshardError as error:
                     why = str(error)
             if trace is not None:
-                _read_boxes(model, trace, found.weights)
+                _read_boxes(model, trace, opened.weights)
                 how = "each rank its own boxes"
             else:
-                loaded = model.load_weights(found.stream())  # type: ignore[operator]
+                loaded = model.load_weights(opened.stream())  # type: ignore[operator]
                 _check_loaded(model, model_config, loaded)
                 how = f"whole tensors ({why})"
-            read, seconds = f"{found.weights.read_bytes:,} bytes", time.perf_counter() - began
-            logger.info("%s: %s read in %.1f s, %s", found.name, read, seconds, how)
+            read, seconds = f"{opened.weights.read_bytes:,} bytes", time.perf_counter() - began
+            logger.info("%s: %s read in %.1f s, %s", opened.name, read, seconds, how)
 
     def get_all_weights(
         self, model_config: ModelConfig, model: torch.nn.Module
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor by its published name: what vLLM's ``reload_weights`` asks for. Raises ReshardError at once where
-        they are of another model, or cannot be read: vLLM has let go of nothing by then, and serves on."""
-        _check_same(_directory(model_config), model_config)
-        found = open_weights(model_config)
+        """Return every tensor with its published name, for vLLM's ``reload_weights``.
+
+        Raises ReshardError at once if they are of another model, or cannot be read: vLLM has
+        dropped nothing by then, and goes on serving.
+        """
+        _check_same_model(_directory(model_config), model_config)
+        opened = open_weights(model_config)
         try:
-            found.quantize_as(model)
+            opened.quantize_as(model)
         except BaseException:
-            found.close()
+            opened.close()
             raise
-        return found.to_the_end()
+        return opened.stream_and_close()
 
 
-class _Found:
-    """Opened weights: `name` says which, `quantized` are those that the config wants as fp8 blocks, `compressed` whether it
-    wants some as compressed-tensors or ModelOpt makes them of weights in `dtype`."""
+class OpenedWeights:
+    """The weights of a checkpoint, called `name` in logs, which are quantized as the config wants
+    while they are read.
+
+    `quantized` are the names of those that it wants as fp8 blocks. If `compressed`, it wants some
+    as compressed-tensors or ModelOpt makes them of weights in `dtype`.
+    """
 
     def __init__(
         self,
@@ -129,14 +142,17 @@ class _Found:
         self.name, self.weights, self.quantized, self.compressed = name, weights, quantized, compressed
         self.dtype = dtype
         self.schemes: dict[str, Compressed] = {}
-        self.taken: frozenset[str] | None = (
-            None  # what this rank takes a part of; all where nobody has looked
-        )
+        # The names of tensors that this rank takes a part of; None for all.
+        self.taken: frozenset[str] | None = None
         self.device = torch.device("cpu")
 
     def quantize_as(self, model: torch.nn.Module) -> None:
-        """Quantize also what published checkpoints keep and this model, by its config, does not: vLLM would cast a
-        router's plain weights into its fp8. Raises ReshardError where a layer wants what cannot be made."""
+        """Find which weights this model wants quantized, and how.
+
+        Also those that published checkpoints keep in bf16 and this model does not: vLLM would cast
+        a router's plain weights into its fp8. Raises ReshardError if a layer wants what cannot be
+        made.
+        """
         device = next(model.parameters()).device
         self.device = self.device if device.type == "meta" else device  # while vLLM loads anew
         if self.compressed:
@@ -146,12 +162,14 @@ class _Found:
             self.quantized |= {name for name in self.weights.tensors if name + SCALE_SUFFIX in held}
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(published name, full tensor) one after the other."""
-        # As vLLM takes them from files: where several say one thing, as the shapes of packed weights do that it fuses, the last one
-        # counts. And what shares a scale comes together.
-        # What others have alone, as experts, would be plain weights, for which packed layers have no place.
+        """Yield (published name, full tensor), one after the other."""
+        # What other ranks have, such as their experts, would stay plain, and packed layers have no
+        # place for plain weights.
         names = [name for name in self.weights.tensors if self.taken is None or name in self.taken]
         if self.schemes:
+            # Weights that share a scale come together. Else the order is that of files in vLLM's
+            # own loading, where the last one of several equal parameters counts, such as the shapes
+            # of packed weights that vLLM fuses.
             names.sort(key=lambda name: (fused(name)[0] if self._in_nvfp4(name) else name, name))
         regions = (self.weights.whole(name) for name in names)
         together: dict[str, torch.Tensor] = {}
@@ -171,8 +189,8 @@ class _Found:
             else:
                 yield region.name, tensor_of(raw, info.dtype.name).reshape(info.shape)
 
-    def to_the_end(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same; what was opened is closed afterward."""
+    def stream_and_close(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the same, and close the files at the end."""
         with closing(self), self.weights.unchanged():
             yield from self.stream()
 
@@ -183,9 +201,9 @@ class _Found:
         return name in self.schemes and self.schemes[name].codes == NVFP4
 
     def _nvfp4(self, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """What a checkpoint has of weights that share a scale."""
+        """Yield the tensors that a checkpoint in nvfp4 has for weights that share a scale."""
         for name, weight in weights.items():
-            # infinities and NaN, which such scales do not tell of
+            # Infinities and NaN would not show in such scales.
             check_finite(name, weight.abs().max().float().cpu().numpy())
         largest = torch.stack([weight.abs().max() for weight in weights.values()]).max().view(1)
         for name, weight in weights.items():
@@ -197,7 +215,8 @@ class _Found:
                 yield name + end, tensor
 
     def _compressed(self, name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """What a checkpoint by compressed-tensors has of a weight, made where the model is."""
+        """Yield the tensors that a checkpoint by compressed-tensors has for a weight, on the
+        model's device."""
         made = stored_as(self._on_device(weight), self.schemes[name])
         check_finite(name, made[channels.SCALE_SUFFIX].float().cpu().numpy())
         for end, tensor in made.items():
@@ -207,13 +226,13 @@ class _Found:
         self.weights.close()
 
 
-def open_weights(model_config: ModelConfig) -> _Found:
-    """The weights that a config names. Raises ReshardError where there are none."""
+def open_weights(model_config: ModelConfig) -> OpenedWeights:
+    """Open the weights that a config names. Raises ReshardError if there are none."""
     path = _directory(model_config)
     megatron = megatron_directory(path)
     if megatron is None:
         check_huggingface(path)
-        return _Found(str(path), weights_of_huggingface(path))
+        return OpenedWeights(str(path), weights_of_huggingface(path))
     config = model_config.hf_config_path
     source = MegatronSource(
         megatron, None if config is None else config_directory(config, model_config.revision)
@@ -222,10 +241,10 @@ def open_weights(model_config: ModelConfig) -> _Found:
         logger.info("%s: %s", megatron, notice)
     try:
         wanted = getattr(model_config.hf_config, "quantization_config", None) or {}
-        return _Found(
+        return OpenedWeights(
             str(megatron),
             weights_of_megatron(source),
-            _to_quantize(source, wanted),
+            _names_in_blocks(source, wanted),
             wanted.get("quant_method") in (compressed_tensors.METHOD, modelopt.METHOD),
             dtype_named(str(model_config.dtype)),
         )
@@ -234,22 +253,25 @@ def open_weights(model_config: ModelConfig) -> _Found:
         raise
 
 
-def _check_same(path: Path, model_config: ModelConfig) -> None:
-    """Raise ReshardError where a Hugging Face directory is of another model than the engine's, by the tensors that their
-    configs speak of."""
+def _check_same_model(path: Path, model_config: ModelConfig) -> None:
+    """Raise ReshardError if a Hugging Face directory is of another model than the engine's, by the
+    shapes that their configs give."""
     try:
-        theirs = Model.from_hf(read_config(path / "config.json"), str(path))
-        mine = Model.from_hf(model_config.hf_config.to_dict(), "the engine's config")
+        stored = Model.from_hf(read_config(path / "config.json"), str(path))
+        served = Model.from_hf(model_config.hf_config.to_dict(), "the engine's config")
     except ReshardError:
         return  # without a config, or an architecture without a table
-    a, b = (expand(replace(model, mtp_layers=0)).shapes for model in (theirs, mine))
-    unlike = [name for name in (*a, *b) if a.get(name) != b.get(name)]
-    if unlike:
-        said = [f"{list(shapes[unlike[0]])}" if unlike[0] in shapes else "none" for shapes in (a, b)]
-        raise ReshardError(
-            f"{path} is of another model than the engine's: the shape of {unlike[0]} is {said[0]}, and the engine's "
-            f"{said[1]}"
-        )
+    stored_shapes, served_shapes = (expand(replace(model, mtp_layers=0)).shapes for model in (stored, served))
+    for name in (*stored_shapes, *served_shapes):
+        if stored_shapes.get(name) != served_shapes.get(name):
+            stored_shape, served_shape = (
+                str(list(shapes[name])) if name in shapes else "none"
+                for shapes in (stored_shapes, served_shapes)
+            )
+            raise ReshardError(
+                f"{path} is of another model than the engine's: the shape of {name} is {stored_shape}, "
+                f"and the engine's {served_shape}"
+            )
 
 
 def _directory(model_config: ModelConfig) -> Path:
@@ -257,9 +279,9 @@ def _directory(model_config: ModelConfig) -> Path:
     return local_directory(name if revision is None or os.path.isdir(name) else f"{name}@{revision}")
 
 
-def _to_quantize(source: MegatronSource, wanted: Mapping[str, Any]) -> frozenset[str]:
-    """The weights that vLLM expects as fp8 blocks with scales, by the quantization in the config that it has read: Megatron
-    holds them as they were before."""
+def _names_in_blocks(source: MegatronSource, wanted: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of weights that vLLM expects as fp8 blocks with scales, by the `wanted`
+    quantization in its config."""
     if not wants_fp8_blocks({"quantization_config": wanted}, source.path):
         return frozenset()
     recorded = (source.manifest() or {}).get("quantized")
@@ -275,9 +297,13 @@ def _quantized(name: str, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _schemes(model: torch.nn.Module, canonical: Canonical) -> tuple[dict[str, Compressed], frozenset[str]]:
-    """The published weights that a model loads codes and scales of, and how, by where vLLM's own loader would copy them; and
-    all that it would copy any of. Raises ReshardError for a layer that wants what cannot be made of plain weights."""
-    found: dict[str, Compressed] = {}
+    """Return how each published weight is quantized that a model loads as codes and scales, and the
+    names of all that it loads.
+
+    Found by where vLLM's own loader would copy them. Raises ReshardError for a layer that wants
+    what cannot be made of plain weights.
+    """
+    by_parameter: dict[str, Compressed] = {}
     for name, module in model.named_modules():
         how, kind = compressed_of(module), type(getattr(module, "quant_method", None)).__name__
         if how is None and kind not in ("NoneType", *PLAIN_METHODS) and not kind.endswith("KVCacheMethod"):
@@ -285,21 +311,22 @@ def _schemes(model: torch.nn.Module, canonical: Canonical) -> tuple[dict[str, Co
                 f"{name} is loaded by {method_of(module)}, for which reshard cannot quantize Megatron's weights"
             )
         if how is not None:
-            found |= {f"{name}.{weight}": how for weight in how.weights}
+            by_parameter |= {f"{name}.{weight}": how for weight in how.weights}
             if how.codes == NVFP4:
                 nvfp4.check_columns(name, module)
     copies = trace_model(model, canonical).copies
-    schemes = {copy.name: found[copy.parameter] for copy in copies if copy.parameter in found}
+    schemes = {copy.name: by_parameter[copy.parameter] for copy in copies if copy.parameter in by_parameter}
     return schemes, frozenset(copy.name for copy in copies)
 
 
 def _canonical(weights: Weights) -> Canonical:
-    """Shapes and dtypes, for a trace."""
+    """Return the weights' shapes and dtypes, for a trace."""
     return {name: (info.shape, getattr(torch, info.dtype.name)) for name, info in weights.tensors.items()}
 
 
-def _boxes(model: torch.nn.Module, model_config: ModelConfig, found: _Found) -> Trace:
-    """What vLLM's loader would copy where. Raises ReshardError where it would do anything else."""
+def _trace_boxes(model: torch.nn.Module, model_config: ModelConfig, opened: OpenedWeights) -> Trace:
+    """Return what vLLM's loader would copy where. Raises ReshardError if it would do anything
+    else."""
     architectures = set(getattr(model_config.hf_config, "architectures", None) or ())
     known = {family.architecture for family in families().values()}
     if not architectures <= known:
@@ -308,9 +335,9 @@ def _boxes(model: torch.nn.Module, model_config: ModelConfig, found: _Found) -> 
         kind = type(getattr(module, "quant_method", None)).__name__
         if kind not in ("NoneType", *PLAIN_METHODS) and not kind.endswith("KVCacheMethod"):
             raise ReshardError(f"{name} is loaded by {kind}")
-    if found.quantized:
+    if opened.quantized:
         raise ReshardError("the config wants fp8 blocks")
-    canonical = _canonical(found.weights)
+    canonical = _canonical(opened.weights)
     trace = trace_model(model, canonical)
     live = _tensors(model)
     filled = dict.fromkeys((name for name, _ in model.named_parameters()), 0)
@@ -341,7 +368,7 @@ def _read_boxes(model: torch.nn.Module, trace: Trace, weights: Weights) -> None:
             casts.append(copy)
             continue
         rows, columns = (*copy.box.lengths, 1)[:2]
-        region = Live(live[copy.parameter].data, copy.offset, copy.pitch or columns)
+        region = LiveRegion(live[copy.parameter].data, copy.offset, copy.pitch or columns)
         boxes.append(LiveBox(copy.name, copy.box, region, Rows(0, rows, 0, columns), dtype))
     with torch.no_grad():
         for fill in trace.fills:
@@ -351,12 +378,13 @@ def _read_boxes(model: torch.nn.Module, trace: Trace, weights: Weights) -> None:
         with ThreadPoolExecutor(threads(), "reshard-read") as pool:
             list(pool.map(loader.load, loader.batches(boxes)))
         into.close()
-        regions = (_region(copy, weights) for copy in casts)
-        for found, raw in weights.read_ahead(regions, _memory, threads()):
-            cast: TracedCopy = found.key  # type: ignore[assignment]
-            read, to = tensor_of(raw, weights.tensors[cast.name].dtype.name), live[cast.parameter].data
-            at = to.storage_offset() + cast.offset
-            to.as_strided(read.shape, (cast.pitch or found.columns, 1), at).copy_(read)
+        cast_regions = (_region(copy, weights) for copy in casts)
+        for cast_region, raw in weights.read_ahead(cast_regions, _memory, threads()):
+            cast: TracedCopy = cast_region.key  # type: ignore[assignment]
+            values = tensor_of(raw, weights.tensors[cast.name].dtype.name)
+            parameter = live[cast.parameter].data
+            offset = parameter.storage_offset() + cast.offset
+            parameter.as_strided(values.shape, (cast.pitch or cast_region.columns, 1), offset).copy_(values)
 
 
 def _region(copy: TracedCopy, weights: Weights) -> Region:
@@ -366,8 +394,8 @@ def _region(copy: TracedCopy, weights: Weights) -> Region:
 
 
 def _check_loaded(model: torch.nn.Module, model_config: ModelConfig, loaded: set[str] | None) -> None:
-    """Raise ReshardError where parameters of a model that is not quantized got nothing, as vLLM's own loader
-    does."""
+    """Raise ReshardError if parameters of a model that is not quantized got nothing, as vLLM's own
+    loader does."""
     if loaded is None or model_config.quantization is not None:
         return
     processed = {
@@ -382,7 +410,8 @@ def _check_loaded(model: torch.nn.Module, model_config: ModelConfig, loaded: set
 
 
 def tensor_of(raw: np.ndarray, dtype: str) -> torch.Tensor:
-    """Bytes ``[rows, columns * size]`` as a tensor ``[rows, columns]``, in the same memory."""
+    """Return bytes ``[rows, columns * size]`` as a tensor ``[rows, columns]``, in the same
+    memory."""
     return torch.from_numpy(raw).view(getattr(torch, dtype))
 
 
@@ -391,7 +420,7 @@ def _memory(size: int) -> np.ndarray:
 
 
 def threads() -> int:
-    """How many threads a rank reads with: a fair part of the cores of its host."""
-    # Not vLLM's config: a running engine that reloads has none at hand.
+    """Return how many threads a rank reads with: a fair part of the cores of its host."""
+    # vLLM's config would say it too, but a running engine that reloads has none set.
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     return max(1, min(MAX_THREADS, (os.cpu_count() or 1) // ranks))

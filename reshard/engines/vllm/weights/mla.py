@@ -1,4 +1,5 @@
-"""The matrices that vLLM's latent attention (MLA) derives from the weights of ``kv_b_proj`` while it processes them."""
+"""The matrices that vLLM's latent attention (MLA) derives from the weights of ``kv_b_proj`` while
+it processes them."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +7,7 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm.reload import same_bits
-from reshard.engines.vllm.served import Served
+from reshard.engines.vllm.weights.served import Served
 
 
 class DerivingAttention(NamedTuple):
@@ -17,7 +18,8 @@ class DerivingAttention(NamedTuple):
 
 
 def deriving_attentions(model: Served) -> dict[str, DerivingAttention]:
-    """Return, by name, the MLA layers whose derived matrices are copies of ``kv_b_proj``'s weights, not views of them."""
+    """Return, by name, the MLA layers whose derived matrices are copies of ``kv_b_proj``'s weights,
+    not views of them."""
     attentions = {}
     for name, module in model.named_modules:
         absorbed, projection = getattr(module, "W_UV", None), getattr(module, "kv_b_proj", None)
@@ -32,8 +34,8 @@ def deriving_attentions(model: Served) -> dict[str, DerivingAttention]:
 
 
 def derive_in_place(attention: DerivingAttention) -> None:
-    """Let vLLM derive the matrices again, and keep them where they are: CUDA graphs hold their addresses, and vLLM 0.24 and 0.25
-    put new ones in their places.
+    """Let vLLM derive the matrices again, and keep them where they are: CUDA graphs hold their
+    addresses, and vLLM 0.24 and 0.25 put new ones in their places.
 
     Raises ReshardError if it makes one of another shape or dtype.
     """
@@ -63,7 +65,8 @@ def stale_matrices(attention: DerivingAttention) -> list[str]:
 
 
 def _derived_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the derived matrices by name, whether they are parameters, buffers or plain attributes."""
+    """Return the derived matrices by name, whether they are parameters, buffers or plain
+    attributes."""
     attributes = {**vars(module), **module._parameters, **module._buffers}
     return {
         key: value

@@ -1,4 +1,5 @@
-"""Which of vLLM's layers a refit can write to: those that serve from weights as they were loaded, and those it can process again."""
+"""Which of vLLM's layers a refit can write to: those that serve from weights as they were loaded,
+and those it can process again."""
 
 from typing import Any
 
@@ -15,7 +16,7 @@ from reshard.engines.vllm.layers import (
     method_of,
     plain_method,
 )
-from reshard.engines.vllm.served import Served
+from reshard.engines.vllm.weights.served import Served
 
 # Methods that serve from weights as they were loaded.
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
@@ -23,7 +24,8 @@ PLAIN_MOE_BACKENDS = ("TRITON", "BATCHED_TRITON", "OOT", "CPU")  # "CPU" only if
 
 
 def check_supported(model: Served, config: Any) -> None:
-    """Raise ReshardError if a layer keeps its weights in an order or precision that a refit cannot write, given the ``VllmConfig``."""
+    """Raise ReshardError if a layer keeps its weights in an order or precision that a refit cannot
+    write, given the ``VllmConfig``."""
     for name, module in model.named_modules:
         method = plain_method(getattr(module, "quant_method", None))
         if method is None:
@@ -35,7 +37,8 @@ def check_supported(model: Served, config: Any) -> None:
 
 
 def _check_cache_scales(name: str, config: Any) -> None:
-    # The scales of an fp8 cache come with a checkpoint, or are 1 without; dummy weights make them up.
+    # The scales of an fp8 cache come with a checkpoint, or are 1 without; dummy weights make them
+    # up.
     is_fp8 = str(config.cache_config.cache_dtype).startswith("fp8")
     if is_fp8 and config.load_config.load_format == "dummy":
         raise ReshardError(

@@ -1,4 +1,5 @@
-"""The drafter, vLLM's model that drafts tokens for another: one made of the model's own MTP layers is refitted with it."""
+"""The drafter, vLLM's model that drafts tokens for another: one made of the model's own MTP layers
+is refitted with it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,11 +8,11 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.engines.trace import Trace
-from reshard.engines.vllm.canonical import mtp_names
 from reshard.engines.vllm.compat import draft_load_format
 from reshard.engines.vllm.layout import outer_rows
-from reshard.engines.vllm.served import DRAFT
-from reshard.engines.vllm.stand_ins import trace_model
+from reshard.engines.vllm.weights.canonical import mtp_names
+from reshard.engines.vllm.weights.served import DRAFT
+from reshard.engines.vllm.weights.stand_ins import trace_model
 from reshard.models.model import Model
 
 
@@ -24,10 +25,11 @@ def is_mtp(draft: torch.nn.Module | None, model: Model) -> bool:
 
 
 def check_drafter(draft: torch.nn.Module | None, config: Any, why: str) -> None:
-    """Raise ReshardError if a drafter that no refit brings holds dummy weights; `why` says why no refit brings it."""
+    """Raise ReshardError if a drafter that no refit brings holds dummy weights; `why` says why no
+    refit brings it."""
     if draft is not None and draft_load_format(config) == "dummy":
         raise ReshardError(
-            f"this vLLM drafts tokens by weights of no meaning (load_format='dummy'), and {why}: load a checkpoint, or serve "
+            f"this vLLM drafts tokens by dummy weights (load_format='dummy'), and {why}: load a checkpoint, or serve "
             f"without speculative_config"
         )
 
@@ -35,10 +37,12 @@ def check_drafter(draft: torch.nn.Module | None, config: Any, why: str) -> None:
 def trace_drafter(
     draft: torch.nn.Module, model: Model, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]
 ) -> Trace:
-    """Return what vLLM's loader writes into the drafter's own tensors, from tensors that a trainer has.
+    """Return what vLLM's loader writes into the drafter's own tensors, from tensors that a trainer
+    has.
 
-    MTP layers have copies of embedding and output, which are traced back to the originals. `tensors` are those of model and
-    drafter by name; what the drafter shares with the model is left out.
+    MTP layers have copies of embedding and output, which are traced back to the originals.
+    `tensors` are those of model and drafter by name; what the drafter shares with the model is left
+    out.
     """
     originals = {row.megatron: row.hf for row in outer_rows(model)}
     canonical: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}

@@ -1,4 +1,5 @@
-"""Layers that vLLM serves from fp8 blocks of 128x128: where the scales of each local tensor lie, and how a refit rounds them."""
+"""Layers that vLLM serves from fp8 blocks of 128x128: where the scales of each local tensor lie,
+and how a refit rounds them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from reshard.engines.base import Scales
 from reshard.engines.rules import PlacedTensors
 from reshard.engines.vllm.fp8 import check_blocks
 from reshard.engines.vllm.layers import Blocks, blocks_of
-from reshard.engines.vllm.served import Served
+from reshard.engines.vllm.weights.served import Served
 from reshard.quantization.fp8_blocks import BLOCK
 
 
@@ -31,9 +32,11 @@ def find_scales(
     tensors: Mapping[str, torch.Tensor],
     match_vllm_rounding: bool,
 ) -> dict[Any, Scales]:
-    """Return the scales of local tensors in fp8, by id; `blocks` are layers, `tensors` a model's tensors, both by name.
+    """Return the scales of local tensors in fp8, by id; `blocks` are layers, `tensors` a model's
+    tensors, both by name.
 
-    Raises ReshardError if scales have another shape than their blocks, and if our quantization of blocks differs from vLLM's.
+    Raises ReshardError if scales have another shape than their blocks, and if our quantization of
+    blocks differs from vLLM's.
     """
     if not blocks:
         return {}

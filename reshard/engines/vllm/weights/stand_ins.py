@@ -1,4 +1,5 @@
-"""The trace of vLLM's loader: its ``load_weights`` run on stand-ins for its parameters (`reshard.engines.trace`)."""
+"""The trace of vLLM's loader: its ``load_weights`` run on stand-ins for its parameters
+(`reshard.engines.trace`)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,22 +8,25 @@ import torch
 
 from reshard.engines.deduplicated import ExpertLayer
 from reshard.engines.trace import Canonical, Trace, storage_id, trace_load
-from reshard.engines.vllm.layers import bound_to, experts_of, loading_templates, plain_templates
-from reshard.engines.vllm.served import without_adapters
+from reshard.engines.vllm.layers import experts_of, plain_templates
+from reshard.engines.vllm.processing import bound_to, loading_templates
+from reshard.engines.vllm.weights.served import without_adapters
 
 
 def trace_model(model: torch.nn.Module, canonical: Canonical) -> Trace:
-    """Return what ``model.load_weights`` would copy and fill, given canonical tensors (shape, dtype) without bytes.
+    """Return what ``model.load_weights`` would copy and fill, given canonical tensors (shape,
+    dtype) without bytes.
 
-    Raises ReshardError, naming the parameter, if it computes something instead of copying, and if it fails.
+    Raises ReshardError, naming the parameter, if it computes something instead of copying, and if
+    it fails.
     """
     with without_adapters(model), _stand_ins(model) as parameters:
         return trace_load("vLLM", model.load_weights, canonical, parameters)  # type: ignore[arg-type]
 
 
 def layer_fingerprint(model: torch.nn.Module, layer: ExpertLayer) -> tuple:
-    """Return what decides how a layer is loaded: its modules, where their experts lie, and their parameters'
-    classes, shapes, strides and dtypes."""
+    """Return what decides how a layer is loaded: its modules, where their experts lie, and their
+    parameters' classes, shapes, strides and dtypes."""
     sizes = tuple(layer.experts), tuple(map(len, layer.experts.values()))
     try:
         module = model.get_submodule(layer.prefix.removesuffix("."))
@@ -43,7 +47,8 @@ def _module_fingerprint(path: str, module: torch.nn.Module) -> tuple:
 
 @contextmanager
 def _stand_ins(model: torch.nn.Module) -> Iterator[dict[int, str]]:
-    """Replace a model's tensors by stand-ins on the meta device; yields the stand-ins' names by `storage_id`.
+    """Replace a model's tensors by stand-ins on the meta device; yields the stand-ins' names by
+    `storage_id`.
 
     The model gets its tensors back at the end, also after an error.
     """
@@ -69,8 +74,8 @@ def _stand_ins(model: torch.nn.Module) -> Iterator[dict[int, str]]:
                 for name, tensor in tensors.items():
                     if name.startswith(tuple(plain)):
                         continue
-                    # Tensors that vLLM derives while it processes have no template. One that it has packed into something else
-                    # has nothing but its template.
+                    # Tensors that vLLM derives while it processes have no template. One that it has
+                    # packed into something else has nothing but its template.
                     template = templates.get(name, tensor)
                     if template is None:
                         continue

@@ -11,7 +11,8 @@ from reshard.models.model import Model
 
 
 def canonical_tensors(model: Model, dtype: torch.dtype, mtp: bool = False) -> Canonical:
-    """Return shape and dtype of every published tensor by name; those of MTP layers, which vLLM's main model lacks, with `mtp`."""
+    """Return shape and dtype of every published tensor by name; those of MTP layers, which vLLM's
+    main model lacks, with `mtp`."""
     return {
         name: (model.shape(row.shape), torch.float32 if row.fp32 else dtype)
         for block in model.blocks() if mtp or not block.mtp

@@ -1,5 +1,5 @@
-"""Which canonical boxes a vLLM rank holds, and where they lie: by the rules of `reshard.engines.vllm.layout`, checked against
-the trace of vLLM's own loader."""
+"""Which canonical boxes a vLLM rank holds, and where they lie: by the rules of
+`reshard.engines.vllm.layout`, checked against the trace of vLLM's own loader."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,6 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import Placement
 from reshard.engines.rules import PlacedTensors, place_by_rules, place_by_trace
 from reshard.engines.trace import Trace
-from reshard.engines.vllm.canonical import canonical_tensors
 from reshard.engines.vllm.compat import tensor_parallel
 from reshard.engines.vllm.layers import experts_of
 from reshard.engines.vllm.layout import (
@@ -22,12 +21,14 @@ from reshard.engines.vllm.layout import (
     vllm_placement,
 )
 from reshard.engines.vllm.names import is_known
-from reshard.engines.vllm.served import DRAFT
+from reshard.engines.vllm.weights.canonical import canonical_tensors
+from reshard.engines.vllm.weights.served import DRAFT
 from reshard.models.model import Model
 
 
 def rank_of(module: torch.nn.Module, model: Model, tensors: Collection[str], config: Any) -> VllmRank:
-    """Return what a live model says of its rank, given the names of its `tensors` and its ``VllmConfig``.
+    """Return what a live model says of its rank, given the names of its `tensors` and its
+    ``VllmConfig``.
 
     Raises ReshardError if it has redundant experts.
     """
@@ -56,8 +57,8 @@ def rank_of(module: torch.nn.Module, model: Model, tensors: Collection[str], con
 class Placer:
     """Places the canonical tensors of a `rank`.
 
-    `tensors` are those that vLLM's loader writes into, by name; of those in `padded_layers` experts may be rounded up to whole
-    fp8 blocks. `dtype` is the model's.
+    `tensors` are those that vLLM's loader writes into, by name; of those in `padded_layers` experts
+    may be rounded up to whole fp8 blocks. `dtype` is the model's.
     """
 
     model: Model
@@ -69,8 +70,8 @@ class Placer:
     def main(self, trace: Trace) -> PlacedTensors:
         """Return the tensors of the main model, given its loader's trace.
 
-        The trace alone decides for a family whose names are not known, and where vLLM builds other modules than the rules know:
-        DeepSeek's attention with ``VLLM_MLA_DISABLE=1``.
+        The trace alone decides for a family whose names are not known, and where vLLM builds other
+        modules than the rules know: DeepSeek's attention with ``VLLM_MLA_DISABLE=1``.
         """
         stray = sorted({copy.parameter for copy in trace.copies if copy.parameter not in self.tensors})
         if stray:
@@ -85,8 +86,8 @@ class Placer:
         return self._by_rules(placement, trace)
 
     def drafter(self, trace: Trace) -> PlacedTensors:
-        """Return the tensors of a drafter of MTP layers, given its loader's trace; for what is around its transformer layers,
-        the trace alone decides."""
+        """Return the tensors of a drafter of MTP layers, given its loader's trace; for what is
+        around its transformer layers, the trace alone decides."""
         placement = drafter_placement(self.model, self.rank, DRAFT)
         by_rules = {name for name, _ in placement.tensors}
         if not is_known(self.model) or not by_rules <= self.tensors.keys():
@@ -111,7 +112,8 @@ class Placer:
         )
 
     def _with_padding(self, placement: Placement) -> Placement:
-        """Return the placement with the zeros by which vLLM rounds experts up to whole fp8 blocks."""
+        """Return the placement with the zeros by which vLLM rounds experts up to whole fp8
+        blocks."""
         local_tensors = []
         for local in placement.tensors.values():
             name, expert = local.id

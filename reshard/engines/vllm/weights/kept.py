@@ -1,19 +1,20 @@
-"""Tensors that a refit leaves alone: kept on the host, since vLLM may lose them in sleep, and no trainer has them."""
+"""Tensors that a refit leaves alone: kept on the host, since vLLM may lose them in sleep, and no
+trainer has them."""
 
 from collections.abc import Collection, Mapping
 
 import torch
 
-from reshard.engines.vllm.accounts import LEFT_ALONE, Account
 from reshard.engines.vllm.guard import VllmGuard
-from reshard.engines.vllm.served import DRAFT
+from reshard.engines.vllm.weights.accounts import LEFT_ALONE, Account
+from reshard.engines.vllm.weights.served import DRAFT
 
 
 class KeptTensors:
     """Copies on the host of the tensors that a refit leaves alone.
 
-    A tensor that vLLM has lost is written again from its copy. Which ones may be lost, the guard's counts tell: buffers
-    when vLLM discards buffers too, parameters whenever it discards weights.
+    A tensor that vLLM has lost is written again from its copy. Which ones may be lost, the guard's
+    counts tell: buffers when vLLM discards buffers too, parameters whenever it discards weights.
     """
 
     def __init__(self, guard: VllmGuard) -> None:
@@ -31,8 +32,9 @@ class KeptTensors:
     ) -> None:
         """Copy the tensors that are left alone by their accounts, as far as they have a meaning.
 
-        `buffers` are the names of those that are buffers, `drafter` of those of a drafter that no refit brings. Both have a meaning
-        until they are lost for the first time, other parameters while the weights are whole.
+        `buffers` are the names of those that are buffers, `drafter` of those of a drafter that no
+        refit brings. Both have a meaning until they are lost for the first time, other parameters
+        while the weights are whole.
         """
         for name, tensor in tensors.items():
             never_lost = not self._is_lost(name, buffers, 0, 0)
@@ -50,7 +52,8 @@ class KeptTensors:
 
     def _is_lost(self, name: str, buffers: frozenset[str], losses: int, buffer_losses: int) -> bool:
         """Tell whether vLLM may have lost a tensor since the guard had counted so many losses."""
-        # While vLLM sleeps it keeps the model's buffers itself, but not, before 0.32, those of the drafter.
+        # While vLLM sleeps it keeps the model's buffers itself, but not, before 0.32, those of the
+        # drafter.
         if name in buffers and not name.startswith(DRAFT):
             return buffer_losses != self.guard.buffer_losses
         return losses != self.guard.losses

@@ -1,4 +1,5 @@
-"""A model and the model that drafts tokens for it, looked at as one, under the names that vLLM's loader knows."""
+"""A model and the model that drafts tokens for it, looked at as one, under the names that vLLM's
+loader knows."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +11,11 @@ DRAFT = "draft."
 
 
 class Served:
-    """The modules and tensors of a model and its drafter; what both share has its name in the model.
+    """The modules and tensors of a model and its drafter; what both share has its name in the
+    model.
 
-    `named_modules` has every module once. `adapters` are the modules that vLLM has wrapped around layers for LoRA, by the
-    names of these layers.
+    `named_modules` has every module once. `adapters` are the modules that vLLM has wrapped around
+    layers for LoRA, by the names of these layers.
     """
 
     def __init__(self, main: torch.nn.Module, draft: torch.nn.Module | None = None) -> None:
@@ -48,7 +50,8 @@ class Served:
 
 @contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[dict[str, torch.nn.Module]]:
-    """Put the layers themselves in the places of vLLM's wrappers for LoRA adapters, under the names that vLLM's loader knows.
+    """Put the layers themselves in the places of vLLM's wrappers for LoRA adapters, under the names
+    that vLLM's loader knows.
 
     Yields the wrappers, by these names. The wrappers return at the end.
     """

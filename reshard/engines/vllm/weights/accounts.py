@@ -1,5 +1,6 @@
-"""What a refit does to every tensor that an engine serves from: it brings it, vLLM derives it from what was brought, or it is
-left alone for a reason that has a name. A tensor that is none of these would serve from whatever it held before.
+"""The account of every tensor that an engine serves from: a refit brings it, vLLM derives it from
+what was brought, or it is left alone for a named reason. A tensor without an account would serve
+from whatever it held before.
 """
 
 from bisect import bisect_right
@@ -15,7 +16,7 @@ BROUGHT, DERIVED, LEFT_ALONE = "brought", "derived", "left alone"
 
 
 class Account(NamedTuple):
-    """What becomes of a tensor (`BROUGHT`, `DERIVED`, `LEFT_ALONE`), and how, or why."""
+    """`what` becomes of a tensor (`BROUGHT`, `DERIVED`, `LEFT_ALONE`), and `how`, or why."""
 
     what: str
     how: str
@@ -38,29 +39,31 @@ def account_for(
 ) -> dict[str, Account]:
     """Return the account of every one of an engine's `tensors`, its parameters and buffers by name.
 
-    `brought` are the tensors that a refit writes to, by name. Of the modules named in `reloaded` vLLM's processing makes all
-    parameters anew, of those in `attentions` the matrices that are made of ``kv_b_proj``. Raises ReshardError, naming them, for
-    tensors that have no account.
+    `brought` are the tensors that a refit writes to, by name. Of the modules named in `reloaded`
+    vLLM's processing makes all parameters anew, of those in `attentions` the matrices that are made
+    of ``kv_b_proj``. Raises ReshardError, naming them, for tensors that have no account.
     """
     memory = _Memory(brought)
-    found: dict[str, Account] = {}
+    accounts: dict[str, Account] = {}
     unknown = []
     for name, tensor in tensors.items():
         layer, _, key = name.rpartition(".")
         module = modules[layer]
         owner = memory.owner_of(tensor)
         if layer in reloaded and key in module._parameters:
-            found[name] = PROCESSED
+            accounts[name] = PROCESSED
         elif name in brought:
-            found[name] = Account(BROUGHT, "from the trainer")
+            accounts[name] = Account(BROUGHT, "from the trainer")
         elif owner:
-            found[name] = Account(DERIVED, f"a view of {owner.rpartition('.')[2]} of its layer or of another")
+            accounts[name] = Account(
+                DERIVED, f"a view of {owner.rpartition('.')[2]} of its layer or of another"
+            )
         elif layer in attentions and key in module._parameters:
-            found[name] = ABSORBED
+            accounts[name] = ABSORBED
         elif key.lstrip("_") in CACHE_SCALES:
-            found[name] = CACHE_SCALE
+            accounts[name] = CACHE_SCALE
         elif _is_computed(module, key, tensor):
-            found[name] = FROM_CONFIG
+            accounts[name] = FROM_CONFIG
         else:
             unknown.append(name)
     if unknown:
@@ -69,22 +72,23 @@ def account_for(
             f"takes none of the published tensors that the mapping table knows for them; add their rows to the family's table, or "
             f"serve without a refit"
         )
-    return found
+    return accounts
 
 
 def summary(accounts: Mapping[str, Account]) -> list[dict[str, object]]:
     """Return, for logs, how many tensors have each account, and the name of the first of them."""
-    counted, first = Counter(accounts.values()), dict[Account, str]()
+    counts, first = Counter(accounts.values()), dict[Account, str]()
     for name, account in accounts.items():
         first.setdefault(account, name)
     return [
         {"what": account.what, "how": account.how, "tensors": n, "first": first[account]}
-        for account, n in counted.items()
+        for account, n in counts.items()
     ]
 
 
 def _is_computed(module: torch.nn.Module, key: str, tensor: torch.Tensor) -> bool:
-    """Tell whether a buffer is one that no checkpoint has, or a table of whole numbers, such as that of experts."""
+    """Tell whether a buffer is one that no checkpoint has, or a table of whole numbers, such as
+    that of experts."""
     if key not in module._buffers:
         return False
     return key in module._non_persistent_buffers_set or not tensor.is_floating_point()
@@ -99,7 +103,8 @@ class _Memory:
         self.spans = spans
 
     def owner_of(self, tensor: torch.Tensor) -> str:
-        """Return the name of the tensor that all of this one's memory belongs to, empty where there is none."""
+        """Return the name of the tensor that all of this one's memory belongs to, empty where there
+        is none."""
         if not tensor.numel():
             return ""
         start, end = _span(tensor)

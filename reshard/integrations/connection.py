@@ -1,0 +1,88 @@
+"""What the adapters have in common: the options of a weight sync, and a trainer rank's link to the
+engines."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from reshard.comm.group import RefitGroup
+from reshard.core.errors import ReshardError
+from reshard.core.limits import check_seconds, check_switch
+from reshard.engines.base import Engine
+from reshard.integrations.calls import Calls
+from reshard.refit.connecting import connect
+from reshard.refit.link import Link, RefitReport
+from reshard.refit.routes import check_backend
+from reshard.trainers.base import Trainer
+
+TIMEOUT = 600.0
+
+
+class SyncOptions(NamedTuple):
+    """Options of a weight sync.
+
+    With `verify` digests of both sides are compared after each refit. `timeout` is how many seconds
+    members wait for one another; `backend` is that of `reshard.refit.connect`.
+    """
+
+    verify: bool = False
+    timeout: float = TIMEOUT
+    backend: str = "auto"
+
+    def check(self, name: Callable[[str], str]) -> "SyncOptions":
+        """Return these options. Raises ReshardError for a wrong value, with the option's full
+        `name`, given its short one."""
+        check_switch(self.verify, name("verify"))
+        check_seconds(self.timeout, name("timeout"))
+        check_backend(self.backend, name("backend"))
+        return self._replace(timeout=float(self.timeout))
+
+
+class Connection:
+    """A trainer rank's link to the engines: made at the first sync, and anew after one that
+    failed."""
+
+    def __init__(self, options: SyncOptions) -> None:
+        self.options = options
+        self.link: Link | None = None
+
+    @contextmanager
+    def dropped_on_failure(self) -> Iterator[None]:
+        """Give up the link if what is done inside fails, so that the next sync connects again."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def connect(
+        self,
+        members: RefitGroup,
+        source: Trainer | Callable[[], Trainer],
+        destination: Engine | Callable[[], Engine] | None = None,
+        calls: Calls | None = None,
+    ) -> None:
+        """Connect, while `calls` of engines are under way; see `reshard.refit.connect`."""
+
+        def part() -> Link:
+            return connect(members, source, destination, backend=self.options.backend)
+
+        self.link = part() if calls is None else calls.alongside(members, part)
+
+    def refit(self, version: int | None = None, calls: Calls | None = None) -> RefitReport:
+        """Refit the engines, while `calls` of them are under way; see
+        `reshard.refit.Link.refit`."""
+        link = self.link
+        assert link is not None, "connect comes first"
+
+        def part() -> RefitReport:
+            return link.refit(version, self.options.verify)
+
+        return part() if calls is None else calls.alongside(link.members, part)
+
+    def close(self) -> None:
+        """Unmap the engines' memory, and forget them."""
+        link, self.link = self.link, None
+        if link is not None:
+            with suppress(ReshardError):
+                link.close()

@@ -1,0 +1,111 @@
+"""A real vLLM on the CPU in processes of its own, refitted under load; started as `tests.engine_on_cpu` says."""
+
+import os
+from pathlib import Path
+
+from tests.engine_on_cpu import PROMPTS
+
+
+def engine_of_its_own(pairs: list, port: int, other_port: int) -> dict:
+    """A vLLM that starts processes of its own, under load, and a trainer in this one; what both say at every step."""
+    import asyncio
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        os.environ.pop(name, None)
+    return asyncio.run(_engine_of_its_own(pairs, port, other_port))
+
+
+async def _engine_of_its_own(pairs: list, port: int, other_port: int) -> dict:
+    import asyncio
+
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from reshard import MegatronLayout, ReshardError, ignored_config_fields
+    from reshard.parity.megatron import Megatron
+    from reshard.parity.systems import ScoringOptions
+    from reshard.refit import RefitGroup, connect
+    from reshard.trainers.megatron import MegatronModel
+
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(
+        pairs[0][0], load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=256, seed=0,
+        kv_cache_memory_bytes=1 << 24, disable_log_stats=True, worker_extension_cls="reshard.engines.vllm.worker.RefitExtension",
+    ))  # fmt: skip
+    trainer = Megatron(Path(pairs[0][1]), "fp32", MegatronLayout())
+    numbers = iter(range(100))
+
+    async def both(method: str, arguments: tuple, mine, *more):
+        """The engine's side and the trainer's at once; what each returns or raises."""
+        return await asyncio.gather(
+            llm.collective_rpc(method, args=arguments), asyncio.to_thread(mine, *more), return_exceptions=True
+        )
+
+    async def request(count: int, seen: list | None = None, **sampling):
+        """Prompt logprobs and `count` greedy tokens; `seen` grows while they come."""
+        wanted = SamplingParams(
+            max_tokens=count, temperature=0, ignore_eos=True, detokenize=False, **sampling
+        )
+        async for output in llm.generate(
+            {"prompt_token_ids": PROMPTS[0]}, wanted, f"request {next(numbers)}"
+        ):
+            if seen is not None:
+                seen.append(len(output.outputs[0].token_ids))
+        logprobs = [next(iter(p.values())).logprob for p in (output.prompt_logprobs or ())[1:]]
+        return logprobs, list(output.outputs[0].token_ids)
+
+    def meet(address: str):
+        return connect(RefitGroup.join(address, 0, 2, timeout=120), MegatronModel(trainer.models))
+
+    async def connected(port: int) -> list:
+        address = f"127.0.0.1:{port}"
+        return await both("reshard_connect", (address, 1, 2, "auto", 1 << 25, 120.0), meet, address)
+
+    def expected() -> list[float]:
+        return trainer.score(PROMPTS[:1], ScoringOptions())[0].logprobs.tolist()
+
+    outcome: dict = {"refused": [str(error) for error in await connected(other_port)]}
+    with ignored_config_fields("clip_qkv"):
+        _, link = await connected(port)
+    outcome["first report"], _ = await both("reshard_refit", (1, True), link.refit, 1, True)
+    await llm.reset_prefix_cache()
+    outcome["first"] = [expected(), (await request(1, prompt_logprobs=0))[0]]
+
+    # A refit while a request is running: it waits, and goes on. Loading blocks this process, and the engine would go on meanwhile.
+    trainer.load(Path(pairs[1][1]))
+    seen: list = []
+    running = asyncio.create_task(request(240, seen))
+    while not seen and not running.done():
+        await asyncio.sleep(0.001)
+    outcome["running before"], before = not running.done(), len(seen) and seen[-1]
+    outcome["second report"], _ = await both("reshard_refit", (2,), link.refit, 2)
+    outcome["running after"], after = not running.done(), seen[-1]
+    outcome["in flight"] = [before, after, len((await running)[1])]
+
+    # A refit that fails after bytes have moved, while requests wait; then a whole one.
+    await llm.pause_generation()
+    waiting = asyncio.create_task(request(4, prompt_logprobs=0))
+    plain = link._verify
+
+    def broken():
+        raise ReshardError("the trainer's digests are gone")
+
+    link._verify = broken
+    outcome["failed"] = [str(error) for error in await both("reshard_refit", (3, True), link.refit, 3, True)]
+    outcome["version then"] = await llm.collective_rpc("reshard_version")
+    outcome["waited"] = not waiting.done()
+    link._verify = plain
+    await both("reshard_refit", (4, True), link.refit, 4, True)
+    await llm.resume_generation()
+    outcome["second"] = [expected(), (await waiting)[0]]
+    outcome["version at last"] = await llm.collective_rpc("reshard_version")
+
+    # A request to an unfit engine that nobody paused ends the engine; it is never answered.
+    link._verify = broken
+    await both("reshard_refit", (5, True), link.refit, 5, True)
+    try:
+        outcome["answered"] = await request(1)
+    except Exception as error:
+        outcome["answered"] = type(error).__name__
+    llm.shutdown()
+    return outcome

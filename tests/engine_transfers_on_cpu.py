@@ -1,0 +1,226 @@
+"""Real vLLMs on the CPU, refitted by vLLM's own weight transfer; started as `tests.engine_on_cpu` says."""
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+from tests import probe
+from tests.engine_on_cpu import PROMPTS, answers
+from tests.ranks import caught
+
+
+def transfer(pairs: list, url: str, port: int) -> dict:
+    """A trainer of two ranks that refits, by vLLM's weight transfer, a server that has loaded the first of two checkpoints, and an ``LLM``
+    that has loaded the second: what both answer before, and after each of the two in turn."""
+    import torch.distributed as dist
+
+    from reshard import MegatronLayout
+    from reshard.integrations import HttpClient, LlmClient, WeightTransfer
+    from reshard.parity.megatron import Megatron
+    from reshard.refit import RefitGroup
+    from reshard.trainers import MegatronModel
+
+    trainer = Megatron(Path(pairs[0][1]), "fp32", MegatronLayout(tp=2))
+    first = dist.get_rank() == 0
+    server, outcome = HttpClient(url), {}
+    if first:
+        mortal = "tests.mortal_worker.MortalExtension"
+        llm = transferable(pairs[1][0], dtype="float32", worker_extension_cls=mortal)
+
+    def note(step: str) -> None:
+        dist.barrier()
+        if first:
+            server.reset_prefix_cache()
+            llm.reset_prefix_cache()
+            outcome[step] = {"server": [asked(url, pairs[0][0], prompt) for prompt in PROMPTS], "llm": [answers(llm, [p])[0] for p in PROMPTS]}  # fmt: skip
+            if hasattr(llm, "get_weight_version"):
+                outcome[step]["named"] = [
+                    server._call("GET", "weight_info")["weight_version"],
+                    llm.get_weight_version(),
+                ]
+
+    note("loaded")
+    if first:
+        outcome["too early"] = caught(lambda: server.update_weights({"version": 1}))
+        server.start_weight_update()
+        outcome["not connected"] = caught(lambda: server.update_weights({"version": 1}))
+        outcome["tensors"] = caught(
+            lambda: (server.start_weight_update(), server.update_weights({"names": ["a"]}))
+        )
+        outcome["no such route"] = caught(HttpClient(url + "/elsewhere").world_size)
+        outcome["nobody"] = caught(HttpClient(f"http://127.0.0.1:{port}").world_size)
+    source = MegatronModel(trainer.models)
+    outcome["no client"] = caught(lambda: WeightTransfer(source, url, f"127.0.0.1:{port}"))
+    clients = [server, LlmClient(llm)] if first else []
+    link = WeightTransfer(
+        source,
+        clients,
+        f"127.0.0.1:{port}",
+        engine_ranks=None if first else [1, 1],
+        timeout=180,
+    )
+    for version, (_, mcore) in enumerate(pairs):
+        trainer.load(Path(mcore))
+        if first:
+            server.pause()
+        report = link.send(version, verify=True)
+        if first:
+            server.resume()
+        note(f"version {version}")
+    outcome["version"] = report.version
+    if first:
+        good = {"address": f"127.0.0.1:{port + 5}", "first_rank": 2, "size": 4}
+        wrong = [{"address": "nowhere"}, {"address": 7}, {"first_rank": "2"}, {"first_rank": -1}, {"first_rank": 4}, {"size": 1e3}, {"size": None},
+                 {"size": 1 << 40}, {"timeout": "soon"}, {"timeout": -1}]  # fmt: skip
+        outcome["wrong meetings"] = [
+            caught(lambda w=w: server.init_weight_transfer_engine(good | w)) for w in wrong
+        ]
+        server.start_weight_update()
+        outcome["wrong update"] = caught(lambda: server.update_weights({"version": 8, "verify": "no"}))
+    outcome["two versions"] = caught(lambda: link.send(7 + dist.get_rank()))
+    outcome["no version"] = caught(lambda: link.send(True))
+    outcome["then"] = link.send(9).version
+    if first:
+        outcome["the same port"] = caught(lambda: RefitGroup.join(f"127.0.0.1:{port}", 0, 2))
+    link.close()
+    dist.barrier()
+    if first:
+        mine = [LlmClient(llm), *([server] if hasattr(llm, "shutdown_weight_transfer_engine") else [])]
+        for client in mine:
+            client.shutdown_weight_transfer_engine()
+            client.start_weight_update()
+        outcome["let go"] = [probe.caught(partial(client.update_weights, {"version": 1})) for client in mine]
+    dist.barrier()
+    link = WeightTransfer(source, clients, f"127.0.0.1:{port + 4}", engine_ranks=None if first else [1, 1], timeout=180)  # fmt: skip
+    outcome["again"] = link.send(10, verify=True).version
+
+    def meet(who: list, at: int, **options) -> WeightTransfer:
+        return WeightTransfer(
+            MegatronModel(trainer.models), who if first else [], f"127.0.0.1:{at}", timeout=60, **options
+        )
+
+    if first:
+        llm.collective_rpc("die_at_the_next_meeting")
+    outcome["died"] = on_all_ranks(
+        lambda: meet([LlmClient(llm)] if first else [], port + 1, engine_ranks=[1])
+    )
+    link.link.members.timeout = 60
+    outcome["dead at a refit"] = on_all_ranks(lambda: link.send(11))
+    if first:
+        end_server(url)
+    outcome["no server"] = on_all_ranks(lambda: meet([server], port + 2, engine_ranks=[1]))
+    outcome["not asked"] = on_all_ranks(lambda: meet([server], port + 3))
+    if first:
+        llm.llm_engine.engine_core.shutdown()
+    return outcome
+
+
+def transfer_data_parallel(pairs: list, urls: list, port: int) -> dict:
+    """What a server of two data parallel engines answers before and after a refit by vLLM's weight transfer, each question often enough that
+    both answer it, and what one answers that has loaded those weights; and how many workers the first says that it has."""
+    from reshard import MegatronLayout
+    from reshard.integrations import HttpClient, WeightTransfer
+    from reshard.parity.megatron import Megatron
+    from reshard.trainers import MegatronModel
+
+    def outcome(who: int) -> list:
+        return [[asked(urls[who], pairs[who][0], prompt) for _ in range(4)] for prompt in PROMPTS]
+
+    trainer, server = Megatron(Path(pairs[1][1]), "fp32", MegatronLayout()), HttpClient(urls[0])
+    results = {"workers": server.world_size(), "before": outcome(0), "loaded": outcome(1)}
+    link = WeightTransfer(MegatronModel(trainer.models), server, f"127.0.0.1:{port}", timeout=180)
+    link.send(1, verify=True)
+    server.reset_prefix_cache()
+    return results | {"refitted": outcome(0)}
+
+
+def on_all_ranks(action) -> list:
+    """What an action raises on each rank, and after how many seconds."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    began, results = time.monotonic(), [None] * dist.get_world_size()
+    dist.all_gather_object(results, [probe.caught(action), time.monotonic() - began])
+    return results
+
+
+def end_server(url: str) -> None:
+    """As whoever has started it would; it does not answer any more when this returns."""
+    import psutil
+
+    port = int(url.rpartition(":")[2])
+    listening = {
+        c.pid for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port
+    }
+    for pid in listening - {None}:
+        psutil.Process(pid).terminate()
+    while any(c.status == "LISTEN" and c.laddr.port == port for c in psutil.net_connections("tcp")):
+        time.sleep(0.1)
+
+
+def transferable(path: str, **options):
+    """An ``LLM`` with our weight transfer, whose worker is a process of its own; in one of torchrun's too."""
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "VLLM_ENABLE_V1_MULTIPROCESSING")
+    for name in [n for n in os.environ if n.startswith("TORCHELASTIC") or n in launcher]:
+        del os.environ[name]
+    from vllm import LLM
+
+    return LLM(path, skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, seed=0, kv_cache_memory_bytes=1 << 24,
+               weight_transfer_config={"backend": "reshard"}, **options)  # fmt: skip
+
+
+def transfer_quantized(pairs: list, port: int) -> dict:
+    """Two ``LLM`` in fp8 by tensor, each of which has loaded one of two checkpoints: what they answer before, and after each of the two in
+    turn has come to both by vLLM's weight transfer; and how many of their parameters are in fp8."""
+    from reshard import MegatronLayout
+    from reshard.integrations import LlmClient, WeightTransfer
+    from reshard.parity.megatron import Megatron
+    from reshard.trainers import MegatronModel
+
+    trainer = Megatron(Path(pairs[0][1]), "bf16", MegatronLayout())
+    how = {"dtype": "bfloat16", "quantization": "fp8_per_tensor", "worker_extension_cls": "tests.fp8_worker.Fp8Extension"}  # fmt: skip
+    llms = [transferable(hf, **how) for hf, _ in pairs]
+    outcome: dict = {"in fp8": [llm.collective_rpc("in_fp8") for llm in llms]}
+    outcome["loaded"] = [[answers(llm, [p])[0] for p in PROMPTS] for llm in llms]
+    clients = [LlmClient(llm) for llm in llms]
+    link = WeightTransfer(MegatronModel(trainer.models), clients, f"127.0.0.1:{port}", timeout=180)
+    for version, (_, mcore) in enumerate(pairs):
+        trainer.load(Path(mcore))
+        link.send(version, verify=True)
+        for llm in llms:
+            llm.reset_prefix_cache()
+        outcome[f"version {version}"] = [[answers(llm, [p])[0] for p in PROMPTS] for llm in llms]
+    for llm in llms:
+        llm.llm_engine.engine_core.shutdown()
+    return outcome
+
+
+def transfer_experts(pair: list, port: int) -> str:
+    """What connecting an ``LLM`` with experts in bf16 raises."""
+    from reshard import MegatronLayout
+    from reshard.integrations import LlmClient, WeightTransfer
+    from reshard.parity.megatron import Megatron
+    from reshard.trainers import MegatronModel
+
+    trainer, llm = Megatron(Path(pair[1]), "bf16", MegatronLayout()), transferable(pair[0], dtype="bfloat16")
+    source, address = MegatronModel(trainer.models), f"127.0.0.1:{port}"
+    results = caught(lambda: WeightTransfer(source, LlmClient(llm), address, timeout=180))
+    llm.llm_engine.engine_core.shutdown()
+    return results
+
+
+def asked(url: str, model: str, prompt: list[int]) -> list:
+    """What `answers` says, of a server."""
+    from tests.vllm_server import post
+
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": 4,
+        "temperature": 0,
+        "prompt_logprobs": 0,
+        "return_token_ids": True,
+    }
+    [choice] = post(url + "/v1/completions", body)["choices"]
+    return [[next(iter(p.values()))["logprob"] for p in choice["prompt_logprobs"][1:]], choice["token_ids"]]
