@@ -538,7 +538,9 @@ def test_a_conversion_writes_what_the_package_makes(
         assert scheme.input_activations.strategy == inputs and scheme.input_activations.dynamic is True
     layers = {"deepseek-v3": range(1, 4), "served-blocks": range(0)}.get(variant, range(4))
     assert read.ignore == ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in layers)]
-    assert inspect(tmp_path / "out").details["compressed"] == sum(name.endswith("_scale") for name in wanted)
+    assert inspect(tmp_path / "out").details["quantized"]["weights"] == sum(
+        name.endswith("_scale") for name in wanted
+    )
     file = next((tmp_path / "out").glob("*00002-of*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
     assert not check(tmp_path / "out").ok

@@ -230,7 +230,9 @@ def test_what_the_package_writes_is_read_as_transformers_reads_it(
     assert same(stored_tensors(tmp_path / "mcore" / "release"), megatron_tensors(plain, padded)) == []
     assert diff(source, plain).equal and diff(tmp_path / "mcore", source).equal
     seen = inspect(source)
-    assert seen.details["compressed"] == len(names) and list(seen.dtypes) == [str(dtype).split(".")[1]]
+    assert seen.details["quantized"]["weights"] == len(names) and list(seen.dtypes) == [
+        str(dtype).split(".")[1]
+    ]
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
     assert same(hf_tensors(tmp_path / "back"), hf_tensors(plain)) == []
     assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
@@ -348,7 +350,7 @@ def test_a_model_whose_routed_experts_alone_are_packed_is_read(integers, tmp_pat
     }  # fmt: skip
     (source / "config.json").write_text(json.dumps(config))
     twin = plain_twin(source, tmp_path / "twin", expected)
-    assert inspect(source).details["compressed"] == 24 * 3 * 3
+    assert inspect(source).details["quantized"]["weights"] == 24 * 3 * 3
     assert diff(source, twin).equal and not diff(source, tmp_path / "plain").equal
     hf_to_mcore(source, tmp_path / "mcore", MegatronLayout(tp=2, pp=2, ep=4, etp=1), workers=2)
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back")

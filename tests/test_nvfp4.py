@@ -273,7 +273,7 @@ def test_what_the_package_stores_is_read_as_it_dequantizes(
         rows = len(wanted["model.embed_tokens.weight"])
         assert same(held[0], megatron_tensors(plain, -(-rows // 256) * 256)) == []
     assert diff(source, plain).equal and diff(tmp_path / "mcore", source).equal
-    assert inspect(source).details["compressed"] == len(names)
+    assert inspect(source).details["quantized"]["weights"] == len(names)
     with closing(HuggingFaceSource(source)) as opened:
         some = opened.read_rows(names[0], 3, 21)
         assert same_bits(some, wanted[names[0]][3:21])
@@ -336,7 +336,7 @@ def test_one_checkpoint_may_have_weights_of_several_formats(beside, checkpoint, 
     quantization["config_groups"]["group_1"] = group | {"format": forms[beside]}
     quantization["format"] = "mixed-precision"
     source = directory(hf, tmp_path / "source", stored, quantization)
-    assert inspect(source).details["compressed"] == len(
+    assert inspect(source).details["quantized"]["weights"] == len(
         [name for name in plain if name.endswith("_proj.weight")]
     )
     assert diff(source, directory(hf, tmp_path / "plain", wanted, None)).equal
@@ -584,7 +584,9 @@ def test_what_nvidia_publishes_is_read_as_vllm_dequantizes(form, checkpoint, tmp
     report = hf_to_mcore(source, tmp_path / "mcore", MegatronLayout(tp=2, ep=2, etp=1), workers=2)
     left = [notice for notice in report.notices if "left behind, since only weights are converted" in notice]
     assert len(left) == 1 and "input_scale" in left[0]
-    assert inspect(source).details["modelopt"] == sum(name.endswith("_scale_2") for name in tensors)
+    assert inspect(source).details["quantized"]["weights"] == sum(
+        name.endswith("_scale_2") for name in tensors
+    )
     assert diff(source, plain).equal and diff(tmp_path / "mcore", plain).equal
     # What says how weights are quantized is not left beside those that are not.
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back")

@@ -83,7 +83,7 @@ class HuggingFaceSource(Source):
         config = self.config.get("quantization_config") or quantization_beside(self.path, self.stored)
         if not isinstance(config, dict):
             raise ReshardError(f"{self.path}: quantization_config is {config!r:.80}, not an object")
-        method = config.get("quant_method")
+        self.quantization_config, method = config, config.get("quant_method")
         self.compressed, self.optimized = method == METHOD, method == MODELOPT
         self.left, dtype = list[str](), "bfloat16"
         if self.compressed or self.optimized:
@@ -279,8 +279,17 @@ class HuggingFaceSource(Source):
 
     def describe(self) -> dict[str, Any]:
         described: dict[str, Any] = {"files": len({t.file for t in self.stored.values()})}
-        what = "compressed" if self.compressed else MODELOPT if self.optimized else "fp8_blocks"
-        return described | ({what: len(self.codes)} if self.codes else {})
+        return described | ({"quantized": self._describe_quantization()} if self.codes else {})
+
+    def _describe_quantization(self) -> dict[str, Any]:
+        """Return which method has quantized how many weights, and the formats that its config names."""
+        config = self.quantization_config
+        groups = config.get("config_groups")
+        groups = groups.values() if isinstance(groups, dict) else ()
+        named = [group.get("format") for group in groups if isinstance(group, dict)] + [config.get("format")]
+        named.append(config.get("quantization", config).get("quant_algo"))
+        formats = sorted({name for name in named if isinstance(name, str)} - {"mixed-precision"})
+        return {"method": config.get("quant_method") or "fp8", "formats": formats, "weights": len(self.codes)}
 
     def close(self) -> None:
         self.files.close()
