@@ -36,7 +36,9 @@ from reshard.storage.io.boxes import Rows, box_bytes, place_of, write_boxes
 from reshard.storage.io.files import OpenFiles, allow_many_files, write_error
 from reshard.storage.io.streams import Strip, StripReader
 from reshard.storage.io.sync import EarlySync, NoSync
-from reshard.storage.run.workdir import SAVE, AddedIteration, Workdir
+from reshard.storage.run.added_iteration import AddedIteration
+from reshard.storage.run.partial import SAVE
+from reshard.storage.run.workdir import Workdir
 from reshard.storage.run.workers import run_jobs, worker_count
 from reshard.storage.sources.paths import iterations_in
 from reshard.storage.sources.verify import checksum_of
