@@ -79,8 +79,8 @@ def _versions() -> str:
 
 
 def _end(line: str | None, message: str, status: int) -> int:
-    """`line` to stderr, and the message as JSON where that was asked for: from the first process of a run of
-    several."""
+    """Print `line` to stderr, and the message as JSON where that was asked for, in the first
+    process of a run of several; return the status."""
     with contextlib.suppress(OSError, ValueError):
         if line is not None:
             click.echo(line, err=True)

@@ -72,7 +72,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """The entry point."""
+    """Run the command line and end the process with its exit code."""
     gc.disable()  # plans live to the end; looking through them for garbage costs a sixth of the planning
     signals.prepare_streams()
     try:

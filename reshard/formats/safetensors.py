@@ -37,8 +37,8 @@ class Tensor:
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file. Raises ReshardError for a truncated file, a header that is too long or does
-    not add up."""
+    """Return the tensors of one file. Raises ReshardError for a truncated file, a header that is
+    too long or does not add up."""
     if not os.path.isfile(path):
         raise ReshardError(f"{path} is not a file that can be read")
     try:
@@ -118,13 +118,13 @@ def _no_duplicates(pairs: list, path: Path) -> dict:
 
 
 def _short(name: str) -> str:
-    """A name as it is, or what shows of one that is none."""
+    """Return a name as it is, or the beginning of one that is not printable."""
     return name if a_name(name) else ascii(name[:60])
 
 
 def read_directory(path: Path) -> dict[str, Tensor]:
-    """All tensors of a Hugging Face directory, by name. Raises ReshardError where files and index do not
-    agree."""
+    """Return all tensors of a Hugging Face directory, by name. Raises ReshardError where files and
+    index do not agree."""
     index = path / INDEX
     if not index.exists():
         files = sorted(p.name for p in path.glob("*.safetensors"))
@@ -231,7 +231,7 @@ def plan_files(tensors: dict[str, tuple[Dtype, tuple[int, ...]]], max_shard_byte
 
 
 def index_json(files: list[NewFile]) -> str | None:
-    """The text of ``model.safetensors.index.json``, or None where one file holds everything."""
+    """Return the text of ``model.safetensors.index.json``, or None where one file holds everything."""
     if len(files) == 1:
         return None
     weight_map = {name: file.name for file in files for name in file.tensors}

@@ -39,7 +39,7 @@ class Container:
 
 
 def tensor_container(dtype: Dtype, shape: tuple[int, ...]) -> Container:
-    """The container of a contiguous CPU tensor."""
+    """Return the container of a contiguous CPU tensor."""
     n = prod(shape)
     stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
     typed = dtype.storage != "UntypedStorage"
@@ -66,7 +66,8 @@ def tensor_container(dtype: Dtype, shape: tuple[int, ...]) -> Container:
 
 
 def object_bytes(value: Any) -> bytes:
-    """The whole file that ``torch.save`` would write for plain data (`pickles.dump` says which)."""
+    """Return the whole file that ``torch.save`` would write for plain data (`pickles.dump` says
+    which)."""
     container = _container(pickles.dump(value, protocol=2), None)
     return container.head + container.tail
 
@@ -150,10 +151,10 @@ def _end(count: int, size: int, start: int) -> bytes:
 
 
 def records(read: Any, size: int, where: str) -> dict[str, tuple[int, int]]:
-    """The records of a container as name (without the archive's own) to (offset, length).
+    """Return the records of a container as name (without the archive's own) to (offset, length).
 
-    `read(offset, length)` gives bytes of the container, which is `size` bytes long. Raises ReshardError for
-    anything that is no zip of stored records or points outside of itself.
+    `read(offset, length)` gives bytes of the container, which is `size` bytes long. Raises
+    ReshardError for anything that is no zip of stored records or points outside of itself.
     """
     broken = ReshardError(f"{where} is not a readable torch container: it is truncated or corrupt")
     try:
@@ -192,8 +193,8 @@ def records(read: Any, size: int, where: str) -> dict[str, tuple[int, int]]:
 
 
 def _central_directory(read: Any, size: int) -> tuple[int, bytes]:
-    """The number of a zip's records, and its central directory. Raises ValueError or struct.error where it
-    has none."""
+    """Return the number of a zip's records, and its central directory. Raises ValueError or
+    struct.error where it has none."""
     tail_at = max(0, size - 4096)
     tail = read(tail_at, size - tail_at)
     at = tail.rindex(_END)
@@ -218,8 +219,8 @@ def _central_directory(read: Any, size: int) -> tuple[int, bytes]:
 
 
 def _wide(extra: bytes, *narrow: int) -> list[int]:
-    """A record's length, stored length and offset, of which those that do not fit into 32 bits are in its
-    zip64 field."""
+    """Return a record's length, stored length and offset; those that do not fit into 32 bits are in
+    its zip64 field."""
     position = 0
     while position + 4 <= len(extra):
         tag, n = struct.unpack_from("<HH", extra, position)
@@ -240,8 +241,8 @@ class StoredTensor:
 
 
 def stored_tensor(read: Any, size: int, where: str) -> StoredTensor:
-    """Where the one tensor of a container lies. Raises ReshardError for a container that holds something
-    else."""
+    """Return where the one tensor of a container lies. Raises ReshardError for a container that
+    holds something else."""
     value, found = _data_pkl(read, size, where)
     if not isinstance(value, pickles.Call) or value.name not in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
         what = value.name if isinstance(value, pickles.Call) else type(value).__name__
@@ -280,12 +281,12 @@ def stored_tensor(read: Any, size: int, where: str) -> StoredTensor:
 
 
 def stored_object(read: Any, size: int, where: str) -> Any:
-    """The plain data of a container, tensors in it as `pickles.Call` records."""
+    """Return the plain data of a container, tensors in it as `pickles.Call` records."""
     return _data_pkl(read, size, where)[0]
 
 
 def _data_pkl(read: Any, size: int, where: str) -> tuple[Any, dict[str, tuple[int, int]]]:
-    """What a container's ``data.pkl`` holds, and all its records."""
+    """Return the content of a container's ``data.pkl``, and all its records."""
     found = records(read, size, where)
     if "data.pkl" not in found or (
         "byteorder" in found and read(found["byteorder"][0], min(found["byteorder"][1], 9)) != b"little"

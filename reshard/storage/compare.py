@@ -32,8 +32,8 @@ from reshard.storage.sources.verify import (
 
 @dataclass(frozen=True)
 class Difference:
-    """How a tensor differs: `max_abs` and `max_rel` (to the larger of the two magnitudes) over the `unequal`
-    elements."""
+    """A tensor that differs: `max_abs` and `max_rel` (relative to the larger of the two magnitudes)
+    are over the `unequal` elements."""
 
     name: str
     unequal: int
@@ -44,12 +44,12 @@ class Difference:
 
     @property
     def values_equal(self) -> bool:
-        """Whether only the dtype differs: the values are equal, every one."""
+        """True where only the dtype differs: every value is equal."""
         return self.unequal == 0 and self.elements > 0
 
     @property
     def sentence(self) -> str:
-        """For people."""
+        """The difference as text."""
         if not self.elements:
             return self.note
         if self.values_equal:
@@ -61,9 +61,11 @@ class Difference:
 
 @dataclass
 class Diff:
-    """The outcome of a comparison; `names` are the tensors that both have, `differences` are sorted with the
-    worst first, `fields` are those of the configs by which the same weights make two models, with both
-    values."""
+    """The outcome of a comparison.
+
+    `names` are the tensors that both have, `differences` are sorted with the worst first, and
+    `fields` are those of the configs by which the same weights make two models, with both values.
+    """
 
     a: str
     b: str
@@ -76,18 +78,19 @@ class Diff:
 
     @property
     def equal(self) -> bool:
-        """Whether both hold the same tensors, bit for bit, and their configs make the same model of them."""
+        """True where both hold the same tensors, bit for bit, and their configs make the same model
+        of them."""
         return not (self.differences or self.only_a or self.only_b or self.fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the outcome as the object that ``--json`` prints."""
         values = asdict(self)
         del values["names"]
         return {"equal": self.equal, "tensors": self.tensors, **values}
 
     @property
     def tensors(self) -> int:
-        """How many tensors were compared."""
+        """Number of tensors that were compared."""
         return len(self.names)
 
 
@@ -146,8 +149,8 @@ def diff(
 
 
 def _config_for(path: Path, source: Source) -> Path | None:
-    """The other side's Hugging Face config, for a checkpoint that may have none of its own to be read
-    with."""
+    """Return the other side's Hugging Face config, for a Megatron checkpoint that has none of its
+    own."""
     if not isinstance(source, HuggingFaceSource):
         return None
     found = locate(path)
@@ -221,11 +224,11 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether every checksum holds, and all files are those that were written."""
+        """True where every checksum holds, and all files are those that were written."""
         return not (self.bad or self.changed or self.missing or self.added)
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the outcome as the object that ``--json`` prints."""
         return {"ok": self.ok, **asdict(self)}
 
 
@@ -305,7 +308,8 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
 
 
 def _missing_iteration(path: Path, source: Source) -> list[str]:
-    """What is missing where another iteration had to be taken than the one that the run's tracker names."""
+    """Return the file that is missing where the tracker names an iteration that is not complete,
+    and another was taken."""
     tracked = tracked_iteration(path)
     if tracked is None or not isinstance(source, MegatronSource) or source.checkpoint.iteration == tracked:
         return []
@@ -313,7 +317,7 @@ def _missing_iteration(path: Path, source: Source) -> list[str]:
 
 
 def _root_of_what_is_damaged(path: Path) -> Path:
-    """Where the manifest lies of what cannot be opened."""
+    """Return the directory with the manifest of a checkpoint that cannot be opened."""
     tracked = path / (tracked_iteration(path) or "")
     found = (root for root in (tracked, path, path.parent) if (root / NAME).is_file())
     return next(found, path)

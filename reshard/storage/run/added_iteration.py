@@ -11,9 +11,13 @@ from reshard.storage.run.workdir import Workdir
 
 
 class AddedIteration(Workdir):
-    """The hidden directory of an iteration in the directory of a training run, which is made where there is none. What
-    belongs to it (config, tokenizer, flags, manifest) is in its own directory; nothing else there is touched. The run's
-    tracker names it once it is there: whatever happens between, that names an iteration that is whole."""
+    """The hidden directory of an iteration in the directory of a training run, which is made where
+    there is none.
+
+    Config, tokenizer, flags and manifest are in the iteration's own directory; nothing else of the
+    run is touched. The run's tracker names the iteration once it is there: at every moment it names
+    one that is whole.
+    """
 
     made_run = False
 

@@ -14,8 +14,8 @@ PATTERNS = ["*.safetensors", *BESIDE_WEIGHTS]
 
 
 def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
-    """The directory of a source: a path as it is, a hub id (``Qwen/Qwen3-0.6B``, optionally ``@revision``)
-    after `patterns` of it were downloaded.
+    """Return the directory of a source: a path as it is, a hub id (``Qwen/Qwen3-0.6B``, optionally
+    ``@revision``) once `patterns` of it are downloaded.
 
     Raises ReshardError where it is neither or the hub does not have it.
     """
@@ -55,7 +55,7 @@ def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
 
 
 def check_hub_id(source: str) -> tuple[str, str | None]:
-    """The name and the revision of what is no directory. Raises ReshardError where it cannot be a hub id either."""
+    """Return the name and the revision of a hub id. Raises ReshardError for what cannot be one."""
     match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", source, re.ASCII)
     if match is None or source.startswith((".", "/")):
         raise ReshardError(f"{source[:300]!s} is neither a directory nor a hub id such as Qwen/Qwen3-0.6B")

@@ -229,7 +229,8 @@ class HuggingFaceSource(Source):
         return sorted(self.codes)
 
     def _numbers(self, names: list[str]) -> dict[str, tuple[int, ...]]:
-        """The whole numbers that small tensors hold; many are read at once, since they lie all over the files."""
+        """Return the whole numbers that small tensors hold. Many are read at once, since they lie
+        all over the files."""
 
         def read(some: list[str]) -> list[tuple[str, tuple[int, ...]]]:
             tensors = [(name, self.stored[name]) for name in some]
@@ -250,7 +251,8 @@ class HuggingFaceSource(Source):
     def _rows(
         self, stored: safetensors.Tensor, start: int, stop: int, columns: int, use: str = ""
     ) -> np.ndarray:
-        """Rows of a stored tensor, valid until the thread asks for others of its dtype and `use`."""
+        """Read rows of a stored tensor, valid until the thread asks for others of its dtype and
+        `use`."""
         width = columns * stored.dtype.size
         rows = self.scratch.array(use + stored.dtype.name, stop - start, width)
         self.files.read_into(
@@ -259,11 +261,11 @@ class HuggingFaceSource(Source):
         return rows.view(stored.dtype.numpy())
 
     def stored_tensors(self) -> dict[str, TensorInfo]:
-        """The tensors as the files have them: fp8 weights as fp8, and their scales."""
+        """Return the tensors as the files have them: codes and scales apart."""
         return {name: TensorInfo(t.shape, t.dtype) for name, t in self.stored.items()}
 
     def read_stored_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows of a tensor as the files have it."""
+        """Read rows of a tensor as the files have it."""
         stored = self.stored[name]
         return self._rows(stored, start, stop, TensorInfo(stored.shape, stored.dtype).columns)
 

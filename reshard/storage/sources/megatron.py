@@ -98,7 +98,8 @@ class MegatronSource(Source):
         self.strip_cache: dict[str, list[Strip]] = {}
 
     def _model(self, family: str | None, taken: list[str]) -> tuple[Model, str]:
-        """The model, and where its config stands; `taken` gets what a user should be told of that."""
+        """Return the model, and where its config stands. Notices of where that was found are added
+        to `taken`."""
         if self.hf_config is not None:
             config = self.hf_config / "config.json" if self.hf_config.is_dir() else self.hf_config
             fields, where = read_config(config), str(config)
@@ -161,8 +162,8 @@ class MegatronSource(Source):
                         tensor.offset + before * dtype.size, dtype.size)  # fmt: skip
 
     def tensor_at(self, stored: torch_dist.Stored) -> torch_zip.StoredTensor:
-        """A container's tensor; its offset counts from the start of the file. A container whose bytes around
-        the data were seen before is not parsed again."""
+        """Return a container's tensor; its offset counts from the start of the file. A container
+        whose bytes around the data were seen before is not parsed again."""
         path = self.paths.setdefault(stored.file, self.checkpoint.directory / stored.file)
         head = self.files.read(path, stored.offset, min(1024, stored.length))
         for known, tail, tensor in self.known_frames[stored.length]:

@@ -48,8 +48,8 @@ def check_huggingface(path: Path) -> None:
 
 
 def read_model(path: str) -> Model:
-    """The model that a config describes: a ``config.json``, a directory of either format, or a hub id, of
-    which only the config is fetched. Raises ReshardError where it cannot be read."""
+    """Return the model that a config describes: a ``config.json``, a directory of either format, or
+    a hub id, of which only the config is fetched. Raises ReshardError where it cannot be read."""
     if Path(path).is_file():
         return Model.from_hf(read_config(Path(path)), path)
     directory = local_directory(path, ["config.json"])

@@ -58,11 +58,11 @@ class Config:
 
 
 def locate(path: Path) -> Located | None:
-    """The checkpoint that a directory means: itself, the last complete iteration in it, or what a trainer has
-    left below it. None where there is none.
+    """Return the checkpoint that a directory means: itself, the last complete iteration in it, or
+    one that a trainer has left below it. None where there is none.
 
-    Raises ReshardError where there is one that is not complete, in a format that is not read, or in a directory that may
-    not be looked into.
+    Raises ReshardError where there is one that is not complete, in a format that is not read, or in
+    a directory that may not be looked into.
     """
     try:
         return _located(path)
@@ -92,7 +92,8 @@ def _located(path: Path) -> Located | None:
 
 
 def _taken(found: Located, path: Path, of: str = "") -> Located:
-    """With the notice that says what was taken of a path; the last one says all."""
+    """Add the notice that says which weights were taken of a path; the outermost one replaces those
+    of inner paths."""
     where = found.directory
     if where.is_relative_to(path):
         where = where.relative_to(path)
@@ -100,7 +101,7 @@ def _taken(found: Located, path: Path, of: str = "") -> Located:
 
 
 def _here(path: Path) -> Located | None:
-    """A directory that has the weights itself."""
+    """Return the checkpoint of a directory that has the weights itself."""
     path = _called(path)
     for directory, above in ((path, path.parent), (path / DIST_MODEL, path.parent)):
         if (directory / ".metadata").is_file():
@@ -117,7 +118,8 @@ def _here(path: Path) -> Located | None:
 
 
 def _called(path: Path) -> Path:
-    """An iteration's directory by the name that says so, where it is given as ``.`` or by a link."""
+    """Return an iteration's directory under the name that says so, where it is given as ``.`` or by
+    a link."""
     if path.name in ("", ".."):
         path = Path(os.path.abspath(path))
     real = Path(os.path.realpath(path))
@@ -126,8 +128,8 @@ def _called(path: Path) -> Path:
 
 
 def _iteration(path: Path) -> Located | None:
-    """The iteration that the tracker names, or, where that one is not complete or there is no tracker, the last
-    complete one."""
+    """Return the iteration that the tracker names, or, where that one is not complete or there is
+    no tracker, the last complete one."""
     names = iterations_in(path)
     tracked = tracked_iteration(path)
     if tracked is not None:
@@ -156,19 +158,19 @@ def _iteration(path: Path) -> Located | None:
 
 
 def iterations_in(path: Path) -> list[str]:
-    """The names of a training run's iterations in its directory, the last one first."""
+    """Return the names of a training run's iterations in its directory, the last one first."""
     return [directory.name for directory in _numbered(path, ITERATION)]
 
 
 def tracked_iteration(path: Path) -> str | None:
-    """The iteration that the tracker names; None without one."""
+    """Return the iteration that the tracker names; None without one."""
     if not (path / torch_dist.TRACKER).is_file():
         return None
     return torch_dist.tracked(path / torch_dist.TRACKER)
 
 
 def _numbered(path: Path, pattern: re.Pattern) -> Iterator[Path]:
-    """The directories of a path whose names match, the highest number first."""
+    """Return the directories in a path whose names match, the highest number first."""
     if not path.is_dir():
         return
     found = [
@@ -202,7 +204,8 @@ def config_beside(found: Located) -> Config | None:
 
 
 def config_of_args(args: dict[str, Any]) -> Config | None:
-    """The config in the directory that slime's arguments name as ``hf_checkpoint``; None where it is not there."""
+    """Return the config in the directory that slime's arguments name as ``hf_checkpoint``; None
+    where it is not there."""
     named = args.get("hf_checkpoint")
     path = Path(named) / "config.json" if isinstance(named, str) else None
     if path is None or not path.is_file():
@@ -211,7 +214,7 @@ def config_of_args(args: dict[str, Any]) -> Config | None:
 
 
 def _published(mca: dict[str, Any], path: Path) -> dict[str, Any] | None:
-    """The Hugging Face config that ROLL keeps as text in its own."""
+    """Return the Hugging Face config that ROLL keeps as text in its own."""
     text = mca.get("hf_config_json")
     if not text:
         return None
@@ -225,8 +228,8 @@ def _published(mca: dict[str, Any], path: Path) -> dict[str, Any] | None:
 
 
 def model_named(found: Located) -> str | None:
-    """The model that Megatron-Bridge's or NeMo-RL's ``run_config.yaml`` says the training began with: a hub id or
-    a path. Read as text."""
+    """Return the model that Megatron-Bridge's or NeMo-RL's ``run_config.yaml`` says the training
+    began with: a hub id or a path. The file is read as text."""
     for directory in (found.directory, found.root):
         path = directory / RUN_CONFIG
         if path.is_file():
