@@ -49,12 +49,12 @@ def _raise(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _unraisable(found: Any) -> None:
+def _unraisable(unraisable: Any) -> None:
     """End the process for an interrupt in a finalizer, where Python can only report an exception:
     it would be lost."""
-    if issubclass(found.exc_type, KeyboardInterrupt):
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
         _leave()
-    sys.__unraisablehook__(found)
+    sys.__unraisablehook__(unraisable)
 
 
 def prepare_streams() -> None:

@@ -109,12 +109,12 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
 
 def _no_duplicates(pairs: list, path: Path) -> dict:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         seen: set[str] = set()
         twice = [name for name, _ in pairs if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
         raise ReshardError(f"{path}: the header has {listed(map(_short, sorted(set(twice))))} twice")
-    return found
+    return entries
 
 
 def _short(name: str) -> str:
@@ -130,12 +130,12 @@ def read_directory(path: Path) -> dict[str, Tensor]:
         files = sorted(p.name for p in path.glob("*.safetensors"))
         if not files:
             others = sorted(p.name for p in (*path.glob("*.bin"), *path.glob("*.pth"), *path.glob("*.gguf")))
-            found = (
+            hint = (
                 f", only {listed(others, 3)}: save it with save_pretrained(safe_serialization=True) first"
                 if others
                 else ""
             )
-            raise ReshardError(f"{path} has no safetensors files{found}")
+            raise ReshardError(f"{path} has no safetensors files{hint}")
         if len(files) > 1 and SINGLE not in files:
             raise ReshardError(f"{path} has {len(files)} safetensors files but no {INDEX}")
         return read_header(path / (SINGLE if SINGLE in files else files[0]))

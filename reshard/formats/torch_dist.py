@@ -215,7 +215,7 @@ def _checkpoint(metadata: Any, directory: Path, iteration: str) -> Checkpoint:
 def _chunks(key: str, shape: tuple[int, ...], chunks: Any, stored: dict) -> dict:
     """Return the chunks of a key by (offsets, sizes). Raises ReshardError for one that leaves the
     key's shape or is stored nowhere."""
-    found = {}
+    places = {}
     for chunk in chunks:
         offsets, sizes = chunk.fields["offsets"], chunk.fields["sizes"]
         if not (whole_numbers(offsets) and whole_numbers(sizes) and len(offsets) == len(sizes) == len(shape)):
@@ -228,8 +228,8 @@ def _chunks(key: str, shape: tuple[int, ...], chunks: Any, stored: dict) -> dict
         place = stored.get((key, offsets))
         if place is None:
             raise ValueError(f"a chunk of {key} at {offsets} that is stored nowhere")
-        found[offsets, sizes] = place
-    return found
+        places[offsets, sizes] = place
+    return places
 
 
 def _check_apart(keys: dict[str, Key], directory: Path) -> None:

@@ -159,7 +159,7 @@ def records(read: Any, size: int, where: str) -> dict[str, tuple[int, int]]:
     broken = ReshardError(f"{where} is not a readable torch container: it is truncated or corrupt")
     try:
         count, central = _central_directory(read, size)
-        found: dict[str, tuple[int, int]] = {}
+        placed: dict[str, tuple[int, int]] = {}
         position = 0
         for _ in range(count):
             if central[position : position + 4] != _CENTRAL:
@@ -175,7 +175,7 @@ def records(read: Any, size: int, where: str) -> dict[str, tuple[int, int]]:
                 length, stored, offset = _wide(
                     central[extra_at : extra_at + extra_bytes], length, stored, offset
                 )
-            if method != 0 or length != stored or length > size or offset + 30 > size or name in found:
+            if method != 0 or length != stored or length > size or offset + 30 > size or name in placed:
                 raise broken
             local = read(offset, 30 + name_bytes)
             local_name, local_extra = struct.unpack_from("<26xHH", local)
@@ -184,12 +184,12 @@ def records(read: Any, size: int, where: str) -> dict[str, tuple[int, int]]:
             data_at = offset + 30 + name_bytes + local_extra
             if data_at + length > size:
                 raise broken
-            found[name] = (data_at, length)
+            placed[name] = (data_at, length)
         if position != len(central):
             raise broken
     except (struct.error, ValueError, IndexError) as error:
         raise broken from error
-    return found
+    return placed
 
 
 def _central_directory(read: Any, size: int) -> tuple[int, bytes]:
@@ -243,7 +243,7 @@ class StoredTensor:
 def stored_tensor(read: Any, size: int, where: str) -> StoredTensor:
     """Return where the one tensor of a container lies. Raises ReshardError for a container that
     holds something else."""
-    value, found = _data_pkl(read, size, where)
+    value, placed = _data_pkl(read, size, where)
     if not isinstance(value, pickles.Call) or value.name not in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
         what = value.name if isinstance(value, pickles.Call) else type(value).__name__
         raise ReshardError(f"{where} holds {what}, not one tensor")
@@ -274,7 +274,7 @@ def stored_tensor(read: Any, size: int, where: str) -> StoredTensor:
             f"{where} holds a tensor of an unknown dtype or with strides {tuple(stride)}, "
             f"which is not supported"
         )
-    offset, length = found.get(f"data/{record}", (0, -1)) if isinstance(record, str) else (0, -1)
+    offset, length = placed.get(f"data/{record}", (0, -1)) if isinstance(record, str) else (0, -1)
     if (start + prod(shape)) * dtype.size > length:
         raise ReshardError(f"{where}: the tensor's bytes are missing or cut short")
     return StoredTensor(dtype, tuple(shape), offset + start * dtype.size)
@@ -287,21 +287,21 @@ def stored_object(read: Any, size: int, where: str) -> Any:
 
 def _data_pkl(read: Any, size: int, where: str) -> tuple[Any, dict[str, tuple[int, int]]]:
     """Return the content of a container's ``data.pkl``, and all its records."""
-    found = records(read, size, where)
-    if "data.pkl" not in found or (
-        "byteorder" in found and read(found["byteorder"][0], min(found["byteorder"][1], 9)) != b"little"
+    placed = records(read, size, where)
+    if "data.pkl" not in placed or (
+        "byteorder" in placed and read(placed["byteorder"][0], min(placed["byteorder"][1], 9)) != b"little"
     ):
         raise ReshardError(f"{where} has no data.pkl or is not little-endian")
-    if "version" in found:
-        version = read(found["version"][0], min(found["version"][1], 20)).strip()
+    if "version" in placed:
+        version = read(placed["version"][0], min(placed["version"][1], 20)).strip()
         if not (version.isdigit() and int(version) in FORMAT_VERSIONS):
             raise ReshardError(
                 f"{where} says that its format is version {version!r:.40}; {FORMAT_VERSIONS[0]} to "
                 f"{FORMAT_VERSIONS[-1]} are known"
             )
-    at, length = found["data.pkl"]
+    at, length = placed["data.pkl"]
     if length > MAX_PICKLE_BYTES:
         raise ReshardError(
             f"{where} has a data.pkl of {length:,} bytes, more than {MAX_PICKLE_BYTES:,}: it is corrupt"
         )
-    return pickles.load(read(at, length), where), found
+    return pickles.load(read(at, length), where), placed

@@ -27,13 +27,13 @@ def versions() -> dict[str, str]:
     """Return the versions of the packages that decide the bytes."""
     from importlib import metadata
 
-    found = {}
+    installed = {}
     for package in ("reshard", "megatron-core", "torch", "transformers", "safetensors"):
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def file_entry(
@@ -86,11 +86,11 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
 
 @lru_cache(4)  # it is long, and asked for in several places
 def _read(path: Path, version: tuple[int, ...]) -> dict[str, Any]:
-    found = read_json(path, "a readable manifest", MAX_INDEX_BYTES)
-    problem = _problem(found)
+    manifest = read_json(path, "a readable manifest", MAX_INDEX_BYTES)
+    problem = _problem(manifest)
     if problem:
         raise ReshardError(f"{path} is not a readable manifest: {problem}")
-    return found
+    return manifest
 
 
 def _problem(manifest: dict[str, Any]) -> str:

@@ -105,11 +105,11 @@ class RankFiles:
 
     def tensor_bytes(self) -> dict[str, int]:
         """Return the bytes of tensors in each rank's files, without the containers."""
-        found: dict[str, int] = defaultdict(int)
+        bytes_by_rank: dict[str, int] = defaultdict(int)
         for placed in self.files.values():
             for c in placed:
-                found[str(c.chunk.rank)] += c.container.data_bytes
-        return dict(found)
+                bytes_by_rank[str(c.chunk.rank)] += c.container.data_bytes
+        return dict(bytes_by_rank)
 
     def strips(self, plan: Plan) -> dict[str, list[Strip]]:
         """Return the strips of each canonical tensor, by a plan whose destination is these chunks."""

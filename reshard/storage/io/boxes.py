@@ -88,8 +88,8 @@ class BoxReader:
                 stored.append((strips, rows, out))
                 continue
             assert self.compute is not None
-            found = self.compute(name, rows.start, rows.stop)
-            out[:] = found[:, rows.column : rows.column + rows.columns].view(np.uint8)
+            computed = self.compute(name, rows.start, rows.stop)
+            out[:] = computed[:, rows.column : rows.column + rows.columns].view(np.uint8)
         read = read_boxes(self.files, stored, self.scratch)
         with self._lock:
             self.read_bytes += read
@@ -108,11 +108,11 @@ def read_boxes(
             piece = _common(rows, strip)
             if piece is None:
                 continue
-            found, offset = _inside(out, rows, piece, size), _offset(strip, piece, size)
-            if found.flags.c_contiguous and (piece.columns == strip.width or len(found) == 1):
-                read += run.add(strip.path, offset, memoryview(found.reshape(-1)))
+            part, offset = _inside(out, rows, piece, size), _offset(strip, piece, size)
+            if part.flags.c_contiguous and (piece.columns == strip.width or len(part) == 1):
+                read += run.add(strip.path, offset, memoryview(part.reshape(-1)))
             else:
-                read += _read_apart(files, strip, offset, found, size, scratch)
+                read += _read_apart(files, strip, offset, part, size, scratch)
     return read + run.end()
 
 
@@ -192,15 +192,15 @@ def write_boxes(files: OpenFiles, boxes: Iterable[tuple[list[Strip], Rows, np.nd
             piece = _common(rows, strip)
             if piece is None:
                 continue
-            found, offset = _inside(data, rows, piece, size), _offset(strip, piece, size)
-            if piece.columns != strip.width and len(found) > 1:
-                for i, row in enumerate(found):
+            part, offset = _inside(data, rows, piece, size), _offset(strip, piece, size)
+            if piece.columns != strip.width and len(part) > 1:
+                for i, row in enumerate(part):
                     files.write(strip.path, offset + i * strip.width * size, memoryview(row))
                 continue
             if strip.path != path or offset != stop or len(waiting) >= MOST_BUFFERS:
                 write()
                 path, start = strip.path, offset
-            waiting.append(np.ascontiguousarray(found).reshape(-1))
+            waiting.append(np.ascontiguousarray(part).reshape(-1))
             stop = offset + waiting[-1].size
     write()
 

@@ -187,7 +187,7 @@ class BackgroundCall:
     def __init__(self, call: Callable[[], Any], leave: Callable[[], Any] = lambda: None) -> None:
         self.call, self.leave = call, leave
         self.workers: list[_Process | _Thread] = []
-        self.found: Any = None
+        self.value: Any = None
         self.left: Any = None
 
     def __enter__(self) -> "BackgroundCall":
@@ -207,10 +207,10 @@ class BackgroundCall:
     def result(self) -> Any:
         """Return the call's result. Raises what it raised."""
         if self.workers:
-            self.found = self.workers[0].hear()[1]
+            self.value = self.workers[0].hear()[1]
             self.left = self.workers[0].left()
             self.__exit__()
-        return self.found
+        return self.value
 
     def __exit__(self, *exc: object) -> None:
         _end(self.workers, at_once=True)  # its result was taken, or nobody needs it

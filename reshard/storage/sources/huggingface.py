@@ -111,10 +111,10 @@ class HuggingFaceSource(Source):
     def _check(self) -> None:
         """Raise ReshardError unless the files hold exactly the table's tensors, with its shapes."""
         apart = {name for codes in self.codes.values() for name in codes.stored} | {*self.left}
-        expected, found = self.mapping.shapes, {n: t for n, t in self.stored.items() if n not in apart}
-        found |= {name: self._codes_of(name) for name in self.codes}
-        missing = [n for n in expected if n not in found and n not in self.mapping.optional]
-        extra = [n for n in found if n not in expected and n not in self.mapping.ignored]
+        expected, stored = self.mapping.shapes, {n: t for n, t in self.stored.items() if n not in apart}
+        stored |= {name: self._codes_of(name) for name in self.codes}
+        missing = [n for n in expected if n not in stored and n not in self.mapping.optional]
+        extra = [n for n in stored if n not in expected and n not in self.mapping.ignored]
         family = self.model.family.name
         if missing or extra:
             parts = [f"lacks {len(missing)} of {family}'s tensors: {listed(missing)}"] if missing else []
@@ -122,9 +122,9 @@ class HuggingFaceSource(Source):
             raise ReshardError(f"{self.path} {'; it '.join(parts)}")
         self.tensors = {}
         for name, shape in expected.items():
-            if name not in found:
+            if name not in stored:
                 continue
-            tensor = found[name]
+            tensor = stored[name]
             if tensor.shape != shape:
                 raise ReshardError(
                     f"{self.path}: {name} has shape {list(tensor.shape)}, expected "
@@ -139,7 +139,7 @@ class HuggingFaceSource(Source):
                 raise ReshardError(f"{self.path}: {name} has dtype {dtype.name}, which is not a weight's")
             self.tensors[name] = TensorInfo(shape, self.dequantize_to if name in self.codes else dtype)
         self.copies = {name: primary for name, primary in self.mapping.copies.items() if name in self.tensors}
-        ignored = sorted(self.mapping.ignored & set(found))
+        ignored = sorted(self.mapping.ignored & set(stored))
         if ignored:
             self.notices.append(f"ignored on purpose: {listed(ignored, 3)}")
 
@@ -232,8 +232,8 @@ class HuggingFaceSource(Source):
         """Return the whole numbers that small tensors hold. Many are read at once, since they lie
         all over the files."""
 
-        def read(some: list[str]) -> list[tuple[str, tuple[int, ...]]]:
-            tensors = [(name, self.stored[name]) for name in some]
+        def read(names_of_run: list[str]) -> list[tuple[str, tuple[int, ...]]]:
+            tensors = [(name, self.stored[name]) for name in names_of_run]
             return [
                 (name, tuple(self._rows(tensor, 0, tensor.shape[0], 1)[:, 0].tolist()))
                 for name, tensor in tensors
@@ -244,7 +244,7 @@ class HuggingFaceSource(Source):
         runs = [names[start : start + step] for start in range(0, len(names), step)]
         try:
             with ThreadPoolExecutor(READERS, "reshard-read") as pool:
-                return dict(found for run in pool.map(read, runs) for found in run)
+                return dict(entry for run in pool.map(read, runs) for entry in run)
         finally:
             self.files.close()  # nobody else would, where the source is refused by what was found
 

@@ -39,24 +39,24 @@ class MegatronSource(Source):
     kind = "megatron"
 
     def __init__(self, path: Path, hf_config: Path | None = None, family: str | None = None) -> None:
-        found = locate(path)
-        if found is None:
+        located = locate(path)
+        if located is None:
             raise ReshardError(
                 unfinished(path)
                 or f"{path} is no Megatron torch_dist checkpoint: it has neither {torch_dist.TRACKER} nor .metadata"
             )
-        self.path, self.located = path, found
-        self.hf_config, self.root, directory = hf_config, found.root, found.directory
+        self.path, self.located = path, located
+        self.hf_config, self.root, directory = hf_config, located.root, located.directory
         self.alone = self.root == directory  # an iteration that has all that belongs to it in itself
         self.versions = FileVersions(directory, self.root, self.root / HF_FILES)
         if hf_config is not None:
             self.versions.record(hf_config)
-        self.checkpoint = torch_dist.read(directory, found.iteration)
+        self.checkpoint = torch_dist.read(directory, located.iteration)
         refuse_others(self.checkpoint.keys, directory)
-        taken = list(found.notices)
+        taken = list(located.notices)
         self.config_directory: Path | None = None
-        own = hf_config is None or hf_config == found.root / HF_FILES
-        with ignored_as_recorded(found.root if own else None):
+        own = hf_config is None or hf_config == located.root / HF_FILES
+        with ignored_as_recorded(located.root if own else None):
             self.model, self.config_from = self._model(family, taken)
         self.files = OpenFiles()
         self.mapping = expand(
@@ -200,13 +200,13 @@ class MegatronSource(Source):
         return beside if beside.is_dir() else None
 
     def read_files(self) -> list[Path]:
-        found, config = self.checkpoint, [] if self.hf_config is None else [self.hf_config]
-        chunks = (stored for key in found.keys.values() for stored in key.chunks.values())
+        checkpoint, config = self.checkpoint, [] if self.hf_config is None else [self.hf_config]
+        chunks = (stored for key in checkpoint.keys.values() for stored in key.chunks.values())
         names = {
             ".metadata",
             "metadata.json",
             "common.pt",
-            *(stored.file for stored in (*chunks, *found.objects.values())),
+            *(stored.file for stored in (*chunks, *checkpoint.objects.values())),
         }
         small = [
             self.root / torch_dist.TRACKER,
@@ -214,7 +214,7 @@ class MegatronSource(Source):
             (self.config_directory or self.root / HF_FILES) / "config.json",
             *config,
         ]
-        return [*small, *(found.directory / name for name in sorted(names)), *self._beside()]
+        return [*small, *(checkpoint.directory / name for name in sorted(names)), *self._beside()]
 
     def hf_files(self) -> dict[str, Path]:
         files = super().hf_files()

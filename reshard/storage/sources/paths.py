@@ -71,33 +71,33 @@ def locate(path: Path) -> Located | None:
 
 
 def _located(path: Path) -> Located | None:
-    found = _here(path) or _iteration(path)
-    if found is not None or (path / "config.json").is_file():
-        return found
+    located = _here(path) or _iteration(path)
+    if located is not None or (path / "config.json").is_file():
+        return located
     for below, trainer in BELOW.items():
         if (path / below).is_dir():
-            found = _here(path / below) or _iteration(path / below)
-            if found is not None:
-                return _taken(found, path, f" ({trainer})")
+            located = _here(path / below) or _iteration(path / below)
+            if located is not None:
+                return _taken(located, path, f" ({trainer})")
     for below in HUGGING_FACE_OF_VERL:
         if (path / below / "config.json").is_file() and any((path / below).glob("*.safetensors")):
             raise ReshardError(
                 f"{path} has its weights in Hugging Face's format, in {below}: name that directory"
             )
     for step in _numbered(path, STEP):
-        found = locate(step)
-        if found is not None:
-            return _taken(found, path)
+        located = locate(step)
+        if located is not None:
+            return _taken(located, path)
     return None
 
 
-def _taken(found: Located, path: Path, of: str = "") -> Located:
+def _taken(located: Located, path: Path, trainer: str = "") -> Located:
     """Add the notice that says which weights were taken of a path; the outermost one replaces those
     of inner paths."""
-    where = found.directory
-    if where.is_relative_to(path):
-        where = where.relative_to(path)
-    return replace(found, notices=(f"weights taken from {where}{of}",))
+    directory = located.directory
+    if directory.is_relative_to(path):
+        directory = directory.relative_to(path)
+    return replace(located, notices=(f"weights taken from {directory}{trainer}",))
 
 
 def _here(path: Path) -> Located | None:
@@ -133,18 +133,18 @@ def _iteration(path: Path) -> Located | None:
     names = iterations_in(path)
     tracked = tracked_iteration(path)
     if tracked is not None:
-        found = _here(path / tracked)
-        if found is not None:
-            return found
+        located = _here(path / tracked)
+        if located is not None:
+            return located
     for name in names:
-        found = _here(path / name)
-        if found is not None:
+        located = _here(path / name)
+        if located is not None:
             if tracked is not None:
                 why = f"{torch_dist.TRACKER} names {tracked}, which is not complete"
             else:
                 later = "" if name == names[0] else ", and later ones are not complete"
                 why = f"there is no {torch_dist.TRACKER}{later}"
-            return replace(found, notices=(f"took {name}: {why}",))
+            return replace(located, notices=(f"took {name}: {why}",))
     for directory in [path / name for name in (tracked, *names) if name is not None]:
         if any(directory.glob("mp_rank_*")):
             raise ReshardError(
@@ -173,32 +173,37 @@ def _numbered(path: Path, pattern: re.Pattern) -> Iterator[Path]:
     """Return the directories in a path whose names match, the highest number first."""
     if not path.is_dir():
         return
-    found = [
+    numbered = [
         (int(match[1]), p) for p in path.iterdir() if (match := pattern.fullmatch(p.name)) and p.is_dir()
     ]
-    yield from (p for _, p in sorted(found, reverse=True))
+    yield from (p for _, p in sorted(numbered, reverse=True))
 
 
-def config_beside(found: Located) -> Config | None:
+def config_beside(located: Located) -> Config | None:
     """The config that lies with a checkpoint: in ``hf/``, in verl's ``huggingface/``, beside the iterations as
     ms-swift has it, in ROLL's ``mca_config.json``, or in the directory that ``run_config.yaml`` names. None
     where there is none."""
-    own = found.root / HF_FILES
-    for directory in (own, found.directory / HF_FILES, found.directory.parent / "huggingface", found.root):
+    own = located.root / HF_FILES
+    for directory in (
+        own,
+        located.directory / HF_FILES,
+        located.directory.parent / "huggingface",
+        located.root,
+    ):
         path = directory / "config.json"
         if path.is_file():
             notice = None if directory == own else f"config taken from {path}"
             return Config(read_json(path), str(path), directory, notice)
-    path = found.root / MCA_CONFIG
+    path = located.root / MCA_CONFIG
     if path.is_file():
         fields = _published(read_json(path), path)
         if fields is not None:
             return Config(fields, str(path), None, f"config taken from {path}, as it was when training began")
-    named = model_named(found)
-    if named is not None and (Path(named) / "config.json").is_file():
-        path = Path(named) / "config.json"
+    model = model_named(located)
+    if model is not None and (Path(model) / "config.json").is_file():
+        path = Path(model) / "config.json"
         return Config(
-            read_json(path), str(path), Path(named), f"config taken from {path}, which {RUN_CONFIG} names"
+            read_json(path), str(path), Path(model), f"config taken from {path}, which {RUN_CONFIG} names"
         )
     return None
 
@@ -227,10 +232,10 @@ def _published(mca: dict[str, Any], path: Path) -> dict[str, Any] | None:
     return fields
 
 
-def model_named(found: Located) -> str | None:
+def model_named(located: Located) -> str | None:
     """Return the model that Megatron-Bridge's or NeMo-RL's ``run_config.yaml`` says the training
     began with: a hub id or a path. The file is read as text."""
-    for directory in (found.directory, found.root):
+    for directory in (located.directory, located.root):
         path = directory / RUN_CONFIG
         if path.is_file():
             text = read_file(path, MAX_COPIED_BYTES).decode(errors="replace")

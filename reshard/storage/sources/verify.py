@@ -82,8 +82,8 @@ def changed_files(
             return file_entry(entry["bytes"], around, around_tensors) != entry
 
         changed += [name for name in small if differs(name)]
-        found = run_jobs(dict.fromkeys(large, BATCH_BYTES), differs, workers)
-    return sorted(changed + [name for name in large if found[name]]), missing
+        outcomes = run_jobs(dict.fromkeys(large, BATCH_BYTES), differs, workers)
+    return sorted(changed + [name for name in large if outcomes[name]]), missing
 
 
 def _tensor_spans(source: Source | None, name: str) -> list[tuple[int, int]]:
@@ -152,9 +152,9 @@ class SourceChecks:
         codes = self.source.codes.get(name) if isinstance(self.source, HuggingFaceSource) else None
         return [n for n in ((name,) if codes is None else codes.stored) if n in self.entries]
 
-    def compare(self, name: str, found: str) -> None:
+    def compare(self, name: str, checksum: str) -> None:
         """Raise ReshardError where a tensor's checksum is not the listed one."""
-        if name in self.entries and found != self.entries[name][CHECKSUM]:
+        if name in self.entries and checksum != self.entries[name][CHECKSUM]:
             raise ReshardError(
                 f"{self.source.path}: {name} does not have the checksum of {MANIFEST}: it is "
                 f"damaged or was changed (reshard check names all such tensors); {ON_PURPOSE}"
