@@ -49,8 +49,8 @@ def status_of(error: BaseException, interrupted: bool = False) -> int:
 def _sentence(error: BaseException) -> str:
     if isinstance(error, (ReshardError, SystemExit)):
         return str(error)
-    if isinstance(error, ModuleNotFoundError) and (found := lacking(error)) is not None:
-        return str(found)
+    if isinstance(error, ModuleNotFoundError) and (hint := lacking(error)) is not None:
+        return str(hint)
     if isinstance(error, MemoryError):
         return "out of memory; use fewer --workers"
     if isinstance(error, OSError) and error.strerror:
@@ -72,16 +72,16 @@ def _unexpected(error: BaseException) -> str:
 
 
 def _versions() -> str:
-    found = [f"Python {platform.python_version()}", f"reshard {__version__}"]
+    versions = [f"Python {platform.python_version()}", f"reshard {__version__}"]
     for package in ("megatron-core", "torch", "transformers", "vllm", "numpy"):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found.append(f"{package} {metadata.version(package)}")
-    return ", ".join(found)
+            versions.append(f"{package} {metadata.version(package)}")
+    return ", ".join(versions)
 
 
 def _end(line: str | None, message: str, status: int) -> int:
-    """`line` to stderr, and the message as JSON where that was asked for: from the first process of a run of
-    several."""
+    """Print `line` to stderr, and the message as JSON where that was asked for, in the first
+    process of a run of several; return the status."""
     with contextlib.suppress(OSError, ValueError):
         if line is not None:
             click.echo(line, err=True)

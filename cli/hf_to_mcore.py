@@ -6,7 +6,14 @@ from typing import Any
 import click
 
 from reshard.cli.layout import layout_options, pop_layout
-from reshard.cli.output import ignore_option, json_option, print_report, progress_bar, workers_option
+from reshard.cli.output import (
+    ignore_option,
+    json_option,
+    print_note,
+    print_report,
+    progress_bar,
+    workers_option,
+)
 from reshard.cli.places import Place, check_command, resumable
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE
 
@@ -39,7 +46,9 @@ from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE
     metavar="0.14",
     help="Write the flags for this version of Megatron-LM (default: the newest known).",
 )
-@click.option("--release", is_flag=True, help="Write a release (the default).")
+@click.option(
+    "--release", is_flag=True, hidden=True, help="Deprecated: a release is what is written by default."
+)
 @click.option(
     "--iteration",
     type=click.IntRange(1, MAX_ITERATION),
@@ -67,6 +76,10 @@ def command(source: str, destination: str, as_json: bool, release: bool, **optio
     """
     if release and options["iteration"]:
         raise click.UsageError("--release and --iteration exclude each other")
+    if release:
+        print_note(
+            "--release is the default, and the option goes with the next release of reshard: leave it out"
+        )
     check_command(source, destination, megatron=False)
     from reshard.megatron.layout import MegatronLayout
     from reshard.storage.convert import hf_to_mcore

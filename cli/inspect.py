@@ -1,5 +1,7 @@
 """``reshard inspect``."""
 
+from typing import Any
+
 import click
 
 from reshard.cli.output import ignore_option, json_option, print_json, print_note, size
@@ -16,25 +18,39 @@ def command(path: str, hf_config: str | None, tensors: bool, as_json: bool) -> N
     """Show format, family, layout, sizes and manifest of the checkpoint at PATH."""
     from reshard.storage.inspection import inspect
 
-    found = inspect(path, hf_config=hf_config)
+    inspection = inspect(path, hf_config=hf_config)
     if as_json:
-        print_json(found.to_dict())
+        print_json(inspection.to_dict())
         return
-    for notice in found.notices:
+    for notice in inspection.notices:
         print_note(notice)
-    dtypes = ", ".join(f"{name} ({n:,})" for name, n in sorted(found.dtypes.items()))
-    rows = [
-        ("format", found.format), ("family", f"{found.family} ({found.architecture})"),
-        ("layers", f"{found.layers}" + (f" + {found.mtp_layers} MTP" if found.mtp_layers else "")),
-        ("experts", found.experts or None), ("parameters", f"{found.parameters:,}"), ("size", size(found.size_bytes)), ("dtypes", dtypes),
-        ("layout", " ".join(f"{key}={value}" for key, value in (found.layout or {}).items() if value is not False) or None),
-        *found.details.items(),
-        ("manifest", found.manifest and f"{found.manifest['tensors']} tensors, from "
-                                        f"{found.manifest['source']}"),
-    ]  # fmt: skip
-    for key, value in rows:
-        if value is not None:
-            click.echo(f"{key:<12}{value}")
+    for label, value in _rows(inspection):
+        click.echo(f"{label:<12}{value}")
     if tensors:
-        for name, entry in found.tensors.items():
+        for name, entry in inspection.tensors.items():
             click.echo(f"  {name}  {entry['dtype']}  {entry['shape']}")
+
+
+def _rows(inspection: Any) -> list[tuple[str, Any]]:
+    """Return the lines to show, as labels and values."""
+    dtypes = ", ".join(f"{name} ({count:,})" for name, count in sorted(inspection.dtypes.items()))
+    mtp = f" + {inspection.mtp_layers} MTP" if inspection.mtp_layers else ""
+    layout = [f"{key}={value}" for key, value in (inspection.layout or {}).items() if value is not False]
+    details = dict(inspection.details)
+    if quantized := details.get("quantized"):
+        formats = f" ({', '.join(quantized['formats'])})" if quantized["formats"] else ""
+        details["quantized"] = f"{quantized['weights']:,} weights, {quantized['method']}{formats}"
+    manifest = inspection.manifest
+    rows = [
+        ("format", inspection.format),
+        ("family", f"{inspection.family} ({inspection.architecture})"),
+        ("layers", f"{inspection.layers}{mtp}"),
+        ("experts", inspection.experts or None),
+        ("parameters", f"{inspection.parameters:,}"),
+        ("size", size(inspection.size_bytes)),
+        ("dtypes", dtypes),
+        ("layout", " ".join(layout) or None),
+        *details.items(),
+        ("manifest", manifest and f"{manifest['tensors']} tensors, from {manifest['source']}"),
+    ]
+    return [(label, value) for label, value in rows if value is not None]

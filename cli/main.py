@@ -74,13 +74,13 @@ def cli() -> None:
 
 
 def main() -> None:
-    """The entry point."""
+    """Run the command line and end the process with its exit code."""
     gc.disable()  # plans live to the end; looking through them for garbage costs a sixth of the planning
     signals.prepare_streams()
     try:
         signals.raise_when_interrupted()
-        found = cli(standalone_mode=False)  # the code of an Exit, else what the command returns: nothing
-        status = found if isinstance(found, int) else 0
+        outcome = cli(standalone_mode=False)  # the code of an Exit, else what the command returns: nothing
+        status = outcome if isinstance(outcome, int) else 0
     except BaseException as error:
         status = status_of(error, signals.interrupted())
     unwritten = signals.flush()

@@ -61,7 +61,7 @@ class _Bar:
         self.began, self.drawn, self.first = time.monotonic(), 0.0, 0
 
     def show(self, done: int, total: int) -> None:
-        """Draw how far it has come, ten times a second at most."""
+        """Draw the progress, ten times a second at most."""
         now = time.monotonic()
         if not self.drawn:
             self.first = done  # what an earlier run has done, which says nothing of the rate
@@ -101,7 +101,7 @@ def quiet() -> None:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One JSON object on stdout. Numbers that JSON lacks (NaN, infinity) become strings."""
+    """Print one JSON object on stdout. Numbers that JSON lacks (NaN, infinity) become strings."""
     click.echo(json.dumps(_plain(value), indent=2, allow_nan=False))
 
 
@@ -114,13 +114,14 @@ def _plain(value: Any) -> Any:
 
 
 def print_note(sentence: str) -> None:
-    """A sentence on stderr besides the result, which is no failure where nobody looks at that any more."""
+    """Print a sentence on stderr besides the result. It is no failure where nobody looks at that
+    any more."""
     with contextlib.suppress(OSError):
         click.echo(f"note: {sentence}", err=True)
 
 
 def size(n: int) -> str:
-    """Bytes for people."""
+    """Return bytes as text for people."""
     value, unit = float(n), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if value < 1000 or unit == "TB":
@@ -130,7 +131,7 @@ def size(n: int) -> str:
 
 
 def print_report(report: Any, as_json: bool, seconds: float) -> None:
-    """The report of a conversion, from the first of its processes."""
+    """Print the report of a conversion, in the first of its processes."""
     if report.process:
         return
     if as_json:

@@ -11,8 +11,8 @@ from reshard.core.errors import ReshardError
 
 
 class Place(click.Path):
-    """A path or hub id. An empty one, such as of a shell variable that is not set, would be the current
-    directory: it is refused."""
+    """A path or hub id. An empty one, such as of a shell variable that is not set, is refused: it
+    would be the current directory."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not str(value).strip():
@@ -22,11 +22,12 @@ class Place(click.Path):
 
 @contextlib.contextmanager
 def resumable(destination: str) -> Iterator[None]:
-    """Around a conversion: an interrupt that leaves something to go on with says so."""
+    """Add to an interrupt inside the `with` block that `--resume` goes on, where it leaves
+    something to go on with."""
     try:
         yield
     except KeyboardInterrupt as error:
-        from reshard.storage.run.workdir import unfinished
+        from reshard.storage.run.partial import unfinished
 
         if unfinished(Path(destination)) is None:
             raise
@@ -36,7 +37,7 @@ def resumable(destination: str) -> Iterator[None]:
 def check_command(source: str, destination: str, megatron: bool) -> None:
     """Raise ReshardError, with the command that is meant, where a source has the other command's format: with
     `megatron` it should be a Megatron checkpoint, else a Hugging Face one."""
-    from reshard.storage.run.workdir import unfinished
+    from reshard.storage.run.partial import unfinished
     from reshard.storage.sources.paths import locate
 
     path = Path(source)

@@ -12,19 +12,21 @@ _seen: list[int] = []
 
 
 def leave_when_interrupted() -> None:
-    """While modules are imported there is nothing to clean up: Ctrl-C ends the process, with a line and
-    status 130."""
+    """Have Ctrl-C end the process, with a line and status 130: while modules are imported there is
+    nothing to clean up."""
     _handle(_leave)
 
 
 def raise_when_interrupted() -> None:
-    """While a command runs Ctrl-C raises KeyboardInterrupt, once; a second one ends the process as it is."""
+    """Have Ctrl-C raise KeyboardInterrupt once, while a command runs; a second one ends the process
+    as it is."""
     _handle(_raise)
     sys.unraisablehook = _unraisable
 
 
 def interrupted() -> bool:
-    """Whether Ctrl-C was pressed: a library in whose import that happens may raise something else."""
+    """Return True once Ctrl-C was pressed: a library in whose import that happens may raise
+    something else."""
     return bool(_seen)
 
 
@@ -47,11 +49,12 @@ def _raise(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _unraisable(found: Any) -> None:
-    """Where Python can only report an exception (in a finalizer), an interrupt would be lost."""
-    if issubclass(found.exc_type, KeyboardInterrupt):
+def _unraisable(unraisable: Any) -> None:
+    """End the process for an interrupt in a finalizer, where Python can only report an exception:
+    it would be lost."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
         _leave()
-    sys.__unraisablehook__(found)
+    sys.__unraisablehook__(unraisable)
 
 
 def prepare_streams() -> None:

@@ -142,7 +142,11 @@ def test_they_are_quantized_again_on_request(published, tmp_path):
     ]  # fmt: skip
     assert found == CONFIG
     assert check(tmp_path / "back").ok
-    assert inspect(tmp_path / "back").details["fp8_blocks"] == sum(n.endswith("_scale_inv") for n in ours)
+    assert inspect(tmp_path / "back").details["quantized"] == {
+        "method": "fp8",
+        "formats": [],
+        "weights": sum(name.endswith("_scale_inv") for name in ours),
+    }
     # and it is a source like any other
     hf_to_mcore(tmp_path / "back", tmp_path / "again", MegatronLayout(tp=2))
     assert (

@@ -37,8 +37,8 @@ class Tensor:
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file. Raises ReshardError for a truncated file, a header that is too long or does
-    not add up."""
+    """Return the tensors of one file. Raises ReshardError for a truncated file, a header that is
+    too long or does not add up."""
     if not os.path.isfile(path):
         raise ReshardError(f"{path} is not a file that can be read")
     try:
@@ -109,33 +109,33 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
 
 def _no_duplicates(pairs: list, path: Path) -> dict:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         seen: set[str] = set()
         twice = [name for name, _ in pairs if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
         raise ReshardError(f"{path}: the header has {listed(map(_short, sorted(set(twice))))} twice")
-    return found
+    return entries
 
 
 def _short(name: str) -> str:
-    """A name as it is, or what shows of one that is none."""
+    """Return a name as it is, or the beginning of one that is not printable."""
     return name if a_name(name) else ascii(name[:60])
 
 
 def read_directory(path: Path) -> dict[str, Tensor]:
-    """All tensors of a Hugging Face directory, by name. Raises ReshardError where files and index do not
-    agree."""
+    """Return all tensors of a Hugging Face directory, by name. Raises ReshardError where files and
+    index do not agree."""
     index = path / INDEX
     if not index.exists():
         files = sorted(p.name for p in path.glob("*.safetensors"))
         if not files:
             others = sorted(p.name for p in (*path.glob("*.bin"), *path.glob("*.pth"), *path.glob("*.gguf")))
-            found = (
+            hint = (
                 f", only {listed(others, 3)}: save it with save_pretrained(safe_serialization=True) first"
                 if others
                 else ""
             )
-            raise ReshardError(f"{path} has no safetensors files{found}")
+            raise ReshardError(f"{path} has no safetensors files{hint}")
         if len(files) > 1 and SINGLE not in files:
             raise ReshardError(f"{path} has {len(files)} safetensors files but no {INDEX}")
         return read_header(path / (SINGLE if SINGLE in files else files[0]))
@@ -231,7 +231,7 @@ def plan_files(tensors: dict[str, tuple[Dtype, tuple[int, ...]]], max_shard_byte
 
 
 def index_json(files: list[NewFile]) -> str | None:
-    """The text of ``model.safetensors.index.json``, or None where one file holds everything."""
+    """Return the text of ``model.safetensors.index.json``, or None where one file holds everything."""
     if len(files) == 1:
         return None
     weight_map = {name: file.name for file in files for name in file.tensors}

@@ -26,8 +26,8 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """The bytes of a regular file. Raises ReshardError where it cannot be read or has more than `limit`
-    bytes."""
+    """Return the bytes of a regular file. Raises ReshardError where it cannot be read or has more
+    than `limit` bytes."""
     try:
         # A pipe that somebody put there would block at `open`.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -47,10 +47,10 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def read_json(path: Path, what: str = "JSON", limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """A JSON file that holds an object; in errors it is called `what`.
+    """Read a JSON file that holds an object; in errors it is called `what`.
 
-    Raises ReshardError where it cannot be read, is larger than `limit` bytes, is no UTF-8 or no JSON, is
-    nested deeper than any checkpoint's, or holds something else than an object.
+    Raises ReshardError where it cannot be read, is larger than `limit` bytes, is no UTF-8 or no
+    JSON, is nested deeper than any checkpoint's, or holds something else than an object.
     """
     data = read_file(path, limit)
     try:
@@ -72,14 +72,14 @@ def read_json(path: Path, what: str = "JSON", limit: int = MAX_JSON_BYTES) -> di
 
 
 def a_name(value: Any) -> TypeGuard[str]:
-    """Whether `value` is text that a tensor or a file may be called by: printable, and of no absurd
+    """Return True for text that a tensor or a file may be called by: printable, and of no absurd
     length."""
     return type(value) is str and len(value) <= 1000 and value.isprintable()
 
 
 def whole_numbers(value: Any, most: int = 32, least: int = 0) -> TypeGuard[Sequence[int]]:
-    """Whether `value` is a list or tuple of at most `most` whole numbers from `least` up to what a file
-    offset can be."""
+    """Return True for a list or tuple of at most `most` whole numbers from `least` up to what a
+    file offset can be."""
     return (
         type(value) in (list, tuple)
         and len(value) <= most

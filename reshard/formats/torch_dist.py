@@ -32,7 +32,8 @@ COMMON_KEY = "common_state/shard_0_1"
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a container lies: a file of the iteration's directory, its offset and length in bytes."""
+    """The place of a container: a file of the iteration's directory, its offset and length in
+    bytes."""
 
     file: str
     offset: int
@@ -60,18 +61,18 @@ class Checkpoint:
     objects: dict[str, Stored]
 
     def reader(self, stored: Stored) -> Callable[[int, int], bytes]:
-        """A function that reads (offset, length) within a stored container."""
+        """Return a function that reads (offset, length) within a stored container."""
         return _reader(self.directory / stored.file, stored.offset)
 
     def tensor_at(self, stored: Stored) -> torch_zip.StoredTensor:
-        """Where a chunk's bytes lie; the offset counts from the start of its file."""
+        """Return where a chunk's bytes lie; the offset counts from the start of its file."""
         where = f"{self.directory / stored.file} at byte {stored.offset}"
         tensor = torch_zip.stored_tensor(self.reader(stored), stored.length, where)
         return torch_zip.StoredTensor(tensor.dtype, tensor.shape, stored.offset + tensor.offset)
 
     def common(self) -> dict[str, Any]:
-        """The common state: ``args``, ``iteration`` and the like, as plain data; ``args`` as a dict of its
-        attributes."""
+        """Return the common state: ``args``, ``iteration`` and the like, as plain data; ``args`` as
+        a dict of its attributes."""
         path = self.directory / "common.pt"
         if path.is_file():
             value = torch_zip.stored_object(_reader(path, 0), path.stat().st_size, str(path))
@@ -92,7 +93,7 @@ class Checkpoint:
 
 
 def _reader(path: Path, start: int) -> Callable[[int, int], bytes]:
-    """A function that reads (offset, length) of a file from byte `start` on."""
+    """Return a function that reads (offset, length) of a file from byte `start` on."""
 
     def read(offset: int, length: int) -> bytes:
         try:
@@ -105,7 +106,8 @@ def _reader(path: Path, start: int) -> Callable[[int, int], bytes]:
 
 
 def find(path: Path) -> tuple[Path, str] | None:
-    """The iteration directory of a Megatron checkpoint and its name, or None where `path` is none.
+    """Return the iteration directory of a Megatron checkpoint and its name, or None where `path` is
+    none.
 
     `path` is what ``--load`` takes (the tracker file decides) or an iteration's directory itself.
     """
@@ -124,7 +126,8 @@ def find(path: Path) -> tuple[Path, str] | None:
 
 
 def tracked(tracker: Path) -> str:
-    """The directory that a tracker file names. Raises ReshardError where it holds something else."""
+    """Return the directory that a tracker file names. Raises ReshardError where it holds something
+    else."""
     text = read_file(tracker, MAX_TRACKER_BYTES).decode(errors="replace").strip()
     if text != "release" and not re.fullmatch("[0-9]{1,18}", text):
         raise ReshardError(f"{tracker} holds {text[:40]!r}; it must be a number or 'release'")
@@ -210,9 +213,9 @@ def _checkpoint(metadata: Any, directory: Path, iteration: str) -> Checkpoint:
 
 
 def _chunks(key: str, shape: tuple[int, ...], chunks: Any, stored: dict) -> dict:
-    """The chunks of a key by (offsets, sizes). Raises ReshardError for one that leaves the key's shape or is
-    stored nowhere."""
-    found = {}
+    """Return the chunks of a key by (offsets, sizes). Raises ReshardError for one that leaves the
+    key's shape or is stored nowhere."""
+    places = {}
     for chunk in chunks:
         offsets, sizes = chunk.fields["offsets"], chunk.fields["sizes"]
         if not (whole_numbers(offsets) and whole_numbers(sizes) and len(offsets) == len(sizes) == len(shape)):
@@ -225,8 +228,8 @@ def _chunks(key: str, shape: tuple[int, ...], chunks: Any, stored: dict) -> dict
         place = stored.get((key, offsets))
         if place is None:
             raise ValueError(f"a chunk of {key} at {offsets} that is stored nowhere")
-        found[offsets, sizes] = place
-    return found
+        places[offsets, sizes] = place
+    return places
 
 
 def _check_apart(keys: dict[str, Key], directory: Path) -> None:
@@ -247,7 +250,7 @@ def _check_apart(keys: dict[str, Key], directory: Path) -> None:
 
 
 def metadata_bytes(keys: dict[str, Key], objects: dict[str, Stored], checkpoint_id: str) -> bytes:
-    """The ``.metadata`` of a checkpoint with these keys and objects."""
+    """Return the ``.metadata`` of a checkpoint with these keys and objects."""
     layout = call("torch.serialization", "_get_layout", "torch.strided")
     memory_format = call(METADATA, "_MEM_FORMAT_ENCODING", 0)
     size = lambda shape: call("torch", "Size", tuple(shape))  # noqa: E731
@@ -298,7 +301,7 @@ def metadata_bytes(keys: dict[str, Key], objects: dict[str, Stored], checkpoint_
 
 
 def common_bytes(args: dict[str, Any], iteration: int, content_metadata: dict[str, Any]) -> bytes:
-    """``common.pt``, with `args` as the ``argparse.Namespace`` that Megatron-LM expects."""
+    """Return ``common.pt``, with `args` as the ``argparse.Namespace`` that Megatron-LM expects."""
     kept = (bool, int, float, str, list, tuple, Name, pickles.Call, type(None))
     plain = {key: value if isinstance(value, kept) else str(value) for key, value in args.items()}
     return torch_zip.object_bytes({

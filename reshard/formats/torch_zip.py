@@ -39,7 +39,7 @@ class Container:
 
 
 def tensor_container(dtype: Dtype, shape: tuple[int, ...]) -> Container:
-    """The container of a contiguous CPU tensor."""
+    """Return the container of a contiguous CPU tensor."""
     n = prod(shape)
     stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
     typed = dtype.storage != "UntypedStorage"
@@ -66,7 +66,8 @@ def tensor_container(dtype: Dtype, shape: tuple[int, ...]) -> Container:
 
 
 def object_bytes(value: Any) -> bytes:
-    """The whole file that ``torch.save`` would write for plain data (`pickles.dump` says which)."""
+    """Return the whole file that ``torch.save`` would write for plain data (`pickles.dump` says
+    which)."""
     container = _container(pickles.dump(value, protocol=2), None)
     return container.head + container.tail
 
@@ -150,15 +151,15 @@ def _end(count: int, size: int, start: int) -> bytes:
 
 
 def records(read: Any, size: int, where: str) -> dict[str, tuple[int, int]]:
-    """The records of a container as name (without the archive's own) to (offset, length).
+    """Return the records of a container as name (without the archive's own) to (offset, length).
 
-    `read(offset, length)` gives bytes of the container, which is `size` bytes long. Raises ReshardError for
-    anything that is no zip of stored records or points outside of itself.
+    `read(offset, length)` gives bytes of the container, which is `size` bytes long. Raises
+    ReshardError for anything that is no zip of stored records or points outside of itself.
     """
     broken = ReshardError(f"{where} is not a readable torch container: it is truncated or corrupt")
     try:
         count, central = _central_directory(read, size)
-        found: dict[str, tuple[int, int]] = {}
+        placed: dict[str, tuple[int, int]] = {}
         position = 0
         for _ in range(count):
             if central[position : position + 4] != _CENTRAL:
@@ -174,7 +175,7 @@ def records(read: Any, size: int, where: str) -> dict[str, tuple[int, int]]:
                 length, stored, offset = _wide(
                     central[extra_at : extra_at + extra_bytes], length, stored, offset
                 )
-            if method != 0 or length != stored or length > size or offset + 30 > size or name in found:
+            if method != 0 or length != stored or length > size or offset + 30 > size or name in placed:
                 raise broken
             local = read(offset, 30 + name_bytes)
             local_name, local_extra = struct.unpack_from("<26xHH", local)
@@ -183,17 +184,17 @@ def records(read: Any, size: int, where: str) -> dict[str, tuple[int, int]]:
             data_at = offset + 30 + name_bytes + local_extra
             if data_at + length > size:
                 raise broken
-            found[name] = (data_at, length)
+            placed[name] = (data_at, length)
         if position != len(central):
             raise broken
     except (struct.error, ValueError, IndexError) as error:
         raise broken from error
-    return found
+    return placed
 
 
 def _central_directory(read: Any, size: int) -> tuple[int, bytes]:
-    """The number of a zip's records, and its central directory. Raises ValueError or struct.error where it
-    has none."""
+    """Return the number of a zip's records, and its central directory. Raises ValueError or
+    struct.error where it has none."""
     tail_at = max(0, size - 4096)
     tail = read(tail_at, size - tail_at)
     at = tail.rindex(_END)
@@ -218,8 +219,8 @@ def _central_directory(read: Any, size: int) -> tuple[int, bytes]:
 
 
 def _wide(extra: bytes, *narrow: int) -> list[int]:
-    """A record's length, stored length and offset, of which those that do not fit into 32 bits are in its
-    zip64 field."""
+    """Return a record's length, stored length and offset; those that do not fit into 32 bits are in
+    its zip64 field."""
     position = 0
     while position + 4 <= len(extra):
         tag, n = struct.unpack_from("<HH", extra, position)
@@ -240,9 +241,9 @@ class StoredTensor:
 
 
 def stored_tensor(read: Any, size: int, where: str) -> StoredTensor:
-    """Where the one tensor of a container lies. Raises ReshardError for a container that holds something
-    else."""
-    value, found = _data_pkl(read, size, where)
+    """Return where the one tensor of a container lies. Raises ReshardError for a container that
+    holds something else."""
+    value, placed = _data_pkl(read, size, where)
     if not isinstance(value, pickles.Call) or value.name not in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
         what = value.name if isinstance(value, pickles.Call) else type(value).__name__
         raise ReshardError(f"{where} holds {what}, not one tensor")
@@ -273,34 +274,34 @@ def stored_tensor(read: Any, size: int, where: str) -> StoredTensor:
             f"{where} holds a tensor of an unknown dtype or with strides {tuple(stride)}, "
             f"which is not supported"
         )
-    offset, length = found.get(f"data/{record}", (0, -1)) if isinstance(record, str) else (0, -1)
+    offset, length = placed.get(f"data/{record}", (0, -1)) if isinstance(record, str) else (0, -1)
     if (start + prod(shape)) * dtype.size > length:
         raise ReshardError(f"{where}: the tensor's bytes are missing or cut short")
     return StoredTensor(dtype, tuple(shape), offset + start * dtype.size)
 
 
 def stored_object(read: Any, size: int, where: str) -> Any:
-    """The plain data of a container, tensors in it as `pickles.Call` records."""
+    """Return the plain data of a container, tensors in it as `pickles.Call` records."""
     return _data_pkl(read, size, where)[0]
 
 
 def _data_pkl(read: Any, size: int, where: str) -> tuple[Any, dict[str, tuple[int, int]]]:
-    """What a container's ``data.pkl`` holds, and all its records."""
-    found = records(read, size, where)
-    if "data.pkl" not in found or (
-        "byteorder" in found and read(found["byteorder"][0], min(found["byteorder"][1], 9)) != b"little"
+    """Return the content of a container's ``data.pkl``, and all its records."""
+    placed = records(read, size, where)
+    if "data.pkl" not in placed or (
+        "byteorder" in placed and read(placed["byteorder"][0], min(placed["byteorder"][1], 9)) != b"little"
     ):
         raise ReshardError(f"{where} has no data.pkl or is not little-endian")
-    if "version" in found:
-        version = read(found["version"][0], min(found["version"][1], 20)).strip()
+    if "version" in placed:
+        version = read(placed["version"][0], min(placed["version"][1], 20)).strip()
         if not (version.isdigit() and int(version) in FORMAT_VERSIONS):
             raise ReshardError(
                 f"{where} says that its format is version {version!r:.40}; {FORMAT_VERSIONS[0]} to "
                 f"{FORMAT_VERSIONS[-1]} are known"
             )
-    at, length = found["data.pkl"]
+    at, length = placed["data.pkl"]
     if length > MAX_PICKLE_BYTES:
         raise ReshardError(
             f"{where} has a data.pkl of {length:,} bytes, more than {MAX_PICKLE_BYTES:,}: it is corrupt"
         )
-    return pickles.load(read(at, length), where), found
+    return pickles.load(read(at, length), where), placed

@@ -32,8 +32,8 @@ from reshard.storage.sources.verify import (
 
 @dataclass(frozen=True)
 class Difference:
-    """How a tensor differs: `max_abs` and `max_rel` (to the larger of the two magnitudes) over the `unequal`
-    elements."""
+    """A tensor that differs: `max_abs` and `max_rel` (relative to the larger of the two magnitudes)
+    are over the `unequal` elements."""
 
     name: str
     unequal: int
@@ -44,12 +44,12 @@ class Difference:
 
     @property
     def values_equal(self) -> bool:
-        """Whether only the dtype differs: the values are equal, every one."""
+        """True where only the dtype differs: every value is equal."""
         return self.unequal == 0 and self.elements > 0
 
     @property
     def sentence(self) -> str:
-        """For people."""
+        """The difference as text."""
         if not self.elements:
             return self.note
         if self.values_equal:
@@ -61,9 +61,11 @@ class Difference:
 
 @dataclass
 class Diff:
-    """The outcome of a comparison; `names` are the tensors that both have, `differences` are sorted with the
-    worst first, `fields` are those of the configs by which the same weights make two models, with both
-    values."""
+    """The outcome of a comparison.
+
+    `names` are the tensors that both have, `differences` are sorted with the worst first, and
+    `fields` are those of the configs by which the same weights make two models, with both values.
+    """
 
     a: str
     b: str
@@ -76,18 +78,19 @@ class Diff:
 
     @property
     def equal(self) -> bool:
-        """Whether both hold the same tensors, bit for bit, and their configs make the same model of them."""
+        """True where both hold the same tensors, bit for bit, and their configs make the same model
+        of them."""
         return not (self.differences or self.only_a or self.only_b or self.fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the outcome as the object that ``--json`` prints."""
         values = asdict(self)
         del values["names"]
         return {"equal": self.equal, "tensors": self.tensors, **values}
 
     @property
     def tensors(self) -> int:
-        """How many tensors were compared."""
+        """Number of tensors that were compared."""
         return len(self.names)
 
 
@@ -108,50 +111,53 @@ def diff(
     """
     allow_many_files()
     config = Path(hf_config) if hf_config is not None else None
-    one = open_source(local_directory(str(a)), config)
+    left = open_source(local_directory(str(a)), config)
     try:
-        other = local_directory(str(b))
-        two = open_source(other, config or _config_for(other, one))
+        right_directory = local_directory(str(b))
+        right = open_source(right_directory, config or _config_for(right_directory, left))
     except BaseException:
-        one.close()
+        left.close()
         raise
     try:
-        check_ignored(one.model, two.model)
+        check_ignored(left.model, right.model)
         chosen = only or (lambda name: True)
-        common = [name for name in one.tensors if name in two.tensors and chosen(name)]
+        common = [name for name in left.tensors if name in right.tensors and chosen(name)]
         # A copy that only one side keeps under a name of its own says nothing new.
         result = Diff(str(a), str(b), common)
-        result.notices = [*one.model.notices, *two.model.notices]
+        result.notices = [*left.model.notices, *right.model.notices]
         result.only_a = sorted(
-            n for n in one.tensors if n not in two.tensors and n not in one.mapping.optional and chosen(n)
+            n for n in left.tensors if n not in right.tensors and n not in left.mapping.optional and chosen(n)
         )
         result.only_b = sorted(
-            n for n in two.tensors if n not in one.tensors and n not in two.mapping.optional and chosen(n)
+            n
+            for n in right.tensors
+            if n not in left.tensors and n not in right.mapping.optional and chosen(n)
         )
         if not (common or result.only_a or result.only_b):
             raise ReshardError(
-                f"there is nothing to compare: `only` chooses none of the {len(one.tensors)} tensors of {a}"
+                f"there is nothing to compare: `only` chooses none of the {len(left.tensors)} tensors of {a}"
             )
-        result.fields = different_fields(one.model, two.model)
-        sizes = {name: one.tensors[name].size_bytes for name in common}
-        with one.unchanged(), two.unchanged():
-            found = run_jobs(sizes, lambda name: _compare(name, one, two), workers, progress)
+        result.fields = different_fields(left.model, right.model)
+        sizes = {name: left.tensors[name].size_bytes for name in common}
+        with left.unchanged(), right.unchanged():
+            outcomes = run_jobs(sizes, lambda name: _compare(name, left, right), workers, progress)
         result.differences = sorted(
-            (d for d in found.values() if d is not None), key=lambda d: (-_order(d.max_abs), d.name)
+            (difference for difference in outcomes.values() if difference is not None),
+            key=lambda difference: (-_order(difference.max_abs), difference.name),
         )
         return result
     finally:
-        one.close()
-        two.close()
+        left.close()
+        right.close()
 
 
 def _config_for(path: Path, source: Source) -> Path | None:
-    """The other side's Hugging Face config, for a checkpoint that may have none of its own to be read
-    with."""
+    """Return the other side's Hugging Face config, for a Megatron checkpoint that has none of its
+    own."""
     if not isinstance(source, HuggingFaceSource):
         return None
-    found = locate(path)
-    if found is None or config_beside(found) is not None:
+    located = locate(path)
+    if located is None or config_beside(located) is not None:
         return None
     return source.path / "config.json"
 
@@ -160,18 +166,18 @@ def _order(value: float) -> float:
     return float("inf") if value != value else value
 
 
-def _compare(name: str, one: Source, two: Source) -> Difference | None:
-    a, b = one.tensors[name], two.tensors[name]
+def _compare(name: str, left: Source, right: Source) -> Difference | None:
+    a, b = left.tensors[name], right.tensors[name]
     if a.shape != b.shape:
         return Difference(
             name, 0, 0, float("nan"), float("nan"), f"shape {list(a.shape)} and {list(b.shape)}"
         )
     unequal, max_abs, max_rel, same = 0, 0.0, 0.0, a.dtype == b.dtype
-    for start, stop in a.slabs(multiple=max(one.row_multiple(name), two.row_multiple(name))):
-        left, right = one.read_rows(name, start, stop), two.read_rows(name, start, stop)
-        if same and np.array_equal(left.view(np.uint8), right.view(np.uint8)):
+    for start, stop in a.slabs(multiple=max(left.row_multiple(name), right.row_multiple(name))):
+        left_rows, right_rows = left.read_rows(name, start, stop), right.read_rows(name, start, stop)
+        if same and np.array_equal(left_rows.view(np.uint8), right_rows.view(np.uint8)):
             continue
-        n, largest, relative = _distance(left, right, a.dtype, b.dtype)
+        n, largest, relative = _distance(left_rows, right_rows, a.dtype, b.dtype)
         unequal, max_abs, max_rel = unequal + n, _max(max_abs, largest), _max(max_rel, relative)
     note = "" if same else f"{a.dtype.name} and {b.dtype.name}"
     return (
@@ -221,11 +227,11 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether every checksum holds, and all files are those that were written."""
+        """True where every checksum holds, and all files are those that were written."""
         return not (self.bad or self.changed or self.missing or self.added)
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the outcome as the object that ``--json`` prints."""
         return {"ok": self.ok, **asdict(self)}
 
 
@@ -290,12 +296,12 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
         result.files = len(here)
         result.changed, missing = changed_files(root, here, source, workers)
         result.missing += missing
-        found = (str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
+        names = (str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
         # Other iterations beside it are none of its files.
         others = tuple(f"{name}/" for name in iterations_in(root) if name != manifest.get("iteration"))
         result.added = sorted(
             n
-            for n in found
+            for n in names
             if n.startswith(tuple(only))
             and n not in {*here, NAME}
             and not n.startswith(others)
@@ -305,7 +311,8 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
 
 
 def _missing_iteration(path: Path, source: Source) -> list[str]:
-    """What is missing where another iteration had to be taken than the one that the run's tracker names."""
+    """Return the file that is missing where the tracker names an iteration that is not complete,
+    and another was taken."""
     tracked = tracked_iteration(path)
     if tracked is None or not isinstance(source, MegatronSource) or source.checkpoint.iteration == tracked:
         return []
@@ -313,10 +320,10 @@ def _missing_iteration(path: Path, source: Source) -> list[str]:
 
 
 def _root_of_what_is_damaged(path: Path) -> Path:
-    """Where the manifest lies of what cannot be opened."""
+    """Return the directory with the manifest of a checkpoint that cannot be opened."""
     tracked = path / (tracked_iteration(path) or "")
-    found = (root for root in (tracked, path, path.parent) if (root / NAME).is_file())
-    return next(found, path)
+    roots = (root for root in (tracked, path, path.parent) if (root / NAME).is_file())
+    return next(roots, path)
 
 
 def _hidden(name: str) -> bool:

@@ -38,7 +38,7 @@ BASE_MEMORY_BYTES, WORKER_MEMORY_BYTES, TENSOR_MEMORY_BYTES = 48 << 20, 8 << 20,
 
 @dataclass
 class ConversionReport:
-    """What a conversion did, or would do with `dry_run`. Sizes in bytes."""
+    """The result of a conversion, or with `dry_run` what it would be. Sizes in bytes."""
 
     direction: str
     family: str

@@ -18,7 +18,8 @@ from reshard.storage.sources.paths import locate
 
 @dataclass
 class Inspection:
-    """What a checkpoint holds. `parameters` counts elements without copies, `size_bytes` likewise."""
+    """The contents of a checkpoint. `parameters` and `size_bytes` leave out tensors that repeat
+    another."""
 
     path: str
     format: str
@@ -37,7 +38,7 @@ class Inspection:
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the inspection as the object that ``--json`` prints."""
         return asdict(self)
 
 
@@ -130,7 +131,8 @@ def _as_stored(path: str | Path, directory: Path, why: str) -> Inspection:
 
 
 def _layout(source: Any, manifest: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The layout that wrote a Megatron checkpoint: from the manifest, else from the args that it holds."""
+    """Return the layout that wrote a Megatron checkpoint: from the manifest, else from the args
+    that it holds."""
     if source.kind != "megatron":
         return None
     if manifest is not None and "layout" in manifest:

@@ -25,23 +25,23 @@ CHECKSUM = "xxh3_128"
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides the bytes."""
+    """Return the versions of the packages that decide the bytes."""
     from importlib import metadata
 
-    found = {"reshard": __version__}
+    installed = {"reshard": __version__}
     for package in ("megatron-core", "torch", "transformers", "safetensors"):
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def file_entry(
     size_bytes: int, parts: Iterable[bytes | memoryview], around_tensors: bool = False
 ) -> dict[str, Any]:
-    """What a manifest says of a file that consists of these parts, but for the tensors in it if the parts go
-    around them."""
+    """Return the manifest's entry for a file of these parts; with `around_tensors` the parts leave
+    out the tensors' bytes."""
     digest = xxhash.xxh3_128()
     for part in parts:
         digest.update(part)
@@ -51,15 +51,15 @@ def file_entry(
 
 
 def printable(source: object) -> str:
-    """A path or hub id as a manifest may say it: bytes of a file's name that are no UTF-8 become question
-    marks."""
+    """Return a path or hub id as a manifest can hold it: bytes of a file name that are no UTF-8
+    become question marks."""
     return os.fsencode(str(source)).decode("utf-8", "replace")
 
 
 def manifest_json(fields: dict[str, Any], tensors: dict[str, TensorInfo], checksums: dict[str, str],
                   files: dict[str, dict[str, Any]]) -> str:  # fmt: skip
-    """The text of a manifest; one line a file and a tensor, sorted. `files` are entries as `file_entry` makes
-    them."""
+    """Return the text of a manifest: one line a file and a tensor, sorted. `files` are entries made
+    by `file_entry`."""
     small = ",\n".join(
         f"    {json.dumps(name)}: {json.dumps(entry)}" for name, entry in sorted(files.items())
     )
@@ -73,8 +73,11 @@ def manifest_json(fields: dict[str, Any], tensors: dict[str, TensorInfo], checks
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:
-    """The manifest of a directory, or None. Raises ReshardError where it is not readable or not of the form
-    that `manifest_json` gives; those of before files were listed have no ``files``."""
+    """Return the manifest of a directory, or None.
+
+    Raises ReshardError where it is not readable or not of the form that `manifest_json` gives;
+    manifests of before files were listed have no ``files``.
+    """
     path = directory / NAME
     if not path.exists():
         return None
@@ -84,15 +87,15 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
 
 @lru_cache(4)  # it is long, and asked for in several places
 def _read(path: Path, version: tuple[int, ...]) -> dict[str, Any]:
-    found = read_json(path, "a readable manifest", MAX_INDEX_BYTES)
-    problem = _problem(found)
+    manifest = read_json(path, "a readable manifest", MAX_INDEX_BYTES)
+    problem = _problem(manifest)
     if problem:
         raise ReshardError(f"{path} is not a readable manifest: {problem}")
-    return found
+    return manifest
 
 
 def _problem(manifest: dict[str, Any]) -> str:
-    """What is wrong with the form of a manifest; nothing if it is right."""
+    """Return what is wrong with the form of a manifest; empty if it is right."""
     kinds: dict[str, type] = {
         "tensors": dict,
         "family": str,

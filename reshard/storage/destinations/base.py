@@ -15,10 +15,10 @@ from reshard.storage.run.workdir import Workdir
 
 
 class Destination(ABC):
-    """What is to be written.
+    """A checkpoint that is to be written.
 
-    `sizes` are the bytes of the files with weights, `stored` the tensors as they are listed in the manifest
-    (codes of weights and their scales apart), `format` the name of the format there.
+    `format` names its format in the manifest, `sizes` are the bytes of the files with weights, and
+    `stored` are the tensors as the manifest lists them (codes of weights and their scales apart).
     """
 
     format: str

@@ -23,9 +23,12 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 class HuggingFaceFiles(Destination):
-    """A Hugging Face directory of canonical `tensors`; `quantized` says which are, and how, `beside` are config,
-    tokenizer and generation config. `shard_bytes` None is 5 GB, or less where a model would not fill 16 files,
-    which are written at once, but not less than 1 GB."""
+    """A Hugging Face directory of canonical `tensors`.
+
+    `quantized` says which are stored as codes, and how; `beside` are config, tokenizer and
+    generation config. `shard_bytes` None is 5 GB, or less where a model would not fill 16 files,
+    which are written at once, but not less than 1 GB.
+    """
 
     format = "huggingface"
 
@@ -87,7 +90,7 @@ class HuggingFaceFiles(Destination):
         }
 
     def _config_json(self, original: bytes | str | None) -> bytes | str:
-        """config.json: as it was, but for dtype and quantization where those changed."""
+        """Return config.json as it was, but for dtype and quantization where those changed."""
         config = dict(self.model.config) if original is None else json.loads(original)
         before = json.dumps(config)
         key = "dtype" if "dtype" in config else "torch_dtype"
@@ -107,7 +110,8 @@ class HuggingFaceFiles(Destination):
 
 
 def parse_size(size: str | int) -> int:
-    """Bytes of ``5GB``, ``500MB``, ``1.5GiB`` or a number. Raises ReshardError for anything else."""
+    """Return the bytes of ``5GB``, ``500MB``, ``1.5GiB`` or a number. Raises ReshardError for
+    anything else."""
     units = {
         "": 1,
         "b": 1,

@@ -26,10 +26,11 @@ from reshard.storage.sources.paths import HF_FILES
 
 
 class MegatronFiles(Destination):
-    """A ``torch_dist`` checkpoint of canonical `tensors` at a layout; `copies` are those that are not stored,
-    `beside` the files for its ``hf/``. With `alone` it is the directory of an iteration, which has all of that in itself.
+    """A ``torch_dist`` checkpoint of canonical `tensors` at a layout.
 
-    Raises ReshardError for a layout, or a version of Megatron-LM, that the model does not go with.
+    `copies` are tensors that are not stored, `beside` the files for its ``hf/``. With `alone` it is
+    the directory of an iteration, which has all of that in itself. Raises ReshardError for a
+    layout, or a version of Megatron-LM, that the model does not go with.
     """
 
     format = "megatron torch_dist"

@@ -26,7 +26,7 @@ FILES_AT_ONCE, SMALLEST_FILE_BYTES = 16, 1 << 30
 
 
 def file_bytes(total_bytes: int) -> int:
-    """How large the files of a checkpoint of this size should be."""
+    """Return how large the files of a checkpoint of this size should be."""
     return max(SMALLEST_FILE_BYTES, -(-total_bytes // FILES_AT_ONCE))
 
 
@@ -41,7 +41,7 @@ class PlacedChunk:
 
     @property
     def end(self) -> int:
-        """The byte after the container."""
+        """Offset of the byte after the container."""
         return self.offset + self.container.size_bytes
 
 
@@ -100,19 +100,19 @@ class RankFiles:
             before += container.data_bytes
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file, in the order of ranks."""
+        """Return the bytes of each file, in the order of ranks."""
         return {name: placed[-1].end for name, placed in self.files.items()}
 
     def tensor_bytes(self) -> dict[str, int]:
-        """Bytes of tensors in each rank's files, without the containers."""
-        found: dict[str, int] = defaultdict(int)
+        """Return the bytes of tensors in each rank's files, without the containers."""
+        bytes_by_rank: dict[str, int] = defaultdict(int)
         for placed in self.files.values():
             for c in placed:
-                found[str(c.chunk.rank)] += c.container.data_bytes
-        return dict(found)
+                bytes_by_rank[str(c.chunk.rank)] += c.container.data_bytes
+        return dict(bytes_by_rank)
 
     def strips(self, plan: Plan) -> dict[str, list[Strip]]:
-        """Where the rows of each canonical tensor go, by a plan whose destination is these chunks."""
+        """Return the strips of each canonical tensor, by a plan whose destination is these chunks."""
         paths = {name: Path(name) for name in self.files}
         places = {c.chunk.tensor.id: (paths[name], c) for name, placed in self.files.items() for c in placed}
 
@@ -132,7 +132,8 @@ class RankFiles:
                 position += len(piece) + skipped
 
     def _around(self, name: str) -> Iterator[tuple[bytes, int]]:
-        """The bytes of a file around its tensors: pieces, each with the length of the tensor after it."""
+        """Yield the bytes of a file around its tensors: pieces, each with the length of the tensor
+        after it."""
         piece = NO_STATE if self.files[name][0].offset else b""
         position = len(piece)
         for c in self.files[name]:
@@ -141,15 +142,15 @@ class RankFiles:
         yield piece, 0
 
     def entries(self) -> dict[str, dict[str, Any]]:
-        """What a manifest says of each file: its size, and the checksum of everything but the tensors'
-        bytes."""
+        """Return the manifest's entry for each file: its size, and the checksum of everything but
+        the tensors' bytes."""
         return {
             name: file_entry(size, (piece for piece, _ in self._around(name)), around_tensors=True)
             for name, size in self.sizes().items()
         }
 
     def metadata(self) -> bytes:
-        """The iteration's ``.metadata``."""
+        """Return the iteration's ``.metadata``."""
         self.objects = list(self.objects)
         keys: dict[str, torch_dist.Key] = {}
         first: dict[int, str] = {}

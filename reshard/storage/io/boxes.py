@@ -37,21 +37,21 @@ class Rows(NamedTuple):
 
     @staticmethod
     def of(box: Box) -> "Rows":
-        """The rows and columns of a box of at most two dims."""
+        """Return the rows and columns of a box of at most two dims."""
         column, columns = (box.offsets[1], box.lengths[1]) if len(box.offsets) == 2 else (0, 1)
         return Rows(box.offsets[0], box.offsets[0] + box.lengths[0], column, columns)
 
     def slabs(self, itemsize: int, multiple: int = 1, slab_bytes: int = SLAB_BYTES) -> "list[Rows]":
-        """Runs of these rows of about `slab_bytes` each. Where one ends before the last row, that row is a
-        multiple of `multiple`."""
+        """Split these rows into runs of about `slab_bytes` each. A run that ends before the last
+        row ends at a multiple of `multiple`."""
         step = max(1, slab_bytes // max(1, self.columns * itemsize * multiple)) * multiple
         cuts = [self.start, *range((self.start // step + 1) * step, self.stop, step), self.stop]
         return [self._replace(start=a, stop=b) for a, b in pairwise(cuts)]
 
 
 class Wanted(NamedTuple):
-    """A box of a canonical tensor, and the bytes ``[rows, bytes of a row]`` that it fills, whose rows may lie
-    apart."""
+    """A box of a canonical tensor, and the bytes ``[rows, bytes of a row]`` that it fills. The rows
+    of `out` may lie apart."""
 
     name: str
     rows: Rows
@@ -59,10 +59,10 @@ class Wanted(NamedTuple):
 
 
 class BoxReader:
-    """Reads boxes of stored tensors, in their own dtypes; several threads may. `strips` says where a tensor lies, or
-    None where `compute` makes its numbers, whole rows from one to another.
+    """Reads boxes of stored tensors, in their own dtypes; several threads may use one.
 
-    `read_bytes` is what has been read of the files so far.
+    `strips` gives the strips of a tensor, or None for one whose whole rows `compute` makes.
+    `read_bytes` counts the bytes read from files so far.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class BoxReader:
                 stored.append((strips, rows, out))
                 continue
             assert self.compute is not None
-            found = self.compute(name, rows.start, rows.stop)
-            out[:] = found[:, rows.column : rows.column + rows.columns].view(np.uint8)
+            computed = self.compute(name, rows.start, rows.stop)
+            out[:] = computed[:, rows.column : rows.column + rows.columns].view(np.uint8)
         read = read_boxes(self.files, stored, self.scratch)
         with self._lock:
             self.read_bytes += read
@@ -98,8 +98,9 @@ class BoxReader:
 def read_boxes(
     files: OpenFiles, wanted: Iterable[tuple[list[Strip], Rows, np.ndarray]], scratch: Scratch
 ) -> int:
-    """Read rows and columns, bytes ``[rows, bytes of a row]``, from the strips that have some of them, neighbors
-    in a file by one call; how many bytes were read for that. Raises ReshardError where a file cannot be read."""
+    """Read rows and columns, bytes ``[rows, bytes of a row]``, from the strips that have some of
+    them, neighbors in a file by one call. Return how many bytes were read for that. Raises
+    ReshardError where a file cannot be read."""
     read, run = 0, _Run(files, scratch)
     for strips, rows, out in wanted:
         size = out.shape[1] // max(1, rows.columns)
@@ -107,16 +108,16 @@ def read_boxes(
             piece = _common(rows, strip)
             if piece is None:
                 continue
-            found, offset = _inside(out, rows, piece, size), _offset(strip, piece, size)
-            if found.flags.c_contiguous and (piece.columns == strip.width or len(found) == 1):
-                read += run.add(strip.path, offset, memoryview(found.reshape(-1)))
+            part, offset = _inside(out, rows, piece, size), _offset(strip, piece, size)
+            if part.flags.c_contiguous and (piece.columns == strip.width or len(part) == 1):
+                read += run.add(strip.path, offset, memoryview(part.reshape(-1)))
             else:
-                read += _read_apart(files, strip, offset, found, size, scratch)
+                read += _read_apart(files, strip, offset, part, size, scratch)
     return read + run.end()
 
 
 class _Run:
-    """Bytes that follow one another in a file, but for small gaps, and that one call reads."""
+    """Bytes of a file that follow one another, but for small gaps, and that one call reads."""
 
     def __init__(self, files: OpenFiles, scratch: Scratch) -> None:
         self.files, self.scratch = files, scratch
@@ -125,7 +126,7 @@ class _Run:
         self.buffers: list[memoryview] = []
 
     def add(self, path: Path, offset: int, buffer: memoryview) -> int:
-        """Bytes at an offset; how many had to be read that nobody had asked for."""
+        """Add bytes at an offset. Return how many bytes were read, where that ended the run before."""
         gap, more = offset - self.stop, 0
         if path != self.path or not 0 <= gap <= MOST_BETWEEN_BYTES or len(self.buffers) >= MOST_BUFFERS:
             more = self.end()
@@ -137,7 +138,7 @@ class _Run:
         return more
 
     def end(self) -> int:
-        """Read what there is; how many bytes that were."""
+        """Read what was added; return how many bytes that were."""
         if self.path is None:
             return 0
         self.files.read_into(self.path, self.start, *self.buffers)
@@ -166,8 +167,8 @@ def _read_apart(
 
 
 def place_of(strips: Iterable[Strip], rows: Rows, size: int) -> tuple[str, int]:
-    """The file and the byte at which a box of numbers of `size` bytes begins: sorted by these, neighbors follow one
-    another."""
+    """Return the file and the byte at which a box of numbers of `size` bytes begins. Sorted by
+    these, neighbors follow one another."""
     for strip in strips:
         piece = _common(rows, strip)
         if piece is not None:
@@ -191,28 +192,28 @@ def write_boxes(files: OpenFiles, boxes: Iterable[tuple[list[Strip], Rows, np.nd
             piece = _common(rows, strip)
             if piece is None:
                 continue
-            found, offset = _inside(data, rows, piece, size), _offset(strip, piece, size)
-            if piece.columns != strip.width and len(found) > 1:
-                for i, row in enumerate(found):
+            part, offset = _inside(data, rows, piece, size), _offset(strip, piece, size)
+            if piece.columns != strip.width and len(part) > 1:
+                for i, row in enumerate(part):
                     files.write(strip.path, offset + i * strip.width * size, memoryview(row))
                 continue
             if strip.path != path or offset != stop or len(waiting) >= MOST_BUFFERS:
                 write()
                 path, start = strip.path, offset
-            waiting.append(np.ascontiguousarray(found).reshape(-1))
+            waiting.append(np.ascontiguousarray(part).reshape(-1))
             stop = offset + waiting[-1].size
     write()
 
 
 def _common(rows: Rows, strip: Strip) -> Rows | None:
-    """What a strip has of these rows and columns."""
+    """Return the part of these rows and columns that a strip has; None where it has none."""
     a, b = max(rows.start, strip.start), min(rows.stop, strip.stop)
     c, d = max(rows.column, strip.column), min(rows.column + rows.columns, strip.column + strip.columns)
     return Rows(a, b, c, d - c) if a < b and c < d else None
 
 
 def _inside(array: np.ndarray, rows: Rows, piece: Rows, size: int) -> np.ndarray:
-    """The bytes of a piece in an array that holds `rows`."""
+    """Return the bytes of a piece in an array that holds `rows`."""
     first = (piece.column - rows.column) * size
     return array[piece.start - rows.start : piece.stop - rows.start, first : first + piece.columns * size]
 
@@ -222,5 +223,5 @@ def _offset(strip: Strip, piece: Rows, size: int) -> int:
 
 
 def box_bytes(box: Box, itemsize: int) -> int:
-    """Bytes of a box."""
+    """Return the bytes of a box."""
     return prod(box.lengths) * itemsize

@@ -9,8 +9,8 @@ from reshard.core.errors import ReshardError
 
 
 class OpenFiles:
-    """File descriptors by path, opened at the first use and shared between threads; every access gives its
-    own offset."""
+    """File descriptors by path, opened at first use and shared between threads: every access gives
+    its own offset."""
 
     def __init__(self, flags: int = os.O_RDONLY) -> None:
         self.flags = flags

@@ -30,8 +30,8 @@ PIECE_BYTES = 8 << 20
 
 
 class Region(NamedTuple):
-    """Rows `start` .. `stop` and columns `column` .. `column + columns` of a published tensor, as `TensorInfo`
-    counts both; `key` is for the one who asks."""
+    """Rows `start` .. `stop` and columns `column` .. `column + columns` of a published tensor, as
+    `TensorInfo` counts both. `key` belongs to the caller."""
 
     key: Hashable
     name: str
@@ -43,8 +43,8 @@ class Region(NamedTuple):
 
 @dataclass
 class Weights:
-    """The published tensors of a directory: shapes and dtypes by name, where each lies, and whether its files are still those
-    that were opened."""
+    """The published tensors of a directory: shapes and dtypes by name, where each lies, and a check
+    that its files are those that were opened."""
 
     tensors: dict[str, TensorInfo]
     strips: Callable[[str], list[Strip]]
@@ -57,16 +57,16 @@ class Weights:
 
     @property
     def read_bytes(self) -> int:
-        """What has been read of the files so far."""
+        """Bytes read from the files so far."""
         return self.reader.read_bytes
 
     def whole(self, name: str) -> Region:
-        """A tensor as one region."""
+        """Return a whole tensor as one region."""
         info = self.tensors[name]
         return Region(name, name, 0, info.rows, 0, info.columns)
 
     def region_bytes(self, region: Region) -> int:
-        """Size of a region."""
+        """Return the bytes of a region."""
         return (region.stop - region.start) * region.columns * self.tensors[region.name].dtype.size
 
     def read_into(self, region: Region, out: np.ndarray) -> None:
@@ -77,7 +77,8 @@ class Weights:
     def read_ahead(
         self, regions: Iterable[Region], allocate: Callable[[int], np.ndarray], threads: int
     ) -> Iterator[tuple[Region, np.ndarray]]:
-        """Each region in turn, with its bytes ``[rows, columns * size]``, in memory that `allocate(bytes)` gives.
+        """Yield each region in turn, with its bytes ``[rows, columns * size]``, in memory that
+        `allocate(bytes)` gives.
 
         No more than `AHEAD_BYTES`, or one region, is held besides the region that was yielded.
         """
@@ -128,12 +129,14 @@ class Weights:
 
 
 def weights_of_megatron(source: MegatronSource) -> Weights:
-    """Those of a Megatron checkpoint, by published name; tied ones too. Closing them closes the source."""
+    """Return the weights of a Megatron checkpoint by published name, with tied ones. Closing them
+    closes the source."""
     return Weights(dict(source.tensors), cache(source.strips), source.files, source.unchanged)
 
 
 def weights_of_huggingface(path: Path) -> Weights:
-    """Those of a Hugging Face directory, as its files have them. Raises ReshardError where these are damaged."""
+    """Return the weights of a Hugging Face directory as its files have them. Raises ReshardError
+    where these are damaged."""
     versions = FileVersions(path)
     stored = safetensors.read_directory(path)
     files = [path / safetensors.INDEX, *sorted({path / tensor.file for tensor in stored.values()})]

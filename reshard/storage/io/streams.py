@@ -48,8 +48,8 @@ def strip_of(
     tensor_offset: int,
     itemsize: int,
 ) -> Strip:
-    """The strip of a box that lies at `at` in a row-major tensor of `shape`, which starts at byte
-    `tensor_offset` of a file."""
+    """Return the strip of a box that lies at `at` in a row-major tensor of `shape`, which starts at
+    byte `tensor_offset` of a file."""
     if len(shape) > 2:
         raise ReshardError(f"{path}: tensors of {len(shape)} dims have no rows and columns")
     width, columns = (shape[1], lengths[1]) if len(shape) == 2 else (1, 1)
@@ -89,20 +89,20 @@ class TensorInfo:
         return prod(self.shape) * self.dtype.size
 
     def slabs(self, slab_bytes: int = SLAB_BYTES, multiple: int = 1) -> Iterable[tuple[int, int]]:
-        """Runs of rows of about `slab_bytes`, each a multiple of `multiple` rows."""
+        """Yield runs of rows of about `slab_bytes`, each a multiple of `multiple` rows."""
         step = max(1, slab_bytes // max(1, self.columns * self.dtype.size * multiple)) * multiple
         return ((start, min(start + step, self.rows)) for start in range(0, self.rows, step))
 
 
 class StripReader:
-    """Canonical tensors that lie in files, as strips."""
+    """Reads canonical tensors that lie in files as strips."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo], files: OpenFiles) -> None:
         self.tensors, self.files, self.scratch = tensors, files, Scratch()
 
     def read_rows(self, name: str, start: int, stop: int, strips: list[Strip]) -> np.ndarray:
-        """Rows `start` .. `stop` of a tensor: an array ``[rows, columns]`` of its dtype, valid until the
-        thread's next call."""
+        """Read rows `start` .. `stop` of a tensor: an array ``[rows, columns]`` of its dtype, valid
+        until the thread's next call."""
         info = self.tensors[name]
         size = info.dtype.size
         slab = self.scratch.array("slab", stop - start, info.columns * size)
@@ -125,7 +125,7 @@ class StripReader:
 
 
 class StripWriter:
-    """Canonical tensors that go to files, as strips."""
+    """Writes canonical tensors to files as strips."""
 
     def __init__(self, strips: Mapping[str, list[Strip]], files: OpenFiles) -> None:
         self.strips, self.files = strips, files
@@ -148,7 +148,7 @@ class StripWriter:
 
 
 def grouped_strips(strips: Iterable[tuple[str, Strip]]) -> dict[str, list[Strip]]:
-    """Strips by canonical tensor."""
+    """Return strips by canonical tensor."""
     groups: dict[str, list[Strip]] = defaultdict(list)
     for name, strip in strips:
         groups[name].append(strip)

@@ -12,7 +12,7 @@ from reshard.storage.io.files import OpenFiles, write_error
 
 
 class SyncRecord(Protocol):
-    """What is told of syncs: a journal."""
+    """A journal, as far as a sync writes to it."""
 
     def record(self, items: Iterable[Any]) -> None:
         """Note that the bytes of these items are on the disk."""

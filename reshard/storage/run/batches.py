@@ -20,9 +20,11 @@ class Batch:
 
 
 class Batches:
-    """All jobs, in batches. Neighbors that write into the same files are together: they are neighbors on
-    the disk, and what is known of them is in the same pages of memory, which a forked worker copies when it
-    counts references there."""
+    """All jobs, in batches.
+
+    Neighbors that write into the same files are together: they are neighbors on the disk, and their
+    plans share pages of memory, which a forked worker copies when it counts references there.
+    """
 
     def __init__(
         self, sizes: Mapping[str, int], files_of: Callable[[str], Iterable[str]], batch_bytes: int
@@ -63,8 +65,8 @@ class Batches:
             heappush(self.order, (*self._promise(files), next(self.number), files))
 
     def take(self) -> Batch | None:
-        """The next batch: into the files into which the fewest workers write, since a kernel lets one at a
-        time write into a file; of those with the most to do."""
+        """Return the next batch, None at the end: of the files into which the fewest workers write,
+        since a kernel lets one at a time write into a file; of those with the most to do."""
         while self.order:
             *promise, _, files = heappop(self.order)
             if files not in self.left:
@@ -83,7 +85,7 @@ class Batches:
         return None
 
     def give_back(self, batch: Batch) -> None:
-        """A worker is done with a batch."""
+        """Note that a worker is done with a batch."""
         self.writers.subtract(batch.files)
         for file in batch.files:
             for files in self.sharing[file]:

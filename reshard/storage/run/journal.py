@@ -37,11 +37,10 @@ class Done(NamedTuple):
 
 
 class Journal:
-    """The journal of one process. `root` holds the files, `files` says which of them each tensor touches, by
-    tensor.
+    """The journal of one process.
 
-    With `synced`, tensors are recorded once their bytes are on the disk. Raises ReshardError where it cannot
-    be written.
+    `root` holds the files, and `files` names those that each tensor touches. With `synced`, tensors
+    are recorded once their bytes are on the disk. Raises ReshardError where it cannot be written.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class Journal:
                 self.forget(name)
 
     def intact(self, name: str) -> bool:
-        """Whether a file is the one that was written, at its full length."""
+        """Return True where a file is the one that was written, at its full length."""
         try:
             status = os.lstat(self.root / name)
         except OSError:

@@ -30,8 +30,8 @@ _made = 0  # a program may convert several times over the same store
 
 
 class Team:
-    """`process` of `size` processes, with `links` to others: the first has one to each of them, these have
-    one to it."""
+    """`process` of `size` processes. The first has a link to each of the others, these have one to
+    it."""
 
     def __init__(self, process: int = 0, size: int = 1, links: "dict[int, _Link] | None" = None) -> None:
         self.process, self.size, self.links = process, size, links or {}
@@ -48,7 +48,7 @@ class Team:
 
     @staticmethod
     def from_environment() -> "Team":
-        """The team that torchrun's environment variables describe; one process without them.
+        """Return the team that torchrun's environment variables describe; one process without them.
 
         Raises ReshardError where these make no sense, or the others cannot be reached.
         """
@@ -69,10 +69,12 @@ class Team:
 
     @staticmethod
     def of_process_group() -> "Team":
-        """The ranks of torch's default process group; one process where there is none.
+        """Return the ranks of torch's default process group as a team; one process where there is
+        none.
 
-        The group carries one small message, which says where the first rank is; all else goes through
-        connections of the team's own, so that a team may work in a thread while training goes on.
+        The group carries one small message, which says where the first rank is; all else goes
+        through connections of the team's own, so that a team may work in a thread while training
+        goes on.
         """
         import torch.distributed as dist
 
@@ -92,7 +94,7 @@ class Team:
             raise self.failure
 
     def exchange(self, value: Any) -> list[Any]:
-        """Everybody's value (what JSON holds), by process; waits for all, however long they take."""
+        """Return every process's value (JSON), by process. Waits for all, however long they take."""
         if self.size == 1:
             return [value]
         if self.process:
@@ -104,14 +106,16 @@ class Team:
         return values
 
     def gather(self, value: Any) -> list[Any]:
-        """In the first process everybody's value (what JSON holds), by process; nothing in the others."""
+        """Return every process's value (JSON), by process, in the first process; nothing in the
+        others."""
         if self.process:
             self.links[0].send({"value": value})
             return []
         return [value, *(self._receive(other)["value"] for other in range(1, self.size))]
 
     def scatter(self, values: list[Any]) -> Any:
-        """What the first process has for this one: its item of `values`, which the others leave empty."""
+        """Return this process's item of `values`, which the first process has and the others leave
+        empty."""
         if self.process:
             return self._receive(0)["value"]
         for other, link in self.links.items():
@@ -119,8 +123,8 @@ class Team:
         return values[0]
 
     def together(self, step: Callable[[], Any]) -> list[Any]:
-        """Run `step` here, and meet: everybody's result, or everywhere an error as soon as it has failed in
-        one process."""
+        """Run `step` here, and meet: return every process's result, or raise in all an error as
+        soon as it has failed in one."""
         try:
             return self.exchange(step())
         except BaseException as error:
@@ -128,10 +132,11 @@ class Team:
             raise
 
     def conclude(self, step: Callable[[], Any]) -> Any:
-        """Run `step` in the first process, once all others have done their part; its result, everywhere.
+        """Run `step` in the first process once all others have done their part; return its result
+        everywhere.
 
-        What becomes of the others meanwhile or afterward changes nothing of that: only the first one's
-        failure is one.
+        What becomes of the others meanwhile or afterward changes nothing of that: only the first
+        one's failure is one.
         """
         if self.process == 0:
             try:
@@ -160,8 +165,8 @@ class Team:
             self._failed(f"process {self.process} of {self.size} failed: {reason}", is_resumable(error), None)
 
     def stop(self) -> None:
-        """This process writes no more. The first one waits until that is so of all, since it may remove what
-        they have written."""
+        """Tell the others that this process writes no more. The first one waits until that is so of
+        all, since it may remove what they have written."""
         if not self.has_stopped:
             self.has_stopped = True
             for link in self.links.values():
@@ -233,7 +238,8 @@ class Team:
         self.close()
 
     def share(self, sizes: dict[Any, int]) -> set[Any]:
-        """The files (name to bytes) that this process writes: contiguous runs of about equal bytes."""
+        """Return the files (name to bytes) that this process writes: contiguous runs of about equal
+        bytes."""
         total, mine, position = sum(sizes.values()) or 1, set(), 0
         for name, n in sizes.items():
             middle = position + n // 2
@@ -342,8 +348,8 @@ def _connect(host: str, port: int, secret: bytes, process: int) -> _Link:
 
 
 def _notice_board(process: int, size: int) -> tuple[Callable[[str], None], Callable[[], str], Any]:
-    """How the first process says where it is: `publish(text)` there, `look_up()` in the others; and torch's store, whose address
-    they all reach."""
+    """Return how the first process says where it is: `publish(text)` there, `look_up()` in the
+    others; and torch's store, whose address they all reach."""
     global _made
     with importing("megatron"):
         import torch.distributed as dist

@@ -1,48 +1,33 @@
-"""A destination that appears whole or not at all.
-
-Everything is written to a hidden directory beside the destination, whose `tree` takes the destination's name
-at the end:
-
-    .DST.reshard-partial/
-      reshard-run      marks the directory as ours; a lock on it keeps a second run away. An empty directory with the sticky bit is one of
-                       ours that has no mark yet
-      fingerprint      what the run makes of what, and the inode of its tree
-      journal-0 ...    the tensors that each process has finished
-      tree/            what becomes DST
-      replaced/        the old DST, where the system cannot exchange the two at once
-
-Only a directory with that mark, made by the user who runs this, is ever touched.
-"""
+"""A destination that appears whole or not at all: it is written in a hidden directory beside it (`reshard.storage.run.partial`),
+whose `tree` takes the destination's name at the end."""
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import hashlib
 import json
 import os
 import shutil
-import stat
-import tempfile
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from reshard.core.errors import ReshardError
-from reshard.formats.torch_dist import TRACKER
+from reshard.storage.io.directories import exchange, inode_of, remove_tree, sync_directory
 from reshard.storage.io.files import write_error
 from reshard.storage.manifest import NAME as MANIFEST
-
-MARK, FINGERPRINT, TREE, REPLACED = "reshard-run", "fingerprint", "tree", "replaced"
-# What the fingerprint of a live model's save says, which nobody resumes.
-SAVE = "a save of a live model"
-_MAX_NAME_BYTES, _HIDDEN_END = 255, ".reshard-partial"
-# How the directory is made: a bit that nobody else's empty directories have says that it is ours before there
-# is a mark in it. Nobody else writes into it, whatever the umask.
-_NEW = 0o1755
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-# How many files are removed at a time.
-REMOVERS = 8
+from reshard.storage.run.partial import (
+    FINGERPRINT,
+    MARK,
+    NEW_MODE,
+    REPLACED,
+    SAVE,
+    TREE,
+    belongs_to_user,
+    is_new,
+    is_ours,
+    partial_directory,
+    read_fingerprint,
+)
 
 
 class Workdir:
@@ -59,7 +44,7 @@ class Workdir:
         process: int = 0,
     ) -> None:
         self.source, self.reads, self.destination = source, list(reads), Path(os.path.abspath(destination))
-        self.path = _hidden(self.destination)
+        self.path = partial_directory(self.destination)
         self.tree = self.path / TREE
         self.overwrite, self.resume, self.process = overwrite, resume, process
         self.lock: int | None = None
@@ -127,22 +112,24 @@ class Workdir:
                     )
 
     def _published(self) -> bool:
-        """Whether the destination is what an interrupted run has published that did not come to clean up."""
-        tree = self._recorded().get("tree") if _is_ours(self.path) else None
+        """Return True where the destination is what an interrupted run published, which did not come to clean up."""
+        tree = read_fingerprint(self.path).get("tree") if is_ours(self.path) else None
         return (
-            tree is not None and tree == _inode(self.destination) and (self.destination / MANIFEST).is_file()
+            tree is not None
+            and tree == inode_of(self.destination)
+            and (self.destination / MANIFEST).is_file()
         )
 
     def open(self, fingerprint: str, resume: bool) -> bool:
         """Create and lock the directory; with `resume`, keep what an interrupted run of the same fingerprint
         left.
 
-        True where that run had published its destination: then nothing is left to do, and the directory is
+        Return True where that run had published its destination: then nothing is left to do, and the directory is
         gone.
         """
         try:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(self.path, _NEW)
+                os.mkdir(self.path, NEW_MODE)
             self._lock()
         except BlockingIOError as error:
             raise ReshardError(f"another run is writing {self.destination}; wait for it to end") from error
@@ -153,7 +140,7 @@ class Workdir:
         self.check_destination()
         try:
             if resume and self._published():
-                same = self._recorded().get("run") == fingerprint
+                same = read_fingerprint(self.path).get("run") == fingerprint
                 self._empty()
                 if same:
                     shutil.rmtree(self.path)
@@ -168,12 +155,12 @@ class Workdir:
         """Take the lock. Raises BlockingIOError where another run has it, ReshardError where the directory is
         not ours."""
         status = os.lstat(self.path)
-        if not _is_own(self.path, status):
+        if not belongs_to_user(self.path, status):
             raise ReshardError(
                 f"{self.path} belongs to another user ({status.st_uid}), whose run may have left it: write to a directory of "
                 f"another name, or have it removed"
             )
-        if not (_is_ours(self.path) or _is_new(self.path)):
+        if not (is_ours(self.path) or is_new(self.path)):
             raise ReshardError(
                 f"{self.path} is in the way, and was not made by this version of reshard: move or remove it"
             )
@@ -190,8 +177,8 @@ class Workdir:
     def _recover(self) -> None:
         """Finish what a run that was killed while it published left: an old destination is put back, a new
         one stays."""
-        if not _is_ours(self.path):
-            if self.lock is None and _is_new(self.path):
+        if not is_ours(self.path):
+            if self.lock is None and is_new(self.path):
                 with contextlib.suppress(OSError):
                     os.rmdir(self.path)  # its run was killed as it began or ended
             return
@@ -200,23 +187,23 @@ class Workdir:
             if locked_here:
                 self._lock()
         except (BlockingIOError, FileNotFoundError):
-            return  # another run is at it
+            return  # another run holds it
         try:
             replaced = self.path / REPLACED
             if replaced.is_dir():
                 if not self.destination.exists():
                     os.rename(replaced, self.destination)
                 elif not self.tree.exists():
-                    _remove(replaced)  # both renames were made
+                    remove_tree(replaced)  # both renames were made
                 else:
                     raise ReshardError(
                         f"{replaced} holds what {self.destination} was before an interrupted "
                         f"run: move one of them away"
                     )
-            recorded = self._recorded()
+            recorded = read_fingerprint(self.path)
             if self.resume and self._published():
                 return  # for `open` to see whether that was the same run
-            if not recorded or recorded.get("tree") != _inode(self.tree):
+            if not recorded or recorded.get("tree") != inode_of(self.tree):
                 # Nothing to go on with, or published: with an exchange, what is there now is the old
                 # destination.
                 self._empty()
@@ -226,11 +213,8 @@ class Workdir:
             if locked_here:
                 self.close()
 
-    def _recorded(self) -> dict:
-        return _recorded_in(self.path)
-
     def space(self, sizes: Mapping[str, int]) -> tuple[int, int]:
-        """The bytes that files of these sizes have yet to take on the disk, and those that are free there."""
+        """Return how many bytes files of these sizes have yet to take on the disk, and how many are free there."""
         needed = 0
         for name, size in sizes.items():
             try:
@@ -242,7 +226,7 @@ class Workdir:
         return needed, status.f_bavail * status.f_frsize
 
     def _prepare(self, fingerprint: str, resume: bool) -> None:
-        recorded, self.prepared = self._recorded(), True
+        recorded, self.prepared = read_fingerprint(self.path), True
         if resume and recorded:
             if recorded.get("run") != fingerprint:
                 raise ReshardError(
@@ -254,7 +238,7 @@ class Workdir:
         self._empty()
         self.tree.mkdir()
         (self.path / FINGERPRINT).write_text(
-            json.dumps({"run": fingerprint, "tree": _inode(self.tree)}), encoding="utf-8"
+            json.dumps({"run": fingerprint, "tree": inode_of(self.tree)}), encoding="utf-8"
         )
 
     def _empty(self) -> None:
@@ -264,7 +248,7 @@ class Workdir:
         with os.scandir(self.path) as entries:
             for entry in list(entries):
                 if entry.name != MARK:
-                    _remove(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
+                    remove_tree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
 
     def write_file(self, relative: str, data: bytes | str, sync: bool = False) -> None:
         """Write a small file, with its directories."""
@@ -289,7 +273,7 @@ class Workdir:
         try:
             if sync:
                 for folder, _, _ in os.walk(self.tree):
-                    _sync_directory(folder)
+                    sync_directory(folder)
             if not self.destination.exists() or not any(self.destination.iterdir()):
                 os.rename(self.tree, self.destination)
             elif self.overwrite and not self.destination.is_symlink():
@@ -305,17 +289,17 @@ class Workdir:
                 f"run again with --resume",
                 True,
             ) from error
-        self._follow()
-        _sync_directory(self.destination.parent)
+        self._after_rename()
+        sync_directory(self.destination.parent)
         with contextlib.suppress(OSError):  # the next run removes the rest
             self._empty()
             shutil.rmtree(self.path)
 
-    def _follow(self) -> None:
-        """Put in its place what comes after the tree."""
+    def _after_rename(self) -> None:
+        """Put in its place what follows the tree: nothing here."""
 
     def _replace(self) -> None:
-        if _exchange(self.tree, self.destination):
+        if exchange(self.tree, self.destination):
             return
         replaced = self.path / REPLACED
         os.rename(self.destination, replaced)
@@ -328,11 +312,11 @@ class Workdir:
     def clean(self) -> None:
         """Remove what a save that was killed has left, or put back what it had moved aside; nothing while it is at it, or
         of what was none."""
-        if self._recorded().get("run") != SAVE and not (self.path / REPLACED).exists():
+        if read_fingerprint(self.path).get("run") != SAVE and not (self.path / REPLACED).exists():
             return
         with contextlib.suppress(OSError, ReshardError):
             self._recover()
-            if _is_ours(self.path):
+            if is_ours(self.path):
                 self._lock()
                 self._empty()
                 shutil.rmtree(self.path)
@@ -347,174 +331,6 @@ class Workdir:
         self.lock = None
 
 
-class AddedIteration(Workdir):
-    """The hidden directory of an iteration in the directory of a training run, which is made where there is none. What
-    belongs to it (config, tokenizer, flags, manifest) is in its own directory; nothing else there is touched. The run's
-    tracker names it once it is there: whatever happens between, that names an iteration that is whole."""
-
-    made_run = False
-
-    def check_destination(self) -> None:
-        """See `Workdir`; removes what saves of other iterations have left that were killed."""
-        run = self.destination.parent
-        if (run / ".metadata").exists() or any(run.glob("*.safetensors")):
-            raise ReshardError(
-                f"{run} is a checkpoint itself, to which no iteration can be added: give another directory"
-            )
-        if not run.exists() and run.parent.is_dir():
-            try:
-                run.mkdir()
-            except OSError as error:
-                raise write_error(run, error) from error
-            self.made_run = True
-        for path in run.glob(".iter_*.reshard-partial"):
-            name = path.name.removeprefix(".").removesuffix(".reshard-partial")
-            if path != self.path and name.removeprefix("iter_").isdecimal():
-                Workdir(self.source, (), run / name, False, False).clean()
-        super().check_destination()
-
-    def close(self, remove: bool = False) -> None:
-        """See `Workdir`."""
-        super().close(remove)
-        if remove and self.made_run:
-            with contextlib.suppress(OSError):  # somebody has put something there
-                self.destination.parent.rmdir()
-
-    def _follow(self) -> None:
-        tracker, new = self.destination.parent / TRACKER, self.path / TRACKER
-        number = str(int(self.destination.name.removeprefix("iter_")))
-        try:
-            new.write_text(number, encoding="utf-8")
-            os.replace(new, tracker)
-        except OSError as error:
-            raise ReshardError(
-                f"{self.destination} is whole, but {tracker} could not be replaced ({error.strerror}): write {number} into it"
-            ) from error
-
-
-def _remove(tree: str | Path) -> None:
-    """Remove a directory and all in it, several files at a time: a system frees the memory or the blocks of a large
-    one for as long as it takes."""
-    files = [os.path.join(folder, name) for folder, _, names in os.walk(tree) for name in names]
-    with contextlib.suppress(OSError, RuntimeError), ThreadPoolExecutor(REMOVERS) as pool:
-        list(pool.map(os.unlink, files))  # what is left, and why, is said next
-    shutil.rmtree(tree)
-
-
-def unfinished(path: Path) -> str | None:
-    """What a path is, or the destination of, that a run has not finished, and how to go on, as a sentence; None where there is
-    no such run."""
-    for folder in (_hidden(Path(os.path.abspath(path))), path, path.parent):
-        if not folder.name.endswith(_HIDDEN_END) or not _is_ours(folder) or not _recorded_in(folder):
-            continue
-        name = folder.name.removeprefix(".").removesuffix(_HIDDEN_END)
-        what = folder.with_name(name)
-        if _hidden(what) != folder:  # of a name that is too long
-            what = path
-        if _is_locked(folder):
-            return f"a run is writing {what}, in {folder}: wait for it to end"
-        if _recorded_in(folder).get("run") == SAVE:
-            return f"{folder} is what a save of {what} has left that did not end: save again"
-        return (
-            f"{folder} is what an interrupted run has left of {what}: the same command with --resume goes on with it, and without "
-            f"begins anew"
-        )
-    return None
-
-
-def _hidden(destination: Path) -> Path:
-    """The hidden directory of a destination."""
-    name = f".{destination.name}{_HIDDEN_END}"
-    if len(os.fsencode(name)) > _MAX_NAME_BYTES:
-        name = f".{hashlib.sha256(os.fsencode(destination.name)).hexdigest()}{_HIDDEN_END}"
-    return destination.parent / name
-
-
-def _recorded_in(folder: Path) -> dict:
-    """What a run says of itself in its hidden directory; nothing where it has not come to that."""
-    try:
-        recorded = json.loads((folder / FINGERPRINT).read_text(encoding="utf-8"))
-        return recorded if isinstance(recorded, dict) else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-
-
-def _is_locked(folder: Path) -> bool:
-    """Whether a run is at it."""
-    try:
-        with open(folder / MARK, "rb") as mark:
-            fcntl.flock(mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    return False
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether a path is a directory of this user's, no link to one, that bears the mark."""
-    try:
-        status = os.lstat(path)
-        marked = stat.S_ISDIR(status.st_mode) and stat.S_ISREG(os.lstat(path / MARK).st_mode)
-        return marked and _is_own(path, status)
-    except (OSError, ValueError):  # of a name that can be no file's, too
-        return False
-
-
-def _is_own(path: Path, status: os.stat_result) -> bool:
-    """Whether a path belongs to the user who runs this, by the name that its file system has for him: a server may have
-    another, or one for all."""
-    if status.st_uid == os.geteuid():
-        return True
-    try:
-        with tempfile.TemporaryFile(dir=path.parent) as probe:
-            return os.fstat(probe.fileno()).st_uid == status.st_uid
-    except OSError:
-        return False
-
-
-def _is_new(path: Path) -> bool:
-    """Whether a path is a directory as `open` makes it, without its mark yet, or without it again: empty,
-    with the bit that says so."""
-    try:
-        status = os.lstat(path)
-        new = stat.S_ISDIR(status.st_mode) and bool(status.st_mode & stat.S_ISVTX)
-        return new and _is_own(path, status) and not os.listdir(path)
-    except OSError:
-        return False
-
-
-def _inode(path: Path) -> int | None:
-    try:
-        return os.lstat(path).st_ino
-    except OSError:
-        return None
-
-
-def _sync_directory(path: str | Path) -> None:
-    # not every file system takes it, and a directory may be writable but not readable
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _exchange(a: Path, b: Path) -> bool:
-    """Exchange two directories' names in one step; False where the system or the file system cannot. Raises
-    OSError."""
-    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if function is None:
-        return False
-    if function(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):
-        return False
-    raise OSError(number, os.strerror(number), str(a))
-
-
-def fingerprint(*things: object) -> str:
-    """A digest of what makes two runs the same."""
-    return hashlib.sha256(json.dumps(things, sort_keys=True, default=str).encode()).hexdigest()
+def fingerprint(*identity: object) -> str:
+    """Return a digest of what makes two runs the same."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()

@@ -43,8 +43,8 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def can_fork() -> bool:
-    """Whether workers are processes here: on Linux, without torch, and without other threads (but for tqdm's
-    monitor, which a download leaves behind, and which only sleeps)."""
+    """Return True where workers are processes: on Linux, without torch, and without other threads
+    (but for tqdm's monitor, which a download leaves behind, and which only sleeps)."""
     others = [
         thread
         for thread in threading.enumerate()
@@ -54,8 +54,8 @@ def can_fork() -> bool:
 
 
 def cores() -> int:
-    """How many cores this process may use: those it is bound to, or its container's share where that is less
-    (``cpu.max`` of cgroups, version 2, or its counterpart in version 1)."""
+    """Return how many cores this process may use: those it is bound to, or its container's share
+    where that is less (``cpu.max`` of cgroups, version 2, or its counterpart in version 1)."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
         with contextlib.suppress(OSError, ValueError):
@@ -65,7 +65,8 @@ def cores() -> int:
 
 
 def worker_count(workers: int | None) -> int:
-    """How many workers: where it is not given, one for each core, of threads at most eight.
+    """Return the number of workers: where it is not given, one for each core, of threads at most
+    eight.
 
     Raises ReshardError for fewer than one or more than a machine has use for.
     """
@@ -76,7 +77,7 @@ def worker_count(workers: int | None) -> int:
 
 
 def workers_for(size_bytes: int, workers: int | None) -> int:
-    """How many workers so many bytes get: `workers`, or as many as they keep busy."""
+    """Return how many workers so many bytes get: `workers`, or as many as they keep busy."""
     return min(worker_count(None), 1 + size_bytes // WORKER_BYTES) if workers is None else workers
 
 
@@ -88,7 +89,8 @@ def run_jobs(
     check: Callable[[], None] = lambda: None,
     files_of: Callable[[str], Iterable[str]] = lambda name: (),
 ) -> dict[str, Any]:
-    """Run `job(name)` for every name in `sizes` (bytes); the results by name. For the rest see `Workers`."""
+    """Run `job(name)` for every name in `sizes` (bytes); return the results by name. For the rest
+    see `Workers`."""
     results: dict[str, Any] = {}
     done, total = 0, sum(sizes.values())
     report_progress = progress or (lambda done, total: None)
@@ -106,10 +108,10 @@ def run_jobs(
 
 
 class Workers:
-    """Workers for `job(name)` of every name in `sizes` (bytes), from the beginning of the `with` block to its
-    end; never more than there are batches.
+    """Workers for `job(name)` of every name in `sizes` (bytes), from the beginning of the `with`
+    block to its end; never more than there are batches.
 
-    `files_of` says into which files a job writes. What a job returns is pickled, and so is what it raises. A
+    `files_of` gives the files into which a job writes. What a job returns or raises is pickled. A
     worker that is a process calls `leave` when all is done.
     """
 
@@ -176,13 +178,16 @@ class Workers:
 
 
 class BackgroundCall:
-    """A call in a worker of its own, from the beginning of the `with` block on; what it returns is
-    pickled. `left` is what `leave` gives, which the worker calls after it if it is a process."""
+    """A call in a worker of its own, from the beginning of the `with` block on; its result is
+    pickled.
+
+    `left` is what `leave` returns, which a worker that is a process calls at the end.
+    """
 
     def __init__(self, call: Callable[[], Any], leave: Callable[[], Any] = lambda: None) -> None:
         self.call, self.leave = call, leave
         self.workers: list[_Process | _Thread] = []
-        self.found: Any = None
+        self.value: Any = None
         self.left: Any = None
 
     def __enter__(self) -> "BackgroundCall":
@@ -200,12 +205,12 @@ class BackgroundCall:
             self.result()
 
     def result(self) -> Any:
-        """What the call returns. Raises what it raises."""
+        """Return the call's result. Raises what it raised."""
         if self.workers:
-            self.found = self.workers[0].hear()[1]
+            self.value = self.workers[0].hear()[1]
             self.left = self.workers[0].left()
             self.__exit__()
-        return self.found
+        return self.value
 
     def __exit__(self, *exc: object) -> None:
         _end(self.workers, at_once=True)  # its result was taken, or nobody needs it
@@ -214,7 +219,7 @@ class BackgroundCall:
 
 @dataclass
 class _Busy:
-    """A worker, the batch that it has, and how many of its jobs it has answered."""
+    """A worker, its batch, and how many jobs of that it has answered."""
 
     worker: "_Process | _Thread"
     batch: Batch
@@ -233,8 +238,10 @@ class _Worker:
             self.connection.send(names)
 
     def hear(self) -> tuple[str, Any]:
-        """The next job that is done and its result. Raises the error of a job that failed, and ReshardError
-        where the worker has ended."""
+        """Return the next job that is done and its result.
+
+        Raises the error of a job that failed, and ReshardError where the worker has ended.
+        """
         try:
             name, result, error = self.connection.recv()
         except (EOFError, OSError) as problem:
@@ -250,20 +257,23 @@ class _Worker:
         return name, result
 
     def left(self) -> Any:
-        """Let it leave, when it has done its jobs; what it gives. None of a thread, whose files are ours."""
+        """Let the worker leave once it has done its jobs; return what `leave` gave. None for a
+        thread, whose files are ours."""
         return None
 
     def dismiss(self, at_once: bool) -> None:
-        """Let it end, when it has done its job; a process `at_once`, where that is asked for."""
+        """Let the worker end when it has done its job; a process `at_once`, where that is asked
+        for."""
         self.connection.close()
 
     def wait(self) -> str:
-        """Wait until it has ended; how it has."""
+        """Wait until the worker has ended; return how."""
         raise NotImplementedError
 
 
 class _Process(_Worker):
-    """A worker in a forked process. `others` are this process's ends of the pipes of those before it."""
+    """A worker in a forked process. `others` are this process's ends of the pipes of the workers
+    before it."""
 
     def __init__(self, job: Job, leave: Callable[[], Any], others: list[Connection]) -> None:
         super().__init__()
@@ -370,8 +380,8 @@ def _end(workers: "list[_Process | _Thread]", at_once: bool) -> None:
 
 
 def _follow(parent: int) -> None:
-    """What a forked worker needs besides a fork: it ends with its parent, leaves Ctrl-C to it, and runs none
-    of its signal handlers."""
+    """Prepare a forked worker: it ends with its parent, leaves Ctrl-C to it, and runs none of its
+    signal handlers."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
@@ -386,7 +396,8 @@ def _follow(parent: int) -> None:
 
 
 def _serve(connection: Connection, job: Job, leave: Callable[[], Any]) -> None:
-    """The worker's end: batches of names in, results out, until it is to leave or the other end is closed."""
+    """Serve the worker's end: batches of names in, results out, until it is to leave or the other
+    end is closed."""
     with contextlib.suppress(EOFError, OSError):
         while (names := connection.recv()) is not None:
             for name in names:
@@ -413,6 +424,5 @@ def _answer(name: str, job: Job) -> tuple[str, Any, BaseException | None]:
 
 
 def _report(error: BaseException) -> RuntimeError:
-    """An error that nobody expected: it may not be picklable, and where it was raised is what a report
-    needs."""
+    """Return an unexpected error as one that can be pickled and says where it was raised."""
     return RuntimeError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")

@@ -62,34 +62,35 @@ class Source(ABC):
 
     @abstractmethod
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows `start` .. `stop` of a canonical tensor, ``[rows, columns]``; valid until the thread's next
-        call."""
+        """Read rows `start` .. `stop` of a canonical tensor, ``[rows, columns]``; valid until the
+        thread's next call."""
 
     @abstractmethod
     def strips(self, name: str) -> list[Strip] | None:
-        """Where the rows of a canonical tensor lie; None where they are made of what is stored (codes and scales)."""
+        """Return the strips of a canonical tensor; None for one that is computed from codes and
+        scales."""
 
     def row_multiple(self, name: str) -> int:
-        """How many rows are best read together."""
+        """Return how many rows are best read together."""
         return 1
 
     @abstractmethod
     def hf_directory(self) -> Path | None:
-        """Where config, tokenizer and generation config are."""
+        """Return the directory with config, tokenizer and generation config."""
 
     def hf_files(self) -> dict[str, Path]:
-        """The files beside the weights of a Hugging Face checkpoint, by name: config, tokenizer, generation
-        config, chat template."""
+        """Return the files beside the weights of a Hugging Face checkpoint, by name: config,
+        tokenizer, generation config, chat template."""
         return {p.name: p for p in self._beside() if p.stat().st_size <= MAX_COPIED_BYTES}
 
     @abstractmethod
     def read_files(self) -> list[Path]:
-        """Every file that a conversion of this source reads, or would if it were there: weights, indexes,
-        configs, manifest."""
+        """Return every file that a conversion of this source reads, or would if it were there:
+        weights, indexes, configs, manifest."""
 
     def pinned_files(self) -> list[Path]:
-        """Those that have to stay as they are while the source is read: not the tracker, by which a training run says that
-        it has gone on to another iteration."""
+        """Return the files that have to stay as they are while the source is read: not the tracker,
+        by which a training run says that it has gone on to another iteration."""
         return [path for path in sorted(set(self.read_files())) if path.name != TRACKER]
 
     def identity(self) -> tuple[list[Any], list[Any]]:
@@ -108,7 +109,8 @@ class Source(ABC):
         return []
 
     def unchanged(self) -> AbstractContextManager[None]:
-        """Around what reads: raises ReshardError, naming them, where files were changed since the source was opened."""
+        """Raise ReshardError at the end of the `with` block, naming them, where files were changed
+        since the source was opened."""
         return self.versions.unchanged(self.pinned_files)
 
     def _beside(self) -> list[Path]:
@@ -127,11 +129,11 @@ class Source(ABC):
             self.notices.append(f"not copied, larger than any tokenizer: {listed(large, 3)}")
 
     def manifest(self) -> dict[str, Any] | None:
-        """The manifest, where there is one."""
+        """Return the manifest, where there is one."""
         return None
 
     def describe(self) -> dict[str, Any]:
-        """What `inspect` shows of this format only."""
+        """Return the details that `inspect` shows of this format only."""
         return {}
 
     @abstractmethod
@@ -140,27 +142,29 @@ class Source(ABC):
 
 
 def files_beside(directory: Path) -> list[Path]:
-    """The files of a Hugging Face directory that are no weights: config, tokenizer, whatever else but how weights are quantized, which
-    vLLM would take for that of the next weights."""
+    """Return the files of a Hugging Face directory that are no weights: config, tokenizer and the
+    like, but not the description of how weights are quantized, which vLLM would take for that of
+    the next weights."""
     apart = (MANIFEST, MODELOPT_CONFIG, *OF_TRAINERS)
     files = [p for p in sorted(directory.iterdir()) if p.is_file() and p.name not in apart]
     return [p for p in files if not p.name.startswith(".") and not p.name.endswith(WEIGHT_SUFFIXES)]
 
 
 def has_tokenizer(names: Iterable[str]) -> bool:
-    """Whether a tokenizer is among the files that lie beside weights."""
+    """Return True where a tokenizer is among these files."""
     return any(name in TOKENIZERS or name.endswith((".tiktoken", ".model")) for name in names)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A Hugging Face ``config.json``. Raises ReshardError where it is missing or not a JSON object."""
+    """Read a Hugging Face ``config.json``. Raises ReshardError where it is missing or not a JSON
+    object."""
     return read_json(path)
 
 
 @contextlib.contextmanager
 def ignored_as_recorded(directory: Path | None) -> Iterator[None]:
-    """Inside, the fields of a config are ignored that were when this directory was written: its weights
-    belong to the model without them."""
+    """Ignore, inside the `with` block, the config fields that were ignored when this directory was
+    written: its weights belong to the model without them."""
     manifest = None if directory is None else read_manifest(directory)
     with ignored_config_fields(*(manifest or {}).get("ignored_config_fields", ()), recorded=True):
         yield

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.extras import importing
-from reshard.storage.run.workdir import unfinished
+from reshard.storage.run.partial import unfinished
 
 # What a conversion needs of a repository.
 BESIDE_WEIGHTS = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
@@ -14,8 +14,8 @@ PATTERNS = ["*.safetensors", *BESIDE_WEIGHTS]
 
 
 def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
-    """The directory of a source: a path as it is, a hub id (``Qwen/Qwen3-0.6B``, optionally ``@revision``)
-    after `patterns` of it were downloaded.
+    """Return the directory of a source: a path as it is, a hub id (``Qwen/Qwen3-0.6B``, optionally
+    ``@revision``) once `patterns` of it are downloaded.
 
     Raises ReshardError where it is neither or the hub does not have it.
     """
@@ -55,7 +55,7 @@ def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
 
 
 def check_hub_id(source: str) -> tuple[str, str | None]:
-    """The name and the revision of what is no directory. Raises ReshardError where it cannot be a hub id either."""
+    """Return the name and the revision of a hub id. Raises ReshardError for what cannot be one."""
     match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", source, re.ASCII)
     if match is None or source.startswith((".", "/")):
         raise ReshardError(f"{source[:300]!s} is neither a directory nor a hub id such as Qwen/Qwen3-0.6B")

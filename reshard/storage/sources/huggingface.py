@@ -81,6 +81,7 @@ class HuggingFaceSource(Source):
         config = self.config.get("quantization_config") or self._config_file_of_modelopt()
         if not isinstance(config, dict):
             raise ReshardError(f"{self.path}: quantization_config is {config!r:.80}, not an object")
+        self.quantization_config = config
         method, where = config.get("quant_method"), str(self.path)
         dtype = self.config.get("dtype") or self.config.get("torch_dtype")
         self.codes: dict[str, StoredWeight]
@@ -120,10 +121,10 @@ class HuggingFaceSource(Source):
     def _check(self) -> None:
         """Raise ReshardError unless the files hold exactly the table's tensors, with its shapes."""
         apart = {name for codes in self.codes.values() for name in codes.tensors} | {*self.left}
-        expected, found = self.mapping.shapes, {n: t for n, t in self.stored.items() if n not in apart}
-        found |= {name: self._codes_of(name) for name in self.codes}
-        missing = [n for n in expected if n not in found and n not in self.mapping.optional]
-        extra = [n for n in found if n not in expected and n not in self.mapping.ignored]
+        expected, stored = self.mapping.shapes, {n: t for n, t in self.stored.items() if n not in apart}
+        stored |= {name: self._codes_of(name) for name in self.codes}
+        missing = [n for n in expected if n not in stored and n not in self.mapping.optional]
+        extra = [n for n in stored if n not in expected and n not in self.mapping.ignored]
         family = self.model.family.name
         if missing or extra:
             parts = [f"lacks {len(missing)} of {family}'s tensors: {listed(missing)}"] if missing else []
@@ -131,9 +132,9 @@ class HuggingFaceSource(Source):
             raise ReshardError(f"{self.path} {'; it '.join(parts)}")
         self.tensors = {}
         for name, shape in expected.items():
-            if name not in found:
+            if name not in stored:
                 continue
-            tensor = found[name]
+            tensor = stored[name]
             if tensor.shape != shape:
                 raise ReshardError(
                     f"{self.path}: {name} has shape {list(tensor.shape)}, expected "
@@ -150,7 +151,7 @@ class HuggingFaceSource(Source):
                 raise ReshardError(f"{self.path}: {name} has dtype {dtype.name}, which is not a weight's")
             self.tensors[name] = TensorInfo(shape, self.dequantize_to if name in self.codes else dtype)
         self.copies = {name: primary for name, primary in self.mapping.copies.items() if name in self.tensors}
-        ignored = sorted(self.mapping.ignored & set(found))
+        ignored = sorted(self.mapping.ignored & set(stored))
         if ignored:
             self.notices.append(f"ignored on purpose: {listed(ignored, 3)}")
 
@@ -191,11 +192,11 @@ class HuggingFaceSource(Source):
         return sorted(self.codes)
 
     def _numbers(self, names: list[str]) -> dict[str, tuple[int, ...]]:
-        """The whole numbers that small tensors hold; many are read at once, since they lie all over
-        the files."""
+        """Return the whole numbers that small tensors hold. Many are read at once, since they lie
+        all over the files."""
 
-        def read(some: list[str]) -> list[tuple[str, tuple[int, ...]]]:
-            tensors = [(name, self.stored[name]) for name in some]
+        def read(names_of_run: list[str]) -> list[tuple[str, tuple[int, ...]]]:
+            tensors = [(name, self.stored[name]) for name in names_of_run]
             return [
                 (name, tuple(self._rows(tensor, 0, tensor.shape[0])[:, 0].tolist()))
                 for name, tensor in tensors
@@ -206,7 +207,7 @@ class HuggingFaceSource(Source):
         runs = [names[start : start + step] for start in range(0, len(names), step)]
         try:
             with ThreadPoolExecutor(READERS, "reshard-read") as pool:
-                return dict(found for run in pool.map(read, runs) for found in run)
+                return dict(entry for run in pool.map(read, runs) for entry in run)
         finally:
             self.files.close()  # nobody else would, where the source is refused by what was found
 
@@ -221,11 +222,11 @@ class HuggingFaceSource(Source):
         return rows.view(stored.dtype.numpy())
 
     def stored_tensors(self) -> dict[str, TensorInfo]:
-        """The tensors as the files have them: fp8 weights as fp8, and their scales."""
+        """Return the tensors as the files have them: codes and scales apart."""
         return {name: TensorInfo(t.shape, t.dtype) for name, t in self.stored.items()}
 
     def read_stored_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows of a tensor as the files have it."""
+        """Read rows of a tensor as the files have it."""
         stored = self.stored[name]
         return self._rows(stored, start, stop)
 
@@ -241,9 +242,17 @@ class HuggingFaceSource(Source):
 
     def describe(self) -> dict[str, Any]:
         described: dict[str, Any] = {"files": len({t.file for t in self.stored.values()})}
-        kinds = {compressed_tensors.METHOD: "compressed", modelopt.METHOD: modelopt.METHOD}
-        what = kinds.get(str(self.quant_method), "fp8_blocks")
-        return described | ({what: len(self.codes)} if self.codes else {})
+        return described | ({"quantized": self._describe_quantization()} if self.codes else {})
+
+    def _describe_quantization(self) -> dict[str, Any]:
+        """Return which method has quantized how many weights, and the formats that its config names."""
+        config = self.quantization_config
+        groups = config.get("config_groups")
+        groups = groups.values() if isinstance(groups, dict) else ()
+        named = [group.get("format") for group in groups if isinstance(group, dict)] + [config.get("format")]
+        named.append(config.get("quantization", config).get("quant_algo"))
+        formats = sorted({name for name in named if isinstance(name, str)} - {"mixed-precision"})
+        return {"method": config.get("quant_method") or "fp8", "formats": formats, "weights": len(self.codes)}
 
     def close(self) -> None:
         self.files.close()

@@ -21,7 +21,7 @@ from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import Strip, StripReader, TensorInfo, strip_of
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.manifest import read_manifest
-from reshard.storage.run.workdir import unfinished
+from reshard.storage.run.partial import unfinished
 from reshard.storage.sources.base import Source, ignored_as_recorded, read_config
 from reshard.storage.sources.paths import (
     HF_FILES,
@@ -40,24 +40,24 @@ class MegatronSource(Source):
     kind = "megatron"
 
     def __init__(self, path: Path, hf_config: Path | None = None, family: str | None = None) -> None:
-        found = locate(path)
-        if found is None:
+        located = locate(path)
+        if located is None:
             raise ReshardError(
                 unfinished(path)
                 or f"{path} is no Megatron torch_dist checkpoint: it has neither {torch_dist.TRACKER} nor .metadata"
             )
-        self.path, self.located = path, found
-        self.hf_config, self.root, directory = hf_config, found.root, found.directory
+        self.path, self.located = path, located
+        self.hf_config, self.root, directory = hf_config, located.root, located.directory
         self.alone = self.root == directory  # an iteration that has all that belongs to it in itself
         self.versions = FileVersions(directory, self.root, self.root / HF_FILES)
         if hf_config is not None:
             self.versions.record(hf_config)
-        self.checkpoint = torch_dist.read(directory, found.iteration)
+        self.checkpoint = torch_dist.read(directory, located.iteration)
         check_language_model(self.checkpoint.keys, directory)
-        taken = list(found.notices)
+        taken = list(located.notices)
         self.config_directory: Path | None = None
-        own = hf_config is None or hf_config == found.root / HF_FILES
-        with ignored_as_recorded(found.root if own else None):
+        own = hf_config is None or hf_config == located.root / HF_FILES
+        with ignored_as_recorded(located.root if own else None):
             self.model, self.config_from = self._model(family, taken)
         self.files = OpenFiles()
         self.mapping = expand(
@@ -99,7 +99,8 @@ class MegatronSource(Source):
         self.strip_cache: dict[str, list[Strip]] = {}
 
     def _model(self, family: str | None, taken: list[str]) -> tuple[Model, str]:
-        """The model, and where its config stands; `taken` gets what a user should be told of that."""
+        """Return the model, and where its config stands. Notices of where that was found are added
+        to `taken`."""
         if self.hf_config is not None:
             config = self.hf_config / "config.json" if self.hf_config.is_dir() else self.hf_config
             fields, where = read_config(config), str(config)
@@ -163,8 +164,8 @@ class MegatronSource(Source):
                         tensor.offset + before * dtype.size, dtype.size)  # fmt: skip
 
     def tensor_at(self, stored: torch_dist.Stored) -> torch_zip.StoredTensor:
-        """A container's tensor; its offset counts from the start of the file. A container whose bytes around
-        the data were seen before is not parsed again."""
+        """Return a container's tensor; its offset counts from the start of the file. A container
+        whose bytes around the data were seen before is not parsed again."""
         path = self.paths.setdefault(stored.file, self.checkpoint.directory / stored.file)
         head = self.files.read(path, stored.offset, min(1024, stored.length))
         for known, tail, tensor in self.known_frames[stored.length]:
@@ -201,13 +202,13 @@ class MegatronSource(Source):
         return beside if beside.is_dir() else None
 
     def read_files(self) -> list[Path]:
-        found, config = self.checkpoint, [] if self.hf_config is None else [self.hf_config]
-        chunks = (stored for key in found.keys.values() for stored in key.chunks.values())
+        checkpoint, config = self.checkpoint, [] if self.hf_config is None else [self.hf_config]
+        chunks = (stored for key in checkpoint.keys.values() for stored in key.chunks.values())
         names = {
             ".metadata",
             "metadata.json",
             "common.pt",
-            *(stored.file for stored in (*chunks, *found.objects.values())),
+            *(stored.file for stored in (*chunks, *checkpoint.objects.values())),
         }
         small = [
             self.root / torch_dist.TRACKER,
@@ -215,7 +216,7 @@ class MegatronSource(Source):
             (self.config_directory or self.root / HF_FILES) / "config.json",
             *config,
         ]
-        return [*small, *(found.directory / name for name in sorted(names)), *self._beside()]
+        return [*small, *(checkpoint.directory / name for name in sorted(names)), *self._beside()]
 
     def hf_files(self) -> dict[str, Path]:
         files = super().hf_files()

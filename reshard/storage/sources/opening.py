@@ -6,7 +6,7 @@ from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
 from reshard.formats import torch_dist
 from reshard.models.model import Model
-from reshard.storage.run.workdir import unfinished
+from reshard.storage.run.partial import unfinished
 from reshard.storage.sources.base import Source, ignored_as_recorded, read_config
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.huggingface import HuggingFaceSource
@@ -48,8 +48,8 @@ def check_huggingface(path: Path) -> None:
 
 
 def read_model(path: str) -> Model:
-    """The model that a config describes: a ``config.json``, a directory of either format, or a hub id, of
-    which only the config is fetched. Raises ReshardError where it cannot be read."""
+    """Return the model that a config describes: a ``config.json``, a directory of either format, or
+    a hub id, of which only the config is fetched. Raises ReshardError where it cannot be read."""
     if Path(path).is_file():
         return Model.from_hf(read_config(Path(path)), path)
     directory = local_directory(path, ["config.json"])

@@ -58,11 +58,11 @@ class Config:
 
 
 def locate(path: Path) -> Located | None:
-    """The checkpoint that a directory means: itself, the last complete iteration in it, or what a trainer has
-    left below it. None where there is none.
+    """Return the checkpoint that a directory means: itself, the last complete iteration in it, or
+    one that a trainer has left below it. None where there is none.
 
-    Raises ReshardError where there is one that is not complete, in a format that is not read, or in a directory that may
-    not be looked into.
+    Raises ReshardError where there is one that is not complete, in a format that is not read, or in
+    a directory that may not be looked into.
     """
     try:
         return _located(path)
@@ -71,36 +71,37 @@ def locate(path: Path) -> Located | None:
 
 
 def _located(path: Path) -> Located | None:
-    found = _here(path) or _iteration(path)
-    if found is not None or (path / "config.json").is_file():
-        return found
+    located = _here(path) or _iteration(path)
+    if located is not None or (path / "config.json").is_file():
+        return located
     for below, trainer in BELOW.items():
         if (path / below).is_dir():
-            found = _here(path / below) or _iteration(path / below)
-            if found is not None:
-                return _taken(found, path, f" ({trainer})")
+            located = _here(path / below) or _iteration(path / below)
+            if located is not None:
+                return _taken(located, path, f" ({trainer})")
     for below in HUGGING_FACE_OF_VERL:
         if (path / below / "config.json").is_file() and any((path / below).glob("*.safetensors")):
             raise ReshardError(
                 f"{path} has its weights in Hugging Face's format, in {below}: name that directory"
             )
     for step in _numbered(path, STEP):
-        found = locate(step)
-        if found is not None:
-            return _taken(found, path)
+        located = locate(step)
+        if located is not None:
+            return _taken(located, path)
     return None
 
 
-def _taken(found: Located, path: Path, of: str = "") -> Located:
-    """With the notice that says what was taken of a path; the last one says all."""
-    where = found.directory
-    if where.is_relative_to(path):
-        where = where.relative_to(path)
-    return replace(found, notices=(f"weights taken from {where}{of}",))
+def _taken(located: Located, path: Path, trainer: str = "") -> Located:
+    """Add the notice that says which weights were taken of a path; the outermost one replaces those
+    of inner paths."""
+    directory = located.directory
+    if directory.is_relative_to(path):
+        directory = directory.relative_to(path)
+    return replace(located, notices=(f"weights taken from {directory}{trainer}",))
 
 
 def _here(path: Path) -> Located | None:
-    """A directory that has the weights itself."""
+    """Return the checkpoint of a directory that has the weights itself."""
     path = _called(path)
     for directory, above in ((path, path.parent), (path / DIST_MODEL, path.parent)):
         if (directory / ".metadata").is_file():
@@ -117,7 +118,8 @@ def _here(path: Path) -> Located | None:
 
 
 def _called(path: Path) -> Path:
-    """An iteration's directory by the name that says so, where it is given as ``.`` or by a link."""
+    """Return an iteration's directory under the name that says so, where it is given as ``.`` or by
+    a link."""
     if path.name in ("", ".."):
         path = Path(os.path.abspath(path))
     real = Path(os.path.realpath(path))
@@ -126,23 +128,23 @@ def _called(path: Path) -> Path:
 
 
 def _iteration(path: Path) -> Located | None:
-    """The iteration that the tracker names, or, where that one is not complete or there is no tracker, the last
-    complete one."""
+    """Return the iteration that the tracker names, or, where that one is not complete or there is
+    no tracker, the last complete one."""
     names = iterations_in(path)
     tracked = tracked_iteration(path)
     if tracked is not None:
-        found = _here(path / tracked)
-        if found is not None:
-            return found
+        located = _here(path / tracked)
+        if located is not None:
+            return located
     for name in names:
-        found = _here(path / name)
-        if found is not None:
+        located = _here(path / name)
+        if located is not None:
             if tracked is not None:
                 why = f"{torch_dist.TRACKER} names {tracked}, which is not complete"
             else:
                 later = "" if name == names[0] else ", and later ones are not complete"
                 why = f"there is no {torch_dist.TRACKER}{later}"
-            return replace(found, notices=(f"took {name}: {why}",))
+            return replace(located, notices=(f"took {name}: {why}",))
     for directory in [path / name for name in (tracked, *names) if name is not None]:
         if any(directory.glob("mp_rank_*")):
             raise ReshardError(
@@ -156,53 +158,59 @@ def _iteration(path: Path) -> Located | None:
 
 
 def iterations_in(path: Path) -> list[str]:
-    """The names of a training run's iterations in its directory, the last one first."""
+    """Return the names of a training run's iterations in its directory, the last one first."""
     return [directory.name for directory in _numbered(path, ITERATION)]
 
 
 def tracked_iteration(path: Path) -> str | None:
-    """The iteration that the tracker names; None without one."""
+    """Return the iteration that the tracker names; None without one."""
     if not (path / torch_dist.TRACKER).is_file():
         return None
     return torch_dist.tracked(path / torch_dist.TRACKER)
 
 
 def _numbered(path: Path, pattern: re.Pattern) -> Iterator[Path]:
-    """The directories of a path whose names match, the highest number first."""
+    """Return the directories in a path whose names match, the highest number first."""
     if not path.is_dir():
         return
-    found = [
+    numbered = [
         (int(match[1]), p) for p in path.iterdir() if (match := pattern.fullmatch(p.name)) and p.is_dir()
     ]
-    yield from (p for _, p in sorted(found, reverse=True))
+    yield from (p for _, p in sorted(numbered, reverse=True))
 
 
-def config_beside(found: Located) -> Config | None:
+def config_beside(located: Located) -> Config | None:
     """The config that lies with a checkpoint: in ``hf/``, in verl's ``huggingface/``, beside the iterations as
     ms-swift has it, in ROLL's ``mca_config.json``, or in the directory that ``run_config.yaml`` names. None
     where there is none."""
-    own = found.root / HF_FILES
-    for directory in (own, found.directory / HF_FILES, found.directory.parent / "huggingface", found.root):
+    own = located.root / HF_FILES
+    for directory in (
+        own,
+        located.directory / HF_FILES,
+        located.directory.parent / "huggingface",
+        located.root,
+    ):
         path = directory / "config.json"
         if path.is_file():
             notice = None if directory == own else f"config taken from {path}"
             return Config(read_json(path), str(path), directory, notice)
-    path = found.root / MCA_CONFIG
+    path = located.root / MCA_CONFIG
     if path.is_file():
         fields = _published(read_json(path), path)
         if fields is not None:
             return Config(fields, str(path), None, f"config taken from {path}, as it was when training began")
-    named = model_named(found)
-    if named is not None and (Path(named) / "config.json").is_file():
-        path = Path(named) / "config.json"
+    model = model_named(located)
+    if model is not None and (Path(model) / "config.json").is_file():
+        path = Path(model) / "config.json"
         return Config(
-            read_json(path), str(path), Path(named), f"config taken from {path}, which {RUN_CONFIG} names"
+            read_json(path), str(path), Path(model), f"config taken from {path}, which {RUN_CONFIG} names"
         )
     return None
 
 
 def config_of_args(args: dict[str, Any]) -> Config | None:
-    """The config in the directory that slime's arguments name as ``hf_checkpoint``; None where it is not there."""
+    """Return the config in the directory that slime's arguments name as ``hf_checkpoint``; None
+    where it is not there."""
     named = args.get("hf_checkpoint")
     path = Path(named) / "config.json" if isinstance(named, str) else None
     if path is None or not path.is_file():
@@ -211,7 +219,7 @@ def config_of_args(args: dict[str, Any]) -> Config | None:
 
 
 def _published(mca: dict[str, Any], path: Path) -> dict[str, Any] | None:
-    """The Hugging Face config that ROLL keeps as text in its own."""
+    """Return the Hugging Face config that ROLL keeps as text in its own."""
     text = mca.get("hf_config_json")
     if not text:
         return None
@@ -224,10 +232,10 @@ def _published(mca: dict[str, Any], path: Path) -> dict[str, Any] | None:
     return fields
 
 
-def model_named(found: Located) -> str | None:
-    """The model that Megatron-Bridge's or NeMo-RL's ``run_config.yaml`` says the training began with: a hub id or
-    a path. Read as text."""
-    for directory in (found.directory, found.root):
+def model_named(located: Located) -> str | None:
+    """Return the model that Megatron-Bridge's or NeMo-RL's ``run_config.yaml`` says the training
+    began with: a hub id or a path. The file is read as text."""
+    for directory in (located.directory, located.root):
         path = directory / RUN_CONFIG
         if path.is_file():
             text = read_file(path, MAX_COPIED_BYTES).decode(errors="replace")

@@ -26,7 +26,7 @@ ON_PURPOSE = f"if that was meant, remove its {MANIFEST} and convert again"
 
 
 def manifest_of(source: Source) -> dict[str, Any] | None:
-    """The manifest that speaks of this source: not one of another iteration in the same directory, which
+    """Return the manifest of this source: not one of another iteration in the same directory, which
     training has left behind."""
     manifest = source.manifest()
     if manifest is None or not isinstance(source, MegatronSource) or source.alone:
@@ -35,15 +35,15 @@ def manifest_of(source: Source) -> dict[str, Any] | None:
 
 
 def stored_tensors(source: Source) -> tuple[dict[str, TensorInfo], Callable[[str, int, int], np.ndarray]]:
-    """The tensors as a manifest lists them, and how to read them: fp8 weights and their scales as they are
-    stored."""
+    """Return the tensors as a manifest lists them, and how to read them: codes and scales as they
+    are stored."""
     if isinstance(source, HuggingFaceSource):
         return source.stored_tensors(), source.read_stored_rows
     return source.tensors, source.read_rows
 
 
 def differences(infos: dict[str, TensorInfo], entries: dict[str, dict[str, Any]]) -> list[str]:
-    """The names that only one of the two has, or that have another dtype or shape."""
+    """Return the names that only one of the two has, or that have another dtype or shape."""
     bad = sorted(set(entries) ^ set(infos))
     return bad + [
         n
@@ -55,11 +55,11 @@ def differences(infos: dict[str, TensorInfo], entries: dict[str, dict[str, Any]]
 def changed_files(
     root: Path, entries: dict[str, dict[str, Any]], source: Source | None = None, workers: int | None = None
 ) -> tuple[list[str], list[str]]:
-    """Of a manifest's files below `root`, those that are not as they were written, and those that are
+    """Return which of a manifest's files below `root` are not as they were written, and which are
     missing.
 
-    Files with weights are compared by size, and with `source` also by the bytes around its tensors, by
-    `workers`.
+    Files with weights are compared by size, and with `source` also by the bytes around its tensors,
+    by `workers`.
     """
     changed, missing, small, large = [], [], [], []
     for name, entry in sorted(entries.items()):
@@ -82,12 +82,12 @@ def changed_files(
             return file_entry(entry["bytes"], around, around_tensors) != entry
 
         changed += [name for name in small if differs(name)]
-        found = run_jobs(dict.fromkeys(large, BATCH_BYTES), differs, workers)
-    return sorted(changed + [name for name in large if found[name]]), missing
+        outcomes = run_jobs(dict.fromkeys(large, BATCH_BYTES), differs, workers)
+    return sorted(changed + [name for name in large if outcomes[name]]), missing
 
 
 def _tensor_spans(source: Source | None, name: str) -> list[tuple[int, int]]:
-    """First byte and end of every tensor in a file, in order."""
+    """Return the first byte and the end of every tensor in a file, in order."""
     if isinstance(source, MegatronSource):
         file = Path(name).name
         chunks = [stored for key in source.checkpoint.keys.values() for stored in key.chunks.values()]
@@ -138,7 +138,7 @@ class SourceChecks:
             )
 
     def _reads(self, name: str) -> bool:
-        """Whether a conversion of this source reads a file of it."""
+        """Return True where a conversion of this source reads the file."""
         if not isinstance(self.source, MegatronSource):
             return True
         if name.startswith(f"{HF_FILES}/"):
@@ -147,24 +147,25 @@ class SourceChecks:
         return name not in (TRACKER, FLAGS_FILE) and name.startswith(within)
 
     def names(self, name: str) -> list[str]:
-        """The listed tensors that a canonical tensor is read from: itself, or its codes and what belongs to them."""
+        """Return the listed tensors that a canonical tensor is read from: itself, or its codes and
+        what belongs to them."""
         codes = self.source.codes.get(name) if isinstance(self.source, HuggingFaceSource) else None
         return [n for n in ((name,) if codes is None else codes.tensors) if n in self.entries]
 
-    def compare(self, name: str, found: str) -> None:
+    def compare(self, name: str, checksum: str) -> None:
         """Raise ReshardError where a tensor's checksum is not the listed one."""
-        if name in self.entries and found != self.entries[name][CHECKSUM]:
+        if name in self.entries and checksum != self.entries[name][CHECKSUM]:
             raise ReshardError(
                 f"{self.source.path}: {name} does not have the checksum of {MANIFEST}: it is "
                 f"damaged or was changed (reshard check names all such tensors); {ON_PURPOSE}"
             )
 
     def plain(self, name: str) -> bool:
-        """Whether a tensor is listed with the bytes that are read of it, not as codes."""
+        """Return True where a tensor is listed with the bytes that are read of it, not as codes."""
         return not (isinstance(self.source, HuggingFaceSource) and name in self.source.codes)
 
     def watch(self, name: str) -> "Watch | None":
-        """What checks a tensor while it is read, None where nothing is listed."""
+        """Return what checks a tensor while it is read, None where nothing is listed."""
         return Watch(self, name) if self.names(name) else None
 
 
@@ -178,15 +179,16 @@ class Watch:
         self.digest = xxhash.xxh3_128()
 
     def rows(self, rows: np.ndarray, start: int, stop: int) -> None:
-        """Rows `start` .. `stop` were read; of codes, the stored ones are read again, from the page
-        cache."""
+        """Note that rows `start` .. `stop` were read. Of codes, the stored ones are read again,
+        from the page cache."""
         if self.coded:
             assert isinstance(self.checks.source, HuggingFaceSource)
             rows = self.checks.source.read_stored_rows(self.name, start, stop)
         self.digest.update(memoryview(rows.view(np.uint8).reshape(-1)))
 
     def end(self) -> None:
-        """All rows were read. Raises ReshardError where the bytes are not those of the manifest."""
+        """Note that all rows were read. Raises ReshardError where the bytes are not those of the
+        manifest."""
         self.checks.compare(self.name, self.digest.hexdigest())
         for name in self.others:
             infos, read = stored_tensors(self.checks.source)
@@ -194,7 +196,7 @@ class Watch:
 
 
 def checksum_of(name: str, info: TensorInfo, read: Callable[[str, int, int], np.ndarray]) -> str:
-    """The checksum of a tensor that is read a slab at a time."""
+    """Return the checksum of a tensor, read a slab at a time."""
     digest = xxhash.xxh3_128()
     for start, stop in info.slabs():
         digest.update(memoryview(read(name, start, stop).view(np.uint8).reshape(-1)))

@@ -12,7 +12,7 @@ from reshard.core.errors import ReshardError, listed
 
 
 class FileVersion(NamedTuple):
-    """What tells a file from what it was before, also behind links: another version has another size, time or inode.
+    """The size, times and inode of a file, also behind links: two versions differ in one of them.
 
     The time of the last change of any kind (ctime) is the one that nobody can set.
     """
@@ -24,7 +24,7 @@ class FileVersion(NamedTuple):
 
 
 def version_of(path: Path) -> FileVersion | None:
-    """The version of the file that a path leads to; None where it leads to none."""
+    """Return the version of the file that a path leads to; None where it leads to none."""
     try:
         status = os.stat(path)
     except OSError:
@@ -52,13 +52,13 @@ class FileVersions:
             raise ReshardError(f"cannot look into {error.filename}: {error.strerror}") from error
 
     def __getitem__(self, path: Path) -> FileVersion | None:
-        """The recorded version of a file; None where it was not there."""
+        """Return the recorded version of a file; None where it was not there."""
         return self.recorded.get(path)
 
     @contextmanager
     def unchanged(self, paths: Callable[[], Iterable[Path]]) -> Iterator[None]:
-        """Around what reads files: raises ReshardError, naming them, where they are no longer those that were recorded. That
-        is also why reading failed, if it did."""
+        """Raise ReshardError at the end of the `with` block, naming them, where files are no longer
+        those that were recorded. That is also why reading failed, if it did."""
         try:
             yield
         except ReshardError as error:

@@ -1,0 +1,55 @@
+"""Directories: removed, synced, and exchanged in one step."""
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+# How many files are removed at a time.
+REMOVERS = 8
+
+
+def remove_tree(tree: str | Path) -> None:
+    """Remove a directory and all in it, several files at a time: a system frees the memory or the blocks of a large
+    one for as long as it takes."""
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(tree) for name in names]
+    with contextlib.suppress(OSError, RuntimeError), ThreadPoolExecutor(REMOVERS) as pool:
+        list(pool.map(os.unlink, files))  # rmtree raises for what is left
+    shutil.rmtree(tree)
+
+
+def inode_of(path: Path) -> int | None:
+    """Return the inode of a path, not following links; None where there is none."""
+    try:
+        return os.lstat(path).st_ino
+    except OSError:
+        return None
+
+
+def sync_directory(path: str | Path) -> None:
+    """Bring a directory's entries to the disk, where the file system takes that."""
+    # not every file system takes it, and a directory may be writable but not readable
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def exchange(a: Path, b: Path) -> bool:
+    """Exchange the names of two directories in one step; return False where the system or the file system cannot. Raises
+    OSError."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return False
+    if function(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):
+        return False
+    raise OSError(number, os.strerror(number), str(a))

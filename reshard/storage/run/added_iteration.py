@@ -1,0 +1,59 @@
+"""An iteration that is added to the directory of a training run."""
+
+import contextlib
+import os
+
+from reshard.core.errors import ReshardError
+from reshard.formats.torch_dist import TRACKER
+from reshard.storage.io.files import write_error
+from reshard.storage.run.partial import PARTIAL_SUFFIX
+from reshard.storage.run.workdir import Workdir
+
+
+class AddedIteration(Workdir):
+    """The hidden directory of an iteration in the directory of a training run, which is made where
+    there is none.
+
+    Config, tokenizer, flags and manifest are in the iteration's own directory; nothing else of the
+    run is touched. The run's tracker names the iteration once it is there: at every moment it names
+    one that is whole.
+    """
+
+    made_run = False
+
+    def check_destination(self) -> None:
+        """See `Workdir`; removes what saves of other iterations have left that were killed."""
+        run = self.destination.parent
+        if (run / ".metadata").exists() or any(run.glob("*.safetensors")):
+            raise ReshardError(
+                f"{run} is a checkpoint itself, to which no iteration can be added: give another directory"
+            )
+        if not run.exists() and run.parent.is_dir():
+            try:
+                run.mkdir()
+            except OSError as error:
+                raise write_error(run, error) from error
+            self.made_run = True
+        for path in run.glob(f".iter_*{PARTIAL_SUFFIX}"):
+            name = path.name.removeprefix(".").removesuffix(PARTIAL_SUFFIX)
+            if path != self.path and name.removeprefix("iter_").isdecimal():
+                Workdir(self.source, (), run / name, False, False).clean()
+        super().check_destination()
+
+    def close(self, remove: bool = False) -> None:
+        """See `Workdir`."""
+        super().close(remove)
+        if remove and self.made_run:
+            with contextlib.suppress(OSError):  # somebody has put something there
+                self.destination.parent.rmdir()
+
+    def _after_rename(self) -> None:
+        tracker, new = self.destination.parent / TRACKER, self.path / TRACKER
+        number = str(int(self.destination.name.removeprefix("iter_")))
+        try:
+            new.write_text(number, encoding="utf-8")
+            os.replace(new, tracker)
+        except OSError as error:
+            raise ReshardError(
+                f"{self.destination} is whole, but {tracker} could not be replaced ({error.strerror}): write {number} into it"
+            ) from error
