@@ -30,7 +30,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 SLOWEST_FIRST = (
     "compressed", "live_megatron", "refit", "engine", "nvfp4_engine", "members", "fsdp", "parity", "blocks", "logits", "weight_transfer",
     "megatron_saves", "serving", "roll", "swift", "reloads", "verl", "resume", "nemo_rl", "build", "meaning", "install", "published",
-    "sleeping", "examples", "compat", "families", "offload", "input_faults", "storage_faults", "processes", "source_changes", "surface", "report",
+    "sleeping", "examples", "compat", "families", "offload", "input_faults", "storage_faults", "processes", "source_changes", "surface", "html",
     "trainers_checkpoints",
 )  # fmt: skip
 # Test files that use these are slow as well, whatever their names.

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from reshard import MegatronLayout, hf_to_mcore
+from tests.html_pages import Parsed
 from tests.parity_runs import change_config, parity_command, run, with_a_fault
 from tests.ranks import run_on_ranks
-from tests.test_report import Parsed
 from tests.warm import python_of_trainer
 
 
