@@ -51,7 +51,7 @@ def run_demo(folder: Path) -> Iterator[Step]:
     report = hf_to_mcore(source, mcore, layout)
     yield Step(f"hf-to-mcore at {layout}", f"{report.tensors} tensors, {report.files} files, {mcore}", True)
     with _quiet():
-        loaded = _megatron_loads(mcore / "release")
+        loaded = _load_with_megatron(mcore / "release")
         wrong = _differences(source, loaded)
     yield Step(
         "load it with Megatron-Core's dist_checkpointing",
@@ -98,6 +98,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _make(directory: Path) -> int:
+    """Write a Qwen3-MoE with random weights and return the number of its parameters."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -111,7 +112,8 @@ def _make(directory: Path) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def _megatron_loads(directory: Path) -> dict[str, Any]:
+def _load_with_megatron(directory: Path) -> dict[str, Any]:
+    """Load every tensor of a checkpoint, whole, with Megatron-Core."""
     import torch
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
@@ -119,20 +121,20 @@ def _megatron_loads(directory: Path) -> dict[str, Any]:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        expected_keys = {
+        entries = {
             k: v
             for k, v in dist_checkpointing.load_tensors_metadata(str(directory)).items()
             if isinstance(v.dtype, torch.dtype)
         }
-        state = dist_checkpointing.load(expected_keys, str(directory), validate_access_integrity=False)
-        return {key: state[key] for key in expected_keys}
+        state = dist_checkpointing.load(entries, str(directory), validate_access_integrity=False)
+        return {key: state[key] for key in entries}
     finally:
         dist.destroy_process_group()
 
 
 def _differences(source: Path, loaded: dict[str, Any]) -> list[str]:
-    """The parameters that are not what Megatron's layout makes of the Hugging Face tensors; written
-    out without the tables."""
+    """Return the parameters that differ from the Hugging Face tensors in Megatron's layout, which is
+    written out here without the tables."""
     import torch
     from safetensors.torch import load_file
 
@@ -154,7 +156,7 @@ def _differences(source: Path, loaded: dict[str, Any]) -> list[str]:
             ]
         )
 
-    def of_layers(name: str) -> torch.Tensor:
+    def stacked(name: str) -> torch.Tensor:
         return torch.stack([hf[f"model.layers.{i}.{name}.weight"] for i in range(layers)])
 
     def padded(name: str) -> torch.Tensor:
@@ -165,12 +167,12 @@ def _differences(source: Path, loaded: dict[str, Any]) -> list[str]:
     expected = {
         "embedding.word_embeddings.weight": padded("model.embed_tokens.weight"), "output_layer.weight": padded("lm_head.weight"),
         "decoder.final_layernorm.weight": hf["model.norm.weight"],
-        f"{block}self_attention.linear_qkv.layer_norm_weight": of_layers("input_layernorm"),
+        f"{block}self_attention.linear_qkv.layer_norm_weight": stacked("input_layernorm"),
         f"{block}self_attention.linear_qkv.weight": torch.stack([qkv(i) for i in range(layers)]),
-        f"{block}self_attention.q_layernorm.weight": of_layers("self_attn.q_norm"),
-        f"{block}self_attention.k_layernorm.weight": of_layers("self_attn.k_norm"),
-        f"{block}self_attention.linear_proj.weight": of_layers("self_attn.o_proj"),
-        f"{block}pre_mlp_layernorm.weight": of_layers("post_attention_layernorm"), f"{block}mlp.router.weight": of_layers("mlp.gate"),
+        f"{block}self_attention.q_layernorm.weight": stacked("self_attn.q_norm"),
+        f"{block}self_attention.k_layernorm.weight": stacked("self_attn.k_norm"),
+        f"{block}self_attention.linear_proj.weight": stacked("self_attn.o_proj"),
+        f"{block}pre_mlp_layernorm.weight": stacked("post_attention_layernorm"), f"{block}mlp.router.weight": stacked("mlp.gate"),
         f"{block}mlp.experts.experts.linear_fc1.weight": torch.stack([fc(i, "gate", "up") for i in range(layers)]),
         f"{block}mlp.experts.experts.linear_fc2.weight": torch.stack([fc(i, "down") for i in range(layers)]),
     }  # fmt: skip
@@ -180,6 +182,7 @@ def _differences(source: Path, loaded: dict[str, Any]) -> list[str]:
 
 
 def _logits(directory: Path) -> Any:
+    """Return transformers' logits of two random prompts."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -37,25 +37,24 @@ CORES = (("0.12.3", "2.6.0"), ("0.13.1", "2.7.1"), ("0.14.0", "2.8.0"), ("0.15.3
 PARSERS = ("core_v0.12.3", "core_v0.13.1", "core_v0.14.0", "core_v0.15.3", "core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0",
            "main")  # fmt: skip
 VARIANTS = ("llama-bias", "qwen2-tied", "qwen3", "qwen3-moe", "qwen3-moe-mixed", "deepseek-v3")
-LIVE = ("tests/test_build.py", "tests/test_logits.py", "tests/test_megatron_saves.py")
+LIVE = ("tests/test_build*.py", "tests/test_logits*.py", "tests/test_megatron_saves*.py")
 # Before 0.19 Megatron-LM's parser has no flags for YaRN outside latent attention: the flags cells
 # show that reshard refuses it.
 LIVE_BEFORE_0_19 = (*LIVE, "-k", "not qwen3-yarn")
 REFIT = (
-    "tests/test_refit.py",
-    "tests/test_refit_faults.py",
-    "tests/test_sleeping.py",
+    "tests/test_refit*.py",
+    "tests/test_sleeping*.py",
     "-k",
     "leaves_what_vllms_own_loader or mtp_layers or traced_layout or do_not_fit or forgotten or drafter or wrapped or nothing_brings",
 )
 # What needs no build of vLLM for the CPU.
 QUANTIZED = (
-    "tests/test_fp8.py",
-    "tests/test_reloads.py",
+    "tests/test_fp8*.py",
+    "tests/test_reloads*.py",
     "tests/test_quantization.py",
-    "tests/test_compressed.py",
-    "tests/test_nvfp4_engine.py",
-    "tests/test_serving.py",
+    "tests/test_compressed*.py",
+    "tests/test_nvfp4_engine*.py",
+    "tests/test_serving*.py",
     "-k",
     "not real_vllm and not over_http",
 )
@@ -324,10 +323,21 @@ def _transfer(vllm: str, torch: str | None) -> Callable[[argparse.Namespace, Pat
     return check
 
 
+def expanded(tests: tuple[str, ...]) -> list[str]:
+    """Return pytest's arguments with patterns of files replaced by the files. Raises AssertionError for
+    a pattern without files."""
+    arguments = []
+    for argument in tests:
+        files = sorted(REPOSITORY.glob(argument)) if argument.startswith("tests/") else [argument]
+        assert files, f"no file is called {argument}"
+        arguments += [str(file) for file in files]
+    return arguments
+
+
 def _pytest(
     python: str | Path, tests: tuple[str, ...], options: argparse.Namespace, variables: dict[str, str]
 ) -> str:
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *tests]
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *expanded(tests)]
     with open(WORK / "last.log", "w", encoding="utf-8") as log:
         process = subprocess.Popen(
             [str(part) for part in command],

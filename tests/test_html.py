@@ -1,18 +1,12 @@
 """A report is one file that fetches nothing, runs nothing but its own scripts, and says what it was
 given, whatever that is."""
 
-import base64
-import hashlib
-import html
 import json
-import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
-from bokeh.document import Document
 from bokeh.models import ColumnDataSource, HoverTool, TapTool
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -21,6 +15,7 @@ from reshard.html import chart, describe, page
 from reshard.parity import Limits, Scores, metrics_of
 from reshard.parity.html import KEPT, POINTS, UNENCODABLE, WORST, html_report
 from reshard.parity.report import ParityReport
+from tests.html_pages import Parsed, assert_stands_alone
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -33,68 +28,9 @@ HOSTILE = [
     "@text{safe}",
 ]
 HARMLESS = ["a", "b", "c", "d", "e", "f", "g", "h"]
-ATTRIBUTES = {
-    "class",
-    "content",
-    "charset",
-    "http-equiv",
-    "name",
-    "lang",
-    "id",
-    "scope",
-    "style",
-    "data-root-id",
-    "data-head",
-}
-TAGS = {"html", "head", "meta", "title", "style", "body", "h1", "h2", "span", "ul", "li", "p", "br", "div", "table", "thead",
-        "tbody", "tr", "th", "td", "script"}  # fmt: skip
 
 
-class Parsed(HTMLParser):
-    """A page as a browser sees it: its tags in order, their attributes, cells, and scripts."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.cells: list[str] = []
-        self.scripts: list[str] = []
-        self.text, self.inside = "", ""
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.inside = tag
-        self.attributes += attrs
-        if tag in ("td", "script"):
-            (self.cells if tag == "td" else self.scripts).append("")
-
-    def handle_endtag(self, tag):
-        self.inside = ""
-
-    def handle_data(self, data):
-        if self.inside == "script":
-            self.scripts[-1] += data
-            return
-        self.text += data
-        if self.inside == "td":
-            self.cells[-1] += data
-
-    @property
-    def policy(self) -> str:
-        return next(value for name, value in self.attributes if name == "content" and "script-src" in value)
-
-    @property
-    def charts(self) -> Document:
-        """Read what the last script draws as a browser does: a string of JavaScript, then HTML's
-        escapes, then JSON."""
-        [quoted] = re.findall(r"const docs_json = '(.*?)';", self.scripts[-1])
-        [document] = json.loads(html.unescape(quoted.replace("\\\\", "\\"))).values()
-        return Document.from_json(document)
-
-
-def made(lengths=(9, 33), spread=0.02, names=("A", "B"), noise=False, **fields) -> ParityReport:
+def make_report(lengths=(9, 33), spread=0.02, names=("A", "B"), noise=False, **fields) -> ParityReport:
     """Make a report of prompts of ids below eight, with logprobs that are `spread` apart."""
     random = np.random.default_rng(0)
     tokens = [random.integers(0, 8, n).tolist() for n in lengths]
@@ -120,18 +56,8 @@ def tokenizer_of_words(folder: Path, words: list[str]) -> str:
     return str(folder)
 
 
-def assert_stands_alone(parsed: Parsed) -> None:
-    assert set(parsed.tags) <= TAGS and {name for name, _ in parsed.attributes} <= ATTRIBUTES
-    assert not any(re.search(r"https?:|url\(", value or "") for _, value in parsed.attributes)
-    assert parsed.policy.startswith("default-src 'none';")
-    hashes = [
-        "sha256-" + base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in parsed.scripts
-    ]
-    assert re.search("script-src ([^;]*);", parsed.policy)[1] == " ".join(f"'{found}'" for found in hashes)
-
-
 def test_nothing_comes_from_elsewhere_and_no_other_script_may_run():
-    parsed = Parsed(html_report(made(noise=True, unmeasured=["kl was not measured"])))
+    parsed = Parsed(html_report(make_report(noise=True, unmeasured=["kl was not measured"])))
     assert_stands_alone(parsed)
     assert len(parsed.scripts) == 3 and parsed.charts.roots
     assert "Note: kl was not measured." in parsed.text and "max_abs is " in parsed.text
@@ -141,11 +67,11 @@ def test_nothing_comes_from_elsewhere_and_no_other_script_may_run():
         "<script>alert(1)</script>",
     ):
         with pytest.raises(AssertionError):
-            assert_stands_alone(Parsed(html_report(made()).replace("<h1>", bad + "<h1>")))
+            assert_stands_alone(Parsed(html_report(make_report()).replace("<h1>", bad + "<h1>")))
 
 
 def test_the_charts_have_every_token_bit_for_bit_and_the_pointer_names_it(tmp_path):
-    report = made(lengths=(9, 33, 2))
+    report = make_report(lengths=(9, 33, 2))
     charts = Parsed(html_report(report, [tokenizer_of_words(tmp_path / "words", HARMLESS)])).charts.roots
     scatter, histogram, positions = charts
     source = scatter.renderers[-1].data_source
@@ -176,7 +102,7 @@ def test_the_charts_have_every_token_bit_for_bit_and_the_pointer_names_it(tmp_pa
 
 
 def test_of_many_tokens_those_that_differ_most_are_shown_and_the_page_says_so():
-    report = made(lengths=[130] * 60)
+    report = make_report(lengths=[130] * 60)
     parsed = Parsed(html_report(report))
     data = parsed.charts.roots[0].renderers[-1].data_source.data
     apart = [np.abs(x.logprobs - y.logprobs) for x, y in zip(report.scores_a, report.scores_b)]
@@ -189,7 +115,7 @@ def test_of_many_tokens_those_that_differ_most_are_shown_and_the_page_says_so():
     )
     assert (
         f"show {POINTS} of {60 * 129} tokens" in parsed.text
-        and "The charts of points" not in Parsed(html_report(made())).text
+        and "The charts of points" not in Parsed(html_report(make_report())).text
     )
     assert sum(parsed.charts.roots[1].renderers[-1].data_source.data["tokens"]) == 60 * 129, (
         "the histogram has all"
@@ -205,9 +131,11 @@ def test_hostile_texts_and_names_are_text_and_nothing_else(tmp_path):
     names = tuple(f"Megatron-Core of /data/{text}" for text in HOSTILE[:2])
     fields = dict(lengths=(40, 40), unmeasured=HOSTILE[:3], exceeded=HOSTILE[3:])
     harmless = fields | dict(unmeasured=HARMLESS[:3], exceeded=HARMLESS[3:])
-    text = html_report(made(names=names, **fields), [tokenizer_of_words(tmp_path / "hostile", HOSTILE)])
+    text = html_report(
+        make_report(names=names, **fields), [tokenizer_of_words(tmp_path / "hostile", HOSTILE)]
+    )
     hostile = Parsed(text)
-    calm = Parsed(html_report(made(**harmless), [tokenizer_of_words(tmp_path / "calm", HARMLESS)]))
+    calm = Parsed(html_report(make_report(**harmless), [tokenizer_of_words(tmp_path / "calm", HARMLESS)]))
     assert hostile.tags == calm.tags and len(hostile.scripts) == 3
     assert [name for name, _ in hostile.attributes] == [name for name, _ in calm.attributes]
     assert_stands_alone(hostile)
@@ -229,7 +157,7 @@ def test_hostile_texts_and_names_are_text_and_nothing_else(tmp_path):
 
 def test_a_name_that_utf8_does_not_have_is_written_and_the_scripts_still_may_run(tmp_path):
     (tmp_path / "page.html").write_text(
-        html_report(made(names=("a\udcff", "b"))), encoding="utf-8", errors=UNENCODABLE
+        html_report(make_report(names=("a\udcff", "b"))), encoding="utf-8", errors=UNENCODABLE
     )
     assert_stands_alone(Parsed((tmp_path / "page.html").read_text(encoding="utf-8")))
 
@@ -239,9 +167,9 @@ def test_tokens_have_their_numbers_where_tokenizers_differ_or_there_is_none(tmp_
         tokenizer_of_words(tmp_path / name, words)
         for name, words in (("one", HARMLESS), ("other", HARMLESS[::-1]))
     )
-    differ = Parsed(html_report(made(), [one, other]))
+    differ = Parsed(html_report(make_report(), [one, other]))
     assert "tokens are shown by number alone: the tokenizers of" in differ.text
-    for parsed in (differ, Parsed(html_report(made()))):
+    for parsed in (differ, Parsed(html_report(make_report()))):
         assert set(parsed.charts.roots[0].renderers[-1].data_source.data["text"]) == {"-"}
 
 
