@@ -66,7 +66,7 @@ def by_package(weight: torch.Tensor, *siblings: torch.Tensor) -> dict[str, torch
 
 
 def of_package(stored: dict[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """What the package makes of codes: in bf16 by its compressor, which knows no other dtype, else
+    """Return what the package makes of codes: in bf16 by its compressor, which knows no other dtype, else
     as that does it."""
     if dtype == torch.bfloat16:
         plain = {f"weight{end}": tensor for end, tensor in stored.items()}

@@ -226,7 +226,7 @@ def test_what_no_scale_can_hold_is_not_quantized(number, checkpoint, tmp_path):
 
 @pytest.mark.parametrize("integers", [torch.int64, torch.int32])
 def test_a_model_whose_routed_experts_alone_are_packed_is_read(integers, tmp_path):
-    """As Kimi-K2-Thinking is published."""
+    """Read a model as Kimi-K2-Thinking is published."""
     make(tmp_path / "plain", "kimi-k2", torch.bfloat16)
     how = INT4 | {"strategy": "group", "symmetric": True}
     source, tensors, expected = tmp_path / "source", {}, {}

@@ -283,7 +283,7 @@ if __name__ == "__main__":
 
 
 def test_who_watches_for_compilation_is_not_told_of_what_connect_compiles(monkeypatch):
-    """As vLLM's jit_monitor watches, by Triton's hook; it does so on GPUs only."""
+    """Watch for compilation by Triton's hook, as vLLM's jit_monitor does, on GPUs only."""
 
     def watching(**what):
         raise AssertionError(what)

@@ -41,7 +41,7 @@ def fused(name: str) -> str:
 
 
 def packaged(weight: torch.Tensor, one: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a matrix is stored as, by the package's own functions and the ends of names, beside the
+    """Return what a matrix is stored as, by the package's own functions and the ends of names, beside the
     scale of all of it."""
     groups = weight.unflatten(1, (-1, 16))
     scales, zeros = calculate_qparams(groups.amin(2), groups.amax(2), HOW, global_scale=one)
@@ -52,7 +52,7 @@ def packaged(weight: torch.Tensor, one: torch.Tensor) -> dict[str, torch.Tensor]
 
 
 def cases(dtype: torch.dtype) -> list[torch.Tensor]:
-    """What is hard to quantize."""
+    """Return matrices that are hard to quantize."""
     values = hard(dtype)
     edges = (torch.arange(-112, 112).view(14, 16) / 8).to(dtype)  # what lies on and between two codes
     edges[:, 0] = 6 * 448
@@ -105,7 +105,7 @@ def test_codes_and_scales_are_those_of_compressed_tensors(dtype, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_codes_and_scales_are_those_of_modelopt(dtype):
-    """What that package made of the same weights, as `tests.modelopt_reference` writes it down."""
+    """Return what that package makes of the same weights, as `tests.modelopt_reference` writes it down."""
     recorded = json.loads(Path(__file__).with_name("modelopt_reference.json").read_text())
     for number, weight in enumerate(cases(dtype)):
         for largest in beside(weight):

@@ -119,29 +119,29 @@ class HuggingFaceSource(Source):
 
     def _check(self) -> None:
         """Raise ReshardError unless the files hold exactly the table's tensors, with its shapes."""
-        apart = {name for codes in self.codes.values() for name in codes.tensors} | {*self.left}
-        expected, found = self.mapping.shapes, {n: t for n, t in self.stored.items() if n not in apart}
-        found |= {name: self._codes_of(name) for name in self.codes}
-        missing = [n for n in expected if n not in found and n not in self.mapping.optional]
-        extra = [n for n in found if n not in expected and n not in self.mapping.ignored]
+        apart = {part for weight in self.codes.values() for part in weight.tensors} | {*self.left}
+        expected, held = self.mapping.shapes, {n: t for n, t in self.stored.items() if n not in apart}
+        held |= {name: self._codes_of(name) for name in self.codes}
+        missing = [n for n in expected if n not in held and n not in self.mapping.optional]
+        extra = [n for n in held if n not in expected and n not in self.mapping.ignored]
         family = self.model.family.name
         if missing or extra:
             parts = [f"lacks {len(missing)} of {family}'s tensors: {listed(missing)}"] if missing else []
             parts += [f"holds {len(extra)} that {family} does not have: {listed(extra)}"] if extra else []
             raise ReshardError(f"{self.path} {'; it '.join(parts)}")
+        in_blocks = self.quant_method in (None, fp8_blocks.METHOD)
+        compressed = self.quant_method == compressed_tensors.METHOD
         self.tensors = {}
         for name, shape in expected.items():
-            if name not in found:
+            if name not in held:
                 continue
-            tensor = found[name]
+            tensor = held[name]
             if tensor.shape != shape:
                 raise ReshardError(
                     f"{self.path}: {name} has shape {list(tensor.shape)}, expected "
                     f"{list(shape)} from config.json"
                 )
             dtype = tensor.dtype
-            in_blocks = self.quant_method in (None, fp8_blocks.METHOD)
-            compressed = self.quant_method == compressed_tensors.METHOD
             coded = dtype.name.startswith("float8") or (compressed and dtype.name == "int8")
             if coded and name not in self.codes:
                 suffix = fp8_blocks.SCALE_SUFFIX if in_blocks else channels.SCALE_SUFFIX
@@ -150,7 +150,7 @@ class HuggingFaceSource(Source):
                 raise ReshardError(f"{self.path}: {name} has dtype {dtype.name}, which is not a weight's")
             self.tensors[name] = TensorInfo(shape, self.dequantize_to if name in self.codes else dtype)
         self.copies = {name: primary for name, primary in self.mapping.copies.items() if name in self.tensors}
-        ignored = sorted(self.mapping.ignored & set(found))
+        ignored = sorted(self.mapping.ignored & set(held))
         if ignored:
             self.notices.append(f"ignored on purpose: {listed(ignored, 3)}")
 
@@ -188,11 +188,11 @@ class HuggingFaceSource(Source):
         return [Strip(0, info.rows, 0, info.columns, self.paths[stored.file], stored.offset, info.columns)]
 
     def _numbers(self, names: list[str]) -> dict[str, tuple[int, ...]]:
-        """The whole numbers that small tensors hold; many are read at once, since they lie all over
-        the files."""
+        """Return the whole numbers that small tensors hold. Many are read at once, since they lie all
+        over the files."""
 
-        def read(some: list[str]) -> list[tuple[str, tuple[int, ...]]]:
-            tensors = [(name, self.stored[name]) for name in some]
+        def read(run: list[str]) -> list[tuple[str, tuple[int, ...]]]:
+            tensors = [(name, self.stored[name]) for name in run]
             return [
                 (name, tuple(self._rows(tensor, 0, tensor.shape[0])[:, 0].tolist()))
                 for name, tensor in tensors
@@ -203,9 +203,9 @@ class HuggingFaceSource(Source):
         runs = [names[start : start + step] for start in range(0, len(names), step)]
         try:
             with ThreadPoolExecutor(READERS, "reshard-read") as pool:
-                return dict(found for run in pool.map(read, runs) for found in run)
+                return dict(entry for entries in pool.map(read, runs) for entry in entries)
         finally:
-            self.files.close()  # nobody else would, where the source is refused by what was found
+            self.files.close()  # nobody else would, where the source is refused
 
     def _rows(self, stored: safetensors.Tensor, start: int, stop: int, use: str = "") -> np.ndarray:
         """Return rows of a stored tensor, valid until the thread asks for others of its dtype and
@@ -218,11 +218,11 @@ class HuggingFaceSource(Source):
         return rows.view(stored.dtype.numpy())
 
     def stored_tensors(self) -> dict[str, TensorInfo]:
-        """The tensors as the files have them: fp8 weights as fp8, and their scales."""
+        """Return the tensors as the files have them: fp8 weights as fp8, and their scales."""
         return {name: TensorInfo(t.shape, t.dtype) for name, t in self.stored.items()}
 
     def read_stored_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows of a tensor as the files have it."""
+        """Return rows of a tensor as the files have it."""
         stored = self.stored[name]
         return self._rows(stored, start, stop)
 
