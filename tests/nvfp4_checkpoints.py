@@ -186,6 +186,6 @@ def published_by_nvidia(hf: Path, folder: Path, form: str) -> tuple[Path, dict[s
     tensors = by_modelopt(stored_by_package(hf_tensors(hf)), form != "nested")
     source = directory(hf, folder, tensors, FORMS[form])
     if form == "in a file":
-        said = {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": NESTED}
-        (source / "hf_quant_config.json").write_text(json.dumps(said))
+        config = {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": NESTED}
+        (source / "hf_quant_config.json").write_text(json.dumps(config))
     return source, tensors

@@ -151,7 +151,9 @@ def test_both_ends_of_a_pair_cut_alike_and_what_travels_is_what_is_made_in_place
         into.append((0, 0, 0))
         extents.append((1, 1))
     order = rng.permutation(len(into))
-    source, destination, where, shapes = (np.array(some, np.int64)[order] for some in (*ends, into, extents))
+    source, destination, where, shapes = (
+        np.array(columns, np.int64)[order] for columns in (*ends, into, extents)
+    )
     blocks, rounds = source[:, CODEC] != PLAIN, np.full(len(order), AT_ONCE)
     asked = places_of_requests(where[blocks], shapes[blocks], source[blocks, CODEC])
     sends = Side(Outgoing(source, rounds, where, asked), SRC, 1 << 16)

@@ -89,11 +89,11 @@ def test_codes_and_scales_are_those_of_the_package(kind, strategy, dtype):
         compressed = Compressed(
             (), CODES[kind], how.strategy, (), "", block, Packed(how.num_bits, False, ()) if words else None
         )
-        given = stored_as(weight, compressed)
-        assert given.keys() == stored.keys()
+        in_checkpoint = stored_as(weight, compressed)
+        assert in_checkpoint.keys() == stored.keys()
         for end, theirs in stored.items():
-            assert given[end].dtype == theirs.dtype and given[end].shape == theirs.shape
-            assert torch.equal(given[end].view(torch.uint8), theirs.view(torch.uint8)), number
+            assert in_checkpoint[end].dtype == theirs.dtype and in_checkpoint[end].shape == theirs.shape
+            assert torch.equal(in_checkpoint[end].view(torch.uint8), theirs.view(torch.uint8)), number
     # The next scale of that dtype makes other codes, but in fp32, where the one after some does.
     weight = values[44:]
     codes, scales, *_ = quantized(weight, kind, strategy).values()
