@@ -19,6 +19,7 @@ from reshard.quantization.int_groups import IntGroups
 from reshard.quantization.int_groups_torch import encode_words
 from tests.by_compressed_tensors import (
     CODES,
+    DTYPES,
     arguments,
     block_of,
     hard,
@@ -121,7 +122,7 @@ def test_every_number_is_that_of_the_package(
     kind, strategy, to, stored, block, rows, columns, start, magnitude, seed
 ):
     torch.manual_seed(seed)
-    codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8).view(FLOATS[kind])
+    codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8).view(DTYPES[kind])
     shared = {"channel": (1, columns), "tensor": (rows, columns), "block": block}[strategy]
     grid = [math.ceil(n / b) for n, b in zip((rows, columns), shared, strict=True)]
     scales = (torch.randn(grid) * 10.0**magnitude).to(stored)
