@@ -65,7 +65,7 @@ def magnitudes(weight: torch.Tensor, how: QuantizationArgs) -> tuple[torch.Tenso
 
 
 def quantized(weight: torch.Tensor, kind: str, strategy: str) -> dict[str, torch.Tensor]:
-    """What a matrix is stored as, by the package's own functions and the ends of names; codes come
+    """Return what a matrix is stored as, by the package's own functions and the ends of names; codes come
     first, then scales."""
     how = arguments(kind, strategy)
     scales, zeros = calculate_qparams(*magnitudes(weight, how), how)
@@ -181,8 +181,8 @@ def in_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def of_package(codes, scales, strategy, block=None) -> torch.Tensor:
-    """What compressed-tensors makes of codes, in the scales' dtype; told of blocks, which it would
-    infer by dividing."""
+    """Return what compressed-tensors makes of codes, in the scales' dtype. It is told the blocks,
+    which it would infer by dividing."""
     if strategy == "block":
         return dequantize(codes, scales, args=QuantizationArgs(strategy="block", block_structure=list(block)))
     return dequantize(codes, scales if strategy == "channel" else scales.reshape(1))

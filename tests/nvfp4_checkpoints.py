@@ -66,7 +66,7 @@ def by_package(weight: torch.Tensor, *siblings: torch.Tensor) -> dict[str, torch
 
 
 def of_package(stored: dict[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """What the package makes of codes: in bf16 by its compressor, which knows no other dtype, else
+    """Return what the package makes of codes: in bf16 by its compressor, which knows no other dtype, else
     as that does it."""
     if dtype == torch.bfloat16:
         plain = {f"weight{end}": tensor for end, tensor in stored.items()}
@@ -186,6 +186,6 @@ def published_by_nvidia(hf: Path, folder: Path, form: str) -> tuple[Path, dict[s
     tensors = by_modelopt(stored_by_package(hf_tensors(hf)), form != "nested")
     source = directory(hf, folder, tensors, FORMS[form])
     if form == "in a file":
-        said = {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": NESTED}
-        (source / "hf_quant_config.json").write_text(json.dumps(said))
+        config = {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": NESTED}
+        (source / "hf_quant_config.json").write_text(json.dumps(config))
     return source, tensors

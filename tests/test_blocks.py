@@ -151,7 +151,9 @@ def test_both_ends_of_a_pair_cut_alike_and_what_travels_is_what_is_made_in_place
         into.append((0, 0, 0))
         extents.append((1, 1))
     order = rng.permutation(len(into))
-    source, destination, where, shapes = (np.array(some, np.int64)[order] for some in (*ends, into, extents))
+    source, destination, where, shapes = (
+        np.array(columns, np.int64)[order] for columns in (*ends, into, extents)
+    )
     blocks, rounds = source[:, CODEC] != PLAIN, np.full(len(order), AT_ONCE)
     asked = places_of_requests(where[blocks], shapes[blocks], source[blocks, CODEC])
     sends = Side(Outgoing(source, rounds, where, asked), SRC, 1 << 16)
@@ -212,27 +214,27 @@ class Sent(NamedTuple):
 def test_pieces_are_cut_so_that_each_block_is_one_ranks_or_has_a_slot_and_slots_are_apart(seed):
     rng, limit = np.random.default_rng(seed), 1 << 17
     shapes = rng.integers(1, 700, (3, 2))
-    said: dict[int, list] = {rank: [] for rank in (4, 5, 9)}
+    requests: dict[int, list] = {rank: [] for rank in (4, 5, 9)}
     for tensor, shape in enumerate(shapes):
         rows, columns = (sorted({0, n, *rng.integers(0, n + 1, 2).tolist()}) for n in shape.tolist())
         for (top, bottom), (left, right) in product(pairwise(rows), pairwise(columns)):
             shard, row, column = rng.integers(100, 200, 3)
             codec = block_codec("fp32", ("bfloat16", "float32")[rng.integers(2)])
             asked = shard, row, column, bottom - top, right - left, codec
-            said[int(rng.choice([4, 5, 9]))].append((f"{tensor}", asked, (tensor, top, left)))
-    said = {rank: some for rank, some in said.items() if some}
+            requests[int(rng.choice([4, 5, 9]))].append((f"{tensor}", asked, (tensor, top, left)))
+    requests = {rank: of_rank for rank, of_rank in requests.items() if of_rank}
     pieces = {
-        rank: Pieces([name for name, *_ in some], np.array([asked for _, asked, _ in some]), np.array([into for *_, into in some]),
-                     np.full((len(some), PARTS), NO_SLOT)) for rank, some in said.items()
+        rank: Pieces([name for name, *_ in of_rank], np.array([asked for _, asked, _ in of_rank]), np.array([into for *_, into in of_rank]),
+                     np.full((len(of_rank), PARTS), NO_SLOT)) for rank, of_rank in requests.items()
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(split, "SLAB_BYTES", limit)
-        found = split.split_pieces(pieces, shapes, 7)
+        cut_pieces = split.split_pieces(pieces, shapes, 7)
 
-    def elements(some: dict[int, Pieces]) -> set[tuple]:
-        """What comes from where to where, element by element of every 13th."""
+    def elements(pieces: dict[int, Pieces]) -> set[tuple]:
+        """Return what comes from where to where, element by element of every 13th."""
         seen = set()
-        for rank, (names, asked, into, _) in some.items():
+        for rank, (names, asked, into, _) in pieces.items():
             for name, (shard, row, column, n, m, codec), (tensor, top, left) in zip(
                 names, asked.tolist(), into.tolist(), strict=True
             ):
@@ -246,12 +248,14 @@ def test_pieces_are_cut_so_that_each_block_is_one_ranks_or_has_a_slot_and_slots_
                         }
         return seen  # fmt: skip
 
-    assert elements(pieces) == elements(found) and found.keys() == pieces.keys()
-    assert sum(int((p.asked[:, 3] * p.asked[:, 4]).sum()) for p in found.values()) == shapes.prod(1).sum()
+    assert elements(pieces) == elements(cut_pieces) and cut_pieces.keys() == pieces.keys()
+    assert (
+        sum(int((p.asked[:, 3] * p.asked[:, 4]).sum()) for p in cut_pieces.values()) == shapes.prod(1).sum()
+    )
     blocks: dict[tuple, set] = {}
     slab: dict[int, np.ndarray] = {}
     widest = -(-shapes[:, 1].max() // BLOCK) * BLOCK * BLOCK * 2
-    for rank, (_, asked, into, where) in found.items():
+    for rank, (_, asked, into, where) in cut_pieces.items():
         for (_, _, _, n, m, _), (tensor, top, left), (slot, number, at, pitch) in zip(
             asked.tolist(), into.tolist(), where.tolist(), strict=True
         ):
@@ -327,18 +331,21 @@ def interpret() -> None:
                 (148, 104 + shift, 22, columns - 104 - shift)]  # fmt: skip
         table, into, held = pieces_of(values, cuts, shift, sources)
         places, codes, scales = places_for((rows, columns))
-        strips = cut(table, into, np.zeros(len(cuts), np.int64), places, blocks)
+        block_items = cut(table, into, np.zeros(len(cuts), np.int64), places, blocks)
         quantize_items(
-            *(torch.from_numpy(some) for some in (strips.items, strips.fragments)),
+            torch.from_numpy(block_items.items),
+            torch.from_numpy(block_items.fragments),
             rounding,
             not shift,
             blocks,
-            size_of(strips.fragments[:, ELEMENT_BYTES]),
+            size_of(block_items.fragments[:, ELEMENT_BYTES]),
         )
-        wanted, factors = encode_as_vllm(values, rounding, divide=False)
-        found = codes[:, :columns].view(FP8.numpy()).astype(np.float32)
-        assert np.array_equal(scales, factors) and np.array_equal(found, wanted.astype(np.float32))
-        assert np.array_equal(np.signbit(found), np.signbit(wanted.astype(np.float32)))
+        expected, expected_scales = encode_as_vllm(values, rounding, divide=False)
+        encoded = codes[:, :columns].view(FP8.numpy()).astype(np.float32)
+        assert np.array_equal(scales, expected_scales) and np.array_equal(
+            encoded, expected.astype(np.float32)
+        )
+        assert np.array_equal(np.signbit(encoded), np.signbit(expected.astype(np.float32)))
         assert (codes[:, columns:] == 0xEE).all() and len(held) == len(cuts)
         print(rounding, "equal")
 

@@ -73,12 +73,12 @@ def test_a_refit_leaves_what_vllm_makes_of_the_same_weights_while_it_loads_them(
 
 def published(checkpoints, folder: Path) -> tuple[list[str], dict]:
     """The checkpoints as they are published in fp8, and what vLLM is told of their config."""
-    found = [
+    directories = [
         served_in_blocks(*checkpoint, folder / f"fp8-{number}")
         for number, checkpoint in enumerate(checkpoints)
     ]
-    config = json.loads((Path(found[0]) / "config.json").read_text())
-    return found, {"hf_overrides": {"quantization_config": config["quantization_config"]}}
+    config = json.loads((Path(directories[0]) / "config.json").read_text())
+    return directories, {"hf_overrides": {"quantization_config": config["quantization_config"]}}
 
 
 # Dummy weights make up scales of the key-value cache too, which nobody reads unless it is in fp8.
@@ -116,9 +116,9 @@ def test_a_refit_leaves_what_vllm_loads_from_a_checkpoint_in_fp8(
         ignored=IGNORED,
         **options,
     )
-    sent = sum(report["staged_bytes"] + report["bucket_bytes"] for some in reports for report in some)
+    sent = sum(report["staged_bytes"] + report["bucket_bytes"] for of_rank in reports for report in of_rank)
     assert (sent > 0) == (not together or ranks > 1)
-    assert all(report["launches"] > 0 for some in reports for report in some), (
+    assert all(report["launches"] > 0 for of_rank in reports for report in of_rank), (
         "of members that only send, too"
     )
 
@@ -144,7 +144,7 @@ def test_a_check_sees_what_changed_and_parts_that_were_lost_and_connect_sees_oth
     checkpoint = converted("qwen3" if trainers > 1 else "served-blocks")[0]
     flags, engine = flags_at(Path(checkpoint[1]), f"{TP} {trainers}"), ONLINE | {"by_config": BY_CONFIG}
     sides = sides_of(tmp_path, trainers, 1, together)
-    *trainer, said = run_on_ranks(
+    *trainers_messages, messages = run_on_ranks(
         1 if together else trainers + 1,
         "blocks_that_differ",
         sides,
@@ -154,7 +154,7 @@ def test_a_check_sees_what_changed_and_parts_that_were_lost_and_connect_sees_oth
         wide,
         module="refit_on_cpu",
     )
-    plain, code, scale, lost, mended, cache, arithmetic = said
+    plain, code, scale, lost, mended, cache, arithmetic = messages
     assert plain == mended == "no error"
     assert "tensors did not arrive as they are in the trainer" in code and "q_proj" in code
     assert (
@@ -165,5 +165,9 @@ def test_a_check_sees_what_changed_and_parts_that_were_lost_and_connect_sees_oth
     assert ("k_proj" in lost and "q_proj" not in lost) if trainers > 1 else lost == "no error"
     assert "scales its fp8 keys and values by numbers that load_format='dummy' has made up" in cache
     assert "this vLLM quantizes blocks with fp32 scales in another way than reshard" in arithmetic
-    for there in trainer:
-        assert there[0] == there[4] == "no error" and "q_proj" in there[1] and "q_proj" in there[2]
+    for on_trainer in trainers_messages:
+        assert (
+            on_trainer[0] == on_trainer[4] == "no error"
+            and "q_proj" in on_trainer[1]
+            and "q_proj" in on_trainer[2]
+        )

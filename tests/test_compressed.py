@@ -157,18 +157,18 @@ def test_a_real_vllm_serves_layers_that_a_refit_has_made(variant, kind, strategy
         mcore_to_hf(pairs[1][0], tmp_path / "written", quantize=way)
         assert same(hf_tensors(tmp_path / "written"), hf_tensors(Path(pairs[1][1]))) == []
         pairs[1] = pairs[1][0], str(tmp_path / "written")
-    said = run(tmp_path, 2, "engine_quantized_on_cpu.compressed_layers", pairs)
-    assert said["refitted"] == said["loaded"], "equal to the last bit, on both ranks"
-    assert said["refitted"][0] != said["refitted"][1] and not said["moved"]
-    served = said["refitted"][0]["served"][0]
+    report = run(tmp_path, 2, "engine_quantized_on_cpu.compressed_layers", pairs)
+    assert report["refitted"] == report["loaded"], "equal to the last bit, on both ranks"
+    assert report["refitted"][0] != report["refitted"][1] and not report["moved"]
+    served = report["refitted"][0]["served"][0]
     ends = ("_proj.weight_packed", "_proj")
     assert sum(name.endswith(ends) for name in served) == 16, "what layers multiply with is compared"
-    assert [one["kernel"] for one in said["quantized"]] == [kernel]
+    assert [one["kernel"] for one in report["quantized"]] == [kernel]
     assert (
         "1 tensors did not arrive as they are in the trainer: model.layers.1.mlp.down_proj.weight"
-        in said["mixed up"]
+        in report["mixed up"]
     )
-    assert said["mended"] == said["refitted"][1]
+    assert report["mended"] == report["refitted"][1]
 
 
 # The last one is what vLLM's own reloading takes: of the others it fails.
@@ -208,9 +208,11 @@ def test_a_rank_that_fails_keeps_nobody_waiting_and_a_check_sees_what_changed(co
     for failed, whole, code, scale, mended in (one, two):
         assert not failed[1] and "out of memory" in failed[0]
         assert whole == mended == ("no error", True)
-        for said, fit in (code, scale):
+        for message, fit in (code, scale):
             assert (
-                "3 tensors did not arrive as they are in the trainer" in said and "q_proj" in said and not fit
+                "3 tensors did not arrive as they are in the trainer" in message
+                and "q_proj" in message
+                and not fit
             )
     assert "vLLM fails to process model.layers.0.self_attn.qkv_proj once more" in one[0][0]
     assert time.monotonic() - began < 60, "nobody has waited for its time to be over"
@@ -226,8 +228,8 @@ def test_infinities_and_nan_in_the_trainer_are_named_by_all_ranks(
     checkpoint = converted("qwen3")[0]
     engine = {"tp": 2, "hf_overrides": {"quantization_config": config_of(kind, strategy)}}
     arguments = sides(tmp_path, 2), flags_at(Path(checkpoint[1]), f"{TP} 2"), checkpoint, engine, number
-    for (said, whole), after in run_on_ranks(2, "of_infinities", *arguments, module="refit_on_cpu"):
-        assert "for model.layers.0.mlp.down_proj.weight hold infinities or NaN" in said and not whole
+    for (message, whole), after in run_on_ranks(2, "of_infinities", *arguments, module="refit_on_cpu"):
+        assert "for model.layers.0.mlp.down_proj.weight hold infinities or NaN" in message and not whole
         assert after == ("no error", True)
 
 
@@ -254,11 +256,11 @@ def test_what_a_refit_does_not_make_is_refused_by_name(way, change, layer, schem
         checkpoint,
         {"hf_overrides": {"quantization_config": config}},
     )
-    [said] = run_on_ranks(1, "connecting", *arguments, module="refit_on_cpu")
+    [message] = run_on_ranks(1, "connecting", *arguments, module="refit_on_cpu")
     how = f"CompressedTensorsLinearMethod (CompressedTensors{scheme})"
-    assert said.startswith(
+    assert message.startswith(
         f"{layer} serves from weights that {how} has changed, which a refit cannot write in place"
-    ), said
+    ), message
 
 
 def test_ranks_that_have_not_as_many_experts_are_refused_where_they_would_find_scales_together(
@@ -276,7 +278,7 @@ def test_ranks_that_have_not_as_many_experts_are_refused_where_they_would_find_s
         (str(tmp_path / "six"), checkpoint[1]),
         engine,
     )
-    for said in run_on_ranks(4, "connecting", *arguments, module="refit_on_cpu"):
-        assert said.startswith(
+    for message in run_on_ranks(4, "connecting", *arguments, module="refit_on_cpu"):
+        assert message.startswith(
             "not all of vLLM's ranks have as many experts, so that they cannot find scales together"
         )

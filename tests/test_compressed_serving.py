@@ -22,7 +22,7 @@ def test_an_engine_that_loads_a_megatron_checkpoint_holds_what_it_has_of_the_com
     cases = []
     # Two published weights whose shapes have one place beside those that vLLM fuses.
     latent = {"only": "a_proj", "ignore": [*IGNORED, "re:.*(b|o|gate|up|down)_proj$"]}
-    for variant, kind, strategy, *some in (
+    for variant, kind, strategy, *options in (
         ("served-int8", "int4", "group 32", {}, EXPERTS),
         ("qwen3", "int", "tensor"),
         ("qwen3-moe", "float", "channel"),
@@ -32,7 +32,7 @@ def test_an_engine_that_loads_a_megatron_checkpoint_holds_what_it_has_of_the_com
         ("served-blocks", "float", "block 128 128"),
     ):
         (hf, mcore), (_, other) = converted(variant)
-        only, parallel = (*some, {}, {})[:2]
+        only, parallel = (*options, {}, {})[:2]
         folder = tmp_path / f"{len(cases)}"
         package = compressed(hf, folder / "package", kind, strategy, **only)
         ignored = {"ignore": only["ignore"]} if only else {}
@@ -51,14 +51,14 @@ def test_an_engine_that_loads_a_megatron_checkpoint_holds_what_it_has_of_the_com
                             "by its config": (mcore, RESHARD | {"hf_config_path": package, "hf_overrides": {}})}  # fmt: skip
         cases.append(({"tp": 2, **parallel}, directories))
     for rank in run_on_ranks(2, "loaded", cases, module="serving_on_cpu"):
-        for found in rank:
-            wanted, *_ = found.pop("package")
-            other, *_ = found.pop("other")
+        for engines in rank:
+            wanted, *_ = engines.pop("package")
+            other, *_ = engines.pop("other")
             assert other != wanted and other.keys() == wanted.keys()
-            assert {name for name, (held, *_) in found.items() if held != wanted} == set()
+            assert {name for name, (held, *_) in engines.items() if held != wanted} == set()
             assert (
-                "whole tensors (" in found["megatron"][2]
-                and "is loaded by Compressed" in found["megatron"][2]
+                "whole tensors (" in engines["megatron"][2]
+                and "is loaded by Compressed" in engines["megatron"][2]
             )
 
 
@@ -99,7 +99,7 @@ def test_configs_that_no_megatron_checkpoint_can_serve_are_refused_in_one_senten
         }
         (folder / "config.json").write_text(json.dumps(config))
         cases.append((mcore, RESHARD | {"hf_config_path": str(folder), "hf_overrides": {}}))
-    for sentence, said in zip(
+    for sentence, message in zip(
         sentences, run_on_ranks(1, "refused", cases, module="serving_on_cpu")[0], strict=True
     ):
-        assert sentence in said and "\n" not in said, said
+        assert sentence in message and "\n" not in message, message

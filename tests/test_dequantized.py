@@ -67,7 +67,7 @@ def write(
         else:
             dims = (1,) if strategy == "channel" else (0, 1)
         least, most = (
-            found.reshape(module.weight_scale.shape) for found in (values.amin(dims), values.amax(dims))
+            extreme.reshape(module.weight_scale.shape) for extreme in (values.amin(dims), values.amax(dims))
         )
         scales, zeros = calculate_qparams(least, most, module.quantization_scheme.weights)
         module.weight_scale.data, module.weight_zero_point.data = scales, zeros
@@ -120,12 +120,16 @@ def test_what_the_package_writes_is_read_as_transformers_reads_it(
     assert {tensor.dtype for tensor in wanted.values()} == {dtype}
     plain = plain_twin(source, tmp_path / "plain", wanted)
     with closing(HuggingFaceSource(source)) as opened:
-        some = opened.read_rows(NAME, 3, 21)
-        assert some.tobytes() == in_numpy(wanted[NAME][3:21]).tobytes()
+        rows = opened.read_rows(NAME, 3, 21)
+        assert rows.tobytes() == in_numpy(wanted[NAME][3:21]).tobytes()
 
     report = hf_to_mcore(source, tmp_path / "mcore", MegatronLayout(tp=2, pp=2))
-    said = [notice for notice in report.notices if "left behind, since only weights are converted" in notice]
-    assert len(said) == static and all("k_scale" in one or "input_scale" in one for one in said)
+    notices = [
+        notice for notice in report.notices if "left behind, since only weights are converted" in notice
+    ]
+    assert len(notices) == static and all(
+        "k_scale" in notice or "input_scale" in notice for notice in notices
+    )
     rows = len(wanted["model.embed_tokens.weight"])
     padded = -(-rows // 256) * 256
     assert same(stored_tensors(tmp_path / "mcore" / "release"), megatron_tensors(plain, padded)) == []
@@ -228,7 +232,7 @@ def test_what_no_scale_can_hold_is_not_quantized(number, checkpoint, tmp_path):
 
 @pytest.mark.parametrize("integers", [torch.int64, torch.int32])
 def test_a_model_whose_routed_experts_alone_are_packed_is_read(integers, tmp_path):
-    """As Kimi-K2-Thinking is published."""
+    """Read a model as Kimi-K2-Thinking is published."""
     make(tmp_path / "plain", "kimi-k2", torch.bfloat16)
     how = INT4 | {"strategy": "group", "symmetric": True}
     source, tensors, expected = tmp_path / "source", {}, {}

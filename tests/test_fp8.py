@@ -136,11 +136,11 @@ def test_they_are_quantized_again_on_request(published, tmp_path):
         fp8, scales = quantize(exact[name])
         assert torch.equal(scales, ours[name + "_scale_inv"]), name
         assert torch.equal(fp8.view(torch.uint8), ours[name].view(torch.uint8)), name
-    found = json.loads((tmp_path / "back" / "config.json").read_text())["quantization_config"]
-    assert found.pop("modules_to_not_convert") == [
+    quantization = json.loads((tmp_path / "back" / "config.json").read_text())["quantization_config"]
+    assert quantization.pop("modules_to_not_convert") == [
         "lm_head", "model.embed_tokens", *(name.removesuffix(".weight") for name in sorted(ours) if name.endswith("mlp.gate.weight"))
     ]  # fmt: skip
-    assert found == CONFIG
+    assert quantization == CONFIG
     assert check(tmp_path / "back").ok
     assert inspect(tmp_path / "back").details["quantized"] == {
         "method": "fp8",
@@ -168,13 +168,13 @@ def test_the_config_says_what_was_quantized_whatever_it_said_before(before, publ
     config = json.loads((published / "bf16" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": before}))
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", hf_config=tmp_path / "config.json", quantize=True)
-    found = json.loads((tmp_path / "back" / "config.json").read_text())["quantization_config"]
+    quantization = json.loads((tmp_path / "back" / "config.json").read_text())["quantization_config"]
     kept = {
         name.removesuffix(".weight")
         for name, t in hf_tensors(tmp_path / "back").items()
         if t.ndim == 2 and t.dtype == torch.bfloat16
     }
-    assert found == CONFIG | {"modules_to_not_convert": sorted(kept)}
+    assert quantization == CONFIG | {"modules_to_not_convert": sorted(kept)}
 
 
 def test_a_bf16_model_can_be_quantized(published, tmp_path):
@@ -281,14 +281,14 @@ def test_a_router_is_known_by_its_place_in_megatron_and_an_exception_by_its_mark
         "plain",
         "-",
     )
-    said = {}
+    quantizable = {}
     for mark in ("always", "always, unquantized"):
         family = type(
             "Other", (base,), {"layer": (*rows, (*indexer, mark)), "__module__": "mappings.other"}
         )()
-        said[mark] = {row.hf for row in family.rows["layer"] if row.quantizable}
+        quantizable[mark] = {row.hf for row in family.rows["layer"] if row.quantizable}
         assert (
-            "block_sparse_moe.gate.weight" not in said[mark]
-            and "mlp.experts.{expert}.up_proj.weight" in said[mark]
+            "block_sparse_moe.gate.weight" not in quantizable[mark]
+            and "mlp.experts.{expert}.up_proj.weight" in quantizable[mark]
         )
-    assert said["always"] - said["always, unquantized"] == {indexer[0]}
+    assert quantizable["always"] - quantizable["always, unquantized"] == {indexer[0]}

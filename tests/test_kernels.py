@@ -109,12 +109,14 @@ def test_a_codec_makes_of_every_element_what_torch_does(number, tile_bytes):
     assert torch.equal(into.view(torch.int16), expected.view(torch.int16)) and into.any()
     assert torch.isinf(into).any() or (CODECS[number].source.name == "float32" and held.any())
     # What is digested at the source is what has arrived.
-    there = table.copy()
-    there[:, [SRC, SRC_PITCH]], there[:, CODEC] = table[:, [DST, SRC_PITCH + 1]], PLAIN
-    sent, arrived = (Digests(some, columns, torch.device("cpu")).result().tolist() for some in (table, there))
+    destination = table.copy()
+    destination[:, [SRC, SRC_PITCH]], destination[:, CODEC] = table[:, [DST, SRC_PITCH + 1]], PLAIN
+    sent, arrived = (
+        Digests(end, columns, torch.device("cpu")).result().tolist() for end in (table, destination)
+    )
     assert sent == arrived
     into[1102] = -into[1102]
-    assert Digests(there, columns, torch.device("cpu")).result().tolist() != sent
+    assert Digests(destination, columns, torch.device("cpu")).result().tolist() != sent
 
 
 def test_no_codec_makes_numbers_infinite_or_guesses():
@@ -210,14 +212,14 @@ def test_a_digest_is_what_whole_numbers_give(size, count):
     values = np.random.default_rng(0).integers(0, 2 ** (8 * size) - 1, count, dtype=f"u{size}", endpoint=True)
     table = table_of([(values.ctypes.data, 0, 1, values.nbytes, 0, 0)])
 
-    def found() -> list[int]:
+    def host_digest() -> list[int]:
         return Digests(table, np.array([count]), torch.device("cpu")).result().tolist()
 
     in_words = values.view("u8") if values.nbytes % 8 == 0 else values
     before = digest_by_hand(in_words.tolist())
-    assert found() == [before]
+    assert host_digest() == [before]
     values[500] ^= 1
-    assert found() != [before]
+    assert host_digest() != [before]
 
 
 @pytest.mark.parametrize("kernel", ["copy", "codec", "digest"])
@@ -242,10 +244,10 @@ def interpret(kernel: str) -> None:
             # The interpreter does not round, as GPUs do, and loses bf16's smallest numbers.
             held, into, table, expected, columns = make_casts(number, rounds=False)
             size = CODECS[number].destination.size
-            some = tiles_of(table, 256)[0]
-            some[:, [WIDTH, 5]] //= size
-            some[:, SRC_PITCH] //= CODECS[number].source.size
-            copy_tiles(torch.from_numpy(some[:, :CODEC].copy()), size, codec=number)
+            group = tiles_of(table, 256)[0]
+            group[:, [WIDTH, 5]] //= size
+            group[:, SRC_PITCH] //= CODECS[number].source.size
+            copy_tiles(torch.from_numpy(group[:, :CODEC].copy()), size, codec=number)
             assert torch.equal(into.view(torch.int16), expected.view(torch.int16)) and held.any()
             out = torch.zeros(len(table), dtype=torch.int64)
             for (word, unit, codec), rows in word_tiles(table, columns, 256).items():
@@ -258,10 +260,10 @@ def interpret(kernel: str) -> None:
         for unit in (16, 8, 4, 2, 1):
             chosen = left & (bits % unit == 0)
             left &= ~chosen
-            some = tiles[chosen, :CODEC].copy()
-            some[:, [WIDTH, 4, 5]] //= unit
-            if len(some):
-                copy_tiles(torch.from_numpy(some), unit)
+            group = tiles[chosen, :CODEC].copy()
+            group[:, [WIDTH, 4, 5]] //= unit
+            if len(group):
+                copy_tiles(torch.from_numpy(group), unit)
         assert torch.equal(dst, expected) and not torch.equal(dst, src)
         return
     even = table[(table[:, WIDTH] % 2 == 0) & (table[:, SRC] % 2 == 0) & (table[:, 4] % 2 == 0)]
@@ -283,7 +285,7 @@ if __name__ == "__main__":
 
 
 def test_who_watches_for_compilation_is_not_told_of_what_connect_compiles(monkeypatch):
-    """As vLLM's jit_monitor watches, by Triton's hook; it does so on GPUs only."""
+    """Watch for compilation by Triton's hook, as vLLM's jit_monitor does, on GPUs only."""
 
     def watching(**what):
         raise AssertionError(what)

@@ -58,8 +58,10 @@ def test_what_the_package_stores_is_read_as_it_dequantizes(
     plain = directory(hf, tmp_path / "plain", wanted, None)
     monkeypatch.setattr(run, "SLAB_BYTES", 1024)  # a few rows at a time
     report = hf_to_mcore(source, tmp_path / "mcore", MegatronLayout(tp=2, pp=2), workers=2)
-    said = [notice for notice in report.notices if "left behind, since only weights are converted" in notice]
-    assert len(said) == activations and all("input_global_scale" in notice for notice in said)
+    notices = [
+        notice for notice in report.notices if "left behind, since only weights are converted" in notice
+    ]
+    assert len(notices) == activations and all("input_global_scale" in notice for notice in notices)
     hf_to_mcore(plain, tmp_path / "of plain", MegatronLayout(tp=2, pp=2))
     held = [stored_tensors(tmp_path / one / "release") for one in ("mcore", "of plain")]
     assert same(*held) == []
@@ -69,8 +71,8 @@ def test_what_the_package_stores_is_read_as_it_dequantizes(
     assert diff(source, plain).equal and diff(tmp_path / "mcore", source).equal
     assert inspect(source).details["quantized"]["weights"] == len(names)
     with closing(HuggingFaceSource(source)) as opened:
-        some = opened.read_rows(names[0], 3, 21)
-        assert same_bits(some, wanted[names[0]][3:21])
+        rows = opened.read_rows(names[0], 3, 21)
+        assert same_bits(rows, wanted[names[0]][3:21])
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
     assert same(hf_tensors(tmp_path / "back"), wanted) == []
     if dtype == torch.bfloat16:  # and in fp32 as they are before they are rounded

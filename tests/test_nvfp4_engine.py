@@ -41,7 +41,7 @@ def fused(name: str) -> str:
 
 
 def packaged(weight: torch.Tensor, one: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a matrix is stored as, by the package's own functions and the ends of names, beside the
+    """Return what a matrix is stored as, by the package's own functions and the ends of names, beside the
     scale of all of it."""
     groups = weight.unflatten(1, (-1, 16))
     scales, zeros = calculate_qparams(groups.amin(2), groups.amax(2), HOW, global_scale=one)
@@ -52,12 +52,12 @@ def packaged(weight: torch.Tensor, one: torch.Tensor) -> dict[str, torch.Tensor]
 
 
 def cases(dtype: torch.dtype) -> list[torch.Tensor]:
-    """What is hard to quantize."""
+    """Return matrices that are hard to quantize."""
     values = hard(dtype)
     edges = (torch.arange(-112, 112).view(14, 16) / 8).to(dtype)  # what lies on and between two codes
     edges[:, 0] = 6 * 448
-    some = [values, values[44:], values[8:16] * 1e-3, values[:1], values[:2], values[3:4], values[:, :16], 0 * values, edges]  # fmt: skip
-    return [weight.contiguous() for weight in some]
+    matrices = [values, values[44:], values[8:16] * 1e-3, values[:1], values[:2], values[3:4], values[:, :16], 0 * values, edges]  # fmt: skip
+    return [weight.contiguous() for weight in matrices]
 
 
 def beside(weight: torch.Tensor) -> list[torch.Tensor]:
@@ -105,12 +105,12 @@ def test_codes_and_scales_are_those_of_compressed_tensors(dtype, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_codes_and_scales_are_those_of_modelopt(dtype):
-    """What that package made of the same weights, as `tests.modelopt_reference` writes it down."""
+    """Return what that package makes of the same weights, as `tests.modelopt_reference` writes it down."""
     recorded = json.loads(Path(__file__).with_name("modelopt_reference.json").read_text())
     for number, weight in enumerate(cases(dtype)):
         for largest in beside(weight):
             made = nvfp4_torch.encode(weight, largest, nvfp4_torch.ModelOpt())
-            found = [zlib.crc32(one.view(torch.uint8).numpy().tobytes()) for one in made.values()]
+            checksums = [zlib.crc32(one.view(torch.uint8).numpy().tobytes()) for one in made.values()]
             if largest.item() == 0:  # of which ModelOpt's scales are NaN
                 assert (
                     made["_scale_2"].item() == 1
@@ -118,7 +118,7 @@ def test_codes_and_scales_are_those_of_modelopt(dtype):
                     and (made["_scale"].float() == 1).all()
                 )
             else:
-                assert found == recorded[str(dtype)].pop(0), number
+                assert checksums == recorded[str(dtype)].pop(0), number
     assert recorded[str(dtype)] == []
 
 
@@ -280,8 +280,8 @@ def test_infinities_and_nan_in_the_trainer_are_named_by_all_ranks(modelopt, conv
     checkpoint = converted("qwen3")[0]
     engine = {"tp": 2, "hf_overrides": {"quantization_config": config_of(modelopt=modelopt)}}
     arguments = sides(tmp_path, 2), flags_at(Path(checkpoint[1]), f"{TP} 2"), checkpoint, engine, torch.nan
-    for (said, whole), after in run_on_ranks(2, "of_infinities", *arguments, module="refit_on_cpu"):
-        assert "for model.layers.0.mlp.down_proj.weight hold infinities or NaN" in said and not whole
+    for (message, whole), after in run_on_ranks(2, "of_infinities", *arguments, module="refit_on_cpu"):
+        assert "for model.layers.0.mlp.down_proj.weight hold infinities or NaN" in message and not whole
         assert after == ("no error", True)
 
 
@@ -314,11 +314,11 @@ def test_an_engine_that_loads_a_megatron_checkpoint_holds_what_it_has_of_the_one
                             "by its config": (mcore, RESHARD | {"hf_config_path": package, "hf_overrides": {}})}  # fmt: skip
         cases.append((parallel, directories))
     for rank in run_on_ranks(2, "loaded", cases, module="serving_on_cpu"):
-        for found in rank:
-            wanted, *_ = found.pop("package")
-            other, *_ = found.pop("other")
+        for engines in rank:
+            wanted, *_ = engines.pop("package")
+            other, *_ = engines.pop("other")
             assert other != wanted and other.keys() == wanted.keys()
-            wrong = {which: differing(held, wanted) for which, (held, *_) in found.items()}
+            wrong = {which: differing(held, wanted) for which, (held, *_) in engines.items()}
             assert {which: names for which, names in wrong.items() if names} == {}
 
 
@@ -339,9 +339,9 @@ def test_configs_that_no_megatron_checkpoint_can_serve_are_refused_in_one_senten
         }
         (folder / "config.json").write_text(json.dumps(config))
         cases.append((mcore, RESHARD | {"hf_config_path": str(folder), "hf_overrides": {}}))
-    [found] = run_on_ranks(1, "refused", cases, module="serving_on_cpu")
-    for sentence, said in zip(sentences, found, strict=True):
-        assert sentence in said and "\n" not in said, said
+    [messages] = run_on_ranks(1, "refused", cases, module="serving_on_cpu")
+    for sentence, message in zip(sentences, messages, strict=True):
+        assert sentence in message and "\n" not in message, message
 
 
 def differing(held: dict, wanted: dict) -> list[str]:

@@ -19,6 +19,7 @@ from reshard.quantization.int_groups import IntGroups
 from reshard.quantization.int_groups_torch import encode_words
 from tests.by_compressed_tensors import (
     CODES,
+    DTYPES,
     arguments,
     block_of,
     hard,
@@ -89,11 +90,11 @@ def test_codes_and_scales_are_those_of_the_package(kind, strategy, dtype):
         compressed = Compressed(
             (), CODES[kind], how.strategy, (), "", block, Packed(how.num_bits, False, ()) if words else None
         )
-        given = stored_as(weight, compressed)
-        assert given.keys() == stored.keys()
+        in_checkpoint = stored_as(weight, compressed)
+        assert in_checkpoint.keys() == stored.keys()
         for end, theirs in stored.items():
-            assert given[end].dtype == theirs.dtype and given[end].shape == theirs.shape
-            assert torch.equal(given[end].view(torch.uint8), theirs.view(torch.uint8)), number
+            assert in_checkpoint[end].dtype == theirs.dtype and in_checkpoint[end].shape == theirs.shape
+            assert torch.equal(in_checkpoint[end].view(torch.uint8), theirs.view(torch.uint8)), number
     # The next scale of that dtype makes other codes, but in fp32, where the one after some does.
     weight = values[44:]
     codes, scales, *_ = quantized(weight, kind, strategy).values()
@@ -121,7 +122,7 @@ def test_every_number_is_that_of_the_package(
     kind, strategy, to, stored, block, rows, columns, start, magnitude, seed
 ):
     torch.manual_seed(seed)
-    codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8).view(FLOATS[kind])
+    codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8).view(DTYPES[kind])
     shared = {"channel": (1, columns), "tensor": (rows, columns), "block": block}[strategy]
     grid = [math.ceil(n / b) for n, b in zip((rows, columns), shared, strict=True)]
     scales = (torch.randn(grid) * 10.0**magnitude).to(stored)

@@ -41,8 +41,8 @@ def test_what_attention_derives_from_its_projection_stays_where_cuda_graphs_read
         {"quantization": quantization},
         rebinds,
     )
-    [found] = run_on_ranks(1, "absorbed_where_it_was", *arguments, module="refit_on_cpu")
-    held, expected, served, matrices, spoiled, then = found
+    [outcome] = run_on_ranks(1, "absorbed_where_it_was", *arguments, module="refit_on_cpu")
+    held, expected, served, matrices, spoiled, then = outcome
     assert matrices == 8 and served
     assert held == expected and not held[0].items() & held[1].items()
     assert "1 tensors are not what the engine derives" in spoiled and "layers.1.self_attn" in spoiled
@@ -77,18 +77,20 @@ def test_a_check_makes_it_again_and_what_fails_leaves_the_layers_as_they_were(to
     sides = {"trainer": 1, "engine": 1, "together": together, "folder": str(tmp_path), "port": free_port()}
     checkpoint = converted("qwen3-moe")[0]
     arguments = sides, flags_at(Path(checkpoint[1]), ""), checkpoint, {"quantization": "fp8_per_channel"}
-    *trainer, said = run_on_ranks(
+    *trainers_messages, messages = run_on_ranks(
         1 if together else 2, "reloads_that_differ", *arguments, module="refit_on_cpu"
     )
-    for there in trainer:
-        assert there[0] == there[6] == "no error" and all("_proj" in some for some in there[1:5])
-    plain, scale, code, failed, number, middle, mended, same, quantized = said
+    for on_trainer in trainers_messages:
+        assert on_trainer[0] == on_trainer[6] == "no error" and all(
+            "_proj" in message for message in on_trainer[1:5]
+        )
+    plain, scale, code, failed, number, middle, mended, same, quantized = messages
     assert plain == mended == "no error" and same and "the check ends here" in middle
-    for said in (scale, code):
+    for messages in (scale, code):
         assert (
-            "3 tensors did not arrive as they are in the trainer" in said
-            and "q_proj" in said
-            and "o_proj" not in said
+            "3 tensors did not arrive as they are in the trainer" in messages
+            and "q_proj" in messages
+            and "o_proj" not in messages
         )
     assert (
         "vLLM fails to process model.layers.0.self_attn.qkv_proj once more (RuntimeError: out of memory)"

@@ -15,11 +15,13 @@ import torch
 
 from reshard.models.model import Model
 from reshard.parity.systems import ForwardSystem
+from reshard.quantization import nvfp4
+from reshard.quantization.fp8_blocks import E4M3_MAX
 
-FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+FP4 = torch.tensor(nvfp4.MAGNITUDES)
 # Largest code of a kind, and how many neighbors share a scale where the whole row does not.
-LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0, "fp4": 6.0}
-GROUPS = {"fp8": 0, "int8": 0, "int4": 128, "fp4": 16}
+LARGEST = {"fp8": E4M3_MAX, "int8": 127.0, "int4": 7.0, "fp4": nvfp4.E2M1_MAX}
+GROUPS = {"fp8": 0, "int8": 0, "int4": 128, "fp4": nvfp4.GROUP}
 
 
 @dataclass(frozen=True)

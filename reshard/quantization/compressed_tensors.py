@@ -338,13 +338,13 @@ def check_can_quantize(config: Mapping[str, Any], what: str) -> None:
     """Raise ReshardError unless `config` wants weights that can be made of plain ones, with
     activations that need no scales."""
     groups = config.get("config_groups")
-    if (
-        not isinstance(groups, Mapping)
-        or not groups
-        or not all(isinstance(group, Mapping) for group in groups.values())
-    ):
-        raise ReshardError(f"{what} wants weights quantized by {METHOD}, but has no config_groups")
-    for group in groups_of(config, what):
+    all_mappings = isinstance(groups, Mapping) and all(
+        isinstance(group, Mapping) for group in groups.values()
+    )
+    parsed = groups_of(config, what) if all_mappings else []
+    if not parsed:
+        raise ReshardError(f"{what} wants weights quantized by {METHOD}, but has no config_groups of weights")
+    for group in parsed:
         scheme, inputs = group.scheme, group.inputs
         known = scheme is not None
         if isinstance(scheme, IntGroups):

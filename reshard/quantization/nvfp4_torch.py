@@ -29,8 +29,8 @@ from reshard.quantization.nvfp4 import E2M1_MAX, EDGES, GLOBAL_SCALE_SUFFIX, GRO
 
 
 class Scaling(ABC):
-    """How a package makes the scales of magnitudes that are in the weights' dtype, bf16 as a rule;
-    and the ends of the names of codes, scales, and the global scale."""
+    """The way a package makes scales of magnitudes that are in the weights' dtype, bf16 as a rule; and
+    the ends of the names of codes, scales, and the global scale."""
 
     suffixes: tuple[str, str, str]
 

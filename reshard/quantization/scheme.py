@@ -1,4 +1,4 @@
-"""What all quantization schemes have in common."""
+"""The interface of a quantization scheme, and a weight that is stored by one."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +64,7 @@ FindLargest = Callable[[Sequence[str]], tuple[np.float32, np.dtype]]
 
 
 class Scheme(ABC):
-    """How a weight matrix ``[rows, columns]`` is stored as codes with scales.
+    """A way to store a weight matrix ``[rows, columns]`` as codes with scales.
 
     A scheme is a value: two that are equal mean the same. What a conversion writes also has
     `suffixes` and `encode`; a scheme that is only read leaves them out.

@@ -1,5 +1,5 @@
-"""What makes the parameters of a layer that vLLM loads from a quantized checkpoint of plain
-weights: what all formats share."""
+"""The making of a layer's parameters, as vLLM loads them from a quantized checkpoint, of plain
+weights: what all schemes share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

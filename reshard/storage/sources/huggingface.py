@@ -130,6 +130,8 @@ class HuggingFaceSource(Source):
             parts = [f"lacks {len(missing)} of {family}'s tensors: {listed(missing)}"] if missing else []
             parts += [f"holds {len(extra)} that {family} does not have: {listed(extra)}"] if extra else []
             raise ReshardError(f"{self.path} {'; it '.join(parts)}")
+        in_blocks = self.quant_method in (None, fp8_blocks.METHOD)
+        compressed = self.quant_method == compressed_tensors.METHOD
         self.tensors = {}
         for name, shape in expected.items():
             if name not in stored:
@@ -141,8 +143,6 @@ class HuggingFaceSource(Source):
                     f"{list(shape)} from config.json"
                 )
             dtype = tensor.dtype
-            in_blocks = self.quant_method in (None, fp8_blocks.METHOD)
-            compressed = self.quant_method == compressed_tensors.METHOD
             coded = dtype.name.startswith("float8") or (compressed and dtype.name == "int8")
             if coded and name not in self.codes:
                 suffix = fp8_blocks.SCALE_SUFFIX if in_blocks else channels.SCALE_SUFFIX
@@ -209,7 +209,7 @@ class HuggingFaceSource(Source):
             with ThreadPoolExecutor(READERS, "reshard-read") as pool:
                 return dict(entry for run in pool.map(read, runs) for entry in run)
         finally:
-            self.files.close()  # nobody else would, where the source is refused by what was found
+            self.files.close()  # nobody else would, where the source is refused
 
     def _rows(self, stored: safetensors.Tensor, start: int, stop: int, use: str = "") -> np.ndarray:
         """Return rows of a stored tensor, valid until the thread asks for others of its dtype and
