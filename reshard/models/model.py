@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from reshard.core.errors import ReshardError, listed
 from reshard.models.config_defaults import DEFAULTS
 from reshard.models.config_fields import (
-    ELSEWHERE,
     ignored,
     meaning_is_only_noted,
     number,
@@ -18,6 +17,7 @@ from reshard.models.config_fields import (
     without,
 )
 from reshard.models.family import NEEDED, NULLABLE, Family, family_of
+from reshard.models.field_tables import DECIDES_ELSEWHERE
 from reshard.models.numerics_args import NUMERICS_ARGS, same_value
 from reshard.models.rope import inverse_frequencies
 from reshard.models.tables import KINDS, Row, shape_of
@@ -132,7 +132,7 @@ class Model:
             *family.fields,
             *family.always,
             *DEFAULTS[family.name],
-            *ELSEWHERE,
+            *DECIDES_ELSEWHERE,
             *NUMERICS_ARGS,
         }
 
