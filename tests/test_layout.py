@@ -50,6 +50,7 @@ def test_stages_are_those_that_megatron_builds(layers, layout):
         layout.account_for_embedding_in_pipeline_split,
         layout.account_for_loss_in_pipeline_split,
         layout.pipeline_model_parallel_layout,
+        module="megatron_parser_on_cpu",
     )[0]
     assert [[list(stage.layers) for stage in virtual] for virtual in stages] == theirs
     everything = sorted(layer for virtual in stages for stage in virtual for layer in stage.layers)
@@ -59,7 +60,9 @@ def test_stages_are_those_that_megatron_builds(layers, layout):
 
 def test_pipeline_strings_unroll_as_in_megatron():
     texts = ["Et|tL", "Et*3|t*4|t*3L", "Ettt|(tt|)*3,m|L", "E|(t|)*4L", "(t|t)*2"]
-    assert [parse_pipeline(text) for text in texts] == run_on_ranks(1, "pipelines", texts)[0]
+    assert [parse_pipeline(text) for text in texts] == run_on_ranks(
+        1, "pipelines", texts, module="megatron_parser_on_cpu"
+    )[0]
 
 
 REFUSALS = [
