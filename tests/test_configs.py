@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from reshard import ReshardError, diff, hf_to_mcore, ignored_config_fields, inspect
 from reshard.megatron.arguments import check_args, megatron_args
 from reshard.models.config_defaults import DEFAULTS
-from reshard.models.config_fields import KNOWN_CODE, asked_by
+from reshard.models.config_fields import KNOWN_CODE, ignore_hint_for
 from reshard.models.family import families
 from reshard.models.field_tables import DECIDES_ELSEWHERE
 from reshard.models.model import Model
@@ -238,7 +238,7 @@ def test_a_sentence_names_the_means_of_the_call_that_was_made(checkpoint, tmp_pa
     ):
         hf_to_mcore(source, tmp_path / "other")
     with (
-        asked_by("engine"),
+        ignore_hint_for("engine"),
         pytest.raises(ReshardError, match="RESHARD_IGNORE_CONFIG_FIELDS=alibi,clip_qkv in the engine's"),
     ):
         hf_to_mcore(source, tmp_path / "other")

@@ -39,15 +39,15 @@ KNOWN_CODE = (
 CODE = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
 
 # How whoever is being answered can have fields ignored.
-TO_IGNORE = {
+IGNORE_HINTS = {
     "call": "reshard.ignored_config_fields({quoted})",
     "command": "{options}",
     "engine": f"{ENVIRONMENT}={{names}} in the engine's environment",
     "refit": f"reshard.ignored_config_fields({{quoted}}) around the trainer's connect, or "
     f"{ENVIRONMENT}={{names}} in the engine's environment,",
 }
-_asked_by: ContextVar[str] = ContextVar("asked_by", default="call")
-_only_noted: ContextVar[bool] = ContextVar("only_noted", default=False)
+_hint_style: ContextVar[str] = ContextVar("hint_style", default="call")
+_unmapped_allowed: ContextVar[bool] = ContextVar("unmapped_allowed", default=False)
 _ignored: ContextVar[tuple[str, ...]] = ContextVar("ignored", default=())
 _recorded: ContextVar[tuple[str, ...]] = ContextVar("recorded", default=())
 
@@ -74,22 +74,22 @@ def ignored() -> set[str]:
 
 
 @contextmanager
-def asked_by(means: str) -> Iterator[None]:
-    """Have error messages inside say how to ignore a field by one of the means of `TO_IGNORE`."""
-    token = _asked_by.set(means)
+def ignore_hint_for(means: str) -> Iterator[None]:
+    """Have error messages inside say how to ignore a field by one of the means of `IGNORE_HINTS`."""
+    token = _hint_style.set(means)
     try:
         yield
     finally:
-        _asked_by.reset(token)
+        _hint_style.reset(token)
 
 
-def to_ignore(names: Collection[str]) -> str:
+def ignore_hint(names: Collection[str]) -> str:
     """Return what has these fields ignored, to be pasted by whoever is being answered.
 
-    >>> to_ignore(["alibi", "bias"])
+    >>> ignore_hint(["alibi", "bias"])
     'reshard.ignored_config_fields("alibi", "bias")'
     """
-    return TO_IGNORE[_asked_by.get()].format(
+    return IGNORE_HINTS[_hint_style.get()].format(
         quoted=", ".join(f'"{name}"' for name in names),
         options=" ".join(f"--ignore-config-field {name}" for name in names),
         names=",".join(names),
@@ -97,19 +97,19 @@ def to_ignore(names: Collection[str]) -> str:
 
 
 @contextmanager
-def meaning_only_noted() -> Iterator[None]:
+def allow_unmapped_configs() -> Iterator[None]:
     """Read configs inside even where they make a model that cannot be mapped; the model's notices say so. For
     callers that look at bytes and sizes only."""
-    token = _only_noted.set(True)
+    token = _unmapped_allowed.set(True)
     try:
         yield
     finally:
-        _only_noted.reset(token)
+        _unmapped_allowed.reset(token)
 
 
-def meaning_is_only_noted() -> bool:
-    """Return True inside `meaning_only_noted`."""
-    return _only_noted.get()
+def unmapped_configs_allowed() -> bool:
+    """Return True inside `allow_unmapped_configs`."""
+    return _unmapped_allowed.get()
 
 
 def check_ignored(*models: Any) -> None:
@@ -145,7 +145,7 @@ class Unmapped:
         them = "it" if len(self.deciding) == 1 else "them"
         return (
             f"{fields} may make another model of the same weights, and nothing here maps {them}; "
-            f"{to_ignore(self.deciding)} goes on without {them}"
+            f"{ignore_hint(self.deciding)} goes on without {them}"
         )
 
 

@@ -10,9 +10,9 @@ from reshard.core.errors import ReshardError, listed
 from reshard.models.config_defaults import DEFAULTS
 from reshard.models.config_fields import (
     ignored,
-    meaning_is_only_noted,
     number,
     unmapped,
+    unmapped_configs_allowed,
     whole_number,
     without,
 )
@@ -115,11 +115,11 @@ class Model:
 
     @contextmanager
     def objecting(self) -> Iterator[None]:
-        """Record a ReshardError raised inside as an objection, where `meaning_only_noted` says so; else let it pass."""
+        """Record a ReshardError raised inside as an objection, where `allow_unmapped_configs` says so; else let it pass."""
         try:
             yield
         except ReshardError as error:
-            if not meaning_is_only_noted():
+            if not unmapped_configs_allowed():
                 raise
             self.objections.append(f"cannot be mapped: {error}")
 
