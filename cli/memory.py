@@ -288,31 +288,31 @@ def _show_phases(phases: list[Any]) -> None:
 
 
 def _fit(
-    context: click.Context, model: Any, training: Any, gpu_bytes: int | None, sizes: dict[str, Any], asked: dict[str, Any],
+    context: click.Context, model: Any, training: Any, gpu_bytes: int | None, sizes: dict[str, Any], limits: dict[str, Any],
     notices: list[str], as_json: bool,
 ) -> None:  # fmt: skip
     from click.core import ParameterSource
 
     from reshard.memory.fit import SearchSpace, fit
 
-    def said(name: str) -> bool:
+    def was_given(name: str) -> bool:
         return context.get_parameter_source(name) is not ParameterSource.DEFAULT
 
     if gpu_bytes is None:
         raise click.UsageError("--fit needs --gpu-memory")
     if training.gpus is None:
         raise click.UsageError("--fit needs --gpus")
-    fixed_names = set(sizes) if said("trainer") else {name for name in LAYOUT_NAMES if said(name)}
+    fixed_names = set(sizes) if was_given("trainer") else {name for name in LAYOUT_NAMES if was_given(name)}
     others = sorted(fixed_names - {"tp", "pp", "vpp", "ep"})
-    others += [name for name in ("recompute", "recompute_granularity", "dp", "engine") if said(name)]
+    others += [name for name in ("recompute", "recompute_granularity", "dp", "engine") if was_given(name)]
     if others:
         raise click.UsageError(f"--fit chooses --{others[0].replace('_', '-')} itself")
     fixed = {name: (sizes[name],) for name in fixed_names}
     space = SearchSpace(
-        **fixed, cp=(training.cp,), at_most_tp=asked["at_most_tp"], at_most_pp=asked["at_most_pp"],
-        at_most_ep=asked["at_most_ep"], offload=not said("optimizer_offload"),
+        **fixed, cp=(training.cp,), at_most_tp=limits["at_most_tp"], at_most_pp=limits["at_most_pp"],
+        at_most_ep=limits["at_most_ep"], offload=not was_given("optimizer_offload"),
     )  # fmt: skip
-    layouts, tried = fit(model, training, gpu_bytes, space, asked["count"])
+    layouts, tried = fit(model, training, gpu_bytes, space, limits["count"])
     if as_json:
         print_json(
             {
@@ -323,33 +323,33 @@ def _fit(
             }
         )
     elif layouts:
-        click.echo(
-            f"{tried} layouts of {training.gpus} GPUs tried; the best that fit into {_gib(gpu_bytes)} GiB:"
-        )
-        rows = [
-            (
-                f"{layout.layout} DP{layout.dp}" + f" CP{layout.cp}" * (layout.cp > 1),
-                layout.recompute,
-                f"{layout.offload:g}",
-                _gib(layout.allocated),
-                f"{layout.low / GIB:.1f} to {layout.high / GIB:.1f}",
-                f"{layout.bubble:.0%}",
-                str(layout.microbatches),
-                "yes" if layout.surely else "maybe",
-            )
-            for layout in layouts
-        ]
-        _table(
-            ("layout", "recompute", "offload", "allocated", "in all", "bubble", "microbatches", "fits"), rows
-        )
-        click.echo(
-            "note: memory is predicted, time is not: first those that surely fit, then less recomputed, less offloaded, a smaller "
-            "bubble, less TP, EP within a host",
-            err=True,
-        )
+        _show_fit(layouts, f"{tried} layouts of {training.gpus} GPUs tried", gpu_bytes)
         for notice in notices:
             print_note(notice)
     else:
         click.echo(f"none of {tried} layouts of {training.gpus} GPUs fits into {_gib(gpu_bytes)} GiB")
     if not any(layout.surely for layout in layouts):
         context.exit(1)
+
+
+def _show_fit(layouts: list[Any], title: str, gpu_bytes: int) -> None:
+    click.echo(f"{title}; the best that fit into {_gib(gpu_bytes)} GiB:")
+    rows = [
+        (
+            f"{layout.layout} DP{layout.dp}" + f" CP{layout.cp}" * (layout.cp > 1),
+            layout.recompute,
+            f"{layout.offload:g}",
+            _gib(layout.allocated),
+            f"{layout.low / GIB:.1f} to {layout.high / GIB:.1f}",
+            f"{layout.bubble:.0%}",
+            str(layout.microbatches),
+            "yes" if layout.surely else "maybe",
+        )
+        for layout in layouts
+    ]
+    _table(("layout", "recompute", "offload", "allocated", "in all", "bubble", "microbatches", "fits"), rows)
+    click.echo(
+        "note: memory is predicted, time is not: first those that surely fit, then less recomputed, less offloaded, a smaller "
+        "bubble, less TP, EP within a host",
+        err=True,
+    )
