@@ -68,9 +68,9 @@ class Commands(click.Group):
 @click.version_option(__version__)
 def cli() -> None:
     """Move LLM weights between Hugging Face, Megatron-Core and vLLM, exactly and fast."""
-    from reshard.models.config_fields import asked_by
+    from reshard.models.config_fields import ignore_hint_for
 
-    click.get_current_context().with_resource(asked_by("command"))
+    click.get_current_context().with_resource(ignore_hint_for("command"))
 
 
 def main() -> None:

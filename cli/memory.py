@@ -108,9 +108,9 @@ def _all_options(command: Callable) -> Callable:
 @json_option
 @click.pass_context
 def command(
-    context: click.Context, path: str, as_json: bool, tensors: bool, html: str | None, **given: Any
+    context: click.Context, path: str, as_json: bool, tensors: bool, html: str | None, **options: Any
 ) -> None:
-    """Say what training a model at a layout needs of each GPU's memory, before there is a GPU.
+    """Estimate the memory that training a model at a layout needs on each GPU, before there is a GPU.
 
     Example: reshard memory --model Qwen/Qwen3-30B-A3B --tp 2 --ep 8 --etp 1 --gpus 16 --gpu-memory H100
     """
@@ -121,13 +121,13 @@ def command(
     from reshard.models.config_fields import check_ignored
     from reshard.storage.sources.opening import read_model
 
-    given["recompute"] = _recompute(given)
-    sizes = pop_layout(given, ("dp", "cp"))
-    fitting = {name: given.pop(name) for name in ("fit", "at_most_tp", "at_most_pp", "at_most_ep", "count")}
-    engine = {name: given.pop(name) for name in ("engine", "utilization", "colocated", "trainer_offload")}
-    text = given.pop("gpu_memory")
+    options["recompute"] = _recompute(options)
+    sizes = pop_layout(options, ("dp", "cp"))
+    fitting = {name: options.pop(name) for name in ("fit", "at_most_tp", "at_most_pp", "at_most_ep", "count")}
+    engine = {name: options.pop(name) for name in ("engine", "utilization", "colocated", "trainer_offload")}
+    text = options.pop("gpu_memory")
     gpu_bytes = None if text is None else bytes_of_gpu(text)
-    training, beside = Training(**given), _engine(engine)
+    training, engine_setup = Training(**options), _engine(engine)
     layout = None if fitting["fit"] else MegatronLayout(**sizes)
     if html is not None:
         _check_html(html, bool(fitting["fit"]))
@@ -137,29 +137,29 @@ def command(
     if fitting["fit"]:
         _fit(context, model, training, gpu_bytes, sizes, fitting, notices, as_json)
         return
-    found = estimate_memory(model, layout, gpu_memory=gpu_bytes, engine=beside, **given)
+    report = estimate_memory(model, layout, gpu_memory=gpu_bytes, engine=engine_setup, **options)
     if html is not None:
         from reshard.html import UNENCODABLE
         from reshard.memory.html import html_report
 
         try:
-            Path(html).write_text(html_report(found, str(path)), encoding="utf-8", errors=UNENCODABLE)
+            Path(html).write_text(html_report(report, str(path)), encoding="utf-8", errors=UNENCODABLE)
         except OSError as error:
             raise ReshardError(f"--html: cannot write {html}: {error.strerror}") from error
     if as_json:
-        print_json(found.to_dict() | {"notices": notices})
+        print_json(report.to_dict() | {"notices": notices})
     else:
-        _show(found, tensors)
+        _show(report, tensors)
         for notice in notices:
             print_note(notice)
-    if found.gpu_bytes is not None and not found.fits:
+    if report.gpu_bytes is not None and not report.fits:
         context.exit(1)
 
 
-def _recompute(given: dict[str, Any]) -> str:
-    """One text, of ours or of Megatron's four options."""
+def _recompute(options: dict[str, Any]) -> str:
+    """Return the recomputation as one text, from ``--recompute`` or Megatron's four options."""
     text, granularity, method, layers, modules = (
-        given.pop(name)
+        options.pop(name)
         for name in (
             "recompute",
             "recompute_granularity",
@@ -187,14 +187,14 @@ def _recompute(given: dict[str, Any]) -> str:
     return f"{method or 'uniform'}:{layers or 1}"
 
 
-def _engine(given: dict[str, Any]) -> Any:
+def _engine(options: dict[str, Any]) -> Any:
     from reshard.memory.phases import EngineSetup
 
-    if given["engine"] is None:
+    if options["engine"] is None:
         return None
-    names = [name.strip() for name in given["trainer_offload"].split(",")]
+    names = [name.strip() for name in options["trainer_offload"].split(",")]
     return EngineSetup(
-        vllm_layout(given["engine"], "--engine", {"tp", "pp", "dp"}), given["utilization"], given["colocated"],
+        vllm_layout(options["engine"], "--engine", {"tp", "pp", "dp"}), options["utilization"], options["colocated"],
         () if names == ["none"] else tuple(names),
     )  # fmt: skip
 
@@ -229,36 +229,36 @@ HEADS = (
 )  # fmt: skip
 
 
-def _show(found: Any, tensors: bool) -> None:
+def _show(report: Any, tensors: bool) -> None:
     click.echo(
-        f"{found.model}: {found.layout}, {found.ranks} GPUs, {found.tokens:,} tokens a microbatch and GPU, "
-        f"{found.microbatches} microbatches, recompute {found.recompute}"
+        f"{report.model}: {report.layout}, {report.ranks} GPUs, {report.tokens:,} tokens a microbatch and GPU, "
+        f"{report.microbatches} microbatches, recompute {report.recompute}"
     )
-    _show_stages(found.stages)
-    peak = found.peak
+    _show_stages(report.stages)
+    peak = report.peak
     click.echo(
         f"peak: stage {peak.stage}, {peak.moment}: {_gib(peak.allocated)} GiB allocated"
         + (f" ({_band(peak.allocated_band)})" if peak.allocated_band.high > peak.allocated_band.low else "")
         + f", {_band(peak.total_band)} with fragmentation and what lies outside torch"
     )
-    if found.host_bytes:
-        click.echo(f"host: {_gib(found.host_bytes)} GiB of optimizer for the GPUs of a host")
+    if report.host_bytes:
+        click.echo(f"host: {_gib(report.host_bytes)} GiB of optimizer for the GPUs of a host")
     if tensors:
         click.echo("activations of that stage, GiB:")
         largest_first = sorted(peak.tensors.items(), key=lambda each: -each[1])
         _table(("", "GiB"), [(name, _gib(n)) for name, n in largest_first])
-    if found.phases:
-        _show_phases(found.phases)
-    for note in found.notes:
+    if report.phases:
+        _show_phases(report.phases)
+    for note in report.notes:
         print_note(note)
-    if found.gpu_bytes is not None:
-        size = f"{_gib(found.gpu_bytes)} GiB"
-        said = {
+    if report.gpu_bytes is not None:
+        size = f"{_gib(report.gpu_bytes)} GiB"
+        verdicts = {
             True: f"yes: it fits into {size}",
             False: f"no: it does not fit into {size}",
             None: f"not surely: {size} is between the ends of the band, so it may fit and may not",
         }
-        click.echo(said[found.fits])
+        click.echo(verdicts[report.fits])
 
 
 def _show_stages(stages: list[Any]) -> None:
@@ -288,61 +288,68 @@ def _show_phases(phases: list[Any]) -> None:
 
 
 def _fit(
-    context: click.Context, model: Any, training: Any, gpu_bytes: int | None, sizes: dict[str, Any], asked: dict[str, Any],
+    context: click.Context, model: Any, training: Any, gpu_bytes: int | None, sizes: dict[str, Any], limits: dict[str, Any],
     notices: list[str], as_json: bool,
 ) -> None:  # fmt: skip
     from click.core import ParameterSource
 
     from reshard.memory.fit import SearchSpace, fit
 
-    def said(name: str) -> bool:
+    def was_given(name: str) -> bool:
         return context.get_parameter_source(name) is not ParameterSource.DEFAULT
 
     if gpu_bytes is None:
         raise click.UsageError("--fit needs --gpu-memory")
     if training.gpus is None:
         raise click.UsageError("--fit needs --gpus")
-    fixed_names = set(sizes) if said("trainer") else {name for name in LAYOUT_NAMES if said(name)}
+    fixed_names = set(sizes) if was_given("trainer") else {name for name in LAYOUT_NAMES if was_given(name)}
     others = sorted(fixed_names - {"tp", "pp", "vpp", "ep"})
-    others += [name for name in ("recompute", "recompute_granularity", "dp", "engine") if said(name)]
+    others += [name for name in ("recompute", "recompute_granularity", "dp", "engine") if was_given(name)]
     if others:
         raise click.UsageError(f"--fit chooses --{others[0].replace('_', '-')} itself")
     fixed = {name: (sizes[name],) for name in fixed_names}
     space = SearchSpace(
-        **fixed, cp=(training.cp,), at_most_tp=asked["at_most_tp"], at_most_pp=asked["at_most_pp"],
-        at_most_ep=asked["at_most_ep"], offload=not said("optimizer_offload"),
+        **fixed, cp=(training.cp,), at_most_tp=limits["at_most_tp"], at_most_pp=limits["at_most_pp"],
+        at_most_ep=limits["at_most_ep"], offload=not was_given("optimizer_offload"),
     )  # fmt: skip
-    found, looked = fit(model, training, gpu_bytes, space, asked["count"])
+    layouts, tried = fit(model, training, gpu_bytes, space, limits["count"])
     if as_json:
         print_json(
             {
-                "looked_at": looked,
+                "looked_at": tried,
                 "gpu_bytes": gpu_bytes,
-                "layouts": [one.to_dict() for one in found],
+                "layouts": [layout.to_dict() for layout in layouts],
                 "notices": notices,
             }
         )
-    elif found:
-        click.echo(
-            f"{looked} layouts of {training.gpus} GPUs looked at; the best that fit into {_gib(gpu_bytes)} GiB:"
-        )
-        rows = [
-            (f"{one.layout} DP{one.dp}" + f" CP{one.cp}" * (one.cp > 1), one.recompute, f"{one.offload:g}", _gib(one.allocated),
-             f"{one.low / GIB:.1f} to {one.high / GIB:.1f}", f"{one.bubble:.0%}", str(one.microbatches),
-             "yes" if one.surely else "maybe")
-            for one in found
-        ]  # fmt: skip
-        _table(
-            ("layout", "recompute", "offload", "allocated", "in all", "bubble", "microbatches", "fits"), rows
-        )
-        click.echo(
-            "note: memory is predicted, time is not: first those that surely fit, then less recomputed, less offloaded, a smaller "
-            "bubble, less TP, EP within a host",
-            err=True,
-        )
+    elif layouts:
+        _show_fit(layouts, f"{tried} layouts of {training.gpus} GPUs tried", gpu_bytes)
         for notice in notices:
             print_note(notice)
     else:
-        click.echo(f"none of {looked} layouts of {training.gpus} GPUs fits into {_gib(gpu_bytes)} GiB")
-    if not any(one.surely for one in found):
+        click.echo(f"none of {tried} layouts of {training.gpus} GPUs fits into {_gib(gpu_bytes)} GiB")
+    if not any(layout.surely for layout in layouts):
         context.exit(1)
+
+
+def _show_fit(layouts: list[Any], title: str, gpu_bytes: int) -> None:
+    click.echo(f"{title}; the best that fit into {_gib(gpu_bytes)} GiB:")
+    rows = [
+        (
+            f"{layout.layout} DP{layout.dp}" + f" CP{layout.cp}" * (layout.cp > 1),
+            layout.recompute,
+            f"{layout.offload:g}",
+            _gib(layout.allocated),
+            f"{layout.low / GIB:.1f} to {layout.high / GIB:.1f}",
+            f"{layout.bubble:.0%}",
+            str(layout.microbatches),
+            "yes" if layout.surely else "maybe",
+        )
+        for layout in layouts
+    ]
+    _table(("layout", "recompute", "offload", "allocated", "in all", "bubble", "microbatches", "fits"), rows)
+    click.echo(
+        "note: memory is predicted, time is not: first those that surely fit, then less recomputed, less offloaded, a smaller "
+        "bubble, less TP, EP within a host",
+        err=True,
+    )

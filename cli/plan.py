@@ -84,8 +84,8 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Say what a refit of vLLM from a Megatron trainer would move: bytes in, out and local per GPU, floors,
-    memory, planning time.
+    """Plan a refit of vLLM from a Megatron trainer: bytes in, out and local per GPU, least times, memory, planning
+    time.
 
     Example: reshard plan --model Qwen/Qwen3-32B --trainer tp=4,pp=2 --engine tp=8
     """
@@ -106,52 +106,50 @@ def command(
     model = read_model(path)
     check_ignored(model)
     with progress_bar("plan", "{} ranks".format) as progress:
-        found = plan_refit(model, layouts[0], layouts[1], progress=progress, **extra, **options)
+        forecast = plan_refit(model, layouts[0], layouts[1], progress=progress, **extra, **options)
     notices = model.notices
     if as_json:
-        print_json(found.to_dict() | {"notices": notices})
+        print_json(forecast.to_dict() | {"notices": notices})
         return
-    _show(found)
+    _show(forecast)
     for notice in notices:
         print_note(notice)
 
 
-def _show(found: Any) -> None:
+def _show(forecast: Any) -> None:
     click.echo(
-        f"{found.model}: Megatron {found.trainer} ({found.trainer_ranks} ranks) to vLLM "
-        f"{found.engine} ({found.engine_ranks} ranks) on {'the same' if found.colocated else 'other'} GPUs"
+        f"{forecast.model}: Megatron {forecast.trainer} ({forecast.trainer_ranks} ranks) to vLLM "
+        f"{forecast.engine} ({forecast.engine_ranks} ranks) on {'the same' if forecast.colocated else 'other'} GPUs"
     )
     widths = (6, 6, 11, 11, 11, 11, 7, 9, 10)
     heads = ("rank", "GPU", "weights", "local", "host", "network", "peers", "copies", "tables")
     click.echo("".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)))
-    shown = found.ranks
+    shown = forecast.ranks
     if len(shown) > SHOWN:
         shown = sorted(shown, key=lambda r: -(r.host_bytes + r.network_bytes))[:SHOWN]
     for r in shown:
         amounts = (size(n) for n in (r.weight_bytes, r.local_bytes, r.host_bytes, r.network_bytes))
         row = (r.rank, r.gpu, *amounts, r.partners, f"{r.transfers:,}", size(r.table_bytes))
         click.echo("".join(f"{value:>{width}}" for value, width in zip(row, widths, strict=True)))
-    if len(shown) < len(found.ranks):
-        click.echo(f"   ... and {len(found.ranks) - len(shown)} that receive no more (--json has all)")
-    partly = "" if len(found.ranks) == found.engine_ranks else " to these ranks"
+    if len(shown) < len(forecast.ranks):
+        click.echo(f"   ... and {len(forecast.ranks) - len(shown)} that receive no more (--json has all)")
+    partly = "" if len(forecast.ranks) == forecast.engine_ranks else " to these ranks"
     click.echo(
-        f"trainer's GPUs: weights {size(max(found.trainer_bytes))} at most; "
-        f"out{partly} {size(min(found.out_bytes))} to {size(max(found.out_bytes))}"
+        f"trainer's GPUs: weights {size(max(forecast.trainer_bytes))} at most; "
+        f"out{partly} {size(min(forecast.out_bytes))} to {size(max(forecast.out_bytes))}"
     )
-    rates = (
-        f"{found.link_rate / 1e9:g} GB/s within a host and {found.network_rate / 1e9:g} GB/s between hosts"
-    )
+    rates = f"{forecast.link_rate / 1e9:g} GB/s within a host and {forecast.network_rate / 1e9:g} GB/s between hosts"
     click.echo(
-        f"wire floor {found.wire_seconds * 1e3:.1f} ms at {rates}; memory floor "
-        f"{found.memory_seconds * 1e3:.1f} ms at {found.memory_rate / 1e9:g} GB/s"
+        f"wire floor {forecast.wire_seconds * 1e3:.1f} ms at {rates}; memory floor "
+        f"{forecast.memory_seconds * 1e3:.1f} ms at {forecast.memory_rate / 1e9:g} GB/s"
     )
     click.echo(
         "extra memory of a GPU: the tables; where ranks cannot read each other's memory, the buckets (512 "
         "MiB unless told otherwise)"
     )
-    total = sum(r.plan_seconds for r in found.ranks)
+    total = sum(r.plan_seconds for r in forecast.ranks)
     click.echo(
-        f"planned in {found.plan_seconds:.2f} s for a rank at most, {total:.1f} s in all; every plan "
+        f"planned in {forecast.plan_seconds:.2f} s for a rank at most, {total:.1f} s in all; every plan "
         f"is proven"
     )
 

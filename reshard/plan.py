@@ -122,17 +122,8 @@ def plan_refit(
     trainer_ranks, engine_ranks = trainer.pp * ranks_per_stage, engine.world_size
     check_number(trainer_ranks, "the number of the trainer's ranks", MAX_RANKS)
     check_number(engine_ranks, "the number of the engine's ranks", MAX_RANKS)
-    colocated = trainer_ranks == engine_ranks if colocated is None else colocated
-    if colocated and engine_ranks > trainer_ranks:
-        raise ReshardError(
-            f"the engine's {engine_ranks} ranks do not fit on the trainer's {trainer_ranks} GPUs: plan them on GPUs "
-            f"of their own"
-        )
-    planned = list(range(engine_ranks)) if ranks is None else sorted(set(ranks))
-    if not planned or planned[0] < 0 or planned[-1] >= engine_ranks:
-        raise ReshardError(
-            f"the engine's {engine_ranks} ranks are 0 to {engine_ranks - 1}; asked for {planned}"
-        )
+    colocated = _check_colocated(colocated, trainer_ranks, engine_ranks)
+    planned = _check_planned(ranks, engine_ranks)
     vocab = padded_vocab_size(model.symbols["V"], make_vocab_size_divisible_by, trainer.tp)
     parameters = expand(model, transformer_impl, vocab)
     widths = {name: 4 if name in parameters.fp32 else itemsize for name in parameters.shapes}
@@ -164,6 +155,28 @@ def plan_refit(
         wire_seconds=traffic.seconds(link_rate, network_rate),
         memory_seconds=2 * max(rank.local_bytes for rank in forecasts) / memory_rate,
     )
+
+
+def _check_colocated(colocated: bool | None, trainer_ranks: int, engine_ranks: int) -> bool:
+    """Return whether both sides share GPUs; by default where they have as many ranks. Raises ReshardError where
+    there are too few GPUs."""
+    colocated = trainer_ranks == engine_ranks if colocated is None else colocated
+    if colocated and engine_ranks > trainer_ranks:
+        raise ReshardError(
+            f"the engine's {engine_ranks} ranks do not fit on the trainer's {trainer_ranks} GPUs: plan them on GPUs "
+            f"of their own"
+        )
+    return colocated
+
+
+def _check_planned(ranks: Iterable[int] | None, engine_ranks: int) -> list[int]:
+    """Return the inference ranks to plan, all by default. Raises ReshardError for a rank that there is not."""
+    planned = list(range(engine_ranks)) if ranks is None else sorted(set(ranks))
+    if not planned or planned[0] < 0 or planned[-1] >= engine_ranks:
+        raise ReshardError(
+            f"the engine's {engine_ranks} ranks are 0 to {engine_ranks - 1}; asked for {planned}"
+        )
+    return planned
 
 
 def _plan_rank(

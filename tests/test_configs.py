@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from reshard import ReshardError, diff, hf_to_mcore, ignored_config_fields, inspect
 from reshard.megatron.arguments import check_args, megatron_args
 from reshard.models.config_defaults import DEFAULTS
-from reshard.models.config_fields import ELSEWHERE, KNOWN_CODE, asked_by
+from reshard.models.config_fields import KNOWN_CODE, ignore_hint_for
 from reshard.models.family import families
+from reshard.models.field_tables import DECIDES_ELSEWHERE
 from reshard.models.model import Model
 from reshard.models.numerics_args import same_value
 from tests.checkpoints import with_config
@@ -186,7 +187,9 @@ def test_every_field_that_vllms_code_reads_is_mapped_or_known_to_decide(kind):
     family = families()[kind]
     read = fields_read(directory / f"{VLLM_FILES.get(kind, kind)}.py")
     assert len(read) > 10
-    known = family.fields | DEFAULTS[kind].keys() | family.always.keys() | ELSEWHERE.keys() | VLLM_ONLY
+    known = (
+        family.fields | DEFAULTS[kind].keys() | family.always.keys() | DECIDES_ELSEWHERE.keys() | VLLM_ONLY
+    )
     assert not {name for name in read if not family.has_no_effect(name)} - known
 
 
@@ -235,7 +238,7 @@ def test_a_sentence_names_the_means_of_the_call_that_was_made(checkpoint, tmp_pa
     ):
         hf_to_mcore(source, tmp_path / "other")
     with (
-        asked_by("engine"),
+        ignore_hint_for("engine"),
         pytest.raises(ReshardError, match="RESHARD_IGNORE_CONFIG_FIELDS=alibi,clip_qkv in the engine's"),
     ):
         hf_to_mcore(source, tmp_path / "other")

@@ -10,8 +10,8 @@ import reshard.cli
 import reshard.mappings
 from reshard import MegatronLayout, ReshardError
 from reshard.megatron.stages import parse_pipeline
-from reshard.models.config_fields import ELSEWHERE
 from reshard.models.family import Family, families
+from reshard.models.field_tables import DECIDES_ELSEWHERE
 from reshard.models.model import Model
 from reshard.models.tables import shape_of
 from tests.checkpoints import VARIANTS
@@ -50,6 +50,7 @@ def test_stages_are_those_that_megatron_builds(layers, layout):
         layout.account_for_embedding_in_pipeline_split,
         layout.account_for_loss_in_pipeline_split,
         layout.pipeline_model_parallel_layout,
+        module="megatron_parser_on_cpu",
     )[0]
     assert [[list(stage.layers) for stage in virtual] for virtual in stages] == theirs
     everything = sorted(layer for virtual in stages for stage in virtual for layer in stage.layers)
@@ -59,7 +60,9 @@ def test_stages_are_those_that_megatron_builds(layers, layout):
 
 def test_pipeline_strings_unroll_as_in_megatron():
     texts = ["Et|tL", "Et*3|t*4|t*3L", "Ettt|(tt|)*3,m|L", "E|(t|)*4L", "(t|t)*2"]
-    assert [parse_pipeline(text) for text in texts] == run_on_ranks(1, "pipelines", texts)[0]
+    assert [parse_pipeline(text) for text in texts] == run_on_ranks(
+        1, "pipelines", texts, module="megatron_parser_on_cpu"
+    )[0]
 
 
 REFUSALS = [
@@ -159,7 +162,7 @@ def test_no_family_is_named_outside_its_own_file_and_an_engines_names():
             for text in strings
             if "\n" not in text
             and any(text == name or f"{name}_" in text for name in names)
-            and text not in ELSEWHERE  # names of fields
+            and text not in DECIDES_ELSEWHERE  # names of fields
         ]
         may = path.name in ("config_defaults.py", "demo.py") or "mappings" in path.parts
         may = may or (path.name == "names.py" and "engines" in path.parts)

@@ -15,10 +15,12 @@ from reshard.models.numerics_args import DERIVED, NUMERICS_ARGS
 from tests.ranks import run_on_ranks
 from tests.test_published import PUBLISHED
 
+PARSER = "megatron_parser_on_cpu"
+
 
 def test_every_argument_of_the_installed_megatron_either_decides_or_does_not():
     """A new argument of Megatron's has to be put into `NUMERICS_ARGS` or into ``not_deciding.txt``."""
-    [(actions, fields)] = run_on_ranks(1, "arguments")
+    [(actions, fields)] = run_on_ranks(1, "arguments", module=PARSER)
     others = set((Path(__file__).parent / "not_deciding.txt").read_text().split())
     assert (
         actions | fields
@@ -124,7 +126,7 @@ def flags_of(
 
 
 def test_the_flags_alone_make_the_published_model_in_megatrons_own_parser():
-    found = run_on_ranks(1, "configs", [flags_of(*published(name)) for name in MEANT])[0]
+    found = run_on_ranks(1, "configs", [flags_of(*published(name)) for name in MEANT], module=PARSER)[0]
     for (name, meant), config in zip(MEANT.items(), found, strict=True):
         wanted = EVERYWHERE | meant
         dtype = wanted.pop("params", "bf16")
@@ -180,7 +182,7 @@ def test_use_checkpoint_args_needs_the_listed_flags_and_no_others(checkpoint, tm
         flags |= {word.removeprefix("--").replace("-", "_"): word for word in words if word.startswith("--")}
         passed = [word for line in lines if line.split()[0] in NOT_RESTORED for word in line.split()]
         cases += [(words, str(directory), passed), (words, str(directory), [])]
-    [found] = run_on_ranks(1, "restored", cases)
+    [found] = run_on_ranks(1, "restored", cases, module=PARSER)
     assert {variant: wrong for variant, wrong in zip(RESTORED, found[::2]) if wrong} == {}
     needed = {
         flags[name]

@@ -10,7 +10,7 @@ from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError, listed
 from reshard.formats.pickles import Name
 from reshard.megatron.layout import MegatronLayout
-from reshard.models.config_fields import ignored, to_ignore
+from reshard.models.config_fields import ignore_hint, ignored
 from reshard.models.family import NEEDED, Family, families
 from reshard.models.model import MAX_LAYERS, Model
 from reshard.models.numerics_args import DERIVED, NUMERICS_ARGS, as_named_now, disagreements, moe_pattern
@@ -157,7 +157,7 @@ def check_args(model: Model, args: dict[str, Any], where: str, advice: str) -> N
     with model.objecting():
         raise ReshardError(
             f"{where}: {values}, which makes another model of the weights than {other}: "
-            f"{advice}; {to_ignore([name for name, *_ in wrong])} goes on without {them}"
+            f"{advice}; {ignore_hint([name for name, *_ in wrong])} goes on without {them}"
         )
 
 

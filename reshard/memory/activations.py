@@ -1,6 +1,6 @@
-"""What a layer keeps from its forward to its backward, tensor by tensor, in bytes for each token.
+"""Tensors that a layer keeps from its forward to its backward, in bytes for each token.
 
-Of Megatron-Core 0.19 with Transformer Engine's layers and flash or cuDNN's fused attention, in bf16 or with
+They are those of Megatron-Core 0.19 with Transformer Engine's layers and flash or cuDNN's fused attention, in bf16 or with
 fp8 inputs of the linear layers. One row is one saved tensor: how many elements of it a rank has for a token of
 its microbatch, and which of Megatron's ``--recompute-modules`` drop it.
 """
@@ -26,7 +26,7 @@ OF_ATTENTION = ("core_attn", "mla_up_proj")
 
 class Saved(NamedTuple):
     """A tensor that is kept: elements for a token, bytes of each, the modules whose recomputation drops it.
-    `routed` is whether it grows with the rank's share of tokens."""
+    `routed` is True where it grows with the rank's share of tokens."""
 
     name: str
     elements: float
@@ -36,13 +36,13 @@ class Saved(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """For each token."""
+        """Bytes for each token."""
         return self.elements * self.width
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What of a plan decides a layer's tensors."""
+    """The sizes that decide a layer's tensors."""
 
     tp: int
     ep: int
@@ -63,22 +63,22 @@ class Sizes:
 
 
 def layer_tensors(model: Model, kind: str, z: Sizes) -> list[Saved]:
-    """The rows of a decoder layer of kind ``dense`` or ``moe``."""
+    """Return the rows of a decoder layer of kind ``dense`` or ``moe``."""
     return _attention(model, z) + (_experts(model, z) if kind == "moe" else _mlp(model, z))
 
 
 def _linear(z: Sizes) -> float:
-    """Bytes of an element that a linear layer keeps for its weight's gradient."""
+    """Return the bytes of an element that a linear layer keeps for its weight's gradient."""
     return 1.0 if z.fp8 else 2.0
 
 
 def _attention(model: Model, z: Sizes) -> list[Saved]:
     s, t, p, linear = model.symbols, z.tp, z.sequence, _linear(z)
     hidden, heads = s["H"], s["NQ"] / t
-    found = [Saved("attention norm, in", hidden / p, 2)]
+    rows = [Saved("attention norm, in", hidden / p, 2)]
     if model.family.latent:
         q, kv, dn, dr, dv = s.get("RQ", 0), s["RKV"], s["DN"], s["DR"], s["DV"]
-        found += [
+        rows += [
             Saved("attention norm, out", hidden / p, linear, ("layernorm",)),
             Saved("latents", (2 * q + 2 * kv + dr) / p, 2),
             Saved("queries, keys, values", heads * (2 * dn + 2 * dr + dv), 2, ("mla_up_proj",)),
@@ -86,19 +86,19 @@ def _attention(model: Model, z: Sizes) -> list[Saved]:
         out = heads * dv
     else:
         d, groups = s["D"], max(s["NKV"] / t, 1)
-        found += [
+        rows += [
             Saved("attention norm, out", hidden / p, linear),
             Saved("queries, keys, values", (heads + 2 * groups) * d, 2),
         ]
         if megatron_args(model).get("qk_layernorm"):
-            found.append(Saved("norms of queries and keys, in", (heads + groups) * d, 2))
+            rows.append(Saved("norms of queries and keys, in", (heads + groups) * d, 2))
         out = heads * d
-    found += [Saved("attention, out", out, 2), Saved("attention, logsumexp", heads, 4)]
+    rows += [Saved("attention, out", out, 2), Saved("attention, logsumexp", heads, 4)]
     if z.fp8:
-        found.append(Saved("attention, out in fp8", out, 1))
+        rows.append(Saved("attention, out in fp8", out, 1))
     if z.cp_a2a:
-        found.append(Saved("attention, out before all-to-all", out, 2))
-    return found
+        rows.append(Saved("attention, out before all-to-all", out, 2))
+    return rows
 
 
 def _mlp(model: Model, z: Sizes) -> list[Saved]:
@@ -115,7 +115,7 @@ def _experts(model: Model, z: Sizes) -> list[Saved]:
     s, linear = model.symbols, _linear(z)
     hidden, wide = s["H"], s["FE"] / z.etp
     share = routed_share(model, z)
-    found = [
+    rows = [
         Saved("MLP norm, in", hidden / z.sequence, 2),
         Saved("MLP norm, out", hidden / z.sequence, 2, ("layernorm",)),
         Saved("router", ROUTER * s["E"] / z.tp, 2, ("moe",)),
@@ -124,35 +124,35 @@ def _experts(model: Model, z: Sizes) -> list[Saved]:
         Saved("experts, activation", share * wide, linear, ("moe", "moe_act"), True),
     ]
     if z.probs_after_experts:
-        found.append(Saved("experts, out", share * hidden, 2, ("moe",), True))
+        rows.append(Saved("experts, out", share * hidden, 2, ("moe",), True))
     if z.dispatcher == "allgather":
-        found.append(Saved("gathered tokens", z.ep * z.etp / z.tp * hidden, 2, ("moe",)))
+        rows.append(Saved("gathered tokens", z.ep * z.etp / z.tp * hidden, 2, ("moe",)))
     if model.shared_width:
         shared = model.shared_width / z.tp
         drop = ("moe", "shared_experts")
         if z.fp8:
-            found.append(Saved("shared experts, in", hidden / z.sequence, 1, drop))
-        found += [
+            rows.append(Saved("shared experts, in", hidden / z.sequence, 1, drop))
+        rows += [
             Saved("shared experts, gate and up", 2 * shared, 2, drop),
             Saved("shared experts, activation", shared, linear, drop),
         ]
-    return found
+    return rows
 
 
 def routed_share(model: Model, z: Sizes) -> float:
-    """Rows that a rank's experts get for each token of its microbatch."""
+    """Return the rows that a rank's experts get for each token of its microbatch."""
     k = int(model.value_of("moe_router_topk"))
     return z.imbalance * k * z.etp / z.tp
 
 
 def extra_rows(model: Model, chunk: Stage, z: Sizes) -> list[Saved]:
-    """Besides the decoder layers of a virtual stage: the last norm, and what MTP layers have of their own."""
+    """Return the rows of a virtual stage besides its decoder layers: the last norm, and what only MTP layers have."""
     hidden = model.symbols["H"] / z.sequence
-    found = [Saved("final norm", 2 * hidden, 2)] if chunk.output else []
+    rows = [Saved("final norm", 2 * hidden, 2)] if chunk.output else []
     if chunk.mtp:
         each = "embedding, hidden, both joined, final norm"
-        found.append(Saved(f"MTP: {each}", 6 * hidden * model.mtp_layers, 2))
-    return found
+        rows.append(Saved(f"MTP: {each}", 6 * hidden * model.mtp_layers, 2))
+    return rows
 
 
 class Chunk(NamedTuple):
@@ -166,7 +166,7 @@ class Chunk(NamedTuple):
 
 
 def chunk_bytes(setup: TrainingSetup, chunk: Stage, imbalance: float) -> Chunk:
-    """Activations of a virtual stage for a microbatch, in bytes.
+    """Return the activations of a virtual stage for a microbatch, in bytes.
 
     Full recomputation keeps the input of each group of layers, and has one group whole in its backward;
     selective recomputation has what it drops back for one layer at a time.
@@ -216,7 +216,7 @@ def chunk_bytes(setup: TrainingSetup, chunk: Stage, imbalance: float) -> Chunk:
 
 
 def _recomputed(r: Recompute, kinds: list[str]) -> tuple[list[list[str]], int]:
-    """The groups of layers that are recomputed whole, and how many layers they have."""
+    """Return the groups of layers that are recomputed whole, and how many layers they have."""
     if r.method == "uniform":
         return [kinds[i : i + r.layers] for i in range(0, len(kinds), r.layers)], len(kinds)
     if r.method == "block":
@@ -228,18 +228,18 @@ _LAYERS: dict[tuple, tuple[Model, float, list[Saved]]] = {}
 
 
 def _layer(model: Model, kind: str, z: Sizes) -> tuple[float, list[Saved]]:
-    """Bytes for a token of a layer with nothing dropped, and its rows."""
-    found = _LAYERS.get((id(model), kind, z))
-    if found is None or found[0] is not model:
+    """Return the bytes for a token of a layer with nothing dropped, and its rows."""
+    cached = _LAYERS.get((id(model), kind, z))
+    if cached is None or cached[0] is not model:
         if len(_LAYERS) > 4096:
             _LAYERS.clear()
         rows = layer_tensors(model, kind, z)
-        found = _LAYERS[id(model), kind, z] = (model, sum(row.bytes for row in rows), rows)
-    return found[1], found[2]
+        cached = _LAYERS[id(model), kind, z] = (model, sum(row.bytes for row in rows), rows)
+    return cached[1], cached[2]
 
 
 def _gradients(model: Model, kind: str, z: Sizes) -> float:
-    """Bytes for a token that a layer's backward has at once besides what was saved: gradients into and out of
+    """Return the bytes for a token that a layer's backward has at once besides what was saved: gradients into and out of
     its widest pair of products; of experts that of their tokens three times, before and after the two
     permutations."""
     s = model.symbols
@@ -248,12 +248,12 @@ def _gradients(model: Model, kind: str, z: Sizes) -> float:
 
 
 def _vocab(setup: TrainingSetup) -> float:
-    """Rows of the vocabulary on a rank."""
+    """Return the rows of the vocabulary on a rank."""
     return setup.model.symbols["V"] / setup.layout.tp
 
 
 def _loss(setup: TrainingSetup, chunk: Stage) -> float:
-    """Bytes of logits and their gradients: all that the cross entropy makes of them, or bf16 gradients and those of
+    """Return the bytes of logits and their gradients: all that the cross entropy makes of them, or bf16 gradients and those of
     the output layer's weight."""
     if not chunk.output:
         return 0.0

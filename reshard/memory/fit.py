@@ -1,4 +1,4 @@
-"""Which layouts fit: all that divide, from the least recomputation up, ranked by what costs speed.
+"""Search the layouts that fit: all that divide, from the least recomputation up, ranked by what costs speed.
 
 Memory is predicted, time is not: the order says which layouts recompute less, move less to the host, wait less
 in the pipeline and split layers within hosts, not which is faster.
@@ -35,7 +35,7 @@ BATCH = 4  # microbatches times ranks of a model's copy, where no batch is given
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What is looked at; a size that is fixed has one value."""
+    """The sizes that a search tries; a fixed size has one value."""
 
     tp: tuple[int, ...] | None = None
     pp: tuple[int, ...] | None = None
@@ -50,8 +50,8 @@ class SearchSpace:
 
 @dataclass(frozen=True)
 class FittingLayout:
-    """A layout that fits with this recomputation and offload. `surely` is whether the upper end of its band is
-    within the GPU's memory, else only the lower end is. `bubble` is the share of a pipeline's time that waits."""
+    """A layout that fits with this recomputation and offload. `surely` is True where the upper end of its band is
+    within the GPU's memory; otherwise only the lower end is. `bubble` is the share of a pipeline's time that waits."""
 
     layout: MegatronLayout
     cp: int
@@ -70,14 +70,14 @@ class FittingLayout:
     cost: tuple[float, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the fields as plain values, for ``--json``."""
         return asdict(self) | {"text": str(self.layout)}
 
 
 def fit(
     model: Model, training: Training, gpu_bytes: int, space: SearchSpace | None = None, count: int = 10
 ) -> tuple[list[FittingLayout], int]:
-    """The `count` best layouts of ``training.gpus`` GPUs with `gpu_bytes` each, and how many were looked at.
+    """The `count` best layouts of ``training.gpus`` GPUs with `gpu_bytes` each, and how many were tried at.
 
     Raises ReshardError without a number of GPUs.
     """
@@ -85,16 +85,16 @@ def fit(
     if training.gpus is None:
         raise ReshardError("--fit needs --gpus: how many GPUs there are")
     ladder = LADDER_LATENT if model.family.latent else LADDER_EXPERTS if model.num_experts else LADDER_DENSE
-    found, looked = [], 0
+    fitting, tried = [], 0
     if training.num_microbatches is None and training.global_batch_size is None:
         training = replace(training, global_batch_size=BATCH * training.gpus * training.micro_batch_size)
     for layout, cp in _layouts(model, training, space):
-        looked += 1
+        tried += 1
         best = _least(model, layout, replace(training, cp=cp, dp=None), gpu_bytes, ladder, space.offload)
         if best is not None:
-            found.append(best)
-    found.sort(key=lambda each: each.cost)
-    return found[:count], looked
+            fitting.append(best)
+    fitting.sort(key=lambda each: each.cost)
+    return fitting[:count], tried
 
 
 def _least(
@@ -105,7 +105,7 @@ def _least(
     ladder: tuple[str, ...],
     offload: bool,
 ) -> FittingLayout | None:
-    """The least recomputation and offload with which a layout fits surely, else with which it may."""
+    """Return the least recomputation and offload with which a layout fits surely, else with which it may."""
     maybe = None
     shares = sorted({max(share, training.optimizer_offload) for share in (OFFLOADS if offload else (0.0,))})
     for share in shares:
@@ -149,7 +149,7 @@ def _fitting(
 
 
 def _layouts(model: Model, t: Training, space: SearchSpace) -> Iterator[tuple[MegatronLayout, int]]:
-    """Every layout of so many GPUs that divides the model."""
+    """Yield every layout of that many GPUs that divides the model."""
     gpus = t.gpus or 1
     sizes = _divisors(gpus)
     at_most_tp = space.at_most_tp or t.gpus_per_host
@@ -170,7 +170,7 @@ def _layouts(model: Model, t: Training, space: SearchSpace) -> Iterator[tuple[Me
 
 
 def _staged(model: Model, tp: int, pp: int, vpp: int, ep: int) -> MegatronLayout | None:
-    """A layout with even stages, or with stages as even as a layout string makes them; None where there is none."""
+    """Return a layout with even stages, or with stages as even as a layout string makes them; None where there is none."""
     etp = 1 if model.num_experts else None
     even = MegatronLayout(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
     layouts = [even]
@@ -189,14 +189,14 @@ def _staged(model: Model, tp: int, pp: int, vpp: int, ep: int) -> MegatronLayout
 
 
 def even_stages(layers: int, mtp: int, stages: int) -> str | None:
-    """Megatron's layout string with the embedding, the loss and each MTP layer counted as a layer; None where a
+    """Return Megatron's layout string with the embedding, the loss and each MTP layer counted as a layer; None where a
     stage would be without a layer.
 
     >>> even_stages(61, 1, 16)
     'Et*3|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*2mL'
     """
     base, more = divmod(layers + mtp + 2, stages)
-    # what is left over goes to the stages in the middle
+    # The stages in the middle get one layer more.
     first = (stages - more) // 2
     counts = [base + (first <= stage < first + more) for stage in range(stages)]
     counts[0] -= 1

@@ -1,4 +1,4 @@
-"""How a run trains, as far as it decides memory: lengths, microbatches, recompute, dtypes of the optimizer."""
+"""The options of a training run that decide memory: lengths, microbatches, recompute, dtypes of the optimizer."""
 
 import re
 from dataclasses import dataclass, fields
@@ -34,7 +34,7 @@ class Recompute:
 
     @staticmethod
     def of(text: str) -> "Recompute":
-        """Reads ``none``, ``full``, ``uniform:2``, ``block:4``, ``selective`` (Megatron's default module,
+        """Read ``none``, ``full``, ``uniform:2``, ``block:4``, ``selective`` (Megatron's default module,
         core_attn), or modules such as ``moe_act,layernorm``. Raises ReshardError for anything else."""
         text = text.strip()
         if text in ("", "none"):
@@ -57,7 +57,7 @@ class Recompute:
 
     @property
     def full(self) -> bool:
-        """Whether whole layers are recomputed."""
+        """True where whole layers are recomputed."""
         return self.method in ("uniform", "block")
 
     def __str__(self) -> str:
@@ -158,7 +158,7 @@ class Training:
 
     @property
     def precision_aware(self) -> bool:
-        """Whether a state of the optimizer has another dtype than fp32."""
+        """True where a state of the optimizer has another dtype than fp32."""
         return {self.main_params, self.exp_avg, self.exp_avg_sq} != {"fp32"}
 
     @property
@@ -232,17 +232,17 @@ class TrainingSetup:
 
     @property
     def ranks(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return self.per_stage * self.layout.pp
 
     @property
     def dense_shards(self) -> int:
-        """Over how many ranks the distributed optimizer spreads the states of dense parameters."""
+        """Number of ranks over which the distributed optimizer spreads the states of dense parameters."""
         return self._shards(self.dp * self.training.cp)
 
     @property
     def expert_shards(self) -> int:
-        """The same of routed experts."""
+        """Number of ranks over which the distributed optimizer spreads the states of routed experts."""
         return self._shards(self.expert_dp)
 
     def _shards(self, ranks: int) -> int:
@@ -263,30 +263,30 @@ class TrainingSetup:
 
 def _microbatches(layout: MegatronLayout, t: Training, dp: int) -> int:
     if t.global_batch_size is not None:
-        each = t.micro_batch_size * dp
-        if t.global_batch_size % each:
+        sequences = t.micro_batch_size * dp
+        if t.global_batch_size % sequences:
             raise ReshardError(
                 f"--global-batch-size {t.global_batch_size} is no multiple of --micro-batch-size "
-                f"{t.micro_batch_size} x dp {dp} = {each}"
+                f"{t.micro_batch_size} x dp {dp} = {sequences}"
             )
-        found = t.global_batch_size // each
-        if t.num_microbatches not in (None, found):
+        microbatches = t.global_batch_size // sequences
+        if t.num_microbatches not in (None, microbatches):
             raise ReshardError(
-                f"--global-batch-size makes {found} microbatches, but --num-microbatches is {t.num_microbatches}: "
+                f"--global-batch-size makes {microbatches} microbatches, but --num-microbatches is {t.num_microbatches}: "
                 f"give one of the two"
             )
     else:
-        found = 4 * layout.pp if t.num_microbatches is None else t.num_microbatches
+        microbatches = 4 * layout.pp if t.num_microbatches is None else t.num_microbatches
     group = t.microbatch_group_size or layout.pp
     if layout.virtual_stages > 1:
         if group < layout.pp:
             raise ReshardError(f"--microbatch-group-size-per-vp-stage {group} is less than pp {layout.pp}")
-        if 0 < found % group < layout.pp:
+        if 0 < microbatches % group < layout.pp:
             raise ReshardError(
-                f"{found} microbatches leave {found % group} after groups of {group}, fewer than pp {layout.pp}: the "
+                f"{microbatches} microbatches leave {microbatches % group} after groups of {group}, fewer than pp {layout.pp}: the "
                 f"interleaved schedule of Megatron refuses that"
             )
-    return found
+    return microbatches
 
 
 def _option(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What no formula says, as bands: memory outside of torch's allocator, fragmentation, unevenly routed tokens.
+"""Bands for what no formula gives: memory outside of torch's allocator, fragmentation, unevenly routed tokens.
 
 Measured by others, and far apart: 6.4 GB besides what torch had reserved for DeepSeek-V3 on 64 H100
 (Megatron-LM issue 6429), 5.8 GiB as context 0.5, world 0.4, groups 1, first forward 3 (Pith-Train), 0.5 to 0.7
@@ -33,7 +33,7 @@ IMBALANCE = 1.2
 
 
 def outside(setup: TrainingSetup) -> Band:
-    """Context, communicators and kernels of a rank."""
+    """Return the memory of a rank's context, communicators and kernels."""
     layout, cp = setup.layout, setup.training.cp
     axes = [layout.tp, layout.pp, cp, setup.dp * cp]
     if setup.model.num_experts:
@@ -47,14 +47,14 @@ GPUS = {"a100-40": 39.4, "a100": 79.1, "h100": 79.1, "h800": 79.1, "h20": 95.1, 
 
 
 def bytes_of_gpu(text: str) -> int:
-    """Bytes of a GPU: ``80GB`` (of 1e9), ``79.1GiB``, or a card by its name, such as H100. Raises ReshardError
+    """Return the bytes of a GPU: ``80GB`` (of 1e9), ``79.1GiB``, or a card by its name, such as H100. Raises ReshardError
     for anything else."""
     name = text.strip().lower()
     if name in GPUS:
         return int(GPUS[name] * GIB)
-    found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*(gib|gb|g)", name)
-    if not found or not float(found[1]):
+    size = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*(gib|gb|g)", name)
+    if not size or not float(size[1]):
         raise ReshardError(
             f"--gpu-memory {text:.80} is no size such as 80GB or 79.1GiB, and no card of {', '.join(GPUS)}"
         )
-    return int(float(found[1]) * (GIB if found[2] == "gib" else 10**9))
+    return int(float(size[1]) * (GIB if size[2] == "gib" else 10**9))

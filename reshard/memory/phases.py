@@ -1,4 +1,4 @@
-"""The phases of an RL step: what a trainer and a vLLM hold in each, on the same GPUs or on others.
+"""The memory that a trainer and a vLLM hold in each phase of an RL step, on the same GPUs or on others.
 
 What an engine takes besides weights and keys and values is measured by vLLM itself when it starts, so it is a
 band here; so is what a sleeping engine leaves on the GPU.
@@ -136,7 +136,7 @@ def _training_parts(stage: StageMemory) -> dict[str, int]:
 
 
 def _engine_bytes(model: Model, engine: EngineSetup) -> tuple[int, int]:
-    """Of the fullest of an engine's ranks: bytes of weights, and of keys and values for each token.
+    """Return the bytes of weights, and of keys and values for each token, on the fullest of an engine's ranks.
 
     A token has 2 heads of D elements in each layer, of each key head that the rank has; with latent attention
     one vector, on every rank the same.
@@ -156,7 +156,7 @@ def _engine_bytes(model: Model, engine: EngineSetup) -> tuple[int, int]:
 
 
 def _profiled(model: Model, engine: EngineSetup) -> Band:
-    """What a forward of as many tokens as vLLM batches takes: a few hidden vectors, the widest product's, and
+    """Return the memory of a forward of as many tokens as vLLM batches: a few hidden vectors, the widest product's, and
     logits of a batch of sequences."""
     s, t = model.symbols, engine.layout.tp
     width = 3 * s.get("F", 0) / t if "dense" in model.kinds else 0.0
@@ -169,13 +169,13 @@ def _profiled(model: Model, engine: EngineSetup) -> Band:
 
 
 def _left_by_allocator(setup: TrainingSetup) -> Band:
-    """What torch keeps of freed memory when the trainer offloads: segments of its logits, in bf16 and fp32, in which
+    """Return the freed memory that torch keeps when the trainer offloads: segments of its logits, in bf16 and fp32, in which
     cuBLAS's workspaces of 32 MiB lie (measured: both); nothing with expandable segments."""
     return Band(0, int(setup.tokens * _logits(setup)))
 
 
 def _forward(setup: TrainingSetup) -> int:
-    """A forward without a backward: one layer's tensors, or the logits."""
+    """Return the memory of a forward without a backward: one layer's tensors, or the logits."""
     sizes = Sizes.of(setup, setup.training.imbalance or 1.0)
     layer = max(
         sum(row.bytes for row in layer_tensors(setup.model, kind, sizes))
@@ -185,5 +185,5 @@ def _forward(setup: TrainingSetup) -> int:
 
 
 def _logits(setup: TrainingSetup) -> float:
-    """Bytes of a token's, in bf16 and fp32."""
+    """Return the bytes of a token's logits, in bf16 and fp32."""
     return 6 * setup.model.symbols["V"] / setup.layout.tp

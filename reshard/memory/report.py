@@ -43,13 +43,13 @@ class StageMemory:
 
     @property
     def static(self) -> int:
-        """What is there at every moment."""
+        """Bytes that are there at every moment."""
         return self.weights + self.grads + self.main_params + self.moments + self.engine_buffers
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What `memory` found: a `StageMemory` for each pipeline stage, and what was assumed."""
+    """The memory of each pipeline stage, and the assumptions of the estimate."""
 
     model: str
     layout: str
@@ -71,13 +71,13 @@ class MemoryReport:
 
     @property
     def host_bytes(self) -> int:
-        """Of a host's memory, for its fullest GPUs."""
+        """Bytes of a host's memory, for its fullest GPUs."""
         return max(stage.host for stage in self.stages) * min(self.gpus_per_host, self.ranks)
 
     @property
     def fits(self) -> bool | None:
-        """Whether the upper end of every stage's band (and phase's) is within the GPU's memory; None where no
-        GPU was named, or it is between the ends: it may fit."""
+        """True where the upper end of every stage's (and phase's) band is within the GPU's memory, False where a lower
+        end is not. None in between, where it may fit, and where no GPU was named."""
         if self.gpu_bytes is None:
             return None
         ends = [stage.total_band for stage in self.stages] + [phase.total_band for phase in self.phases]
@@ -86,7 +86,7 @@ class MemoryReport:
         return False if any(end.low > self.gpu_bytes for end in ends) else None
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the fields as plain values, for ``--json``."""
         return asdict(self) | {
             "peak_stage": self.peak.stage,
             "host_bytes": self.host_bytes,
@@ -95,8 +95,8 @@ class MemoryReport:
 
 
 def report_of(setup: TrainingSetup, gpu_bytes: int | None = None) -> MemoryReport:
-    """The report of a setup."""
-    alike: dict[tuple, tuple[Static, list[Chunk], list[Chunk]]] = {}
+    """Compute the report of a setup."""
+    by_kind: dict[tuple, tuple[Static, list[Chunk], list[Chunk]]] = {}
     stages = []
     for rank, chunks in enumerate(setup.layout.stages(setup.model)):
         kinds = tuple(
@@ -104,9 +104,9 @@ def report_of(setup: TrainingSetup, gpu_bytes: int | None = None) -> MemoryRepor
              setup.model.num_layers - 1 in chunk.layers)
             for chunk in chunks
         )  # fmt: skip
-        if kinds not in alike:
-            alike[kinds] = _parts(setup, chunks)
-        stages.append(_stage(setup, rank, chunks, *alike[kinds]))
+        if kinds not in by_kind:
+            by_kind[kinds] = _parts(setup, chunks)
+        stages.append(_stage(setup, rank, chunks, *by_kind[kinds]))
     axes = f"{setup.layout} DP{setup.dp}" + (f" CP{setup.training.cp}" if setup.training.cp > 1 else "")
     return MemoryReport(
         f"{setup.model.family.name} ({setup.model.num_layers} layers)", axes, setup.ranks, setup.dp,
@@ -117,7 +117,7 @@ def report_of(setup: TrainingSetup, gpu_bytes: int | None = None) -> MemoryRepor
 
 @dataclass(frozen=True)
 class Peak:
-    """The fullest moment of a rank: bytes of activations and of what is there for a time."""
+    """The fullest moment of a rank: bytes of activations, and of tensors that live for a moment only."""
 
     activations: float
     transient: float
@@ -125,7 +125,7 @@ class Peak:
 
 
 def peak_of(setup: TrainingSetup, rank: int, chunks: list[Chunk]) -> Peak:
-    """The fullest moment of pipeline rank `rank` over the schedule."""
+    """Return the fullest moment of pipeline rank `rank` over the schedule."""
     t = setup.training
     group = t.microbatch_group_size or setup.layout.pp
     best: Peak | None = None
@@ -133,8 +133,8 @@ def peak_of(setup: TrainingSetup, rank: int, chunks: list[Chunk]) -> Peak:
         setup.layout.pp, rank, len(chunks), setup.microbatches, group, int(t.overlap_expert_comm)
     ):
         kept = sum(n * chunk.kept for n, chunk in zip(moment.alive, chunks, strict=True))
-        mine = chunks[moment.chunk]
-        extra = mine.forward if moment.forward else mine.backward
+        current = chunks[moment.chunk]
+        extra = current.forward if moment.forward else current.backward
         if best is None or kept + extra > best.activations + best.transient:
             best = Peak(kept, extra, moment)
     assert best is not None
@@ -142,13 +142,13 @@ def peak_of(setup: TrainingSetup, rank: int, chunks: list[Chunk]) -> Peak:
 
 
 def _parts(setup: TrainingSetup, stages: list[Stage]) -> tuple[Static, list[Chunk], list[Chunk]]:
-    """What does not depend on the pipeline rank: static bytes, and a microbatch's in each chunk, with the given
-    routing and with that of the band's upper end."""
+    """Return what does not depend on the pipeline rank: static bytes, and a microbatch's bytes in each chunk, with the
+    given routing and with that of the band's upper end."""
     t, static = setup.training, static_bytes(setup, stages)
 
     def chunks(imbalance: float) -> list[Chunk]:
-        found = [chunk_bytes(setup, chunk, imbalance) for chunk in stages]
-        return [each._replace(backward=each.backward + static.largest) for each in found]
+        sizes = [chunk_bytes(setup, chunk, imbalance) for chunk in stages]
+        return [size._replace(backward=size.backward + static.largest) for size in sizes]
 
     usual = chunks(t.imbalance or 1.0)
     uneven = setup.model.num_experts and setup.layout.ep > 1 and t.imbalance is None
@@ -168,12 +168,14 @@ def _stage(
     step = static.total + static.step
     least = high = max(busy, step)
     if fuller is not chunks:
-        full = peak_of(setup, rank, fuller)
-        high = max(high, static.total + round(full.activations + full.transient))
-    copies, about = _fp8_copies(setup, static)
-    allocated, band = least + copies, Band(least + about.low, high + about.high)
-    beside = outside(setup)
-    total = Band(round(band.low * RESERVED[0]) + beside.low, round(band.high * RESERVED[1]) + beside.high)
+        fuller_peak = peak_of(setup, rank, fuller)
+        high = max(high, static.total + round(fuller_peak.activations + fuller_peak.transient))
+    copies, copies_band = _fp8_copies(setup, static)
+    allocated, band = least + copies, Band(least + copies_band.low, high + copies_band.high)
+    outside_torch = outside(setup)
+    total = Band(
+        round(band.low * RESERVED[0]) + outside_torch.low, round(band.high * RESERVED[1]) + outside_torch.high
+    )
     in_step = step > busy
     tensors: dict[str, float] = {}
     for n, chunk in zip(peak.moment.alive, chunks, strict=True):
@@ -184,16 +186,18 @@ def _stage(
         static.engine_buffers + copies, 0 if in_step else round(peak.activations),
         static.step if in_step else round(peak.transient),
         "the optimizer's step" if in_step else _words(peak.moment, len(chunks)),
-        (0,) * len(chunks) if in_step else peak.moment.alive, allocated, band, beside, total, static.host,
+        (0,) * len(chunks) if in_step else peak.moment.alive, allocated, band, outside_torch, total, static.host,
         {} if in_step else {name: round(amount) for name, amount in tensors.items()},
     )  # fmt: skip
 
 
 def _fp8_copies(setup: TrainingSetup, static: Static) -> tuple[int, Band]:
-    """What fp8 makes of the weights, and at least and at most. Beside bf16 weights a copy by rows and one by
-    columns, which stay until the next step (measured: 1.9 to 2.1 bytes for a number, of blockwise and of
-    tensorwise scaling); mxfp8 has a scale for every 32. With fp8 parameters these stand in place of bf16's two
-    bytes."""
+    """Return the bytes of the weights' fp8 copies, and a band around them.
+
+    Beside bf16 weights there is a copy by rows and one by columns, which stay until the next step (measured: 1.9
+    to 2.1 bytes for a number, of blockwise and of tensorwise scaling); mxfp8 has a scale for every 32 numbers. With
+    fp8 parameters the copies replace the two bytes of bf16.
+    """
     if not setup.training.fp8:
         return 0, Band(0, 0)
     if setup.training.fp8_params:
@@ -210,8 +214,8 @@ def _words(moment: Moment, chunks: int) -> str:
 
 
 def _layers(stages: list[Stage]) -> str:
-    """Decoder layers of a stage's chunks, such as ``E 0-3, 16-19``."""
-    found = []
+    """Describe the layers of a stage's chunks, such as ``E 0-3, 16-19``."""
+    texts = []
     for chunk in stages:
         layers = (
             f"{chunk.layers[0]}-{chunk.layers[-1]}"
@@ -219,35 +223,35 @@ def _layers(stages: list[Stage]) -> str:
             else "".join(map(str, chunk.layers))
         )
         parts = ["E" * chunk.embedding, layers, "MTP" * chunk.mtp, "L" * chunk.output]
-        found.append(" ".join(part for part in parts if part) or "-")
-    return ", ".join(found)
+        texts.append(" ".join(part for part in parts if part) or "-")
+    return ", ".join(texts)
 
 
 def _notes(setup: TrainingSetup) -> list[str]:
-    """What was assumed, and what the figures leave open, for this setup."""
+    """Return a note for each assumption, and for what the figures leave open."""
     t = setup.training
-    found = [
+    notes = [
         "static bytes are exact; activations are those of Transformer Engine's layers with fused attention, without "
         f"dropout, and the loss that of --cross-entropy-fusion-impl {t.cross_entropy}"
     ]
     if t.num_microbatches is None and t.global_batch_size is None and setup.layout.pp > 1:
-        found.append(
+        notes.append(
             f"{setup.microbatches} microbatches are assumed: --num-microbatches or --global-batch-size says"
         )
     if setup.model.num_experts and setup.layout.ep > 1 and t.imbalance is None:
-        found.append(
+        notes.append(
             f"routing is taken as even; the upper end of a band is with {IMBALANCE:g} times the even share on the "
             f"fullest rank: --imbalance says otherwise"
         )
     if t.fp8:
-        found.append(
+        notes.append(
             "fp8: the weights' copies are taken as two, as measured for blockwise and tensorwise scaling; the band has one "
             "to two and their scales"
         )
     if t.optimizer_offload:
-        found.append(
+        notes.append(
             "offload: the host needs buffers for transfers besides, up to 4 bytes for each parameter moved"
         )
     if setup.recompute.modules & {"core_attn"}:
-        found.append("core_attn saves nothing where attention is fused")
-    return found
+        notes.append("core_attn saves nothing where attention is fused")
+    return notes

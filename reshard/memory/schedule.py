@@ -1,4 +1,4 @@
-"""Which microbatches are alive at which moment of Megatron-Core's pipeline schedules.
+"""The microbatches that are alive at each moment of Megatron-Core's pipeline schedules.
 
 `forward_backward_pipelining_with[out]_interleaving` and `get_schedule_table` of Megatron-Core 0.19: a rank runs
 its warm-up forwards, then a forward and a backward in turn, then the backwards that are left. Between its
@@ -19,7 +19,7 @@ class Moment(NamedTuple):
 
 
 def warmup(pp: int, rank: int, chunks: int, microbatches: int, group: int, extra: int = 0) -> int:
-    """Forwards before the first backward (`get_pp_rank_microbatches`)."""
+    """Return the number of forwards before the first backward (`get_pp_rank_microbatches`)."""
     if pp == 1:
         return 0
     n = pp - rank - 1 if chunks == 1 else 2 * (pp - rank - 1) + (chunks - 1) * group + extra
@@ -30,8 +30,10 @@ def warmup(pp: int, rank: int, chunks: int, microbatches: int, group: int, extra
 def moments(
     pp: int, rank: int, chunks: int, microbatches: int, group: int, extra: int = 0
 ) -> tuple[Moment, ...]:
-    """The moments among which the fullest is, whatever the sizes of the chunks: of moments of the same chunk
-    and direction none that another one exceeds in every chunk."""
+    """Return the moments among which the fullest is, whatever the sizes of the chunks.
+
+    Of moments of the same chunk and direction, those that another one exceeds in every chunk are left out.
+    """
     # after two whole rounds of all chunks nothing new comes
     enough = 2 * group * (chunks + 1) + 2 * pp
     if microbatches > enough:
@@ -42,15 +44,15 @@ def moments(
         order += [chunk for chunk in range(chunks) for _ in range(n)]
     before = warmup(pp, rank, chunks, microbatches, group, extra)
     alive = [0] * chunks
-    found: set[Moment] = set()
+    seen: set[Moment] = set()
 
     def forward(index: int) -> None:
         alive[order[index]] += 1
-        found.add(Moment(True, order[index], tuple(alive)))
+        seen.add(Moment(True, order[index], tuple(alive)))
 
     def backward(index: int) -> None:
         chunk = chunks - 1 - order[index]
-        found.add(Moment(False, chunk, tuple(alive)))
+        seen.add(Moment(False, chunk, tuple(alive)))
         alive[chunk] -= 1
 
     for index in range(before):
@@ -63,12 +65,12 @@ def moments(
     assert not any(alive)
     return tuple(
         m
-        for m in sorted(found)
+        for m in sorted(seen)
         if not any(
             other != m
             and other.forward == m.forward
             and other.chunk == m.chunk
             and all(a >= b for a, b in zip(other.alive, m.alive, strict=True))
-            for other in found
+            for other in seen
         )
     )

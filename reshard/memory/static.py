@@ -1,10 +1,9 @@
-"""What a rank holds from its start to its end: weights, gradients, main parameters, moments.
+"""Bytes that a rank holds from start to end: weights, gradients, main parameters, moments.
 
-From the same table rows that the weights are converted by, so each matrix has the shape that it has on the
-rank. Buffers are padded as Megatron-Core's distributed optimizer pads them (`optimizer/param_layout.py`): each
-parameter starts at a multiple of 64 elements, a bucket ends at one of lcm(data parallel ranks, 128); a tied
-embedding is in a bucket of its own. With ``--overlap-grad-reduce`` there are more buckets, which end so too:
-some KB more.
+Shapes come from the table rows that convert the weights, so each matrix has the shape that it has on the rank.
+Buffers are padded as Megatron-Core's distributed optimizer pads them (`optimizer/param_layout.py`): each parameter
+starts at a multiple of 64 elements, a bucket ends at one of lcm(data parallel ranks, 128); a tied embedding is in a
+bucket of its own. With ``--overlap-grad-reduce`` there are more buckets, which end so too: some KB more.
 """
 
 from collections import defaultdict
@@ -36,12 +35,12 @@ class Weight:
 
     @property
     def linear(self) -> bool:
-        """Whether Transformer Engine multiplies by it; the router and the ends of the model are Megatron's."""
+        """True where Transformer Engine multiplies by it; the router and the ends of the model are Megatron's."""
         return len(self.shape) == 2 and "router" not in self.name
 
     @property
     def elements(self) -> int:
-        """Of all of them together."""
+        """Elements of all of them together."""
         return self.count * prod(self.shape)
 
 
@@ -69,7 +68,7 @@ class Static:
 
 
 def static_bytes(setup: TrainingSetup, chunks: list[Stage]) -> Static:
-    """What a rank of the pipeline stage with these chunks (virtual stages) holds, in bytes."""
+    """Return the bytes that a rank of the pipeline stage with these chunks (virtual stages) holds."""
     t = setup.training
     weights = elements_main = linear = fixed = largest = 0
     grads = main = moments = host = step = 0
@@ -77,8 +76,8 @@ def static_bytes(setup: TrainingSetup, chunks: list[Stage]) -> Static:
     for chunk in chunks:
         held, tied = chunk_weights(setup, chunk)
         for expert, shards in ((False, setup.dense_shards), (True, setup.expert_shards)):
-            mine = [(weight, n) for weight, n in held if weight.expert == expert and weight.trained]
-            elements = _buffer(mine, tied if not expert else (), t.distributed_optimizer, shards)
+            trained = [(weight, n) for weight, n in held if weight.expert == expert and weight.trained]
+            elements = _buffer(trained, tied if not expert else (), t.distributed_optimizer, shards)
             share = elements // shards  # a buffer's end is a multiple of the shards
             weights += 2 * elements
             grads += WIDTHS[t.grads] * elements
@@ -108,12 +107,12 @@ ENDS = ("embedding.", "output_layer.")
 def _block(
     model: "_Key", block: str, kind: str, tp: int, ep: int, etp: int, vocab: int, impl: str
 ) -> tuple[Weight, ...]:
-    """The parameters of a block as a rank holds them, whichever rank it is."""
+    """Return the parameters of a block as every rank holds them."""
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in model.model.rows(block, kind):
         if row.arrangement not in ("ignored", "copy"):
             groups[row.megatron].append(row)
-    found = []
+    weights = []
     for name, rows in groups.items():
         shapes = [model.model.shape(row.shape) for row in rows]
         first = sum(shape[0] for shape in shapes)
@@ -128,8 +127,8 @@ def _block(
             shape[split[1]] //= size
         experts = model.model.num_experts // ep if rows[0].of_experts else 1
         trained = not rows[0].fp32  # the router's bias is a buffer, with the count of tokens beside it
-        found.append(Weight(name, tuple(shape), experts if trained else 2, rows[0].of_experts, trained))
-    return tuple(found)
+        weights.append(Weight(name, tuple(shape), experts if trained else 2, rows[0].of_experts, trained))
+    return tuple(weights)
 
 
 class _Key:
@@ -146,7 +145,7 @@ class _Key:
 
 
 def chunk_weights(setup: TrainingSetup, chunk: Stage) -> tuple[list[tuple[Weight, int]], tuple[Weight, ...]]:
-    """(parameter, times) of a virtual stage on one rank, and those that are tied to another stage's."""
+    """Return (parameter, times) of a virtual stage on one rank, and the parameters tied to another stage's."""
     model, layout, t = setup.model, setup.layout, setup.training
     key, sizes = (
         _Key(model),
@@ -182,7 +181,7 @@ def chunk_weights(setup: TrainingSetup, chunk: Stage) -> tuple[list[tuple[Weight
 
 
 def _buffer(held: list[tuple[Weight, int]], tied: tuple[Weight, ...], padded: bool, shards: int) -> int:
-    """Elements of a buffer of parameters."""
+    """Return the elements of a buffer of parameters."""
     if not padded:
         return sum(weight.elements * n for weight, n in held)
     end = lcm(shards, END)

@@ -7,7 +7,8 @@ from functools import cache, cached_property
 from typing import Any
 
 from reshard.core.errors import ReshardError, listed
-from reshard.models.config_fields import MAPPED, NO_EFFECT, NO_EFFECT_ENDS, WINDOW, whole_number
+from reshard.models.config_fields import MAPPED, WINDOW, whole_number
+from reshard.models.field_tables import NO_EFFECT, NO_EFFECT_ENDS
 from reshard.models.rope import megatron_rope, rope_of
 from reshard.models.tables import Row, read_rows
 

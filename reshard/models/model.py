@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 from reshard.core.errors import ReshardError, listed
 from reshard.models.config_defaults import DEFAULTS
 from reshard.models.config_fields import (
-    ELSEWHERE,
     ignored,
-    meaning_is_only_noted,
     number,
     unmapped,
+    unmapped_configs_allowed,
     whole_number,
     without,
 )
 from reshard.models.family import NEEDED, NULLABLE, Family, family_of
+from reshard.models.field_tables import DECIDES_ELSEWHERE
 from reshard.models.numerics_args import NUMERICS_ARGS, same_value
 from reshard.models.rope import inverse_frequencies
 from reshard.models.tables import KINDS, Row, shape_of
@@ -115,11 +115,11 @@ class Model:
 
     @contextmanager
     def objecting(self) -> Iterator[None]:
-        """Record a ReshardError raised inside as an objection, where `meaning_only_noted` says so; else let it pass."""
+        """Record a ReshardError raised inside as an objection, where `allow_unmapped_configs` says so; else let it pass."""
         try:
             yield
         except ReshardError as error:
-            if not meaning_is_only_noted():
+            if not unmapped_configs_allowed():
                 raise
             self.objections.append(f"cannot be mapped: {error}")
 
@@ -132,7 +132,7 @@ class Model:
             *family.fields,
             *family.always,
             *DEFAULTS[family.name],
-            *ELSEWHERE,
+            *DECIDES_ELSEWHERE,
             *NUMERICS_ARGS,
         }
 

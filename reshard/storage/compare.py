@@ -10,7 +10,7 @@ import numpy as np
 
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError, listed
-from reshard.models.config_fields import check_ignored, meaning_only_noted
+from reshard.models.config_fields import allow_unmapped_configs, check_ignored
 from reshard.models.model import different_fields
 from reshard.storage.io.files import allow_many_files
 from reshard.storage.manifest import CHECKSUM, NAME, read_manifest
@@ -247,7 +247,7 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
     path = Path(path)
     worker_count(workers)
     try:
-        with meaning_only_noted():  # bytes are compared, whatever they mean
+        with allow_unmapped_configs():  # bytes are compared, whatever they mean
             source = open_source(path)
     except ReshardError as error:
         root = _root_of_what_is_damaged(path)

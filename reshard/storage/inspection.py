@@ -8,7 +8,7 @@ from typing import Any
 
 from reshard.core.errors import ReshardError
 from reshard.formats import safetensors
-from reshard.models.config_fields import check_ignored, meaning_only_noted, whole_number
+from reshard.models.config_fields import allow_unmapped_configs, check_ignored, whole_number
 from reshard.models.model import Model
 from reshard.storage.sources.base import ignored_as_recorded, read_config
 from reshard.storage.sources.hf_hub import local_directory
@@ -47,7 +47,7 @@ def inspect(path: str | Path, *, hf_config: str | Path | None = None) -> Inspect
     the notices. Raises ReshardError where it cannot be read."""
     config = Path(hf_config) if hf_config is not None else None
     directory = local_directory(str(path))
-    with meaning_only_noted():
+    with allow_unmapped_configs():
         why = _unmapped(directory)
         if why:
             return _as_stored(path, directory, why)

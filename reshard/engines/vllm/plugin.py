@@ -59,10 +59,10 @@ def complete_arguments(arguments: Any) -> None:
     if arguments.load_format != LOAD_FORMAT:
         return
     from reshard.core.errors import rewrite_message
-    from reshard.models.config_fields import asked_by
+    from reshard.models.config_fields import ignore_hint_for
 
     with (
-        asked_by("engine"),
+        ignore_hint_for("engine"),
         rewrite_message(
             ("--hf-config with the config.json", "--hf-config-path with the directory of the config.json"),
             ("--hf-config with", "--hf-config-path with the directory of"),

@@ -22,7 +22,7 @@ from reshard.engines.guard import call_after
 from reshard.engines.vllm.compat import with_plain_weights
 from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.live import VllmModel
-from reshard.models.config_fields import asked_by
+from reshard.models.config_fields import ignore_hint_for
 from reshard.refit.connecting import BUCKET_BYTES, connect
 from reshard.refit.link import Link
 from reshard.refit.routes import check_backend
@@ -110,7 +110,7 @@ class RefitExtension:
         check_switch(match_vllm_rounding, "match_vllm_rounding")
         self.reshard_close()
         members = RefitGroup.join(address, rank, size, timeout, secret)
-        with asked_by("refit"):
+        with ignore_hint_for("refit"):
             self._reshard_link = connect(
                 members,
                 destination=partial(self._reshard_side, match_vllm_rounding),

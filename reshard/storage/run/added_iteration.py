@@ -6,7 +6,7 @@ import os
 from reshard.core.errors import ReshardError
 from reshard.formats.torch_dist import TRACKER
 from reshard.storage.io.files import write_error
-from reshard.storage.run.conversion.partial import PARTIAL_SUFFIX
+from reshard.storage.run.partial import PARTIAL_SUFFIX
 from reshard.storage.run.workdir import Workdir
 
 

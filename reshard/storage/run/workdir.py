@@ -1,4 +1,4 @@
-"""A destination that appears whole or not at all: it is written in a hidden directory beside it (`reshard.storage.run.conversion.partial`),
+"""A destination that appears whole or not at all: it is written in a hidden directory beside it (`reshard.storage.run.partial`),
 whose `tree` takes the destination's name at the end."""
 
 import contextlib
@@ -15,7 +15,7 @@ from reshard.core.errors import ReshardError
 from reshard.storage.io.directories import exchange, inode_of, remove_tree, sync_directory
 from reshard.storage.io.files import write_error
 from reshard.storage.manifest import NAME as MANIFEST
-from reshard.storage.run.conversion.partial import (
+from reshard.storage.run.partial import (
     FINGERPRINT,
     MARK,
     NEW_MODE,

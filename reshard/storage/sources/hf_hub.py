@@ -6,7 +6,7 @@ from pathlib import Path
 
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.extras import importing
-from reshard.storage.run.conversion.partial import unfinished
+from reshard.storage.run.partial import unfinished
 
 # What a conversion needs of a repository.
 BESIDE_WEIGHTS = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]

@@ -21,7 +21,7 @@ from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import Strip, StripReader, TensorInfo, strip_of
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.manifest import read_manifest
-from reshard.storage.run.conversion.partial import unfinished
+from reshard.storage.run.partial import unfinished
 from reshard.storage.sources.base import Source, ignored_as_recorded, read_config
 from reshard.storage.sources.paths import (
     HF_FILES,

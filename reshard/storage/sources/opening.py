@@ -6,7 +6,7 @@ from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
 from reshard.formats import torch_dist
 from reshard.models.model import Model
-from reshard.storage.run.conversion.partial import unfinished
+from reshard.storage.run.partial import unfinished
 from reshard.storage.sources.base import Source, ignored_as_recorded, read_config
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.huggingface import HuggingFaceSource
