@@ -4,10 +4,10 @@ that serves itself."""
 import torch
 from transformers import AutoModelForCausalLM
 
-from reshard.core.placement import Placement
-from reshard.device.memory import Region
 from reshard.engines.base import Engine
 from reshard.engines.guard import Guard
+from reshard.engines.rules import place_by_trace
+from reshard.engines.trace import Trace, storage_id, trace_load
 from reshard.refit import connect
 from reshard.trainers import FsdpModel
 from tests.fsdp_on_cpu import copy_shards, sharded
@@ -16,16 +16,35 @@ from tests.refit_on_cpu import start
 
 
 class TransformersEngine(Engine):
-    """Holds every published tensor whole, as transformers has loaded it."""
+    """Holds what its loader puts into a model, by the record of that loader's copies."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        parameters = dict(model.named_parameters())
         self.hf_config = model.config.to_dict()
         self.tp = 1
-        self.placement = Placement.canonical({name: tuple(p.shape) for name, p in parameters.items()})
-        self.regions = {name: Region(p, 0, p.shape[-1]) for name, p in parameters.items()}
+        self.placement, self.regions = place_by_trace(
+            "transformers", traced(model), shapes(model), dict(model.named_parameters())
+        )
         self.guard = Guard("transformers", False, "dummy weights")
         model.register_forward_pre_hook(lambda *_: self.guard.check_ready())
+
+
+def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def traced(model: torch.nn.Module) -> Trace:
+    """What a loader that goes by names would copy into a model of this config."""
+    with torch.device("meta"):
+        stand_in = AutoModelForCausalLM.from_config(model.config)
+    parameters = dict(stand_in.named_parameters())
+
+    def load(weights) -> None:
+        for name, tensor in weights:
+            parameters[name].copy_(tensor)
+
+    canonical = {name: (shape, torch.bfloat16) for name, shape in shapes(model).items()}
+    names = {storage_id(parameter): name for name, parameter in parameters.items()}
+    return trace_load("transformers", load, canonical, names)
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
