@@ -89,7 +89,7 @@ def main(options: argparse.Namespace, folder: Path) -> None:
         greedy = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
         [output] = llm.generate([{"prompt_token_ids": list(range(5, 25))}], greedy, use_tqdm=False)
         if dist.get_rank() == 0:
-            received = report.local_bytes + report.peer_bytes + report.staged_bytes + report.bucket_bytes
+            received = sum(report.received_bytes.values())
             print(
                 f"step {step}: loss {loss.item():.4f}, version {report.version}, {received / 1e6:.1f} MB "
                 f"in {report.transfer_seconds * 1e3:.1f} ms, then "

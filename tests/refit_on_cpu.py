@@ -248,7 +248,7 @@ def refit_twice(
         else []
     )
     version = link.version
-    ends = [weakref.ref(one) for one in (members, link.trainer, link.engine) if one is not None]
+    ends = [weakref.ref(one) for one in (members, link.sender, link.receiver) if one is not None]
     del members, link
     assert not any(one() for one in ends), "they end with the link, and wait for no garbage collector"
     return held, expected, moved, reports, version
@@ -534,7 +534,7 @@ def blocks_that_differ(
     link, said = connect(members, source, destination), []
     for number, change in enumerate(changes):
         if is_engine:
-            destination.update_derived, slab = change or update_derived, link.engine.slab.memory
+            destination.update_derived, slab = change or update_derived, link.receiver.slab.memory
             if number == 3 and slab is not None:
                 slab.fill_(1)
                 copies.copy_on_host = partial(all_but, slab, plain)

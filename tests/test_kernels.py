@@ -18,7 +18,7 @@ from reshard.refit.copies import CopyTable
 from reshard.refit.digests import Digests, word_tiles
 from reshard.refit.kernels import expected_compilation
 from reshard.refit.tables import CODEC, DST, SRC, SRC_PITCH, WIDTH, bytes_of, interleaved, table_of, tiles_of
-from reshard.refit.transports.packing import rounds_of
+from reshard.refit.transports.packing import pack_in_order
 
 # rows, width, source pitch, destination pitch, shift of both ends; in bytes
 SHAPES = [(1, 1, 1, 1, 0), (1, 200_000, 0, 0, 16), (7, 192, 768, 192, 0), (130, 96, 96, 96, 32), (3, 150_000, 150_016, 150_032, 0),
@@ -145,7 +145,7 @@ def test_the_order_of_tiles_lets_the_peers_take_turns():
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 500), max_size=40), st.integers(512, 2000))
 def test_rounds_hold_every_piece_within_their_limit(sizes, limit):
-    rounds, offsets = rounds_of(np.array(sizes, np.int64), limit)
+    rounds, offsets = pack_in_order(np.array(sizes, np.int64), limit)
     for index in set(rounds.tolist()):
         used = [(int(o), int(o) + s) for o, s, r in zip(offsets, sizes, rounds, strict=True) if r == index]
         assert (

@@ -128,7 +128,7 @@ class Today:
     def __init__(self, source, model, vllm_model, model_config=None) -> None:
         from reshard.core.dtypes import dtype_named
         from reshard.megatron.parameters import expand
-        from reshard.refit.needs import Sources
+        from reshard.refit.planning import Sources
         from reshard.refit.protocol.encoding import Held
 
         self.source, self.module, self.model_config = source, vllm_model, model_config
@@ -386,14 +386,15 @@ def main() -> None:
         result["verify_error"] = str(error)
         raise
     link = links["cuda_ipc"]
+    [reading] = [transport for transport in link.transports if transport.name == "cuda_ipc"]
     result |= {
-        "local_bytes": everyone(link.pull.local_bytes),
-        "peer_bytes": everyone(link.pull.peer_bytes),
-        "launches": link.pull.launches,
+        "local_bytes": everyone(reading.received_bytes["local"]),
+        "peer_bytes": everyone(reading.received_bytes["cuda_ipc"]),
+        "launches": reading.launches,
     }
     wire, memory = min(everyone(link_rate())), min(everyone(memory_rate()))
     sent = [0] * dist.get_world_size()
-    for rank, pieces in link.engine.pieces.items():
+    for rank, pieces in link.receiver.pieces.items():
         if rank != dist.get_rank():
             sent[rank] += 2 * int((pieces.asked[:, COUNT] * pieces.asked[:, ELEMENTS]).sum())
     out = [sum(column) for column in zip(*everyone(sent), strict=True)]

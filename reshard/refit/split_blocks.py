@@ -113,7 +113,7 @@ def _slots(blocks: np.ndarray, first_round: int) -> tuple[np.ndarray, np.ndarray
     begins = np.diff(blocks, prepend=-2) != 1  # a row has fewer than 2**20 blocks
     starts = np.flatnonzero(begins)
     lengths = np.diff(np.append(starts, len(blocks)))
-    rounds, offsets = packing.rounds_of(lengths * BLOCK_BYTES, SLAB_BYTES)
+    rounds, offsets = packing.pack_in_order(lengths * BLOCK_BYTES, SLAB_BYTES)
     slots = np.empty((len(starts), 4), np.int64)
     slots[:, SLOT_ROUND], slots[:, SLOT_BEGIN] = first_round + rounds, offsets
     slots[:, SLOT_PITCH], slots[:, FIRST_BLOCK] = lengths * ROW_BYTES, blocks[starts] & 0xFFFFF

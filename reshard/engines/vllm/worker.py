@@ -142,8 +142,8 @@ class RefitExtension:
     def reshard_version(self) -> int | None:
         """The version of the weights that this worker serves; None before the first refit, and where vLLM has
         discarded or loaded them itself since."""
-        engine = self._link().engine
-        return engine.engine.version if engine is not None else None
+        receiver = self._link().receiver
+        return receiver.engine.version if receiver is not None else None
 
     def _link(self) -> Link:
         if self._reshard_link is None:
