@@ -482,7 +482,7 @@ def test_a_check_sees_what_changed_and_parts_that_were_lost_and_connect_sees_oth
         checkpoint,
         engine,
         wide,
-        module="refit_on_cpu",
+        module="refit_reloads_on_cpu",
     )
     plain, code, scale, lost, mended, cache, arithmetic = said
     assert plain == mended == "no error"

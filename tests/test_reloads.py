@@ -39,7 +39,7 @@ def test_what_attention_derives_from_its_projection_stays_where_cuda_graphs_read
         {"quantization": quantization},
         rebinds,
     )
-    [found] = run_on_ranks(1, "absorbed_where_it_was", *arguments, module="refit_on_cpu")
+    [found] = run_on_ranks(1, "absorbed_where_it_was", *arguments, module="refit_reloads_on_cpu")
     held, expected, served, matrices, spoiled, then = found
     assert matrices == 8 and served
     assert held == expected and not held[0].items() & held[1].items()
@@ -75,7 +75,7 @@ def test_a_check_makes_it_again_and_what_fails_leaves_the_layers_as_they_were(to
     checkpoint = converted("qwen3-moe")[0]
     arguments = sides, flags_at(Path(checkpoint[1]), ""), checkpoint, {"quantization": "fp8_per_channel"}
     *trainer, said = run_on_ranks(
-        1 if together else 2, "reloads_that_differ", *arguments, module="refit_on_cpu"
+        1 if together else 2, "reloads_that_differ", *arguments, module="refit_reloads_on_cpu"
     )
     for there in trainer:
         assert there[0] == there[6] == "no error" and all("_proj" in some for some in there[1:5])
