@@ -61,7 +61,7 @@ class Agreement:
         return self.backend == "auto" and any(self.peers[rank].device == "cuda" for rank in self.participants)
 
 
-def agree(rank: int, greetings: Sequence[Greeting], devices: Sequence[DeviceInfo]) -> Agreement:
+def agreement_of(rank: int, greetings: Sequence[Greeting], devices: Sequence[DeviceInfo]) -> Agreement:
     """Return what follows from what all members have said of themselves.
 
     Raises ReshardError where those with a side are not of one kind of device.

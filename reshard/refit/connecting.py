@@ -16,7 +16,7 @@ from reshard.core.limits import MOST_BUCKET_BYTES, check_number, check_switch
 from reshard.engines.base import Engine
 from reshard.models.config_fields import ignored, ignored_config_fields
 from reshard.models.model import Model
-from reshard.refit.agreement import Agreement, agree, check_sides
+from reshard.refit.agreement import Agreement, agreement_of, check_sides
 from reshard.refit.blocks import BF16
 from reshard.refit.link import Link
 from reshard.refit.protocol.encoding import readable
@@ -85,7 +85,7 @@ def connect(
                 compiling = _compile_ahead(trainer, engine, device)
                 devices = exchange_devices(members, DeviceInfo.of(device))
                 check_sides(greetings)
-                agreed = agree(members.rank, greetings, devices)
+                agreed = agreement_of(members.rank, greetings, devices)
                 sender = Sender(trainer, members, agreed, device) if trainer is not None else None
                 receiver = Receiver(engine, members, agreed, device) if engine is not None else None
                 _exchange_requests(members, agreed, sender, receiver)

@@ -70,7 +70,7 @@ class Link:
         self._exchange_unmapped()
         self._prepare()
         for transport in self.transports:
-            transport.agree()
+            transport.negotiate()
         if any(transport.is_blocking for transport in self.transports):
             for transport in self.transports:
                 transport.leave_room()

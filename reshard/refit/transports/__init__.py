@@ -6,7 +6,7 @@ A new transport is one module with a subclass of `Transport` (`reshard.refit.tra
 - `reaches(pair)`, whether it can carry the bytes of a pair of ranks; `sends`, whether the trainer's rank takes part;
 - `prepare(outgoing, incoming, elsewhere)` makes its tables of copies, `run(number)` carries out those of a round;
 - `release()` unmaps others' memory, `close()` gives everything back;
-- where it needs to: `agree` with all members at connect, `follow` memory that has moved, `renew` after a refit that failed.
+- where it needs to: `negotiate` with all members at connect, `follow` memory that has moved, `renew` after a refit that failed.
 
 Then add its name to `BACKENDS` in `reshard.refit.routes`, and its class to `TRANSPORTS` here, in order of preference. The link, the
 sides and the verification know no transport by name.

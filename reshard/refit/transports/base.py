@@ -151,7 +151,7 @@ class Transport(ABC):
         Raises ReshardError or RuntimeError where a partner dies or is late.
         """
 
-    def agree(self) -> None:  # noqa: B027
+    def negotiate(self) -> None:  # noqa: B027
         """Agree with all members, once at connect, after the first `prepare`; called by all alike."""
 
     def leave_room(self) -> None:  # noqa: B027

@@ -102,7 +102,7 @@ def _shut_down_communicators() -> None:
             group.shutdown()
 
 
-class Step(NamedTuple):
+class BucketStep(NamedTuple):
     """A round of buckets of one member: bytes from and to each member, and the copies before and after."""
 
     splits_in: list[int]
@@ -133,7 +133,7 @@ class Nccl(Transport):
         self.buckets: dict[int, int] = {}
         self.sends_by_round: dict[int, dict[int, PackedPair]] = {}
         self.receives_by_round: dict[int, dict[int, PackedPair]] = {}
-        self.steps: dict[int, list[Step]] = {}
+        self.steps: dict[int, list[BucketStep]] = {}
         self.addresses: list[tuple[int, int]] = []
         self.lanes = (
             (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))
@@ -163,7 +163,7 @@ class Nccl(Transport):
         steps = [step for of_round in self.steps.values() for step in of_round]
         return sum(step.pack.launches + step.unpack.launches for step in steps)
 
-    def agree(self) -> None:
+    def negotiate(self) -> None:
         """Agree with all members on the size of the buckets and their number, and make a communicator of those that have a side."""
         partners = max(exchange_partner_counts(self.members, max(len(self.incoming), len(self.outgoing))))
         if not partners:
@@ -208,7 +208,7 @@ class Nccl(Transport):
         incoming: Mapping[int, Incoming],
         elsewhere: Collection[Incoming] = (),
     ) -> None:
-        """Cut these tables into buckets; `agree` has to say first how large they are."""
+        """Cut these tables into buckets; `negotiate` has to say first how large they are."""
         if not self.limit:
             self.outgoing, self.incoming = outgoing, incoming
             return
@@ -253,7 +253,11 @@ class Nccl(Transport):
             current.wait_stream(unpacking)
 
     def _exchange(
-        self, steps: list[Step], slots: list[tuple[torch.Tensor, torch.Tensor]], packing: Any, unpacking: Any
+        self,
+        steps: list[BucketStep],
+        slots: list[tuple[torch.Tensor, torch.Tensor]],
+        packing: Any,
+        unpacking: Any,
     ) -> None:
         """Pack a bucket, send it off, unpack the one before: each kind in a stream of its own on a GPU, where only what waits for a
         slot waits."""
@@ -281,11 +285,11 @@ class Nccl(Transport):
     def _buffer(self, pairs: Mapping[int, Mapping[int, PackedPair]]) -> torch.Tensor:
         return torch.empty(self.limit * len(pairs[AT_ONCE]), dtype=torch.uint8, device=self.device)
 
-    def _step(self, number: int, index: int, send: int, receive: int) -> Step:
+    def _step(self, number: int, index: int, send: int, receive: int) -> BucketStep:
         """Return the work on one bucket of a round, with its buffers at these addresses."""
         splits_out, pack = self._packed_round(self.sends_by_round.get(number, {}), index, send)
         splits_in, unpack = self._packed_round(self.receives_by_round.get(number, {}), index, receive)
-        return Step(splits_in, splits_out, pack, unpack)
+        return BucketStep(splits_in, splits_out, pack, unpack)
 
     def _packed_round(
         self, pairs: Mapping[int, PackedPair], index: int, start: int
