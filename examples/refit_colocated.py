@@ -75,9 +75,9 @@ def main(options: argparse.Namespace, folder: Path) -> None:
     optimizer = torch.optim.SGD(
         [p for model in models for p in model.parameters() if p.requires_grad], lr=0.5
     )
-    there = "cuda" if cuda else "cpu"
-    tokens, positions = torch.arange(5, 261, device=there)[None], torch.arange(256, device=there)[None]
-    mask = torch.ones(256, 256, dtype=torch.bool, device=there).triu(1)[None, None]
+    device = "cuda" if cuda else "cpu"
+    tokens, positions = torch.arange(5, 261, device=device)[None], torch.arange(256, device=device)[None]
+    mask = torch.ones(256, 256, dtype=torch.bool, device=device).triu(1)[None, None]
     for step in range(options.steps):
         loss = models[0](tokens, positions, mask, labels=tokens.roll(-1, 1)).mean()
         loss.backward()
@@ -89,7 +89,7 @@ def main(options: argparse.Namespace, folder: Path) -> None:
         greedy = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
         [output] = llm.generate([{"prompt_token_ids": list(range(5, 25))}], greedy, use_tqdm=False)
         if dist.get_rank() == 0:
-            received = report.local_bytes + report.peer_bytes + report.staged_bytes + report.bucket_bytes
+            received = sum(report.received_bytes.values())
             print(
                 f"step {step}: loss {loss.item():.4f}, version {report.version}, {received / 1e6:.1f} MB "
                 f"in {report.transfer_seconds * 1e3:.1f} ms, then "

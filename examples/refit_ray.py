@@ -202,8 +202,7 @@ def main() -> None:
         )
         if sleeps:
             ray.get(engine.wake.remote("kv_cache"))
-        ways = ("local_bytes", "peer_bytes", "staged_bytes", "bucket_bytes")
-        moved = sum(report[way] for report in reports for way in ways)
+        moved = sum(sum(report["received_bytes"].values()) for report in reports)
         tokens = ray.get(engine.generate.remote())
         print(
             f"step {step}: version {reports[0]['version']}, {moved / 1e6:.1f} MB, then {tokens}", flush=True

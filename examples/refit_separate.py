@@ -179,8 +179,7 @@ def main() -> None:
                 use_tqdm=False,
             )
             tokens = answer()[0].outputs[0].token_ids
-            ways = ("local_bytes", "peer_bytes", "staged_bytes", "bucket_bytes")
-            moved = sum(entry[way] for entry in received for way in ways)
+            moved = sum(sum(entry["received_bytes"].values()) for entry in received)
             print(
                 f"step {step}: version {report.version}, {moved / 1e6:.1f} MB in "
                 f"{max(entry['transfer_seconds'] for entry in received) * 1e3:.1f} ms, then "

@@ -12,7 +12,7 @@ MS_REC, MS_PRIVATE = 1 << 14, 1 << 18
 
 
 def inside(work: Callable[[], Any]) -> Any:
-    """What `work` returns in a container that this process, which has one thread yet, makes for it."""
+    """Return what `work` returns in a container that this process, which has one thread yet, makes for it."""
     ours, theirs = os.pipe()
     # Who makes a pid namespace is not in it, and starts no thread any more.
     child = os.fork()
@@ -41,7 +41,7 @@ def inside(work: Callable[[], Any]) -> Any:
 
 
 def allowed() -> bool:
-    """Whether this process may make a container."""
+    """Return True where this process may make a container."""
     child = os.fork()
     if not child:
         with contextlib.suppress(OSError):

@@ -182,7 +182,7 @@ def refits(rank: int, flags: list[str], checkpoint: tuple[str, str]) -> dict:
     said: dict = {"held": []}
     for number in range(2):
         training.step(number)
-        before = link.trainer.source.addresses()
+        before = link.sender.source.addresses()
         storages = [p.untyped_storage() for chunk in training.wrapped for p in chunk.parameters()]
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}.values()
         reshard.offload(training.wrapped, training.optimizer)
@@ -190,7 +190,7 @@ def refits(rank: int, flags: list[str], checkpoint: tuple[str, str]) -> dict:
         # Somebody else takes the places, so that it comes back to others.
         taken = [torch.full((size,), 77, dtype=torch.uint8) for size in sizes for _ in range(4)]
         reshard.onload(training.wrapped, grads=False, states=False)
-        said["moved"] = link.trainer.source.addresses() != before
+        said["moved"] = link.sender.source.addresses() != before
         link.refit(verify=True)
         reshard.offload(training.wrapped, training.optimizer)
         said["held"].append(fingerprint(module))

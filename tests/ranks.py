@@ -65,7 +65,7 @@ def run_on_ranks(world_size: int, function: str, *args, module: str = "megatron_
 
 
 def rank_in(folder: str, number: str) -> None:
-    """What a rank does: its arguments, and what comes of it, are files in the folder."""
+    """Run a rank: its arguments and its result are files in the folder."""
     try:
         rank = int(number)
         world_size, module, function, args, options = pickle.loads((Path(folder) / "arguments").read_bytes())

@@ -11,8 +11,8 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm import live as live_vllm
 from reshard.engines.vllm.live import VllmModel
-from reshard.refit import agreement as agreement_module
 from reshard.refit import connect, copies
+from reshard.refit.protocol import greeting
 from reshard.trainers.megatron import MegatronModel
 from tests import container
 from tests.ranks import caught
@@ -36,7 +36,7 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
     """One trainer and two engine ranks (TP2), something wrong, and what each of them says, with what it says next."""
     steps = Steps(sides, rank, 3)
     if what == "protocol" and rank == 2:
-        agreement_module.PROTOCOL = 99
+        greeting.PROTOCOL = 99
     is_trainer, is_engine, members = start(rank, sides)
     source = destination = None
     if is_trainer:
@@ -138,8 +138,9 @@ def in_containers(rank: int, sides: dict, flags: list[str], checkpoint: tuple[st
             for link in links:
                 answers.append(caught(lambda link=link, number=number: link.refit(version=number)))
             right = fingerprint(destination.module) == loaded(checkpoint[0]) if destination else None
-            said.append((answers, [link.describe()["ways"] for link in links], right))
-        return said, agreement_module.hello(members.names[rank], [], torch.device("cpu"))
+            said.append((answers, [link.describe()["routes"] for link in links], right))
+        own = greeting.Greeting(members.names[rank], [], "auto", 1, True, [])
+        return said, (own.name, own.host, own.namespaces, own.user, own.pid)
 
     if rank < sides["trainer"]:
         return work()
@@ -363,7 +364,7 @@ def lateness(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[s
     if destination:
         layer.weight = kept
     now("and has it back", lambda: link.refit())
-    said["ways"] = link.describe()["ways"]
+    said["routes"] = link.describe()["routes"]
     return said
 
 

@@ -45,7 +45,7 @@ TRAINERS, ENGINES = (
     ("parts", "held", "regions", "memory", "asked", "slab", "packed", "digests"),
     ("model", "pieces", "taken"),
 )
-BOTH = ("hello", "sides", "partners", "rounds", "note")
+BOTH = ("hello", "device", "partners", "rounds", "note")
 
 
 def spoiled(
@@ -185,7 +185,7 @@ class Spoiler:
 def spoil(rng: random.Random, kind: str, payload: bytes) -> tuple[bytes, str]:
     """A message that is not what was said, and what was done to it."""
     ways: list[Callable[[random.Random, bytes], tuple[bytes, str]]] = [_bytes]
-    if kind in ("hello", "sides", "model", "held", "memory", "partners", "rounds", "slab"):
+    if kind in ("hello", "device", "model", "held", "memory", "partners", "rounds", "slab"):
         ways += [_json] * 9
     elif kind in ("parts", "pieces", "regions", "asked"):
         ways += [_matrix] * 12

@@ -123,7 +123,7 @@ def after_losses(rank: int, flags: list[str], checkpoints: list[tuple[str, str]]
             worker.wake_up(["kv_cache"])
             outcome.append(caught(link.refit))
             worker.wake_up(["weights"])
-        fit = link.engine.engine.ready
+        fit = link.receiver.engine.ready
         link.refit(version=7)
         held = fingerprint(module)
         wrong = sorted(key for key in expected if held[key] != expected[key])
@@ -226,7 +226,7 @@ def drafter_left_alone(rank: int, flags: list[str], checkpoints: list[tuple[str,
     worker, module, draft, join = meet()
     before = fingerprint(draft)
     link, expected = join(), loaded(other, **engine)
-    own = {name for name, _ in draft.named_parameters() if f"draft.{name}" in link.engine.engine.accounts}
+    own = {name for name, _ in draft.named_parameters() if f"draft.{name}" in link.receiver.engine.accounts}
     for _ in range(2):
         link.refit()
         held = fingerprint(module)

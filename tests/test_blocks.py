@@ -32,7 +32,7 @@ from reshard.refit.tables import (
     empty_table,
 )
 from reshard.refit.transports.base import Incoming, Outgoing
-from reshard.refit.transports.packing import Round, Side
+from reshard.refit.transports.packing import PackedPair, PackedRound
 
 
 def pieces_of(
@@ -156,15 +156,17 @@ def test_both_ends_of_a_pair_cut_alike_and_what_travels_is_what_is_made_in_place
     )
     blocks, rounds = source[:, CODEC] != PLAIN, np.full(len(order), AT_ONCE)
     asked = places_of_requests(where[blocks], shapes[blocks], source[blocks, CODEC])
-    sends = Side(Outgoing(source, rounds, where, asked), SRC, 1 << 16)
-    receives = Side(Incoming(destination, rounds, destination, where, {}, np.array(places)), DST, 1 << 16)
+    sends = PackedPair(Outgoing(source, rounds, where, asked), SRC, 1 << 16)
+    receives = PackedPair(
+        Incoming(destination, rounds, destination, where, {}, np.array(places)), DST, 1 << 16
+    )
     assert sends.rounds == receives.rounds and np.array_equal(sends.sizes, receives.sizes)
     memory = np.zeros((1 << 16) + 16, np.uint8)
     start, cpu = memory.ctypes.data + -memory.ctypes.data % 16, torch.device("cpu")
     for index in range(sends.rounds):
         assert sends.bytes_of_round(index) == receives.bytes_of_round(index) <= 1 << 16
-        Round.of([(sends, start)], index, cpu).run()
-        Round.of([(receives, start)], index, cpu).run()
+        PackedRound.of([(sends, start)], index, cpu).run()
+        PackedRound.of([(receives, start)], index, cpu).run()
     for tensor in tensors:
         codes, scales = encode_as_vllm(rounded(tensor.values), tensor.rounding)
         rows, columns = codes.shape

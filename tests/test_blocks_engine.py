@@ -116,7 +116,8 @@ def test_a_refit_leaves_what_vllm_loads_from_a_checkpoint_in_fp8(
         ignored=IGNORED,
         **options,
     )
-    sent = sum(report["staged_bytes"] + report["bucket_bytes"] for of_rank in reports for report in of_rank)
+    received = [report["received_bytes"] for of_rank in reports for report in of_rank]
+    sent = sum(by_route["staged"] + by_route["nccl"] for by_route in received)
     assert (sent > 0) == (not together or ranks > 1)
     assert all(report["launches"] > 0 for of_rank in reports for report in of_rank), (
         "of members that only send, too"
@@ -152,7 +153,7 @@ def test_a_check_sees_what_changed_and_parts_that_were_lost_and_connect_sees_oth
         checkpoint,
         engine,
         wide,
-        module="refit_on_cpu",
+        module="refit_reloads_on_cpu",
     )
     plain, code, scale, lost, mended, cache, arithmetic = messages
     assert plain == mended == "no error"

@@ -182,7 +182,7 @@ def test_scales_of_inputs_stay_as_they_were_loaded(variant, kind, converted, tmp
     flags = flags_at(Path(mcore), f"{TP} 2")
     arguments = sides(tmp_path, 2), flags, mcore, directories, {"tp": 2, "hf_overrides": {}}
     for held, loaded, described, again, dummy, (_, woken), anew in run_on_ranks(
-        2, "static_inputs", *arguments, (variant, kind) == ("qwen3", "float"), module="refit_on_cpu"
+        2, "static_inputs", *arguments, (variant, kind) == ("qwen3", "float"), module="refit_reloads_on_cpu"
     ):
         assert held == loaded[0] and again == "no error" and woken
         reloaded = (variant, kind) == ("qwen3", "float")
@@ -204,7 +204,7 @@ def test_a_rank_that_fails_keeps_nobody_waiting_and_a_check_sees_what_changed(co
     engine = {"tp": 2, "hf_overrides": {"quantization_config": config_of("float", "channel")}}
     arguments = sides(tmp_path, 2, timeout=60), flags_at(Path(checkpoint[1]), f"{TP} 2"), checkpoint, engine
     began = time.monotonic()
-    one, two = run_on_ranks(2, "failing_alone", *arguments, module="refit_on_cpu")
+    one, two = run_on_ranks(2, "failing_alone", *arguments, module="refit_reloads_on_cpu")
     for failed, whole, code, scale, mended in (one, two):
         assert not failed[1] and "out of memory" in failed[0]
         assert whole == mended == ("no error", True)
@@ -228,7 +228,9 @@ def test_infinities_and_nan_in_the_trainer_are_named_by_all_ranks(
     checkpoint = converted("qwen3")[0]
     engine = {"tp": 2, "hf_overrides": {"quantization_config": config_of(kind, strategy)}}
     arguments = sides(tmp_path, 2), flags_at(Path(checkpoint[1]), f"{TP} 2"), checkpoint, engine, number
-    for (message, whole), after in run_on_ranks(2, "of_infinities", *arguments, module="refit_on_cpu"):
+    for (message, whole), after in run_on_ranks(
+        2, "of_infinities", *arguments, module="refit_reloads_on_cpu"
+    ):
         assert "for model.layers.0.mlp.down_proj.weight hold infinities or NaN" in message and not whole
         assert after == ("no error", True)
 

@@ -257,7 +257,7 @@ def test_scales_of_inputs_stay_as_they_were_loaded(variant, kernels, name, optio
         mcore,
         directories,
         engine,
-        module="refit_on_cpu",
+        module="refit_reloads_on_cpu",
     )
     assert held == loaded[0] and again == "no error"
     other = {name for name in held if held[name] != loaded[1][name]}
@@ -280,7 +280,9 @@ def test_infinities_and_nan_in_the_trainer_are_named_by_all_ranks(modelopt, conv
     checkpoint = converted("qwen3")[0]
     engine = {"tp": 2, "hf_overrides": {"quantization_config": config_of(modelopt=modelopt)}}
     arguments = sides(tmp_path, 2), flags_at(Path(checkpoint[1]), f"{TP} 2"), checkpoint, engine, torch.nan
-    for (message, whole), after in run_on_ranks(2, "of_infinities", *arguments, module="refit_on_cpu"):
+    for (message, whole), after in run_on_ranks(
+        2, "of_infinities", *arguments, module="refit_reloads_on_cpu"
+    ):
         assert "for model.layers.0.mlp.down_proj.weight hold infinities or NaN" in message and not whole
         assert after == ("no error", True)
 

@@ -141,9 +141,11 @@ def as_forecast(
         make_vocab_size_divisible_by=8,
         transformer_impl="local",
     )
-    assert [r["local_bytes"] for _, r in reports] == [r.local_bytes for r in found.ranks]
+    assert [r["received_bytes"]["local"] for _, r in reports] == [r.local_bytes for r in found.ranks]
     for (_, report), rank in zip(reports, found.ranks, strict=True):
-        came = report["bucket_bytes"] + report["peer_bytes"]  # one of them: the second on a GPU
+        came = (
+            report["received_bytes"]["nccl"] + report["received_bytes"]["cuda_ipc"]
+        )  # one of them: the second on a GPU
         if encoded and rank.host_bytes:
             # embedding, output and norms are as they were
             assert 0.5 < came / rank.host_bytes < 0.7
@@ -183,7 +185,7 @@ def test_small_buckets_give_the_same(converted, tmp_path):
     reports = refit(
         converted("qwen3-moe"), f"{TP} 2", 2, dict(tp=2), 2, False, tmp_path, bucket_bytes=4 * 2 * (64 << 10)
     )
-    assert all(r["bucket_bytes"] > 4 * (64 << 10) for r in reports[-1])
+    assert all(r["received_bytes"]["nccl"] > 4 * (64 << 10) for r in reports[-1])
 
 
 def test_what_cannot_be_mapped_is_staged_on_the_same_host(converted, tmp_path):
@@ -211,7 +213,8 @@ def test_what_cannot_be_mapped_is_staged_on_the_same_host(converted, tmp_path):
         moving=True,
     )
     for reports in (*together, *apart[-2:]):
-        assert all(r["staged_bytes"] > 1e5 and r["bucket_bytes"] == r["peer_bytes"] == 0 for r in reports)
+        for received in (report["received_bytes"] for report in reports):
+            assert received["staged"] > 1e5 and received["nccl"] == received["cuda_ipc"] == 0
 
 
 def test_what_is_staged_is_what_the_trainer_has_now_also_where_its_memory_moves_under_mappings_that_stay(
@@ -245,9 +248,10 @@ def test_a_member_with_neither_side_looks_on(converted, tmp_path):
 
 def test_bytes_of_the_same_process_are_not_sent(converted, tmp_path):
     reports = refit(converted("qwen3"), f"{TP} 2", 2, dict(tp=2), 2, True, tmp_path)
-    for one, two in reports:
+    for of_ranks in reports:
+        first, second = (report["received_bytes"] for report in of_ranks)
         # MLP and attention shards are where they are needed; the vocabulary is padded in another way on either side.
-        assert one["local_bytes"] > 5 * one["bucket_bytes"] and one["local_bytes"] == two["local_bytes"]
+        assert first["local"] > 5 * first["nccl"] and first["local"] == second["local"]
 
 
 def test_parameters_that_move_between_refits_are_found_again(converted, tmp_path):
@@ -344,7 +348,8 @@ def test_a_trainer_and_an_engine_on_two_hosts(converted, tmp_path, hosts):
     reports = refit(
         converted("qwen3-moe"), f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2), 2, False, tmp_path, {"hosts": hosts}
     )
-    assert all(r["bucket_bytes"] > 0 and r["local_bytes"] == r["peer_bytes"] == 0 for r in reports[-1])
+    for received in (report["received_bytes"] for report in reports[-1]):
+        assert received["nccl"] > 0 and received["local"] == received["cuda_ipc"] == 0
 
 
 def test_a_host_that_cannot_be_reached_is_named(tmp_path, hosts):

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from reshard.refit.agreement import PROTOCOL
-from reshard.refit.routes import way_between
+from reshard.refit.protocol.greeting import PROTOCOL
+from reshard.refit.routes import Pair, Peer
+from reshard.refit.transports import transport_for
 from tests import container
 from tests.ranks import free_port, run_on_ranks
 from tests.test_logits import PP, TP, flags_at
@@ -119,12 +120,13 @@ def test_a_trainer_and_an_engine_in_two_containers_of_one_host_map_nothing_of_ea
         module="refit_faults_on_cpu",
     )
     (trainer, of_trainer), (engine, of_engine) = results
-    for (said, ways, right), how in zip(engine, hows, strict=True):
+    for (said, routes, right), how in zip(engine, hows, strict=True):
         if how.get("backend") in ("staged", "cuda_ipc"):
             continue
-        [[way]] = ways
+        [[route]] = routes
         assert said == ["no error"] * 2 and right, (how, said)
-        assert way["way"] == "nccl" and "they run in pid and ipc namespaces of their own" in way["apart"], way
+        assert route["route"] == "nccl", route
+        assert "they run in pid and ipc namespaces of their own" in route["apart"], route
     for (said, _, _), (heard, _, _) in zip(trainer[1::2], engine[1::2], strict=True):
         for sentence in (*said, *heard):  # at connect, so there is no refit
             assert "cannot read each other's memory, since they run in pid and ipc namespaces" in sentence, (
@@ -132,12 +134,14 @@ def test_a_trainer_and_an_engine_in_two_containers_of_one_host_map_nothing_of_ea
             )
             assert sentence.endswith("use backend='auto', or 'nccl'")
     # On GPUs of that host, by what both have said of themselves; and as they would say it in one container.
-    gpus = [hello | {"device": "cuda", "gpu": str(i)} for i, hello in enumerate((of_trainer, of_engine))]
-    together = [hello | {"namespaces": of_trainer["namespaces"]} for hello in gpus]
+    gpus = [Peer(*process, "cuda", str(gpu)) for gpu, process in enumerate((of_trainer, of_engine))]
+    together = [peer._replace(namespaces=gpus[0].namespaces) for peer in gpus]
     for exported in (True, False):
-        assert way_between(*gpus, False, "auto", exported) == "nccl"
-        assert way_between(*together, False, "auto", exported) == ("cuda_ipc" if exported else "staged")
-        assert way_between(*together, False, "auto", exported, mappable=False) == "nccl"
+        assert transport_for(Pair(*gpus, False, exported), "auto").name == "nccl"
+        assert transport_for(Pair(*together, False, exported), "auto").name == (
+            "cuda_ipc" if exported else "staged"
+        )
+        assert transport_for(Pair(*together, False, exported, mappable=False), "auto").name == "nccl"
 
 
 # Moments of a connect and of a refit, and whose rank dies then.

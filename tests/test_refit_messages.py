@@ -14,16 +14,12 @@ from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
 from reshard.core.placement import LocalTensor, Part
 from reshard.refit.codecs import block_codec, codec_between
-from reshard.refit.protocol import checks
-from reshard.refit.protocol.encoding import (
-    names_held,
-    pack_array,
-    pack_held,
-    pack_json,
-    unpack_array,
-    unpack_held,
-    unpack_json,
-)
+from reshard.refit.protocol.buckets import most_buckets
+from reshard.refit.protocol.encoding import pack_array, pack_json, unpack_array, unpack_json
+from reshard.refit.protocol.held import ShardSizes, names_held, pack_held, unpack_held
+from reshard.refit.protocol.memory import TrainerMemory, check_regions
+from reshard.refit.protocol.requests import check_pieces
+from reshard.refit.protocol.slab import SlabLocation
 from tests.ranks import free_port, run_on_ranks
 from tests.test_logits import EP, ETP, PP, TP, flags_at
 
@@ -96,7 +92,7 @@ SHAPES, DTYPES = (
     [(6, 8), (5,), (), (0, 8), (2, 2, 2)],
     ["bfloat16", "bfloat16", "bfloat16", "float32", "bfloat16"],
 )
-EXTENTS = checks.Extents.of([LocalTensor(i, shape, ()) for i, shape in enumerate(SHAPES)], DTYPES)
+SIZES = ShardSizes.of([LocalTensor(i, shape, ()) for i, shape in enumerate(SHAPES)], DTYPES)
 BF16_IN_BLOCKS, FP32_TO_BF16 = block_codec("fp32"), codec_between("float32", "bfloat16")
 MOST = (1 << 63) - 1
 
@@ -105,7 +101,7 @@ MOST = (1 << 63) - 1
     (0, 0, 0, 6, 8, 0), (0, 5, 7, 1, 1, 0), (1, 0, 0, 1, 5, 0), (2, 0, 0, 1, 1, 0), (0, 2, 0, 4, 8, BF16_IN_BLOCKS, 7, 250, 0, 256, 8, 3),
 ])  # fmt: skip
 def test_what_a_trainers_rank_has_may_be_asked_for(row):
-    checks.check_asked(np.array([row]), EXTENTS, "inference rank 3", "shard {}".format)
+    check_pieces(np.array([row]), SIZES, "inference rank 3", "shard {}".format)
 
 
 @pytest.mark.parametrize(("row", "sentence"), [
@@ -138,7 +134,7 @@ def test_what_a_trainers_rank_has_may_be_asked_for(row):
 def test_a_trainers_rank_refuses_what_it_does_not_have(row, sentence):
     good = (0, 0, 0, 1, 8, 0, 1, 0, 0, 1, 8, -1)[: len(row)]
     with pytest.raises(ReshardError, match="^inference rank 3 asks for ") as refused:
-        checks.check_asked(np.array([good, row]), EXTENTS, "inference rank 3", "shard {}".format)
+        check_pieces(np.array([good, row]), SIZES, "inference rank 3", "shard {}".format)
     assert sentence in str(refused.value)
 
 
@@ -146,10 +142,10 @@ def test_one_tensor_in_two_shapes_and_everything_many_times_over_are_refused():
     block = [0, 0, 0, 1, 8, BF16_IN_BLOCKS, 0, 0, 0, 1, 8, -1]
     for other in ([*block[:9], 256, 8, -1], [*block[:5], block_codec("ue8m0"), *block[6:]]):
         with pytest.raises(ReshardError, match="its tensor 0 in two shapes or roundings"):
-            checks.check_asked(np.array([block, other]), EXTENTS, "inference rank 3", str)
-    checks.check_asked(np.array([[0, 0, 0, 6, 8, 0]] * 8), EXTENTS, "inference rank 3", str)
+            check_pieces(np.array([block, other]), SIZES, "inference rank 3", str)
+    check_pieces(np.array([[0, 0, 0, 6, 8, 0]] * 8), SIZES, "inference rank 3", str)
     with pytest.raises(ReshardError, match="times all elements that this rank has"):
-        checks.check_asked(np.array([[0, 0, 0, 6, 8, 0]] * 1000), EXTENTS, "inference rank 3", str)
+        check_pieces(np.array([[0, 0, 0, 6, 8, 0]] * 1000), SIZES, "inference rank 3", str)
 
 
 BASE, HANDLE = 1 << 40, "0a" * 64
@@ -179,14 +175,12 @@ BASE, HANDLE = 1 << 40, "0a" * 64
 ])  # fmt: skip
 def test_an_address_that_leaves_what_a_trainers_rank_exports_is_refused(regions, allocation, sentence):
     where = np.array([regions.get(i, (BASE, 16)) for i in range(len(SHAPES))], np.int64)
-    memory = {"allocations": [allocation], "exported": True}
+    fields = {"allocations": [allocation], "exported": True}
     asked = np.array([(0, 0, 0, 1, 1, 0), (1, 0, 0, 1, 1, 0)])
 
     def check():
-        checks.check_memory(memory, "trainer rank 0")
-        checks.check_regions(
-            memory | {"regions": where}, asked, EXTENTS, True, "trainer rank 0", ["w0", "w1"]
-        )
+        memory = TrainerMemory.checked(fields, where, "trainer rank 0")
+        check_regions(memory, asked, SIZES, True, "trainer rank 0", ["w0", "w1"])
 
     if not sentence:
         check()
@@ -200,9 +194,16 @@ def test_the_slots_of_a_slab_are_where_both_ends_cut_them():
     good = {"number": 3, "handle": "mine", "limit": 64, "starts": [[1, 0], [4, 128]]}
 
     def start(**changes):
-        return checks.check_slab(
-            good | changes, 4, 6, 2, {2: 64, 1: 128}.get, "mine".__eq__, "trainer rank 0"
+        slab = SlabLocation.checked(
+            good | changes,
+            rank=4,
+            size=6,
+            slots=2,
+            limit_of={2: 64, 1: 128}.get,
+            may_have="mine".__eq__,
+            who="trainer rank 0",
         )
+        return dict(slab.starts)[4]
 
     assert start() == 128
     for changes in (
@@ -217,7 +218,7 @@ def test_the_slots_of_a_slab_are_where_both_ends_cut_them():
 
 def test_how_many_buckets_a_round_takes_is_what_two_members_say():
     names = {rank: f"rank {rank}" for rank in range(3)}
-    assert checks.most_buckets([[[-1, 3], [2, 1]], [[-1, 3]], [[-1, 2], [2, 1]]], names) == {-1: 3, 2: 1}
+    assert most_buckets([[[-1, 3], [2, 1]], [[-1, 3]], [[-1, 2], [2, 1]]], names) == {-1: 3, 2: 1}
     for said in (
         [[-1, 4]],
         [[-1, 1 << 40]],
@@ -231,7 +232,7 @@ def test_how_many_buckets_a_round_takes_is_what_two_members_say():
         [["-1", 3]],
     ):
         with pytest.raises(ReshardError, match="^rank 0 "):
-            checks.most_buckets([said, [[-1, 3]], [[-1, 3]]], names)
+            most_buckets([said, [[-1, 3]], [[-1, 3]]], names)
 
 
 def test_a_message_comes_back_as_it_was_said_or_not_at_all():

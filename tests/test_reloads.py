@@ -41,7 +41,7 @@ def test_what_attention_derives_from_its_projection_stays_where_cuda_graphs_read
         {"quantization": quantization},
         rebinds,
     )
-    [outcome] = run_on_ranks(1, "absorbed_where_it_was", *arguments, module="refit_on_cpu")
+    [outcome] = run_on_ranks(1, "absorbed_where_it_was", *arguments, module="refit_reloads_on_cpu")
     held, expected, served, matrices, spoiled, then = outcome
     assert matrices == 8 and served
     assert held == expected and not held[0].items() & held[1].items()
@@ -78,7 +78,7 @@ def test_a_check_makes_it_again_and_what_fails_leaves_the_layers_as_they_were(to
     checkpoint = converted("qwen3-moe")[0]
     arguments = sides, flags_at(Path(checkpoint[1]), ""), checkpoint, {"quantization": "fp8_per_channel"}
     *trainers_messages, messages = run_on_ranks(
-        1 if together else 2, "reloads_that_differ", *arguments, module="refit_on_cpu"
+        1 if together else 2, "reloads_that_differ", *arguments, module="refit_reloads_on_cpu"
     )
     for on_trainer in trainers_messages:
         assert on_trainer[0] == on_trainer[6] == "no error" and all(

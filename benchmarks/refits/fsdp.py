@@ -168,15 +168,15 @@ def main() -> None:
     result["parameters"], result["different"] = len(found[0]), max(everyone(len(different)))
     described = {name: link.describe() for name, link in links.items()}
     result["cast_bytes"] = {
-        name: everyone([way["cast"] for way in d["ways"]]) for name, d in described.items()
+        name: everyone([route["cast"] for route in d["routes"]]) for name, d in described.items()
     }
     result["parts"] = {name: everyone(d["parts"]) for name, d in described.items()}
     result["quantized"] = next(iter(described.values()))["quantized"]
     say("bits:", len(found[0]), "parameters and buffers; different:", different[:5])
     if cuda:
-        pull = links["cuda_ipc"].pull
+        [received] = [t.received_bytes for t in links["cuda_ipc"].transports if t.name == "cuda_ipc"]
         wire, memory = min(everyone(link_rate())), min(everyone(memory_rate()))
-        moved = everyone((pull.local_bytes, pull.peer_bytes))
+        moved = everyone((received["local"], received["cuda_ipc"]))
         result |= {"local_and_peer_bytes": moved, "link_bytes_per_second": wire}
         written = (1 if options.quantization else 2) / dtype.itemsize  # bytes for each that is read
         floors = (max(p / wire, (n + (n + p) * written) / memory) for n, p in moved)

@@ -239,10 +239,11 @@ def main() -> None:
             found[f"{how}_bits"] = zlib.crc32(
                 json.dumps([sorted(held_by_one.items()) for held_by_one in known[2]]).encode()
             )
-            found[f"{how}_ways"] = {
-                k: sum(r[k] for r in reports) for k in ("peer_bytes", "staged_bytes", "bucket_bytes")
+            found[f"{how}_routes"] = {
+                route: sum(report["received_bytes"][route] for report in reports)
+                for route in ("cuda_ipc", "staged", "nccl")
             }
-            print(how, found[f"{how}_ways"], "bits", found[f"{how}_bits"], flush=True)
+            print(how, found[f"{how}_routes"], "bits", found[f"{how}_bits"], flush=True)
         for place in ("the same addresses", "other addresses"):
             before = free()
             at = trainer.parameters()[0].data_ptr()

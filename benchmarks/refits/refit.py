@@ -68,14 +68,14 @@ def link_rate(n: int = 1 << 30) -> float:
     if dist.get_world_size() == 1:
         return float("inf")
     from reshard.device.cuda import allocation_of, driver, exported
-    from reshard.refit.transports.mapped import Mappings
+    from reshard.refit.transports.mapped import MappedMemory
 
     shared, here = (torch.empty(n, dtype=torch.uint8, device="cuda") for _ in range(2))
     base = allocation_of(shared.data_ptr()).base
     handle, offset = everyone((exported(base), shared.data_ptr() - base))[
         (dist.get_rank() + 1) % dist.get_world_size()
     ]
-    mappings = Mappings(shared.device)
+    mappings = MappedMemory(shared.device)
     there = mappings.address(handle, n, "the neighbor") + offset
     stream = torch.cuda.current_stream().cuda_stream
     times = []
@@ -128,12 +128,12 @@ class Today:
     def __init__(self, source, model, vllm_model, model_config=None) -> None:
         from reshard.core.dtypes import dtype_named
         from reshard.megatron.parameters import expand
-        from reshard.refit.needs import Sources
-        from reshard.refit.protocol.encoding import Held
+        from reshard.refit.planning import Sources
+        from reshard.refit.protocol.held import HeldTensors
 
         self.source, self.module, self.model_config = source, vllm_model, model_config
         self.shapes = expand(model).shapes
-        held = Held(
+        held = HeldTensors(
             source.publish(model), [dtype_named(str(region.tensor.dtype)).name for region in source.regions]
         )
         ranks = dict(enumerate(everyone(held)))
@@ -386,14 +386,15 @@ def main() -> None:
         result["verify_error"] = str(error)
         raise
     link = links["cuda_ipc"]
+    [reading] = [transport for transport in link.transports if transport.name == "cuda_ipc"]
     result |= {
-        "local_bytes": everyone(link.pull.local_bytes),
-        "peer_bytes": everyone(link.pull.peer_bytes),
-        "launches": link.pull.launches,
+        "local_bytes": everyone(reading.received_bytes["local"]),
+        "peer_bytes": everyone(reading.received_bytes["cuda_ipc"]),
+        "launches": reading.launches,
     }
     wire, memory = min(everyone(link_rate())), min(everyone(memory_rate()))
     sent = [0] * dist.get_world_size()
-    for rank, pieces in link.engine.pieces.items():
+    for rank, pieces in link.receiver.pieces.items():
         if rank != dist.get_rank():
             sent[rank] += 2 * int((pieces.asked[:, COUNT] * pieces.asked[:, ELEMENTS]).sum())
     out = [sum(column) for column in zip(*everyone(sent), strict=True)]

@@ -1,1 +1,1 @@
-"""How processes meet and talk: authenticated connections to a hub, on which everything else here is built."""
+"""Coordination of processes: authenticated connections to a hub, and a group of members that take part in transactions over it."""

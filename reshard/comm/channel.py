@@ -1,14 +1,14 @@
 """Authenticated messages over a socket.
 
-Both ends prove that they know a secret before either says anything else. These messages have fixed sizes, so that nothing a
-stranger sends says how much is to be read:
+Both ends prove that they know a secret before either says anything else. These messages have fixed sizes, so that a stranger
+cannot choose how much is read:
 
     server: magic, nonce                                   40 bytes
     client: nonce, proof of the client                     64 bytes
     server: proof of the server, or zeros for a refusal    32 bytes
 
 After that each direction has a key of its own, and every frame carries a code over its place in the sequence and all of its
-bytes: what was altered, replayed, left out or comes from another connection ends the connection. Heads are JSON, bodies bytes;
+bytes: a frame that was altered, replayed, left out or taken from another connection ends the connection. Heads are JSON, bodies bytes;
 nothing is unpickled. Nothing is encrypted.
 """
 
@@ -48,7 +48,7 @@ class WrongSecretError(ReshardError):
 
 
 class BrokenChannelError(Exception):
-    """A connection has ended, or its other end has said what is no message."""
+    """A connection has ended, or its other end has sent something else than a message."""
 
 
 class Keys(NamedTuple):
@@ -106,7 +106,7 @@ def frame_code(key: bytes, sequence: int, head: bytes, body_bytes: int, digest: 
 
 
 class FrameReader:
-    """Takes the bytes of one direction apart. What it keeps grows with what arrives, whatever a frame says of its length."""
+    """Reads the messages in the bytes of one direction. Its buffer grows with what arrives, whatever a frame says of its length."""
 
     def __init__(self, key: bytes) -> None:
         self.key, self.sequence, self.buffer = key, 0, bytearray()
@@ -143,7 +143,7 @@ class FrameReader:
 
 
 class Channel:
-    """A connection that has been authenticated, for who waits for its messages. Several threads may send, one receives."""
+    """An authenticated connection whose user waits for messages. Several threads may send, one receives."""
 
     def __init__(self, connection: socket.socket, sending: bytes, receiving: bytes) -> None:
         self.connection, self.writer, self.reader = connection, FrameWriter(sending), FrameReader(receiving)
@@ -153,7 +153,7 @@ class Channel:
         connection.settimeout(None)
 
     def limit_sending(self, seconds: float) -> None:
-        """From here on a message that the other end does not take within so many seconds breaks the channel."""
+        """Break the channel where the other end does not take a message within so many seconds."""
         limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
@@ -194,10 +194,10 @@ class Channel:
 
 
 def prepare(connection: socket.socket) -> None:
-    """Set how this process learns that the other host is gone: asked after 20 silent seconds, given up after 30 more.
+    """Probe the other host after 20 silent seconds, and give up after 30 more.
 
-    A host that is only busy answers, also where its process is stopped and takes nothing in: so no TCP_USER_TIMEOUT, which
-    would count that against it.
+    A host that is only busy answers, also where its process is stopped and takes nothing in. TCP_USER_TIMEOUT would count that
+    against it.
     """
     options = {
         socket.TCP_KEEPIDLE: 20,
@@ -270,7 +270,7 @@ def _read(connection: socket.socket, length: int, deadline: float) -> bytes:
 
 
 class Handshake:
-    """The server's end of a handshake, with as many bytes as have come."""
+    """The server's end of a handshake, which takes bytes as they come."""
 
     def __init__(self, connection: socket.socket, secret: bytes) -> None:
         self.connection, self.secret, self.deadline = connection, secret, time.monotonic() + HANDSHAKE_SECONDS
@@ -278,7 +278,8 @@ class Handshake:
         connection.send(self.challenge)
 
     def go_on(self) -> Keys | None:
-        """Read what has come; the keys once the other end has proved what it knows. Raises OSError or WrongSecretError."""
+        """Read what has come. Returns the keys once the other end has proved that it knows the secret. Raises OSError or
+        WrongSecretError."""
         part = self.connection.recv(ANSWER_BYTES - len(self.answer))
         if not part:
             raise ConnectionError("the connection has ended")
@@ -294,8 +295,8 @@ class Handshake:
 
 
 class Door:
-    """Lets those in who know the secret. Handshakes go on beside each other, each with a deadline of its own, so that nobody who
-    is slow, silent or numerous holds up a member."""
+    """Admits connections that know the secret. Handshakes go on at the same time, each with a deadline of its own, so that
+    strangers who are slow, silent or numerous hold up no member."""
 
     ACCEPTED_AT_ONCE = 64
 
@@ -308,7 +309,7 @@ class Door:
         self.selector.register(listener, selectors.EVENT_READ)
 
     def fileno(self) -> int:
-        """Return what becomes readable when `admitted` has something to do."""
+        """Return a file descriptor that is readable when `admitted` has something to do."""
         return self.selector.fileno()  # type: ignore[attr-defined]
 
     def admitted(self, within: float = 0.0) -> list[tuple[socket.socket, Keys]]:
@@ -320,12 +321,13 @@ class Door:
             elif (keys := self._go_on(key.fileobj)) is not None:
                 admitted.append((key.fileobj, keys))
         now = time.monotonic()
-        for connection in [one for one, handshake in self.handshakes.items() if now > handshake.deadline]:
+        late = [connection for connection, handshake in self.handshakes.items() if now > handshake.deadline]
+        for connection in late:
             self._turn_away(connection)
         return admitted  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Admit nobody any more."""
         for connection in list(self.handshakes):
             self._turn_away(connection)
         self.selector.close()

@@ -10,16 +10,16 @@ from typing import Any
 from reshard.core.errors import ReshardError
 
 BACKLOG = 4096  # processes that connect at the same moment
-ELSEWHERE = "192.0.2.1"  # of nobody; only the way there is asked for
+ELSEWHERE = "192.0.2.1"  # an address of nobody; only the route to it is looked up
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """The kind of socket for an address of a host, without brackets."""
+    """Return the kind of socket for an address of a host, without brackets."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def parsed(address: str) -> tuple[str, int]:
-    """Host and port of an address. Raises ReshardError where it is none."""
+    """Return host and port of an address. Raises ReshardError where it is none."""
     host, _, port = str(address).rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -31,10 +31,10 @@ def parsed(address: str) -> tuple[str, int]:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to a host; nothing is sent."""
-    [(family, kind, _, _, there), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    """Return this machine's address on the way to a host; nothing is sent."""
+    [(family, kind, _, _, destination), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     with socket.socket(family, kind) as probe:
-        probe.connect(there)
+        probe.connect(destination)
         return str(probe.getsockname()[0])
 
 

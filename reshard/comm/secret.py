@@ -1,6 +1,6 @@
-"""The secret that all members of a meeting share: who does not know it is no member.
+"""The secret that all members of a group share.
 
-It is given by the caller (`secret=`), or by the environment (`RESHARD_SECRET`). On an address of this host alone it may
+It comes from the caller (`secret=`), or by the environment (`RESHARD_SECRET`). On an address of this host alone it may
 come from a file that only this user can read.
 """
 
@@ -31,11 +31,11 @@ def given_secret(given: str | None = None) -> str | None:
 
 
 def secret_for(host: str, given: str | None) -> bytes:
-    """Return the secret of those who meet on `host`. Raises ReshardError where there is none, or it is too short."""
+    """Return the secret of a group whose hub listens on `host`. Raises ReshardError where there is none, or it is too short."""
     if given is not None:
         return _checked(given, "secret")
-    if (known := given_secret()) is not None:
-        return _checked(known, VARIABLE)
+    if (from_environment := given_secret()) is not None:
+        return _checked(from_environment, VARIABLE)
     if is_loopback(host):
         return _of_user(_folders())
     raise ReshardError(f"members that meet on {host}, which other hosts may reach, need a secret: {HOW}")
@@ -50,7 +50,8 @@ def _checked(secret: object, name: str) -> bytes:
 
 
 def _folders() -> list[Path]:
-    """Return where this user's secret may lie: by the user database, since the environments of a trainer and an engine differ, and
+    """Return the folders in which this user's secret may lie: by the user database, since the environments of a trainer and an engine
+    differ, and
     where nothing can be written there."""
     uid = os.getuid()
     folders = [Path(f"/tmp/reshard-{uid}")]
@@ -87,13 +88,15 @@ def _kept_in(folder: Path) -> bytes:
 
 def _write_whole(path: Path) -> None:
     """Make the file with a new secret; nobody ever sees it half written. Raises FileExistsError where there is one."""
-    made = path.with_name(f".secret-{os.getpid()}-{secrets.token_hex(4)}")
+    unfinished = path.with_name(f".secret-{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        with open(
+            os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii"
+        ) as file:
             file.write(new_secret())
-        os.link(made, path)
+        os.link(unfinished, path)
     finally:
-        made.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
 
 
 def _check_owner(path: Path, status: os.stat_result, is_kind: object) -> None:

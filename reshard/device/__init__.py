@@ -1,1 +1,1 @@
-"""Where the tensors of live models lie in memory."""
+"""Memory of live models: regions of tensors, and the CUDA driver's view of them."""

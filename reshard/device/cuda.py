@@ -21,13 +21,14 @@ class Allocation(NamedTuple):
 
 
 def driver() -> Any:
+    """Return the bindings of the CUDA driver, imported only where there is a GPU."""
     from cuda.bindings import driver as bindings
 
     return bindings
 
 
 def checked(answer: tuple, what: str) -> Any:
-    """What a call of the driver returns. Raises ReshardError where it fails."""
+    """Return the value of a call of the driver. Raises ReshardError where it fails."""
     status, *values = answer
     if status:
         _, text = driver().cuGetErrorString(status)
@@ -36,14 +37,14 @@ def checked(answer: tuple, what: str) -> Any:
 
 
 def allocation_of(address: int) -> Allocation:
-    """The CUDA allocation that an address lies in. Raises ReshardError where there is none."""
+    """Return the CUDA allocation that an address lies in. Raises ReshardError where there is none."""
     status, base, size = driver().cuMemGetAddressRange(address)
     base = checked((status, base), f"no CUDA allocation at {address:#x}")
     return Allocation(int(base), size, generation_of(int(base)))
 
 
 def _attribute(name: str, address: int) -> Any:
-    """An attribute of the memory at an address; None where the driver does not say."""
+    """Return an attribute of the memory at an address; None where the driver does not say."""
     status, value = driver().cuPointerGetAttribute(
         getattr(driver().CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}"), address
     )
@@ -51,37 +52,37 @@ def _attribute(name: str, address: int) -> Any:
 
 
 def generation_of(base: int) -> int:
-    """The driver's id of the allocation that is at an address now; 0 where there is none."""
+    """Return the driver's id of the allocation that is at an address now; 0 where there is none."""
     return int(_attribute("BUFFER_ID", base) or 0)
 
 
 def frees_of(device: torch.device) -> int | None:
-    """How often torch has given memory of this device back to the driver; None where it does not manage this
+    """Return how often torch has given memory of this device back to the driver; None where it does not manage this
     process's memory."""
     stats = torch.cuda.memory_stats_as_nested_dict(device)  # not the flat one, which is sorted
     return stats["num_device_free"] if stats.get("num_device_alloc") else None
 
 
 def is_mapped(address: int) -> bool:
-    """Whether there is memory behind a CUDA address: not so for what vLLM's sleep mode has given away."""
+    """Return True where there is memory behind a CUDA address; vLLM's sleep mode gives it away."""
     return bool(_attribute("MAPPED", address))
 
 
 def mapped_bytes(base: int) -> int | None:
-    """The bytes of the allocation whose first address this is, also of one that another process has made; None where the driver does
-    not say."""
+    """Return the bytes of the allocation with this first address, also of one that another process has made; None where the driver
+    does not say."""
     status, first, size = driver().cuMemGetAddressRange(base)
     return None if status or int(first) != base else int(size)
 
 
 def is_exportable(base: int) -> bool:
-    """Whether an allocation has a handle for other processes. Expandable segments and the pools of sleep mode
+    """Return True where an allocation has a handle for other processes. Expandable segments and the pools of sleep mode
     have none."""
     return bool(_attribute("IS_LEGACY_CUDA_IPC_CAPABLE", base))
 
 
 def exported(base: int) -> str:
-    """The handle, in hex, under which another process of this host maps an allocation. Raises ReshardError
+    """Return the handle, in hex, under which another process of this host maps an allocation. Raises ReshardError
     where it has none."""
     handle = checked(
         driver().cuIpcGetMemHandle(base), f"the memory at {base:#x} cannot be shared with other processes"
@@ -90,7 +91,7 @@ def exported(base: int) -> str:
 
 
 def cuda_memory(size: int, device: torch.device) -> int:
-    """The address of `size` bytes straight from the driver, which other processes may map whatever torch's
+    """Return the address of `size` bytes straight from the driver, which other processes may map whatever torch's
     allocator is set to."""
     make_current(device)
     with torch.cuda.device(device):

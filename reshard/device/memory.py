@@ -1,4 +1,4 @@
-"""Where a local tensor lies in the memory of a live model."""
+"""Local tensors in the memory of a live model."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -12,7 +12,7 @@ class Region(NamedTuple):
     """Rows of a live tensor: the first element is `offset` elements after the tensor's first, rows follow
     every `pitch` elements.
 
-    The address is asked of the tensor each time, since trainers move parameters away and back.
+    The address is looked up each time, since trainers move parameters away and back.
     """
 
     tensor: torch.Tensor
@@ -21,7 +21,7 @@ class Region(NamedTuple):
 
     @property
     def address(self) -> int:
-        """The first element's address, now."""
+        """The first element's address, as it is now."""
         return self.tensor.data_ptr() + self.offset * self.tensor.element_size()
 
 
@@ -48,7 +48,7 @@ class Finder:
                 self.by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
 
     def region(self, view: torch.Tensor, what: str) -> Region:
-        """The region of a view of at most two dims. Raises ReshardError where it is a copy, or its rows are
+        """Return the region of a view of at most two dims. Raises ReshardError where it is a copy, or its rows are
         not contiguous."""
         if view.ndim > 2 or (view.ndim and view.shape[-1] > 1 and view.stride(-1) != 1):
             raise ReshardError(

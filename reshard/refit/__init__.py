@@ -12,12 +12,13 @@ from reshard.core.extras import importing
 if TYPE_CHECKING:
     from reshard.comm.group import RefitGroup
     from reshard.refit.connecting import connect
-    from reshard.refit.link import Link, RefitReport
+    from reshard.refit.link import Link
+    from reshard.refit.report import RefitReport
 
 _MODULES = {
     "Link": "reshard.refit.link",
     "RefitGroup": "reshard.comm.group",
-    "RefitReport": "reshard.refit.link",
+    "RefitReport": "reshard.refit.report",
     "connect": "reshard.refit.connecting",
 }
 _RENAMED = {"Members": "RefitGroup", "Report": "RefitReport"}

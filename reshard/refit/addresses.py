@@ -1,4 +1,4 @@
-"""Pieces and shards as addresses: the tables of copies that a plan becomes on one member."""
+"""Tables of copies: what a plan's pieces become on one member, with addresses of its memory filled in."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from reshard.core.planner import Transfer
-from reshard.device.cuda import Allocation, allocation_of, exported
+from reshard.device.cuda import Allocation, allocation_of
 from reshard.device.memory import Region
 from reshard.engines.base import Engine
 from reshard.refit.codecs import (
@@ -19,14 +19,13 @@ from reshard.refit.codecs import (
     bytes_in_source,
 )
 from reshard.refit.tables import CODEC, COLUMNS, DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
-from reshard.refit.transports.mapped import Mappings
 from reshard.trainers.base import Trainer
 
-# Columns of what an inference rank asks a trainer's rank for; offsets and lengths in elements.
+# Columns of a piece that an inference rank asks a trainer's rank for; offsets and lengths in elements.
 ASKED = 6
 SHARD, ROW, COLUMN, COUNT, ELEMENTS, ENCODED = range(ASKED)
 # Of an engine that serves quantized also where a piece goes: the local tensor's index, the first row and column
-# there; that tensor's rows and columns; and the round in which it passes through its region (`rounds_of`), or, of what
+# there; that tensor's rows and columns; and the round in which it passes through its region (`staged_rounds_of`), or, of what
 # is made into blocks, in which it comes as bf16 where it is sent (`parts`).
 WHERE, EXTENT, ROUND = slice(ASKED, ASKED + 3), slice(ASKED + 3, ASKED + 5), ASKED + 5
 ASKED_OF_BLOCKS = ASKED + 6
@@ -39,11 +38,11 @@ NO_SLOT = AT_ONCE  # in all four, of pieces that have none
 
 
 class Pieces(NamedTuple):
-    """The copies of a plan from one trainer's rank into this one, `names` being the canonical tensors'.
+    """The copies of a plan from one trainer's rank into this one; `names` are the canonical tensors'.
 
-    `asked` is what that rank is asked for: shard, first row, first column, rows, columns and codec of each;
-    `into` the index of the local tensor among the engine's regions, and the first row and column there; `parts` where
-    each is put together with others' (`reshard.refit.fp8_blocks.split`).
+    `asked` has the shard, first row, first column, rows, columns and codec of each, `into` the index of the local tensor among the
+    engine's regions, and the first row and column there, `parts` where each is put together with others'
+    (`reshard.refit.fp8_blocks.split`).
     """
 
     names: list[str]
@@ -53,7 +52,7 @@ class Pieces(NamedTuple):
 
     @staticmethod
     def of(copies: Sequence[tuple[int, int, Transfer]], index: Mapping[Any, int]) -> "Pieces":
-        """From (shard, codec, transfer) of each copy, and the index of each local tensor."""
+        """Make them of (shard, codec, transfer) of each copy, and the index of each local tensor."""
         asked = [(shard, *two(t.src_at, 0), *two(t.box.lengths, 1), codec) for shard, codec, t in copies]
         into = [(index[t.dst], *two(t.dst_at, 0)) for *_, t in copies]
         matrix = np.array(asked, np.int64).reshape(-1, ASKED), np.array(into, np.int64).reshape(-1, 3)
@@ -61,29 +60,29 @@ class Pieces(NamedTuple):
 
     @staticmethod
     def joined(several: Sequence["Pieces"]) -> "Pieces":
-        """All of them, without their names."""
-        matrices = zip(*((some.asked, some.into, some.parts) for some in several), strict=True)
+        """Return all of them, without their names."""
+        matrices = zip(*((pieces.asked, pieces.into, pieces.parts) for pieces in several), strict=True)
         return Pieces([], *map(np.concatenate, matrices)) if several else Pieces.none()
 
     @staticmethod
     def none() -> "Pieces":
-        """No pieces."""
+        """Return no pieces."""
         return Pieces.of([], {})
 
     def where(self, chosen: np.ndarray) -> "Pieces":
-        """Some of them, without their names."""
+        """Return those of an index or a mask, without their names."""
         return Pieces([], self.asked[chosen], self.into[chosen], self.parts[chosen])
 
 
 def two(values: tuple[int, ...], fill: int) -> tuple[int, int]:
-    """Rows and columns of offsets or lengths: a vector is one row."""
+    """Return rows and columns of offsets or lengths: a vector is one row."""
     if len(values) == 2:
         return values[0], values[1]
     return fill, values[0] if values else 1
 
 
 def destination_table(memory: np.ndarray, pieces: Pieces) -> np.ndarray:
-    """A table of pieces with the destination's end filled in; `memory` is `located` of the engine's regions."""
+    """Return a table of pieces with the destination's end filled in; `memory` is `located` of the engine's regions."""
     address, pitch, size = memory[pieces.into[:, 0]].T
     table = empty_table(len(pieces.into))
     table[:, DST_PITCH] = pitch * size
@@ -94,29 +93,29 @@ def destination_table(memory: np.ndarray, pieces: Pieces) -> np.ndarray:
 
 
 def located(regions: Iterable[Region]) -> np.ndarray:
-    """Where regions lie now: the address, the pitch in elements and the bytes of an element of each."""
+    """Return the address, the pitch in elements and the bytes of an element of each region, as they are now."""
     tensors: dict[int, tuple[int, int]] = {}
-    found = []
+    rows = []
     for tensor, offset, pitch in regions:
         known = tensors.get(id(tensor))
         if known is None:
             known = tensors[id(tensor)] = tensor.data_ptr(), tensor.element_size()
         start, size = known
-        found.append((start + offset * size, pitch, size))
-    return np.array(found, np.int64).reshape(-1, 3)
+        rows.append((start + offset * size, pitch, size))
+    return np.array(rows, np.int64).reshape(-1, 3)
 
 
-def rounds_of(engine: Engine) -> np.ndarray:
-    """By the index of each local tensor among the engine's regions the round in which it passes through its region;
-    `AT_ONCE` for one that stays there."""
+def staged_rounds_of(engine: Engine) -> np.ndarray:
+    """Return the round in which each of the engine's local tensors passes through its region, in the order of regions; `AT_ONCE`
+    for one that stays there."""
     if not engine.staged_rounds:
         return np.full(len(engine.regions), AT_ONCE, np.int64)
     return np.array([engine.staged_rounds.get(identity, AT_ONCE) for identity in engine.regions], np.int64)
 
 
 class Fills(NamedTuple):
-    """Copies of a row of zeros into every row of padding, where each goes (`Pieces.into`), and that row, which must
-    live as long."""
+    """Copies of a row of zeros into every row of padding, where each goes (`Pieces.into`), and that row, which has to live as
+    long."""
 
     table: np.ndarray
     into: np.ndarray
@@ -124,8 +123,8 @@ class Fills(NamedTuple):
 
 
 def fills_of(destination: Engine, device: torch.device) -> Fills:
-    """The padding of an engine's local tensors; of those in blocks it is quantized like anything else, as if from fp32:
-    zeros are zeros in whatever is narrower, too."""
+    """Return the copies that fill an engine's padding. In blocks it is quantized like anything else, as if from fp32: zeros are
+    zeros in whatever is narrower, too."""
     rows, into, longest = [], [], 0
     for index, (identity, region) in enumerate(destination.regions.items()):
         size, scales = region.tensor.element_size(), destination.scales.get(identity)
@@ -143,7 +142,7 @@ def fills_of(destination: Engine, device: torch.device) -> Fills:
 
 
 def source_table(memory: np.ndarray, asked: np.ndarray) -> np.ndarray:
-    """A table of pieces that another rank asked for, with the source's end filled in; `memory` is `located` of
+    """Return a table of pieces that another rank asked for, with the source's end filled in; `memory` is `located` of
     the trainer's regions."""
     address, pitch, size = memory[asked[:, SHARD]].T
     table = empty_table(len(asked))
@@ -156,14 +155,14 @@ def source_table(memory: np.ndarray, asked: np.ndarray) -> np.ndarray:
 
 
 def as_held(asked: np.ndarray) -> np.ndarray:
-    """Pieces as the bf16 that blocks would be made of: a fragment of a block says nothing of its codes."""
+    """Return pieces as the bf16 that blocks would be made of: a fragment of a block says nothing of its codes."""
     held = asked.copy()
     held[:, ENCODED] = BEFORE_BLOCKS[asked[:, ENCODED]]
     return held
 
 
 def as_sent(asked: np.ndarray) -> np.ndarray:
-    """Pieces that another rank asked for as they are sent: in blocks, or as bf16 where other ranks have parts of these."""
+    """Return pieces as they are sent to the rank that asked for them: in blocks, or as bf16 where other ranks have parts of these."""
     if asked.shape[1] == ASKED:
         return asked
     sent = asked.copy()
@@ -173,7 +172,7 @@ def as_sent(asked: np.ndarray) -> np.ndarray:
 
 
 def from_source(table: np.ndarray, asked: np.ndarray, shards: np.ndarray) -> np.ndarray:
-    """Fill in the source's end of a destination's table: `shards` are the (address, pitch in bytes) of a
+    """Fill in the source's end of a destination's table; `shards` are the (address, pitch in bytes) of a
     rank's shards."""
     table = table.copy()
     itemsize = bytes_in_source(table[:, WIDTH], table[:, CODEC]) // asked[:, ELEMENTS]
@@ -185,7 +184,7 @@ def from_source(table: np.ndarray, asked: np.ndarray, shards: np.ndarray) -> np.
 
 
 def as_read(table: np.ndarray) -> np.ndarray:
-    """A destination's table, turned so that what lies there is read as it is."""
+    """Return a table that reads the destination of another as it is."""
     turned = table.copy()
     turned[:, CODEC] = PLAIN
     turned[:, SRC], turned[:, SRC_PITCH] = table[:, DST], table[:, DST_PITCH]
@@ -193,36 +192,10 @@ def as_read(table: np.ndarray) -> np.ndarray:
 
 
 def allocations_of(source: Trainer, shards: Sequence[int]) -> list[Allocation]:
-    """The CUDA allocations that these shards of a trainer's rank lie in."""
-    found: list[Allocation] = []
+    """Return the CUDA allocations that these shards of a trainer's rank lie in, in the order of addresses."""
+    allocations: list[Allocation] = []
     regions = source.regions
     for address in sorted(regions[shard].address for shard in shards):
-        if not found or address >= found[-1].base + found[-1].size:
-            found.append(allocation_of(address))
-    return found
-
-
-def memory_of(source: Trainer, allocations: Sequence[Allocation]) -> dict[str, Any]:
-    """Where the shards of a trainer's rank lie: (address, pitch in bytes) of each, and the allocations that
-    other processes may map, as (first address, bytes, handle)."""
-    address, pitch, size = located(source.regions).T
-    return {
-        "regions": np.stack([address, pitch * size], 1),
-        "allocations": [(a.base, a.size, exported(a.base)) for a in allocations],
-    }
-
-
-def shards_here(memory: Mapping[str, Any], mappings: Mappings, whose: str) -> np.ndarray:
-    """(address in this process, pitch in bytes) of the shards of another process, mapping its allocations; no address of those
-    that lie in none of them, which are not read (`checks.check_regions`)."""
-    table = memory["regions"].copy()
-    if memory["allocations"]:
-        bases, sizes, _ = zip(*memory["allocations"], strict=True)  # in the order of addresses
-        first, size = np.array(bases, np.int64), np.array(sizes, np.int64)
-        here = np.array(
-            [mappings.address(handle, size, whose) for _, size, handle in memory["allocations"]], np.int64
-        )
-        around = np.maximum(np.searchsorted(first, table[:, 0], "right") - 1, 0)
-        inside = (table[:, 0] >= first[around]) & (table[:, 0] < first[around] + size[around])
-        table[:, 0] = np.where(inside, table[:, 0] + here[around] - first[around], 0)
-    return table
+        if not allocations or address >= allocations[-1].base + allocations[-1].size:
+            allocations.append(allocation_of(address))
+    return allocations

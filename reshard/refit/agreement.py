@@ -1,40 +1,26 @@
-"""What all members agree on before anything is planned: who has which side, and by which way bytes may go."""
+"""The agreement of all members before anything is planned: who has which side, and which routes bytes may take."""
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
 
 from reshard.comm.group import RefitGroup
-from reshard.comm.hosts import namespaces, this_host
 from reshard.core.errors import ReshardError, listed
-from reshard.core.version import __version__
-from reshard.models.config_fields import ignored, ignored_config_fields
-from reshard.refit.protocol.checks import (
-    check_greeting,
-    check_hello,
-    check_ignored_fields,
-    check_own,
-    gathered,
-)
-from reshard.refit.protocol.encoding import unpack_json
-from reshard.refit.routes import Seat, distance, way_between, why_apart
-
-PROTOCOL = 8
+from reshard.refit.protocol.greeting import DeviceInfo, Greeting
+from reshard.refit.routes import LOCAL, Pair, Peer, Seat, distance, why_apart
+from reshard.refit.transports import transport_for
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """`peers` are the members' own words (`hello`), `trainers` and `engines` the ranks that have a
-    side, `backend` what one has chosen or ``auto``, `bucket_bytes` the least that one gives, `keep_mapped`
-    whether engines keep trainers' memory mapped between refits, `unmapped` why an inference rank could not map a trainer's memory when it
-    tried to at connect, by the ranks of both."""
+    """The members of a connection, the same on all of them but for `rank`.
+
+    `trainers` and `engines` are the ranks that have a side, `backend` the one that a member has chosen or ``auto``, `bucket_bytes` the
+    least that one gives. With `keep_mapped` engines keep trainers' memory mapped between refits. `unmapped` says, by trainer's rank and
+    inference rank, why the second could not map the first one's memory at connect.
+    """
 
     rank: int
-    peers: list[dict[str, Any]]
+    peers: list[Peer]
     trainers: list[int]
     engines: list[int]
     backend: str
@@ -48,133 +34,80 @@ class Agreement:
         return sorted({*self.trainers, *self.engines})
 
     def distance(self, rank: int) -> int:
-        """How far another member is (`routes.distance`)."""
-        mine, other = (
-            Seat(r, self.peers[r]["gpu"] or None, self.peers[r]["host"]) for r in (self.rank, rank)
-        )
-        return distance(mine, other)
+        """Return how far another member is (`routes.distance`)."""
+        own, other = (Seat(r, self.peers[r].gpu or None, self.peers[r].host) for r in (self.rank, rank))
+        return distance(own, other)
 
-    def way(self, trainer: int, engine: int, exported: bool) -> str:
-        """How an inference rank gets its pieces from a trainer's rank, whose memory other processes can map
-        or not."""
+    def route(self, trainer: int, engine: int, exported: bool) -> str:
+        """Return the route by which an inference rank gets its pieces from a trainer's rank: a transport's name, or `LOCAL`.
+
+        `exported` says whether other processes can map that rank's memory. Raises ReshardError where the chosen backend does not
+        reach it.
+        """
         mappable = (trainer, engine) not in self.unmapped
-        return way_between(
-            self.peers[trainer], self.peers[engine], trainer == engine, self.backend, exported, mappable
-        )
+        pair = Pair(self.peers[trainer], self.peers[engine], trainer == engine, exported, mappable)
+        transport = transport_for(pair, self.backend)
+        return LOCAL if pair.same_process else transport.name
 
     def why_apart(self, trainer: int, engine: int) -> str:
-        """Why an inference rank does not map a trainer's memory on the same host; empty where nothing keeps it from that."""
+        """Return why an inference rank does not map a trainer's memory on the same host; empty where nothing keeps it from that."""
         if trainer == engine:
             return ""
-        said = why_apart(self.peers[trainer], self.peers[engine])
-        return said or self.unmapped.get((trainer, engine), "")
+        return why_apart(self.peers[trainer], self.peers[engine]) or self.unmapped.get((trainer, engine), "")
 
     @property
     def may_map(self) -> bool:
-        """Whether some member may come to map another's memory, if it can: the same on all."""
-        return self.backend == "auto" and any(
-            self.peers[rank]["device"] == "cuda" for rank in self.participants
-        )
+        """True where some member may come to map another's memory; the same on all members."""
+        return self.backend == "auto" and any(self.peers[rank].device == "cuda" for rank in self.participants)
 
 
-def agree(members: RefitGroup, mine: dict[str, Any]) -> Agreement:
-    """Tell all members what this one is, and hear what they are.
+def agreement_of(rank: int, greetings: Sequence[Greeting], devices: Sequence[DeviceInfo]) -> Agreement:
+    """Return what follows from what all members have said of themselves.
 
-    Raises ReshardError where they are not of one kind of device, where a side is missing, or where two ask
-    for different backends.
+    Raises ReshardError where those with a side are not of one kind of device.
     """
-    peers = gathered(members, "sides", mine)
-    for rank, peer in enumerate(peers):
-        check_greeting(peer, rank)
-    members.names = {rank: peer["name"] for rank, peer in enumerate(peers)}
-    for peer in peers:
-        check_hello(peer)
-        if peer["roles"] and mine["roles"]:
-            _check_alike("device", peer, mine)
-    having = {
-        role: [r for r, peer in enumerate(peers) if role in peer["roles"]]
-        for role in ("trainer", "inference")
-    }
-    for role, ranks in having.items():
-        if not ranks:
-            raise ReshardError(f"none of the {members.size} members brings the {role} side of the refit")
-    chosen = {peer["backend"]: peer["name"] for peer in peers if peer["backend"] != "auto"}
-    if len(chosen) > 1:
-        (one, who), (two, other), *_ = chosen.items()
-        raise ReshardError(
-            f"{who} asks for backend='{one}', {other} for '{two}': give all the same, or let one choose"
+    own = greetings[rank]
+    for greeting, device in zip(greetings, devices, strict=True):
+        if greeting.roles and own.roles and device.device != devices[rank].device:
+            raise ReshardError(
+                f"{greeting.name} has device {device.device}, {own.name} has {devices[rank].device}"
+            )
+    peers = [
+        Peer(
+            greeting.name,
+            greeting.host,
+            greeting.namespaces,
+            greeting.user,
+            greeting.pid,
+            device.device,
+            device.gpu,
         )
+        for greeting, device in zip(greetings, devices, strict=True)
+    ]
     return Agreement(
-        members.rank, peers, having["trainer"], having["inference"], next(iter(chosen), "auto"),
-        min(peer["bucket_bytes"] for peer in peers if peer["roles"]), all(peer["keep_mapped"] for peer in peers),
-    )  # fmt: skip
+        rank,
+        peers,
+        [member for member, greeting in enumerate(greetings) if "trainer" in greeting.roles],
+        [member for member, greeting in enumerate(greetings) if "inference" in greeting.roles],
+        next((greeting.backend for greeting in greetings if greeting.backend != "auto"), "auto"),
+        min(greeting.bucket_bytes for greeting in greetings if greeting.roles),
+        all(greeting.keep_mapped for greeting in greetings),
+    )
 
 
-@contextmanager
-def ignoring_alike(members: RefitGroup, name: str) -> Iterator[None]:
-    """Inside, every member ignores the fields of a config that one of them does: a trainer's process is told in its code,
-    an engine's cannot be. It is the first that members tell each other, before any makes its side.
-
-    Raises ReshardError where they are not of one version.
-    """
-    mine = {"name": name, **spoken(), "ignored": sorted(ignored())}
-    peers = gathered(members, "hello", mine)
-    for rank, peer in enumerate(peers):
-        check_greeting(peer, rank)
-    for peer in peers:
-        _check_alike("protocol", peer, mine)
-    for peer in peers:
-        check_ignored_fields(peer)
-        _check_alike("reshard", peer, mine)
-    fields = {field for peer in peers for field in peer["ignored"]}
-    with ignored_config_fields(*fields, recorded=True):
-        yield
+def check_sides(greetings: Sequence[Greeting]) -> None:
+    """Raise ReshardError where a side is missing, or two members choose different backends."""
+    for role in ("trainer", "inference"):
+        if not any(role in greeting.roles for greeting in greetings):
+            raise ReshardError(f"none of the {len(greetings)} members brings the {role} side of the refit")
+    chosen = {greeting.backend: greeting.name for greeting in greetings if greeting.backend != "auto"}
+    if len(chosen) > 1:
+        (backend, name), (other_backend, other_name), *_ = chosen.items()
+        raise ReshardError(
+            f"{name} asks for backend='{backend}', {other_name} for '{other_backend}': give all the same, or let one choose"
+        )
 
 
-def spoken() -> dict[str, Any]:
-    """Return the versions that all members must have."""
-    return {"protocol": PROTOCOL, "reshard": __version__}
-
-
-def _check_alike(key: str, peer: dict[str, Any], mine: dict[str, Any]) -> None:
-    if peer[key] != mine[key]:
-        raise ReshardError(f"{peer['name']} has {key} {peer[key]}, {mine['name']} has {mine[key]}")
-
-
-def one_config(members: RefitGroup, engines: list[int], mine: bytes) -> dict[str, Any]:
-    """The config that all inference ranks have published as ``model``, this one as `mine`. Raises ReshardError where two serve
-    different models."""
-    read = []
-    for rank in engines:
-        payload = members.read("model", rank)
-        if rank == members.rank:
-            check_own(members, "model", mine, payload)
-        read.append((rank, unpack_json(payload, f"the config of {members.names[rank]}")))
-        if not isinstance(read[-1][1], dict):
-            raise ReshardError(
-                f"the config of {members.names[rank]} is a {type(read[-1][1]).__name__}, not an object"
-            )
-    first, config = read[0]
-    for rank, other in read[1:]:
-        different = sorted(key for key in config.keys() | other.keys() if config.get(key) != other.get(key))
-        if different:
-            key, names = different[0], members.names
-            raise ReshardError(
-                f"{names[first]} serves {key} = {config.get(key)}, {names[rank]} {key} = {other.get(key)}"
-            )
-    return config
-
-
-def names_of(members: RefitGroup, ranks: Any) -> str:
-    """Members by name, for a sentence."""
+def names_of(members: RefitGroup, ranks: Sequence[int]) -> str:
+    """Return members' names, for an error or the log."""
     return listed(members.names[rank] for rank in ranks)
-
-
-def hello(name: str, roles: list[str], device: torch.device) -> dict[str, Any]:
-    """What a member says of itself."""
-    gpu = ""
-    if device.type == "cuda":
-        gpu = str(torch.cuda.get_device_properties(device).uuid)
-    mine = {"name": name, "roles": roles, "device": device.type, "gpu": gpu}
-    process = {"host": this_host(), "namespaces": namespaces(), "user": os.getuid(), "pid": os.getpid()}
-    return {**spoken(), **mine, **process}

@@ -1,5 +1,4 @@
-"""Connecting: all members tell each other what they hold, and every inference rank plans what it needs from
-whom."""
+"""Connecting: all members tell each other what they hold, and every inference rank plans what it needs from whom."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -15,93 +14,86 @@ from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
 from reshard.core.limits import MOST_BUCKET_BYTES, check_number, check_switch
 from reshard.engines.base import Engine
+from reshard.models.config_fields import ignored, ignored_config_fields
 from reshard.models.model import Model
-from reshard.refit.agreement import agree, hello, ignoring_alike, one_config
+from reshard.refit.agreement import Agreement, agreement_of, check_sides
 from reshard.refit.fp8_blocks.items import BF16
 from reshard.refit.link import Link
-from reshard.refit.protocol.encoding import pack_json, readable
+from reshard.refit.protocol.encoding import readable
+from reshard.refit.protocol.greeting import (
+    DeviceInfo,
+    Greeting,
+    exchange_devices,
+    exchange_greetings,
+    one_config,
+    post_config,
+)
 from reshard.refit.receiver import Receiver
 from reshard.refit.routes import check_backend
 from reshard.refit.sender import Sender
 from reshard.trainers.base import Trainer
 
 BUCKET_BYTES = 512 << 20
+TRAINERS = "reshard.trainers.MegatronModel(models), or another Trainer"
+ENGINES = "reshard.engines.VllmModel.from_llm(llm), or .from_worker(worker)"
 
 
 @accepts_renamed_options
-def connect(members: RefitGroup, source: "Trainer | Callable[[], Trainer] | None" = None,
-            destination: "Engine | Callable[[], Engine] | None" = None, *, backend: str = "auto",
-            bucket_bytes: int = BUCKET_BYTES, keep_mapped: bool = False) -> Link:  # fmt: skip
-    """Connect a trainer's ranks (`source`) and an inference engine's (`destination`); a process may be both,
-    or neither.
+def connect(
+    members: RefitGroup,
+    source: "Trainer | Callable[[], Trainer] | None" = None,
+    destination: "Engine | Callable[[], Engine] | None" = None,
+    *,
+    backend: str = "auto",
+    bucket_bytes: int = BUCKET_BYTES,
+    keep_mapped: bool = False,
+) -> Link:
+    """Connect a trainer's ranks (`source`) and an inference engine's (`destination`); a process may be both, or neither.
 
-    Every member calls this. A side may be a function that makes it, so that all members hear of it at once
-    where that fails.
+    Every member calls this. A side may be a function that makes it, so that all members hear of it at once where that fails.
 
-    `backend` is ``auto`` (peers' memory within a host, staged where that cannot be mapped, buckets between
-    hosts), ``cuda_ipc``, ``staged`` or ``nccl``; one that says another than ``auto`` decides for all.
-    `bucket_bytes` bounds the memory of all buckets of a rank together; the least that a member gives counts.
-    When a refit returns, engines have unmapped the trainers' memory, so that a trainer may free it; mappings stay where all
-    trainers' ranks give `keep_mapped`, for trainers that never do.
+    `backend` is ``auto`` (peers' memory within a host, staged where that cannot be mapped, NCCL between hosts), ``cuda_ipc``,
+    ``staged`` or ``nccl``; one that says another than ``auto`` decides for all. `bucket_bytes` bounds the memory of all buckets of a rank
+    together; the least that a member gives counts. When a refit returns, engines have unmapped the trainers' memory, so that a trainer
+    may free it; mappings stay where all trainers' ranks give `keep_mapped`, for trainers that never do.
 
     A field of the engine's config that any member ignores (`reshard.ignored_config_fields`), all do.
 
-    Raises ReshardError on every member, before a byte moves, where the two sides do not hold the same model,
-    where the engine's loader disagrees with our rules, or where a member does not come.
+    Raises ReshardError on every member, before a byte moves, where the two sides do not hold the same model, where the engine's loader
+    disagrees with our rules, or where a member does not come.
     """
     link: Link | None = None
     compiling: Thread | None = None
-    roles = [name for name, side in (("trainer", source), ("inference", destination)) if side is not None]
-    name = f"{' and '.join(roles) or 'idle'} rank {members.rank}"
     try:
-        with members.transaction("connect"), gc_paused(), ignoring_alike(members, name):
+        with members.transaction("connect"), gc_paused():
             backend = check_backend(backend)
-            check_switch(keep_mapped, "keep_mapped")
             check_number(bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
-            trains: Trainer | None = _made(
-                source, Trainer, "source", "reshard.trainers.MegatronModel(models), or another Trainer"
+            check_switch(keep_mapped, "keep_mapped")
+            sides = (("trainer", source), ("inference", destination))
+            roles = [role for role, side in sides if side is not None]
+            name = f"{' and '.join(roles) or 'idle'} rank {members.rank}"
+            own = Greeting(
+                name, roles, backend, bucket_bytes, keep_mapped or source is None, sorted(ignored())
             )
-            serves: Engine | None = _made(
-                destination,
-                Engine,
-                "destination",
-                "reshard.engines.VllmModel.from_llm(llm), or .from_worker(worker)",
-            )
-            device = _device(trains, serves)
-            if device.type == "cuda":
-                from reshard.refit.kernels import compile_ahead
-
-                compiling = compile_ahead(
-                    device, _sizes(trains, serves), _roundings(serves), _size_of_most(trains)
-                )
-            mine = hello(name, roles, device)
-            mine |= {
-                "backend": backend,
-                "bucket_bytes": bucket_bytes,
-                "keep_mapped": keep_mapped or trains is None,
-            }
-            agreed = agree(members, mine)
-            trainer = Sender(trains, members, agreed, device) if trains is not None else None
-            engine = Receiver(serves, members, agreed, device) if serves is not None else None
-            config = b""
-            if engine is not None:
-                engine.engine.refresh_regions()
-                config = pack_json(engine.engine.hf_config)
-                members.post("model", config)
-            where = f"the config of {members.names[agreed.engines[0]]}"
-            with readable(where):
-                model = Model.from_hf(one_config(members, agreed.engines, config), where)
-            if trainer is not None:
-                trainer.publish(model)
-            if engine is not None:
-                engine.plan(model.where)
-            if trainer is not None:
-                trainer.receive_requests()
-            link = Link(members, agreed, trainer, engine, device)
-            link._set_up()
-            if compiling is not None:
-                compiling.join()
-            members.commit()
+            greetings = exchange_greetings(members, own)
+            # A trainer's process ignores fields by its own code; an engine's can only hear of them.
+            fields = {field for greeting in greetings for field in greeting.ignored}
+            with ignored_config_fields(*fields, recorded=True):
+                trainer: Trainer | None = _made(source, Trainer, "source", TRAINERS)
+                engine: Engine | None = _made(destination, Engine, "destination", ENGINES)
+                device = _device(trainer, engine)
+                compiling = _compile_ahead(trainer, engine, device)
+                devices = exchange_devices(members, DeviceInfo.of(device))
+                check_sides(greetings)
+                agreed = agreement_of(members.rank, greetings, devices)
+                sender = Sender(trainer, members, agreed, device) if trainer is not None else None
+                receiver = Receiver(engine, members, agreed, device) if engine is not None else None
+                _exchange_requests(members, agreed, sender, receiver)
+                link = Link(members, agreed, sender, receiver, device)
+                link._set_up()
+                if compiling is not None:
+                    compiling.join()
+                members.commit()
     except BaseException:
         if compiling is not None:
             compiling.join()
@@ -112,9 +104,27 @@ def connect(members: RefitGroup, source: "Trainer | Callable[[], Trainer] | None
     return link
 
 
+def _exchange_requests(
+    members: RefitGroup, agreed: Agreement, sender: Sender | None, receiver: Receiver | None
+) -> None:
+    """Tell engines what trainers hold, and trainers which pieces engines want."""
+    config = b""
+    if receiver is not None:
+        receiver.engine.refresh_regions()
+        config = post_config(members, receiver.engine.hf_config)
+    where = f"the config of {members.names[agreed.engines[0]]}"
+    with readable(where):
+        model = Model.from_hf(one_config(members, agreed.engines, config), where)
+    if sender is not None:
+        sender.publish(model)
+    if receiver is not None:
+        receiver.plan(model.where)
+    if sender is not None:
+        sender.receive_requests()
+
+
 def _made(side: Any, kind: type, name: str, give: str) -> Any:
-    """A side of the refit, made now where a function was given for it. Raises ReshardError where it is
-    something else."""
+    """Return a side of the refit, made now where a function was given for it. Raises ReshardError where it is something else."""
     if callable(side) and not isinstance(side, kind | torch.nn.Module):
         side = side()
     if side is not None and not isinstance(side, kind):
@@ -122,29 +132,23 @@ def _made(side: Any, kind: type, name: str, give: str) -> Any:
     return side
 
 
-def _sizes(source: Trainer | None, destination: Engine | None) -> set[int]:
-    """Bytes of an element of what is here."""
-    regions = [
-        *(source.regions if source is not None else ()),
-        *(destination.regions.values() if destination is not None else ()),
-    ]
-    return {dtype.itemsize for dtype in {region.tensor.dtype for region in regions}}
+def _compile_ahead(trainer: Trainer | None, engine: Engine | None, device: torch.device) -> Thread | None:
+    """Begin to compile the kernels that these sides will need, in a thread; nothing on a CPU."""
+    if device.type != "cuda":
+        return None
+    from reshard.refit.kernels import compile_ahead
+
+    held = [region.tensor.dtype for region in (trainer.regions if trainer is not None else ())]
+    served = [region.tensor.dtype for region in (engine.regions.values() if engine is not None else ())]
+    roundings = {scales.rounding for scales in engine.scales.values()} if engine is not None else set[str]()
+    itemsize, _ = Counter(dtype.itemsize for dtype in held).most_common(1)[0] if held else (BF16.size, 0)
+    return compile_ahead(device, {dtype.itemsize for dtype in {*held, *served}}, roundings, itemsize)
 
 
-def _roundings(destination: Engine | None) -> set[str]:
-    """Of the blocks that are here."""
-    return {some.rounding for some in destination.scales.values()} if destination is not None else set()
-
-
-def _size_of_most(source: Trainer | None) -> int:
-    """Bytes of an element of most of the matrices that are here; of bf16 where there are none."""
-    sizes = Counter(region.tensor.dtype.itemsize for region in (source.regions if source is not None else ()))
-    return sizes.most_common(1)[0][0] if sizes else BF16.size
-
-
-def _device(source: Trainer | None, destination: Engine | None) -> torch.device:
-    if source is not None and source.device is not None:
-        return source.device
-    if destination is not None:
-        return next(iter(destination.regions.values())).tensor.device
+def _device(trainer: Trainer | None, engine: Engine | None) -> torch.device:
+    """Return where these sides compute; the CPU where there is none."""
+    if trainer is not None and trainer.device is not None:
+        return trainer.device
+    if engine is not None:
+        return next(iter(engine.regions.values())).tensor.device
     return torch.device("cpu")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from reshard.comm.group import LOOK_SECONDS
+from reshard.comm.client import LOOK_SECONDS
 from reshard.refit.codecs import CODECS, PLAIN, bytes_in_source
 from reshard.refit.tables import CODEC, DST, DST_PITCH, SRC, SRC_PITCH, WIDTH, bytes_of
 

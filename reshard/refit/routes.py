@@ -1,14 +1,13 @@
-"""From which of the ranks that hold the same shard an inference rank reads, and how."""
+"""Routes between trainers' and inference ranks: who may share memory, who is near, and the names of backends. Pure."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from reshard.core.deprecated import warn_renamed
 from reshard.core.errors import ReshardError, listed
 
-# The ways of a pair. What cannot be mapped is staged through memory that can, on the same host.
-LOCAL, CUDA_IPC, STAGED, NCCL = "same process", "cuda_ipc", "staged", "nccl"
-SENT = (STAGED, NCCL)  # the trainer's rank takes part; in the others it is only read
+# Names of the routes between two ranks: within a process, and of the transports.
+LOCAL, CUDA_IPC, STAGED, NCCL = "local", "cuda_ipc", "staged", "nccl"
 BACKENDS = ("auto", CUDA_IPC, STAGED, NCCL)
 RENAMED_BACKENDS = {"peer": CUDA_IPC, "buckets": NCCL}
 
@@ -23,50 +22,59 @@ def check_backend(value: Any, name: str = "backend") -> str:
     return str(value)
 
 
-def why_apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Why two members of one host cannot map each other's memory, by what they have said of themselves; empty where they may."""
-    if one["host"] != other["host"]:
+class Peer(NamedTuple):
+    """A member as others see it: its name, process and device; `gpu` is the GPU's UUID, empty on a CPU."""
+
+    name: str
+    host: str
+    namespaces: str
+    user: int
+    pid: int
+    device: str
+    gpu: str
+
+
+class Pair(NamedTuple):
+    """A trainer's rank and an inference rank that reads from it.
+
+    `exported`: other processes can map the trainer's memory. `mappable` is False where this inference rank has tried to, and could not.
+    """
+
+    trainer: Peer
+    engine: Peer
+    same_process: bool
+    exported: bool
+    mappable: bool = True
+
+    @property
+    def on_gpus(self) -> bool:
+        """True where both compute on GPUs."""
+        return self.trainer.device == self.engine.device == "cuda"
+
+    @property
+    def may_share_memory(self) -> bool:
+        """True where both run on one host, and nothing keeps them from mapping each other's memory."""
+        return self.trainer.host == self.engine.host and not why_apart(self.trainer, self.engine)
+
+    @property
+    def same_gpu(self) -> bool:
+        """True where both use one GPU."""
+        return self.on_gpus and self.trainer.gpu == self.engine.gpu
+
+
+def why_apart(peer: Peer, other: Peer) -> str:
+    """Return why two members of one host cannot map each other's memory; empty where they may, or where they are on two hosts."""
+    if peer.host != other.host:
         return ""
-    if one["user"] != other["user"]:
+    if peer.user != other.user:
         return "they run as two users"
-    if one["namespaces"] != other["namespaces"]:
+    if peer.namespaces != other.namespaces:
         return "they run in pid and ipc namespaces of their own, as containers do unless told to share them (--pid, --ipc)"
     return ""
 
 
-def way_between(
-    trainer: Mapping[str, Any],
-    engine: Mapping[str, Any],
-    same_process: bool,
-    backend: str,
-    exported: bool,
-    mappable: bool = True,
-) -> str:
-    """How bytes get from a trainer's rank to an inference rank, by what both have said of themselves
-    (`agreement.hello`); `exported` says whether other processes can map the trainer's memory, and `mappable` is false where this one
-    has tried to, and could not. Raises ReshardError where the backend that was asked for cannot."""
-    if same_process:
-        return LOCAL
-    apart = why_apart(trainer, engine)
-    shares = trainer["host"] == engine["host"] and not apart
-    gpus = trainer["device"] == engine["device"] == "cuda"
-    if backend == NCCL:
-        # NCCL connects no two processes of one GPU.
-        return STAGED if gpus and shares and trainer["gpu"] == engine["gpu"] else NCCL
-    if backend in (CUDA_IPC, STAGED) and not (shares and (gpus or backend == STAGED)):
-        why = f", since {apart}" if apart else ""
-        raise ReshardError(
-            f"{trainer['name']} and {engine['name']} cannot read each other's memory{why}: use backend='auto', or 'nccl'"
-        )
-    if backend == STAGED:
-        return STAGED
-    if not gpus or not shares or not mappable:
-        return NCCL
-    return CUDA_IPC if exported else STAGED
-
-
 class Seat(NamedTuple):
-    """Where a member runs: its process, GPU (None on a CPU) and host."""
+    """The place where a member runs: its process, GPU (None on a CPU) and host."""
 
     process: Hashable
     gpu: Hashable
@@ -74,7 +82,7 @@ class Seat(NamedTuple):
 
 
 def distance(a: Seat, b: Seat) -> int:
-    """0 within a process, 1 on the same GPU, 2 on the same host, 3 between hosts."""
+    """Return 0 within a process, 1 on the same GPU, 2 on the same host, 3 between hosts."""
     if a.process == b.process:
         return 0
     if a.host != b.host:
@@ -83,8 +91,8 @@ def distance(a: Seat, b: Seat) -> int:
 
 
 def nearest(ranks: Sequence[int], distance_to: Callable[[int], int], position: int, tp: int) -> int:
-    """The index in `ranks` of a nearest one. Inference ranks, `position` in an engine of tensor parallel size
-    `tp`, share equally near ones out: those that need the same shard are replicas, `tp` apart, or neighbors
+    """Return the index in `ranks` of a nearest one. Inference ranks, `position` in an engine of tensor parallel size
+    `tp`, spread over equally near ones: those that need the same shard are replicas, `tp` apart, or neighbors
     within a replica.
 
     >>> [nearest([0, 4, 8], lambda rank: int(rank == 0), position, tp=2) for position in range(4)]

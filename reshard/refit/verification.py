@@ -1,7 +1,7 @@
 """Verification of a refit: both sides take digests of the same pieces from their own memory, and the engine's compare them.
 
 Addresses are looked up again for this, so that a wrong table of copies is seen too. Digests travel in the order of the pieces
-(`reshard.refit.needs`), followed by those of blocks that travelled as blocks.
+(`reshard.refit.planning`), followed by those of blocks that travelled as blocks.
 """
 
 from collections.abc import Mapping
@@ -25,10 +25,9 @@ from reshard.refit.digests import Digests
 from reshard.refit.fp8_blocks.check import requantized
 from reshard.refit.fp8_blocks.items import BlockItems, places_of
 from reshard.refit.fp8_blocks.packed import cut_into_blocks, digest_requantized, digest_served
-from reshard.refit.protocol.checks import check_digests
 from reshard.refit.receiver import Receiver
-from reshard.refit.routes import SENT
 from reshard.refit.sender import Sender
+from reshard.refit.transports import SENT
 
 
 class SentDigests:
@@ -42,7 +41,7 @@ class SentDigests:
         """Begin the digest of every piece. Blocks that travel as blocks count as what they become."""
         sender = self.sender
         memory = located(sender.source.regions)
-        for rank, route in sender.ways().items():
+        for rank, route in sender.routes().items():
             request = sender.asked[rank]
             as_blocks = BLOCKWISE[as_sent(request)[:, ENCODED]] & (route in SENT)
             pieces = request[~as_blocks]
@@ -124,7 +123,7 @@ class ReceivedDigests:
             pieces, in_rounds, as_blocks = receiver.pieces[rank], self._in_rounds(rank), self._as_blocks(rank)
             payload = receiver.members.read(f"digests/{receiver.members.rank}", rank)
             plain_count = int((~as_blocks).sum())
-            sent = check_digests(payload, plain_count + len(of_blocks), names[rank])
+            sent = decode_digests(payload, plain_count + len(of_blocks), names[rank])
             received = np.zeros(len(as_blocks), np.int64)
             made = self._made_here(rank) & ~in_rounds
             received[~made & ~in_rounds & ~as_blocks] = of_pieces.result()
@@ -160,7 +159,7 @@ class ReceivedDigests:
 
     def _as_blocks(self, rank: int) -> np.ndarray:
         """Return a mask over a trainer's rank's pieces: those that arrive as blocks made by the trainer."""
-        is_sent = self.receiver.ways()[rank] in SENT
+        is_sent = self.receiver.routes()[rank] in SENT
         blockwise = BLOCKWISE[self.receiver.pieces[rank].asked[:, ENCODED]]
         mask: np.ndarray = blockwise & ~self.receiver.slab.through[rank] & is_sent
         return mask
@@ -171,3 +170,12 @@ class ReceivedDigests:
         return cut_into_blocks(
             destination_table(memory, pieces), pieces.into, places_of(self.receiver.engine)
         )
+
+
+def decode_digests(payload: bytes, count: int, who: str) -> np.ndarray:
+    """Return the digests of so many pieces and blocks in a message. Raises ReshardError where it has another size."""
+    if len(payload) != 8 * count:
+        raise ReshardError(
+            f"{who} sends {len(payload):,} bytes of digests, and not {8 * count:,}: is it of the same version?"
+        )
+    return np.frombuffer(payload, np.int64)

@@ -1,4 +1,4 @@
-"""The source of a refit: what a trainer's rank says of itself."""
+"""The source of a refit: the interface of a trainer's rank."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ class Trainer(ABC):
     """The weights of one rank of a trainer, wherever they came from and however they are split.
 
     `regions` say where each local tensor of this rank lies in memory; these have one or two dims, and rows
-    that are contiguous. What the local tensors are is told once, in canonical names and coordinates, by
-    `publish`: a trainer's own names stay with it. Where they lie is asked before every refit, since trainers
-    move parameters away and back.
+    that are contiguous. `publish` says once what the local tensors are, in canonical names and coordinates: a
+    trainer's own names stay with it. Their addresses are looked up before every refit, since trainers move
+    parameters away and back.
     """
 
     @property
     @abstractmethod
     def regions(self) -> Sequence[Region]:
-        """Where each local tensor lies now; looked at when something has moved."""
+        """The memory of each local tensor, as it is now; looked up when something has moved."""
 
     @abstractmethod
     def publish(self, model: Model) -> list[LocalTensor]:
-        """What each region holds of the canonical tensors of `model`, in the order of `regions`, each with
+        """Return what each region holds of the canonical tensors of `model`, in the order of `regions`, each with
         its index there as its id.
 
         Raises ReshardError where this rank holds a parameter that is none of the model's, or one of another
@@ -41,15 +41,15 @@ class Trainer(ABC):
 
     @abstractmethod
     def name_of(self, index: int) -> str:
-        """The trainer's own name of a region, for errors."""
+        """Return the trainer's own name of a region, for errors."""
 
     @property
     def device(self) -> torch.device | None:
-        """Where the trainer computes, and should have its parameters; None where this rank has none."""
+        """The device on which the trainer computes, and should have its parameters; None where this rank has none."""
         return next((region.tensor.device for region in self.regions), None)
 
     def addresses(self) -> list[int]:
-        """Where the parameters are now: one address for each tensor that a region looks into."""
+        """Return the parameters' addresses now: one for each tensor that a region looks into."""
         return [
             tensor.data_ptr()
             for tensor in {id(region.tensor): region.tensor for region in self.regions}.values()
@@ -57,12 +57,12 @@ class Trainer(ABC):
 
     @property
     def has_pending_sync(self) -> bool:
-        """Whether training may have left something to `sync_params`; the same on all ranks."""
+        """True where training may have left something to `sync_params`; the same on all ranks."""
         return False
 
     def sync_params(self) -> None:
-        """Before anything is read: finish what training has put off. All ranks of the trainer call it, and some may wait
-        for others. Raises ReshardError where it fails. Most put nothing off."""
+        """Finish what training has put off, before anything is read. All ranks of the trainer call it, and some may wait
+        for others. Raises ReshardError where it fails."""
         return
 
     def check_memory(self, device: torch.device) -> None:

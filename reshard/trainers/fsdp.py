@@ -30,9 +30,8 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
-class Held(NamedTuple):
-    """A parameter or buffer of this rank: where it stands in the model, and the box of the whole that is
-    here."""
+class LocalParameter(NamedTuple):
+    """A parameter or buffer: where it stands in the model, and the box of the whole that this rank has."""
 
     name: str
     module: torch.nn.Module
@@ -42,18 +41,18 @@ class Held(NamedTuple):
 
     @property
     def matrices(self) -> int:
-        """How many local tensors it is: of experts in one tensor, one for each."""
+        """The number of its local tensors: of experts in one tensor, one for each."""
         return self.box.lengths[0] if len(self.shape) == 3 else 1
 
     @property
     def tensor(self) -> torch.Tensor:
-        """What is here, now: FSDP makes a new local tensor when the model is moved."""
-        found: torch.Tensor | None = self.module._parameters.get(self.key)
-        if found is None:
-            found = self.module._buffers[self.key]
-        assert found is not None
+        """The local tensor, as it is now: FSDP makes a new one when the model is moved."""
+        tensor: torch.Tensor | None = self.module._parameters.get(self.key)
+        if tensor is None:
+            tensor = self.module._buffers[self.key]
+        assert tensor is not None
         with torch.no_grad():  # the local tensor itself, without a node of the graph for every look
-            return _local(found)
+            return _local(tensor)
 
 
 class FsdpModel(Trainer):
@@ -73,12 +72,11 @@ class FsdpModel(Trainer):
         self.config = config
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reshard()
-        self.held = [held for held in _held(model) if all(held.box.lengths)]
+        self.held = [held for held in _local_parameters(model) if all(held.box.lengths)]
         self._names = [held.name for held in self.held for _ in range(held.matrices)]
 
     def _reshard(self) -> None:
-        """Some modules keep their parameters whole after a forward, the outermost by default; those would be
-        taken for whole ones."""
+        """Shard all parameters: some modules, by default the outermost, keep them whole after a forward."""
         for module in self._sharded:
             module.reshard()
 
@@ -90,16 +88,16 @@ class FsdpModel(Trainer):
         is kept here would keep its memory from being freed.
         """
         self._reshard()
-        found = []
+        regions = []
         for held, tensor in zip(self.held, self._tensors(), strict=True):
             elements, pitch = tensor.numel() // held.matrices, tensor.shape[-1] if tensor.ndim else 1
-            found += [Region(tensor, index * elements, pitch) for index in range(held.matrices)]
-        return found
+            regions += [Region(tensor, index * elements, pitch) for index in range(held.matrices)]
+        return regions
 
     def _tensors(self) -> list[torch.Tensor]:
-        """The local tensors, as they are now. Raises ReshardError where one is not as it was at connect."""
-        found = [held.tensor for held in self.held]
-        for held, tensor in zip(self.held, found, strict=True):
+        """Return the local tensors, as they are now. Raises ReshardError where one is not as it was at connect."""
+        tensors = [held.tensor for held in self.held]
+        for held, tensor in zip(self.held, tensors, strict=True):
             if tensor.shape != held.box.lengths:
                 raise ReshardError(
                     f"the trainer's {held.name} is not sharded as it was at connect: refit "
@@ -110,7 +108,7 @@ class FsdpModel(Trainer):
                     f"the trainer's {held.name} has strides {list(tensor.stride())}: its "
                     f"rows are not contiguous"
                 )
-        return found
+        return tensors
 
     @property
     def device(self) -> torch.device | None:
@@ -122,11 +120,11 @@ class FsdpModel(Trainer):
         return super().device
 
     def name_of(self, index: int) -> str:
-        """The parameter's name in the model."""
+        """Return the parameter's name in the model."""
         return self._names[index]
 
     def addresses(self) -> list[int]:
-        """Where the local tensors are now."""
+        """See `Trainer.addresses`."""
         self._reshard()
         return [tensor.data_ptr() for tensor in self._tensors()]
 
@@ -148,8 +146,8 @@ class FsdpModel(Trainer):
 
     def check_model(self, model: Model) -> None:
         """See `Trainer.check_model`: by transformers' config of the model."""
-        mine = Model.from_hf(published(self.config.to_dict(), "the trainer's config"), "the trainer's config")
-        for name, (ours, theirs) in different_fields(mine, model).items():
+        own = Model.from_hf(published(self.config.to_dict(), "the trainer's config"), "the trainer's config")
+        for name, (ours, theirs) in different_fields(own, model).items():
             raise ReshardError(
                 f"the trainer's {name} is {ours}, but the served model's is {theirs} ({model.where})"
             )
@@ -157,18 +155,18 @@ class FsdpModel(Trainer):
     def publish(self, model: Model) -> list[LocalTensor]:
         """See `Trainer.publish`."""
         shapes = expand(model).shapes
-        found = [local for held in self.held for local in _locals(held, shapes)]
-        unknown = sorted({self._names[index] for index, local in enumerate(found) if local is None})
+        tensors = [local for held in self.held for local in _locals(held, shapes)]
+        unknown = sorted({self._names[index] for index, local in enumerate(tensors) if local is None})
         if unknown:
             raise ReshardError(
                 f"the trainer's model holds {len(unknown)} parameters that {model.family.name} does not "
                 f"have: {listed(unknown)}"
             )
-        return [local._replace(id=index) for index, local in enumerate(found) if local is not None]
+        return [local._replace(id=index) for index, local in enumerate(tensors) if local is not None]
 
 
-def _held(model: torch.nn.Module) -> Iterator[Held]:
-    """Every parameter and persistent buffer once, with the box that is here."""
+def _local_parameters(model: torch.nn.Module) -> Iterator[LocalParameter]:
+    """Yield every parameter and persistent buffer once, with the box that this rank has."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         persistent = {
@@ -185,7 +183,7 @@ def _held(model: torch.nn.Module) -> Iterator[Held]:
                 raise ReshardError(
                     f"the trainer's {name} is quantized, and quantized parameters cannot be refitted from"
                 )
-            yield Held(name, module, key, tuple(tensor.shape), _box(name, tensor))
+            yield LocalParameter(name, module, key, tuple(tensor.shape), _box(name, tensor))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -193,7 +191,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _box(name: str, tensor: torch.Tensor) -> Box:
-    """Which box of the whole this rank has."""
+    """Return the box of the whole that this rank has."""
     if not isinstance(tensor, DTensor):
         return whole(tuple(tensor.shape))
     if any(placement.is_partial() for placement in tensor.placements):
@@ -207,8 +205,8 @@ def _box(name: str, tensor: torch.Tensor) -> Box:
     return Box(tuple(offsets), tuple(lengths))
 
 
-def _locals(held: Held, shapes: Mapping[str, tuple[int, ...]]) -> list[LocalTensor | None]:
-    """The local tensors of a parameter, one for each of its regions; None where the model has none such.
+def _locals(held: LocalParameter, shapes: Mapping[str, tuple[int, ...]]) -> list[LocalTensor | None]:
+    """Return the local tensors of a parameter, one for each of its regions; None where the model has no such tensor.
 
     Raises ReshardError where it has another shape.
     """
@@ -220,24 +218,24 @@ def _locals(held: Held, shapes: Mapping[str, tuple[int, ...]]) -> list[LocalTens
         return [LocalTensor(0, held.box.lengths, (Part(held.name, held.box, zero),))]
     (first, row, column), (experts, rows, columns) = held.box
     prefix, _, fused = held.name.rpartition(".")
-    found: list[LocalTensor | None] = []
+    tensors: list[LocalTensor | None] = []
     for expert in range(first, first + experts):
         names = [f"{prefix}.{expert}.{part}.weight" for part in FUSED.get(fused, ())]
         if not names or names[0] not in shapes:
-            found.append(None)
+            tensors.append(None)
             continue
         height, width = shapes[names[0]]
         _check_shape(held, (held.shape[0], height * len(names), width))
-        here, parts = Box((row, column), (rows, columns)), []
+        local_box, parts = Box((row, column), (rows, columns)), []
         for index, name in enumerate(names):
-            common = Box((index * height, 0), (height, width)).intersect(here)
+            common = Box((index * height, 0), (height, width)).intersect(local_box)
             if common is not None:
                 box = Box(common.relative_to((index * height, 0)), common.lengths)
-                parts.append(Part(name, box, common.relative_to(here.offsets)))
-        found.append(LocalTensor(0, (rows, columns), tuple(parts)))
-    return found
+                parts.append(Part(name, box, common.relative_to(local_box.offsets)))
+        tensors.append(LocalTensor(0, (rows, columns), tuple(parts)))
+    return tensors
 
 
-def _check_shape(held: Held, shape: tuple[int, ...]) -> None:
+def _check_shape(held: LocalParameter, shape: tuple[int, ...]) -> None:
     if held.shape != shape:
         raise ReshardError(f"the trainer's {held.name} has shape {list(held.shape)}, expected {list(shape)}")

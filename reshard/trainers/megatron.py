@@ -7,8 +7,7 @@ the layers' implementation. Nothing is copied and no collective runs.
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
-from collections.abc import Mapping as Dictionary
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -57,19 +56,21 @@ class MegatronModel(Trainer):
     def __init__(
         self,
         models: Sequence[torch.nn.Module] | torch.nn.Module,
-        metadata: Dictionary[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> None:
         from reshard.megatron.compat import gathers_at_forward
 
         chunks = chunks_of(models)
         self.models = [unwrapped(chunk) for chunk in chunks]
-        self.gathering = [layer for chunk in chunks for layer in layers_of(chunk) if _gathers_late(layer)]
+        self.gathering = [
+            layer for chunk in chunks for layer in layers_of(chunk) if _overlaps_param_gather(layer)
+        ]
         if not self.gathering and any(map(gathers_at_forward, self.models)):
             raise ReshardError(
                 "the trainer's DDP gathers parameters at the next forward (overlap_param_gather), and was taken off the chunks that "
                 "are given here: give them in it, as get_model returned them"
             )
-        if not isinstance(metadata, Dictionary | None):
+        if not isinstance(metadata, Mapping | None):
             raise ReshardError(f"metadata is {metadata!r:.80}, not a dictionary for sharded_state_dict")
         check_memory(self.models)
         self.config = self.models[0].config
@@ -82,7 +83,7 @@ class MegatronModel(Trainer):
         self.objects: set[str] = set()
         self._read(dict(metadata) if metadata else None)
         self._tensors = list({id(region.tensor): region.tensor for region in self._regions}.values())
-        self._homes = _homes(self.models, self._tensors)
+        self._places = _places(self.models, self._tensors)
 
     def _read(self, metadata: dict[str, Any] | None) -> None:
         from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -145,21 +146,21 @@ class MegatronModel(Trainer):
                 ) from error
 
     def addresses(self) -> list[int]:
-        """Where the parameters are now; asked before every refit, so that their places are kept at hand."""
+        """See `Trainer.addresses`; called before every refit, so that the tensors' places are kept at hand."""
         try:
             return list(map(torch.Tensor.data_ptr, self._now()))
         except TypeError:  # no tensor
             return [region.tensor.data_ptr() for region in self.regions]
 
     def _now(self) -> list[Any]:
-        """What the model has in the places of `_tensors`; None where there is nothing any more."""
-        return list(map(dict.get, *self._homes))
+        """Return what the model has now in the places of `_tensors`; None where it has nothing."""
+        return list(map(dict.get, *self._places))
 
     def _look_into(self, now: list[Any]) -> None:
-        """From now on these tensors. Raises ReshardError where one is not as the one before it was."""
+        """Look into these tensors from now on. Raises ReshardError where one differs in form from the one that it replaces."""
         others = {id(before): tensor for before, tensor in zip(self._tensors, now, strict=True)}
         for index, region in enumerate(self._regions):
-            if _form(others[id(region.tensor)]) != _form(region.tensor):
+            if _layout_of(others[id(region.tensor)]) != _layout_of(region.tensor):
                 raise ReshardError(
                     f"the trainer's {self.name_of(index)} is gone, or has another shape, dtype or order than it had: make a "
                     f"MegatronModel of it anew, and connect again"
@@ -168,11 +169,11 @@ class MegatronModel(Trainer):
         self._tensors = now
 
     def name_of(self, index: int) -> str:
-        """The checkpoint key of a region."""
+        """Return the checkpoint key of a region."""
         return self.shards[index].key
 
     def publish(self, model: Model) -> list[LocalTensor]:
-        """What each shard of this rank is made of, by its checkpoint key; see `Trainer.publish`."""
+        """See `Trainer.publish`; each shard goes by its checkpoint key."""
         keys: dict[str, Key] = {}
         for shard in self.shards:
             key = keys.setdefault(shard.key, Key(dtype_named(shard.dtype), shard.shape))
@@ -187,10 +188,10 @@ class MegatronModel(Trainer):
         if model.mtp_layers and not any(key.startswith("mtp.") for key in keys):
             model = replace(model, mtp_layers=0)
         mapping = expand(model, padded_vocab=vocabulary)
-        found = placement_of_keys(keys, self.objects, where, model, mapping, complete=False).placement
+        placement = placement_of_keys(keys, self.objects, where, model, mapping, complete=False).placement
         index_of = {(shard.key, shard.offsets, shard.sizes): index for index, shard in enumerate(self.shards)}
         held: dict[int, LocalTensor] = {}
-        for tensor in found.tensors.values():
+        for tensor in placement.tensors.values():
             *chunk, before = tensor.id
             index = index_of[tuple(chunk)]
             if before or index in held:
@@ -221,47 +222,47 @@ class MegatronModel(Trainer):
             _check_rotary(chunk, model)
 
 
-def _homes(
+def _places(
     models: Sequence[torch.nn.Module], tensors: Sequence[torch.Tensor]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Where modules have their parameters and buffers, and under which names, for each of these tensors: a trainer that
-    moves its model as a module (``to``, ``cpu``) makes new buffers."""
-    found: dict[int, tuple[dict[str, Any], str]] = {}
+    """Return, for each of these tensors, the dict of its module that holds it, and its name there: a trainer that moves its model
+    as a module (``to``, ``cpu``) makes new buffers."""
+    places: dict[int, tuple[dict[str, Any], str]] = {}
     for module in (module for model in models for module in model.modules()):
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
-                found.setdefault(id(tensor), (held, name))  # of what modules share the first
-    homes = [found[id(tensor)] for tensor in tensors]
-    return [held for held, _ in homes], [name for _, name in homes]
+                places.setdefault(id(tensor), (held, name))  # of what modules share the first
+    of_tensors = [places[id(tensor)] for tensor in tensors]
+    return [held for held, _ in of_tensors], [name for _, name in of_tensors]
 
 
-def _form(tensor: Any) -> tuple | None:
-    """What of a tensor its region goes by; None where it is none."""
+def _layout_of(tensor: Any) -> tuple | None:
+    """Return what has to stay for a tensor's region to hold; None for anything else than a tensor."""
     return (tensor.shape, tensor.stride(), tensor.dtype) if isinstance(tensor, torch.Tensor) else None
 
 
 def _settings(model: torch.nn.Module) -> dict[str, Any]:
-    """What a live GPTModel says about what it computes, by the names of Megatron's arguments."""
+    """Return the settings of a live GPTModel that decide what it computes, by the names of Megatron's arguments."""
     config: Any = model.config
-    said = {name: getattr(config, name) for name in NUMERICS_ARGS if hasattr(config, name)}
+    settings = {name: getattr(config, name) for name in NUMERICS_ARGS if hasattr(config, name)}
     gated, function = getattr(config, "gated_linear_unit", None), getattr(config, "activation_func", None)
     if gated is not None and function is not None:
-        said["swiglu"] = gated and getattr(function, "__name__", type(function).__name__).lower() in (
+        settings["swiglu"] = gated and getattr(function, "__name__", type(function).__name__).lower() in (
             "silu",
             "swish",
         )
     if hasattr(config, "num_moe_experts"):
-        said["num_experts"] = config.num_moe_experts
+        settings["num_experts"] = config.num_moe_experts
     if isinstance(getattr(model, "share_embeddings_and_output_weights", None), bool):
-        said["untie_embeddings_and_output_weights"] = not model.share_embeddings_and_output_weights
+        settings["untie_embeddings_and_output_weights"] = not model.share_embeddings_and_output_weights
     of_model = {"position_embedding_type": "position_embedding_type"}
-    if not said.get("multi_latent_attention"):
+    if not settings.get("multi_latent_attention"):
         of_model |= {
             "rotary_base": "rotary_base",
             "rotary_percent": "rotary_percent",
             "use_rope_scaling": "rotary_scaling",
         }
-    return said | {arg: getattr(model, name) for arg, name in of_model.items() if hasattr(model, name)}
+    return settings | {arg: getattr(model, name) for arg, name in of_model.items() if hasattr(model, name)}
 
 
 def _check_rotary(model: torch.nn.Module, served: Model) -> None:
@@ -269,28 +270,30 @@ def _check_rotary(model: torch.nn.Module, served: Model) -> None:
     otherwise, than the served one."""
     expected = served.inverse_frequencies()
     for name, module in model.named_modules():
-        found = _frequencies(module)
-        if found is None or rope_is_ignored():
+        angles = _frequencies(module)
+        if angles is None or rope_is_ignored():
             continue
-        if len(found) != len(expected):
-            said = f"turns {len(found)} pairs of dims, but the served model's {len(expected)}"
-            raise ReshardError(f"the trainer's {name} {said} ({served.where})")
-        far = [i for i, (a, b) in enumerate(zip(found, expected)) if not math.isclose(a, b, rel_tol=1e-4)]
+        if len(angles) != len(expected):
+            raise ReshardError(
+                f"the trainer's {name} turns {len(angles)} pairs of dims, but the served model's {len(expected)} "
+                f"({served.where})"
+            )
+        far = [i for i, (a, b) in enumerate(zip(angles, expected)) if not math.isclose(a, b, rel_tol=1e-4)]
         if far:
             i = far[0]
             raise ReshardError(
-                f"the trainer's {name} has inv_freq[{i}] = {found[i]:.6g}, but the served "
+                f"the trainer's {name} has inv_freq[{i}] = {angles[i]:.6g}, but the served "
                 f"model's is {expected[i]:.6g} ({served.where})"
             )
 
 
 def rope_is_ignored() -> bool:
-    """Whether a field of the config that rotary embeddings follow from is ignored here."""
+    """Return True where a field of the config that rotary embeddings follow from is ignored."""
     return bool(ignored() & {*ROPE_FIELDS, "rotary_base", "max_position_embeddings"})
 
 
 def _frequencies(module: torch.nn.Module) -> list[float] | None:
-    """The angles by which a rotary embedding of Megatron turns from one position to the next; None for other
+    """Return the angles by which a rotary embedding of Megatron turns from one position to the next; None for other
     modules."""
     plain = getattr(module, "inv_freq", None)
     if not isinstance(plain, torch.Tensor) or plain.ndim != 1:
@@ -310,7 +313,7 @@ def _frequencies(module: torch.nn.Module) -> list[float] | None:
 
 
 def chunks_of(models: Any) -> list[torch.nn.Module]:
-    """A trainer's chunks as a list. Raises ReshardError where these are no modules, or none."""
+    """Return a trainer's chunks as a list. Raises ReshardError where these are no modules, or none."""
     chunks = [models] if isinstance(models, torch.nn.Module) else models
     if isinstance(chunks, Sequence) and not chunks:
         raise ReshardError("the trainer's list of models is empty")
@@ -320,18 +323,18 @@ def chunks_of(models: Any) -> list[torch.nn.Module]:
 
 
 def layers_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """A chunk as it is given, and what each wrapper has inside."""
+    """Yield a chunk, and what each wrapper has inside."""
     while isinstance(model, torch.nn.Module):
         yield model
         model = getattr(model, "module", None)  # type: ignore[assignment]
 
 
-def _gathers_late(layer: torch.nn.Module) -> bool:
+def _overlaps_param_gather(layer: torch.nn.Module) -> bool:
     return bool(getattr(getattr(layer, "ddp_config", None), "overlap_param_gather", False))
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The Megatron-Core model inside DDP, Float16Module and the like. Raises ReshardError where there is none."""
+    """Return the Megatron-Core model inside DDP, Float16Module and the like. Raises ReshardError where there is none."""
     while not hasattr(model, "sharded_state_dict") or hasattr(model, "module"):
         inner = getattr(model, "module", None)
         if not isinstance(inner, torch.nn.Module):

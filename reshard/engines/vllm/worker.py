@@ -150,8 +150,8 @@ class RefitExtension:
 
         None before the first refit, and if vLLM has discarded the weights or loaded others since.
         """
-        engine = self._link().engine
-        return engine.engine.version if engine is not None else None
+        receiver = self._link().receiver
+        return receiver.engine.version if receiver is not None else None
 
     def _link(self) -> Link:
         if self._reshard_link is None:

@@ -1,1 +1,45 @@
-"""Ways of bytes between a trainer's rank and an inference rank."""
+"""Transports: how bytes get from a trainer's rank to an inference rank.
+
+A new transport is one module with a subclass of `Transport` (`reshard.refit.transports.base`):
+
+- `name`, by which a user may choose it as `backend`, and under which reports and `Link.describe` list it;
+- `reaches(pair)`, whether it can carry the bytes of a pair of ranks; `sends`, whether the trainer's rank takes part;
+- `prepare(outgoing, incoming, elsewhere)` makes its tables of copies, `run(number)` carries out those of a round;
+- `release()` unmaps others' memory, `close()` gives everything back;
+- where it needs to: `negotiate` with all members at connect, `follow` memory that has moved, `renew` after a refit that failed.
+
+Then add its name to `BACKENDS` in `reshard.refit.routes`, and its class to `TRANSPORTS` here, in order of preference. The link, the
+sides and the verification know no transport by name.
+"""
+
+from reshard.core.errors import ReshardError
+from reshard.refit.routes import Pair, why_apart
+from reshard.refit.transports.base import Transport
+from reshard.refit.transports.cuda_ipc import CudaIpc
+from reshard.refit.transports.nccl import Nccl
+from reshard.refit.transports.staged import Staged
+
+TRANSPORTS: tuple[type[Transport], ...] = (CudaIpc, Staged, Nccl)
+SENT = frozenset(transport.name for transport in TRANSPORTS if transport.sends)
+
+
+def transport_for(pair: Pair, backend: str) -> type[Transport]:
+    """Return the transport of a pair: the first that reaches it and that `backend` allows, or stands in for the one it names.
+
+    Raises ReshardError where none does.
+    """
+    if backend == "auto" or pair.same_process:
+        candidates = [transport for transport in TRANSPORTS if transport.automatic(pair)]
+    else:
+        candidates = [transport for transport in TRANSPORTS if backend == transport.name]
+        candidates += [
+            transport for transport in TRANSPORTS if backend in transport.replaces and pair.on_gpus
+        ]
+    for transport in candidates:
+        if transport.reaches(pair):
+            return transport
+    apart = why_apart(pair.trainer, pair.engine)
+    why = f", since {apart}" if apart else ""
+    raise ReshardError(
+        f"{pair.trainer.name} and {pair.engine.name} cannot read each other's memory{why}: use backend='auto', or 'nccl'"
+    )

@@ -1,18 +1,26 @@
 """The interface of a transport."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Set
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence, Set
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import numpy as np
+import torch
 
+from reshard.comm.group import RefitGroup
+from reshard.engines.base import Engine
 from reshard.refit.addresses import AT_ONCE
+from reshard.refit.protocol.memory import TrainerMemory
+from reshard.refit.routes import Pair
 
 
 class Outgoing(NamedTuple):
-    """What a trainer's rank sends to one inference rank: the copies with the source's end filled in, and the engine's
-    round of each (`addresses.rounds_of`); and for what travels in blocks of fp8 where each goes
-    (`addresses.Pieces.into`), and the local tensors there (`parcels.places_of_requests`)."""
+    """The copies that a trainer's rank sends to one inference rank.
+
+    `table` are the copies with the source's end filled in, `rounds` the engine's round of each (`addresses.staged_rounds_of`). For what
+    travels in blocks of fp8, `into` says where each goes (`addresses.Pieces.into`), and `places` describes the local tensors there
+    (`packed_blocks.places_of_requests`).
+    """
 
     table: np.ndarray
     rounds: np.ndarray
@@ -20,59 +28,106 @@ class Outgoing(NamedTuple):
     places: np.ndarray
 
     def of(self, number: int) -> "Outgoing":
-        """What goes in one of the engine's rounds."""
-        here = self.rounds == number
-        return self._replace(table=self.table[here], rounds=self.rounds[here], into=self.into[here])
+        """Return what goes in one of the engine's rounds."""
+        mask = self.rounds == number
+        return self._replace(table=self.table[mask], rounds=self.rounds[mask], into=self.into[mask])
 
 
 class Incoming(NamedTuple):
-    """What an inference rank gets from one trainer's rank: the copies with the destination's end filled in, and this
-    engine's round of each (`addresses.rounds_of`, `parts`); the pieces as that rank was asked for them and where they go
-    (`addresses.Pieces`), what it has said of its memory (`trainer_side.TrainerSide`), and where blocks of fp8 are served
-    from (`blocks.places_of`)."""
+    """The copies that an inference rank gets from one trainer's rank.
+
+    `table` are the copies with the destination's end filled in, `rounds` this engine's round of each. `asked` and `into` are the
+    pieces' (`addresses.Pieces`), `memory` is the trainer's rank's, and `places` say where blocks of fp8 are served from
+    (`blocks.places_of`).
+    """
 
     table: np.ndarray
     rounds: np.ndarray
     asked: np.ndarray
     into: np.ndarray
-    memory: Mapping[str, Any]
+    memory: TrainerMemory
     places: np.ndarray
 
     def of(self, number: int) -> "Incoming":
-        """What comes in one of its rounds."""
-        here = self.rounds == number
+        """Return what comes in one of its rounds."""
+        mask = self.rounds == number
         return self._replace(
-            table=self.table[here], rounds=self.rounds[here], asked=self.asked[here], into=self.into[here]
+            table=self.table[mask], rounds=self.rounds[mask], asked=self.asked[mask], into=self.into[mask]
         )
 
 
-def rounds_in(some: Mapping[int, Any]) -> set[int]:
-    """The numbers of the engines' rounds in what goes out, or comes in, besides `AT_ONCE`."""
-    return {int(number) for one in some.values() for number in np.unique(one.rounds)} - {AT_ONCE}
+Flow = TypeVar("Flow", bound=Outgoing | Incoming)
 
 
-def by_round(some: Mapping[int, Any]) -> dict[int, dict[int, Any]]:
-    """What goes out, or comes in, by the number of the engine's round and then as before; `AT_ONCE` comes first."""
+def rounds_in(flows: Mapping[int, Any]) -> set[int]:
+    """Return the numbers of the engines' rounds in what goes out, or comes in, besides `AT_ONCE`."""
+    return {int(number) for flow in flows.values() for number in np.unique(flow.rounds)} - {AT_ONCE}
+
+
+def by_round(flows: Mapping[int, Flow]) -> dict[int, dict[int, Flow]]:
+    """Return what goes out, or comes in, by the engine's round and then as before; `AT_ONCE` comes first."""
     return {
-        number: {rank: one.of(number) for rank, one in some.items()}
-        for number in (AT_ONCE, *sorted(rounds_in(some)))
+        number: {rank: cast(Flow, flow.of(number)) for rank, flow in flows.items()}
+        for number in (AT_ONCE, *sorted(rounds_in(flows)))
     }
 
 
-class Transport(ABC):
-    """One way of bytes. Which pairs it serves is said by `routes.way_between`.
+class Context(NamedTuple):
+    """The surroundings that a transport is made for.
 
-    `prepare` is called whenever one of the ends has moved: `outgoing` is what goes out by inference rank,
-    `incoming` what comes by trainer's rank. Both ends of a pair see the same
-    pieces in the same order. `run` carries out what belongs to one of the engines' rounds, at most enqueued on the
-    current stream when it returns, and raises ReshardError or RuntimeError where a partner dies or is late. It is
-    called for `AT_ONCE`, then for each of `numbers` in their order, by all members alike; in a check once more.
+    `backend` is what was chosen for all, `bucket_bytes` bounds its memory, `participants` are the ranks that have a side, `processes`
+    the process ids of all members. `engine` is this member's, None where it has none.
     """
 
-    received_bytes = 0  # by this rank, in each refit
+    members: RefitGroup
+    device: torch.device
+    backend: str
+    bucket_bytes: int
+    participants: Sequence[int]
+    processes: Sequence[int]
+    engine: Engine | None
+
+
+class Transport(ABC):
+    """One way of bytes between ranks.
+
+    `prepare` is called whenever one of the ends has moved. Both ends of a pair see the same pieces in the same order. `run` is called
+    by all members alike for `AT_ONCE`, then for each of `numbers` in order; in a verification once more.
+    """
+
+    name: ClassVar[str]
+    sends: ClassVar[bool] = True  # the trainer's rank takes part; else it is only read
+    replaces: ClassVar[Set[str]] = (
+        frozenset()
+    )  # transports for which it stands in on GPUs where they reach nothing
+
+    received_bytes: Mapping[str, int] = {}  # that a refit brings to this rank, by route
     numbers: Set[int] = (
         frozenset()
-    )  # the rounds of engines in which there is something to do, besides `AT_ONCE`
+    )  # the engines' rounds in which there is something to do, besides `AT_ONCE`
+    is_sending = False  # prepared copies read this trainer's rank's memory
+    is_blocking = False  # a GPU may wait for a partner in `run`, however long that takes
+    shards: Mapping[
+        int, np.ndarray
+    ] = {}  # (address here, pitch in bytes) of shards that are read in place, by trainer's rank
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.members, self.device = context.members, context.device
+
+    @staticmethod
+    @abstractmethod
+    def reaches(pair: Pair) -> bool:
+        """Return True where it can carry the bytes of a pair."""
+
+    @staticmethod
+    def automatic(pair: Pair) -> bool:
+        """Return True where it may be chosen for a pair that it reaches without being named."""
+        return True
+
+    def carries(self, route: str) -> bool:
+        """Return True for a route (`reshard.refit.routes`) whose bytes this transport carries."""
+        return route == self.name
 
     @property
     @abstractmethod
@@ -80,15 +135,52 @@ class Transport(ABC):
         """Kernels that a refit launches, once `run` has been through it."""
 
     @abstractmethod
-    def prepare(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming]) -> None:
-        """Make ready for copies between these places."""
+    def prepare(
+        self,
+        outgoing: Mapping[int, Outgoing],
+        incoming: Mapping[int, Incoming],
+        elsewhere: Collection[Incoming] = (),
+    ) -> None:
+        """Make the tables of copies: what goes out by inference rank, what comes in by trainer's rank. `elsewhere` is what other
+        transports bring to this rank."""
 
     @abstractmethod
     def run(self, number: int) -> None:
-        """Carry out the copies of a round."""
+        """Carry out the copies of a round, at most enqueued on a GPU when this returns.
+
+        Raises ReshardError or RuntimeError where a partner dies or is late.
+        """
+
+    def negotiate(self) -> None:  # noqa: B027
+        """Agree with all members, once at connect, after the first `prepare`; called by all alike."""
+
+    def leave_room(self) -> None:  # noqa: B027
+        """From now on leave room on the GPU for a transport that `is_blocking`."""
+
+    def unmappable(self, memory: Mapping[int, TrainerMemory]) -> list[tuple[int, str]]:
+        """Return which of these trainers' ranks have memory that this process cannot map, and why."""
+        return []
+
+    def follow(self, memory: Mapping[int, TrainerMemory]) -> bool:
+        """Take the memory of the trainers' ranks that it reads, as it is now. Returns False where `prepare` is needed for that."""
+        return True
+
+    def keep_only(self, memory: Mapping[int, TrainerMemory]) -> None:  # noqa: B027
+        """Unmap whatever of the trainers' ranks is not in their memory any more."""
+
+    def renew(self) -> None:  # noqa: B027
+        """Start anew after a refit that failed; called by all members alike."""
+
+    def join(self) -> None:  # noqa: B027
+        """Let the current stream wait for what `run` has enqueued on others."""
 
     def release(self) -> None:  # noqa: B027
-        """At the end of a refit: unmap others' memory, so that they may free it."""
+        """Unmap others' memory, so that they may free it."""
 
-    def close(self) -> None:  # noqa: B027
+    def free(self) -> None:  # noqa: B027
+        """Give back memory of its own, which nobody has mapped any more; the next refit makes it anew."""
+
+    def close(self) -> None:
         """Give everything back; nobody reads from this member any more."""
+        self.release()
+        self.free()

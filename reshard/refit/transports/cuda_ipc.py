@@ -1,233 +1,271 @@
-"""Pulls: an inference rank reads the trainer's memory where it lies, in its own process or mapped from
-another one's, in one launch; what the engine serves in blocks of fp8 is made of it on the way, in another; and what it
-makes of plain weights itself comes in rounds."""
+"""CUDA IPC: an inference rank reads the trainer's memory where it lies, in its own process or mapped from another one's.
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+All copies are one launch. What the engine serves in blocks of fp8 is quantized on the way, in another; what it makes of plain weights
+itself comes in rounds. Rows of padding are filled with zeros along the way.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from reshard.core.errors import ReshardError, rewrite_message
-from reshard.engines.base import Engine
-from reshard.refit.addresses import AT_ONCE, SHARD, fills_of, from_source, rounds_of, shards_here
+from reshard.refit.addresses import AT_ONCE, SHARD, fills_of, from_source, staged_rounds_of
 from reshard.refit.codecs import BLOCKWISE, block_codec, by_rounding
 from reshard.refit.copies import CopyTable
-from reshard.refit.fp8_blocks import packed
-from reshard.refit.fp8_blocks.items import BlockTable, items_of, places_of
-from reshard.refit.tables import CODEC, FIRST_FRAGMENT, bytes_read_by, interleaved, tiles_of
-from reshard.refit.transports.base import Incoming, Outgoing, Transport
-from reshard.refit.transports.mapped import HINT, Mappings
+from reshard.refit.fp8_blocks.items import FIRST_FRAGMENT, BlockTable, items_of, places_of
+from reshard.refit.fp8_blocks.packed import Placed, cut_into_blocks, padding_outside
+from reshard.refit.protocol.memory import TrainerMemory
+from reshard.refit.routes import CUDA_IPC, LOCAL, Pair
+from reshard.refit.tables import CODEC, bytes_read_by, interleaved, tiles_of
+from reshard.refit.transports.base import Context, Incoming, Outgoing, Transport
+from reshard.refit.transports.mapped import HINT, MappedMemory
 
-PROGRAMS_ASIDE = 32
+PROGRAMS_BESIDE_NCCL = 32
 PADDING = -1  # in place of a trainer's rank, for rows that none has
 
 
-class Rows(NamedTuple):
-    """Copies with both ends filled in, where each goes (`Pieces.into`), the owner of its source, and the trainer's
-    rank."""
+class OwnedCopies(NamedTuple):
+    """Copies with both ends filled in, where each goes (`addresses.Pieces.into`), the number of the shard that its source is in, and the
+    trainer's rank."""
 
     table: np.ndarray
     into: np.ndarray
     owners: np.ndarray
     ranks: np.ndarray
 
-    def where(self, chosen: np.ndarray) -> "Rows":
-        """Some of them."""
-        return Rows(*(some[chosen] for some in self))
+    def where(self, mask: np.ndarray) -> "OwnedCopies":
+        """Return those in a mask."""
+        return OwnedCopies(*(column[mask] for column in self))
 
 
-class Pull(Transport):
-    """The pulls of one inference rank, `rank`; rows of padding are filled with zeros along the way."""
+class CudaIpc(Transport):
+    """The reads of one inference rank; a trainer's rank does nothing."""
 
-    def __init__(self, engine: Engine, rank: int, names: Mapping[int, str], device: torch.device) -> None:
-        self.engine, self.rank, self.names, self.device = engine, rank, names, device
-        self.mappings = Mappings(device)
-        # By trainer's rank: (address here, pitch in bytes) of its shards, and the number of the first among
-        # all shards.
-        self.at: dict[int, np.ndarray] = {}
-        self.first_owner: dict[int, int] = {}
-        self.local_bytes = self.peer_bytes = 0
-        self.aside = False
+    name = CUDA_IPC
+    sends = False
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.rank, self.names = context.members.rank, context.members.names
+        self.mapped = MappedMemory(self.device)
+        self.shards: dict[int, np.ndarray] = {}
+        self.first_owner: dict[int, int] = {}  # by trainer's rank: its first shard's number among all
+        self.received_bytes = {LOCAL: 0, CUDA_IPC: 0}
+        self.leaves_room = False
         self.lane: torch.cuda.Stream | None = None
-        # What was last followed, with everything mapped.
-        self.followed: dict[int, Mapping[str, Any]] | None = None
+        self.followed: dict[int, TrainerMemory] | None = None  # the memory that the tables are of, all mapped
+        self.once: CopyTable | None = None
+        self.blocks: list[BlockTable] = []
+        self.rounds: dict[int, CopyTable] = {}
+
+    @staticmethod
+    def reaches(pair: Pair) -> bool:
+        """Within a process, and between GPUs of a host where the trainer's memory can be mapped."""
+        mapped = pair.on_gpus and pair.may_share_memory and pair.mappable and pair.exported
+        return pair.same_process or mapped
+
+    def carries(self, route: str) -> bool:
+        """See `Transport.carries`; within a process it reads, too."""
+        return route in (LOCAL, CUDA_IPC)
 
     def prepare(
         self,
         outgoing: Mapping[int, Outgoing],
         incoming: Mapping[int, Incoming],
-        sent: Iterable[Incoming] = (),
+        elsewhere: Collection[Incoming] = (),
     ) -> None:
-        """Make the tables of copies; trainers' ranks do nothing in a pull. What is `sent` comes by other ways."""
+        """Make the tables of copies, mapping the memory that they read."""
+        engine = self.context.engine
+        if engine is None:
+            return
         self.followed = None
-        found: list[Rows] = []
-        self.local_bytes = self.peer_bytes = 0
-        self.at, self.first_owner = (
-            {rank: self._shards(rank, some.memory) for rank, some in incoming.items()},
-            {},
+        self.shards = {rank: self._shards(rank, flow.memory) for rank, flow in incoming.items()}
+        self.first_owner, next_owner = {}, 1  # owner 0: rows of padding
+        self.received_bytes = {LOCAL: 0, CUDA_IPC: 0}
+        parts: list[OwnedCopies] = []
+        for rank, flow in incoming.items():
+            self.first_owner[rank] = next_owner
+            table = from_source(flow.table, flow.asked, self.shards[rank])
+            ranks = np.full(len(table), rank)
+            parts.append(OwnedCopies(table, flow.into, next_owner + flow.asked[:, SHARD], ranks))
+            next_owner += len(self.shards[rank])
+            self.received_bytes[LOCAL if rank == self.rank else CUDA_IPC] += bytes_read_by(flow.table)
+        self.fills = fills_of(engine, self.device)
+        padding = self._padding(elsewhere)
+        count = len(padding.table)
+        parts.append(
+            OwnedCopies(padding.table, padding.into, np.zeros(count, np.int64), np.full(count, PADDING))
         )
-        known = 1  # owner 0: rows of padding
-        for rank, some in incoming.items():
-            self.first_owner[rank] = known
-            table, owner = from_source(some.table, some.asked, self.at[rank]), known + some.asked[:, SHARD]
-            found.append(Rows(table, some.into, owner, np.full(len(table), rank)))
-            known += len(self.at[rank])
-            if rank == self.rank:
-                self.local_bytes += bytes_read_by(some.table)
-            else:
-                self.peer_bytes += bytes_read_by(some.table)
-        rounds = [some.rounds for some in incoming.values()]
-        self.fills = fills_of(self.engine, self.device)
-        padding = self._padding(sent)
-        nobody, no_rank = np.zeros(len(padding.table), np.int64), np.full(len(padding.table), PADDING)
-        found.append(Rows(padding.table, padding.into, nobody, no_rank))
-        rows = Rows(*(np.concatenate(some) for some in zip(*found, strict=True)))
-        blockwise = BLOCKWISE[rows.table[:, CODEC]]
-        rounds_in_turn = np.concatenate([*rounds, rounds_of(self.engine)[padding.into[:, 0]]])
-        self.table = self._copies(rows.where(~blockwise & (rounds_in_turn == AT_ONCE)))
-        self.blocks = self._blocks(rows.where(blockwise))
-        # Also of rounds in which all that is not padding comes by another way.
-        self.numbers = {*self.engine.staged_rounds.values(), *np.unique(rounds_in_turn).tolist()} - {AT_ONCE}
+        copies = OwnedCopies(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+        rounds = np.concatenate(
+            [*(flow.rounds for flow in incoming.values()), staged_rounds_of(engine)[padding.into[:, 0]]]
+        )
+        blockwise = BLOCKWISE[copies.table[:, CODEC]]
+        self.once = self._copy_table(copies.where(~blockwise & (rounds == AT_ONCE)))
+        self.blocks = self._block_tables(copies.where(blockwise))
+        # Also rounds in which all that is not padding comes by another transport.
+        self.numbers = {*engine.staged_rounds.values(), *np.unique(rounds).tolist()} - {AT_ONCE}
         self.rounds = {
-            number: self._copies(rows.where(rounds_in_turn == number)) for number in sorted(self.numbers)
+            number: self._copy_table(copies.where(rounds == number)) for number in sorted(self.numbers)
         }
-        self.received_bytes = self.local_bytes + self.peer_bytes
+
+    @property
+    def _copy_tables(self) -> list[CopyTable]:
+        return [*([self.once] if self.once is not None else []), *self.rounds.values()]
 
     @property
     def launches(self) -> int:
-        """Kernels that a refit launches."""
-        return sum(table.launches for table in (self.table, *self.rounds.values())) + len(self.blocks)
+        """See `Transport.launches`."""
+        return sum(table.launches for table in self._copy_tables) + len(self.blocks)
 
-    def _padding(self, sent: Iterable[Incoming]) -> packed.Placed:
-        """Rows of padding, but what lies in blocks that are sent. In blocks that are put together of parts it is written,
-        and written again with them."""
+    def _padding(self, elsewhere: Iterable[Incoming]) -> Placed:
+        """Return copies of zeros into rows of padding, but for blocks that other transports bring whole. In blocks that are put together
+        of several ranks' parts zeros are written twice."""
+        assert self.context.engine is not None
         table, into = self.fills.table, self.fills.into
         blockwise = BLOCKWISE[table[:, CODEC]]
         if not blockwise.any():
-            return packed.Placed(table, into)
-        found = []
-        for some in sent:
-            here = BLOCKWISE[some.table[:, CODEC]]
-            found.append(packed.cut_into_blocks(some.table[here], some.into[here], some.places))
-        if not any(len(some.items) for some in found):
-            return packed.Placed(table, into)
-        kept = packed.padding_outside(
-            packed.Placed(table[blockwise], into[blockwise]), found, places_of(self.engine)
+            return Placed(table, into)
+        brought = []
+        for flow in elsewhere:
+            mask = BLOCKWISE[flow.table[:, CODEC]]
+            brought.append(cut_into_blocks(flow.table[mask], flow.into[mask], flow.places))
+        if not any(len(blocks.items) for blocks in brought):
+            return Placed(table, into)
+        left = padding_outside(
+            Placed(table[blockwise], into[blockwise]), brought, places_of(self.context.engine)
         )
-        both = (table[~blockwise], kept.table), (into[~blockwise], kept.into)
-        return packed.Placed(*map(np.concatenate, both))
+        both = (table[~blockwise], left.table), (into[~blockwise], left.into)
+        return Placed(*map(np.concatenate, both))
 
-    def _copies(self, rows: "Rows") -> CopyTable:
-        """A table in the order in which all peers' links are busy at once."""
-        tiles, origin = tiles_of(rows.table)
-        order = interleaved(rows.ranks[origin])
-        return CopyTable(tiles[order], self.device, rows.owners[origin][order], self.aside)
+    def _copy_table(self, copies: OwnedCopies) -> CopyTable:
+        """Return the copies in an order in which the links to all peers are busy at once."""
+        tiles, origin = tiles_of(copies.table)
+        order = interleaved(copies.ranks[origin])
+        return CopyTable(tiles[order], self.device, copies.owners[origin][order], self.leaves_room)
 
-    def _blocks(self, rows: "Rows") -> list[BlockTable]:
-        """What is quantized, by rounding."""
-        if not len(rows.table):
+    def _block_tables(self, copies: OwnedCopies) -> list[BlockTable]:
+        """Return what is quantized on the way, by rounding."""
+        if not len(copies.table):
             return []
-        places = places_of(self.engine)
-        found = []
-        for rounding, these in by_rounding(rows.table[:, CODEC]):
-            some = rows.where(these)
-            padding = some.ranks == PADDING
-            # as wide as all else, for which there is a kernel of its own
-            some.table[padding, CODEC] = some.table[~padding, CODEC].max(initial=block_codec(rounding))
-            strips = items_of(some.table, some.into, np.stack([some.owners, some.ranks], 1), places)
+        assert self.context.engine is not None
+        places = places_of(self.context.engine)
+        tables = []
+        for rounding, mask in by_rounding(copies.table[:, CODEC]):
+            chosen = copies.where(mask)
+            padding = chosen.ranks == PADDING
+            # Zeros of the same width as all else, for which there is a kernel already.
+            chosen.table[padding, CODEC] = chosen.table[~padding, CODEC].max(initial=block_codec(rounding))
+            owners = np.stack([chosen.owners, chosen.ranks], 1)
+            strips = items_of(chosen.table, chosen.into, owners, places)
             order = interleaved(strips.owners[strips.items[:, FIRST_FRAGMENT], 1])
-            found.append(
+            tables.append(
                 BlockTable(strips._replace(owners=strips.owners[:, 0]), rounding, self.device, order)
             )
-        return found
+        return tables
 
-    def follow(self, memory: Mapping[int, Mapping[str, Any]]) -> bool:
-        """Read the shards where these trainers' ranks now say that they are; False where the table has to be
-        made again for that."""
+    def follow(self, memory: Mapping[int, TrainerMemory]) -> bool:
+        """See `Transport.follow`: shift the tables where shards have only moved."""
+        if self.context.engine is None:
+            return True
         before = self.followed
         if before is not None and [*map(id, memory.values())] == [*map(id, before.values())]:
             return True
-        if memory.keys() != self.at.keys():
+        if memory.keys() != self.shards.keys():
             return False
-        now = {rank: self._shards(rank, said) for rank, said in memory.items()}
-        if all(np.array_equal(shards, self.at[rank]) for rank, shards in now.items()):
+        now = {rank: self._shards(rank, of_rank) for rank, of_rank in memory.items()}
+        if all(np.array_equal(shards, self.shards[rank]) for rank, shards in now.items()):
             self.followed = dict(memory)
             return True
         deltas = np.zeros(1 + sum(map(len, now.values())), np.int64)
         for rank, shards in now.items():
-            if not np.array_equal(shards[:, 1], self.at[rank][:, 1]):
+            if not np.array_equal(shards[:, 1], self.shards[rank][:, 1]):
                 return False
             first = self.first_owner[rank]
-            deltas[first : first + len(shards)] = shards[:, 0] - self.at[rank][:, 0]
-        if not all(table.shift(deltas) for table in (self.table, *self.rounds.values())):
+            deltas[first : first + len(shards)] = shards[:, 0] - self.shards[rank][:, 0]
+        if not all(table.shift(deltas) for table in self._copy_tables):
             return False
         for blocks in self.blocks:
             blocks.shift(deltas)
-        self.at, self.followed = now, dict(memory)
+        self.shards, self.followed = now, dict(memory)
         return True
 
-    def _shards(self, rank: int, memory: Mapping[str, Any]) -> np.ndarray:
-        """(address here, pitch in bytes) of the shards of a trainer's rank, mapping its memory where it is
-        another process."""
+    def _shards(self, rank: int, memory: TrainerMemory) -> np.ndarray:
+        """Return (address here, pitch in bytes) of the shards of a trainer's rank, mapping the memory of another process."""
         if rank == self.rank:
-            regions: np.ndarray = memory["regions"]
-            return regions
+            return memory.regions
         with rewrite_message(HINT):
-            return shards_here(memory, self.mappings, self.names[rank])
+            return mapped_shards(memory, self.mapped, self.names[rank])
 
-    def unmappable(self, memory: Mapping[int, Mapping[str, Any]]) -> list[tuple[int, str]]:
-        """Which of these trainers' ranks have memory that cannot be mapped here, and why."""
-        failed = []
-        for rank, said in memory.items():
+    def unmappable(self, memory: Mapping[int, TrainerMemory]) -> list[tuple[int, str]]:
+        """See `Transport.unmappable`."""
+        failures = []
+        for rank, of_rank in memory.items():
             try:
-                shards_here(said, self.mappings, self.names[rank])
+                mapped_shards(of_rank, self.mapped, self.names[rank])
             except ReshardError as error:
-                failed.append((rank, str(error)))
-        return failed
+                failures.append((rank, str(error)))
+        return failures
 
-    def go_aside(self) -> None:
-        """From now on leave room on the GPU for buckets."""
-        self.aside = True
-        for table in (self.table, *self.rounds.values()):
+    def leave_room(self) -> None:
+        """See `Transport.leave_room`."""
+        self.leaves_room = True
+        for table in self._copy_tables:
             table.compile(aside=True)
 
     def run(self, number: int) -> None:
-        """Enqueue the copies of a round: aside, where buckets are to go on at the same time, until `join`."""
-        if number != AT_ONCE and number not in self.rounds:
+        """Enqueue the copies of a round: where room is left, in a stream of their own until `join`."""
+        if self.once is None or (number != AT_ONCE and number not in self.rounds):
             return
-        if not self.aside or self.device.type == "cpu":
+        if not self.leaves_room or self.device.type == "cpu":
             self._enqueue(number, None)
             return
-        here = torch.cuda.current_stream(self.device)
         self.lane = torch.cuda.Stream(self.device)
-        self.lane.wait_stream(here)
+        self.lane.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.lane):
-            self._enqueue(number, PROGRAMS_ASIDE)
+            self._enqueue(number, PROGRAMS_BESIDE_NCCL)
 
     def _enqueue(self, number: int, programs: int | None) -> None:
         if number != AT_ONCE:
             self.rounds[number].run(programs)
             return
-        self.table.run(programs)
+        assert self.once is not None
+        self.once.run(programs)
         for blocks in self.blocks:
             blocks.run()
 
     def join(self) -> None:
-        """Let the current stream wait for what was enqueued aside."""
+        """See `Transport.join`."""
         if self.lane is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.lane)
             self.lane = None
 
-    def keep_only(self, memory: Mapping[int, Mapping[str, Any]]) -> None:
-        """Unmap what the trainers' ranks no longer use."""
-        self.mappings.close(but={entry[2] for said in memory.values() for entry in said["allocations"]})
+    def keep_only(self, memory: Mapping[int, TrainerMemory]) -> None:
+        """See `Transport.keep_only`."""
+        self.mapped.close(but={handle for of_rank in memory.values() for *_, handle in of_rank.allocations})
 
     def release(self) -> None:
         """Unmap the trainers' memory."""
         self.followed = None
-        self.mappings.close()
+        self.mapped.close()
 
-    def close(self) -> None:
-        """Unmap the trainers' memory."""
-        self.release()
+
+def mapped_shards(memory: TrainerMemory, mapped: MappedMemory, who: str) -> np.ndarray:
+    """Return (address here, pitch in bytes) of the shards of another process, mapping its allocations.
+
+    Shards outside of them, which are not read (`protocol.memory.check_regions`), get address 0.
+    """
+    table = memory.regions.copy()
+    if memory.allocations:
+        bases, sizes, handles = zip(*memory.allocations, strict=True)
+        first, size = np.array(bases, np.int64), np.array(sizes, np.int64)
+        addresses = np.array(
+            [mapped.address(handle, length, who) for handle, length in zip(handles, sizes, strict=True)],
+            np.int64,
+        )
+        around = np.maximum(np.searchsorted(first, table[:, 0], "right") - 1, 0)
+        inside = (table[:, 0] >= first[around]) & (table[:, 0] < first[around] + size[around])
+        table[:, 0] = np.where(inside, table[:, 0] + addresses[around] - first[around], 0)
+    return table

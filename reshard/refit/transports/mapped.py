@@ -19,14 +19,14 @@ from reshard.device.cuda import HANDLE_BYTES, checked, driver, make_current, map
 HINT = r"\Z", "; containers have to share pid and ipc namespaces for that, or use backend='nccl'"
 
 
-class Mappings:
+class MappedMemory:
     """Peers' allocations that this process has mapped, by handle; closed together."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.addresses = device, dict[str, int]()
 
     def address(self, handle: str, size: int, whose: str) -> int:
-        """Where an allocation of at least `size` bytes is mapped here, mapping it at the first call. Raises ReshardError where that
+        """Return where an allocation of at least `size` bytes is mapped here, mapping it at the first call. Raises ReshardError where that
         cannot be, or the allocation is smaller."""
         if handle not in self.addresses:
             wanted = driver().CUipcMemHandle()
@@ -34,8 +34,8 @@ class Mappings:
             lazily = driver().CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
             make_current(self.device)
             with torch.cuda.device(self.device):
-                found = driver().cuIpcOpenMemHandle(wanted, lazily.value)
-            self.addresses[handle] = int(checked(found, f"cannot map the memory of {whose}"))
+                answer = driver().cuIpcOpenMemHandle(wanted, lazily.value)
+            self.addresses[handle] = int(checked(answer, f"cannot map the memory of {whose}"))
         mapped = mapped_bytes(self.addresses[handle])
         if mapped is not None and mapped < size:
             raise ReshardError(

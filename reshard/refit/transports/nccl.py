@@ -1,4 +1,4 @@
-"""Transfers between members that cannot read each other's memory: packed into buckets, exchanged, unpacked.
+"""NCCL, or Gloo on a CPU: pieces are packed into buckets, exchanged, and unpacked.
 
 Both ends of a pair know the same list of pieces and cut it alike, so a bucket needs no header. One all-to-all
 a round, whatever the backend (NCCL, Gloo); while one bucket travels, the next is packed and the one before is
@@ -8,7 +8,7 @@ unpacked.
 import atexit
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
@@ -18,21 +18,24 @@ import torch
 import torch.distributed as dist
 
 from reshard.comm.background import in_background
-from reshard.comm.group import LOOK_SECONDS, RefitGroup
+from reshard.comm.client import LOOK_SECONDS
+from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.refit.addresses import AT_ONCE
-from reshard.refit.protocol.checks import check_partners, gathered, most_buckets
+from reshard.refit.protocol.buckets import exchange_bucket_counts, exchange_partner_counts
+from reshard.refit.routes import NCCL, Pair
 from reshard.refit.tables import ALIGNMENT, DST, SRC, TILE_BYTES, bytes_packed
-from reshard.refit.transports.base import Incoming, Outgoing, Transport, by_round
-from reshard.refit.transports.packing import Round, Side
+from reshard.refit.transports.base import Context, Incoming, Outgoing, Transport, by_round
+from reshard.refit.transports.packing import PackedPair, PackedRound
 
 SLOTS = 2  # buckets of a pair that are under way at once
-# Of copies into and out of buckets on a GPU: NCCL's own kernel must find room beside them.
-PROGRAMS = 64
-_of_nccl: "weakref.WeakSet[Any]" = weakref.WeakSet()  # communicators of ours
+PROGRAMS = 64  # of copies into and out of buckets on a GPU: NCCL's own kernel must find room beside them
+_communicators: "weakref.WeakSet[Any]" = weakref.WeakSet()  # of NCCL, made here
 
 
-def group_of(members: RefitGroup, ranks: Sequence[int], device: torch.device, fresh: bool) -> tuple[Any, Any]:
+def communicator_of(
+    members: RefitGroup, ranks: Sequence[int], device: torch.device, fresh: bool
+) -> tuple[Any, Any]:
     """Return a communicator of these members, and the store that it needs as long as it is there: on GPUs torch's own where they
     are its ranks, since another takes memory of its own.
 
@@ -49,24 +52,28 @@ def group_of(members: RefitGroup, ranks: Sequence[int], device: torch.device, fr
             return members.process_group._get_backend(device), None
     store = members.torch_store()
     # Torch's own waits end with their time limit only; so they are not this thread's.
-    made = in_background(lambda: _made(members, store, ranks.index(members.rank), len(ranks), device))
+    making = in_background(
+        lambda: _new_communicator(members, store, ranks.index(members.rank), len(ranks), device)
+    )
     deadline = time.monotonic() + members.timeout
     with members.reporting_alive():
-        while not wait([made], LOOK_SECONDS).done:
+        while not wait([making], LOOK_SECONDS).done:
             members.check()
             if time.monotonic() > deadline:
                 break
     try:
-        if made.done():
-            return made.result(), store
+        if making.done():
+            return making.result(), store
         reason = f"not made within {members.timeout:g} s"
     except RuntimeError as error:
         reason = first_line(error)
-    silent = listed(members.names[rank] for rank in members.unresponsive_ranks())
-    raise ReshardError(f"there is no communicator for buckets ({reason}); {silent or 'no member'} is silent")
+    unresponsive = listed(members.names[rank] for rank in members.unresponsive_ranks())
+    raise ReshardError(
+        f"there is no communicator for buckets ({reason}); {unresponsive or 'no member'} is silent"
+    )
 
 
-def _made(members: RefitGroup, store: Any, index: int, size: int, device: torch.device) -> Any:
+def _new_communicator(members: RefitGroup, store: Any, index: int, size: int, device: torch.device) -> Any:
     # Under a name of its own: what a broken communicator has left in the store must not be read again.
     named, timeout = (
         dist.PrefixStore(f"buckets/{members.transaction_number}", store),
@@ -77,7 +84,7 @@ def _made(members: RefitGroup, store: Any, index: int, size: int, device: torch.
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         group = dist.ProcessGroupNCCL(named, index, size, options)
-        _of_nccl.add(group)
+        _communicators.add(group)
         return group
     gloo: Any = dist.ProcessGroupGloo
     # Of several networks the one on which the members met; by itself Gloo takes the one that the host's name
@@ -88,113 +95,141 @@ def _made(members: RefitGroup, store: Any, index: int, size: int, device: torch.
 
 
 @atexit.register
-def _end_nccl() -> None:
+def _shut_down_communicators() -> None:
     """NCCL's threads may ask their store, which is Python's, until they end: not while Python itself ends."""
-    for group in list(_of_nccl):
+    for group in list(_communicators):
         with suppress(RuntimeError):
             group.shutdown()
 
 
-class Step(NamedTuple):
+class BucketStep(NamedTuple):
     """A round of buckets of one member: bytes from and to each member, and the copies before and after."""
 
     splits_in: list[int]
     splits_out: list[int]
-    pack: Round
-    unpack: Round
+    pack: PackedRound
+    unpack: PackedRound
 
 
-class Buckets(Transport):
-    """This member's part of the exchange among the members `ranks`; a member that is none of them only
-    agrees.
+class Nccl(Transport):
+    """This member's part of the exchange among all that have a side; a member that has none only agrees.
 
-    Rows are cut into tiles the same way on both ends, which only depends on rows and widths. All buffers of a
-    rank together have at most `bucket_bytes`.
+    Rows are cut into tiles the same way on both ends, which only depends on rows and widths. All buffers of a rank together have at
+    most `bucket_bytes`. Where any pair goes this way, all that have a side take part in every round.
     """
 
-    def __init__(
-        self, members: RefitGroup, ranks: Sequence[int], device: torch.device, bucket_bytes: int
-    ) -> None:
-        self.members, self.ranks, self.device, self.bucket_bytes = members, ranks, device, bucket_bytes
+    name = NCCL
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.ranks = context.participants
         self.group: Any = None
         self.store: Any = None  # of the group, which does not keep it itself
-        self.limit = 0  # bytes of one pair in one round; 0 where no pair of members goes through buckets
-        # By the engines' rounds: how many rounds of buckets all members have agreed on, this member's sides by partner,
-        # and its work in each.
-        self.rounds: dict[int, int] = {}
-        self.sends: dict[int, dict[int, Side]] = {}
-        self.receives: dict[int, dict[int, Side]] = {}
-        self.steps: dict[int, list[Step]] = {}
+        self.limit = 0  # bytes of one pair in one bucket; 0 where no pair of members goes this way
+        # What was prepared before the size of buckets was agreed on.
+        self.outgoing: Mapping[int, Outgoing] = {}
+        self.incoming: Mapping[int, Incoming] = {}
+        # By the engines' rounds: how many buckets all members have agreed on, this member's pairs by partner, and its work in each.
+        self.buckets: dict[int, int] = {}
+        self.sends_by_round: dict[int, dict[int, PackedPair]] = {}
+        self.receives_by_round: dict[int, dict[int, PackedPair]] = {}
+        self.steps: dict[int, list[BucketStep]] = {}
         self.addresses: list[tuple[int, int]] = []
-        self.lanes = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
+        self.lanes = (
+            (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))
+            if self.device.type == "cuda"
+            else None
+        )
+        self.received_bytes = {NCCL: 0}
+
+    @staticmethod
+    def reaches(pair: Pair) -> bool:
+        """Everywhere, but NCCL connects no two processes of one GPU."""
+        return not (pair.same_gpu and pair.may_share_memory and pair.mappable)
+
+    @property
+    def is_blocking(self) -> bool:  # type: ignore[override]
+        """See `Transport.is_blocking`: NCCL's first exchange returns when all have met, one over Gloo when it has ended."""
+        return self.group is not None
+
+    @property
+    def is_sending(self) -> bool:  # type: ignore[override]
+        """See `Transport.is_sending`."""
+        return any(self.sends_by_round.values())
 
     @property
     def launches(self) -> int:
-        """Kernels that a refit launches, once `run` has been through it."""
-        steps = [step for some in self.steps.values() for step in some]
+        """See `Transport.launches`."""
+        steps = [step for of_round in self.steps.values() for step in of_round]
         return sum(step.pack.launches + step.unpack.launches for step in steps)
 
-    def agree(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming]) -> None:
-        """Agree with all members on the size of the buckets and the number of rounds, and meet those that
-        take part.
-
-        Where any pair of members goes through buckets, all that have a side take part in every round.
-        """
-        partners = gathered(self.members, "partners", max(len(incoming), len(outgoing)))
-        check_partners(partners, self.members.names)
-        most = max(partners)
-        if not most:
+    def negotiate(self) -> None:
+        """Agree with all members on the size of the buckets and their number, and make a communicator of those that have a side."""
+        partners = max(exchange_partner_counts(self.members, max(len(self.incoming), len(self.outgoing))))
+        if not partners:
             return
-        self.limit = self.bucket_bytes // (2 * SLOTS * most) // ALIGNMENT * ALIGNMENT
+        bucket_bytes = self.context.bucket_bytes
+        self.limit = bucket_bytes // (2 * SLOTS * partners) // ALIGNMENT * ALIGNMENT
         if self.limit < TILE_BYTES:
             raise ReshardError(
-                f"bucket_bytes {self.bucket_bytes} is too little for {most} partners: "
-                f"{2 * SLOTS * most * TILE_BYTES} is the least"
+                f"bucket_bytes {bucket_bytes} is too little for {partners} partners: "
+                f"{2 * SLOTS * partners * TILE_BYTES} is the least"
             )
         self._meet(fresh=False)
-        self.prepare(outgoing, incoming)
-        mine: dict[int, int] = {}
-        for number, side in self._sides():
-            mine[number] = max(mine.get(number, 0), side.rounds)
-        self.rounds = most_buckets(gathered(self.members, "rounds", [*mine.items()]), self.members.names)
-        self.numbers = self.rounds.keys() - {AT_ONCE}  # of all engines: all that have a side take part
+        self.prepare(self.outgoing, self.incoming)
+        self.outgoing, self.incoming = {}, {}
+        counts: dict[int, int] = {}
+        for number, pair in self._pairs():
+            counts[number] = max(counts.get(number, 0), pair.rounds)
+        self.buckets = exchange_bucket_counts(self.members, counts)
+        self.numbers = self.buckets.keys() - {AT_ONCE}  # of all engines: all that have a side take part
         if self.device.type == "cuda":
             from reshard.refit.kernels import compile_copy
 
-            # the tables are made at the first exchange, nearly all of this word
+            # The tables are made at the first exchange, nearly all of words of this size.
             compile_copy(ALIGNMENT, self.device, 1)
 
-    def _sides(self) -> Iterator[tuple[int, Side]]:
-        for sides in (self.sends, self.receives):
-            for number, some in sides.items():
-                yield from ((number, side) for side in some.values())
+    def _pairs(self) -> Iterator[tuple[int, PackedPair]]:
+        for by_number in (self.sends_by_round, self.receives_by_round):
+            for number, pairs in by_number.items():
+                yield from ((number, pair) for pair in pairs.values())
 
     def renew(self) -> None:
-        """Meet over a new communicator: one that lost a partner is not used again."""
+        """Make a new communicator: one that lost a partner is not used again."""
         self._meet(fresh=True)
 
     def _meet(self, fresh: bool) -> None:
         if self.limit and self.members.rank in self.ranks:
-            self.group, self.store = group_of(self.members, self.ranks, self.device, fresh)
+            self.group, self.store = communicator_of(self.members, self.ranks, self.device, fresh)
 
-    def prepare(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming]) -> None:
-        """Cut these tables into rounds."""
+    def prepare(
+        self,
+        outgoing: Mapping[int, Outgoing],
+        incoming: Mapping[int, Incoming],
+        elsewhere: Collection[Incoming] = (),
+    ) -> None:
+        """Cut these tables into buckets; `negotiate` has to say first how large they are."""
         if not self.limit:
+            self.outgoing, self.incoming = outgoing, incoming
             return
-        self.sends = {number: {peer: Side(one, SRC, self.limit) for peer, one in some.items()}
-                      for number, some in by_round(outgoing).items()}  # fmt: skip
-        self.receives = {number: {peer: Side(one, DST, self.limit) for peer, one in some.items()}
-                         for number, some in by_round(incoming).items()}  # fmt: skip
-        self.received_bytes = sum(bytes_packed(some.table) for some in incoming.values())
+        self.sends_by_round = {
+            number: {peer: PackedPair(flow, SRC, self.limit) for peer, flow in flows.items()}
+            for number, flows in by_round(outgoing).items()
+        }
+        self.receives_by_round = {
+            number: {peer: PackedPair(flow, DST, self.limit) for peer, flow in flows.items()}
+            for number, flows in by_round(incoming).items()
+        }
+        self.received_bytes = {NCCL: sum(bytes_packed(flow.table) for flow in incoming.values())}
         self.addresses, self.steps = [], {}
 
     def run(self, number: int) -> None:
-        """Exchange what belongs to a round of engines', in as many rounds of buckets as all members have agreed on."""
-        if self.group is None or not self.rounds.get(number):
+        """Exchange what belongs to a round of the engines', in as many buckets as all members have agreed on."""
+        if self.group is None or not self.buckets.get(number):
             return
         slots = [
-            (self._buffer(self.sends), self._buffer(self.receives))
-            for _ in range(min(SLOTS, max(self.rounds.values())))
+            (self._buffer(self.sends_by_round), self._buffer(self.receives_by_round))
+            for _ in range(min(SLOTS, max(self.buckets.values())))
         ]
         addresses = [(send.data_ptr(), receive.data_ptr()) for send, receive in slots]
         if addresses != self.addresses:
@@ -202,33 +237,37 @@ class Buckets(Transport):
             self.steps, self.addresses = {}, addresses
         if number not in self.steps:
             self.steps[number] = [
-                self._step(number, index, *addresses[index % SLOTS]) for index in range(self.rounds[number])
+                self._step(number, index, *addresses[index % SLOTS]) for index in range(self.buckets[number])
             ]
         if self.lanes is None:
             self._exchange(self.steps[number], slots, None, None)
             return
         packing, unpacking = self.lanes
-        here = torch.cuda.current_stream(self.device)
-        packing.wait_stream(here)
-        unpacking.wait_stream(here)
+        current = torch.cuda.current_stream(self.device)
+        packing.wait_stream(current)
+        unpacking.wait_stream(current)
         try:
             self._exchange(self.steps[number], slots, packing, unpacking)
         finally:
-            here.wait_stream(packing)
-            here.wait_stream(unpacking)
+            current.wait_stream(packing)
+            current.wait_stream(unpacking)
 
     def _exchange(
-        self, steps: list[Step], slots: list[tuple[torch.Tensor, torch.Tensor]], packing: Any, unpacking: Any
+        self,
+        steps: list[BucketStep],
+        slots: list[tuple[torch.Tensor, torch.Tensor]],
+        packing: Any,
+        unpacking: Any,
     ) -> None:
-        """Pack a round, send it off, unpack the one before: each kind in a stream of its own on a GPU, where
-        only what waits for a slot waits."""
+        """Pack a bucket, send it off, unpack the one before: each kind in a stream of its own on a GPU, where only what waits for a
+        slot waits."""
         works: list[Any] = []
         unpacked: list[Any] = []
         for index in range(len(steps) + 1):
             if index < len(steps):
                 splits_in, splits_out, pack, _ = steps[index]
                 send, receive = slots[index % SLOTS]
-                with within(packing):
+                with in_stream(packing):
                     if index >= SLOTS:
                         works[index - SLOTS].wait()
                     pack.run(PROGRAMS)
@@ -237,33 +276,34 @@ class Buckets(Transport):
                     arriving, leaving = receive[: sum(splits_in)], send[: sum(splits_out)]
                     works.append(self.group.alltoall_base(arriving, leaving, splits_in, splits_out))
             if index:
-                with within(unpacking):
+                with in_stream(unpacking):
                     works[index - 1].wait()
                     steps[index - 1].unpack.run(PROGRAMS)
                     if unpacking is not None:
                         unpacked.append(unpacking.record_event())
 
-    def _buffer(self, sides: Mapping[int, Mapping[int, Side]]) -> torch.Tensor:
-        partners = len(sides[AT_ONCE])
-        return torch.empty(self.limit * partners, dtype=torch.uint8, device=self.device)
+    def _buffer(self, pairs: Mapping[int, Mapping[int, PackedPair]]) -> torch.Tensor:
+        return torch.empty(self.limit * len(pairs[AT_ONCE]), dtype=torch.uint8, device=self.device)
 
-    def _step(self, number: int, index: int, send: int, receive: int) -> Step:
-        """A round with its buffers at these addresses."""
-        splits_out, pack = self._layout(self.sends.get(number, {}), index, send)
-        splits_in, unpack = self._layout(self.receives.get(number, {}), index, receive)
-        return Step(splits_in, splits_out, pack, unpack)
+    def _step(self, number: int, index: int, send: int, receive: int) -> BucketStep:
+        """Return the work on one bucket of a round, with its buffers at these addresses."""
+        splits_out, pack = self._packed_round(self.sends_by_round.get(number, {}), index, send)
+        splits_in, unpack = self._packed_round(self.receives_by_round.get(number, {}), index, receive)
+        return BucketStep(splits_in, splits_out, pack, unpack)
 
-    def _layout(self, sides: Mapping[int, Side], index: int, start: int) -> tuple[list[int], Round]:
-        """Bytes by member, and the copies with their ends in the buffer filled in."""
-        splits, places = [0] * len(self.ranks), []
-        for peer in sorted(sides):
-            size = sides[peer].bytes_of_round(index)
-            places.append((sides[peer], start))
+    def _packed_round(
+        self, pairs: Mapping[int, PackedPair], index: int, start: int
+    ) -> tuple[list[int], PackedRound]:
+        """Return the bytes by member, and the copies with their ends in the buffer filled in."""
+        splits, placed = [0] * len(self.ranks), []
+        for peer in sorted(pairs):
+            size = pairs[peer].bytes_of_round(index)
+            placed.append((pairs[peer], start))
             splits[self.ranks.index(peer)] = size
             start += size
-        return splits, Round.of(places, index, self.device, aside=True)
+        return splits, PackedRound.of(placed, index, self.device, aside=True)
 
 
-def within(stream: Any) -> AbstractContextManager:
-    """Enqueue on this stream; where there is none, as ever."""
+def in_stream(stream: Any) -> AbstractContextManager:
+    """Return a context in which work is enqueued on this stream, or, for None, as ever."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)

@@ -1,9 +1,9 @@
-"""What goes through buckets and slabs: the pieces of a pair, cut into rounds by both ends alike, and the copies of a
-round into or out of memory that both have.
+"""Packing for buckets and slabs: both ends of a pair cut its pieces into the same rounds, and copy a round into or out of memory that
+travels, or that both have.
 
 A *piece* is a box of a shard that goes into one local tensor (`addresses.Pieces`), a *tile* a part of it of at most 64 KiB, a
 *parcel* a block of fp8 with its scale, made of *fragments* of pieces (`parcels`, `blocks`); a *round* is what fits into
-a bucket. An engine's rounds are something else: the turns in which its layers pass through one memory
+a bucket. An engine's rounds are something else: the order in which its layers pass through one memory
 (`Engine.staged_rounds`).
 """
 
@@ -46,17 +46,19 @@ from reshard.refit.tables import (
 from reshard.refit.transports.base import Incoming, Outgoing
 
 
-class Side:
-    """One direction of one pair: its tiles and parcels, and the round and offset of each. `end`, SRC or DST, is what
-    the table has filled in. What a codec makes narrower is encoded when it is packed, what it widens when it is
-    unpacked; blocks are made when they are packed."""
+class PackedPair:
+    """One direction of one pair: its tiles and blocks, and the round and offset of each.
 
-    def __init__(self, some: Outgoing | Incoming, end: int, limit: int) -> None:
-        self.end, self.places = end, some.places
+    `end`, SRC or DST, is what the table has filled in. What a codec makes narrower is encoded when it is packed, what it widens when
+    it is unpacked; blocks are made when they are packed.
+    """
+
+    def __init__(self, flow: Outgoing | Incoming, end: int, limit: int) -> None:
+        self.end, self.places = end, flow.places
         self.far, self.far_pitch = (DST, DST_PITCH) if end == SRC else (SRC, SRC_PITCH)
-        blockwise = BLOCKWISE[some.table[:, CODEC]]
-        self.tiles, self.packed_width = _tiles(some.table[~blockwise], end)
-        self.parcels = cut_into_blocks(some.table[blockwise], some.into[blockwise], some.places)
+        blockwise = BLOCKWISE[flow.table[:, CODEC]]
+        self.tiles, self.packed_width = _tiles(flow.table[~blockwise], end)
+        self.parcels = cut_into_blocks(flow.table[blockwise], flow.into[blockwise], flow.places)
         self.sizes = np.concatenate(
             [self.tiles[:, ROWS] * self.packed_width, packed_bytes(self.parcels.items)]
         )
@@ -66,7 +68,7 @@ class Side:
         np.maximum.at(self.bytes_by_round, self.round_of, self.offset + self.sizes + -self.sizes % ALIGNMENT)
 
     def copies(self, index: int, start: int) -> np.ndarray:
-        """The copies of a round between memory and a buffer at address `start`, which is dense."""
+        """Return the copies of a round between memory and a dense buffer at address `start`."""
         n = len(self.tiles)
         chosen = self.round_of[:n] == index
         table = self.tiles[chosen].copy()
@@ -75,11 +77,11 @@ class Side:
         if self.end == SRC:
             return table
         first, last = self._parcels_of_round(index)
-        some = slice_blocks(self.parcels, first, last)
-        return np.concatenate([table, unpack_copies(some, start + self.offset[n + first : n + last])])
+        parcels = slice_blocks(self.parcels, first, last)
+        return np.concatenate([table, unpack_copies(parcels, start + self.offset[n + first : n + last])])
 
     def blocks(self, index: int, start: int, device: torch.device) -> list[BlockTable]:
-        """What makes the parcels of a round, in a buffer at address `start`."""
+        """Return the tables that make the blocks of a round, in a buffer at address `start`."""
         n, (first, last) = len(self.tiles), self._parcels_of_round(index)
         if self.end == DST or first == last:
             return []
@@ -87,17 +89,17 @@ class Side:
         return encode_tables(slice_blocks(self.parcels, first, last), self.places, begins, device)
 
     def _parcels_of_round(self, index: int) -> tuple[int, int]:
-        """The first of a round's parcels, which follow each other, and the one after the last."""
+        """Return the first of a round's blocks, which follow each other, and the one after the last."""
         first, last = np.searchsorted(self.round_of[len(self.tiles) :], [index, index + 1])
         return int(first), int(last)
 
     def bytes_of_round(self, index: int) -> int:
-        """Bytes of a round in the buffer, padding included."""
+        """Return the bytes of a round in the buffer, padding included."""
         return int(self.bytes_by_round[index]) if index < self.rounds else 0
 
 
 def _tiles(table: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """Copies cut into tiles at both ends alike, and the bytes of each tile's rows while they travel."""
+    """Cut copies into tiles at both ends alike; return them, and the bytes of each tile's rows while they travel."""
     pitch = SRC_PITCH if end == SRC else DST_PITCH
     # Pitches are only known here, so they must not decide.
     plain = table.copy()
@@ -107,8 +109,8 @@ def _tiles(table: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray]:
     tiles, origin = tiles_of(plain)
     row, byte = np.divmod(tiles[:, SRC], plain[origin, SRC_PITCH])
     packed, codec = tiles[:, WIDTH].copy(), table[origin, CODEC]
-    here = WIDENS[codec] if end == DST else ~WIDENS[codec]
-    tiles[:, CODEC] = np.where(here, codec, PLAIN)
+    converts = WIDENS[codec] if end == DST else ~WIDENS[codec]
+    tiles[:, CODEC] = np.where(converts, codec, PLAIN)
     if end == SRC:
         byte = bytes_in_source(byte, tiles[:, CODEC])
     else:
@@ -119,7 +121,7 @@ def _tiles(table: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray]:
     return tiles, packed
 
 
-class Round(NamedTuple):
+class PackedRound(NamedTuple):
     """The work of one end in one round, ready to run."""
 
     copies: CopyTable
@@ -127,12 +129,12 @@ class Round(NamedTuple):
 
     @staticmethod
     def of(
-        sides: Sequence[tuple[Side, int]], index: int, device: torch.device, aside: bool = False
-    ) -> "Round":
-        """That of sides whose buffers are at these addresses."""
-        tables = [empty_table(), *(side.copies(index, start) for side, start in sides)]
-        blocks = [table for side, start in sides for table in side.blocks(index, start, device)]
-        return Round(CopyTable(np.concatenate(tables), device, aside=aside), blocks)
+        pairs: Sequence[tuple[PackedPair, int]], index: int, device: torch.device, aside: bool = False
+    ) -> "PackedRound":
+        """Return that of pairs whose buffers are at these addresses."""
+        tables = [empty_table(), *(pair.copies(index, start) for pair, start in pairs)]
+        blocks = [table for pair, start in pairs for table in pair.blocks(index, start, device)]
+        return PackedRound(CopyTable(np.concatenate(tables), device, aside=aside), blocks)
 
     @property
     def launches(self) -> int:

@@ -1,0 +1,60 @@
+"""The number of partners that each member exchanges buckets with (``partners``), and of buckets in each round (``rounds``)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reshard.comm.group import RefitGroup
+from reshard.core.errors import ReshardError
+from reshard.refit.addresses import AT_ONCE
+from reshard.refit.protocol.encoding import exchange_json, is_number
+from reshard.refit.protocol.requests import MOST_ROUNDS
+
+MOST_BUCKETS = 1 << 20  # of one of the engines' rounds; above all that is of use
+
+
+def exchange_partner_counts(members: RefitGroup, partners: int) -> list[int]:
+    """Tell all members with how many others this one exchanges buckets, and return what each says."""
+    counts = exchange_json(members, "partners", partners)
+    for rank, count in enumerate(counts):
+        if not is_number(count, 0, len(counts)):
+            raise ReshardError(
+                f"{members.names[rank]} says that it exchanges buckets with {count!r:.40} of {len(counts)} members"
+            )
+    return counts
+
+
+def exchange_bucket_counts(members: RefitGroup, counts: Mapping[int, int]) -> dict[int, int]:
+    """Tell all members how many buckets this one fills in each of the engines' rounds, and return how many each round takes."""
+    return most_buckets(exchange_json(members, "rounds", [*counts.items()]), members.names)
+
+
+def most_buckets(lists: Sequence[Any], names: Mapping[int, str]) -> dict[int, int]:
+    """Return how many buckets each of the engines' rounds takes, from all members' lists of [round, buckets].
+
+    Both ends of a pair cut the same pieces alike, so two members need the most. Raises ReshardError where only one does.
+    """
+    counts: dict[int, list[tuple[int, int]]] = {}
+    for rank, pairs in enumerate(lists):
+        if (
+            not isinstance(pairs, list)
+            or len(pairs) > MOST_ROUNDS + 1
+            or not all(map(_counts_buckets, pairs))
+        ):
+            raise ReshardError(f"{names[rank]} says {pairs!r:.80} of its buckets, which makes no sense")
+        for number, count in pairs:
+            counts.setdefault(number, []).append((count, rank))
+    most = {}
+    for number, of_members in counts.items():
+        (largest, rank), *others = sorted(of_members, reverse=True)
+        if largest and (not others or others[0][0] != largest):
+            raise ReshardError(
+                f"{names[rank]} alone fills {largest:,} buckets in round {number}: connect again"
+            )
+        most[number] = largest
+    return most
+
+
+def _counts_buckets(pair: Any) -> bool:
+    if not isinstance(pair, list) or len(pair) != 2:
+        return False
+    return is_number(pair[0], AT_ONCE, MOST_ROUNDS) and is_number(pair[1], 0, MOST_BUCKETS)

@@ -1,0 +1,164 @@
+"""Greetings of members (``hello``, ``device``), and the model that the engines serve (``model``)."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from reshard.comm.group import RefitGroup
+from reshard.comm.hosts import namespaces, this_host
+from reshard.core.errors import ReshardError
+from reshard.core.limits import MOST_BUCKET_BYTES
+from reshard.refit.protocol.encoding import (
+    MOST_ADDRESS,
+    check_own,
+    exchange_json,
+    is_number,
+    is_word,
+    pack_json,
+    unpack_json,
+)
+from reshard.refit.routes import BACKENDS
+
+PROTOCOL = 9  # of members that understand each other
+ROLES = ("trainer", "inference")
+MOST_FIELDS = 1000  # of a config that are ignored
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """The first message of a member: its name and version, its roles and options, and the process that it is.
+
+    `ignored` are the fields of the engine's config that it ignores. `protocol` and `name` are what all versions send.
+    """
+
+    name: str
+    roles: list[str]
+    backend: str
+    bucket_bytes: int
+    keep_mapped: bool
+    ignored: list[str]
+    protocol: int = field(default_factory=lambda: PROTOCOL)
+    reshard: str = field(default_factory=lambda: version("reshard"))
+    host: str = field(default_factory=this_host)
+    namespaces: str = field(default_factory=namespaces)
+    user: int = field(default_factory=os.getuid)
+    pid: int = field(default_factory=os.getpid)
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """The device on which a member's sides compute: ``cuda`` or ``cpu``, and the GPU's UUID, empty on a CPU."""
+
+    device: str
+    gpu: str
+
+    @staticmethod
+    def of(device: torch.device) -> "DeviceInfo":
+        """Return that of a torch device."""
+        is_gpu = device.type == "cuda"
+        return DeviceInfo(device.type, str(torch.cuda.get_device_properties(device).uuid) if is_gpu else "")
+
+
+def exchange_greetings(members: RefitGroup, own: Greeting) -> list[Greeting]:
+    """Greet all members, and return their greetings by rank; from here on errors name members as these do.
+
+    Raises ReshardError where one speaks another protocol, is of another version, or says what makes no sense.
+    """
+    messages = exchange_json(members, "hello", vars(own))
+    for rank, fields in enumerate(messages):
+        if (
+            not isinstance(fields, dict)
+            or type(fields.get("protocol")) is not int
+            or not is_word(fields.get("name"))
+        ):
+            raise ReshardError(
+                f"rank {rank} does not say who it is, and of which version: give all members the same reshard"
+            )
+    members.names = {rank: fields["name"] for rank, fields in enumerate(messages)}
+    for fields in messages:
+        _check_equal("protocol", fields, vars(own))
+    greetings = [_checked_greeting(fields) for fields in messages]
+    for greeting in greetings:
+        _check_equal("reshard", vars(greeting), vars(own))
+    return greetings
+
+
+def exchange_devices(members: RefitGroup, own: DeviceInfo) -> list[DeviceInfo]:
+    """Tell all members where this one's sides compute, and return what each says."""
+    devices = []
+    for rank, fields in enumerate(exchange_json(members, "device", vars(own))):
+        name = members.names[rank]
+        if not isinstance(fields, dict):
+            raise ReshardError(f"{name} does not say where it computes")
+        for key in ("device", "gpu"):
+            _check_field(name, key, fields, is_word(fields.get(key)))
+        devices.append(DeviceInfo(fields["device"], fields["gpu"]))
+    return devices
+
+
+def _checked_greeting(fields: dict[str, Any]) -> Greeting:
+    """Return the greeting in a message. Raises ReshardError for the first field that makes no sense."""
+    name, roles, ignored = fields["name"], fields.get("roles"), fields.get("ignored")
+    if (
+        not isinstance(ignored, list)
+        or len(ignored) > MOST_FIELDS
+        or not all(map(is_word, ignored))
+        or not is_word(fields.get("reshard"))
+    ):
+        raise ReshardError(f"{name} does not name its version, or the fields of a config that it ignores")
+    valid = {
+        "roles": isinstance(roles, list) and all(role in ROLES for role in roles) and len({*map(str, roles)}) == len(roles),
+        "backend": isinstance(fields.get("backend"), str) and fields["backend"] in BACKENDS,
+        "bucket_bytes": is_number(fields.get("bucket_bytes"), 1, MOST_BUCKET_BYTES),
+        "keep_mapped": isinstance(fields.get("keep_mapped"), bool),
+        **{key: is_number(fields.get(key), 0, MOST_ADDRESS) for key in ("user", "pid")},
+        **{key: is_word(fields.get(key)) for key in ("host", "namespaces")},
+    }  # fmt: skip
+    for key, holds in valid.items():
+        _check_field(name, key, fields, holds)
+    return Greeting(**{key: fields[key] for key in Greeting.__dataclass_fields__})
+
+
+def _check_field(name: str, key: str, fields: dict[str, Any], holds: bool) -> None:
+    if not holds:
+        raise ReshardError(f"{name} says {key} {fields.get(key)!r:.80} of itself, which makes no sense")
+
+
+def _check_equal(key: str, fields: dict[str, Any], own: dict[str, Any]) -> None:
+    if fields[key] != own[key]:
+        raise ReshardError(f"{fields['name']} has {key} {fields[key]}, {own['name']} has {own[key]}")
+
+
+def post_config(members: RefitGroup, config: dict[str, Any]) -> bytes:
+    """Post the published config of the model that this inference rank serves; return the message."""
+    payload = pack_json(config)
+    members.post("model", payload)
+    return payload
+
+
+def one_config(members: RefitGroup, engines: Sequence[int], own: bytes) -> dict[str, Any]:
+    """Return the config that all inference ranks have posted, this one as `own`. Raises ReshardError where two serve different
+    models."""
+    configs: dict[int, dict[str, Any]] = {}
+    names = members.names
+    for rank in engines:
+        payload = members.read("model", rank)
+        if rank == members.rank:
+            check_own(members, "model", own, payload)
+        config = unpack_json(payload, f"the config of {names[rank]}")
+        if not isinstance(config, dict):
+            raise ReshardError(f"the config of {names[rank]} is a {type(config).__name__}, not an object")
+        configs[rank] = config
+    (first, config), *others = configs.items()
+    for rank, other in others:
+        different = sorted(key for key in config.keys() | other.keys() if config.get(key) != other.get(key))
+        if different:
+            key = different[0]
+            raise ReshardError(
+                f"{names[first]} serves {key} = {config.get(key)}, {names[rank]} {key} = {other.get(key)}"
+            )
+    return config

@@ -1,0 +1,154 @@
+"""The pieces that inference ranks ask a trainer's rank for (``pieces/RANK``), and its answer (``asked``)."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from reshard.core.dtypes import DTYPES
+from reshard.core.errors import ReshardError
+from reshard.refit.addresses import (
+    ASKED,
+    ASKED_OF_BLOCKS,
+    AT_ONCE,
+    COLUMN,
+    COUNT,
+    ELEMENTS,
+    ENCODED,
+    EXTENT,
+    ROUND,
+    ROW,
+    SHARD,
+    WHERE,
+)
+from reshard.refit.codecs import BLOCKWISE, CODECS, PLAIN, ROUNDINGS
+from reshard.refit.protocol.encoding import DIGEST_BYTES, pack_array, unpack_array
+from reshard.refit.protocol.held import DTYPE_NUMBERS, ShardSizes
+
+# Above all that is of use: an engine's local tensors, its rounds, and how often one member wants a rank's elements.
+MOST_TENSORS = 1 << 20
+MOST_ROUNDS = 1 << 14
+MOST_TIMES = 64
+CODEC_SOURCES = np.array([DTYPE_NUMBERS[codec.source.name] for codec in CODECS])
+CODEC_ROUNDINGS = np.array([[*ROUNDINGS, None].index(getattr(codec, "rounding", None)) for codec in CODECS])
+
+
+class PieceRequest(NamedTuple):
+    """The pieces that an inference rank wants, behind the digest of what it has read that the trainer's rank holds."""
+
+    held_digest: bytes
+    pieces: np.ndarray
+
+    @staticmethod
+    def key(trainer: int) -> str:
+        """Return the key of what a trainer's rank is asked for."""
+        return f"pieces/{trainer}"
+
+    def encode(self) -> bytes:
+        """Return its bytes."""
+        return self.held_digest + pack_array(self.pieces)
+
+    @staticmethod
+    def decode(payload: bytes, who: str) -> "PieceRequest":
+        """Return the request in a message of `who`."""
+        pieces = unpack_array(payload[DIGEST_BYTES:], f"what {who} asks for", (ASKED, ASKED_OF_BLOCKS))
+        return PieceRequest(payload[:DIGEST_BYTES], pieces)
+
+
+class RequestsRead(NamedTuple):
+    """A trainer's rank's answer: digests of its `TrainerMemory`, and of the request of every inference rank."""
+
+    memory_digest: bytes
+    request_digests: Sequence[bytes]
+
+    def encode(self) -> bytes:
+        """Return its bytes."""
+        return self.memory_digest + b"".join(self.request_digests)
+
+    @staticmethod
+    def decode(payload: bytes, engines: int, who: str) -> "RequestsRead":
+        """Return the answer of `who` to so many inference ranks. Raises ReshardError where it has another size."""
+        size = (1 + engines) * DIGEST_BYTES
+        if len(payload) != size:
+            raise ReshardError(
+                f"the answer of {who} has {len(payload):,} bytes, and not {size:,}: give all members the same reshard"
+            )
+        digests = [payload[start : start + DIGEST_BYTES] for start in range(0, size, DIGEST_BYTES)]
+        return RequestsRead(digests[0], digests[1:])
+
+
+def check_pieces(asked: np.ndarray, held: ShardSizes, who: str, name_of: Callable[[int], str]) -> None:
+    """Check the pieces that `who` asks this trainer's rank for (`addresses.Pieces.asked`) against its shards."""
+    shard, count = asked[:, SHARD], len(held.shapes)
+    row = first_row((shard < 0) | (shard >= count))
+    if row is not None:
+        raise ReshardError(f"{who} asks for shard {shard[row]} of {count}, which are numbered from 0")
+    shapes, begins, lengths = held.shapes[shard], asked[:, [ROW, COLUMN]], asked[:, [COUNT, ELEMENTS]]
+    row = first_row(_leaves(begins, lengths, shapes))
+    if row is not None:
+        box = f"{lengths[row].tolist()} elements at {begins[row].tolist()}"
+        raise ReshardError(
+            f"{who} asks for {box} of {name_of(int(shard[row]))}, of which this rank has {shapes[row].tolist()}"
+        )
+    times_over = lengths.astype(np.float64).prod(1).sum() / max(
+        1.0, held.shapes.astype(np.float64).prod(1).sum()
+    )
+    if times_over > MOST_TIMES:
+        raise ReshardError(f"{who} asks for {times_over:.0f} times all elements that this rank has")
+    codec, dtypes = asked[:, ENCODED], held.dtypes[shard]
+    row = first_row((codec < 0) | (codec >= len(CODECS)))
+    if row is None:
+        row = first_row(
+            (codec != PLAIN) & (CODEC_SOURCES[codec] != dtypes)
+            | (BLOCKWISE[codec] & (asked.shape[1] == ASKED))
+        )
+    if row is not None:
+        has = list(DTYPES)[dtypes[row]]
+        raise ReshardError(
+            f"{who} asks for {name_of(int(shard[row]))} by codec {codec[row]}, which none of {has} is"
+        )
+    if asked.shape[1] > ASKED:
+        _check_destinations(asked, who)
+
+
+def _check_destinations(asked: np.ndarray, who: str) -> None:
+    """Check where pieces go that are made into blocks on their way, and the rounds of all."""
+    numbers = asked[:, ROUND]
+    row = first_row((numbers < AT_ONCE) | (numbers >= MOST_ROUNDS))
+    if row is not None:
+        raise ReshardError(
+            f"{who} asks for pieces in round {numbers[row]}, and there are at most {MOST_ROUNDS:,}"
+        )
+    blocks = asked[BLOCKWISE[asked[:, ENCODED]]]
+    tensor, begins, extents = blocks[:, WHERE.start], blocks[:, WHERE][:, 1:], blocks[:, EXTENT]
+    row = first_row((tensor < 0) | (tensor >= MOST_TENSORS))
+    if row is not None:
+        raise ReshardError(
+            f"{who} asks for blocks of its tensor {tensor[row]}, and there are at most {MOST_TENSORS:,}"
+        )
+    row = first_row((extents < 1).any(1) | _leaves(begins, blocks[:, [COUNT, ELEMENTS]], extents))
+    if row is not None:
+        box = f"{blocks[row, [COUNT, ELEMENTS]].tolist()} elements at {begins[row].tolist()}"
+        raise ReshardError(
+            f"{who} asks for blocks of {box} of its tensor {tensor[row]}, which has {extents[row].tolist()}"
+        )
+    # One tensor has one shape, and its blocks one rounding.
+    of_tensors = np.zeros((int(tensor.max(initial=-1)) + 1, 3), np.int64)
+    of_blocks = np.concatenate([extents, CODEC_ROUNDINGS[blocks[:, ENCODED]][:, None]], 1)
+    of_tensors[tensor] = of_blocks
+    row = first_row((of_tensors[tensor] != of_blocks).any(1))
+    if row is not None:
+        raise ReshardError(f"{who} asks for blocks of its tensor {tensor[row]} in two shapes or roundings")
+
+
+def _leaves(begins: np.ndarray, lengths: np.ndarray, shapes: np.ndarray) -> np.ndarray:
+    """Return a mask of boxes that are empty or leave their tensor, also where sums would overflow."""
+    outside: np.ndarray = (
+        (begins < 0) | (begins > shapes) | (lengths < 1) | (lengths > shapes - begins)
+    ).any(1)
+    return outside
+
+
+def first_row(wrong: np.ndarray) -> int | None:
+    """Return the index of the first row that is wrong, None where none is."""
+    return int(wrong.argmax()) if wrong.any() else None

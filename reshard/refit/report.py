@@ -1,0 +1,40 @@
+"""The report of a refit."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from reshard.core.deprecated import warn_renamed
+from reshard.refit.routes import CUDA_IPC, LOCAL, NCCL, STAGED
+
+# Attributes of earlier releases, and the routes whose bytes they were.
+OLD_ATTRIBUTES = {"local_bytes": LOCAL, "peer_bytes": CUDA_IPC, "staged_bytes": STAGED, "bucket_bytes": NCCL}
+
+
+@dataclass(frozen=True)
+class RefitReport:
+    """One refit as a member saw it.
+
+    `version` is the one that the engine now has. Seconds are those of waiting for the others, of moving bytes, and in all.
+    `received_bytes` are those that came here by route (``local``, ``cuda_ipc``, ``staged``, ``nccl``). `launches` are the kernels of ours
+    that copied them, sent them off, and made blocks of them; not those of a verification, of torch, or of an engine that processes its
+    layers anew.
+    """
+
+    version: int
+    wait_seconds: float
+    transfer_seconds: float
+    total_seconds: float
+    received_bytes: Mapping[str, int] = field(default_factory=dict)
+    launches: int = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OLD_ATTRIBUTES:
+            route = OLD_ATTRIBUTES[name]
+            warn_renamed(f"RefitReport.{name}", f"RefitReport.received_bytes[{route!r}]")
+            return self.received_bytes.get(route, 0)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for logs."""
+        return asdict(self)

@@ -1,0 +1,178 @@
+"""Which transport a pair of ranks gets, and each of them between a trainer and an engine of one tensor: no Megatron, no vLLM, a second each."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from reshard.core.boxes import Box
+from reshard.core.errors import ReshardError
+from reshard.core.placement import LocalTensor, Part, Placement
+from reshard.device.memory import Region
+from reshard.engines.base import Engine
+from reshard.refit import RefitGroup, RefitReport, connect
+from reshard.refit.routes import BACKENDS, Pair, Peer
+from reshard.refit.transports import TRANSPORTS, transport_for
+from reshard.trainers.base import Trainer
+from tests.ranks import free_port
+
+TRAINER = Peer("trainer", "host", "namespaces", 0, 1, "cuda", "GPU 0")
+ENGINE = TRAINER._replace(name="engine", pid=2, gpu="GPU 1")
+EVERYWHERE = {"auto": "nccl", "cuda_ipc": None, "staged": None, "nccl": "nccl"}
+
+
+@pytest.mark.parametrize(("engine", "exported", "expected"), [
+    (ENGINE, True, {"auto": "cuda_ipc", "cuda_ipc": "cuda_ipc", "staged": "staged", "nccl": "nccl"}),
+    (ENGINE, False, {"auto": "staged", "cuda_ipc": "staged", "staged": "staged", "nccl": "nccl"}),
+    (ENGINE._replace(gpu="GPU 0"), True, {"auto": "cuda_ipc", "nccl": "staged"}),  # NCCL connects no two processes of one GPU
+    (ENGINE._replace(gpu="GPU 0"), False, {"auto": "staged", "nccl": "staged"}),
+    (ENGINE._replace(host="another"), True, EVERYWHERE),
+    (ENGINE._replace(user=7), True, EVERYWHERE),
+    (ENGINE._replace(namespaces="a container's"), True, EVERYWHERE),
+    (ENGINE._replace(gpu="GPU 0", namespaces="a container's"), True, EVERYWHERE),
+])  # fmt: skip
+def test_a_pair_gets_the_transport_that_reaches_it(engine, exported, expected):
+    for backend, name in expected.items():
+        pair = Pair(TRAINER, engine, same_process=False, exported=exported)
+        if name is None:
+            with pytest.raises(ReshardError, match=r"trainer and engine cannot read each other's memory"):
+                transport_for(pair, backend)
+        else:
+            assert transport_for(pair, backend).name == name
+    assert transport_for(Pair(TRAINER, ENGINE, False, True, mappable=False), "auto").name == "nccl"
+    assert transport_for(Pair(TRAINER, TRAINER, True, False), "nccl").name == "cuda_ipc", "within a process"
+
+
+def test_between_cpus_of_a_host_staging_is_used_where_it_is_asked_for():
+    pair = Pair(*(peer._replace(device="cpu", gpu="") for peer in (TRAINER, ENGINE)), False, True)
+    assert [transport_for(pair, backend).name for backend in ("auto", "staged", "nccl")] == [
+        "nccl",
+        "staged",
+        "nccl",
+    ]
+
+
+def test_every_transport_can_be_named():
+    assert ("auto", *(transport.name for transport in TRANSPORTS)) == BACKENDS
+
+
+ROWS, COLUMNS = 16, 8  # of a trainer's rank's shard
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    "max_position_embeddings": 128, "tie_word_embeddings": False, "hidden_act": "silu", "attention_bias": False,
+}  # fmt: skip
+
+
+class OneShard(Trainer):
+    """A trainer's rank with some rows of one tensor."""
+
+    def __init__(self, rank: int) -> None:
+        self.weight, self.first = torch.randn(ROWS, COLUMNS).bfloat16(), ROWS * rank
+
+    @property
+    def regions(self):
+        return [Region(self.weight, 0, COLUMNS)]
+
+    def publish(self, model):
+        part = Part("weight", Box((self.first, 0), (ROWS, COLUMNS)), (0, 0))
+        return [LocalTensor(0, (ROWS, COLUMNS), (part,))]
+
+    def check_model(self, model):
+        pass
+
+    def name_of(self, index):
+        return "weight"
+
+
+class OneTensor(Engine):
+    """An engine's rank that serves both ranks' rows."""
+
+    hf_config, scales, staged_rounds, tp = CONFIG, {}, {}, 1
+    ready, version = False, None
+
+    def __init__(self) -> None:
+        shape = (2 * ROWS, COLUMNS)
+        self.weight = torch.zeros(shape).bfloat16()
+        self.regions = {"weight": Region(self.weight, 0, COLUMNS)}
+        tensor = LocalTensor("weight", shape, (Part("weight", Box((0, 0), shape), (0, 0)),))
+        self.placement = Placement({"weight": shape}, {"weight": tensor})
+
+    def follow(self):
+        return False
+
+    def begin(self):
+        self.ready = False
+
+    def end(self, version):
+        self.ready, self.version = True, version
+
+    def quantized(self):
+        return []
+
+    def process_round(self, number):
+        raise AssertionError("there are no rounds")
+
+    def mismatches(self, number):
+        raise AssertionError("there are no rounds")
+
+    def update_derived(self):
+        pass
+
+
+@pytest.mark.parametrize("keep_mapped", [False, True])
+@pytest.mark.parametrize("in_one_process", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "staged"])
+def test_each_transport_brings_every_byte_also_of_weights_that_have_moved(
+    backend, in_one_process, keep_mapped
+):
+    address, size = f"127.0.0.1:{free_port()}", 2 if in_one_process else 3
+
+    def member(rank: int):
+        members = RefitGroup.join(address, rank, size, timeout=60)
+        source = OneShard(rank) if rank < 2 else None
+        destination = OneTensor() if rank == size - 1 else None
+        link = connect(
+            members, source, destination, backend=backend, keep_mapped=keep_mapped, bucket_bytes=1 << 20
+        )
+        states = []
+        for version in (1, 2, 3):
+            if source is not None:
+                if version == 3:
+                    source.weight = source.weight.clone()
+                source.weight.copy_(torch.randn(ROWS, COLUMNS))
+            report = link.refit(version, verify=version != 2)
+            states.append(
+                (source and source.weight.clone(), destination and destination.weight.clone(), report)
+            )
+        link.close()
+        return states
+
+    with ThreadPoolExecutor(size) as pool:
+        first, second, *others = pool.map(member, range(size))
+    route = "nccl" if backend == "auto" else backend
+    bytes_of_shard = 2 * ROWS * COLUMNS
+    for (top, _, _), (bottom, _, _), (_, served, report) in zip(
+        first, second, (others or [second])[0], strict=True
+    ):
+        assert torch.equal(served, torch.cat([top, bottom]))
+        expected = (
+            {"local": bytes_of_shard, route: bytes_of_shard}
+            if in_one_process
+            else {route: 2 * bytes_of_shard}
+        )
+        assert {name: size for name, size in report.received_bytes.items() if size} == expected
+
+
+def test_attributes_of_earlier_reports_are_warned_of_and_work():
+    report = RefitReport(3, 0.0, 0.0, 0.0, {"local": 1, "cuda_ipc": 2, "staged": 3, "nccl": 4}, 5)
+    with pytest.warns(
+        DeprecationWarning, match=r"RefitReport.peer_bytes is now RefitReport.received_bytes\['cuda_ipc'\]"
+    ):
+        assert [report.local_bytes, report.peer_bytes, report.staged_bytes, report.bucket_bytes] == [
+            1,
+            2,
+            3,
+            4,
+        ]
+    assert report.to_dict()["received_bytes"]["staged"] == 3
