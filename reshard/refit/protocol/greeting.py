@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from reshard.comm.group import RefitGroup
 from reshard.comm.hosts import namespaces, this_host
 from reshard.core.errors import ReshardError
 from reshard.core.limits import MOST_BUCKET_BYTES
+from reshard.core.version import __version__
 from reshard.refit.protocol.encoding import (
     MOST_ADDRESS,
     check_own,
@@ -42,7 +42,7 @@ class Greeting:
     keep_mapped: bool
     ignored: list[str]
     protocol: int = field(default_factory=lambda: PROTOCOL)
-    reshard: str = field(default_factory=lambda: version("reshard"))
+    reshard: str = field(default=__version__)
     host: str = field(default_factory=this_host)
     namespaces: str = field(default_factory=namespaces)
     user: int = field(default_factory=os.getuid)
