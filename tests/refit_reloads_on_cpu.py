@@ -262,7 +262,7 @@ def blocks_that_differ(
     """What each member says of verified refits into fp8 blocks: as it is, where a code, or a scale, changes after it has arrived, where parts
     of blocks that several ranks have do not arrive, if there are any, and at last as it is; and the engine's of scales that vLLM has made up, and at connect where ours are made in another way than vLLM's."""
     from reshard.engines.vllm import fp8
-    from reshard.refit.fp8_blocks import items as blocks
+    from reshard.quantization import fp8_blocks
 
     is_trainer, is_engine, members = start(rank, sides)
     source = MegatronModel(trainer(flags, checkpoint[1], wide=wide)[0]) if is_trainer else None
@@ -290,7 +290,7 @@ def blocks_that_differ(
     cached = {"kv_cache_dtype": "fp8", "hf_overrides": {"quantization_config": by_config}}
     said.append(caught(lambda: VllmModel(*engine_of(checkpoint[0], load_format="dummy", **cached))))
     fp8.check_blocks.cache_clear()
-    blocks.SMALLEST = 1e-3
+    fp8_blocks.SMALLEST = 1e-3
     said.append(caught(lambda: VllmModel(module, config)))
     return said
 

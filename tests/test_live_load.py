@@ -170,7 +170,7 @@ def test_a_rounding_cast_is_that_of_the_conversion_and_main_parameters_follow(tm
         )
 
 
-@pytest.mark.parametrize("way", ["fp8", "int8_per_channel", "int4_per_channel"])
+@pytest.mark.parametrize("way", ["fp8", "fp8_per_channel", "nvfp4"])
 def test_codes_with_scales_are_read_as_the_conversion_reads_them(way, tmp_path, weights):
     folder = weights("qwen3-moe")
     mcore_to_hf(folder / "mcore", tmp_path / "codes", quantize=way)
