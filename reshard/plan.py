@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.core.deprecated import accepts_old_keywords
+from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
 from reshard.core.limits import MAX_RANKS, check_number
@@ -86,7 +86,7 @@ class Forecast:
         return asdict(self) | {"plan_seconds": self.plan_seconds}
 
 
-@accepts_old_keywords(vocab_divisible_by="make_vocab_size_divisible_by")
+@accepts_renamed_options
 @gc_paused()
 def plan_refit(
     model: Model,

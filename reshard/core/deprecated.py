@@ -1,16 +1,27 @@
 """Old public names, which work for one more release and warn with the new ones."""
 
+import functools
+import operator
+import os
 import sys
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
 from importlib import import_module, util
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+# Keywords of public calls: the new name of each, and what becomes of its value.
+RENAMED_OPTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "executor": ("backend", lambda value: value),
+    "exact": ("match_vllm_rounding", lambda value: value),
+    "release": ("keep_mapped", operator.not_),
+    "vocab_divisible_by": ("make_vocab_size_divisible_by", lambda value: value),
+}
 
 
 def warn_renamed(old: str, new: str) -> None:
@@ -20,27 +31,41 @@ def warn_renamed(old: str, new: str) -> None:
     )
 
 
-def accepts_old_keywords(**renamed: str) -> Callable[[Function], Function]:
-    """Return a decorator that lets a function take keywords under old names: ``old="new"``."""
+def renamed_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return these options under their new names, warning of each old one. Raises TypeError where both names are given."""
+    renamed: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in RENAMED_OPTIONS:
+            new, convert = RENAMED_OPTIONS[name]
+            if new in options:
+                raise TypeError(f"{name} is now {new}: give {new} only")
+            warn_renamed(f"{name}=", f"{new}={convert(value)!r}" if isinstance(value, bool) else f"{new}=")
+            name, value = new, convert(value)
+        renamed[name] = value
+    return renamed
 
-    def decorate(function: Function) -> Function:
-        @wraps(function)
-        def call(*args: Any, **keywords: Any) -> Any:
-            for old in renamed.keys() & keywords.keys():
-                warn_renamed(f"{function.__name__}({old}=...)", f"{renamed[old]}=...")
-                keywords[renamed[old]] = keywords.pop(old)
-            return function(*args, **keywords)
 
-        return cast(Function, call)
+def accepts_renamed_options(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let a function also be called with the old names of its options (`RENAMED_OPTIONS`)."""
 
-    return decorate
+    @functools.wraps(call)
+    def with_new_names(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return call(
+            *args, **(kwargs if kwargs.keys().isdisjoint(RENAMED_OPTIONS) else renamed_options(kwargs))
+        )
+
+    return with_new_names
+
+
+def renamed_variable(old: str, new: str, default: str) -> str:
+    """Return the value of an environment variable, also where it is set under its old name."""
+    if old in os.environ:
+        warn_renamed(f"the environment variable {old}", new)
+    return os.environ.get(new, os.environ.get(old, default))
 
 
 class MovedModules(MetaPathFinder, Loader):
-    """A finder that lets modules be imported, and run by ``python -m``, under old names.
-
-    `moved` maps old names to new ones.
-    """
+    """Lets modules be imported, and run by ``python -m``, under the names that they had: `moved` maps old names to new ones."""
 
     def __init__(self, moved: Mapping[str, str]) -> None:
         self.moved = moved

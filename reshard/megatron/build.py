@@ -17,7 +17,7 @@ with importing("megatron"):
     import megatron.core  # noqa: F401
     import torch
 
-from reshard.core.deprecated import accepts_old_keywords
+from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS, padded_vocab_size
@@ -150,7 +150,7 @@ def initialize_parallel(layout: MegatronLayout, seed: int = 1234, **options: Any
         model_parallel_cuda_manual_seed(seed)
 
 
-@accepts_old_keywords(vocab_divisible_by="make_vocab_size_divisible_by")
+@accepts_renamed_options
 def build_megatron(
     model: Model,
     layout: MegatronLayout,

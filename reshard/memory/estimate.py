@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from reshard.core.deprecated import accepts_old_keywords
+from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError
 from reshard.megatron.layout import MegatronLayout
 from reshard.memory.options import Training, TrainingSetup
@@ -15,7 +15,7 @@ from reshard.models.model import Model
 from reshard.storage.sources import read_model
 
 
-@accepts_old_keywords(vocab_divisible_by="make_vocab_size_divisible_by")
+@accepts_renamed_options
 def estimate_memory(
     model: Model | str,
     layout: MegatronLayout | Mapping[str, Any] | None = None,
