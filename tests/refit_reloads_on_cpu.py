@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.engines.vllm import layers, reload
+from reshard.engines.vllm import processing, reload
 from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.live import VllmModel
 from reshard.refit import connect, copies
@@ -38,7 +38,7 @@ def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tu
     def objects() -> list[int]:
         # in an order that says nothing
         return sorted(id(one) for some in destination.reloads.round_of
-                      for owner in layers.processing_objects(module.get_submodule(some))
+                      for owner in processing.processing_objects(module.get_submodule(some))
                       for one in (owner, *vars(owner).values(), *getattr(owner, "_parameters", {}).values()))  # fmt: skip
 
     def said() -> str:
@@ -53,7 +53,7 @@ def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tu
         destination.update_derived = change
         found.append(said())
     destination.update_derived = update_derived
-    process = layers.process
+    process = processing.process
 
     def fails(*of):
         process(*of)
@@ -109,7 +109,7 @@ def static_inputs(
     kept = [
         tensor
         for layer in module.modules()
-        for tensor in layers.scales_in(
+        for tensor in processing.scales_in(
             getattr(getattr(layer, "quant_method", None), "moe_quant_config", None)
         ).values()
     ]
@@ -229,7 +229,7 @@ def failing_alone(rank: int, sides: dict, flags: list[str], checkpoint: tuple[st
     destination = VllmModel(module, config)
     link = connect(members, MegatronModel(trainer(flags, checkpoint[1])[0]), destination)
     layer = module.get_submodule(next(iter(destination.reloads.round_of)))
-    process, update_derived, found = layers.process, destination.update_derived, []
+    process, update_derived, found = processing.process, destination.update_derived, []
 
     def fails(*of):
         if of[0] is layer:

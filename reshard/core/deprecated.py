@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-# Options of calls: the new name of each, and what becomes of its value.
+# Keywords of public calls: the new name of each, and what becomes of its value.
 RENAMED_OPTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "executor": ("backend", lambda value: value),
     "exact": ("match_vllm_rounding", lambda value: value),
@@ -65,10 +65,7 @@ def renamed_variable(old: str, new: str, default: str) -> str:
 
 
 class MovedModules(MetaPathFinder, Loader):
-    """A finder that lets modules be imported, and run by ``python -m``, under old names.
-
-    `moved` maps old names to new ones.
-    """
+    """Lets modules be imported, and run by ``python -m``, under the names that they had: `moved` maps old names to new ones."""
 
     def __init__(self, moved: Mapping[str, str]) -> None:
         self.moved = moved

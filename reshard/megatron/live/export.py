@@ -30,20 +30,23 @@ def export(
     make_vocab_size_divisible_by: int = 128,
     metadata: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give every published tensor of a live Megatron-Core model, whole, as (name, tensor): those that
+    """Yield every published tensor of a live Megatron-Core model, whole, as (name, tensor): those that
     `save(format="hf")` would write, in the order of the family's table.
 
-    All ranks of torch's default process group call it and iterate to the end, where they use no group of it
-    meanwhile. Every rank is given every tensor, or, with `to`, that rank all of them and the others none. Tensors
-    come in batches of at most `buffer_bytes`, each in one exchange between all ranks; a rank that is given them
-    needs twice that memory besides the model, others what they send. A larger tensor comes by itself, and needs its
-    own memory once, twice where columns of it lie on several ranks. Tensors lie on the model's device, have the
-    parameters' dtypes, and are the caller's to keep; one that repeats another is that one, and follows it. With
-    `copy` False a tensor that lies whole on a rank, row after row, is given there as it lies: to be read before the
-    model is trained on, and not written to.
+    All ranks of torch's default process group call it, iterate to the end, and use no group of it meanwhile. Tensors lie
+    on the model's device, have the parameters' dtypes, and are the caller's to keep. One that repeats another is the
+    same tensor, and follows it.
 
-    Raises ReshardError on every rank, before the first tensor, where the models are not that of `hf_config` or
-    lack a part of it.
+    Args:
+        buffer_bytes: the most bytes of a batch, which takes one exchange between all ranks. A rank that gets the
+            tensors needs twice that memory, others what they send. A larger tensor is a batch by itself; it needs its own
+            memory once, twice where columns of it lie on several ranks.
+        to: the only rank that gets the tensors; by default every rank gets them.
+        copy: False to get a tensor that lies whole on a rank, row after row, where it lies: read it before the model
+            is trained on, and do not write to it.
+
+    Raises ReshardError on every rank, before the first tensor, where the models are not that of `hf_config` or lack a
+    part of it.
     """
     with keyword_style_errors(), gc_paused(), open_team("export") as team:
         described: list[tuple[PublishedModel, LocalModel]] = []

@@ -70,21 +70,25 @@ def load(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> LoadReport:
-    """Fill a live Megatron-Core model from a Hugging Face directory or hub id (weights in fp8 or int8 are dequantized), or
-    from a Megatron ``torch_dist`` checkpoint at any layout.
+    """Fill a live Megatron-Core model from a Hugging Face directory or hub id, or from a Megatron ``torch_dist``
+    checkpoint at any layout. Weights in fp8 or int8 are dequantized.
 
-    All ranks of torch's default process group call it, each with the `models` that ``get_model`` returned to
-    it: chunks of virtual stages, wrapped or bare (or a `MegatronModel` of them, such as the `SwiftModel` of those that
-    mcore-bridge makes). Nothing is gathered; each rank reads its own boxes. Weights
-    keep their numbers: a cast that rounds is made only to the `dtype` that is given (``bf16``, ``fp16``,
-    ``fp32``), and finite numbers that it would make infinite are refused unless `allow_overflow`. `skip_mtp`
-    leaves MTP layers behind that the model does not have. `make_vocab_size_divisible_by` bounds what may be
-    padding of the vocabulary, which becomes zero. `optimizer` is Megatron's, whose main parameters then follow.
-    `hf_config` and `family` are those of `mcore_to_hf`, `metadata` is that of `MegatronModel`;
-    `progress(done, total)` is called with this rank's bytes.
+    All ranks of torch's default process group call it. Each rank reads its own boxes; nothing is gathered.
 
-    Raises ReshardError on every rank, with nothing changed, where names, shapes, config or dtypes do not fit on
-    any rank; what fails while weights are read (a disk, an overflow) leaves a model of two kinds, and is said.
+    Args:
+        models: what ``get_model`` returned to this rank: chunks of virtual stages, wrapped or bare, or a
+            `MegatronModel` of them, such as the `SwiftModel` of those that mcore-bridge makes.
+        dtype: a dtype (``bf16``, ``fp16``, ``fp32``) that weights may be rounded to. Without it a cast that rounds is
+            refused.
+        allow_overflow: let a cast make infinities of finite numbers, which is refused otherwise.
+        skip_mtp: leave out MTP layers that the model does not have.
+        make_vocab_size_divisible_by: how much of the vocabulary may be padding, which becomes zero.
+        optimizer: Megatron's, whose main parameters then follow.
+        hf_config, family: as for `mcore_to_hf`. metadata: as for `MegatronModel`.
+        progress: called as ``progress(done, total)`` with this rank's bytes.
+
+    Raises ReshardError on every rank, with nothing changed, where names, shapes, config or dtypes do not fit on any
+    rank. An error while weights are read (a disk, an overflow) leaves a model with some new weights, and says so.
     """
     began = time.monotonic()
     with keyword_style_errors(), gc_paused(), open_team("load") as team:

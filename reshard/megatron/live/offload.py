@@ -53,8 +53,8 @@ def offload(models: Sequence[torch.nn.Module] | torch.nn.Module, optimizer: Any 
     without a copy, and they come back as zeros), `states` what only the optimizer has: its moments and the fp32
     main parameters. What is away already stays so, and what a trainer has put on another device is left there.
 
-    Between this and `onload` the trainer's tensors have no memory: no step, no save, no refit. Nobody else may have
-    it mapped (`reshard.refit.connect` with `release`, as it is unless told otherwise).
+    Until `onload` the trainer's tensors have no memory: no step, no save, no refit. No other process may have the
+    memory mapped, so connect without `keep_mapped`.
 
     Raises ReshardError, with nothing moved, where host memory is short or a storage cannot be resized.
     """

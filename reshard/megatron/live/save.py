@@ -127,25 +127,24 @@ def save(
     metadata: Mapping[str, Any] | None = None,
     workers: int | None = None,
 ) -> "SaveReport | Saving":
-    """Write a live Megatron-Core model to a Megatron ``torch_dist`` checkpoint or, with `format` ``hf``, to a
-    Hugging Face directory.
+    """Write a live Megatron-Core model to a Megatron ``torch_dist`` checkpoint or, with `format` ``hf``, to a Hugging
+    Face directory.
 
-    All ranks of torch's default process group call it, each with the `models` that ``get_model`` returned to
-    it, as `load` takes them; all see the same file system. Of what several ranks hold alike one writes each box.
-    `hf_config` is the directory, ``config.json`` or hub id that the model started from: it gives names, and the
-    config, tokenizer and generation config that go with the weights; of a transformers config
-    only the config does. The files are those that `hf_to_mcore` and
-    `mcore_to_hf` make of the same weights, byte for byte; the manifest names another source. `layout` is how a
-    ``torch_dist`` checkpoint is cut, by default as the model is; `iteration`, `make_vocab_size_divisible_by` and
-    `megatron_version` are those of `hf_to_mcore`, `max_shard_size` that of `mcore_to_hf`, and `overwrite` and
-    `sync` those of both. Padding rows of the vocabulary are written as zeros.
+    All ranks of torch's default process group call it, with `models` as for `load`; all see the same file system. One
+    rank writes each box that several hold. The files are those that `hf_to_mcore` and `mcore_to_hf` make of the same
+    weights, byte for byte; the manifest names another source. Padding rows of the vocabulary are written as zeros.
 
-    With `iteration`, `destination` is the directory of a training run, such as Megatron-LM's ``--save``: it is given
-    one iteration more, with config, tokenizer, flags and manifest in the iteration's own directory, which the run's
-    tracker then names. Nothing else there is touched; `overwrite` replaces that iteration alone.
-
-    With `background` each rank copies its share to (pinned) host memory, and a `Saving` is returned, whose
-    `result()` waits for the report. The next save first waits for the last one, and raises its error.
+    Args:
+        hf_config: the directory, ``config.json`` or hub id that the model started from. It gives names, config, tokenizer
+            and generation config. A transformers config gives names and config only.
+        background: copy each rank's share to (pinned) host memory and return a `Saving`, whose `result()` waits for
+            the report. The next save first waits for this one, and raises its error.
+        layout: the layout that a ``torch_dist`` checkpoint is cut for, by default the model's.
+        iteration: add this iteration to a training run, whose directory (Megatron-LM's ``--save``) `destination` is.
+            Config, tokenizer, flags and manifest go into the iteration's directory, which the run's tracker then names.
+            Nothing else there is touched; `overwrite` replaces that iteration alone.
+        megatron_version, make_vocab_size_divisible_by: as for `hf_to_mcore`. max_shard_size: as for `mcore_to_hf`.
+            overwrite, sync: as for both.
 
     Raises ReshardError on every rank, and leaves no destination (or the old one), where anything fails on any.
     """
