@@ -1,8 +1,11 @@
-"""What of an interrupted run is done: a journal for each of its processes, which is believed only as far as
-the files bear it out.
+"""The journal of a run, one for each of its processes: which tensors are written. It is believed only as far as the files
+bear it out.
 
-A file that is not the inode that was written, or not of its length, is written again before anything else;
-that the bytes of the others are still those that were written is for the run to see, which reads them again.
+A file that is not the inode that was written, or not of its length, is written again before anything else. The run
+itself reads the bytes of the others again, and compares their checksums.
+
+Files may be as large as a sixteenth of the checkpoint, and all of them are written at the same time: so what is done is
+kept by tensor, not by file.
 
 A line is a JSON list, one of three kinds:
 
@@ -76,7 +79,7 @@ class Journal:
         for line in data[:end].split(b"\n")[:-1]:
             kind, name, *rest = json.loads(line)
             if not isinstance(name, str):
-                raise ValueError("a name that is none")
+                raise ValueError("a name that is no text")
             if kind == "file":
                 (inode,) = rest
                 self.inodes[name] = int(inode)
@@ -110,10 +113,9 @@ class Journal:
         )
 
     def create(self, names: Iterable[str]) -> None:
-        """Create the files that are not intact, empty, and forget what was in them; whatever is in their
-        place goes."""
+        """Create the files that are not intact, empty, and forget what was in them. Whatever is in their place is removed."""
         try:
-            made = []
+            created = []
             for name in names:
                 if not self.intact(name):
                     path = self.root / name
@@ -123,10 +125,10 @@ class Journal:
                     self.inodes[name] = os.fstat(descriptor).st_ino
                     os.close(descriptor)
                     self._forget(name)
-                    made.append(json.dumps(["file", name, self.inodes[name]]))
+                    created.append(json.dumps(["file", name, self.inodes[name]]))
             # Before a file has its length, and with it looks like one that is written.
-            self._append(made)
-            if self.synced and made:
+            self._append(created)
+            if self.synced and created:
                 os.fsync(self.descriptor)
         except OSError as error:
             raise write_error(Path(error.filename or self.path), error) from error
@@ -143,8 +145,7 @@ class Journal:
             raise write_error(self.path, error) from error
 
     def forget(self, name: str) -> None:
-        """Take a file for lost: what was to reach the disk has not, and the kernel says so only once. Never
-        raises."""
+        """Take a file for lost: its bytes have not reached the disk, and the kernel reports that only once. Never raises."""
         for step in (
             lambda: (self.root / name).unlink(),
             lambda: self._append([json.dumps(["file", name, 0])]),

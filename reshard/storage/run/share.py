@@ -122,7 +122,7 @@ class Share:
                     call.check()
             errors_of_workers = workers.leave_all()
             frames.result()
-        self._close(files, journal, [*errors_of_workers, frames.left])
+        self._close(files, journal, [*errors_of_workers, frames.leave_result])
 
     def _close(
         self, files: OpenFiles, journal: Journal, errors_of_workers: list[dict[Path, OSError] | None]
