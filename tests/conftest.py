@@ -26,7 +26,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 SLOW = (
     "refit", "refit_faults", "compressed", "live_megatron", "engine", "nvfp4_engine", "members", "fsdp", "parity", "blocks", "logits", "weight_transfer",
     "megatron_saves", "serving", "roll", "swift", "reloads", "verl", "resume", "nemo_rl", "build", "meaning", "install", "published",
-    "sleeping", "examples", "compat", "families", "offload", "input_faults", "storage_faults", "processes", "source_changes", "surface", "report",
+    "sleeping", "examples", "compat", "families", "offload", "input_faults", "input_faults_megatron", "input_faults_pickles", "input_faults_fuzz", "storage_faults", "processes", "source_changes", "surface", "report",
     "trainers_checkpoints",
 )  # fmt: skip
 
