@@ -1,7 +1,7 @@
 """Hugging Face directories: safetensors files, their index, and the plan of new ones.
 
-A safetensors file is eight bytes of header length, a JSON header, then the tensors' bytes. Every number in
-the header is checked against the file before it is used.
+A safetensors file is eight bytes of header length, a JSON header, then the tensors' bytes. Every
+number in the header is checked against the file before it is used.
 """
 
 import json
@@ -83,7 +83,8 @@ def _header_text(path: Path) -> tuple[bytes, int]:
 
 
 def _tensor(path: Path, name: str, entry: object, first: int, size: int) -> Tensor:
-    """Return the tensor of a header's entry; `first` is the byte after the header, `size` that of the file."""
+    """Return the tensor of a header's entry; `first` is the byte after the header, `size` that of
+    the file."""
     if not a_name(name):
         raise ReshardError(
             f"{path}: the header has the name {_short(name)} of {len(name):,} characters: the file is corrupt"
@@ -107,7 +108,8 @@ def _tensor(path: Path, name: str, entry: object, first: int, size: int) -> Tens
 
 
 def _check_contiguous(path: Path, tensors: dict[str, Tensor], first: int, size: int) -> None:
-    """Raise ReshardError unless the tensors' bytes follow one another from byte `first` to the end of the file."""
+    """Raise ReshardError unless the tensors' bytes follow one another from byte `first` to the end
+    of the file."""
     position = first
     for start, end, name in sorted((t.offset, t.offset + t.size_bytes, name) for name, t in tensors.items()):
         if start != position:
@@ -208,8 +210,8 @@ class NewFile:
 
 
 def plan_files(tensors: dict[str, tuple[Dtype, tuple[int, ...]]], max_shard_bytes: int) -> list[NewFile]:
-    """Lay tensors out in files of at most `max_shard_bytes` (a larger tensor gets one of its own), in the
-    order given."""
+    """Lay tensors out in files of at most `max_shard_bytes` (a larger tensor gets one of its own),
+    in the order given."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, (dtype, shape) in tensors.items():
@@ -222,8 +224,8 @@ def plan_files(tensors: dict[str, tuple[Dtype, tuple[int, ...]]], max_shard_byte
     files = []
     for number, group in enumerate(groups, 1):
         file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        # Larger element types first, as the safetensors library does, so that every tensor is aligned to its
-        # own.
+        # Larger element types first, as the safetensors library does, so that every tensor is
+        # aligned to its own.
         group = sorted(group, key=lambda name: -tensors[name][0].size)
         header: dict = {"__metadata__": {"format": "pt"}}
         position = 0

@@ -27,9 +27,9 @@ from reshard.storage.sources.verify import (
 class Check:
     """The outcome of `check`.
 
-    `bad` are the tensors whose bytes do not give the manifest's checksum, `changed`, `missing` and `added`
-    the files that are not as they were written (of a file with weights, the bytes around its tensors), no
-    longer there, or new. `notices` say what was not checked.
+    `bad` are the tensors whose bytes do not give the manifest's checksum, `changed`, `missing` and
+    `added` the files that are not as they were written (of a file with weights, the bytes around
+    its tensors), no longer there, or new. `notices` say what was not checked.
     """
 
     path: str
@@ -52,11 +52,12 @@ class Check:
 
 
 def check(path: str | Path, *, workers: int | None = None, progress: Progress | None = None) -> Check:
-    """Compute the checksum of every tensor and every file that the manifest lists, from the bytes as they are now.
+    """Compute the checksum of every tensor and every file that the manifest lists, from the bytes
+    as they are now.
 
-    Hidden files that it does not list are not looked at. Of an iteration's own directory, only what is in it
-    and the Hugging Face files beside it are checked. Raises ReshardError where there is no manifest, or it is
-    of another iteration.
+    Hidden files that it does not list are not looked at. Of an iteration's own directory, only what
+    is in it and the Hugging Face files beside it are checked. Raises ReshardError where there is no
+    manifest, or it is of another iteration.
     """
     allow_many_files()
     path = Path(path)
@@ -83,7 +84,8 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
 
 
 def _open(path: Path) -> Source:
-    """Open a checkpoint. Raises ReshardError, with the files that are not as they were written where its manifest names such."""
+    """Open a checkpoint. Raises ReshardError, with the files that are not as they were written
+    where its manifest names such."""
     try:
         with meaning_only_noted():  # bytes are compared, whatever model they make
             return open_source(path)
@@ -96,7 +98,8 @@ def _open(path: Path) -> Source:
 
 
 def _checked_part(path: Path, source: Source, manifest: dict[str, Any]) -> tuple[Path, tuple[str, ...]]:
-    """Return the directory that the manifest's names count from, and the beginnings of the names that are checked.
+    """Return the directory that the manifest's names count from, and the beginnings of the names
+    that are checked.
 
     Raises ReshardError where the manifest is of another iteration.
     """
@@ -116,8 +119,8 @@ def _checked_part(path: Path, source: Source, manifest: dict[str, Any]) -> tuple
 def _changed_tensors(
     source: Source, entries: dict[str, dict[str, Any]], workers: int | None, progress: Progress | None
 ) -> list[str]:
-    """Return the listed tensors whose bytes do not have their checksums, and those that only one side has. Codes and scales
-    are checked as they are stored."""
+    """Return the listed tensors whose bytes do not have their checksums, and those that only one
+    side has. Codes and scales are checked as they are stored."""
     infos, read = stored_tensors(source)
     bad = differences(infos, entries)
     sizes = {name: infos[name].size_bytes for name in entries if name in infos and name not in bad}

@@ -93,11 +93,12 @@ def diff(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Diff:
-    """Compare two checkpoints of either format and any layout, tensor by tensor, as canonical tensors; and
-    their configs, by what they make of the tensors.
+    """Compare two checkpoints of either format and any layout, tensor by tensor, as canonical
+    tensors; and their configs, by what they make of the tensors.
 
-    `only` chooses tensors by their published names. A tensor of another dtype differs, and is compared by
-    value. Raises ReshardError where one of them cannot be read, or `only` chooses nothing.
+    `only` chooses tensors by their published names. A tensor of another dtype differs, and is
+    compared by value. Raises ReshardError where one of them cannot be read, or `only` chooses
+    nothing.
     """
     allow_many_files()
     config = Path(hf_config) if hf_config is not None else None

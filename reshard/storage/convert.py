@@ -1,5 +1,5 @@
-"""Conversion on disk: Hugging Face to Megatron ``torch_dist`` and back, a slab at a time, without a model, a
-GPU or torch."""
+"""Conversion on disk: Hugging Face to Megatron ``torch_dist`` and back, a slab at a time, without a
+model, a GPU or torch."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -34,8 +34,9 @@ from reshard.storage.sources.huggingface import HuggingFaceSource
 from reshard.storage.sources.megatron import MegatronSource
 from reshard.storage.sources.verify import SourceChecks
 
-# Ways to quantize: blocks of fp8; codes with a scale for each output channel, for all of a weight, or for a block, in another
-# format; in words, with one for each output channel, or for so many of its columns; and 4 bits in bytes.
+# Ways to quantize: blocks of fp8; codes with a scale for each output channel, for all of a weight,
+# or for a block, in another format; in words, with one for each output channel, or for so many of
+# its columns; and 4 bits in bytes.
 BLOCKS = "fp8"
 COMPRESSED: dict[str, Callable[[list[str]], Quantized]] = {
     "fp8_per_channel": lambda names: Channels(names, "float8_e4m3fn"),
@@ -49,8 +50,8 @@ COMPRESSED: dict[str, Callable[[list[str]], Quantized]] = {
 }
 QUANTIZATIONS = (BLOCKS, *COMPRESSED)
 
-# About what the interpreter and numpy take before the first slab, a forked worker of its own, and what is
-# planned for a tensor (with .metadata, and with what workers copy of it).
+# About what the interpreter and numpy take before the first slab, a forked worker of its own, and
+# what is planned for a tensor (with .metadata, and with what workers copy of it).
 BASE_MEMORY_BYTES, WORKER_MEMORY_BYTES, TENSOR_MEMORY_BYTES = 48 << 20, 8 << 20, 9 << 10
 
 
@@ -97,15 +98,17 @@ def hf_to_mcore(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> ConversionReport:
-    """Convert a Hugging Face checkpoint (a directory or a hub id) to a Megatron ``torch_dist`` checkpoint; weights in fp8 blocks, or in
-    fp8, int8, int4 or nvfp4 by compressed-tensors, or in nvfp4 by modelopt, are dequantized.
+    """Convert a Hugging Face checkpoint (a directory or a hub id) to a Megatron ``torch_dist``
+    checkpoint; weights in fp8 blocks, or in fp8, int8, int4 or nvfp4 by compressed-tensors, or
+    in nvfp4 by modelopt, are dequantized.
 
-    `layout` decides how the tensors are cut into chunks and files, `dtype` (``bf16``, ``fp16``, ``fp32``)
-    casts, `iteration` writes a numbered iteration where None writes a release. The flags file is for
-    Megatron-LM `megatron_version` (``0.14``; default: the newest that is known); the weights are the same for
-    all. Finite numbers that a cast would make infinite are refused unless `allow_overflow`, and then counted
-    in the report's notices. With `sync` all bytes are on the disk before the destination appears. Under
-    torchrun, the processes share the work. `progress(done, total)` is called with bytes.
+    `layout` decides how the tensors are cut into chunks and files, `dtype` (``bf16``, ``fp16``,
+    ``fp32``) casts, `iteration` writes a numbered iteration where None writes a release. The flags
+    file is for Megatron-LM `megatron_version` (``0.14``; default: the newest that is known); the
+    weights are the same for all. Finite numbers that a cast would make infinite are refused unless
+    `allow_overflow`, and then counted in the report's notices. With `sync` all bytes are on the
+    disk before the destination appears. Under torchrun, the processes share the work.
+    `progress(done, total)` is called with bytes.
 
     Raises ReshardError, and leaves no destination, for anything that cannot be converted exactly.
     """
@@ -174,17 +177,19 @@ def mcore_to_hf(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> ConversionReport:
-    """Convert a Megatron ``torch_dist`` checkpoint, whoever wrote it and at whatever layout, to a Hugging
-    Face directory.
+    """Convert a Megatron ``torch_dist`` checkpoint, whoever wrote it and at whatever layout, to a
+    Hugging Face directory.
 
-    Without `hf_config` (a ``config.json`` or a directory with one) the config is the one beside the weights,
-    else the one that the checkpoint's ``args`` describe. `quantize` writes linear weights as fp8 with a scale
-    for each 128x128 block (True, or ``fp8``), or, in the format of compressed-tensors, as fp8 or int8 with a scale
-    for each output channel (``fp8_per_channel``, ``int8_per_channel``), as fp8 with one for each weight
-    (``fp8_per_tensor``) or 128x128 block (``fp8_per_block``), or as int4 in words with one for 128 or 32 columns of an
-    output channel, or all of them (``int4_per_group``, ``int4_per_group_32``, ``int4_per_channel``), or as ``nvfp4``.
-    `max_shard_size` is bytes or text like ``5GB``; None is 5 GB, or less where a model would not fill 16 files, which
-    are written at once, but not less than 1 GB. The other options are those of `hf_to_mcore`, and so is what it raises.
+    Without `hf_config` (a ``config.json`` or a directory with one) the config is the one beside the
+    weights, else the one that the checkpoint's ``args`` describe. `quantize` writes linear weights
+    as fp8 with a scale for each 128x128 block (True, or ``fp8``), or, in the format of
+    compressed-tensors, as fp8 or int8 with a scale for each output channel (``fp8_per_channel``,
+    ``int8_per_channel``), as fp8 with one for each weight (``fp8_per_tensor``) or 128x128 block
+    (``fp8_per_block``), or as int4 in words with one for 128 or 32 columns of an output channel, or
+    all of them (``int4_per_group``, ``int4_per_group_32``, ``int4_per_channel``), or as ``nvfp4``.
+    `max_shard_size` is bytes or text like ``5GB``; None is 5 GB, or less where a model would not
+    fill 16 files, which are written at once, but not less than 1 GB. The other options are those of
+    `hf_to_mcore`, and so is what it raises.
     """
     allow_many_files()
     way = BLOCKS if quantize is True else quantize or None
@@ -212,7 +217,8 @@ def mcore_to_hf(
 def _check_both_ends(
     source: Source, destination: str | Path, team: Team, options: RunOptions
 ) -> tuple[SourceChecks, Workdir]:
-    """Hold a source against its manifest, and see that the destination can be written. Raises ReshardError."""
+    """Hold a source against its manifest, and see that the destination can be written. Raises
+    ReshardError."""
     check_ignored(source.model)
     checks = SourceChecks(source)
     workdir = Workdir(
@@ -224,8 +230,8 @@ def _check_both_ends(
 
 
 def _tensors_to_store(source: Source, target: Dtype | None) -> dict[str, TensorInfo]:
-    """Return the canonical tensors in the dtypes in which they are stored: the `target`, but for those that the family
-    keeps in a wider one."""
+    """Return the canonical tensors in the dtypes in which they are stored: the `target`, but for
+    those that the family keeps in a wider one."""
 
     def stored_dtype(name: str, dtype: Dtype) -> Dtype:
         keeps_precision = target is not None and name in source.mapping.fp32 and target.size < dtype.size
@@ -265,7 +271,8 @@ def _report(direction: str, job: ConversionJob, destination: str | Path, layout:
 
 
 def _convert(job: ConversionJob, settings: dict[str, Any], report: ConversionReport) -> ConversionReport:
-    """Carry out a conversion, or only say what is in its way where it is a dry run; return the report, completed.
+    """Carry out a conversion, or only say what is in its way where it is a dry run; return the
+    report, completed.
 
     `settings` is all but the source that decides the bytes.
     """
@@ -302,7 +309,8 @@ def _space_notices(job: ConversionJob) -> list[str]:
 
 
 def _outcome_notices(job: ConversionJob, outcome: Outcome) -> list[str]:
-    """Return notices of numbers that became infinite, as was allowed, and of a run that had nothing left to do."""
+    """Return notices of numbers that became infinite, as was allowed, and of a run that had nothing
+    left to do."""
     notices = []
     if outcome.was_published:
         notices.append(f"{job.workdir.destination} was complete: an earlier run had published it")
@@ -313,7 +321,8 @@ def _outcome_notices(job: ConversionJob, outcome: Outcome) -> list[str]:
 
 
 def _quantized(way: str | None, source: MegatronSource, tensors: dict[str, TensorInfo]) -> Quantized:
-    """Return how weights are quantized, `way` None for not at all. Raises ReshardError where these cannot be."""
+    """Return how weights are quantized, `way` None for not at all. Raises ReshardError where these
+    cannot be."""
     names = _names_to_quantize(source, tensors) if way else []
     quantized = COMPRESSED[way](names) if way in COMPRESSED else Fp8Blocks(names)
     if any(tensors[name].dtype.size > 2 for name in quantized.names):
@@ -331,8 +340,8 @@ def _quantized(way: str | None, source: MegatronSource, tensors: dict[str, Tenso
 
 
 def _names_to_quantize(source: MegatronSource, tensors: dict[str, TensorInfo]) -> list[str]:
-    """Return the names to quantize: those that were in the checkpoint this one came from, else all linear weights of
-    the layers, as published checkpoints have them."""
+    """Return the names to quantize: those that were in the checkpoint this one came from, else all
+    linear weights of the layers, as published checkpoints have them."""
     recorded = (source.manifest() or {}).get("quantized")
     quantized = set(recorded) if recorded else source.model.quantizable()
     return [name for name in tensors if name in quantized]

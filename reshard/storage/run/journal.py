@@ -1,11 +1,11 @@
-"""The journal of a run, one for each of its processes: which tensors are written. It is believed only as far as the files
-bear it out.
+"""The journal of a run, one for each of its processes: which tensors are written. It is believed
+only as far as the files bear it out.
 
-A file that is not the inode that was written, or not of its length, is written again before anything else. The run
-itself reads the bytes of the others again, and compares their checksums.
+A file that is not the inode that was written, or not of its length, is written again before
+anything else. The run itself reads the bytes of the others again, and compares their checksums.
 
-Files may be as large as a sixteenth of the checkpoint, and all of them are written at the same time: so what is done is
-kept by tensor, not by file.
+Files may be as large as a sixteenth of the checkpoint, and all of them are written at the same
+time: so what is done is kept by tensor, not by file.
 
 A line is a JSON list, one of three kinds:
 
@@ -13,9 +13,9 @@ A line is a JSON list, one of three kinds:
     ["done", TENSOR, CHECKSUM, COUNT, BOOT]   all bytes that this process writes of TENSOR are in their files
     ["lost", TENSOR]                          they are no longer what was written
 
-`BOOT` is empty where the bytes were on the disk before the line was written. Without waiting for the disk it
-is the id of the machine's boot: the page cache holds the bytes when the process dies, not when the machine
-does. `COUNT` is how many numbers overflowed.
+`BOOT` is empty where the bytes were on the disk before the line was written. Without waiting for
+the disk it is the id of the machine's boot: the page cache holds the bytes when the process dies,
+not when the machine does. `COUNT` is how many numbers overflowed.
 """
 
 import json
@@ -32,8 +32,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Done(NamedTuple):
-    """A finished tensor: the checksum of its bytes (``-`` where another process has it), and how many numbers
-    overflowed."""
+    """A finished tensor: the checksum of its bytes (``-`` where another process has it), and how
+    many numbers overflowed."""
 
     checksum: str
     overflowed: int
@@ -113,7 +113,8 @@ class Journal:
         )
 
     def create(self, names: Iterable[str]) -> None:
-        """Create the files that are not intact, empty, and forget what was in them. Whatever is in their place is removed."""
+        """Create the files that are not intact, empty, and forget what was in them. Whatever is in
+        their place is removed."""
         try:
             created = []
             for name in names:
@@ -134,8 +135,8 @@ class Journal:
             raise write_error(Path(error.filename or self.path), error) from error
 
     def record(self, tensors: Iterable[tuple[str, Done]]) -> None:
-        """Note that tensors are finished; with `synced`, after the bytes of all files that they touch are on
-        the disk."""
+        """Note that tensors are finished; with `synced`, after the bytes of all files that they
+        touch are on the disk."""
         boot = "" if self.synced else self.boot
         try:
             self._append(
@@ -145,7 +146,8 @@ class Journal:
             raise write_error(self.path, error) from error
 
     def forget(self, name: str) -> None:
-        """Take a file for lost: its bytes have not reached the disk, and the kernel reports that only once. Never raises."""
+        """Take a file for lost: its bytes have not reached the disk, and the kernel reports that
+        only once. Never raises."""
         for step in (
             lambda: (self.root / name).unlink(),
             lambda: self._append([json.dumps(["file", name, 0])]),

@@ -1,11 +1,14 @@
-"""The processes that share a conversion: one, or those that ``torchrun`` started, over a common file system.
+"""The processes that share a conversion: one, or those that ``torchrun`` started, over a common
+file system.
 
-Each process writes whole destination files. They meet before the first byte, so that all have the same plan, and after
-the last, so that the first one can publish. Between, they may be hours apart: a meeting has no time limit.
+Each process writes whole destination files. They meet before the first byte, so that all have the
+same plan, and after the last, so that the first one can publish. Between, they may be hours apart:
+a meeting has no time limit.
 
-Every process has an authenticated connection (`reshard.comm.channel`) to the first one, which passes answers on. So all
-learn at once when one fails or dies. A host that is gone is noticed within a minute, or, where a message was on its way
-to it, in a quarter of an hour. A refit's group (`reshard.comm.group`) bounds every wait instead, and so is another thing.
+Every process has an authenticated connection (`reshard.comm.channel`) to the first one, which
+passes answers on. So all learn at once when one fails or dies. A host that is gone is noticed
+within a minute, or, where a message was on its way to it, in a quarter of an hour. A refit's group
+(`reshard.comm.group`) bounds every wait instead, and so is another thing.
 """
 
 import contextlib
@@ -24,8 +27,8 @@ from reshard.comm.secret import HOW, given_secret, new_secret, secret_for
 from reshard.core.errors import ReshardError, first_line, is_resumable, listed
 from reshard.core.extras import importing
 
-# Time limits: for the others to start, for all to stop once one has failed, and for a connection to the first process,
-# which listens before it says where.
+# Time limits: for the others to start, for all to stop once one has failed, and for a connection to
+# the first process, which listens before it says where.
 JOIN_SECONDS, STOP_SECONDS, CONNECT_SECONDS = 600, 60, 60
 _teams_made = 0  # tells conversions of one program apart that meet at the same store
 
@@ -188,7 +191,8 @@ class Team:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _listen(self, other: int) -> None:
-        """Put the messages of a process into its inbox until it stops. A failure is passed on to all."""
+        """Put the messages of a process into its inbox until it stops. A failure is passed on to
+        all."""
         while True:
             message = self.links[other].receive()
             if message is None:
@@ -307,7 +311,8 @@ def _links(process: int, size: int) -> dict[int, _Link]:
 
 
 def _admit_others(door: Door, size: int) -> dict[int, _Link]:
-    """Admit all other processes, in whatever order they come. One that is slow or silent holds up nobody."""
+    """Admit all other processes, in whatever order they come. One that is slow or silent holds up
+    nobody."""
     links: dict[int, _Link] = {}
     arriving: list[Channel] = []
     deadline = time.monotonic() + JOIN_SECONDS

@@ -1,9 +1,9 @@
 """Workers: jobs by name, on all cores.
 
-A worker is a process that is forked from this one: it has the sources, the plan and the open files as they
-are, and an interpreter's lock of its own. In a program that has loaded torch or runs other threads, where a
-fork is not safe (another thread's lock stays locked in the child), workers are threads. Either takes batches
-of names from a pipe and answers with the result of each job.
+A worker is a process that is forked from this one: it has the sources, the plan and the open files
+as they are, and an interpreter's lock of its own. In a program that has loaded torch or runs other
+threads, where a fork is not safe (another thread's lock stays locked in the child), workers are
+threads. Either takes batches of names from a pipe and answers with the result of each job.
 """
 
 import contextlib
@@ -31,8 +31,9 @@ Job = Callable[[str], Any]
 
 # Threads share the interpreter's lock: more than this gain nothing.
 MAX_THREADS = 8
-# A batch takes long against a message to a worker (BATCH_BYTES), and each worker gets about so many of them, but so many
-# at least that all end at about the same time. No further worker is started unasked for less than WORKER_BYTES.
+# A batch takes long against a message to a worker (BATCH_BYTES), and each worker gets about so many
+# of them, but so many at least that all end at about the same time. No further worker is started
+# unasked for less than WORKER_BYTES.
 BATCH_BYTES, WORKER_BYTES = 16 << 20, 8 << 20
 BATCHES_PER_WORKER, MIN_BATCHES_PER_WORKER = 64, 4
 # How often it is looked whether a run has failed elsewhere.
@@ -145,8 +146,9 @@ class Workers:
         return self
 
     def completed(self) -> Iterator[list[tuple[str, Any]]]:
-        """Do all jobs. Yield the names and results of those that have ended since the last time, in whatever order they
-        end, and an empty list where none has within `CHECK_SECONDS`: so that the caller can look at other things.
+        """Do all jobs. Yield the names and results of those that have ended since the last time, in
+        whatever order they end, and an empty list where none has within `CHECK_SECONDS`: so that
+        the caller can look at other things.
 
         The first error of a job is raised; the end of the `with` block ends the other workers then.
         """
@@ -232,7 +234,8 @@ class _Worker:
         self.connection, self.worker_end = Pipe()
 
     def send_batch(self, names: list[str] | None) -> None:
-        """Send the worker a batch, or None to let it leave. That it has ended shows when its result is waited for."""
+        """Send the worker a batch, or None to let it leave. That it has ended shows when its result
+        is waited for."""
         with contextlib.suppress(OSError):
             self.connection.send(names)
 
@@ -340,8 +343,8 @@ class _Thread(_Worker):
 def _start(job: Job, leave: Callable[[], Any], workers: "list[_Process | _Thread]") -> None:
     """Add a worker to `workers`. Raises ReshardError where the system has none.
 
-    No signal comes between the fork and either side's knowing what it is: in the child it would run through
-    the parent's frames, in the parent it would lose the child.
+    No signal comes between the fork and either side's knowing what it is: in the child it would run
+    through the parent's frames, in the parent it would lose the child.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
@@ -360,7 +363,8 @@ def _start(job: Job, leave: Callable[[], Any], workers: "list[_Process | _Thread
 
 
 def _end(workers: "list[_Process | _Thread]", at_once: bool) -> None:
-    """Wait for workers, also where Ctrl-C comes meanwhile: they write to files that are closed after this.
+    """Wait for workers, also where Ctrl-C comes meanwhile: they write to files that are closed
+    after this.
 
     Processes are killed where they shall end `at_once`; threads end their job.
     """

@@ -1,5 +1,5 @@
-"""A Hugging Face directory of safetensors files, read as canonical tensors: weights that are stored as codes are
-what those stand for."""
+"""A Hugging Face directory of safetensors files, read as canonical tensors: weights that are stored
+as codes are what those stand for."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -33,8 +33,9 @@ READERS = 16  # of small tensors, which wait for a disk or a network, not for a 
 
 
 class HuggingFaceSource(Source):
-    """A Hugging Face directory. Weights that are stored as codes with scales read as `dequantize_to`; without it fp8 with
-    128x128 block scales as bf16, and what compressed-tensors or modelopt has quantized in the config's dtype."""
+    """A Hugging Face directory. Weights that are stored as codes with scales read as
+    `dequantize_to`; without it fp8 with 128x128 block scales as bf16, and what
+    compressed-tensors or modelopt has quantized in the config's dtype."""
 
     kind = "huggingface"
 
@@ -65,8 +66,8 @@ class HuggingFaceSource(Source):
         self._note_large_files()
 
     def _count(self) -> None:
-        """Raise ReshardError where the config speaks of more layers or experts than there are tensors, before
-        they are listed."""
+        """Raise ReshardError where the config speaks of more layers or experts than there are
+        tensors, before they are listed."""
         model = self.model
         for what, n in (
             ("layers", model.num_layers + model.mtp_layers),
@@ -216,7 +217,8 @@ class HuggingFaceSource(Source):
         codes = self.codes.get(name)
         if codes is None or codes.columns(self.tensors[name].columns) == 1:
             return 1
-        # Some of a block's rows: its numbers are looked up, and all of them would not stay in the cache.
+        # Some of a block's rows: its numbers are looked up, and all of them would not stay in the
+        # cache.
         return -(-codes.block[0] // 4)
 
     def strips(self, name: str) -> list[Strip] | None:
