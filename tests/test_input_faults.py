@@ -12,7 +12,7 @@ from reshard import MegatronLayout, check, hf_to_mcore, inspect
 from reshard.megatron.layout import parse_pipeline
 from reshard.storage.sources.hf_hub import local_directory
 from tests import fuzz
-from tests.mutations import HUGE_BYTES
+from tests.mutations.values import HUGE_BYTES
 from tests.spoiled import DEEP, all_refuse, bounded, converted, mcore, source
 from tests.test_faults import edit_header, refused
 

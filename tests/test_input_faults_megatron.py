@@ -7,7 +7,7 @@ import torch
 
 from reshard import diff, mcore_to_hf
 from reshard.formats import pickles
-from tests.mutations import _rezip, zip64_offset
+from tests.mutations.containers import rezip, zip64_offset
 from tests.spoiled import KEY, all_refuse, converted, mcore
 from tests.test_faults import refused
 
@@ -48,7 +48,7 @@ def replace_chunk(mcore, change):
 
 
 def with_pickle(data_pkl):
-    return lambda old: _rezip(old, lambda name, payload: data_pkl if name.endswith("data.pkl") else payload)
+    return lambda old: rezip(old, lambda name, payload: data_pkl if name.endswith("data.pkl") else payload)
 
 
 CHUNKS = {

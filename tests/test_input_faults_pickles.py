@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from reshard import ReshardError, inspect
 from reshard.formats import pickles
-from tests.mutations import _rezip
+from tests.mutations.containers import rezip
 from tests.spoiled import bounded, converted, mcore
 from tests.test_faults import refused
 
@@ -101,7 +101,7 @@ def test_a_container_s_version_is_taken_and_refused_as_torch_does(version):
 
     out = io.BytesIO()
     torch.save(torch.arange(4.0), out)
-    data = _rezip(out.getvalue(), lambda name, payload: version if name.endswith("/version") else payload)
+    data = rezip(out.getvalue(), lambda name, payload: version if name.endswith("/version") else payload)
     try:
         torch.load(io.BytesIO(data))
         assert torch_zip.stored_tensor(lambda at, n: data[at : at + n], len(data), "x").shape == (4,)

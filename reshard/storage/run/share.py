@@ -115,7 +115,7 @@ class Share:
             for completed in workers.completed():
                 for name, written in completed:
                     for part, value in written.items():
-                        finished[part] = value if part in self.hashed else replace_checksum(value)
+                        finished[part] = value if part in self.hashed else _without_checksum(value)
                         sync.written((part, finished[part]))
                     done += sizes[name]
                     report_progress(done, total)
@@ -180,6 +180,6 @@ class Share:
             return [part for part, differ in outcomes.items() if differ]
 
 
-def replace_checksum(value: Done) -> Done:
+def _without_checksum(value: Done) -> Done:
     """Return what a journal keeps of a tensor whose checksum another process reports."""
     return value._replace(checksum="-")
