@@ -21,9 +21,9 @@ from reshard.cli.places import Place
 @ignore_option
 @json_option
 def command(path: str, workers: int | None, as_json: bool) -> None:
-    """Compare the bytes of the checkpoint at PATH with the checksums in its manifest. Exit status 1 where
-    they differ."""
-    from reshard.storage.compare import check
+    """Compare the bytes of the checkpoint at PATH with the checksums in its manifest. Exit status 1
+    where they differ."""
+    from reshard.storage.check import check
 
     with progress_bar("check") as progress:
         result = check(path, workers=workers, progress=progress)

@@ -24,8 +24,8 @@ from reshard.cli.places import Place
 @ignore_option
 @json_option
 def command(a: str, b: str, hf_config: str | None, worst: int, workers: int | None, as_json: bool) -> None:
-    """Compare checkpoints A and B, of either format and any layout, bit for bit. Exit status 1 where they
-    differ."""
+    """Compare checkpoints A and B, of either format and any layout, bit for bit. Exit status 1
+    where they differ."""
     from reshard.storage.compare import diff
 
     with progress_bar("diff") as progress:

@@ -1,5 +1,5 @@
-"""How a command ends that does not end well: one sentence on stderr, with --json an object on stdout too, and
-an exit status."""
+"""How a command ends that does not end well: one sentence on stderr, with --json an object on
+stdout too, and an exit status."""
 
 import contextlib
 import errno
@@ -22,8 +22,8 @@ DEBUG = "RESHARD_DEBUG"
 
 
 def status_of(error: BaseException, interrupted: bool = False) -> int:
-    """Say what ended the command, unless nobody can read it; the exit status. `interrupted` says that Ctrl-C
-    was pressed, whatever a library made of that."""
+    """Say what ended the command, unless nobody can read it; the exit status. `interrupted` says
+    that Ctrl-C was pressed, whatever a library made of that."""
     if isinstance(error, click.Abort) and isinstance(error.__cause__, EOFError):
         # click takes an EOFError for an end of the user's input; here it is one of a file
         error = error.__cause__

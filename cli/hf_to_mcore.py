@@ -71,8 +71,8 @@ from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE
 def command(source: str, destination: str, as_json: bool, release: bool, **options: Any) -> None:
     """Convert SOURCE, a Hugging Face directory or hub id, to a Megatron checkpoint at DESTINATION.
 
-    Megatron-LM loads it with --load DESTINATION and the flags in DESTINATION/megatron_flags.txt, at this
-    layout or any other. Under torchrun the processes share the work.
+    Megatron-LM loads it with --load DESTINATION and the flags in DESTINATION/megatron_flags.txt, at
+    this layout or any other. Under torchrun the processes share the work.
     """
     if release and options["iteration"]:
         raise click.UsageError("--release and --iteration exclude each other")

@@ -27,7 +27,8 @@ COMMANDS = {
     "demo": "Convert a small model there and back, and prove it with Megatron's own loader.",
 }
 
-# These multiply no matrices: numpy need not start a thread for each core, which is a third of its import.
+# These multiply no matrices: numpy need not start a thread for each core, which is a third of its
+# import.
 WITHOUT_MATRICES = {"hf-to-mcore", "mcore-to-hf", "inspect", "diff", "check", "memory"}
 
 EPILOG = (

@@ -40,8 +40,8 @@ ignore_option = click.option(
 def progress_bar(
     title: str, amount: Callable[[int], str] | None = None
 ) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar with rate and time left on a terminal's stderr; nothing where that is piped. `amount` says how much is done, by
-    default in bytes."""
+    """A bar with rate and time left on a terminal's stderr; nothing where that is piped. `amount`
+    says how much is done, by default in bytes."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
@@ -54,7 +54,8 @@ def progress_bar(
 
 
 class _Bar:
-    """A line that is drawn when there is something new, and by no thread: a program with threads does not fork."""
+    """A line that is drawn when there is something new, and by no thread: a program with threads
+    does not fork."""
 
     def __init__(self, title: str, amount: Callable[[int], str]) -> None:
         self.title, self.amount = title, amount
@@ -77,7 +78,8 @@ class _Bar:
         )
 
     def draw(self, line: str) -> None:
-        """Put a line in the place of the last one. A terminal that has gone away does not end the work."""
+        """Put a line in the place of the last one. A terminal that has gone away does not end the
+        work."""
         with contextlib.suppress(OSError):
             columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
             sys.stderr.write(f"\r\033[K{line[: columns - 1]}")

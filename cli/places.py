@@ -35,8 +35,8 @@ def resumable(destination: str) -> Iterator[None]:
 
 
 def check_command(source: str, destination: str, megatron: bool) -> None:
-    """Raise ReshardError, with the command that is meant, where a source has the other command's format: with
-    `megatron` it should be a Megatron checkpoint, else a Hugging Face one."""
+    """Raise ReshardError, with the command that is meant, where a source has the other command's
+    format: with `megatron` it should be a Megatron checkpoint, else a Hugging Face one."""
     from reshard.storage.run.partial import unfinished
     from reshard.storage.sources.paths import locate
 

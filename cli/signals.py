@@ -1,5 +1,5 @@
-"""Ctrl-C and the standard streams, as they are from the first line to the last. Imports nothing that takes
-time."""
+"""Ctrl-C and the standard streams, as they are from the first line to the last. Imports nothing
+that takes time."""
 
 import codecs
 import os
@@ -58,9 +58,9 @@ def _unraisable(unraisable: Any) -> None:
 
 
 def prepare_streams() -> None:
-    """Occupy the descriptors of closed standard streams, so that no library's message ends in a file of ours;
-    and print any name, also one that the terminal's encoding lacks: as the bytes that it came from, else
-    escaped."""
+    """Occupy the descriptors of closed standard streams, so that no library's message ends in a
+    file of ours; and print any name, also one that the terminal's encoding lacks: as the bytes
+    that it came from, else escaped."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -80,8 +80,8 @@ def _encodable(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def flush() -> OSError | None:
-    """Bring what was printed out; the error where that fails. What is left is then dropped, or Python would
-    complain at its end."""
+    """Bring what was printed out; the error where that fails. What is left is then dropped, or
+    Python would complain at its end."""
     failed = None
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         try:

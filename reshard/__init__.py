@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from reshard.memory.estimate import estimate_memory
     from reshard.models.config_fields import ignored_config_fields
     from reshard.plan import plan_refit
-    from reshard.storage.compare import check, diff
+    from reshard.storage.check import check
+    from reshard.storage.compare import diff
     from reshard.storage.convert import hf_to_mcore, mcore_to_hf
     from reshard.storage.inspection import inspect
     from reshard.storage.sources.opening import read_model
@@ -32,7 +33,7 @@ _MODULES = {
     "MegatronLayout": "megatron.layout",
     "ReshardError": "core.errors",
     "VllmLayout": "engines.vllm.layout",
-    "check": "storage.compare",
+    "check": "storage.check",
     "diff": "storage.compare",
     "estimate_memory": "memory.estimate",
     "export": "megatron.live.export",

@@ -10,7 +10,6 @@ readers find in the spoiled files, arranged by hand. A mutation is given by seed
 
 import argparse
 import contextlib
-import io
 import json
 import os
 import random
@@ -24,43 +23,22 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from reshard import MegatronLayout, ReshardError, hf_to_mcore, mcore_to_hf
-from reshard.cli.main import cli
-from tests import readings
-from tests.checkpoints import make
+from reshard import ReshardError
+from tests.fuzz_judges import judged
+from tests.fuzz_subjects import FAMILIES, Subject, run_command, subjects
 from tests.mutations import mutations_of
-from tests.oracle import dequantized, hf_tensors, megatron_tensors, same, stored_tensors
 
 MEMORY_BYTES = 2 << 30
 SECONDS = 30  # of a core; a busy machine may take four times as long
-FAMILIES = ("qwen3-moe", "llama-rope-tied", "deepseek-v3")
-# How what is written back is quantized.
-QUANTIZED = {"deepseek-v3": "fp8", "qwen3-moe": "fp8_per_channel"}
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # their padding is no model's
 GOOD = ("refused", "right", "right for what the files say now", "differs")
-
-
-@dataclass
-class Subject:
-    """A checkpoint to spoil: `written` by reshard (with a manifest) or not; `truth` is what it holds, `listing` what inspect says."""
-
-    name: str
-    path: Path
-    kind: str
-    written: bool
-    partner: Path
-    truth: dict[str, torch.Tensor]
-    megatron: dict[str, torch.Tensor]
-    listing: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -76,71 +54,6 @@ class Outcome:
     detail: str = ""
     seconds: float = 0.0
     memory_bytes: int = 0
-
-
-def subjects(folder: Path, families: tuple[str, ...] = FAMILIES) -> list[Subject]:
-    """Small checkpoints of each family: as published, as reshard writes them in both formats, and as training saves them."""
-    found = []
-    for family in families:
-        base = folder / family
-        published, mcore, saved, back = base / "published", base / "mcore", base / "saved", base / "back"
-        make(published, family, dtype=torch.bfloat16, **({"mtp": True} if family == "deepseek-v3" else {}))
-        (published / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}))
-        (published / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 256}))
-        if family == "qwen3-moe":
-            _shard(published)
-        truth = hf_tensors(published)
-        hf_to_mcore(published, mcore, MegatronLayout(tp=2), sync=False)
-        way = QUANTIZED.get(family, False)
-        mcore_to_hf(mcore, back, max_shard_size="200KB", sync=False, quantize=way)
-        _save_by_torch(mcore, saved)
-        megatron = stored_tensors(mcore / "release")
-        requantized = dequantized(back)
-        quantized_megatron = megatron_tensors(
-            back, len(megatron["embedding.word_embeddings.weight"]), requantized
-        )
-        partner = mcore
-        if way:
-            partner = base / "mcore-of-back"
-            hf_to_mcore(back, partner, MegatronLayout(tp=2), sync=False)
-        found += [
-            Subject(f"{family} published", published, "hf", False, mcore, truth, megatron),
-            Subject(f"{family} back", back, "hf", True, partner, requantized, quantized_megatron),
-            Subject(f"{family} mcore", mcore, "mcore", True, published, truth, megatron),
-            Subject(f"{family} saved", saved, "mcore", False, published, truth, megatron),
-        ]
-    for subject in found:
-        subject.listing = json.loads(_printed(["inspect", str(subject.path), "--tensors", "--json"])[1])[
-            "tensors"
-        ]
-    return found
-
-
-def _shard(directory: Path) -> None:
-    """Three files and an index in place of one file."""
-    tensors = load_file(directory / "model.safetensors")
-    (directory / "model.safetensors").unlink()
-    names, weight_map = sorted(tensors), {}
-    for i in range(3):
-        part = {n: tensors[n] for n in names[i::3]}
-        save_file(part, directory / f"model-{i + 1:05d}-of-00003.safetensors", metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(part, f"model-{i + 1:05d}-of-00003.safetensors")
-    (directory / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
-
-
-def _save_by_torch(mcore: Path, directory: Path) -> None:
-    """The same tensors as torch saves them, with the args and nothing of reshard's beside them."""
-    import torch.distributed.checkpoint as dcp
-
-    release = directory / "release"
-    dcp.save(
-        stored_tensors(mcore / "release"), storage_writer=dcp.FileSystemWriter(str(release)), no_dist=True
-    )
-    torch.save(torch.load(mcore / "release" / "common.pt", weights_only=False), release / "common.pt")
-    for name in ("release/metadata.json", "latest_checkpointed_iteration.txt"):
-        shutil.copy(mcore / name, directory / name)
 
 
 def spoil(seed: int, number: int, found: list[Subject], folder: Path) -> tuple[Subject, str, str]:
@@ -184,13 +97,6 @@ def _arguments(command: str, subject: Subject, folder: Path) -> list[str]:
         "diff": ["diff", spoiled, str(subject.partner), "--json", "--workers", "1"],
         "check": ["check", spoiled, "--json", "--workers", "1"],
     }[command]
-
-
-def _printed(arguments: list[str]) -> tuple[int, str]:
-    """The exit status and the output of a command line, run here."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):
-        status = cli(arguments, prog_name="reshard", standalone_mode=False)
-    return (status if isinstance(status, int) else 0), out.getvalue()
 
 
 @contextlib.contextmanager
@@ -258,7 +164,7 @@ def answered(subject: Subject, command: str, folder: Path, outcome: Outcome) -> 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         try:
             with limited():
-                status, printed = _printed(_arguments(command, subject, folder))
+                status, printed = run_command(_arguments(command, subject, folder))
             verdict, detail = "answered", ""
         except ReshardError as error:
             sentence = str(error)
@@ -290,140 +196,6 @@ def answered(subject: Subject, command: str, folder: Path, outcome: Outcome) -> 
         elif outcome.seconds > SECONDS:
             outcome.verdict, outcome.detail = "time", f"{outcome.seconds:.0f} s until: {outcome.detail}"
     return outcome
-
-
-def judged(command: str, subject: Subject, folder: Path, status: int, printed: str) -> tuple[str, str]:
-    """Whether what a command did is right, by readers that share no code with it."""
-    spoiled, out = folder / "spoiled", folder / "out"
-    try:
-        if command == "inspect":
-            listing = json.loads(printed)["tensors"]
-            if subject.kind == "mcore":
-                return _listed(subject, spoiled, listing)
-            if listing == subject.listing:
-                return "right", ""
-            now = {name: list(tensor.shape) for name, tensor in dequantized(spoiled).items()}
-            wrong = [name for name, entry in listing.items() if now.get(name) != entry["shape"]]
-            return ("wrong", f"inspect: {wrong[:3]}") if wrong else ("right for what the files say now", "")
-        if command in ("diff", "check"):
-            if status:
-                return "differs", ""
-            wrong = _unlike_the_truth(subject, spoiled)
-            return ("wrong", f"{command} says equal: {wrong[:3]}") if wrong else ("right", "")
-        meaning = _another_model(subject, spoiled, out)
-        if meaning:
-            return "wrong", f"another model: {meaning[:3]}"
-        if command == "hf-to-mcore":
-            got = stored_tensors(out / "release")
-            if not same(got, subject.megatron):
-                return "right", ""
-        else:
-            got = hf_tensors(out)
-            if not same(got, subject.truth):
-                return "right", ""
-        if _vouched_for(subject, spoiled):
-            return "wrong", "other bytes than the manifest has"
-        if command == "hf-to-mcore":
-            rows = len(got["embedding.word_embeddings.weight"])
-            expected = megatron_tensors(spoiled, rows, dequantized(spoiled))
-        else:
-            now = stored_tensors(spoiled / "release")
-            expected = megatron_tensors(out, len(now["embedding.word_embeddings.weight"]))
-            got = {key: now[key] for key in subject.megatron}
-        vocab = len(subject.truth["model.embed_tokens.weight"])
-        wrong = same(
-            *(
-                {k: t[:vocab] if k in VOCABULARY else t for k, t in tensors.items()}
-                for tensors in (got, expected)
-            )
-        )
-        return ("wrong", f"{wrong[:3]}") if wrong else ("right for what the files say now", "")
-    except BaseException:
-        return "no judgment", traceback.format_exc(limit=-3)
-
-
-def _unlike_the_truth(subject: Subject, spoiled: Path) -> list[str]:
-    """The tensors that other readers find changed in the spoiled files; none where they cannot read them."""
-    try:
-        if subject.kind == "hf":
-            return same(dequantized(spoiled), subject.truth)
-        now = stored_tensors(spoiled / "release")
-        return same({k: now[k] for k in subject.megatron if k in now}, subject.megatron)
-    except BaseException:  # torch's CheckpointException is no Exception
-        return []
-
-
-def _vouched_for(subject: Subject, spoiled: Path) -> bool:
-    """Whether the manifest is there as it was written: then nothing but what it lists may be made of the rest."""
-    manifest = spoiled / "reshard.json"
-    return (
-        subject.written
-        and manifest.is_file()
-        and manifest.read_bytes() == (subject.path / "reshard.json").read_bytes()
-    )
-
-
-def _another_model(subject: Subject, spoiled: Path, out: Path) -> list[str]:
-    """Where what was written describes another model than the spoiled files do, both read by hand (`readings`)."""
-    original = subject.path if subject.kind == "hf" else subject.path / "hf"
-    before = json.loads(
-        (original if original.is_dir() else subject.partner).joinpath("config.json").read_text()
-    )
-    kind = before["model_type"]
-    if subject.kind == "hf":
-        text = (spoiled / "config.json").read_bytes()
-        said = readings.of_flags(out / "megatron_flags.txt", kind)
-        args = vars(torch.load(out / "release" / "common.pt", weights_only=False)["args"])
-        meant = readings.of_config(json.loads(text), before)
-        if kind == "deepseek_v3" and not any("enorm" in name for name in hf_tensors(spoiled)):
-            meant["mtp_num_layers"] = 0  # it is announced, and not there
-        copied = [] if (out / "hf" / "config.json").read_bytes() == text else ["hf/config.json is no copy"]
-        return copied + readings.unlike(said, meant) + readings.unlike(readings.of_args(args, kind), meant)
-    written = readings.of_config(json.loads((out / "config.json").read_text()), before)
-    written["strange"] = [] if original.is_dir() else [name for name in written["strange"] if "=" in name]
-    beside = spoiled / "hf" / "config.json"
-    if beside.is_file():
-        return readings.unlike(written, readings.of_config(json.loads(beside.read_text()), before))
-    args = vars(torch.load(spoiled / "release" / "common.pt", weights_only=False)["args"])
-    return readings.unlike(written, readings.of_args(args, kind))
-
-
-def _listed(subject: Subject, spoiled: Path, listing: dict[str, Any]) -> tuple[str, str]:
-    """Whether `inspect` lists what torch finds in a Megatron checkpoint's ``.metadata``, arranged by hand, without bytes."""
-    import torch.distributed.checkpoint as dcp
-
-    try:
-        entries = dcp.FileSystemReader(str(spoiled / "release")).read_metadata().state_dict_metadata
-        found = {
-            key: torch.empty(e.size, dtype=e.properties.dtype, device="meta")
-            for key, e in entries.items()
-            if hasattr(e, "size")
-        }
-    except BaseException:
-        same_as_before = listing == subject.listing
-        return (
-            ("right", "")
-            if same_as_before
-            else ("wrong", "inspect lists other tensors of what torch cannot read")
-        )
-    config = next(
-        path.parent
-        for path in (spoiled / "hf" / "config.json", subject.partner / "config.json")
-        if path.is_file()
-    )
-    tensors = {
-        name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]), device="meta")
-        for name, entry in listing.items()
-    }
-    expected = megatron_tensors(config, len(found["embedding.word_embeddings.weight"]), tensors)
-    wrong = [
-        key
-        for key, t in expected.items()
-        if key not in found or (found[key].shape, found[key].dtype) != (t.shape, t.dtype)
-    ]
-    if wrong:
-        return "wrong", f"inspect: {wrong[:3]}"
-    return ("right" if listing == subject.listing else "right for what the files say now"), ""
 
 
 def run(

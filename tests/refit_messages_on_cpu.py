@@ -18,7 +18,7 @@ from reshard.core.errors import ReshardError
 from reshard.engines.vllm.live import VllmModel
 from reshard.refit import connect
 from reshard.trainers.megatron import MegatronModel
-from tests.mutations import extreme
+from tests.mutations.values import extreme
 from tests.refit_on_cpu import Steps, engine_of, fingerprint, start, trainer
 
 MEMORY_BYTES = 2 << 30  # that a member may need beside what it has when both sides are built

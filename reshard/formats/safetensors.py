@@ -1,7 +1,7 @@
 """Hugging Face directories: safetensors files, their index, and the plan of new ones.
 
-A safetensors file is eight bytes of header length, a JSON header, then the tensors' bytes. Every number in
-the header is checked against the file before it is used.
+A safetensors file is eight bytes of header length, a JSON header, then the tensors' bytes. Every
+number in the header is checked against the file before it is used.
 """
 
 import json
@@ -39,6 +39,25 @@ class Tensor:
 def read_header(path: Path) -> dict[str, Tensor]:
     """Return the tensors of one file. Raises ReshardError for a truncated file, a header that is
     too long or does not add up."""
+    text, size = _header_text(path)
+    try:
+        header = json.loads(text.decode(), object_pairs_hook=lambda pairs: _no_duplicates(pairs, path))
+    except (ValueError, RecursionError) as error:
+        raise ReshardError(f"{path} has a header that is not JSON: it is corrupt") from error
+    if not isinstance(header, dict):
+        raise ReshardError(f"{path} has a header that is not a JSON object")
+    first = 8 + len(text)
+    tensors = {
+        name: _tensor(path, name, entry, first, size)
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+    _check_contiguous(path, tensors, first, size)
+    return tensors
+
+
+def _header_text(path: Path) -> tuple[bytes, int]:
+    """Return the text of a file's header, and the size of the file."""
     if not os.path.isfile(path):
         raise ReshardError(f"{path} is not a file that can be read")
     try:
@@ -58,54 +77,50 @@ def read_header(path: Path) -> dict[str, Tensor]:
             text = file.read(length)
     except OSError as error:
         raise ReshardError(f"cannot read {path}: {error.strerror}") from error
-    try:
-        header = json.loads(text.decode(), object_pairs_hook=lambda pairs: _no_duplicates(pairs, path))
-    except (ValueError, RecursionError) as error:
-        raise ReshardError(f"{path} has a header that is not JSON: it is corrupt") from error
-    tensors, spans = {}, []
-    if not isinstance(header, dict):
-        raise ReshardError(f"{path} has a header that is not a JSON object")
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        if not a_name(name):
-            raise ReshardError(
-                f"{path}: the header has the name {_short(name)} of "
-                f"{len(name):,} characters: the file is corrupt"
-            )
-        fields = entry if isinstance(entry, dict) else {}
-        dtype, shape, offsets = (fields.get(field, ()) for field in ("dtype", "shape", "data_offsets"))
-        sound = (
-            isinstance(dtype, str) and whole_numbers(shape) and whole_numbers(offsets) and len(offsets) == 2
+    if len(text) < length:
+        raise ReshardError(f"{path} was truncated while it was read")
+    return text, size
+
+
+def _tensor(path: Path, name: str, entry: object, first: int, size: int) -> Tensor:
+    """Return the tensor of a header's entry; `first` is the byte after the header, `size` that of
+    the file."""
+    if not a_name(name):
+        raise ReshardError(
+            f"{path}: the header has the name {_short(name)} of {len(name):,} characters: the file is corrupt"
         )
-        if not sound or max(offsets) > size - 8 - length:
-            raise ReshardError(
-                f"{path}: the header's entry for {name} is malformed or points outside of "
-                f"the file ({size} bytes)"
-            )
-        start, end = offsets
-        if dtype not in BY_SAFETENSORS:
-            raise ReshardError(f"{path}: {name} has dtype {dtype:.40}, which is not supported")
-        tensors[name] = Tensor(path.name, BY_SAFETENSORS[dtype], tuple(shape), 8 + length + start)
-        if tensors[name].size_bytes != end - start:
-            raise ReshardError(
-                f"{path}: {name} has {end - start} bytes, but {dtype} {shape} needs "
-                f"{tensors[name].size_bytes}"
-            )
-        spans.append((start, end, name))
-    position = 0
-    for start, end, name in sorted(spans):
+    fields = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = (fields.get(field, ()) for field in ("dtype", "shape", "data_offsets"))
+    sound = isinstance(dtype, str) and whole_numbers(shape) and whole_numbers(offsets) and len(offsets) == 2
+    if not sound or max(offsets) > size - first:
+        raise ReshardError(
+            f"{path}: the header's entry for {name} is malformed or points outside of the file ({size} bytes)"
+        )
+    start, end = offsets
+    if dtype not in BY_SAFETENSORS:
+        raise ReshardError(f"{path}: {name} has dtype {dtype:.40}, which is not supported")
+    tensor = Tensor(path.name, BY_SAFETENSORS[dtype], tuple(shape), first + start)
+    if tensor.size_bytes != end - start:
+        raise ReshardError(
+            f"{path}: {name} has {end - start} bytes, but {dtype} {shape} needs {tensor.size_bytes}"
+        )
+    return tensor
+
+
+def _check_contiguous(path: Path, tensors: dict[str, Tensor], first: int, size: int) -> None:
+    """Raise ReshardError unless the tensors' bytes follow one another from byte `first` to the end
+    of the file."""
+    position = first
+    for start, end, name in sorted((t.offset, t.offset + t.size_bytes, name) for name, t in tensors.items()):
         if start != position:
             raise ReshardError(
                 f"{path}: the bytes of {name} overlap others or leave a gap: the file is corrupt"
             )
         position = end
-    if position != size - 8 - length:
+    if position != size:
         raise ReshardError(
-            f"{path} has {size} bytes, but its header accounts for {8 + length + position}: "
-            f"it is truncated or corrupt"
+            f"{path} has {size} bytes, but its header accounts for {position}: it is truncated or corrupt"
         )
-    return tensors
 
 
 def _no_duplicates(pairs: list, path: Path) -> dict:
@@ -195,8 +210,8 @@ class NewFile:
 
 
 def plan_files(tensors: dict[str, tuple[Dtype, tuple[int, ...]]], max_shard_bytes: int) -> list[NewFile]:
-    """Lay tensors out in files of at most `max_shard_bytes` (a larger tensor gets one of its own), in the
-    order given."""
+    """Lay tensors out in files of at most `max_shard_bytes` (a larger tensor gets one of its own),
+    in the order given."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, (dtype, shape) in tensors.items():
@@ -209,8 +224,8 @@ def plan_files(tensors: dict[str, tuple[Dtype, tuple[int, ...]]], max_shard_byte
     files = []
     for number, group in enumerate(groups, 1):
         file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        # Larger element types first, as the safetensors library does, so that every tensor is aligned to its
-        # own.
+        # Larger element types first, as the safetensors library does, so that every tensor is
+        # aligned to its own.
         group = sorted(group, key=lambda name: -tensors[name][0].size)
         header: dict = {"__metadata__": {"format": "pt"}}
         position = 0

@@ -1,7 +1,7 @@
 """The small files of a checkpoint, read with a limit: configs, indexes, manifests, metadata.
 
-Whatever such a file holds, reading it takes no more memory than its kind can need, and what is wrong with it
-is one sentence.
+Whatever such a file holds, reading it takes no more memory than its kind can need, and what is
+wrong with it is one sentence.
 """
 
 import json
@@ -14,8 +14,8 @@ from typing import Any, TypeGuard
 
 from reshard.core.errors import ReshardError
 
-# More than the largest models need (an index of 140,000 tensors has 28 MB), and little enough to be held in
-# memory once parsed.
+# More than the largest models need (an index of 140,000 tensors has 28 MB), and little enough to be
+# held in memory once parsed.
 MAX_JSON_BYTES = 16 << 20
 MAX_INDEX_BYTES = 48 << 20
 MAX_TRACKER_BYTES = 4096

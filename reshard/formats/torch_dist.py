@@ -1,8 +1,8 @@
-"""Megatron's ``torch_dist`` checkpoints: ``.metadata``, ``.distcp`` files, ``common.pt`` and the tracker
-file.
+"""Megatron's ``torch_dist`` checkpoints: ``.metadata``, ``.distcp`` files, ``common.pt`` and the
+tracker file.
 
-A checkpoint holds *keys*; each key is one global tensor, stored as *chunks*, each in a container of its own
-somewhere in a ``.distcp`` file. ``.metadata`` says which chunk is where.
+A checkpoint holds *keys*; each key is one global tensor, stored as *chunks*, each in a container of
+its own somewhere in a ``.distcp`` file. ``.metadata`` says which chunk is where.
 """
 
 import os
@@ -42,8 +42,8 @@ class Stored:
 
 @dataclass(slots=True)
 class Key:
-    """One global tensor of a checkpoint: dtype, shape, and its chunks as (offsets, sizes) to where they are
-    stored."""
+    """One global tensor of a checkpoint: dtype, shape, and its chunks as (offsets, sizes) to where
+    they are stored."""
 
     dtype: Dtype
     shape: tuple[int, ...]
@@ -52,8 +52,8 @@ class Key:
 
 @dataclass
 class Checkpoint:
-    """The tensors and objects that an iteration's ``.metadata`` lists. `directory` is the iteration's own
-    directory."""
+    """The tensors and objects that an iteration's ``.metadata`` lists. `directory` is the
+    iteration's own directory."""
 
     directory: Path
     iteration: str
@@ -135,8 +135,8 @@ def tracked(tracker: Path) -> str:
 
 
 def read(directory: Path, iteration: str = "") -> Checkpoint:
-    """Read an iteration's ``.metadata``. Raises ReshardError where it is damaged, refused or not of this
-    format."""
+    """Read an iteration's ``.metadata``. Raises ReshardError where it is damaged, refused or not of
+    this format."""
     where = directory / ".metadata"
     config = directory / "metadata.json"
     if config.exists():

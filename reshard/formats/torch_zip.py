@@ -1,10 +1,10 @@
-"""The container of ``torch.save``: a zip of stored records, of which ``data.pkl`` describes the tensor and
-``data/0`` is its bytes.
+"""The container of ``torch.save``: a zip of stored records, of which ``data.pkl`` describes the
+tensor and ``data/0`` is its bytes.
 
-A header is made without the data, since its length depends on dtype and shape only: every offset in a file is
-known before the first byte is written. The checksum fields are zero, as
-``torch.serialization.set_crc32_options(False)`` writes them; torch does not read them, and the manifest has a
-stronger one.
+A header is made without the data, since its length depends on dtype and shape only: every offset in
+a file is known before the first byte is written. The checksum fields are zero, as
+``torch.serialization.set_crc32_options(False)`` writes them; torch does not read them, and the
+manifest has a stronger one.
 """
 
 import struct

@@ -1,7 +1,6 @@
-"""Comparing: two checkpoints with each other (`diff`), and one with its manifest (`check`)."""
+"""Comparing two checkpoints of either format, tensor by tensor."""
 
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,25 +8,16 @@ from typing import Any
 import numpy as np
 
 from reshard.core.dtypes import Dtype
-from reshard.core.errors import ReshardError, listed
-from reshard.models.config_fields import allow_unmapped_configs, check_ignored
+from reshard.core.errors import ReshardError
+from reshard.models.config_fields import check_ignored
 from reshard.models.model import different_fields
 from reshard.storage.io.files import allow_many_files
-from reshard.storage.manifest import CHECKSUM, NAME, read_manifest
-from reshard.storage.run.workers import Progress, run_jobs, worker_count
+from reshard.storage.run.workers import Progress, run_jobs
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.huggingface import HuggingFaceSource
-from reshard.storage.sources.megatron import MegatronSource
 from reshard.storage.sources.opening import open_source
-from reshard.storage.sources.paths import HF_FILES, config_beside, iterations_in, locate, tracked_iteration
-from reshard.storage.sources.verify import (
-    changed_files,
-    checksum_of,
-    differences,
-    manifest_of,
-    stored_tensors,
-)
+from reshard.storage.sources.paths import config_beside, locate
 
 
 @dataclass(frozen=True)
@@ -103,11 +93,12 @@ def diff(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Diff:
-    """Compare two checkpoints of either format and any layout, tensor by tensor, as canonical tensors; and
-    their configs, by what they make of the tensors.
+    """Compare two checkpoints of either format and any layout, tensor by tensor, as canonical
+    tensors; and their configs, by what they make of the tensors.
 
-    `only` chooses tensors by their published names. A tensor of another dtype differs, and is compared by
-    value. Raises ReshardError where one of them cannot be read, or `only` chooses nothing.
+    `only` chooses tensors by their published names. A tensor of another dtype differs, and is
+    compared by value. Raises ReshardError where one of them cannot be read, or `only` chooses
+    nothing.
     """
     allow_many_files()
     config = Path(hf_config) if hf_config is not None else None
@@ -205,126 +196,3 @@ def _distance(left: np.ndarray, right: np.ndarray, a: Dtype, b: Dtype) -> tuple[
 
 def _max(a: float, b: float) -> float:
     return float("nan") if a != a or b != b else max(a, b)
-
-
-@dataclass
-class Check:
-    """The outcome of `check`.
-
-    `bad` are the tensors whose bytes do not give the manifest's checksum, `changed`, `missing` and `added`
-    the files that are not as they were written (of a file with weights, the bytes around its tensors), no
-    longer there, or new. `notices` say what was not checked.
-    """
-
-    path: str
-    tensors: int
-    bad: list[str]
-    files: int = 0
-    changed: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    added: list[str] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """True where every checksum holds, and all files are those that were written."""
-        return not (self.bad or self.changed or self.missing or self.added)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the outcome as the object that ``--json`` prints."""
-        return {"ok": self.ok, **asdict(self)}
-
-
-def check(path: str | Path, *, workers: int | None = None, progress: Progress | None = None) -> Check:
-    """Compute the checksum of every tensor and every file that the manifest lists, from the bytes as they are
-    now.
-
-    Hidden files that it does not list are not looked at. Of an iteration's own directory, only what is in it
-    and the Hugging Face files beside it are checked. Raises ReshardError where there is no manifest, or it is
-    of another iteration.
-    """
-    allow_many_files()
-    path = Path(path)
-    worker_count(workers)
-    try:
-        with allow_unmapped_configs():  # bytes are compared, whatever they mean
-            source = open_source(path)
-    except ReshardError as error:
-        root = _root_of_what_is_damaged(path)
-        changed, missing = changed_files(root, (read_manifest(root) or {}).get("files", {}))
-        if not changed and not missing:
-            raise
-        raise ReshardError(f"{error} (not as it was written: {listed(changed + missing)})") from error
-    with closing(source), source.unchanged():
-        check_ignored(source.model)
-        manifest = source.manifest()
-        if manifest is None:
-            raise ReshardError(
-                f"{path} has no {NAME}: it was not written by reshard, so there are no checksums"
-            )
-        root, only = path, [""]
-        if isinstance(source, MegatronSource):
-            root, iteration = source.root, source.checkpoint.iteration
-            if path.resolve() == source.checkpoint.directory.resolve() and not source.alone:
-                only = [f"{iteration}/", f"{HF_FILES}/"]
-            if manifest_of(source) is None:
-                raise ReshardError(
-                    f"{root / NAME} is of {manifest['iteration']}, not of {iteration}, which has none: check "
-                    f"{root / str(manifest['iteration'])}"
-                )
-        entries = manifest["tensors"]
-        # fp8 weights and their scales are checked as they are stored.
-        infos, read = stored_tensors(source)
-        bad = differences(infos, entries)
-        sizes = {name: infos[name].size_bytes for name in entries if name in infos and name not in bad}
-
-        def job(name: str) -> bool:
-            return checksum_of(name, infos[name], read) == entries[name][CHECKSUM]
-
-        results = run_jobs(sizes, job, workers, progress)
-        result = Check(
-            str(path), len(entries), sorted(bad + [name for name, good in results.items() if not good])
-        )
-        result.notices += source.model.notices
-        result.missing = _missing_iteration(path, source)
-        if "files" not in manifest:
-            result.notices.append(
-                f"{NAME} lists no files (it is of an earlier version): only tensors were checked"
-            )
-            return result
-        here = {name: entry for name, entry in manifest["files"].items() if name.startswith(tuple(only))}
-        result.files = len(here)
-        result.changed, missing = changed_files(root, here, source, workers)
-        result.missing += missing
-        names = (str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
-        # Other iterations beside it are none of its files.
-        others = tuple(f"{name}/" for name in iterations_in(root) if name != manifest.get("iteration"))
-        result.added = sorted(
-            n
-            for n in names
-            if n.startswith(tuple(only))
-            and n not in {*here, NAME}
-            and not n.startswith(others)
-            and not _hidden(n)
-        )
-        return result
-
-
-def _missing_iteration(path: Path, source: Source) -> list[str]:
-    """Return the file that is missing where the tracker names an iteration that is not complete,
-    and another was taken."""
-    tracked = tracked_iteration(path)
-    if tracked is None or not isinstance(source, MegatronSource) or source.checkpoint.iteration == tracked:
-        return []
-    return [f"{tracked}/.metadata"]
-
-
-def _root_of_what_is_damaged(path: Path) -> Path:
-    """Return the directory with the manifest of a checkpoint that cannot be opened."""
-    tracked = path / (tracked_iteration(path) or "")
-    roots = (root for root in (tracked, path, path.parent) if (root / NAME).is_file())
-    return next(roots, path)
-
-
-def _hidden(name: str) -> bool:
-    return any(part.startswith(".") for part in Path(name).parts)

@@ -1,5 +1,5 @@
-"""Conversion on disk: Hugging Face to Megatron ``torch_dist`` and back, a slab at a time, without a model, a
-GPU or torch."""
+"""Conversion on disk: Hugging Face to Megatron ``torch_dist`` and back, a slab at a time, without a
+model, a GPU or torch."""
 
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -79,15 +79,17 @@ def hf_to_mcore(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> ConversionReport:
-    """Convert a Hugging Face checkpoint (a directory or a hub id) to a Megatron ``torch_dist`` checkpoint; weights in fp8 blocks, or in
-    fp8, int8, int4 or nvfp4 by compressed-tensors, or in nvfp4 by modelopt, are dequantized.
+    """Convert a Hugging Face checkpoint (a directory or a hub id) to a Megatron ``torch_dist``
+    checkpoint; weights in fp8 blocks, or in fp8, int8, int4 or nvfp4 by compressed-tensors, or
+    in nvfp4 by modelopt, are dequantized.
 
-    `layout` decides how the tensors are cut into chunks and files, `dtype` (``bf16``, ``fp16``, ``fp32``)
-    casts, `iteration` writes a numbered iteration where None writes a release. The flags file is for
-    Megatron-LM `megatron_version` (``0.14``; default: the newest that is known); the weights are the same for
-    all. Finite numbers that a cast would make infinite are refused unless `allow_overflow`, and then counted
-    in the report's notices. With `sync` all bytes are on the disk before the destination appears. Under
-    torchrun, the processes share the work. `progress(done, total)` is called with bytes.
+    `layout` decides how the tensors are cut into chunks and files, `dtype` (``bf16``, ``fp16``,
+    ``fp32``) casts, `iteration` writes a numbered iteration where None writes a release. The flags
+    file is for Megatron-LM `megatron_version` (``0.14``; default: the newest that is known); the
+    weights are the same for all. Finite numbers that a cast would make infinite are refused unless
+    `allow_overflow`, and then counted in the report's notices. With `sync` all bytes are on the
+    disk before the destination appears. Under torchrun, the processes share the work.
+    `progress(done, total)` is called with bytes.
 
     Raises ReshardError, and leaves no destination, for anything that cannot be converted exactly.
     """
@@ -156,8 +158,8 @@ def mcore_to_hf(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> ConversionReport:
-    """Convert a Megatron ``torch_dist`` checkpoint, whoever wrote it and at whatever layout, to a Hugging
-    Face directory.
+    """Convert a Megatron ``torch_dist`` checkpoint, whoever wrote it and at whatever layout, to a
+    Hugging Face directory.
 
     Without `hf_config` (a ``config.json`` or a directory with one) the config is the one beside the weights,
     else the one that the checkpoint's ``args`` describe. `quantize` writes linear weights as fp8 with a scale
@@ -191,7 +193,8 @@ def mcore_to_hf(
 def _check_both_ends(
     source: Source, destination: str | Path, team: Team, options: RunOptions
 ) -> tuple[SourceChecks, Workdir]:
-    """Hold a source against its manifest, and see that the destination can be written. Raises ReshardError."""
+    """Hold a source against its manifest, and see that the destination can be written. Raises
+    ReshardError."""
     check_ignored(source.model)
     checks = SourceChecks(source)
     workdir = Workdir(
@@ -203,8 +206,8 @@ def _check_both_ends(
 
 
 def _tensors_to_store(source: Source, target: Dtype | None) -> dict[str, TensorInfo]:
-    """Return the canonical tensors in the dtypes in which they are stored: the `target`, but for those that the family
-    keeps in a wider one."""
+    """Return the canonical tensors in the dtypes in which they are stored: the `target`, but for
+    those that the family keeps in a wider one."""
 
     def stored_dtype(name: str, dtype: Dtype) -> Dtype:
         keeps_precision = target is not None and name in source.mapping.fp32 and target.size < dtype.size
@@ -244,7 +247,8 @@ def _report(direction: str, job: ConversionJob, destination: str | Path, layout:
 
 
 def _convert(job: ConversionJob, settings: dict[str, Any], report: ConversionReport) -> ConversionReport:
-    """Carry out a conversion, or only say what is in its way where it is a dry run; return the report, completed.
+    """Carry out a conversion, or only say what is in its way where it is a dry run; return the
+    report, completed.
 
     `settings` is all but the source that decides the bytes.
     """
@@ -281,7 +285,8 @@ def _space_notices(job: ConversionJob) -> list[str]:
 
 
 def _outcome_notices(job: ConversionJob, outcome: Outcome) -> list[str]:
-    """Return notices of numbers that became infinite, as was allowed, and of a run that had nothing left to do."""
+    """Return notices of numbers that became infinite, as was allowed, and of a run that had nothing
+    left to do."""
     notices = []
     if outcome.was_published:
         notices.append(f"{job.workdir.destination} was complete: an earlier run had published it")
@@ -312,8 +317,8 @@ def _quantized(
 
 
 def _names_to_quantize(source: MegatronSource, tensors: dict[str, TensorInfo]) -> list[str]:
-    """Return the names to quantize: those that were in the checkpoint this one came from, else all linear weights of
-    the layers, as published checkpoints have them."""
+    """Return the names to quantize: those that were in the checkpoint this one came from, else all
+    linear weights of the layers, as published checkpoints have them."""
     recorded = (source.manifest() or {}).get("quantized")
     quantized = set(recorded) if recorded else source.model.quantizable()
     return [name for name in tensors if name in quantized]

@@ -43,8 +43,8 @@ class Inspection:
 
 
 def inspect(path: str | Path, *, hf_config: str | Path | None = None) -> Inspection:
-    """Look at a Hugging Face directory (or hub id) or a Megatron checkpoint. A config that cannot be mapped is one of
-    the notices. Raises ReshardError where it cannot be read."""
+    """Look at a Hugging Face directory (or hub id) or a Megatron checkpoint. A config that cannot
+    be mapped is one of the notices. Raises ReshardError where it cannot be read."""
     config = Path(hf_config) if hf_config is not None else None
     directory = local_directory(str(path))
     with allow_unmapped_configs():
@@ -89,8 +89,8 @@ def inspect(path: str | Path, *, hf_config: str | Path | None = None) -> Inspect
 
 
 def _unmapped(directory: Path) -> str:
-    """Return why the config of a Hugging Face directory describes no model that can be mapped; empty where it
-    does, or there is none."""
+    """Return why the config of a Hugging Face directory describes no model that can be mapped;
+    empty where it does, or there is none."""
     path = directory / "config.json"
     if not path.is_file() or locate(directory) is not None:
         return ""

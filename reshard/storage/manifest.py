@@ -1,9 +1,9 @@
 """The manifest: `reshard.json` in everything that is written here.
 
-It says where the weights came from, how they are laid out and by which versions, and has a checksum (XXH3,
-128 bits) of every canonical tensor's bytes in the dtype that is stored, and of every file: of a file with
-weights, the bytes around the tensors'. It has no dates or host names: the same conversion writes the same
-bytes.
+It says where the weights came from, how they are laid out and by which versions, and has a checksum
+(XXH3, 128 bits) of every canonical tensor's bytes in the dtype that is stored, and of every file:
+of a file with weights, the bytes around the tensors'. It has no dates or host names: the same
+conversion writes the same bytes.
 """
 
 import json

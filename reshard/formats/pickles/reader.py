@@ -1,4 +1,5 @@
-"""The pickle machine: a stack, marks on it, and a memo. Opcodes that no Python 3 pickler writes are refused."""
+"""The pickle machine: a stack, marks on it, and a memo. Opcodes that no Python 3 pickler writes are
+refused."""
 
 import pickle
 import struct
@@ -10,8 +11,8 @@ from typing import Any
 from reshard.core.errors import ReshardError, first_line
 from reshard.formats.pickles.records import ALLOWED, Call, record_class
 
-# A record of a checkpoint takes about ten bytes of a pickle for each container in it; more than this many are
-# no checkpoint's.
+# A record of a checkpoint takes about ten bytes of a pickle for each container in it; more than
+# this many are no checkpoint's.
 MAX_CONTAINERS = 16_000_000
 _SCALARS = frozenset((str, bytes, bool, type(None)))
 
@@ -67,8 +68,9 @@ _read_int, _read_index = struct.Struct("<i").unpack_from, struct.Struct("<I").un
 
 
 class _Machine:
-    """The state of one pickle. The frequent opcodes are in `run`, since the metadata of a large checkpoint has millions
-    of them; each of the others is a method, which takes where its argument starts and returns where the next opcode does."""
+    """The state of one pickle. The frequent opcodes are in `run`, since the metadata of a large
+    checkpoint has millions of them; each of the others is a method, which takes where its
+    argument starts and returns where the next opcode does."""
 
     def __init__(self, data: bytes, where: str) -> None:
         self.data, self.where = data, where
@@ -293,7 +295,8 @@ _COUNTED: dict[int, tuple[str, type]] = {
 
 
 def _reduce(function: Any, arguments: Any) -> Any:
-    """Return what stands for a call: a record, but for ``torch.Size`` and an empty OrderedDict, which are built."""
+    """Return what stands for a call: a record, but for ``torch.Size`` and an empty OrderedDict,
+    which are built."""
     is_sequence = type(arguments) is tuple and len(arguments) == 1 and type(arguments[0]) in (tuple, list)
     if function is tuple and is_sequence:
         return tuple(arguments[0])
@@ -337,7 +340,8 @@ def _record(kind: Any, args: Any) -> Call:
 
 
 def _key(key: Any) -> Any:
-    """Return a key of a dict or member of a set. Raises ValueError for what may take long to hash, or was made to collide."""
+    """Return a key of a dict or member of a set. Raises ValueError for what may take long to hash,
+    or was made to collide."""
     kind = type(key)
     if kind in _SCALARS or isinstance(key, (Call, type)) or (kind is int and -(1 << 62) < key < 1 << 62):
         return key

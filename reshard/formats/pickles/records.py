@@ -4,7 +4,8 @@ from typing import Any
 
 METADATA = "torch.distributed.checkpoint.metadata"
 
-# Names that a checkpoint's pickles may hold. None of them is ever called: each stands for an inert record.
+# Names that a checkpoint's pickles may hold. None of them is ever called: each stands for an inert
+# record.
 ALLOWED = {
     *((METADATA, n) for n in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
                               "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
@@ -52,10 +53,11 @@ class Name:
 
 
 class Call:
-    """The inert record of a call that a pickle wants: the name, the arguments and the state set afterward.
+    """The inert record of a call that a pickle wants: the name, the arguments and the state set
+    afterward.
 
-    Subclasses stand for one name each (the unpickler insists on classes); `fields` is the state where that is
-    a dict.
+    Subclasses stand for one name each (the unpickler insists on classes); `fields` is the state
+    where that is a dict.
     """
 
     __slots__ = ("args", "state")

@@ -1,4 +1,5 @@
-"""Pickles of plain data and of inert records, so that torch and Megatron find their own classes when they read them."""
+"""Pickles of plain data and of inert records, so that torch and Megatron find their own classes
+when they read them."""
 
 import pickle
 import struct
@@ -8,8 +9,8 @@ from reshard.formats.pickles.records import Call, Name, Persistent
 
 
 def dump(value: Any, protocol: int = 4) -> bytes:
-    """Write plain data, `Name` and `Call` records as a pickle; strings and names are written once and then
-    referred to."""
+    """Write plain data, `Name` and `Call` records as a pickle; strings and names are written once
+    and then referred to."""
     return b"".join((pickle.PROTO, bytes([protocol]), *_Writer(protocol).ops(value), pickle.STOP))
 
 

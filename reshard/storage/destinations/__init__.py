@@ -1,1 +1,2 @@
-"""What is written: a Hugging Face directory or a Megatron checkpoint, laid out before the first byte."""
+"""What is written: a Hugging Face directory or a Megatron checkpoint, laid out before the first
+byte."""

@@ -1,6 +1,6 @@
-"""The files of a destination, laid out before a byte is written: where each canonical tensor goes, and all that
-stands beside the weights. Who writes the tensors' bytes, one process or the ranks of a trainer, is not said
-here: the same weights give the same files."""
+"""The files of a destination, laid out before a byte is written: where each canonical tensor goes,
+and all that stands beside the weights. Who writes the tensors' bytes, one process or the ranks
+of a trainer, is not said here: the same weights give the same files."""
 
 from abc import ABC, abstractmethod
 from functools import cached_property
@@ -29,8 +29,8 @@ class Destination(ABC):
     @cached_property
     @abstractmethod
     def strips(self) -> dict[str, list[Strip]]:
-        """Strips of each stored tensor; paths are relative to the destination. Bytes outside of all strips are zero, or
-        belong to a frame."""
+        """Strips of each stored tensor; paths are relative to the destination. Bytes outside of all
+        strips are zero, or belong to a frame."""
 
     @abstractmethod
     def write_frames(self, root: Path, names: set[str], files: OpenFiles) -> None:
@@ -49,8 +49,8 @@ class Destination(ABC):
         """Return the manifest's entry for each file with weights."""
 
     def slow_files(self) -> dict[str, bytes]:
-        """Return further files without weights, by name, that take so long to make that a conversion makes them while
-        tensors are written. There are some where `has_slow_files`."""
+        """Return further files without weights, by name, that take so long to make that a
+        conversion makes them while tensors are written. There are some where `has_slow_files`."""
         return {}
 
     def finish(
@@ -61,7 +61,8 @@ class Destination(ABC):
         sync: bool,
         slow_files: dict[str, bytes] | None = None,
     ) -> None:
-        """Write the files without weights, and the manifest of all; `slow_files` where they have been made before."""
+        """Write the files without weights, and the manifest of all; `slow_files` where they have
+        been made before."""
         made_now = self.slow_files() if slow_files is None else slow_files
         data = {
             name: text.encode() if isinstance(text, str) else text

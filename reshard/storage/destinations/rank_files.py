@@ -1,5 +1,5 @@
-"""The ``.distcp`` files of a layout's ranks: where every chunk's container starts, known before a byte is
-written."""
+"""The ``.distcp`` files of a layout's ranks: where every chunk's container starts, known before a
+byte is written."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -18,10 +18,11 @@ from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import Strip, TensorInfo, grouped_strips, strip_of
 from reshard.storage.manifest import file_entry
 
-# The first file of a rank starts with one empty ``_extra_state``, which all objects of the rank refer to.
+# The first file of a rank starts with one empty ``_extra_state``, which all objects of the rank
+# refer to.
 NO_STATE = torch_zip.object_bytes([None])
-# A kernel lets one process at a time write into a file: there are as many files as workers keep busy, unless
-# they would get small.
+# A kernel lets one process at a time write into a file: there are as many files as workers keep
+# busy, unless they would get small.
 FILES_AT_ONCE, SMALLEST_FILE_BYTES = 16, 1 << 30
 
 
@@ -48,9 +49,9 @@ class PlacedChunk:
 class RankFiles:
     """The files of one iteration, whose name is `directory`; their names begin with `within`.
 
-    Each rank has one or, where that would be much larger than `file_bytes`, several of about one size, as
-    Megatron's own writer has. Raises ReshardError where the chunks of a key would have different dtypes:
-    `.metadata` has one for each key.
+    Each rank has one or, where that would be much larger than `file_bytes`, several of about one
+    size, as Megatron's own writer has. Raises ReshardError where the chunks of a key would have
+    different dtypes: `.metadata` has one for each key.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Boxes of canonical tensors, read from where a source's files have them and written to where a destination's
-will.
+"""Boxes of canonical tensors, read from where a source's files have them and written to where a
+destination's will.
 
-A conversion streams whole rows. A rank of a live model holds some rows, and some columns of them: it touches
-no others, as far as that is faster.
+A conversion streams whole rows. A rank of a live model holds some rows, and some columns of them:
+it touches no others, as far as that is faster.
 """
 
 import threading
@@ -19,11 +19,11 @@ from reshard.core.boxes import Box
 from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import SLAB_BYTES, Scratch, Strip
 
-# Columns that lie this far apart are read one row at a time: less is on the same pages of the disk anyhow, and
-# costs less to read than another call.
+# Columns that lie this far apart are read one row at a time: less is on the same pages of the disk
+# anyhow, and costs less to read than another call.
 GAP_BYTES, AROUND_BYTES = 16 << 10, 1 << 20
-# Of a call that reads neighbors: what is read between two of them, such as a container's head, and how many
-# buffers the system takes.
+# Of a call that reads neighbors: what is read between two of them, such as a container's head, and
+# how many buffers the system takes.
 MOST_BETWEEN_BYTES, MOST_BUFFERS = 4 << 10, 1000
 
 
@@ -177,8 +177,8 @@ def place_of(strips: Iterable[Strip], rows: Rows, size: int) -> tuple[str, int]:
 
 
 def write_boxes(files: OpenFiles, boxes: Iterable[tuple[list[Strip], Rows, np.ndarray]]) -> None:
-    """Write rows and columns, bytes ``[rows, bytes of a row]``, to the strips that have some of them, neighbors in
-    a file by one call. Raises ReshardError where a file cannot be written."""
+    """Write rows and columns, bytes ``[rows, bytes of a row]``, to the strips that have some of
+    them, neighbors in a file by one call. Raises ReshardError where a file cannot be written."""
     path, start, stop, waiting = Path(), 0, 0, list[np.ndarray]()
 
     def write() -> None:

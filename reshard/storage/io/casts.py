@@ -17,7 +17,8 @@ EXACT = {("float16", "float32"), ("bfloat16", "float32")}
 
 
 def float_dtype(name: str | None) -> Dtype | None:
-    """Return the dtype of a ``--dtype``; None for None. Raises ReshardError for a name that is none of them."""
+    """Return the dtype of a ``--dtype``; None for None. Raises ReshardError for a name that is none
+    of them."""
     if name is None:
         return None
     try:

@@ -14,8 +14,8 @@ REMOVERS = 8
 
 
 def remove_tree(tree: str | Path) -> None:
-    """Remove a directory and all in it, several files at a time: a system frees the memory or the blocks of a large
-    one for as long as it takes."""
+    """Remove a directory and all in it, several files at a time: a system frees the memory or the
+    blocks of a large one for as long as it takes."""
     files = [os.path.join(folder, name) for folder, _, names in os.walk(tree) for name in names]
     with contextlib.suppress(OSError, RuntimeError), ThreadPoolExecutor(REMOVERS) as pool:
         list(pool.map(os.unlink, files))  # rmtree raises for what is left
@@ -42,8 +42,8 @@ def sync_directory(path: str | Path) -> None:
 
 
 def exchange(a: Path, b: Path) -> bool:
-    """Exchange the names of two directories in one step; return False where the system or the file system cannot. Raises
-    OSError."""
+    """Exchange the names of two directories in one step; return False where the system or the file
+    system cannot. Raises OSError."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False

@@ -36,7 +36,8 @@ class OpenFiles:
             return self.descriptors[path]
 
     def read_into(self, path: Path, offset: int, *buffers: memoryview) -> None:
-        """Fill buffers, one after the other, from a file. Raises ReshardError where the file ends before."""
+        """Fill buffers, one after the other, from a file. Raises ReshardError where the file ends
+        before."""
         descriptor, left = self.descriptor(path), list(buffers)
         while left:
             try:
@@ -51,15 +52,16 @@ class OpenFiles:
             left = _after(left, n)
 
     def read(self, path: Path, offset: int, length: int) -> bytes:
-        """Return `length` bytes of a file, fewer at its end. Raises ReshardError where it cannot be read."""
+        """Return `length` bytes of a file, fewer at its end. Raises ReshardError where it cannot be
+        read."""
         try:
             return os.pread(self.descriptor(path), length, offset)
         except OSError as error:
             raise ReshardError(f"cannot read {path} at byte {offset}: {error.strerror}") from error
 
     def write(self, path: Path, offset: int, *data: memoryview | bytes) -> None:
-        """Write all of `data`, one after the other, at an offset. Raises ReshardError where the disk is full or the
-        file cannot be written."""
+        """Write all of `data`, one after the other, at an offset. Raises ReshardError where the
+        disk is full or the file cannot be written."""
         descriptor, left = self.descriptor(path), [memoryview(piece) for piece in data if len(piece)]
         while left:
             try:
@@ -69,7 +71,8 @@ class OpenFiles:
             offset, left = offset + n, _after(left, n)
 
     def resize(self, path: Path, size_bytes: int) -> None:
-        """Give a file its final length; new bytes are zero. Raises ReshardError where that is not allowed."""
+        """Give a file its final length; new bytes are zero. Raises ReshardError where that is not
+        allowed."""
         descriptor = self.descriptor(path)
         try:
             if os.fstat(descriptor).st_size != size_bytes:
@@ -78,11 +81,13 @@ class OpenFiles:
             raise write_error(path, error) from error
 
     def sync(self, path: Path) -> None:
-        """Wait until a file's bytes are on the disk. Raises OSError: only the caller knows what is lost then."""
+        """Wait until a file's bytes are on the disk. Raises OSError: only the caller knows what is
+        lost then."""
         os.fsync(self.descriptor(path))
 
     def replaced(self, path: Path) -> bool:
-        """Return True where the path no longer leads to the file that is open: it was removed or replaced."""
+        """Return True where the path no longer leads to the file that is open: it was removed or
+        replaced."""
         try:
             at_path, opened = os.lstat(path), os.fstat(self.descriptor(path))
         except (OSError, ReshardError):
@@ -94,8 +99,8 @@ class OpenFiles:
         )
 
     def close(self) -> dict[Path, OSError]:
-        """Close all files. Return the errors of those that report only now that bytes were not written, as a file
-        server may that is out of space."""
+        """Close all files. Return the errors of those that report only now that bytes were not
+        written, as a file server may that is out of space."""
         errors = {}
         with self.lock:
             for path, descriptor in self.descriptors.items():

@@ -1,7 +1,8 @@
-"""Published tensors of a directory of either format for somebody who takes them one by one: whole, or boxes of
-them, read by threads ahead of the one that is wanted.
+"""Published tensors of a directory of either format for somebody who takes them one by one: whole,
+or boxes of them, read by threads ahead of the one that is wanted.
 
-A Hugging Face directory is read as it is stored, of whatever architecture; a Megatron checkpoint by its table.
+A Hugging Face directory is read as it is stored, of whatever architecture; a Megatron checkpoint by
+its table.
 """
 
 from collections import deque
@@ -70,8 +71,8 @@ class Weights:
         return (region.stop - region.start) * region.columns * self.tensors[region.name].dtype.size
 
     def read_into(self, region: Region, out: np.ndarray) -> None:
-        """Read a region into bytes ``[rows, columns * size]``. Raises ReshardError where a file cannot be
-        read."""
+        """Read a region into bytes ``[rows, columns * size]``. Raises ReshardError where a file
+        cannot be read."""
         self.reader.read(region.name, Rows(region.start, region.stop, region.column, region.columns), out)
 
     def read_ahead(

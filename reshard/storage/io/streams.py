@@ -1,8 +1,10 @@
-"""The disk executor: canonical tensors, a slab of rows at a time, from where they lie to where they go.
+"""The disk executor: canonical tensors, a slab of rows at a time, from where they lie to where they
+go.
 
-A canonical tensor is a matrix of rows (dim 0). A *strip* says where a run of rows, or some columns of them,
-lies in a file. The executor reads a slab through the source's strips, converts and hashes it, and writes it
-through the destination's: memory stays at a slab for each worker, whatever the size of the model.
+A canonical tensor is a matrix of rows (dim 0). A *strip* says where a run of rows, or some columns
+of them, lies in a file. The executor reads a slab through the source's strips, converts and hashes
+it, and writes it through the destination's: memory stays at a slab for each worker, whatever the
+size of the model.
 """
 
 from collections import defaultdict
@@ -19,13 +21,14 @@ from reshard.core.errors import ReshardError
 from reshard.core.scratch import Scratch
 from reshard.storage.io.files import OpenFiles
 
-# Small enough that a slab is still in the core's cache when it is hashed and written, large enough that calls
-# cost little.
+# Small enough that a slab is still in the core's cache when it is hashed and written, large enough
+# that calls cost little.
 SLAB_BYTES = 512 << 10
 
 
 class Strip(NamedTuple):
-    """Rows `start` .. `stop` and columns `column` .. `column + columns` of a canonical tensor lie in a file.
+    """Rows `start` .. `stop` and columns `column` .. `column + columns` of a canonical tensor lie
+    in a file.
 
     The first element is at byte `offset`; rows follow each other every `width` elements.
     """
@@ -114,8 +117,8 @@ class StripReader:
             if strip.columns == strip.width == info.columns:
                 self.files.read_into(strip.path, offset, memoryview(slab[a - start : b - start].reshape(-1)))
             else:
-                # Whole source rows are read, also where only some columns are wanted: one large read beats
-                # many small ones.
+                # Whole source rows are read, also where only some columns are wanted: one large
+                # read beats many small ones.
                 needed = ((b - a - 1) * strip.width + strip.columns) * size
                 rows = self.scratch.array("rows", b - a, strip.width * size)
                 self.files.read_into(strip.path, offset, memoryview(rows.reshape(-1)[:needed]))

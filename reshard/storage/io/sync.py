@@ -22,11 +22,12 @@ class SyncRecord(Protocol):
 
 
 class EarlySync:
-    """Syncs files while they are being written, so that little is left to wait for at the end of the `with` block.
+    """Syncs files while they are being written, so that little is left to wait for at the end of
+    the `with` block.
 
-    The `record` gets what was passed to `written` once every file has been synced after it. It loses a file whose
-    sync fails at once, since the kernel reports that once and a later sync would succeed. `check` raises the error of
-    a failed sync, and so does the end of the block.
+    The `record` gets what was passed to `written` once every file has been synced after it. It
+    loses a file whose sync fails at once, since the kernel reports that once and a later sync would
+    succeed. `check` raises the error of a failed sync, and so does the end of the block.
     """
 
     def __init__(self, files: OpenFiles, paths: list[Path], record: SyncRecord | None = None) -> None:

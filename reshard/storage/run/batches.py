@@ -1,4 +1,5 @@
-"""Which worker does which jobs when: batches of neighbors, taken so that few write into one file at a time."""
+"""Which worker does which jobs when: batches of neighbors, taken so that few write into one file at
+a time."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -47,8 +48,8 @@ class Batches:
             batches.reverse()
             for file in files:
                 self.sharing[file].append(files)
-        # Groups of files by what they promise; one whose promise has changed is looked at again when it comes
-        # up, or at once where it has become better.
+        # Groups of files by what they promise; one whose promise has changed is looked at again
+        # when it comes up, or at once where it has become better.
         self.number = count()
         self.order: list[tuple[int, int, int, tuple[str, ...]]] = []
         for files in self.left:

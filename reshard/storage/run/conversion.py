@@ -1,5 +1,5 @@
-"""One way through a conversion: meet, create the files, stream every tensor, sync, read again what an earlier run had
-written, and publish."""
+"""One way through a conversion: meet, create the files, stream every tensor, sync, read again what
+an earlier run had written, and publish."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -15,8 +15,8 @@ from reshard.storage.run.workers import BackgroundCall
 
 @dataclass
 class Outcome:
-    """How a conversion went: how many tensors an earlier run had finished, how many numbers of which tensors a cast made
-    infinite, and whether an earlier run had published everything."""
+    """How a conversion went: how many tensors an earlier run had finished, how many numbers of
+    which tensors a cast made infinite, and whether an earlier run had published everything."""
 
     resumed_tensors: int = 0
     overflowed: dict[str, int] = field(default_factory=dict)
@@ -24,8 +24,8 @@ class Outcome:
 
 
 def run_conversion(job: ConversionJob, settings: dict[str, Any]) -> Outcome:
-    """Write everything and publish it. `settings` is all but the source that decides the bytes: a run is resumed only
-    with the same.
+    """Write everything and publish it. `settings` is all but the source that decides the bytes: a
+    run is resumed only with the same.
 
     Raises ReshardError. What can be resumed is left for that, all else is removed.
     """
@@ -43,7 +43,8 @@ class _Run:
     def run(self, settings: dict[str, Any]) -> Outcome:
         job, team = self.job, self.job.team
         identity, places = job.source.identity()
-        # Hosts know the same file under different inodes: the places are compared by the first process alone.
+        # Hosts know the same file under different inodes: the places are compared by the first
+        # process alone.
         shared = fingerprint(identity, settings, team.size)
         files, published, unusable = OpenFiles.of_destination(write=True), False, False
         try:
@@ -67,7 +68,8 @@ class _Run:
             overflowed = {part: count for result in results for part, count in result.overflowed.items()}
             return Outcome(len(resumed), overflowed)
         except BaseException as error:
-            # An interrupt or a kill leaves the directory for --resume; what cannot be resumed goes away.
+            # An interrupt or a kill leaves the directory for --resume; what cannot be resumed goes
+            # away.
             unusable = not is_resumable(error)
             raise
         finally:
@@ -77,7 +79,8 @@ class _Run:
             job.workdir.close(remove=unusable)
 
     def _open_workdir(self, recorded: str) -> bool:
-        """Prepare the working directory; return True where an interrupted run of the same had published all before."""
+        """Prepare the working directory; return True where an interrupted run of the same had
+        published all before."""
         job = self.job
         if job.team.process:
             return False
@@ -90,8 +93,8 @@ class _Run:
         return job.workdir.open(recorded, job.options.resume)
 
     def _write_all(self, files: OpenFiles) -> tuple[list[ShareResult], set[str]]:
-        """Write the shares of all processes; return the results of all, and the tensors of this process's share that
-        were done before."""
+        """Write the shares of all processes; return the results of all, and the tensors of this
+        process's share that were done before."""
         team = self.job.team
         results = self._write_shares(files)
         resumed = set(results[team.process].resumed)
@@ -107,8 +110,8 @@ class _Run:
         return [ShareResult(*answer) for answer in answers]
 
     def _changed_tensors(self, results: list[ShareResult]) -> frozenset[str]:
-        """Return the stored tensors of an earlier run whose bytes are no longer those that it wrote. Each is read again
-        by one process."""
+        """Return the stored tensors of an earlier run whose bytes are no longer those that it
+        wrote. Each is read again by one process."""
         resumed = {
             part for result in results for name in result.resumed for part in self.job.quantized.parts(name)
         }

@@ -17,7 +17,8 @@ from reshard.storage.sources.verify import SourceChecks
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a conversion runs, in either direction; the calls `hf_to_mcore` and `mcore_to_hf` explain them."""
+    """How a conversion runs, in either direction; the calls `hf_to_mcore` and `mcore_to_hf` explain
+    them."""
 
     overwrite: bool = False
     resume: bool = False
@@ -32,9 +33,10 @@ class RunOptions:
 class ConversionJob:
     """One conversion.
 
-    `source_name` is what the manifest says of where the weights came from, `tensors` are the canonical tensors in
-    the dtypes in which they are stored, `checks` holds the checksums of the source's manifest, and `quantized` says
-    which weights are stored as codes. Each process of the `team` writes whole files.
+    `source_name` is what the manifest says of where the weights came from, `tensors` are the
+    canonical tensors in the dtypes in which they are stored, `checks` holds the checksums of the
+    source's manifest, and `quantized` says which weights are stored as codes. Each process of the
+    `team` writes whole files.
     """
 
     source: Source
@@ -60,8 +62,9 @@ class ConversionJob:
         return [s._replace(path=root / s.path) for s in self.strips_of(part) if str(s.path) in files]
 
     def tensors_in(self, files: set[str]) -> tuple[list[str], set[str]]:
-        """Return the canonical tensors of which some rows go to these files, and the stored tensors whose checksum
-        the writer of these files reports: the one that has a tensor's first strip."""
+        """Return the canonical tensors of which some rows go to these files, and the stored tensors
+        whose checksum the writer of these files reports: the one that has a tensor's first
+        strip."""
         names: list[str] = []
         hashed: set[str] = set()
         for name in self.tensors:
@@ -73,8 +76,8 @@ class ConversionJob:
         return names, hashed
 
     def manifest_fields(self) -> dict[str, Any]:
-        """Return the head of the manifest. Ignored fields of the config are listed: what is written contradicts
-        them."""
+        """Return the head of the manifest. Ignored fields of the config are listed: what is written
+        contradicts them."""
         model = self.source.model
         quantized = sorted(self.quantized.names) or sorted(self.source.dequantized_names())
         fields = self.destination.fields(model.family.name, self.source_name, quantized)

@@ -1,8 +1,11 @@
-"""What of an interrupted run is done: a journal for each of its processes, which is believed only as far as
-the files bear it out.
+"""The journal of a run, one for each of its processes: which tensors are written. It is believed
+only as far as the files bear it out.
 
-A file that is not the inode that was written, or not of its length, is written again before anything else;
-that the bytes of the others are still those that were written is for the run to see, which reads them again.
+A file that is not the inode that was written, or not of its length, is written again before
+anything else. The run itself reads the bytes of the others again, and compares their checksums.
+
+Files may be as large as a sixteenth of the checkpoint, and all of them are written at the same
+time: so what is done is kept by tensor, not by file.
 
 A line is a JSON list, one of three kinds:
 
@@ -10,9 +13,9 @@ A line is a JSON list, one of three kinds:
     ["done", TENSOR, CHECKSUM, COUNT, BOOT]   all bytes that this process writes of TENSOR are in their files
     ["lost", TENSOR]                          they are no longer what was written
 
-`BOOT` is empty where the bytes were on the disk before the line was written. Without waiting for the disk it
-is the id of the machine's boot: the page cache holds the bytes when the process dies, not when the machine
-does. `COUNT` is how many numbers overflowed.
+`BOOT` is empty where the bytes were on the disk before the line was written. Without waiting for
+the disk it is the id of the machine's boot: the page cache holds the bytes when the process dies,
+not when the machine does. `COUNT` is how many numbers overflowed.
 """
 
 import json
@@ -29,8 +32,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Done(NamedTuple):
-    """A finished tensor: the checksum of its bytes (``-`` where another process has it), and how many numbers
-    overflowed."""
+    """A finished tensor: the checksum of its bytes (``-`` where another process has it), and how
+    many numbers overflowed."""
 
     checksum: str
     overflowed: int
@@ -76,7 +79,7 @@ class Journal:
         for line in data[:end].split(b"\n")[:-1]:
             kind, name, *rest = json.loads(line)
             if not isinstance(name, str):
-                raise ValueError("a name that is none")
+                raise ValueError("a name that is no text")
             if kind == "file":
                 (inode,) = rest
                 self.inodes[name] = int(inode)
@@ -110,10 +113,10 @@ class Journal:
         )
 
     def create(self, names: Iterable[str]) -> None:
-        """Create the files that are not intact, empty, and forget what was in them; whatever is in their
-        place goes."""
+        """Create the files that are not intact, empty, and forget what was in them. Whatever is in
+        their place is removed."""
         try:
-            made = []
+            created = []
             for name in names:
                 if not self.intact(name):
                     path = self.root / name
@@ -123,17 +126,17 @@ class Journal:
                     self.inodes[name] = os.fstat(descriptor).st_ino
                     os.close(descriptor)
                     self._forget(name)
-                    made.append(json.dumps(["file", name, self.inodes[name]]))
+                    created.append(json.dumps(["file", name, self.inodes[name]]))
             # Before a file has its length, and with it looks like one that is written.
-            self._append(made)
-            if self.synced and made:
+            self._append(created)
+            if self.synced and created:
                 os.fsync(self.descriptor)
         except OSError as error:
             raise write_error(Path(error.filename or self.path), error) from error
 
     def record(self, tensors: Iterable[tuple[str, Done]]) -> None:
-        """Note that tensors are finished; with `synced`, after the bytes of all files that they touch are on
-        the disk."""
+        """Note that tensors are finished; with `synced`, after the bytes of all files that they
+        touch are on the disk."""
         boot = "" if self.synced else self.boot
         try:
             self._append(
@@ -143,8 +146,8 @@ class Journal:
             raise write_error(self.path, error) from error
 
     def forget(self, name: str) -> None:
-        """Take a file for lost: what was to reach the disk has not, and the kernel says so only once. Never
-        raises."""
+        """Take a file for lost: its bytes have not reached the disk, and the kernel reports that
+        only once. Never raises."""
         for step in (
             lambda: (self.root / name).unlink(),
             lambda: self._append([json.dumps(["file", name, 0])]),

@@ -23,14 +23,14 @@ MARK, FINGERPRINT, TREE, REPLACED = "reshard-run", "fingerprint", "tree", "repla
 # The fingerprint of a live model's save, which nobody resumes.
 SAVE = "a save of a live model"
 MAX_NAME_BYTES, PARTIAL_SUFFIX = 255, ".reshard-partial"
-# How the directory is made: a bit that nobody else's empty directories have says that it is ours before there
-# is a mark in it. Nobody else writes into it, whatever the umask.
+# How the directory is made: a bit that nobody else's empty directories have says that it is ours
+# before there is a mark in it. Nobody else writes into it, whatever the umask.
 NEW_MODE = 0o1755
 
 
 def unfinished(path: Path) -> str | None:
-    """Return the sentence that says which run has not finished with a path, or with what it is the destination of, and how
-    to go on; None where there is no such run."""
+    """Return the sentence that says which run has not finished with a path, or with what it is the
+    destination of, and how to go on; None where there is no such run."""
     for folder in (partial_directory(Path(os.path.abspath(path))), path, path.parent):
         if not folder.name.endswith(PARTIAL_SUFFIX) or not is_ours(folder) or not read_fingerprint(folder):
             continue
@@ -58,7 +58,8 @@ def partial_directory(destination: Path) -> Path:
 
 
 def read_fingerprint(folder: Path) -> dict:
-    """Return what a run says of itself in its hidden directory; nothing where it has not come to that."""
+    """Return what a run says of itself in its hidden directory; nothing where it has not come to
+    that."""
     try:
         recorded = json.loads((folder / FINGERPRINT).read_text(encoding="utf-8"))
         return recorded if isinstance(recorded, dict) else {}
@@ -89,8 +90,8 @@ def is_ours(path: Path) -> bool:
 
 
 def belongs_to_user(path: Path, status: os.stat_result) -> bool:
-    """Return True where a path belongs to the user who runs this, by the id that its file system has for that user: a file
-    server may have another, or one for all."""
+    """Return True where a path belongs to the user who runs this, by the id that its file system
+    has for that user: a file server may have another, or one for all."""
     if status.st_uid == os.geteuid():
         return True
     try:
@@ -101,8 +102,8 @@ def belongs_to_user(path: Path, status: os.stat_result) -> bool:
 
 
 def is_new(path: Path) -> bool:
-    """Return True for a directory as a run makes it that has no mark yet, or no mark any more: empty, with the bit that
-    says so."""
+    """Return True for a directory as a run makes it that has no mark yet, or no mark any more:
+    empty, with the bit that says so."""
     try:
         status = os.lstat(path)
         new = stat.S_ISDIR(status.st_mode) and bool(status.st_mode & stat.S_ISVTX)

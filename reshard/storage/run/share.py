@@ -1,4 +1,5 @@
-"""One process's share of a conversion: the files that it writes whole, as far as its journal has them not already."""
+"""One process's share of a conversion: the files that it writes whole, as far as its journal has
+them not already."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -15,8 +16,9 @@ from reshard.storage.sources.verify import checksum_of
 
 
 class ShareResult(NamedTuple):
-    """What a process tells the others of its share: the checksums of stored tensors that it reports, how many numbers of
-    which overflowed, and the names of the tensors that an earlier run had finished."""
+    """What a process tells the others of its share: the checksums of stored tensors that it
+    reports, how many numbers of which overflowed, and the names of the tensors that an earlier
+    run had finished."""
 
     checksums: dict[str, str]
     overflowed: dict[str, int]
@@ -38,8 +40,8 @@ class Share:
     ) -> ShareResult:
         """Write what the journal does not have as done; `spoiled` stored tensors are written again.
 
-        `meanwhile` are calls whose results are taken as they come. Raises ReshardError where the source changes
-        meanwhile.
+        `meanwhile` are calls whose results are taken as they come. Raises ReshardError where the
+        source changes meanwhile.
         """
         with self.job.source.unchanged():
             journal = self._journal()
@@ -86,7 +88,8 @@ class Share:
         finished: dict[str, Done],
         meanwhile: list[BackgroundCall],
     ) -> None:
-        """Write tensors and all that stands around them in this share's files; what is done goes to `finished`."""
+        """Write tensors and all that stands around them in this share's files; what is done goes to
+        `finished`."""
         job, paths = self.job, list(self.paths.values())
         sizes = {name: job.tensors[name].size_bytes for name in todo}
         total = sum(job.tensors[name].size_bytes for name in self.names)
@@ -112,7 +115,7 @@ class Share:
             for completed in workers.completed():
                 for name, written in completed:
                     for part, value in written.items():
-                        finished[part] = value if part in self.hashed else replace_checksum(value)
+                        finished[part] = value if part in self.hashed else _without_checksum(value)
                         sync.written((part, finished[part]))
                     done += sizes[name]
                     report_progress(done, total)
@@ -122,15 +125,16 @@ class Share:
                     call.check()
             errors_of_workers = workers.leave_all()
             frames.result()
-        self._close(files, journal, [*errors_of_workers, frames.left])
+        self._close(files, journal, [*errors_of_workers, frames.leave_result])
 
     def _close(
         self, files: OpenFiles, journal: Journal, errors_of_workers: list[dict[Path, OSError] | None]
     ) -> None:
-        """Close the files that were written. `errors_of_workers` are the errors that this gave in each worker's process:
-        some systems report a failed write only once.
+        """Close the files that were written. `errors_of_workers` are the errors that this gave in
+        each worker's process: some systems report a failed write only once.
 
-        Raises ReshardError for any such error, and where one of the files is no longer the one at its path.
+        Raises ReshardError for any such error, and where one of the files is no longer the one at
+        its path.
         """
         replaced = [path for path in self.paths.values() if files.replaced(path)]
         errors = files.close()
@@ -147,10 +151,11 @@ class Share:
             )
 
     def changed_tensors(self, parts: set[str], checksums: dict[str, str]) -> list[str]:
-        """Read stored tensors of this share again; return those whose bytes no longer have their checksums.
+        """Read stored tensors of this share again; return those whose bytes no longer have their
+        checksums.
 
-        A journal and an inode cannot say that: a file may be changed in place, or another may get the inode of one
-        that was removed.
+        A journal and an inode cannot say that: a file may be changed in place, or another may get
+        the inode of one that was removed.
         """
         job, infos = self.job, self.job.destination.stored
         files = job.destination.sizes.keys()
@@ -175,6 +180,6 @@ class Share:
             return [part for part, differ in outcomes.items() if differ]
 
 
-def replace_checksum(value: Done) -> Done:
+def _without_checksum(value: Done) -> Done:
     """Return what a journal keeps of a tensor whose checksum another process reports."""
     return value._replace(checksum="-")

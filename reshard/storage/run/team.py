@@ -1,10 +1,14 @@
-"""The processes that share a conversion: one, or those that ``torchrun`` started, over a common file system.
+"""The processes that share a conversion: one, or those that ``torchrun`` started, over a common
+file system.
 
-Each takes whole destination files. They meet before the first byte, so that all have the same plan, and after
-the last, so that the first one can publish. Between, they may be hours apart: a meeting has no time limit.
-Every process has an authenticated connection (`reshard.comm.channel`) to the first one, which passes answers
-on, and learns at once when another fails or dies. A host that is gone is noticed within a minute, or, where a
-message was on its way to it, in a quarter of an hour.
+Each process writes whole destination files. They meet before the first byte, so that all have the
+same plan, and after the last, so that the first one can publish. Between, they may be hours apart:
+a meeting has no time limit.
+
+Every process has an authenticated connection (`reshard.comm.channel`) to the first one, which
+passes answers on. So all learn at once when one fails or dies. A host that is gone is noticed
+within a minute, or, where a message was on its way to it, in a quarter of an hour. A refit's group
+(`reshard.comm.group`) bounds every wait instead, and so is another thing.
 """
 
 import contextlib
@@ -23,10 +27,10 @@ from reshard.comm.secret import HOW, given_secret, new_secret, secret_for
 from reshard.core.errors import ReshardError, first_line, is_resumable, listed
 from reshard.core.extras import importing
 
-# How long the others may take to start, and to stop once one has failed.
-JOIN_SECONDS, STOP_SECONDS = 600, 60
-CONNECT_SECONDS = 60  # to the first one, which listens before it says where
-_made = 0  # a program may convert several times over the same store
+# Time limits: for the others to start, for all to stop once one has failed, and for a connection to
+# the first process, which listens before it says where.
+JOIN_SECONDS, STOP_SECONDS, CONNECT_SECONDS = 600, 60, 60
+_teams_made = 0  # tells conversions of one program apart that meet at the same store
 
 
 class Team:
@@ -89,7 +93,7 @@ class Team:
             ) from error
 
     def check(self) -> None:
-        """Raise ReshardError where another process has failed or is gone."""
+        """Raise ReshardError where another process has failed or ended."""
         if self.failure is not None:
             raise self.failure
 
@@ -187,7 +191,8 @@ class Team:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _listen(self, other: int) -> None:
-        """Put what a process says into its inbox until it stops; that it has failed goes to all."""
+        """Put the messages of a process into its inbox until it stops. A failure is passed on to
+        all."""
         while True:
             message = self.links[other].receive()
             if message is None:
@@ -205,11 +210,11 @@ class Team:
 
     def _failed(self, sentence: str, resumable: bool, heard_from: int | None) -> None:
         with self.lock:
-            # what this process says of itself, it says in any case
+            # A failure of this process itself is sent in any case.
             first = self.failure is None or heard_from is None
             self.failure = self.failure or ReshardError(sentence, resumable)
         for other, link in self.links.items():
-            self.inboxes[other].put({})  # wakes who waits
+            self.inboxes[other].put({})  # wakes a waiting thread
             if first and other != heard_from:
                 link.send(
                     {
@@ -240,13 +245,13 @@ class Team:
     def share(self, sizes: dict[Any, int]) -> set[Any]:
         """Return the files (name to bytes) that this process writes: contiguous runs of about equal
         bytes."""
-        total, mine, position = sum(sizes.values()) or 1, set(), 0
+        total, names, position = sum(sizes.values()) or 1, set(), 0
         for name, n in sizes.items():
             middle = position + n // 2
             if min(self.size - 1, middle * self.size // total) == self.process:
-                mine.add(name)
+                names.add(name)
             position += n
-        return mine
+        return names
 
 
 def _number(name: str) -> int:
@@ -287,26 +292,27 @@ def _links(process: int, size: int) -> dict[int, _Link]:
     """Connect to the first process, or as the first one with all others; they find each other through
     torchrun's store, or the process group."""
     publish, look_up, store = _notice_board(process, size)
-    given = given_secret()
+    own_secret = given_secret()
     if process:
-        where = json.loads(look_up())
-        if given is None and where["secret"] is None:
+        notice = json.loads(look_up())
+        if own_secret is None and notice["secret"] is None:
             raise ReshardError(f"process 0 has a secret of its own: {HOW}")
-        secret = secret_for("", given if given is not None else where["secret"])
-        return {0: _connect(where["host"], where["port"], secret, process)}
-    made = new_secret() if given is None else None
+        secret = secret_for("", own_secret if own_secret is not None else notice["secret"])
+        return {0: _connect(notice["host"], notice["port"], secret, process)}
+    shared_secret = new_secret() if own_secret is None else None
     listener = listener_for(store)
     host, port = listener.getsockname()[:2]
-    publish(json.dumps({"host": host, "port": port, "secret": made}))
-    door = Door(listener, secret_for("", made if given is None else given))
+    publish(json.dumps({"host": host, "port": port, "secret": shared_secret}))
+    door = Door(listener, secret_for("", shared_secret if own_secret is None else own_secret))
     try:
-        return _admitted(door, size)
+        return _admit_others(door, size)
     finally:
         door.close()
 
 
-def _admitted(door: Door, size: int) -> dict[int, _Link]:
-    """Let all others in, in whatever order they come; whoever is slow or silent holds up nobody."""
+def _admit_others(door: Door, size: int) -> dict[int, _Link]:
+    """Admit all other processes, in whatever order they come. One that is slow or silent holds up
+    nobody."""
     links: dict[int, _Link] = {}
     arriving: list[Channel] = []
     deadline = time.monotonic() + JOIN_SECONDS
@@ -322,7 +328,7 @@ def _admitted(door: Door, size: int) -> dict[int, _Link]:
                     continue
                 process = int(hello.head.get("process", 0))
                 if process not in range(1, size) or process in links:
-                    raise BrokenChannelError("it is none of the others")
+                    raise BrokenChannelError("it is not another process of this run")
                 links[process] = _Link(channel)
                 channel.send({"welcome": True})
             except BrokenChannelError:
@@ -350,7 +356,7 @@ def _connect(host: str, port: int, secret: bytes, process: int) -> _Link:
 def _notice_board(process: int, size: int) -> tuple[Callable[[str], None], Callable[[], str], Any]:
     """Return how the first process says where it is: `publish(text)` there, `look_up()` in the
     others; and torch's store, whose address they all reach."""
-    global _made
+    global _teams_made
     with importing("megatron"):
         import torch.distributed as dist
         from torch.distributed.rendezvous import rendezvous
@@ -366,8 +372,8 @@ def _notice_board(process: int, size: int) -> tuple[Callable[[str], None], Calla
             return values[0]
 
         return publish, look_up, dist.distributed_c10d._get_default_store()
-    _made += 1
-    key = f"reshard/{_made}"
+    _teams_made += 1
+    key = f"reshard/{_teams_made}"
     store, _, _ = next(
         rendezvous("env://", rank=process, world_size=size, timeout=timedelta(seconds=JOIN_SECONDS))
     )

@@ -28,8 +28,8 @@ class TensorCopy:
     def run(self) -> dict[str, Done]:
         """Copy the tensor; return the checksums of the stored tensors that it becomes.
 
-        Raises ReshardError where the source's manifest has another checksum, or where a cast makes numbers infinite
-        and that is not allowed.
+        Raises ReshardError where the source's manifest has another checksum, or where a cast makes
+        numbers infinite and that is not allowed.
         """
         if self.is_quantized:
             checksums = self.job.quantized.copy(
@@ -70,7 +70,8 @@ class TensorCopy:
         return slab
 
     def _slabs_of_other(self, name: str) -> Iterator[np.ndarray]:
-        """Yield the slabs of any tensor in its stored dtype, for a scheme that needs more than one weight."""
+        """Yield the slabs of any tensor in its stored dtype, for a scheme that needs more than one
+        weight."""
         source, info = self.job.source, self.job.tensors[name]
         for start, stop in info.slabs(SLAB_BYTES, source.row_multiple(name)):
             yield cast(source.read_rows(name, start, stop), source.tensors[name].dtype, info.dtype)

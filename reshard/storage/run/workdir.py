@@ -1,5 +1,5 @@
-"""A destination that appears whole or not at all: it is written in a hidden directory beside it (`reshard.storage.run.partial`),
-whose `tree` takes the destination's name at the end."""
+"""A destination that appears whole or not at all: it is written in a hidden directory beside it
+(`reshard.storage.run.partial`), whose `tree` takes the destination's name at the end."""
 
 import contextlib
 import errno
@@ -100,8 +100,8 @@ class Workdir:
             raise ReshardError(f"cannot write to {destination}: {error.strerror}") from error
 
     def _check_reads(self) -> None:
-        """Raise ReshardError where a file that is to be read would be removed: it lies in the destination or
-        in the working directory, or a link leads there."""
+        """Raise ReshardError where a file that is to be read would be removed: it lies in the
+        destination or in the working directory, or a link leads there."""
         for path in (self.source, *self.reads):
             real = os.path.realpath(path)
             for place in (os.path.realpath(self.path), os.path.realpath(self.destination)):
@@ -112,7 +112,8 @@ class Workdir:
                     )
 
     def _published(self) -> bool:
-        """Return True where the destination is what an interrupted run published, which did not come to clean up."""
+        """Return True where the destination is what an interrupted run published, which did not
+        come to clean up."""
         tree = read_fingerprint(self.path).get("tree") if is_ours(self.path) else None
         return (
             tree is not None
@@ -121,11 +122,11 @@ class Workdir:
         )
 
     def open(self, fingerprint: str, resume: bool) -> bool:
-        """Create and lock the directory; with `resume`, keep what an interrupted run of the same fingerprint
-        left.
+        """Create and lock the directory; with `resume`, keep what an interrupted run of the same
+        fingerprint left.
 
-        Return True where that run had published its destination: then nothing is left to do, and the directory is
-        gone.
+        Return True where that run had published its destination: then nothing is left to do, and
+        the directory is gone.
         """
         try:
             with contextlib.suppress(FileExistsError):
@@ -152,8 +153,8 @@ class Workdir:
             raise write_error(Path(error.filename or self.path), error) from error
 
     def _lock(self) -> None:
-        """Take the lock. Raises BlockingIOError where another run has it, ReshardError where the directory is
-        not ours."""
+        """Take the lock. Raises BlockingIOError where another run has it, ReshardError where the
+        directory is not ours."""
         status = os.lstat(self.path)
         if not belongs_to_user(self.path, status):
             raise ReshardError(
@@ -175,8 +176,8 @@ class Workdir:
         self.lock = lock  # from here on the directory is ours, to remove too
 
     def _recover(self) -> None:
-        """Finish what a run that was killed while it published left: an old destination is put back, a new
-        one stays."""
+        """Finish what a run that was killed while it published left: an old destination is put
+        back, a new one stays."""
         if not is_ours(self.path):
             if self.lock is None and is_new(self.path):
                 with contextlib.suppress(OSError):
@@ -214,7 +215,8 @@ class Workdir:
                 self.close()
 
     def space(self, sizes: Mapping[str, int]) -> tuple[int, int]:
-        """Return how many bytes files of these sizes have yet to take on the disk, and how many are free there."""
+        """Return how many bytes files of these sizes have yet to take on the disk, and how many are
+        free there."""
         needed = 0
         for name, size in sizes.items():
             try:
@@ -265,8 +267,8 @@ class Workdir:
             raise write_error(path, error) from error
 
     def publish(self, sync: bool = True) -> None:
-        """Give the tree its final name, in one step wherever the system can; an old destination goes away
-        only after that.
+        """Give the tree its final name, in one step wherever the system can; an old destination
+        goes away only after that.
 
         Raises ReshardError, with the old destination in its place, where a rename fails.
         """
@@ -310,8 +312,8 @@ class Workdir:
             raise
 
     def clean(self) -> None:
-        """Remove what a save that was killed has left, or put back what it had moved aside; nothing while it is at it, or
-        of what was none."""
+        """Remove what a save that was killed has left, or put back what it had moved aside; nothing
+        while it is at it, or of what was none."""
         if read_fingerprint(self.path).get("run") != SAVE and not (self.path / REPLACED).exists():
             return
         with contextlib.suppress(OSError, ReshardError):

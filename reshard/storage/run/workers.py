@@ -1,9 +1,9 @@
 """Workers: jobs by name, on all cores.
 
-A worker is a process that is forked from this one: it has the sources, the plan and the open files as they
-are, and an interpreter's lock of its own. In a program that has loaded torch or runs other threads, where a
-fork is not safe (another thread's lock stays locked in the child), workers are threads. Either takes batches
-of names from a pipe and answers with the result of each job.
+A worker is a process that is forked from this one: it has the sources, the plan and the open files
+as they are, and an interpreter's lock of its own. In a program that has loaded torch or runs other
+threads, where a fork is not safe (another thread's lock stays locked in the child), workers are
+threads. Either takes batches of names from a pipe and answers with the result of each job.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ from reshard.storage.run.batches import NAME_BYTES, Batch, Batches
 Progress = Callable[[int, int], None]
 Job = Callable[[str], Any]
 
-# Threads share the interpreter's lock: more of them do no more.
-MOST_THREADS = 8
-# What a worker is given at a time: long against the way to it (BATCH_BYTES), and so much that each gets some
-# BATCHES; but FEWEST_BATCHES at least, so that all end at about the same time. For less than WORKER_BYTES no
-# further worker is started unasked.
+# Threads share the interpreter's lock: more than this gain nothing.
+MAX_THREADS = 8
+# A batch takes long against a message to a worker (BATCH_BYTES), and each worker gets about so many
+# of them, but so many at least that all end at about the same time. No further worker is started
+# unasked for less than WORKER_BYTES.
 BATCH_BYTES, WORKER_BYTES = 16 << 20, 8 << 20
-BATCHES, FEWEST_BATCHES = 64, 4
+BATCHES_PER_WORKER, MIN_BATCHES_PER_WORKER = 64, 4
 # How often it is looked whether a run has failed elsewhere.
 CHECK_SECONDS = 0.1
 PR_SET_PDEATHSIG = 1
@@ -71,7 +71,7 @@ def worker_count(workers: int | None) -> int:
     Raises ReshardError for fewer than one or more than a machine has use for.
     """
     if workers is None:
-        return min(cores(), MAX_WORKERS if can_fork() else MOST_THREADS)
+        return min(cores(), MAX_WORKERS if can_fork() else MAX_THREADS)
     check_number(workers, "--workers", MAX_WORKERS)
     return workers
 
@@ -123,11 +123,11 @@ class Workers:
         files_of: Callable[[str], Iterable[str]] = lambda name: (),
         leave: Callable[[], Any] = lambda: None,
     ) -> None:
-        self.job, self.sizes, self.leave, self.asked_for = job, sizes, leave, workers
+        self.job, self.sizes, self.leave, self.requested = job, sizes, leave, workers
         total = sum(max(size, NAME_BYTES) for size in sizes.values())
         count = workers_for(total, workers)
-        batch_bytes = max(BATCH_BYTES, total // (BATCHES * count))
-        self.batches = Batches(sizes, files_of, min(batch_bytes, total // (FEWEST_BATCHES * count)))
+        batch_bytes = max(BATCH_BYTES, total // (BATCHES_PER_WORKER * count))
+        self.batches = Batches(sizes, files_of, min(batch_bytes, total // (MIN_BATCHES_PER_WORKER * count)))
         self.count = min(count, len(self.batches))
         self.workers: list[_Process | _Thread] = []
 
@@ -137,7 +137,7 @@ class Workers:
                 try:
                     _start(self.job, self.leave, self.workers)
                 except ReshardError:
-                    if self.asked_for is not None or not self.workers:
+                    if self.requested is not None or not self.workers:
                         raise
                     break  # nobody asked for more than the system has
         except BaseException:
@@ -146,8 +146,9 @@ class Workers:
         return self
 
     def completed(self) -> Iterator[list[tuple[str, Any]]]:
-        """Do all jobs. Yield the names and results of those that have ended since the last time, in whatever order they
-        end, and an empty list where none has within `CHECK_SECONDS`: so that the caller can look at other things.
+        """Do all jobs. Yield the names and results of those that have ended since the last time, in
+        whatever order they end, and an empty list where none has within `CHECK_SECONDS`: so that
+        the caller can look at other things.
 
         The first error of a job is raised; the end of the `with` block ends the other workers then.
         """
@@ -156,13 +157,13 @@ class Workers:
             while idle and (batch := self.batches.take()) is not None:
                 worker = idle.pop()
                 busy[worker.connection] = _Busy(worker, batch)
-                worker.tell(batch.names)
+                worker.send_batch(batch.names)
             if not busy:
                 return
             results = []
             for connection in wait(list(busy), CHECK_SECONDS):
                 state = busy[connection]  # type: ignore[index]
-                results.append(state.worker.hear())
+                results.append(state.worker.next_result())
                 state.answers += 1
                 if state.answers == len(state.batch.names):
                     self.batches.give_back(state.batch)
@@ -171,7 +172,7 @@ class Workers:
 
     def leave_all(self) -> list[Any]:
         """Let the workers leave, once all jobs are done; return what `leave` gave in each process."""
-        return [worker.left() for worker in self.workers]
+        return [worker.leave() for worker in self.workers]
 
     def __exit__(self, kind: type | None, *exc: object) -> None:
         _end(self.workers, at_once=kind is not None)
@@ -181,34 +182,34 @@ class BackgroundCall:
     """A call in a worker of its own, from the beginning of the `with` block on; its result is
     pickled.
 
-    `left` is what `leave` returns, which a worker that is a process calls at the end.
+    `leave_result` is what `leave` returns, which a worker that is a process calls at the end.
     """
 
     def __init__(self, call: Callable[[], Any], leave: Callable[[], Any] = lambda: None) -> None:
         self.call, self.leave = call, leave
         self.workers: list[_Process | _Thread] = []
         self.value: Any = None
-        self.left: Any = None
+        self.leave_result: Any = None
 
     def __enter__(self) -> "BackgroundCall":
         try:
             _start(lambda name: self.call(), self.leave, self.workers)
-            self.workers[0].tell([""])
+            self.workers[0].send_batch([""])
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def check(self) -> None:
-        """Take the result if it is there, so that the worker ends. Raises what the call has raised."""
+        """Take the result if it is there, so that the worker ends. Raises what the call raised."""
         if self.workers and self.workers[0].connection.poll():
             self.result()
 
     def result(self) -> Any:
         """Return the call's result. Raises what it raised."""
         if self.workers:
-            self.value = self.workers[0].hear()[1]
-            self.left = self.workers[0].left()
+            self.value = self.workers[0].next_result()[1]
+            self.leave_result = self.workers[0].leave()
             self.__exit__()
         return self.value
 
@@ -230,14 +231,15 @@ class _Worker:
     """This end of a worker's pipe."""
 
     def __init__(self) -> None:
-        self.connection, self.theirs = Pipe()
+        self.connection, self.worker_end = Pipe()
 
-    def tell(self, names: list[str] | None) -> None:
-        """Give it a batch, or None to leave; that it has ended shows when its answer is waited for."""
+    def send_batch(self, names: list[str] | None) -> None:
+        """Send the worker a batch, or None to let it leave. That it has ended shows when its result
+        is waited for."""
         with contextlib.suppress(OSError):
             self.connection.send(names)
 
-    def hear(self) -> tuple[str, Any]:
+    def next_result(self) -> tuple[str, Any]:
         """Return the next job that is done and its result.
 
         Raises the error of a job that failed, and ReshardError where the worker has ended.
@@ -245,10 +247,10 @@ class _Worker:
         try:
             name, result, error = self.connection.recv()
         except (EOFError, OSError) as problem:
-            how = self.wait()
-            hint = ", as the system does where memory runs out" if how == "SIGKILL" else ""
+            exit_status = self.wait()
+            hint = ", as the system does where memory runs out" if exit_status == "SIGKILL" else ""
             raise ReshardError(
-                f"a worker of this command was ended ({how}){hint}; a conversion goes on with --resume, and "
+                f"a worker of this command was ended ({exit_status}){hint}; a conversion goes on with --resume, and "
                 f"needs less with fewer --workers",
                 resumable=True,
             ) from problem
@@ -256,12 +258,12 @@ class _Worker:
             raise error
         return name, result
 
-    def left(self) -> Any:
+    def leave(self) -> Any:
         """Let the worker leave once it has done its jobs; return what `leave` gave. None for a
         thread, whose files are ours."""
         return None
 
-    def dismiss(self, at_once: bool) -> None:
+    def let_go(self, at_once: bool) -> None:
         """Let the worker end when it has done its job; a process `at_once`, where that is asked
         for."""
         self.connection.close()
@@ -278,7 +280,7 @@ class _Process(_Worker):
     def __init__(self, job: Job, leave: Callable[[], Any], others: list[Connection]) -> None:
         super().__init__()
         parent = os.getpid()
-        self.how = ""
+        self.exit_status = ""
         with warnings.catch_warnings():
             # Of native threads, which hold no lock of ours.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -288,19 +290,19 @@ class _Process(_Worker):
             try:
                 for connection in (*others, self.connection):
                     connection.close()
-                _follow(parent)
-                _serve(self.theirs, job, leave)
+                _become_worker(parent)
+                _serve(self.worker_end, job, leave)
                 status = 0
             finally:
                 os._exit(status)
-        self.theirs.close()
+        self.worker_end.close()
 
-    def left(self) -> Any:
-        self.tell(None)
-        return self.hear()[1]
+    def leave(self) -> Any:
+        self.send_batch(None)
+        return self.next_result()[1]
 
-    def dismiss(self, at_once: bool) -> None:
-        super().dismiss(at_once)
+    def let_go(self, at_once: bool) -> None:
+        super().let_go(at_once)
         if at_once and self.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -310,11 +312,11 @@ class _Process(_Worker):
             try:
                 _, status = os.waitpid(self.pid, 0)
                 code = os.waitstatus_to_exitcode(status)
-                self.how = signal.Signals(-code).name if code < 0 else f"status {code}"
+                self.exit_status = signal.Signals(-code).name if code < 0 else f"status {code}"
             except ChildProcessError:  # SIGCHLD is ignored here, or somebody else has waited for it
-                self.how = "nobody knows how"
+                self.exit_status = "exit status unknown"
             self.pid = None
-        return self.how
+        return self.exit_status
 
 
 class _Thread(_Worker):
@@ -327,24 +329,24 @@ class _Thread(_Worker):
 
     def _work(self, job: Job) -> None:
         try:
-            _serve(self.theirs, job, lambda: None)
+            _serve(self.worker_end, job, lambda: None)
         finally:
-            self.theirs.close()
+            self.worker_end.close()
             self.ended.set()
 
     def wait(self) -> str:
         # Not by joining: a thread whose join was interrupted counts as ended in Python up to 3.12.
         self.ended.wait()
-        return "as a thread"
+        return "a thread"
 
 
 def _start(job: Job, leave: Callable[[], Any], workers: "list[_Process | _Thread]") -> None:
     """Add a worker to `workers`. Raises ReshardError where the system has none.
 
-    No signal comes between the fork and either side's knowing what it is: in the child it would run through
-    the parent's frames, in the parent it would lose the child.
+    No signal comes between the fork and either side's knowing what it is: in the child it would run
+    through the parent's frames, in the parent it would lose the child.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         if can_fork():
             workers.append(_Process(job, leave, [worker.connection for worker in workers]))
@@ -357,17 +359,18 @@ def _start(job: Job, leave: Callable[[], Any], workers: "list[_Process | _Thread
             resumable=True,
         ) from error
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _end(workers: "list[_Process | _Thread]", at_once: bool) -> None:
-    """Wait for workers, also where Ctrl-C comes meanwhile: they write to files that are closed after this.
+    """Wait for workers, also where Ctrl-C comes meanwhile: they write to files that are closed
+    after this.
 
     Processes are killed where they shall end `at_once`; threads end their job.
     """
     interrupt: KeyboardInterrupt | None = None
     for worker in workers:
-        worker.dismiss(at_once)
+        worker.let_go(at_once)
     for worker in workers:
         while True:
             try:
@@ -379,7 +382,7 @@ def _end(workers: "list[_Process | _Thread]", at_once: bool) -> None:
         raise interrupt
 
 
-def _follow(parent: int) -> None:
+def _become_worker(parent: int) -> None:
     """Prepare a forked worker: it ends with its parent, leaves Ctrl-C to it, and runs none of its
     signal handlers."""
     signal.set_wakeup_fd(-1)
@@ -401,8 +404,8 @@ def _serve(connection: Connection, job: Job, leave: Callable[[], Any]) -> None:
     with contextlib.suppress(EOFError, OSError):
         while (names := connection.recv()) is not None:
             for name in names:
-                _send(connection, _answer(name, job))
-        _send(connection, _answer("", lambda name: leave()))
+                _send(connection, _run_job(name, job))
+        _send(connection, _run_job("", lambda name: leave()))
 
 
 def _send(connection: Connection, answer: tuple[str, Any, BaseException | None]) -> None:
@@ -411,18 +414,18 @@ def _send(connection: Connection, answer: tuple[str, Any, BaseException | None])
     except (EOFError, OSError):
         raise
     except Exception as error:  # it cannot be pickled
-        connection.send((answer[0], None, _report(error)))
+        connection.send((answer[0], None, _picklable_error(error)))
 
 
-def _answer(name: str, job: Job) -> tuple[str, Any, BaseException | None]:
+def _run_job(name: str, job: Job) -> tuple[str, Any, BaseException | None]:
     try:
         return name, job(name), None
     except (ReshardError, MemoryError, OSError) as error:
         return name, None, error
     except BaseException as error:
-        return name, None, _report(error)
+        return name, None, _picklable_error(error)
 
 
-def _report(error: BaseException) -> RuntimeError:
+def _picklable_error(error: BaseException) -> RuntimeError:
     """Return an unexpected error as one that can be pickled and says where it was raised."""
     return RuntimeError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")

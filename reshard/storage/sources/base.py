@@ -38,16 +38,18 @@ WEIGHT_SUFFIXES = (
     ".ckpt",
 )
 
-# Files that are enough for a tokenizer, besides sentencepiece's and tiktoken's, which are named by their ends.
+# Files that are enough for a tokenizer, besides sentencepiece's and tiktoken's, which are named by
+# their ends.
 TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json")
 
 
 class Source(ABC):
     """A model's weights as canonical tensors.
 
-    `tensors` are shapes and dtypes by published name (quantized ones already as what they dequantize to),
-    `copies` the names in it that repeat another tensor, `mapping` the expanded table, `notices` what a user
-    should be told, `versions` its files as they were before anything of them was read.
+    `tensors` are shapes and dtypes by published name (quantized ones already as what they
+    dequantize to), `copies` the names in it that repeat another tensor, `mapping` the expanded
+    table, `notices` what a user should be told, `versions` its files as they were before anything
+    of them was read.
     """
 
     kind: str
@@ -94,8 +96,9 @@ class Source(ABC):
         return [path for path in sorted(set(self.read_files())) if path.name != TRACKER]
 
     def identity(self) -> tuple[list[Any], list[Any]]:
-        """Return what a resumed run must find unchanged: of every file that is read its size and times, with what the
-        model was read as; and which files these are, by inode and by where their links end, as this host knows it."""
+        """Return what a resumed run must find unchanged: of every file that is read its size and
+        times, with what the model was read as; and which files these are, by inode and by where
+        their links end, as this host knows it."""
         top, times, places = os.path.realpath(self.path), [], []
         for path in self.pinned_files():
             name, version = os.path.relpath(path, self.path), self.versions[path]
@@ -105,7 +108,8 @@ class Source(ABC):
         return [times, self.model.family.name, self.model.config], places
 
     def dequantized_names(self) -> list[str]:
-        """Return the names of the weights that are stored as codes and read as the numbers that these stand for."""
+        """Return the names of the weights that are stored as codes and read as the numbers that
+        these stand for."""
         return []
 
     def unchanged(self) -> AbstractContextManager[None]:

@@ -34,8 +34,8 @@ from reshard.storage.sources.versions import FileVersions
 
 
 class MegatronSource(Source):
-    """A ``torch_dist`` checkpoint of Megatron-Core, whoever wrote it, by its own directory or one that a trainer
-    has put it in (`reshard.storage.sources.paths`)."""
+    """A ``torch_dist`` checkpoint of Megatron-Core, whoever wrote it, by its own directory or one
+    that a trainer has put it in (`reshard.storage.sources.paths`)."""
 
     kind = "megatron"
 
@@ -177,8 +177,8 @@ class MegatronSource(Source):
         tensor = self.checkpoint.tensor_at(stored)
         relative = replace(tensor, offset=tensor.offset - stored.offset)
         end = relative.offset + prod(tensor.shape) * tensor.dtype.size
-        # Containers with checksums in them are all different: a few are remembered, not thousands to look
-        # through.
+        # Containers with checksums in them are all different: a few are remembered, not thousands
+        # to look through.
         if (
             relative.offset <= len(head)
             and stored.length - end <= 4096

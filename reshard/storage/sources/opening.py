@@ -35,7 +35,8 @@ def open_source(
 
 
 def check_huggingface(path: Path) -> None:
-    """Raise ReshardError where a directory that is no Megatron checkpoint is none of Hugging Face's either."""
+    """Raise ReshardError where a directory that is no Megatron checkpoint is none of Hugging Face's
+    either."""
     check_config(path)
     if (path / "config.json").is_file() or any(path.glob("*.safetensors")):
         return

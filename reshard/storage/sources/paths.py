@@ -1,7 +1,8 @@
-"""From the directory that somebody names to the Megatron checkpoint in it, and to the config that lies beside it.
+"""From the directory that somebody names to the Megatron checkpoint in it, and to the config that
+lies beside it.
 
-Trainers put both in places of their own. Of several iterations the last complete one is taken: some trainers name
-an iteration as the latest before its weights are written.
+Trainers put both in places of their own. Of several iterations the last complete one is taken: some
+trainers name an iteration as the latest before its weights are written.
 """
 
 import json
@@ -36,9 +37,9 @@ OF_TRAINERS = (torch_dist.TRACKER, "args.json", "trainer_state.json", "ckpt_cont
 
 @dataclass(frozen=True)
 class Located:
-    """A checkpoint: `directory` has its ``.metadata``, `iteration` is its name, `root` is where its iterations
-    and what belongs to all of them lie, or the directory itself where that has a manifest or config of its own; `notices`
-    say what was taken, where it was not named."""
+    """A checkpoint: `directory` has its ``.metadata``, `iteration` is its name, `root` is where its
+    iterations and what belongs to all of them lie, or the directory itself where that has a
+    manifest or config of its own; `notices` say what was taken, where it was not named."""
 
     directory: Path
     iteration: str
@@ -48,8 +49,9 @@ class Located:
 
 @dataclass(frozen=True)
 class Config:
-    """The config beside a checkpoint: its `fields`, the file `where` they stand, and the `directory` with the
-    tokenizer, where there is one. `notice` says that it was taken; None where it lies where this tool puts it."""
+    """The config beside a checkpoint: its `fields`, the file `where` they stand, and the
+    `directory` with the tokenizer, where there is one. `notice` says that it was taken; None
+    where it lies where this tool puts it."""
 
     fields: dict[str, Any]
     where: str
@@ -180,9 +182,9 @@ def _numbered(path: Path, pattern: re.Pattern) -> Iterator[Path]:
 
 
 def config_beside(located: Located) -> Config | None:
-    """The config that lies with a checkpoint: in ``hf/``, in verl's ``huggingface/``, beside the iterations as
-    ms-swift has it, in ROLL's ``mca_config.json``, or in the directory that ``run_config.yaml`` names. None
-    where there is none."""
+    """The config that lies with a checkpoint: in ``hf/``, in verl's ``huggingface/``, beside the
+    iterations as ms-swift has it, in ROLL's ``mca_config.json``, or in the directory that
+    ``run_config.yaml`` names. None where there is none."""
     own = located.root / HF_FILES
     for directory in (
         own,
@@ -245,7 +247,8 @@ def model_named(located: Located) -> str | None:
 
 
 def check_config(path: Path) -> None:
-    """Raise ReshardError, saying what it is instead, for a directory without the config.json of a model."""
+    """Raise ReshardError, saying what it is instead, for a directory without the config.json of a
+    model."""
     if (path / "config.json").is_file():
         return
     if (path / ADAPTER).is_file():

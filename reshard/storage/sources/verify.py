@@ -1,5 +1,5 @@
-"""A source against its own manifest: what was changed after it was written is named before anything is made
-of it."""
+"""A source against its own manifest: what was changed after it was written is named before anything
+is made of it."""
 
 from collections.abc import Callable, Iterator
 from math import prod
@@ -108,8 +108,8 @@ def _around(files: OpenFiles, path: Path, size: int, spans: list[tuple[int, int]
 class SourceChecks:
     """The checksums that a source's manifest has for its tensors, if there is one.
 
-    Raises ReshardError where a file that a conversion reads (config, tokenizer, ``.metadata``) or a tensor's
-    dtype or shape is not as the manifest has it.
+    Raises ReshardError where a file that a conversion reads (config, tokenizer, ``.metadata``) or a
+    tensor's dtype or shape is not as the manifest has it.
     """
 
     def __init__(self, source: Source) -> None:

@@ -1,5 +1,5 @@
-"""The files of a source as they were before the first of them was read: what is made of them is made of one version of
-each, or not at all."""
+"""The files of a source as they were before the first of them was read: what is made of them is
+made of one version of each, or not at all."""
 
 import os
 import stat
@@ -35,15 +35,16 @@ def version_of(path: Path) -> FileVersion | None:
 
 
 class FileVersions:
-    """The versions of files, and of all in some directories, recorded before anything of them is read."""
+    """The versions of files, and of all in some directories, recorded before anything of them is
+    read."""
 
     def __init__(self, *places: Path) -> None:
         self.recorded: dict[Path, FileVersion | None] = {}
         self.record(*places)
 
     def record(self, *places: Path) -> None:
-        """Add further files and directories. What was recorded before stays. Raises ReshardError for a directory that may not
-        be looked into."""
+        """Add further files and directories. What was recorded before stays. Raises ReshardError
+        for a directory that may not be looked into."""
         try:
             for place in places:
                 for path in place.iterdir() if place.is_dir() else (place,):

@@ -1,0 +1,179 @@
+"""Checking a checkpoint against the checksums in its manifest."""
+
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reshard.core.errors import ReshardError, listed
+from reshard.models.config_fields import allow_unmapped_configs, check_ignored
+from reshard.storage.io.files import allow_many_files
+from reshard.storage.manifest import CHECKSUM, NAME, read_manifest
+from reshard.storage.run.workers import Progress, run_jobs, worker_count
+from reshard.storage.sources.base import Source
+from reshard.storage.sources.megatron import MegatronSource
+from reshard.storage.sources.opening import open_source
+from reshard.storage.sources.paths import HF_FILES, iterations_in, tracked_iteration
+from reshard.storage.sources.verify import (
+    changed_files,
+    checksum_of,
+    differences,
+    manifest_of,
+    stored_tensors,
+)
+
+
+@dataclass
+class Check:
+    """The outcome of `check`.
+
+    `bad` are the tensors whose bytes do not give the manifest's checksum, `changed`, `missing` and
+    `added` the files that are not as they were written (of a file with weights, the bytes around
+    its tensors), no longer there, or new. `notices` say what was not checked.
+    """
+
+    path: str
+    tensors: int
+    bad: list[str]
+    files: int = 0
+    changed: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    added: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """True where every checksum holds, and all files are those that were written."""
+        return not (self.bad or self.changed or self.missing or self.added)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the outcome as the object that ``--json`` prints."""
+        return {"ok": self.ok, **asdict(self)}
+
+
+def check(path: str | Path, *, workers: int | None = None, progress: Progress | None = None) -> Check:
+    """Compute the checksum of every tensor and every file that the manifest lists, from the bytes
+    as they are now.
+
+    Hidden files that it does not list are not looked at. Of an iteration's own directory, only what
+    is in it and the Hugging Face files beside it are checked. Raises ReshardError where there is no
+    manifest, or it is of another iteration.
+    """
+    allow_many_files()
+    path = Path(path)
+    worker_count(workers)
+    with closing(_open(path)) as source, source.unchanged():
+        check_ignored(source.model)
+        manifest = source.manifest()
+        if manifest is None:
+            raise ReshardError(
+                f"{path} has no {NAME}: it was not written by reshard, so there are no checksums"
+            )
+        root, prefixes = _checked_part(path, source, manifest)
+        bad = _changed_tensors(source, manifest["tensors"], workers, progress)
+        result = Check(str(path), len(manifest["tensors"]), bad)
+        result.notices += source.model.notices
+        result.missing = _missing_iteration(path, source)
+        if "files" in manifest:
+            _check_files(result, root, prefixes, source, manifest, workers)
+        else:
+            result.notices.append(
+                f"{NAME} lists no files (it is of an earlier version): only tensors were checked"
+            )
+        return result
+
+
+def _open(path: Path) -> Source:
+    """Open a checkpoint. Raises ReshardError, with the files that are not as they were written
+    where its manifest names such."""
+    try:
+        with allow_unmapped_configs():  # bytes are compared, whatever model they make
+            return open_source(path)
+    except ReshardError as error:
+        root = _root_of_damaged(path)
+        changed, missing = changed_files(root, (read_manifest(root) or {}).get("files", {}))
+        if not changed and not missing:
+            raise
+        raise ReshardError(f"{error} (not as it was written: {listed(changed + missing)})") from error
+
+
+def _checked_part(path: Path, source: Source, manifest: dict[str, Any]) -> tuple[Path, tuple[str, ...]]:
+    """Return the directory that the manifest's names count from, and the beginnings of the names
+    that are checked.
+
+    Raises ReshardError where the manifest is of another iteration.
+    """
+    if not isinstance(source, MegatronSource):
+        return path, ("",)
+    root, iteration = source.root, source.checkpoint.iteration
+    if manifest_of(source) is None:
+        raise ReshardError(
+            f"{root / NAME} is of {manifest['iteration']}, not of {iteration}, which has none: check "
+            f"{root / str(manifest['iteration'])}"
+        )
+    if path.resolve() == source.checkpoint.directory.resolve() and not source.alone:
+        return root, (f"{iteration}/", f"{HF_FILES}/")
+    return root, ("",)
+
+
+def _changed_tensors(
+    source: Source, entries: dict[str, dict[str, Any]], workers: int | None, progress: Progress | None
+) -> list[str]:
+    """Return the listed tensors whose bytes do not have their checksums, and those that only one
+    side has. Codes and scales are checked as they are stored."""
+    infos, read = stored_tensors(source)
+    bad = differences(infos, entries)
+    sizes = {name: infos[name].size_bytes for name in entries if name in infos and name not in bad}
+
+    def is_intact(name: str) -> bool:
+        return checksum_of(name, infos[name], read) == entries[name][CHECKSUM]
+
+    intact = run_jobs(sizes, is_intact, workers, progress)
+    return sorted(bad + [name for name in sizes if not intact[name]])
+
+
+def _check_files(
+    result: Check,
+    root: Path,
+    prefixes: tuple[str, ...],
+    source: Source,
+    manifest: dict[str, Any],
+    workers: int | None,
+) -> None:
+    """Add to the result which files changed, are missing or were added."""
+    entries = {name: entry for name, entry in manifest["files"].items() if name.startswith(prefixes)}
+    result.files = len(entries)
+    result.changed, missing = changed_files(root, entries, source, workers)
+    result.missing += missing
+    names = (str(file.relative_to(root)) for file in root.rglob("*") if file.is_file())
+    # Other iterations beside it are none of its files.
+    others = tuple(f"{name}/" for name in iterations_in(root) if name != manifest.get("iteration"))
+    result.added = sorted(
+        name
+        for name in names
+        if name.startswith(prefixes)
+        and name not in entries
+        and name != NAME
+        and not name.startswith(others)
+        and not _is_hidden(name)
+    )
+
+
+def _missing_iteration(path: Path, source: Source) -> list[str]:
+    """Return the file that is missing where the tracker names an iteration that is not complete,
+    and another was taken."""
+    tracked = tracked_iteration(path)
+    if tracked is None or not isinstance(source, MegatronSource) or source.checkpoint.iteration == tracked:
+        return []
+    return [f"{tracked}/.metadata"]
+
+
+def _root_of_damaged(path: Path) -> Path:
+    """Return the directory with the manifest of a checkpoint that cannot be opened."""
+    tracked = path / (tracked_iteration(path) or "")
+    roots = (root for root in (tracked, path, path.parent) if (root / NAME).is_file())
+    return next(roots, path)
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in Path(name).parts)
