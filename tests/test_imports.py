@@ -1,4 +1,5 @@
-"""Packages import downward only, also inside functions and for type checkers."""
+"""Packages import downward only, and there are no import cycles, neither in functions nor for type
+checkers."""
 
 import ast
 from pathlib import Path
@@ -71,3 +72,25 @@ def test_packages_import_downward_only(graph):
         if layer_of(other) > layer_of(name)
     ]
     assert upward == []
+
+
+def modules_in_cycles(graph: dict[str, set[str]]) -> list[str]:
+    """Return the modules that import themselves through others."""
+    reaches = {name: set(others) for name, others in graph.items()}
+    changed = True
+    while changed:
+        changed = False
+        for others in reaches.values():
+            further = set().union(*(reaches.get(other, set()) for other in others)) - others
+            others |= further
+            changed = changed or bool(further)
+    return sorted(name for name, others in reaches.items() if name in others)
+
+
+def test_no_module_imports_itself_through_others(graph):
+    assert modules_in_cycles(graph) == []
+
+
+def test_a_cycle_would_be_seen():
+    """The control."""
+    assert modules_in_cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
