@@ -278,9 +278,9 @@ def main() -> None:
         "--match-vllm-rounding", action="store_true", help="quantize as vLLM's own loading does, bit for bit"
     )
     parser.add_argument(
-        "--keep-mapped",
+        "--release",
         action="store_true",
-        help="keep the trainer's memory mapped between refits",
+        help="unmap the trainer's memory after each refit, as connect does by default",
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--today-rounds", type=int, default=2)
@@ -312,7 +312,7 @@ def main() -> None:
 
     change(MegatronModel(models), 0)
     result: dict = {"model": options.model, "layers": config["num_hidden_layers"], "megatron": str(layout), "gpu": torch.cuda.get_device_name(),
-                    "vllm": f"TP{options.vllm_tp}" + (" EP" if options.vllm_ep else ""), "gpus": dist.get_world_size(), "keep_mapped": options.keep_mapped}  # fmt: skip
+                    "vllm": f"TP{options.vllm_tp}" + (" EP" if options.vllm_ep else ""), "gpus": dist.get_world_size(), "keep_mapped": not options.release}  # fmt: skip
     links, seconds = {}, {}
     for backend in ("cuda_ipc", "nccl"):
         torch.cuda.synchronize()
@@ -328,7 +328,7 @@ def main() -> None:
                 source,
                 destination,
                 backend=backend,
-                keep_mapped=options.keep_mapped,
+                keep_mapped=not options.release,
             )
         except ReshardError as error:
             if backend == "cuda_ipc":
