@@ -21,7 +21,7 @@ from tests.oracle import dequantized, hf_tensors, megatron_tensors, stored_tenso
 
 FAMILIES = ("qwen3-moe", "llama-rope-tied", "deepseek-v3")
 # How what is written back is quantized.
-QUANTIZED = {"deepseek-v3": "fp8", "qwen3-moe": "int8_per_channel"}
+QUANTIZED = {"deepseek-v3": "fp8", "qwen3-moe": "fp8_per_channel"}
 
 
 @dataclass

@@ -36,7 +36,7 @@ def use_disk_commands(python: str | Path, source: Path, folder: Path) -> None:
     assert reshard("diff", source, back)["equal"] and reshard("diff", mcore, back)["equal"]
     assert reshard("check", mcore)["ok"] and reshard("check", back)["ok"]
     planned = reshard("plan", "--model", source, "--trainer", "tp=2,ep=2,etp=1,dp=1", "--engine", "tp=2,ep")
-    assert len(planned["ranks"]) == 2 and planned["wire_seconds"] > 0
+    assert len(planned["ranks"]) == 2 and planned["memory_seconds"] > 0
     damaged = next(mcore.rglob("*.distcp"))
     kept = damaged.read_bytes()
     damaged.write_bytes(kept[:-200] + bytes([kept[-200] ^ 1]) + kept[-199:])

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.engines.vllm import live as live_vllm
 from reshard.engines.vllm.live import VllmModel
+from reshard.engines.vllm.weights import placing
 from reshard.refit import connect, copies
 from reshard.refit.protocol import greeting
 from reshard.trainers.megatron import MegatronModel
@@ -373,7 +373,7 @@ def agreement(rank: int, sides: dict, checkpoint: str, engine: dict, change: str
     start(rank, sides | {"together": True, "engine": sides["trainer"]})
     model, config = engine_of(checkpoint, **engine)
     before = fingerprint(model)
-    plain = live_vllm.vllm_placement
+    plain = placing.vllm_placement
     if change in ("gate and up", "expert"):
 
         def changed(*args):
@@ -391,7 +391,7 @@ def agreement(rank: int, sides: dict, checkpoint: str, engine: dict, change: str
                 parts = gate._replace(name=gate.name.replace("experts.0", "experts.1")), up
             return replace(placement, tensors={**placement.tensors, name: tensor._replace(parts=parts)})
 
-        live_vllm.vllm_placement = changed
+        placing.vllm_placement = changed
     if change == "fp8":
         from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 
@@ -404,5 +404,5 @@ def agreement(rank: int, sides: dict, checkpoint: str, engine: dict, change: str
             if hasattr(getattr(module, "quant_method", None), "unquantized_backend"):
                 module.quant_method.unquantized_backend = UnquantizedMoeBackend.FLASHINFER_CUTLASS
     said = caught(lambda: VllmModel(model, config))
-    live_vllm.vllm_placement = plain
+    placing.vllm_placement = plain
     return said, fingerprint(model) == before

@@ -52,7 +52,7 @@ class Probe(Probed, RollExtension):
     def fall_asleep(self) -> None:
         """As ROLL's ``offload_states`` leaves it; on a CPU there is no sleep, so that waking is only noted."""
         self.weight_loaded, self.woken, self.processed = False, [], 0
-        self.wake_up = lambda tags: self.woken.append((tags, self.fit()))
+        self.wake_up = lambda tags: self.woken.append((tags, self.ready()))
         if not hasattr(WorkerBase, "counted"):
             plain = WorkerBase.process_weights_after_loading
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import ml_dtypes
 import numpy as np
 
 from reshard.core.dtypes import DTYPES, Dtype
@@ -79,6 +78,8 @@ def encode(rows: np.ndarray, codes: str, group: int) -> tuple[np.ndarray, np.nda
 
     Codes of 4 bits have a byte each. Infinities and NaN show in the scales.
     """
+    import ml_dtypes
+
     groups = rows.astype(np.float32).reshape(len(rows), -1, group)
     least, most, divisor = map(np.float32, RANGES[codes])
     scales = (np.abs(groups).max(2) / divisor).astype(rows.dtype)

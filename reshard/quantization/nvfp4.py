@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-import ml_dtypes
 import numpy as np
 
 from reshard.core.dtypes import DTYPES, Dtype
@@ -160,6 +159,8 @@ def global_scale(largest: np.float32, dtype: np.dtype) -> np.float32:
 
     It is a number of that dtype; 1 where the dtype holds none.
     """
+
+    import ml_dtypes
 
     def rounded(number: Any) -> np.float32:
         return np.float32(np.float32(number).astype(dtype))
