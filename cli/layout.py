@@ -30,7 +30,7 @@ _OLD_STAGES = {
 OLD_OPTIONS = {
     "hf-to-mcore": _OLD_STAGES,
     "memory": _OLD_STAGES,
-    "parity": _OLD_STAGES | {"--vllm": "--engine"},
+    "parity": _OLD_STAGES | {"--vllm": "--engine", "--exact": "--match-vllm-rounding"},
     "plan": {"--from": "--trainer", "--to": "--engine"},
 }
 

@@ -41,7 +41,6 @@ from reshard.core.errors import ReshardError
 )
 @click.option(
     "--match-vllm-rounding",
-    "--exact",
     "match_vllm_rounding",
     is_flag=True,
     help="Give a refitted vLLM in fp8 blocks the bits of vLLM's own loading, which may round twice.",

@@ -71,8 +71,9 @@ COMMANDS = {
 
 @pytest.mark.parametrize(("old", "new", "name"), CALLS.values(), ids=CALLS)
 def test_an_old_name_in_python_warns_and_means_what_it_meant(old, new, name):
-    with pytest.warns(DeprecationWarning, match=name):
+    with pytest.warns(DeprecationWarning, match=name) as caught:
         value = old()
+    assert [warning.filename for warning in caught] == [__file__] * len(caught), "Python shows it there"
     with warnings.catch_warnings(action="error"):
         assert value == new()
 

@@ -24,23 +24,30 @@ RENAMED_OPTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-def warn_renamed(old: str, new: str) -> None:
-    """Warn the caller of our caller that a name has become another."""
+def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
+    """Warn that a name has become another: the caller of our caller, or who is further up."""
     warnings.warn(
-        f"{old} is now {new}; the old name goes with the next release", DeprecationWarning, stacklevel=3
+        f"{old} is now {new}; the old name goes with the next release",
+        DeprecationWarning,
+        stacklevel=stacklevel,
     )
 
 
-def renamed_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return these options under their new names, warning of each old one. Raises TypeError where both names are given."""
+def renamed_options(options: Mapping[str, Any], stacklevel: int = 3) -> dict[str, Any]:
+    """Return these options under their new names, warning of each old one.
+
+    The warning names the line that is `stacklevel` calls further out. Raises TypeError where both names are given.
+    """
     renamed: dict[str, Any] = {}
     for name, value in options.items():
         if name in RENAMED_OPTIONS:
             new, convert = RENAMED_OPTIONS[name]
             if new in options:
                 raise TypeError(f"{name} is now {new}: give {new} only")
-            warn_renamed(f"{name}=", f"{new}={convert(value)!r}" if isinstance(value, bool) else f"{new}=")
-            name, value = new, convert(value)
+            value = convert(value)
+            replacement = f"{new}={value!r}" if isinstance(value, bool) else f"{new}="
+            warn_renamed(f"{name}=", replacement, stacklevel + 1)
+            name = new
         renamed[name] = value
     return renamed
 
@@ -50,9 +57,9 @@ def accepts_renamed_options(call: Callable[Arguments, Result]) -> Callable[Argum
 
     @functools.wraps(call)
     def with_new_names(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        return call(
-            *args, **(kwargs if kwargs.keys().isdisjoint(RENAMED_OPTIONS) else renamed_options(kwargs))
-        )
+        if kwargs.keys().isdisjoint(RENAMED_OPTIONS):
+            return call(*args, **kwargs)
+        return call(*args, **renamed_options(kwargs))
 
     return with_new_names
 
