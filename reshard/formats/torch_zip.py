@@ -210,8 +210,8 @@ def _central_directory(read: Any, size: int) -> tuple[int, bytes]:
         ):
             raise ValueError("two end records that do not agree")
         fields = wide
-    disk, start_disk, here, count, central_size, start = fields
-    if disk or start_disk or here != count:
+    disk, start_disk, count_on_disk, count, central_size, start = fields
+    if disk or start_disk or count_on_disk != count:
         raise ValueError("a zip of several disks")
     if start + central_size > size or central_size > MAX_DIRECTORY_BYTES:
         raise ValueError("a central directory outside of the container")

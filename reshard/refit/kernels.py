@@ -247,7 +247,7 @@ def _digest(
     pitch = tl.load(row + TILE_PITCH)
     place = (tl.load(row + FIRST_WORD) + tl.arange(0, BLOCK)) * POSITION
     total = n_rows * width
-    found = tl.zeros([BLOCK], tl.int64)
+    sums = tl.zeros([BLOCK], tl.int64)
     for start in range(0, total, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < total
@@ -262,9 +262,9 @@ def _digest(
         # The shift of a signed number brings in its sign, which the masks take away.
         mixed = (mixed ^ ((mixed >> FIRST) & ((1 << (64 - FIRST)) - 1))) * FINAL
         mixed = mixed ^ ((mixed >> SECOND) & ((1 << (64 - SECOND)) - 1))
-        found += tl.where(inside, mixed, 0)
+        sums += tl.where(inside, mixed, 0)
         place += STEP
-    tl.atomic_add(out + piece, tl.sum(found))
+    tl.atomic_add(out + piece, tl.sum(sums))
 
 
 def digest_tiles(tiles: torch.Tensor, out: torch.Tensor, word: int, unit: int, codec: int = PLAIN) -> None:

@@ -15,8 +15,8 @@ from reshard.storage.run.workers import BackgroundCall
 
 @dataclass
 class Outcome:
-    """How a conversion went: how many tensors an earlier run had finished, how many numbers of
-    which tensors a cast made infinite, and whether an earlier run had published everything."""
+    """The outcome of a conversion: how many tensors an earlier run had finished, how many numbers
+    of which tensors a cast made infinite, and whether an earlier run had published everything."""
 
     resumed_tensors: int = 0
     overflowed: dict[str, int] = field(default_factory=dict)

@@ -17,8 +17,8 @@ from reshard.storage.sources.verify import SourceChecks
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a conversion runs, in either direction; the calls `hf_to_mcore` and `mcore_to_hf` explain
-    them."""
+    """Options of a conversion in either direction; the calls `hf_to_mcore` and `mcore_to_hf`
+    explain them."""
 
     overwrite: bool = False
     resume: bool = False

@@ -16,7 +16,7 @@ from reshard.storage.sources.verify import checksum_of
 
 
 class ShareResult(NamedTuple):
-    """What a process tells the others of its share: the checksums of stored tensors that it
+    """The report of a process on its share of the files: the checksums of stored tensors that it
     reports, how many numbers of which overflowed, and the names of the tensors that an earlier
     run had finished."""
 
