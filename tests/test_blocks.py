@@ -174,14 +174,14 @@ def test_both_ends_of_a_pair_cut_alike_and_what_travels_is_what_is_made_in_place
             tensor.plain, tensor.arrived
         )
         assert np.array_equal(tensor.scales, scales) and (tensor.codes[:, columns:] == 0xEE).all()
-    made = digest_requantized(sends.parcels, asked, cpu)
+    made = digest_requantized(sends.block_items, asked, cpu)
     assert (
-        np.array_equal(made, digest_served(receives.parcels, cpu))
+        np.array_equal(made, digest_served(receives.block_items, cpu))
         and len(np.unique(made)) == len(made)
         and held
     )
     tensors[0].scales[0, 0] *= 2
-    assert (made != digest_served(receives.parcels, cpu)).sum() == 1
+    assert (made != digest_served(receives.block_items, cpu)).sum() == 1
 
 
 class Sent(NamedTuple):

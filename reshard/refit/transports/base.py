@@ -19,7 +19,7 @@ class Outgoing(NamedTuple):
 
     `table` are the copies with the source's end filled in, `rounds` the engine's round of each (`addresses.staged_rounds_of`). For what
     travels in blocks of fp8, `into` says where each goes (`addresses.Pieces.into`), and `places` describes the local tensors there
-    (`packed_blocks.places_of_requests`).
+    (`fp8_blocks.packed.places_of_requests`).
     """
 
     table: np.ndarray
@@ -38,7 +38,7 @@ class Incoming(NamedTuple):
 
     `table` are the copies with the destination's end filled in, `rounds` this engine's round of each. `asked` and `into` are the
     pieces' (`addresses.Pieces`), `memory` is the trainer's rank's, and `places` say where blocks of fp8 are served from
-    (`blocks.places_of`).
+    (`fp8_blocks.items.places_of`).
     """
 
     table: np.ndarray

@@ -2,8 +2,8 @@
 travels, or that both have.
 
 A *piece* is a box of a shard that goes into one local tensor (`addresses.Pieces`), a *tile* a part of it of at most 64 KiB, a
-*parcel* a block of fp8 with its scale, made of *fragments* of pieces (`parcels`, `blocks`); a *round* is what fits into
-a bucket. An engine's rounds are something else: the order in which its layers pass through one memory
+*block* 128x128 codes of fp8 with their scale, made of *fragments* of pieces (`reshard.refit.fp8_blocks`); a *round* is what
+fits into a bucket. An engine's rounds are something else: the order in which its layers pass through one memory
 (`Engine.staged_rounds`).
 """
 
@@ -58,9 +58,9 @@ class PackedPair:
         self.far, self.far_pitch = (DST, DST_PITCH) if end == SRC else (SRC, SRC_PITCH)
         blockwise = BLOCKWISE[flow.table[:, CODEC]]
         self.tiles, self.packed_width = _tiles(flow.table[~blockwise], end)
-        self.parcels = cut_into_blocks(flow.table[blockwise], flow.into[blockwise], flow.places)
+        self.block_items = cut_into_blocks(flow.table[blockwise], flow.into[blockwise], flow.places)
         self.sizes = np.concatenate(
-            [self.tiles[:, ROWS] * self.packed_width, packed_bytes(self.parcels.items)]
+            [self.tiles[:, ROWS] * self.packed_width, packed_bytes(self.block_items.items)]
         )
         self.round_of, self.offset = pack_into_rounds(self.sizes, limit)
         self.rounds = int(self.round_of.max()) + 1 if len(self.sizes) else 0
@@ -76,19 +76,19 @@ class PackedPair:
         table[:, self.far_pitch] = self.packed_width[chosen]
         if self.end == SRC:
             return table
-        first, last = self._parcels_of_round(index)
-        parcels = slice_blocks(self.parcels, first, last)
-        return np.concatenate([table, unpack_copies(parcels, start + self.offset[n + first : n + last])])
+        first, last = self._blocks_of_round(index)
+        items = slice_blocks(self.block_items, first, last)
+        return np.concatenate([table, unpack_copies(items, start + self.offset[n + first : n + last])])
 
     def blocks(self, index: int, start: int, device: torch.device) -> list[BlockTable]:
         """Return the tables that make the blocks of a round, in a buffer at address `start`."""
-        n, (first, last) = len(self.tiles), self._parcels_of_round(index)
+        n, (first, last) = len(self.tiles), self._blocks_of_round(index)
         if self.end == DST or first == last:
             return []
         begins = start + self.offset[n + first : n + last]
-        return encode_tables(slice_blocks(self.parcels, first, last), self.places, begins, device)
+        return encode_tables(slice_blocks(self.block_items, first, last), self.places, begins, device)
 
-    def _parcels_of_round(self, index: int) -> tuple[int, int]:
+    def _blocks_of_round(self, index: int) -> tuple[int, int]:
         """Return the first of a round's blocks, which follow each other, and the one after the last."""
         first, last = np.searchsorted(self.round_of[len(self.tiles) :], [index, index + 1])
         return int(first), int(last)
