@@ -5,7 +5,7 @@ table.
 
 Run in the environment of `./install "[test]"`. Every cell is run on its own, one at a time, with
 what it needs from the package index: an environment of its own, or a folder that goes before this
-one's packages. The table, docs/versions.md, is written after each; what has a result there is not
+one's packages. The table, docs/evidence/versions.md, is written after each; what has a result there is not
 run again (``--again`` does), so that the run goes on where it was interrupted. Wheels of
 megatron-core have `megatron.training` from 0.17 on: the parsers of older versions, and those not on
 the index, are read from ``--megatron-lm``, a clone of Megatron-LM with its tags.
@@ -28,7 +28,7 @@ from reshard import ReshardError
 from tests.environments import REPOSITORY, UV, attempt, clean, environment, interpreter, run
 
 WORK = REPOSITORY / ".matrix"
-TABLE = REPOSITORY / "docs" / "versions.md"
+TABLE = REPOSITORY / "docs" / "evidence" / "versions.md"
 
 # megatron-core, and the torch of its time: older ones save through private names of torch's that
 # have changed since.

@@ -52,7 +52,7 @@ def test_the_example_on_ray_says_how_to_get_ray():
 def test_what_the_package_offers_is_listed_and_there():
     assert set(reshard.__all__) <= set(dir(reshard)) and "hf_to_mcore" in dir(reshard)
     assert all(callable(getattr(reshard, name)) for name in reshard.__all__)
-    listed = (REPOSITORY / "docs" / "library.md").read_text()
+    listed = (REPOSITORY / "docs" / "reference" / "python.md").read_text()
     assert [
         name for name in reshard.__all__ if f"`{name}" not in listed and f"reshard.{name}" not in listed
     ] == []

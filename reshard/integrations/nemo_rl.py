@@ -1,4 +1,4 @@
-"""NeMo-RL with Megatron and vLLM: its weight sync as a refit. `docs/trainers/nemo-rl.md` has the
+"""NeMo-RL with Megatron and vLLM: its weight sync as a refit. `docs/guides/trainers/nemo-rl.md` has the
 lines of config.
 
 On GPUs of their own, `ReshardCheckpointEngine` is what ``policy.generation.refit_transport`` names.

@@ -1,5 +1,5 @@
 """ROLL with Megatron and vLLM: its weight sync as a refit, by lines of config.
-`docs/trainers/roll.md` has them.
+`docs/guides/trainers/roll.md` has them.
 
 `ActorWorker` and its like train as ROLL's workers do, with `Refit` in the place of ROLL's updater
 of weights. `InferWorker` lets the first of them call vLLM's workers, which get

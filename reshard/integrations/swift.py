@@ -1,5 +1,5 @@
 """ms-swift's Megatron GRPO, colocated: its weight sync as a refit, by a plugin of two lines, which
-`docs/trainers/swift.md` has.
+`docs/guides/trainers/ms-swift.md` has.
 
 ms-swift trains in the ranks that torchrun starts, and vLLM serves in the same processes. `use` puts
 a subclass of its trainer in the trainer's place, whose sync reads the shards of the models where

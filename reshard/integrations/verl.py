@@ -1,5 +1,5 @@
 """verl with Megatron and vLLM: its weight sync as a refit, by lines of config.
-`docs/trainers/verl.md` has them.
+`docs/guides/trainers/verl.md` has them.
 
 verl imports this module in the actor (``model.external_lib``) and in the rollout's workers
 (``checkpoint_engine.custom_backend_module``). Imported, it registers
