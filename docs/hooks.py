@@ -1,0 +1,102 @@
+"""Bring files of the repository that pages link to into the site: tests, records, examples.
+
+A page links to them as it would on a code host (`../../tests/test_refit.py`). Each becomes a page
+below `source/`, so that every link works offline, and a promise leads to its test.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
+LANGUAGES = {
+    ".py": "python",
+    ".sh": "bash",
+    ".toml": "toml",
+    ".yaml": "yaml",
+    ".yml": "yaml",
+    ".json": "json",
+}
+UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
+PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+
+
+def on_files(files, config):
+    """Add a page for every file outside of the pages that a page, or such a file, links to."""
+    root = Path(config.config_file_path).parent
+    waiting = [(f"docs/{file.src_uri}", file.content_string) for file in files.documentation_pages()]
+    waiting += [
+        (name, (root / name).read_text(encoding="utf-8")) for name in ("CHANGELOG.md", "CONTRIBUTING.md")
+    ]
+    seen: set[str] = set()
+    while waiting:
+        home, text = waiting.pop()
+        for _, target, _, _ in LINK.findall(text):
+            path = repository_path(home, target)
+            if path is None or path in seen or in_site(path) or not (root / path).is_file():
+                continue
+            seen.add(path)
+            content = source_page(root, path)
+            uri = f"source/{path.removesuffix('.md')}.md"
+            files.append(File.generated(config, uri, content=UNSEARCHED + content))
+            if path.endswith(".md"):
+                waiting.append((path, content))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Lead links to files outside of the pages to the pages that were made of them."""
+    root = Path(config.config_file_path).parent
+    home = home_of(page.file.src_uri)
+    if page.file.src_uri in ("changelog.md", "contributing.md"):
+        home = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}[page.file.src_uri]
+        markdown = (root / home).read_text(encoding="utf-8")
+
+    def in_the_site(link):
+        opening, target, anchor, closing = link.groups()
+        path = repository_path(home, target)
+        if path is None or not (root / path).exists():
+            return link.group()
+        if path.startswith("docs/"):
+            uri = path.removeprefix("docs/")
+        elif (root / path).is_file():
+            uri = PAGES.get(path, f"source/{path.removesuffix('.md')}.md")
+        else:
+            return link.group()
+        here = posixpath.dirname(page.file.src_uri)
+        return f"{opening}{posixpath.relpath(uri, here or '.')}{anchor or ''}{closing}"
+
+    return LINK.sub(in_the_site, markdown)
+
+
+def home_of(uri: str) -> str:
+    """Return the path in the repository of a page's text."""
+    if not uri.startswith("source/"):
+        return f"docs/{uri}"
+    return uri.removeprefix("source/")
+
+
+def in_site(path: str) -> bool:
+    """Return True for a file that is a page, or belongs to pages, already."""
+    return path.startswith("docs/") or path in PAGES
+
+
+def repository_path(home: str, target: str) -> str | None:
+    """Return the path in the repository that a link in the file `home` leads to; None for another."""
+    if re.match(r"[a-z]+:|/", target):
+        return None
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(home), target))
+    return None if path.startswith("..") else path
+
+
+def source_page(root: Path, path: str) -> str:
+    """Return the text of the page that shows a file of the repository."""
+    text = (root / path).read_text(encoding="utf-8")
+    if path.endswith(".md"):
+        return text
+    fence = "`````"
+    return (
+        f"# {path}\n\n{fence} {{ .{LANGUAGES.get(Path(path).suffix, 'text')} linenums=1 }}\n{text}\n{fence}\n"
+    )

@@ -1,0 +1,77 @@
+"""The site builds without a warning, fetches nothing, and fits a phone and a desk."""
+
+import http.server
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+WIDTHS = (390, 1280)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Build the site as a release does: a dead link, a page outside of the navigation or an unknown name is an error."""
+    directory = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", directory]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+def test_every_page_is_in_the_navigation_and_has_text(site):
+    pages = sorted(path for path in (REPOSITORY / "docs").rglob("*.md"))
+    generated = {"changelog.md", "contributing.md"}
+    short = [str(page) for page in pages if page.name not in generated and len(page.read_text().split()) < 60]
+    assert len(pages) > 30 and short == []
+
+
+def test_pages_fetch_nothing_from_other_hosts(site):
+    fetched = re.compile(
+        r"""<(?:script|img|iframe|source)[^>]+src=["']?(https?:)?//|<link[^>]+rel=["']?(?:stylesheet|preconnect|icon)["']?[^>]+href=["']?https?://"""
+    )
+    assert [
+        str(page) for page in site.rglob("*.html") if fetched.search(page.read_text(encoding="utf-8"))
+    ] == []
+
+
+def browser() -> str:
+    """Return the path of an installed Chromium; skip without one, except in CI."""
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None and not os.environ.get("CI"):
+        pytest.skip("needs Chromium: apt-get install chromium")
+    assert found, "CI has no Chromium: apt-get install chromium"
+    return found
+
+
+def test_no_page_scrolls_sideways(site):
+    from playwright.sync_api import sync_playwright
+
+    handler = partial(http.server.SimpleHTTPRequestHandler, directory=site)
+    handler.log_message = lambda *args: None
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    pages = [page.relative_to(site) for page in sorted(site.rglob("*.html")) if page.name != "404.html"]
+    too_wide = []
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=browser(), args=["--no-sandbox"])
+        for width in WIDTHS:
+            tab = chromium.new_page(viewport={"width": width, "height": 900})
+            for page in pages:
+                tab.goto(f"http://127.0.0.1:{server.server_port}/{page}", wait_until="domcontentloaded")
+                needed = tab.evaluate("document.documentElement.scrollWidth")
+                if needed > width:
+                    too_wide.append(f"{page} needs {needed} of {width} pixels")
+        chromium.close()
+    server.shutdown()
+    assert len(pages) > 30 and too_wide == []
