@@ -1,6 +1,7 @@
 """The site builds without a warning, fetches nothing, and fits a phone and a desk."""
 
 import http.server
+import importlib.util
 import os
 import re
 import shutil
@@ -43,6 +44,18 @@ def test_pages_fetch_nothing_from_other_hosts(site):
     assert [
         str(page) for page in site.rglob("*.html") if fetched.search(page.read_text(encoding="utf-8"))
     ] == []
+
+
+def test_drawings_are_made_of_their_diagrams():
+    spec = importlib.util.spec_from_file_location("render", REPOSITORY / "docs" / "diagrams" / "render.py")
+    render = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(render)
+    sources = sorted(render.DIAGRAMS.glob("*.mmd"))
+    drawings = [(render.ASSETS / f"{source.stem}.svg").read_text(encoding="utf-8") for source in sources]
+    stale = [
+        source.name for source, drawing in zip(sources, drawings) if render.fingerprint(source) not in drawing
+    ]
+    assert sources and stale == []
 
 
 def browser() -> str:
