@@ -48,6 +48,7 @@ def pages() -> Sybil:
             "README.md",
             "docs/index.md",
             "docs/get-started.md",
+            "docs/concepts/*.md",
             "docs/guides/*.md",
             "docs/guides/**/*.md",
         ],
