@@ -185,7 +185,9 @@ def _make_model(directory: Path, name: str, published: bool) -> None:
     elif name == TRAINED_MODEL:
         trained.make(directory)
     else:
-        checkpoints.make(directory, SMALL_MODELS[name])
+        import torch
+
+        checkpoints.make(directory, SMALL_MODELS[name], torch.bfloat16)
 
 
 def _published_config(name: str) -> dict:
