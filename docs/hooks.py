@@ -100,3 +100,8 @@ def source_page(root: Path, path: str) -> str:
     return (
         f"# {path}\n\n{fence} {{ .{LANGUAGES.get(Path(path).suffix, 'text')} linenums=1 }}\n{text}\n{fence}\n"
     )
+
+
+def on_page_content(html, page, config, files):
+    """Leave the cell of a default empty where an option has none: newer versions of click name a marker there."""
+    return html.replace("<code>Sentinel.UNSET</code>", "")
