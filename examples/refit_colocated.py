@@ -48,6 +48,7 @@ def main(options: argparse.Namespace, folder: Path) -> None:
         json.dumps(config | {"num_hidden_layers": options.layers}), encoding="utf-8"
     )
     size = dist.get_world_size()
+    # --8<-- [start:engine]
     with plain_weights():  # vLLM first: it sizes its cache by the memory that is free
         llm = LLM(
             str(folder),
@@ -62,6 +63,7 @@ def main(options: argparse.Namespace, folder: Path) -> None:
             pipeline_parallel_size=options.vllm_pp,
             kv_cache_memory_bytes=1 << (30 if cuda else 27),
         )
+    # --8<-- [end:engine]
     layout = MegatronLayout(tp=size)
     initialize_parallel(layout)
     chunks = build_megatron(
@@ -69,9 +71,11 @@ def main(options: argparse.Namespace, folder: Path) -> None:
     )
     models = [Float16Module(chunk.config, chunk.cuda() if cuda else chunk) for chunk in chunks]
 
+    # --8<-- [start:connect]
     link = connect(
         RefitGroup.of_process_group(), source=MegatronModel(models), destination=VllmModel.from_llm(llm)
     )
+    # --8<-- [end:connect]
     optimizer = torch.optim.SGD(
         [p for model in models for p in model.parameters() if p.requires_grad], lr=0.5
     )
@@ -83,9 +87,11 @@ def main(options: argparse.Namespace, folder: Path) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        # --8<-- [start:refit]
         # digests on the first step; every N steps in a trainer
         report = link.refit(version=step, verify=step == 0)
         llm.reset_prefix_cache()  # what it remembers was computed from the old weights
+        # --8<-- [end:refit]
         greedy = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
         [output] = llm.generate([{"prompt_token_ids": list(range(5, 25))}], greedy, use_tqdm=False)
         if dist.get_rank() == 0:

@@ -42,6 +42,7 @@ def engine(pipe, gpus: str, folder: str, options: dict) -> None:
     }
     from vllm import LLM
 
+    # --8<-- [start:engine]
     llm = LLM(
         model=folder,
         load_format="dummy",
@@ -52,6 +53,7 @@ def engine(pipe, gpus: str, folder: str, options: dict) -> None:
         worker_extension_cls="reshard.engines.vllm.worker.RefitExtension",
         **options,
     )
+    # --8<-- [end:engine]
     pipe.send("ready")
     while (call := pipe.recv()) is not None:
         method, args, keywords = call
@@ -141,12 +143,14 @@ def main() -> None:
         chunks = build_megatron(model, layout, transformer_impl="transformer_engine" if cuda else "local")
     models = [Float16Module(chunk.config, chunk.cuda() if cuda else chunk) for chunk in chunks]
 
+    # --8<-- [start:connect]
     # The part that goes into a trainer: connect once ...
     tell("collective_rpc", "reshard_connect", args=(ADDRESS, trainers, trainers + tp))
     members = RefitGroup.join(ADDRESS, rank, trainers + tp)
     with members.watching(gone):
         link = connect(members, MegatronModel(models))
     answer()
+    # --8<-- [end:connect]
     prompts = [{"prompt_token_ids": list(range(5, 25))}]
     for step in range(options.steps):
         if sleeps:
@@ -159,11 +163,13 @@ def main() -> None:
         if sleeps:
             tell("wake_up", tags=["weights"])
             answer()
+        # --8<-- [start:refit]
         # ... and after each step: the engine pulls the weights while the trainer waits.
         tell("collective_rpc", "reshard_refit", args=(step, True))
         with members.watching(gone):
             report = link.refit(step, verify=True)
         received = answer()
+        # --8<-- [end:refit]
         if sleeps:
             tell("wake_up", tags=["kv_cache"])
             answer()
