@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import charts
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 WIDTHS = (390, 1280)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -56,6 +58,16 @@ def test_drawings_are_made_of_their_diagrams():
         source.name for source, drawing in zip(sources, drawings) if render.fingerprint(source) not in drawing
     ]
     assert sources and stale == []
+
+
+def test_charts_are_drawn_from_figures_of_the_records():
+    for chart in charts.CHARTS:
+        record = (charts.RESULTS / chart.record).read_text(encoding="utf-8")
+        figures = [bar.figure for bars in chart.groups.values() for bar in bars]
+        assert [
+            figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.])", record)
+        ] == []
+        assert (charts.ASSETS / f"{chart.name}.svg").read_text(encoding="utf-8") == charts.draw(chart)
 
 
 def browser() -> str:

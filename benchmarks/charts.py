@@ -1,0 +1,97 @@
+"""Draw the charts of the pages from figures that stand in the records: python -m benchmarks.charts
+
+Every figure names its record, and a test finds it there (tests/test_site.py).
+"""
+
+from math import log10
+from pathlib import Path
+from typing import NamedTuple
+
+ASSETS = Path(__file__).resolve().parent.parent / "docs" / "assets"
+RESULTS = Path(__file__).resolve().parent / "results"
+OURS, RIVAL, FLOOR = "#0a7d55", "#b9bec6", "#7da7d9"
+LEFT, WIDTH, ROW = 250, 760, 26
+
+
+class Bar(NamedTuple):
+    """One bar: its label, figure as the record has it, color."""
+
+    label: str
+    figure: str
+    color: str
+
+
+class Chart(NamedTuple):
+    """A chart: file name, title, unit, record, logarithmic or not, and groups of bars."""
+
+    name: str
+    title: str
+    unit: str
+    record: str
+    logarithmic: bool
+    groups: dict[str, tuple[Bar, ...]]
+
+
+CHARTS = (
+    Chart(
+        "refit-times",
+        "A refit of a live vLLM from a live Megatron, 2 H200, logarithmic",
+        "ms",
+        "2026-11-21-refit.md",
+        True,
+        {
+            "Llama-3.1-8B, PP2 to TP2": (Bar("reshard, in all", "13.0", OURS), Bar("mbridge and vLLM's loader", "497", RIVAL)),
+            "Qwen3-32B, PP2 to TP2": (Bar("reshard, in all", "49.3", OURS), Bar("mbridge and vLLM's loader", "1159", RIVAL)),
+            "Qwen3-30B-A3B, EP2 to TP2 EP": (Bar("reshard, in all", "18.2", OURS), Bar("mbridge and vLLM's loader", "11130", RIVAL)),
+        },
+    ),
+    Chart(
+        "conversion-times",
+        "A conversion of 2 GB in 1,182 tensors, two cores, synced to the disk",
+        "s",
+        "2026-11-25-one-of-each.md",
+        False,
+        {"": (Bar("cp -r", "0.94", FLOOR), Bar("hf-to-mcore", "0.96", OURS), Bar("mcore-to-hf", "0.95", OURS))},
+    ),
+)  # fmt: skip
+
+
+def draw(chart: Chart) -> str:
+    """Return the chart as SVG."""
+    rows = [(group, bar) for group, bars in chart.groups.items() for bar in bars]
+    largest = max(float(bar.figure) for _, bar in rows)
+    height, body, group_before = 40, [], None
+
+    def length(figure: float) -> float:
+        share = log10(figure) / log10(largest) if chart.logarithmic else figure / largest
+        return share * (WIDTH - LEFT - 90)
+
+    for group, bar in rows:
+        if group and group != group_before:
+            height += 6
+            body.append(f'<text x="16" y="{height + 16}" font-weight="600">{group}</text>')
+            height += ROW - 2
+            group_before = group
+        end = LEFT + length(float(bar.figure))
+        body += [
+            f'<text x="{LEFT - 10}" y="{height + 16}" text-anchor="end">{bar.label}</text>',
+            f'<rect x="{LEFT}" y="{height + 3}" width="{end - LEFT:.1f}" height="17" rx="2" fill="{bar.color}"/>',
+            f'<text class="n" x="{end + 6:.1f}" y="{height + 16}">{bar.figure} {chart.unit}</text>',
+        ]
+        height += ROW
+    size = f'viewBox="0 0 {WIDTH} {height + 12}" width="{WIDTH}" height="{height + 12}"'
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{chart.title}">',
+        "<style>text{font:13px system-ui,sans-serif;fill:#222}.n{fill:#555}</style>",
+        f'<rect width="{WIDTH}" height="{height + 12}" fill="#fff"/>',
+        f'<text x="16" y="24" font-weight="600">{chart.title}</text>',
+        *body,
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    for chart in CHARTS:
+        (ASSETS / f"{chart.name}.svg").write_text(draw(chart), encoding="utf-8")
+        print(chart.name)
