@@ -422,12 +422,24 @@ def _kept() -> dict[str, Result]:
     return results
 
 
+SUMMARY = """\
+| package | works | CI runs |
+|---|---|---|
+| Python | 3.10 to 3.13 | 3.12 |
+| Megatron-Core | 0.12 to main | 0.19 |
+| vLLM | 0.24 to 0.33 | 0.26 |
+| transformers | 4.57 on | 5.23 |
+
+There are no upper bounds: a newer version works, or is refused by name. The tables below are written by
+`python -m tests.matrix`, without a GPU; CI runs the versions of `tests/constraints.txt`.
+""".splitlines()
+
+
 def _write(kept: dict[str, Result]) -> None:
     lines = [
         "# Versions",
         "",
-        "What was run beside the versions in `tests/constraints.txt`, by `python -m tests.matrix`, without a GPU.",
-        "",
+        *SUMMARY,
     ]
     groups = list(dict.fromkeys(cell.group for cell in cells()))
     for group in groups:
