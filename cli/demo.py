@@ -7,12 +7,14 @@ from pathlib import Path
 
 import click
 
+from reshard.cli.output import json_option, print_json
 from reshard.cli.places import Place
 
 
 @click.command("demo")
 @click.option("--keep", type=Place(file_okay=False), help="Leave the checkpoints in this new directory.")
-def command(keep: str | None) -> None:
+@json_option
+def command(keep: str | None, as_json: bool) -> None:
     """Convert a small Qwen3-MoE to Megatron (TP2 PP2 EP2) and back, and prove each step. Takes half a minute,
     no GPU."""
     from reshard.core.errors import ReshardError
@@ -28,13 +30,18 @@ def command(keep: str | None) -> None:
             if not folder.absolute().parent.is_dir():
                 raise ReshardError(f"{folder.absolute().parent} is not a directory; create it first")
             folder.mkdir()
-        start, good = time.perf_counter(), True
+        start, good, steps = time.perf_counter(), True, []
         for step in run_demo(folder):
             good = good and step.ok
-            click.echo(
-                f"{'ok  ' if step.ok else 'FAIL'} {time.perf_counter() - start:5.1f} s  "
-                f"{step.title}: {step.outcome}"
+            seconds = time.perf_counter() - start
+            steps.append(
+                {"title": step.title, "outcome": step.outcome, "ok": step.ok, "seconds": round(seconds, 3)}
             )
-    click.echo("all steps agree, bit for bit" if good else "some steps do not agree")
+            if not as_json:
+                click.echo(f"{'ok  ' if step.ok else 'FAIL'} {seconds:5.1f} s  {step.title}: {step.outcome}")
+    if as_json:
+        print_json({"ok": good, "steps": steps})
+    else:
+        click.echo("all steps agree, bit for bit" if good else "some steps do not agree")
     if not good:
         raise click.exceptions.Exit(1)

@@ -21,9 +21,9 @@ COMMANDS = {
     "inspect": "Show what a checkpoint of either format holds.",
     "diff": "Compare two checkpoints bit for bit, whatever their formats.",
     "check": "Compare a checkpoint's bytes with its manifest.",
-    "plan": "Say what a refit of vLLM from Megatron would move, without a GPU.",
-    "memory": "Say what training a model at a layout needs of each GPU's memory.",
-    "parity": "Say whether two systems give the same logprobs.",
+    "plan": "Plan a refit of vLLM from Megatron, without a GPU.",
+    "memory": "Estimate the GPU memory of training at a layout, or find layouts that fit.",
+    "parity": "Compare the logprobs that two systems give the same prompts.",
     "demo": "Convert a small model there and back, and prove it with Megatron's own loader.",
 }
 
@@ -33,7 +33,8 @@ WITHOUT_MATRICES = {"hf-to-mcore", "mcore-to-hf", "inspect", "diff", "check", "m
 
 EPILOG = (
     "Exit codes: 0 done (diff: equal; check: intact; parity: within the limits); 1 a difference, a failed "
-    "check or an error, which is printed as one sentence; 2 a mistake in the command line; 130 interrupted."
+    "check or an error, which is printed as one sentence; 2 a mistake in the command line; 130 interrupted.\n\n"
+    "Guides and reference: the site in docs/ of the repository, which `mkdocs serve` shows there."
 )
 
 
@@ -66,7 +67,7 @@ class Commands(click.Group):
 
 
 @click.group(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__)
+@click.version_option(__version__, prog_name="reshard")
 def cli() -> None:
     """Move LLM weights between Hugging Face, Megatron-Core and vLLM, exactly and fast."""
     from reshard.models.config_fields import ignore_hint_for

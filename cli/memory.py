@@ -1,109 +1,29 @@
 """``reshard memory``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from reshard.cli.layout import (
-    LAYOUT_NAMES,
-    engine_option,
-    layout_options,
-    pop_layout,
-    trainer_option,
-    vllm_layout,
-)
+from reshard.cli.groups import grouped
+from reshard.cli.layout import LAYOUT_NAMES, layout_options, pop_layout, trainer_option, vllm_layout
+from reshard.cli.memory_options import GROUPS, memory_options
 from reshard.cli.output import ignore_option, json_option, print_json, print_note
 from reshard.cli.places import Place
 from reshard.core.errors import ReshardError
-from reshard.core.limits import MAX_VOCAB_MULTIPLE
 
 GIB = 1 << 30
 SHOWN = 16
-_SIZE = click.IntRange(min=1)
-_CROSS_ENTROPY = ["native", "te", "none"]
-_OPTIONS = (
-    click.option("--cp", "--context-parallel-size", "cp", type=_SIZE, default=1, show_default=True, help="Context parallel size."),
-    click.option("--cross-entropy-fusion-impl", "cross_entropy", type=click.Choice(_CROSS_ENTROPY), default="native", show_default=True),
-    click.option("--cp-comm-type", type=click.Choice(["p2p", "a2a", "all_gather"]), default="p2p", show_default=True),
-    click.option("--dp", "--data-parallel-size", "dp", type=_SIZE, help="Data parallel size (default: the least that EP needs)."),
-    click.option("--gpus", "--world-size", "gpus", type=_SIZE, help="All GPUs of the trainer, instead of --dp."),
-    click.option("--gpus-per-host", type=_SIZE, default=8, show_default=True),
-    click.option("--seq-length", type=_SIZE, default=4096, show_default=True, help="Tokens of a sequence."),
-    click.option("--micro-batch-size", type=_SIZE, default=1, show_default=True),
-    click.option("--num-microbatches", type=_SIZE, help="Microbatches of a step (default: four for each stage)."),
-    click.option("--global-batch-size", type=_SIZE, help="Sequences of a step, instead of --num-microbatches."),
-    click.option("--microbatch-group-size-per-vp-stage", "microbatch_group_size", type=_SIZE, help="Default: PP."),
-    click.option("--sequence-parallel/--no-sequence-parallel", default=None, help="Default: with TP."),
-    click.option(
-        "--recompute", metavar="WHAT", help="none, full, uniform:N, block:N, or modules such as moe_act,layernorm.",
-    ),
-    click.option("--recompute-granularity", type=click.Choice(["full", "selective"]), help="Megatron's, instead of --recompute."),
-    click.option("--recompute-method", type=click.Choice(["uniform", "block"])),
-    click.option("--recompute-num-layers", type=_SIZE),
-    click.option("--recompute-modules", metavar="A,B", help="Of --recompute-granularity selective."),
-    click.option("--grads", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="In which gradients accumulate."),
-    click.option("--distributed-optimizer/--no-distributed-optimizer", default=True, show_default=True),
-    click.option("--num-distributed-optimizer-instances", "optimizer_instances", type=_SIZE, default=1, show_default=True),
-    click.option(
-        "--main-params", "--main-params-dtype", "main_params", type=click.Choice(["fp32", "fp16", "int16"]), default="fp32",
-        show_default=True, help="int16: the precision-aware optimizer's remainders.",
-    ),
-    click.option(
-        "--exp-avg", "--exp-avg-dtype", "exp_avg", type=click.Choice(["fp32", "bf16", "fp16", "fp8"]), default="fp32", show_default=True,
-    ),
-    click.option(
-        "--exp-avg-sq", "--exp-avg-sq-dtype", "exp_avg_sq", type=click.Choice(["fp32", "bf16", "fp16", "fp8"]), default="fp32",
-        show_default=True,
-    ),
-    click.option(
-        "--optimizer-offload", "--optimizer-offload-fraction", "optimizer_offload", type=float, default=0.0, show_default=True,
-        help="Share of the optimizer in the host's memory, 0 to 1.",
-    ),
-    click.option("--imbalance", type=float, help="Tokens of the fullest expert parallel rank, in times of an even share."),
-    click.option(
-        "--moe-token-dispatcher-type", "dispatcher", type=click.Choice(["alltoall", "flex", "allgather"]), default="alltoall",
-        show_default=True,
-    ),
-    click.option("--overlap-moe-expert-parallel-comm", "overlap_expert_comm", is_flag=True, help="One more warm-up step."),
-    click.option("--fp8", "--fp8-recipe", "fp8", type=click.Choice(["delayed", "tensorwise", "blockwise", "mxfp8"])),
-    click.option("--fp8-param-gather", "fp8_params", is_flag=True, help="Parameters are held in fp8."),
-    click.option("--gradient-accumulation-fusion/--no-gradient-accumulation-fusion", default=True, show_default=True),
-    click.option(
-        "--make-vocab-size-divisible-by", type=click.IntRange(1, MAX_VOCAB_MULTIPLE), default=128, show_default=True,
-    ),
-    click.option("--gpu-memory", metavar="SIZE", help="80GB, 79.1GiB, or a card such as H100: exits 0 if it fits, else 1."),
-    engine_option("vLLM's sizes: tp=,pp=,dp=, and ep. Adds the phases of an RL step."),
-    click.option("--gpu-memory-utilization", "utilization", type=float, default=0.9, show_default=True, help="The engine's."),
-    click.option("--colocated/--separate", default=None, help="The engine on the trainer's GPUs, or on others."),
-    click.option(
-        "--trainer-offload", default="weights,grads,optimizer", show_default=True, metavar="WHAT",
-        help="What of the trainer is in the host's memory while it does not train; none for nothing.",
-    ),
-    click.option("--fit", is_flag=True, help="Search the layouts that fit; sizes that are given stay."),
-    click.option("--at-most-tp", type=_SIZE, help="Of --fit (default: the GPUs of a host)."),
-    click.option("--at-most-pp", type=_SIZE, help="Of --fit."),
-    click.option("--at-most-ep", type=_SIZE, help="Of --fit."),
-    click.option("--show", "count", type=_SIZE, default=10, show_default=True, help="Layouts that --fit shows."),
-    click.option("--tensors", is_flag=True, help="List the activations of the fullest stage."),
-    click.option("--html", type=click.Path(dir_okay=False), help="Write a page with pictures; needs reshard[parity]."),
-)  # fmt: skip
 
 
-def _all_options(command: Callable) -> Callable:
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
-
-
-@click.command("memory")
+@click.command("memory", cls=grouped(GROUPS))
 @click.option(
     "--model", "path", type=Place(), required=True, help="Directory of either format, config.json, or hub id."
 )
 @trainer_option(names="tp=,pp=,vpp=,ep=,etp=,dp=,cp=, ...")
 @layout_options
-@_all_options
+@memory_options
 @ignore_option
 @json_option
 @click.pass_context

@@ -46,6 +46,7 @@ def pages() -> Sybil:
         path=str(REPOSITORY),
         patterns=[
             "README.md",
+            "AGENTS.md",
             "docs/index.md",
             "docs/get-started.md",
             "docs/concepts/*.md",

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
+import reshard
 from reshard.core.extras import BASE
 from tests.environments import REPOSITORY, UV, attempt, build, clean, clone, environment, run, size_bytes
 from tests.install_vllm_cpu import environment_of_engine
@@ -102,6 +103,16 @@ def test_the_sdist_is_the_checkout_with_files_for_links(built, checkout):
     tracked = {name for name in run(["git", "-C", checkout, "ls-files"]).splitlines() if name not in LINKS}
     assert tracked - packed <= {".ci/run", ".gitignore"} and len(tracked) > 150
     assert {f"{link}/{path.name}" for link in LINKS for path in (checkout / link).glob("*.py")} <= packed
+
+
+def test_an_index_takes_the_sdist_and_the_wheel(built):
+    """The long description renders, and the metadata is valid."""
+    run([sys.executable, "-m", "twine", "check", "--strict", *built])
+
+
+def test_the_citation_has_the_version_of_the_package():
+    citation = (REPOSITORY / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {reshard.__version__}\n" in citation
 
 
 def test_the_wheel_is_typed_and_holds_the_package_alone(built):

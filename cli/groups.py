@@ -1,0 +1,25 @@
+"""Options of a command under headings, for commands with more of them than a screen."""
+
+from collections.abc import Mapping, Sequence
+
+import click
+
+
+def grouped(groups: Mapping[str, Sequence[str]]) -> type[click.Command]:
+    """Return a class of commands whose help lists options under these headings (heading to names of
+    parameters). Options that no group names come last."""
+
+    class GroupedCommand(click.Command):
+        def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+            headings = {name: heading for heading, names in groups.items() for name in names}
+            records: dict[str, list[tuple[str, str]]] = {heading: [] for heading in (*groups, "Output")}
+            for parameter in self.get_params(ctx):
+                record = parameter.get_help_record(ctx)
+                if record is not None:
+                    records[headings.get(parameter.name or "", "Output")].append(record)
+            for heading, lines in records.items():
+                if lines:
+                    with formatter.section(heading):
+                        formatter.write_dl(lines)
+
+    return GroupedCommand
