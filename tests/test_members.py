@@ -276,7 +276,7 @@ def test_a_member_0_that_is_stopped_is_named_within_the_time_limit():
             process.wait()
     seconds, kind, sentence = first.split(" ", 2)
     assert (
-        float(seconds) < 30 and kind == "ReshardError" and sentence.startswith("rank 0, which serves the hub")
+        float(seconds) < 30 and kind == "HubLostError" and sentence.startswith("rank 0, which serves the hub")
     )
     assert second.endswith("meet again to go on")
 

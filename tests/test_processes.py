@@ -164,9 +164,9 @@ def test_an_environment_that_makes_no_sense_is_one_sentence(size, rank, whole, t
 
 LATE = """
 import sys, time
-from reshard.storage.run import team
-plain = team._connect
-team._connect = lambda *where: (time.sleep(float(sys.argv[1])), plain(*where))[1]
+from reshard.comm import group, team
+plain = group.connect
+group.connect = lambda *where: (time.sleep(float(sys.argv[1])), plain(*where))[1]
 with team.Team.from_environment() as one:
     print(one.exchange(one.process), flush=True)
 """
@@ -228,5 +228,5 @@ def test_processes_that_do_not_know_the_secret_are_not_let_in():
     said = runs[1].communicate(timeout=120)[1]
     runs[0].kill()
     runs[0].communicate()
-    assert "process 1 is not let in by process 0 at 127.0.0.1" in said and "RESHARD_SECRET" in said
+    assert "cannot reach the others: rank 1 is not let in at 127.0.0.1" in said and "RESHARD_SECRET" in said
     assert not any(secret in said for secret in secrets)

@@ -15,6 +15,7 @@ nothing is unpickled. Nothing is encrypted.
 import hashlib
 import hmac
 import json
+import math
 import os
 import secrets
 import select
@@ -153,7 +154,7 @@ class Channel:
         connection.settimeout(None)
 
     def limit_sending(self, seconds: float) -> None:
-        """Break the channel where the other end does not take a message within so many seconds."""
+        """Break the channel where the other end does not take a message within so many seconds; 0 is no limit."""
         limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
@@ -169,8 +170,9 @@ class Channel:
                 raise BrokenChannelError(first_line(error)) from error
 
     def receive(self, within: float | None = None) -> Message | None:
-        """Return the next message, None where none comes within so many seconds. Raises BrokenChannelError."""
-        deadline = None if within is None else time.monotonic() + within
+        """Return the next message, None where none comes within so many seconds; None and infinity are no limit. Raises
+        BrokenChannelError."""
+        deadline = None if within is None or within == math.inf else time.monotonic() + within
         while not self.received:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:

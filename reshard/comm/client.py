@@ -1,6 +1,7 @@
 """A member's connection to the hub: requests and answers, failures that the hub reports, and signs of life."""
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,12 +10,24 @@ from typing import Any
 
 from reshard.comm.channel import BrokenChannelError, Channel, Message
 from reshard.comm.protocol import Alive, Fail, Failure, Request, encode
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, is_resumable
 
 LOOK_SECONDS = 0.1  # between two looks of a waiting member at what it watches
 ALIVE_EVERY_SECONDS = 0.5  # between two messages of a member that it is alive
 FAIL_SECONDS = 10.0  # for which a member that gives up waits until the hub knows
 GRACE_SECONDS = 5.0  # beyond the time limit, within which a hub that lives answers
+
+
+class TransactionFailedError(ReshardError):
+    """A member has given the transaction up, is gone, or is late: `failure`."""
+
+    def __init__(self, message: str, failure: Failure) -> None:
+        super().__init__(message, failure.resumable)
+        self.failure = failure
+
+
+class HubLostError(ReshardError):
+    """The process that has the hub is gone, or does not answer."""
 
 
 class HubClient:
@@ -35,6 +48,11 @@ class HubClient:
         self._last_alive = float("-inf")
         self._requests, self._lock = itertools.count(), threading.RLock()
         channel.limit_sending(timeout)
+
+    def wait_without_limit(self) -> None:
+        """Lift the time limit: from here on every wait takes as long as the others need, and live."""
+        self.timeout = math.inf
+        self.channel.limit_sending(0)
 
     def __del__(self) -> None:
         if hasattr(self, "channel"):
@@ -64,18 +82,18 @@ class HubClient:
     def fail(self, error: BaseException) -> None:
         """Tell the others why this member gives up, and wait until the hub knows."""
         with suppress(ReshardError):
-            self._fail(str(error) or type(error).__name__)
+            self._fail(str(error) or type(error).__name__, is_resumable(error))
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, resumable: bool = False) -> None:
         seconds = max(GRACE_SECONDS, min(self.timeout, FAIL_SECONDS))
-        answer = self._request(Fail(reason), seconds, watches=False).head
+        answer = self._request(Fail(reason, resumable), seconds, watches=False).head
         if answer.get("failed") is not None:
             self._failures[self.transaction_number] = Failure.from_json(answer["failed"])
 
     def _raise_failed(self) -> None:
         failure = self._failures.get(self.transaction_number)
         if failure is not None:
-            raise ReshardError(failure.sentence(self.names, self.rank))
+            raise TransactionFailedError(failure.sentence(self.names, self.rank), failure)
 
     def report_alive(self) -> None:
         """Say that this member is alive, from within a call that takes long; at most every `ALIVE_EVERY_SECONDS`."""
@@ -108,7 +126,7 @@ class HubClient:
         message = self._request(request, self.timeout + GRACE_SECONDS)
         if message.head.get("failed") is not None:
             failure = Failure.from_json(message.head["failed"])
-            raise ReshardError(failure.sentence(self.names, self.rank))
+            raise TransactionFailedError(failure.sentence(self.names, self.rank), failure)
         return message
 
     def _request(self, request: Request, seconds: float, watches: bool = True) -> Message:
@@ -155,10 +173,10 @@ class HubClient:
             self._lose(str(error))
 
     def _lose(self, why: str) -> None:
-        """Raise ReshardError: the hub is gone."""
+        """Raise HubLostError."""
         server, member = self.names[0], self.names[self.rank]
         again = ": meet again to go on" if self._lost else ""
         self._lost = why
-        raise ReshardError(
+        raise HubLostError(
             f"{server}, which serves the hub that the members meet at, does not answer {member} ({why}){again}"
         )

@@ -59,6 +59,7 @@ class RefitGroup(HubClient):
         super().__init__(channel, rank, size, timeout)
         self.address, self.secret = address, secret
         self.process_group: Any = None
+        self.hub: Hub | None = None  # in the first member's process
         self.local_address: str | None = None
         self.what = "connect"  # the transaction that goes on, in words
         self.version: int | None = None
@@ -82,10 +83,21 @@ class RefitGroup(HubClient):
                 "torch.distributed is not initialized: call init_process_group first, or use RefitGroup.join"
             )
         check_seconds(timeout, "timeout")
+        store = dist.distributed_c10d._get_default_store()
+        group = RefitGroup.of_store(store, dist.get_rank(), dist.get_world_size(), name, timeout, secret)
+        group.process_group = dist.group.WORLD
+        return group
+
+    @staticmethod
+    def of_store(
+        store: "dist.Store", rank: int, size: int, name: str, timeout: float, secret: str | None = None
+    ) -> "RefitGroup":
+        """Meet by a torch store that all of these processes have; for the rest see `of_process_group`."""
+        import torch.distributed as dist
+
         # What earlier groups of this name have left in the store must not be read again.
         _groups_made[name] += 1
-        store = dist.PrefixStore(f"{name}/{_groups_made[name]}", dist.distributed_c10d._get_default_store())
-        rank, size = dist.get_rank(), dist.get_world_size()
+        store = dist.PrefixStore(f"{name}/{_groups_made[name]}", store)
         own_secret = given_secret(secret)
         if rank == 0:
             hub_secret = own_secret if own_secret is not None else new_secret()
@@ -93,16 +105,14 @@ class RefitGroup(HubClient):
             group = _first(listener, secret_for("", hub_secret), size, timeout)
             meeting = {"address": group.address, "secret": None if own_secret is not None else hub_secret}
             _bounded(lambda: store.set("hub", json.dumps(meeting)), timeout, rank)
-        else:
-            text = _bounded(lambda: _looked_up(store, timeout), timeout, rank)
-            meeting = json.loads(text)
-            hub_secret = own_secret if own_secret is not None else meeting["secret"]
-            if hub_secret is None:
-                raise ReshardError(f"rank 0 has a secret of its own: {HOW}")
-            deadline = time.monotonic() + timeout
-            group = _joined(meeting["address"], secret_for("", hub_secret), rank, size, timeout, deadline)
-        group.process_group = dist.group.WORLD
-        return group
+            return group
+        text = _bounded(lambda: _looked_up(store, timeout), timeout, rank)
+        meeting = json.loads(text)
+        hub_secret = own_secret if own_secret is not None else meeting["secret"]
+        if hub_secret is None:
+            raise ReshardError(f"rank 0 has a secret of its own: {HOW}")
+        deadline = time.monotonic() + timeout
+        return _joined(meeting["address"], secret_for("", hub_secret), rank, size, timeout, deadline)
 
     @staticmethod
     def join(
@@ -270,7 +280,9 @@ def _first(
     hub.start()
     bound_address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        return _joined(address or bound_address, secret, 0, size, timeout, time.monotonic() + timeout)
+        group = _joined(address or bound_address, secret, 0, size, timeout, time.monotonic() + timeout)
+        group.hub = hub
+        return group
     except BaseException:
         hub.stop()
         raise

@@ -363,7 +363,7 @@ class Hub(Server):
     def _fail(self, client: Client, message: Message, request: Fail) -> None:
         transaction = self._transaction(client, message)
         if transaction is not None and not transaction.decided:
-            self._decide(transaction, Failure(client.rank, request.reason))
+            self._decide(transaction, Failure(client.rank, request.reason, resumable=request.resumable))
         failure = transaction.failure if transaction is not None else None
         self.send(client, {"id": message.head["id"], "failed": failure.to_json() if failure else None})
 

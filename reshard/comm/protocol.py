@@ -104,9 +104,10 @@ class Liveness(Request):
 
 @dataclass(frozen=True)
 class Fail(Request):
-    """This member gives the transaction up."""
+    """This member gives the transaction up; `resumable` says that what was done so far is worth keeping."""
 
     reason: str
+    resumable: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a transaction has failed: members that are gone, a `reason` that a member gives, or ranks that are late.
+    """Why a transaction has failed: members that are gone, a `reason` that a member gives, `resumable` or not, or ranks that are late.
 
     `by` is the rank that reports it. `late` ranks did not do `what` within `seconds`; of these, and of those that they wait for,
     the `unresponsive` ones neither wait nor say that they are alive.
@@ -196,6 +197,7 @@ class Failure:
     unresponsive: list[int] | None = None
     what: str = ""
     seconds: float = 0.0
+    resumable: bool = False
     OVER: ClassVar[str] = "this transaction is over"
 
     @staticmethod

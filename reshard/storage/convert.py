@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reshard.comm.team import Team
 from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE, check_number
@@ -22,7 +23,6 @@ from reshard.storage.io.streams import SLAB_BYTES, TensorInfo
 from reshard.storage.quantized import Quantized, Scheme, scheme_named
 from reshard.storage.run.conversion import Outcome, run_conversion
 from reshard.storage.run.job import ConversionJob, RunOptions
-from reshard.storage.run.team import Team
 from reshard.storage.run.workdir import Workdir
 from reshard.storage.run.workers import Progress, worker_count, workers_for
 from reshard.storage.sources.base import Source, has_tokenizer

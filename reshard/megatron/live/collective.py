@@ -4,8 +4,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from reshard.comm.team import Team
 from reshard.core.errors import ReshardError, rewrite_message
-from reshard.storage.run.team import Team
 
 
 def keyword_style_errors() -> AbstractContextManager[None]:

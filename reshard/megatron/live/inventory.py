@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from reshard.comm.team import Team
 from reshard.core.boxes import Box, whole
 from reshard.core.dtypes import DTYPES
 from reshard.core.errors import ReshardError, listed
@@ -12,7 +13,6 @@ from reshard.megatron.live.published_model import PublishedModel
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
 from reshard.storage.io.streams import TensorInfo
-from reshard.storage.run.team import Team
 
 
 class WriteAssignment(NamedTuple):

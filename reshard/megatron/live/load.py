@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard.comm.team import Team
 from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.core.gc import gc_paused
@@ -24,7 +25,6 @@ from reshard.models.model import Model
 from reshard.storage.io.boxes import BoxReader, Rows
 from reshard.storage.io.casts import float_dtype, is_exact, overflow_notice
 from reshard.storage.io.files import allow_many_files
-from reshard.storage.run.team import Team
 from reshard.storage.run.workers import Progress, run_jobs, worker_count
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.hf_hub import local_directory

@@ -37,6 +37,7 @@ from reshard.storage.io.files import OpenFiles, allow_many_files, write_error
 from reshard.storage.quantized import Quantized
 from reshard.storage.run.added_iteration import AddedIteration
 from reshard.storage.run.partial import SAVE
+from reshard.storage.run.share import files_of_process
 from reshard.storage.run.workdir import Workdir
 from reshard.storage.run.workers import worker_count
 from reshard.storage.sources.paths import iterations_in
@@ -207,7 +208,7 @@ class _Save:
         """Write this rank's share, check with the others that all is written, and publish the files."""
         team = self.team
         try:
-            frames = team.share(self.new.sizes)
+            frames = files_of_process(self.new.sizes, team.process, team.size)
             device = torch.device("cpu") if self.background else self.local.device
             writer = ShareWriter(
                 team,

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import xxhash
 
+from reshard.comm.team import Team
 from reshard.device.live_boxes import LiveBox, Slab, batches, slabs_of
 from reshard.device.staging import PINNED_BYTES, FromDevice, slab_bytes
 from reshard.megatron.live.inventory import Inventory
@@ -18,7 +19,6 @@ from reshard.storage.io.boxes import Rows, box_bytes, place_of, write_boxes
 from reshard.storage.io.files import OpenFiles, write_error
 from reshard.storage.io.streams import Strip, StripReader
 from reshard.storage.io.sync import EarlySync, NoSync
-from reshard.storage.run.team import Team
 from reshard.storage.run.workers import run_jobs
 from reshard.storage.sources.verify import checksum_of
 

@@ -71,6 +71,7 @@ class _Run:
             # An interrupt or a kill leaves the directory for --resume; what cannot be resumed goes
             # away.
             unusable = not is_resumable(error)
+            team.fail(error)
             raise
         finally:
             files.close()

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reshard.comm.team import Team
 from reshard.storage.destinations.base import Destination
 from reshard.storage.io.streams import Strip, TensorInfo
 from reshard.storage.quantized import Quantized
-from reshard.storage.run.team import Team
 from reshard.storage.run.workdir import Workdir
 from reshard.storage.run.workers import Progress
 from reshard.storage.sources.base import Source

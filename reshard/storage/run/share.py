@@ -2,7 +2,7 @@
 them not already."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from reshard.core.errors import ReshardError
 from reshard.storage.io.files import OpenFiles, write_error
@@ -30,7 +30,7 @@ class Share:
 
     def __init__(self, job: ConversionJob) -> None:
         self.job, self.root = job, job.workdir.tree
-        self.file_names = job.team.share(job.destination.sizes)
+        self.file_names = files_of_process(job.destination.sizes, job.team.process, job.team.size)
         self.paths = {name: self.root / name for name in sorted(self.file_names)}
         self.names, self.hashed = job.tensors_in(self.file_names)
         self.parts = [part for name in self.names for part in job.quantized.parts(name)]
@@ -178,6 +178,18 @@ class Share:
             sizes = {part: infos[part].size_bytes for part, places in strips.items() if places}
             outcomes = run_jobs(sizes, differs, job.options.workers, check=job.team.check)
             return [part for part, differ in outcomes.items() if differ]
+
+
+def files_of_process(sizes: dict[Any, int], process: int, processes: int) -> set[Any]:
+    """Return the files (of these, name to bytes) that one of several processes writes: contiguous
+    runs of about equal bytes."""
+    total, names, position = sum(sizes.values()) or 1, set(), 0
+    for name, n in sizes.items():
+        middle = position + n // 2
+        if min(processes - 1, middle * processes // total) == process:
+            names.add(name)
+        position += n
+    return names
 
 
 def _without_checksum(value: Done) -> Done:
