@@ -25,6 +25,8 @@ ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERR
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
 
+# What vLLM warms up with: on a CPU torch multiplies in fp8 so slowly that a batch of the default size takes minutes.
+SMALL_BATCHES = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
 PROMPTS = [[(7 * i + 3 * j) % 1000 for j in range(n)] for i, n in enumerate((9, 33, 21))]
 
 
@@ -34,7 +36,7 @@ def engine(path: str, **options):
 
     vllm_models.register()
     options = {"dtype": "float32"} | options
-    return LLM(path, skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, seed=0, kv_cache_memory_bytes=1 << 24,
+    return LLM(path, skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, **SMALL_BATCHES, seed=0, kv_cache_memory_bytes=1 << 24,
                disable_log_stats=True, distributed_executor_backend="external_launcher", **options)  # fmt: skip
 
 

@@ -64,7 +64,7 @@ class Engine(VllmCheckpointEngineRpcMixin):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM
 
-        self.llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=64,
+        self.llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=64, max_num_batched_tokens=64, max_num_seqs=8,
                        kv_cache_memory_bytes=1 << 24, worker_cls=worker, worker_extension_cls=EXTENSION)  # fmt: skip
 
 

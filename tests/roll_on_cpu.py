@@ -78,7 +78,7 @@ class Engine(ours.InferWorker):
             from roll.third_party.vllm.async_llm import CustomAsyncLLM as AsyncLLM
         self.strategy = VllmStrategy(self)
         self.strategy.model = AsyncLLM.from_engine_args(AsyncEngineArgs(
-            folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=64,
+            folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=64, max_num_batched_tokens=64, max_num_seqs=8,
             kv_cache_memory_bytes=1 << 24, disable_log_stats=True, worker_extension_cls=extension,
         ))  # fmt: skip
         await self.strategy.model.collective_rpc("custom_init_worker")

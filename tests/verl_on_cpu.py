@@ -116,7 +116,7 @@ class Server:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM
 
-        self.llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, enforce_eager=True,
+        self.llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, max_num_batched_tokens=64, max_num_seqs=8, enforce_eager=True,
                        kv_cache_memory_bytes=1 << 24, worker_extension_cls="reshard.integrations.verl_worker.VerlExtension")  # fmt: skip
         self.told: list = []
         self.waits, self.dies = "", ""
