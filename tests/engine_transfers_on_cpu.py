@@ -105,7 +105,7 @@ def transfer(pairs: list, url: str, port: int) -> dict:
     outcome["died"] = on_all_ranks(
         lambda: meet([LlmClient(llm)] if first else [], port + 1, engine_ranks=[1])
     )
-    link.link.members.timeout = 60
+    link.link.group.timeout = 60
     outcome["dead at a refit"] = on_all_ranks(lambda: link.send(11))
     if first:
         end_server(url)

@@ -47,7 +47,7 @@ def alike(one: dict, other: dict) -> int:
 
 def alone(link: Any, over: str) -> None:
     """The next refit of this member waits for nobody; when it is over there is a file of this name."""
-    refit, link.members.timeout = link.refit, 0.0
+    refit, link.group.timeout = link.refit, 0.0
 
     def refitted(*args: Any, **kwargs: Any) -> Any:
         try:

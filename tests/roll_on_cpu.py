@@ -168,7 +168,7 @@ class Trainer(ours.ActorWorker):
     def lose(self, over: str) -> None:
         """The second rank gives up before the first comes."""
         [updater] = self.strategy.weight_updaters.values()
-        (alone if updater.connection.link.members.rank else after)(updater.connection.link, over)
+        (alone if updater.connection.link.group.rank else after)(updater.connection.link, over)
 
 
 def without_gpu_figures() -> None:

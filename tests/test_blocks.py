@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from reshard.core.dtypes import DTYPES
 from reshard.quantization.fp8_blocks import BLOCK, FP8, ROUNDINGS, encode_as_vllm
-from reshard.refit.addresses import AT_ONCE, NO_SLOT, PARTS, Pieces
+from reshard.refit.addresses import NO_SLOT, PART_COLUMNS, UNSTAGED, Pieces
 from reshard.refit.codecs import CODECS, PLAIN, block_codec, codec_between
 from reshard.refit.fp8_blocks import split
 from reshard.refit.fp8_blocks.items import BF16, PLACES, cut, items_of, quantize_on_host, size_of
@@ -154,7 +154,7 @@ def test_both_ends_of_a_pair_cut_alike_and_what_travels_is_what_is_made_in_place
     source, destination, where, shapes = (
         np.array(columns, np.int64)[order] for columns in (*ends, into, extents)
     )
-    blocks, rounds = source[:, CODEC] != PLAIN, np.full(len(order), AT_ONCE)
+    blocks, rounds = source[:, CODEC] != PLAIN, np.full(len(order), UNSTAGED)
     asked = places_of_requests(where[blocks], shapes[blocks], source[blocks, CODEC])
     sends = PackedPair(Outgoing(source, rounds, where, asked), SRC, 1 << 16)
     receives = PackedPair(
@@ -227,7 +227,7 @@ def test_pieces_are_cut_so_that_each_block_is_one_ranks_or_has_a_slot_and_slots_
     requests = {rank: of_rank for rank, of_rank in requests.items() if of_rank}
     pieces = {
         rank: Pieces([name for name, *_ in of_rank], np.array([asked for _, asked, _ in of_rank]), np.array([into for *_, into in of_rank]),
-                     np.full((len(of_rank), PARTS), NO_SLOT)) for rank, of_rank in requests.items()
+                     np.full((len(of_rank), PART_COLUMNS), NO_SLOT)) for rank, of_rank in requests.items()
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(split, "SLAB_BYTES", limit)
@@ -252,7 +252,8 @@ def test_pieces_are_cut_so_that_each_block_is_one_ranks_or_has_a_slot_and_slots_
 
     assert elements(pieces) == elements(cut_pieces) and cut_pieces.keys() == pieces.keys()
     assert (
-        sum(int((p.asked[:, 3] * p.asked[:, 4]).sum()) for p in cut_pieces.values()) == shapes.prod(1).sum()
+        sum(int((p.requests[:, 3] * p.requests[:, 4]).sum()) for p in cut_pieces.values())
+        == shapes.prod(1).sum()
     )
     blocks: dict[tuple, set] = {}
     slab: dict[int, np.ndarray] = {}

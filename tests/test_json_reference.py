@@ -2,12 +2,12 @@
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from reshard.cli.main import cli
+from tests.warm import python_of_trainer
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "reference" / "json.md").read_text(encoding="utf-8")
 NESTED = {"differences", "ranks", "stages", "layouts"}  # whose items' fields the page lists, too
@@ -19,8 +19,8 @@ def documented(heading: str) -> set[str]:
 
 
 def printed(*arguments: object) -> dict:
-    done = CliRunner().invoke(cli, [*map(str, arguments), "--json"])
-    return json.loads(done.stdout)
+    command = [python_of_trainer(), "-m", "reshard", *map(str, arguments), "--json"]
+    return json.loads(subprocess.run(command, capture_output=True, text=True).stdout)
 
 
 def fields_of(document: dict) -> set[str]:

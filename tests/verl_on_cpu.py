@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from reshard.core.errors import ReshardError
 from tests.probe import alone, caught
 
 SECRET = "between these two processes"
@@ -221,7 +222,7 @@ async def ended(call) -> list:
     try:
         await call
     except Exception as error:
-        wrong = [type(error).__name__, str(error)]
+        wrong = ["ReshardError" if isinstance(error, ReshardError) else type(error).__name__, str(error)]
     return [*wrong, time.monotonic() - began]
 
 

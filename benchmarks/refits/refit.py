@@ -307,7 +307,7 @@ def main() -> None:
     from benchmarks.models import change
     from reshard.engines.vllm.live import VllmModel
     from reshard.refit import RefitGroup, connect
-    from reshard.refit.addresses import COUNT, ELEMENTS
+    from reshard.refit.addresses import COLUMN_COUNT, ROW_COUNT
     from reshard.trainers.megatron import MegatronModel
 
     change(MegatronModel(models), 0)
@@ -396,7 +396,7 @@ def main() -> None:
     sent = [0] * dist.get_world_size()
     for rank, pieces in link.receiver.pieces.items():
         if rank != dist.get_rank():
-            sent[rank] += 2 * int((pieces.asked[:, COUNT] * pieces.asked[:, ELEMENTS]).sum())
+            sent[rank] += 2 * int((pieces.requests[:, ROW_COUNT] * pieces.requests[:, COLUMN_COUNT]).sum())
     out = [sum(column) for column in zip(*everyone(sent), strict=True)]
     result |= {"link_bytes_per_second": wire, "memory_bytes_per_second": memory, "sent_bytes": out}
     result["wire_floor_seconds"] = max(max(result["peer_bytes"]), max(out)) / wire

@@ -4,7 +4,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -21,9 +21,14 @@ GRACE_SECONDS = 5.0  # beyond the time limit, within which a hub that lives answ
 class TransactionFailedError(ReshardError):
     """A member has given the transaction up, is gone, or is late: `failure`."""
 
-    def __init__(self, message: str, failure: Failure) -> None:
-        super().__init__(message, failure.resumable)
-        self.failure = failure
+    failure = Failure()
+
+    @staticmethod
+    def of(failure: Failure, names: Mapping[int, str], rank: int) -> "TransactionFailedError":
+        """Return it with the sentence for `rank`. It can be pickled, since actors raise it across processes."""
+        error = TransactionFailedError(failure.sentence(names, rank), failure.resumable)
+        error.failure = failure
+        return error
 
 
 class HubLostError(ReshardError):
@@ -93,7 +98,7 @@ class HubClient:
     def _raise_failed(self) -> None:
         failure = self._failures.get(self.transaction_number)
         if failure is not None:
-            raise TransactionFailedError(failure.sentence(self.names, self.rank), failure)
+            raise TransactionFailedError.of(failure, self.names, self.rank)
 
     def report_alive(self) -> None:
         """Say that this member is alive, from within a call that takes long; at most every `ALIVE_EVERY_SECONDS`."""
@@ -126,7 +131,7 @@ class HubClient:
         message = self._request(request, self.timeout + GRACE_SECONDS)
         if message.head.get("failed") is not None:
             failure = Failure.from_json(message.head["failed"])
-            raise TransactionFailedError(failure.sentence(self.names, self.rank), failure)
+            raise TransactionFailedError.of(failure, self.names, self.rank)
         return message
 
     def _request(self, request: Request, seconds: float, watches: bool = True) -> Message:

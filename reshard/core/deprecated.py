@@ -20,6 +20,7 @@ RENAMED_OPTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "executor": ("backend", lambda value: value),
     "exact": ("match_vllm_rounding", lambda value: value),
     "release": ("keep_mapped", operator.not_),
+    "members": ("group", lambda value: value),
     "vocab_divisible_by": ("make_vocab_size_divisible_by", lambda value: value),
 }
 

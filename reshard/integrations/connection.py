@@ -78,7 +78,7 @@ class Connection:
         def part() -> RefitReport:
             return link.refit(version, self.options.verify)
 
-        return part() if calls is None else calls.alongside(link.members, part)
+        return part() if calls is None else calls.alongside(link.group, part)
 
     def close(self) -> None:
         """Unmap the engines' memory, and forget them."""

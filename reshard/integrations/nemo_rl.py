@@ -130,7 +130,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
                 with members.watching(self._lobby_failure):
                     self.connection.connect(members, lambda: self._source(worker))
             assert self.connection.link is not None
-            with self.connection.link.members.watching(self._lobby_failure):
+            with self.connection.link.group.watching(self._lobby_failure):
                 self.connection.refit()
 
     async def receive_weight_batches(self) -> AsyncGenerator[list[tuple[str, Any]], None]:

@@ -216,10 +216,10 @@ class WeightTransfer:
             self.clients[index].start_weight_update()
             self.clients[index].update_weights(info)
 
-        report = self._call(update).alongside(self.link.members, lambda: self.link.refit(version, verify))
+        report = self._call(update).alongside(self.link.group, lambda: self.link.refit(version, verify))
         version_text = str(report.version)
         calls = self._call(lambda index: _finish(self.clients[index], version_text))
-        calls.wait_all(self.link.members.timeout)
+        calls.wait_all(self.link.group.timeout)
         return report
 
     def close(self) -> None:

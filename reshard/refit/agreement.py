@@ -108,6 +108,6 @@ def check_sides(greetings: Sequence[Greeting]) -> None:
         )
 
 
-def names_of(members: RefitGroup, ranks: Sequence[int]) -> str:
+def names_of(group: RefitGroup, ranks: Sequence[int]) -> str:
     """Return members' names, for an error or the log."""
-    return listed(members.names[rank] for rank in ranks)
+    return listed(group.names[rank] for rank in ranks)

@@ -40,7 +40,7 @@ ENGINES = "reshard.engines.VllmModel.from_llm(llm), or .from_worker(worker)"
 
 @accepts_renamed_options
 def connect(
-    members: RefitGroup,
+    group: RefitGroup,
     source: "Trainer | Callable[[], Trainer] | None" = None,
     destination: "Engine | Callable[[], Engine] | None" = None,
     *,
@@ -65,35 +65,35 @@ def connect(
     link: Link | None = None
     compiling: Thread | None = None
     try:
-        with members.transaction("connect"), gc_paused():
+        with group.transaction("connect"), gc_paused():
             backend = check_backend(backend)
             check_number(bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
             check_switch(keep_mapped, "keep_mapped")
             sides = (("trainer", source), ("inference", destination))
             roles = [role for role, side in sides if side is not None]
-            name = f"{' and '.join(roles) or 'idle'} rank {members.rank}"
+            name = f"{' and '.join(roles) or 'idle'} rank {group.rank}"
             own = Greeting(
                 name, roles, backend, bucket_bytes, keep_mapped or source is None, sorted(ignored())
             )
-            greetings = exchange_greetings(members, own)
+            greetings = exchange_greetings(group, own)
             # A trainer's process ignores fields by its own code; an engine's can only hear of them.
             fields = {field for greeting in greetings for field in greeting.ignored}
             with ignored_config_fields(*fields, recorded=True):
-                trainer: Trainer | None = _made(source, Trainer, "source", TRAINERS)
-                engine: Engine | None = _made(destination, Engine, "destination", ENGINES)
+                trainer: Trainer | None = _resolve_side(source, Trainer, "source", TRAINERS)
+                engine: Engine | None = _resolve_side(destination, Engine, "destination", ENGINES)
                 device = _device(trainer, engine)
                 compiling = _compile_ahead(trainer, engine, device)
-                devices = exchange_devices(members, DeviceInfo.of(device))
+                devices = exchange_devices(group, DeviceInfo.of(device))
                 check_sides(greetings)
-                agreed = agreement_of(members.rank, greetings, devices)
-                sender = Sender(trainer, members, agreed, device) if trainer is not None else None
-                receiver = Receiver(engine, members, agreed, device) if engine is not None else None
-                _exchange_requests(members, agreed, sender, receiver)
-                link = Link(members, agreed, sender, receiver, device)
-                link._set_up()
+                agreed = agreement_of(group.rank, greetings, devices)
+                sender = Sender(trainer, group, agreed, device) if trainer is not None else None
+                receiver = Receiver(engine, group, agreed, device) if engine is not None else None
+                _exchange_requests(group, agreed, sender, receiver)
+                link = Link(group, agreed, sender, receiver, device)
+                link.set_up()
                 if compiling is not None:
                     compiling.join()
-                members.commit()
+                group.commit()
     except BaseException:
         if compiling is not None:
             compiling.join()
@@ -105,16 +105,16 @@ def connect(
 
 
 def _exchange_requests(
-    members: RefitGroup, agreed: Agreement, sender: Sender | None, receiver: Receiver | None
+    group: RefitGroup, agreed: Agreement, sender: Sender | None, receiver: Receiver | None
 ) -> None:
     """Tell engines what trainers hold, and trainers which pieces engines want."""
     config = b""
     if receiver is not None:
         receiver.engine.refresh_regions()
-        config = post_config(members, receiver.engine.hf_config)
-    where = f"the config of {members.names[agreed.engines[0]]}"
+        config = post_config(group, receiver.engine.hf_config)
+    where = f"the config of {group.names[agreed.engines[0]]}"
     with readable(where):
-        model = Model.from_hf(one_config(members, agreed.engines, config), where)
+        model = Model.from_hf(one_config(group, agreed.engines, config), where)
     if sender is not None:
         sender.publish(model)
     if receiver is not None:
@@ -123,7 +123,7 @@ def _exchange_requests(
         sender.receive_requests()
 
 
-def _made(side: Any, kind: type, name: str, give: str) -> Any:
+def _resolve_side(side: Any, kind: type, name: str, give: str) -> Any:
     """Return a side of the refit, made now where a function was given for it. Raises ReshardError where it is something else."""
     if callable(side) and not isinstance(side, kind | torch.nn.Module):
         side = side()

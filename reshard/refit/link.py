@@ -12,7 +12,7 @@ import torch
 
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, first_line
-from reshard.refit.addresses import AT_ONCE, located
+from reshard.refit.addresses import UNSTAGED, region_addresses
 from reshard.refit.agreement import Agreement, names_of
 from reshard.refit.codecs import CODECS, PLAIN
 from reshard.refit.copies import wait_for_device
@@ -34,13 +34,13 @@ class Link:
 
     def __init__(
         self,
-        members: RefitGroup,
+        group: RefitGroup,
         agreed: Agreement,
         sender: Sender | None,
         receiver: Receiver | None,
         device: torch.device,
     ) -> None:
-        self.members, self.agreed, self.device = members, agreed, device
+        self.group, self.agreed, self.device = group, agreed, device
         self.sender, self.receiver = sender, receiver
         self.sent_digests = SentDigests(sender) if sender is not None else None
         self.received_digests = ReceivedDigests(receiver) if receiver is not None else None
@@ -49,7 +49,7 @@ class Link:
         self.version: int | None = None
         self.broken = False  # the last refit failed
         context = Context(
-            members,
+            group,
             device,
             agreed.backend,
             agreed.bucket_bytes,
@@ -59,11 +59,11 @@ class Link:
         )
         self.transports: list[Transport] = [transport(context) for transport in TRANSPORTS]
         if receiver is not None:
-            receiver.engine.timeout = members.timeout
+            receiver.engine.timeout = group.timeout
 
     # Connecting
 
-    def _set_up(self) -> None:
+    def set_up(self) -> None:
         """Make the first tables, and let transports agree with all members."""
         if self.receiver is not None:
             self.receiver.read_answers()
@@ -73,7 +73,7 @@ class Link:
             transport.negotiate()
         if any(transport.is_blocking for transport in self.transports):
             for transport in self.transports:
-                transport.leave_room()
+                transport.share_gpu()
         self._release()
 
     def _exchange_unmapped(self) -> None:
@@ -85,13 +85,13 @@ class Link:
                 for transport in self.transports
                 for pair in transport.unmappable(self._memory_by(transport, within_process=False))
             ]
-            self.agreed.unmapped.update(exchange_unmapped(self.members, unmapped, self.agreed.trainers))
+            self.agreed.unmapped.update(exchange_unmapped(self.group, unmapped, self.agreed.trainers))
         if self.receiver is not None:
-            names = self.members.names
+            names = self.group.names
             for rank in self.receiver.pieces:
-                if why := self.agreed.why_apart(rank, self.members.rank):
+                if why := self.agreed.why_apart(rank, self.group.rank):
                     log.warning(
-                        "%s gets the bytes of %s in buckets: %s", names[self.members.rank], names[rank], why
+                        "%s gets the bytes of %s in buckets: %s", names[self.group.rank], names[rank], why
                     )
 
     def _memory_by(self, transport: Transport, within_process: bool = True) -> dict[int, TrainerMemory]:
@@ -144,21 +144,21 @@ class Link:
         start = time.perf_counter()
         self.refits += 1
         try:
-            with self.members.transaction(f"refit {self.refits}"):
+            with self.group.transaction(f"refit {self.refits}"):
                 wanted = _checked(version)
                 sender_moved, receiver_moved = self._find_moved()
                 note = self.sender.memory_digest.hex() if self.sender is not None else ""
-                agreed_version = self.members.prepare(wanted, note, verify)
+                agreed_version = self.group.prepare(wanted, note, verify)
                 self._follow(sender_moved, receiver_moved)
                 prepared_at = time.perf_counter()
                 if self.receiver is not None:
                     self.receiver.engine.begin()
                 self._bounded(self._transfer)
                 transferred_at = time.perf_counter()
-                if self.members.verify:
+                if self.group.verify:
                     self._verify()
                 self._release()
-                self.members.commit()
+                self.group.commit()
         except BaseException:
             self._clean_up()
             raise
@@ -195,13 +195,13 @@ class Link:
         """Let the trainer's ranks finish what training has put off; not before all have come, since torch bounds their wait for each
         other by a limit of its own."""
         sender.source.check_memory(self.device)
-        self.members.post("sync")
-        self.members.wait("sync", self.agreed.trainers)
-        with self.members.reporting_alive():
+        self.group.post("sync")
+        self.group.wait("sync", self.agreed.trainers)
+        with self.group.reporting_alive():
             sender.source.sync_params()
-            if not wait_for_device(self.device, self.members.timeout):
+            if not wait_for_device(self.device, self.group.timeout):
                 raise ReshardError(
-                    f"the trainer's parameters were not gathered after its last step within {self.members.timeout:g} s"
+                    f"the trainer's parameters were not gathered after its last step within {self.group.timeout:g} s"
                 )
 
     def _follow(self, sender_moved: bool, receiver_moved: bool) -> None:
@@ -210,16 +210,16 @@ class Link:
         tables_hold = not self.broken and not receiver_moved and not (sender_moved and self._sends())
         moved: list[int] = []
         if self.receiver is not None:
-            moved = self.receiver.read_moved(self.members.notes_of(self.receiver.pieces))
+            moved = self.receiver.read_moved(self.group.notes_of(self.receiver.pieces))
             for transport in self.transports:
-                tables_hold = tables_hold and transport.follow(self._memory_by(transport))
+                tables_hold = tables_hold and transport.update_addresses(self._memory_by(transport))
         if not tables_hold:
             self._prepare()
         for transport in self.transports:
             if self.broken:
                 transport.renew()
             if moved and self.receiver is not None:
-                transport.keep_only(self.receiver.memory)
+                transport.unmap_except(self.receiver.memory)
         self.broken = False
 
     def _sends(self) -> bool:
@@ -231,7 +231,7 @@ class Link:
 
     def _transfer(self) -> None:
         """Carry out all copies, and let the engine process the rounds that it processes itself."""
-        self._run_rounds((AT_ONCE, *self._rounds()), self.receiver.process_round if self.receiver else None)
+        self._run_rounds((UNSTAGED, *self._rounds()), self.receiver.process_round if self.receiver else None)
         if self.receiver is not None:
             self.receiver.engine.update_derived()
 
@@ -258,7 +258,7 @@ class Link:
             raise failure
 
     def _rounds(self) -> list[int]:
-        """Return the numbers of the rounds in which this member takes part, besides `AT_ONCE`."""
+        """Return the numbers of the rounds in which this member takes part, besides `UNSTAGED`."""
         return sorted({number for transport in self.transports for number in transport.numbers})
 
     def _run(self, number: int) -> None:
@@ -275,16 +275,16 @@ class Link:
         # On a GPU work is only enqueued, and waited for below, unless a transport blocks.
         blocks = self.device.type == "cpu" or any(transport.is_blocking for transport in self.transports)
         try:
-            with self.members.reporting_alive() if blocks else nullcontext():
+            with self.group.reporting_alive() if blocks else nullcontext():
                 work()
-            finished = wait_for_device(self.device, self.members.timeout, self.members.report_alive)
-            reason = f"nothing arrived within {self.members.timeout:g} s"
+            finished = wait_for_device(self.device, self.group.timeout, self.group.report_alive)
+            reason = f"nothing arrived within {self.group.timeout:g} s"
         except RuntimeError as error:
             finished, reason = False, first_line(error)
         if not finished:
-            self.members.check()
-            unresponsive = names_of(self.members, self.members.unresponsive_ranks())
-            self.members.check()  # somebody may have said why meanwhile
+            self.group.check()
+            unresponsive = names_of(self.group, self.group.unresponsive_ranks())
+            self.group.check()  # somebody may have said why meanwhile
             raise ReshardError(f"the exchange broke off ({reason}); {unresponsive or 'no member'} is silent")
 
     def _clean_up(self) -> None:
@@ -294,7 +294,7 @@ class Link:
         if self.sender is not None:
             self.sender.forget()
         with suppress(ReshardError, RuntimeError):
-            if wait_for_device(self.device, self.members.timeout):  # not under a kernel that reads it
+            if wait_for_device(self.device, self.group.timeout):  # not under a kernel that reads it
                 self._release()
                 # A kernel of a blocking transport may wait for a dead partner for ever, and the driver would wait for that.
                 if not any(transport.is_blocking for transport in self.transports):
@@ -310,7 +310,7 @@ class Link:
         if self.sent_digests is not None:
             self.sent_digests.post()
         # Nobody begins to transfer once more with one that has failed.
-        self.members.gather("moved", b"")
+        self.group.gather("moved", b"")
         self._bounded(self._transfer_rounds_again)
         if self.received_digests is not None:
             shards: dict[int, np.ndarray] = {}
@@ -324,9 +324,9 @@ class Link:
         """Unmap the trainers' memory, where mappings were to stay (`connect(keep_mapped=True)`). Every member calls this."""
         self.keep_mapped, kept = False, self.keep_mapped
         try:
-            with self.members.transaction("release"):
+            with self.group.transaction("release"):
                 self._release()
-                self.members.commit()
+                self.group.commit()
         finally:
             self.keep_mapped = kept
 
@@ -351,7 +351,7 @@ class Link:
         }
 
     def _describe_routes(self, receiver: Receiver) -> list[dict[str, Any]]:
-        memory = located(receiver.engine.regions.values())
+        memory = region_addresses(receiver.engine.regions.values())
         routes = []
         for rank, route in receiver.routes().items():
             table = receiver.copies(rank, memory)
@@ -362,11 +362,11 @@ class Link:
             }
             routes.append(
                 {
-                    "from": self.members.names[rank],
+                    "from": self.group.names[rank],
                     "route": route,
                     "bytes": bytes_of(table),
                     "cast": cast,
-                    "apart": self.agreed.why_apart(rank, self.members.rank),
+                    "apart": self.agreed.why_apart(rank, self.group.rank),
                 }
             )
         return routes

@@ -12,7 +12,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Placement
 from reshard.core.planner import PlanError, Transfer, make_plan
 from reshard.engines.base import Engine
-from reshard.refit.addresses import IN_ROUND, NO_SLOT, Pieces, staged_rounds_of
+from reshard.refit.addresses import NO_SLOT, PART_ROUND, Pieces, staged_rounds_of
 from reshard.refit.codecs import codec_between
 from reshard.refit.fp8_blocks.items import SHAPE, places_of
 from reshard.refit.protocol.held import HeldTensors
@@ -59,10 +59,12 @@ def plan_pieces(
 def build_requests(engine: Engine, pieces: Pieces) -> np.ndarray:
     """Return the rows in which a trainer's rank is asked for pieces (`reshard.refit.addresses`)."""
     if not engine.scales and not engine.staged_rounds:
-        return pieces.asked
-    index, in_parts = pieces.into[:, 0], pieces.parts[:, IN_ROUND]
+        return pieces.requests
+    index, in_parts = pieces.destinations[:, 0], pieces.parts[:, PART_ROUND]
     rounds = np.where(in_parts != NO_SLOT, in_parts, staged_rounds_of(engine)[index])
-    return np.concatenate([pieces.asked, pieces.into, places_of(engine)[index, SHAPE], rounds[:, None]], 1)
+    return np.concatenate(
+        [pieces.requests, pieces.destinations, places_of(engine)[index, SHAPE], rounds[:, None]], 1
+    )
 
 
 def _codecs(engine: Engine, sources: "Sources", where: str) -> dict[tuple[str, Any], int]:

@@ -12,12 +12,12 @@ from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.engines.base import Engine
 from reshard.refit.addresses import (
-    ASKED,
-    AT_ONCE,
-    IN_ROUND,
+    PART_ROUND,
+    REQUEST_COLUMNS,
+    UNSTAGED,
     Pieces,
     destination_table,
-    located,
+    region_addresses,
     staged_rounds_of,
 )
 from reshard.refit.agreement import Agreement
@@ -44,8 +44,8 @@ _planned: WeakKeyDictionary[Engine, tuple[str, dict[int, Pieces], dict[int, Shar
 class Receiver:
     """An inference rank in a connection: which pieces it needs, and where the trainer's ranks have them."""
 
-    def __init__(self, engine: Engine, members: RefitGroup, agreed: Agreement, device: torch.device) -> None:
-        self.engine, self.members, self.agreed, self.device = engine, members, agreed, device
+    def __init__(self, engine: Engine, group: RefitGroup, agreed: Agreement, device: torch.device) -> None:
+        self.engine, self.group, self.agreed, self.device = engine, group, agreed, device
         # By trainer's rank: the pieces wanted of it, its shards' sizes, and its memory.
         self.pieces: dict[int, Pieces] = {}
         self.sizes: dict[int, ShardSizes] = {}
@@ -58,16 +58,16 @@ class Receiver:
     def plan(self, where: str) -> None:
         """Plan which pieces this rank needs of which trainer's rank, and post the requests; `where` names the served model."""
         messages = {
-            rank: (self.members.read("held", rank), self.members.read("parts", rank))
+            rank: (self.group.read("held", rank), self.group.read("parts", rank))
             for rank in self.agreed.trainers
         }
-        names = self.members.names
+        names = self.group.names
         if self.engine.optional:
             offered = {
                 name for rank, (header, _) in messages.items() for name in names_held(header, names[rank])
             }
             self.engine.select_optional(self.engine.optional & offered)
-        position = self.agreed.engines.index(self.members.rank)
+        position = self.agreed.engines.index(self.group.rank)
         distances = {rank: self.agreed.distance(rank) for rank in self.agreed.trainers}
         roundings = sorted({scales.rounding for scales in self.engine.scales.values()})
         key = _digest(
@@ -85,18 +85,18 @@ class Receiver:
             _planned[self.engine] = key, self.pieces, self.sizes
         for rank in self.agreed.trainers:
             if rank in self.pieces:
-                asked = build_requests(self.engine, self.pieces[rank])
+                requests = build_requests(self.engine, self.pieces[rank])
             else:
-                asked = np.zeros((0, ASKED), np.int64)
-            request = PieceRequest(digest(*messages[rank]), asked).encode()
+                requests = np.zeros((0, REQUEST_COLUMNS), np.int64)
+            request = PieceRequest(digest(*messages[rank]), requests).encode()
             self.request_digests[rank] = digest(request)
-            self.members.post(PieceRequest.key(rank), request)
+            self.group.post(PieceRequest.key(rank), request)
 
     def _may_be_sent_blocks(self) -> bool:
         """Return True where a trainer's rank may come to send blocks to this one."""
         if not self.engine.scales or self.agreed.backend == CUDA_IPC:
             return False
-        own_rank = self.members.rank
+        own_rank = self.group.rank
         others = [rank for rank in self.agreed.trainers if rank != own_rank]
         if self.agreed.backend != "auto":
             return bool(others)
@@ -109,22 +109,22 @@ class Receiver:
         self, held: Mapping[int, HeldTensors], distances: Mapping[int, int], position: int, where: str
     ) -> dict[int, Pieces]:
         """Return the pieces that this rank needs, by trainer's rank, each from the nearest that holds it."""
-        pieces = plan_pieces(self.engine, held, self.members.names, distances, position, where)
+        pieces = plan_pieces(self.engine, held, self.group.names, distances, position, where)
         if not self._may_be_sent_blocks():
             return pieces
-        first_round = max(self.engine.staged_rounds.values(), default=AT_ONCE) + 1
+        first_round = max(self.engine.staged_rounds.values(), default=UNSTAGED) + 1
         return split_pieces(pieces, places_of(self.engine)[:, SHAPE], first_round)
 
     def read_answers(self) -> None:
         """Read what the trainer's ranks were asked for as they read it, and where their memory is. Raises ReshardError where one has
         read another request than this rank sent."""
-        answers = self.members.read_all("asked", self.agreed.trainers)
-        own_position = self.agreed.engines.index(self.members.rank)
+        answers = self.group.read_all("asked", self.agreed.trainers)
+        own_position = self.agreed.engines.index(self.group.rank)
         for rank, payload in zip(self.agreed.trainers, answers, strict=True):
-            who = self.members.names[rank]
+            who = self.group.names[rank]
             answer = RequestsRead.decode(payload, len(self.agreed.engines), who)
             if answer.request_digests[own_position] != self.request_digests[rank]:
-                own_name = self.members.names[self.members.rank]
+                own_name = self.group.names[self.group.rank]
                 raise ReshardError(
                     f"{who} has heard {own_name} ask for something else than it has asked for: connect again"
                 )
@@ -133,18 +133,18 @@ class Receiver:
 
     def _read_memory(self, rank: int, expected_digest: bytes) -> None:
         """Read and check what a trainer's rank has posted of its memory."""
-        memory = TrainerMemory.read(self.members, rank, expected_digest)
+        memory = TrainerMemory.read(self.group, rank, expected_digest)
         pieces = self.pieces[rank]
-        mapped = self.agreed.route(rank, self.members.rank, memory.exported) == CUDA_IPC
-        names = self.members.names
-        check_regions(memory, pieces.asked, self.sizes[rank], mapped, names[rank], pieces.names)
+        mapped = self.agreed.route(rank, self.group.rank, memory.exported) == CUDA_IPC
+        names = self.group.names
+        check_regions(memory, pieces.requests, self.sizes[rank], mapped, names[rank], pieces.names)
         self.memory[rank], self.memory_digests[rank] = memory, expected_digest
 
     def read_moved(self, notes: Mapping[int, str]) -> list[int]:
         """Read anew the memory of the trainer's ranks whose notes have another digest; return these ranks."""
         moved = []
         for rank, note in notes.items():
-            with readable(f"the note of {self.members.names[rank]}"):
+            with readable(f"the note of {self.group.names[rank]}"):
                 noted = bytes.fromhex(note)
                 if len(noted) != DIGEST_BYTES:
                     raise ValueError(f"a digest of {len(noted)} bytes")
@@ -156,21 +156,20 @@ class Receiver:
     def routes(self) -> dict[int, str]:
         """Return how this rank gets its pieces, by trainer's rank."""
         return {
-            rank: self.agreed.route(rank, self.members.rank, self.memory[rank].exported)
-            for rank in self.pieces
+            rank: self.agreed.route(rank, self.group.rank, self.memory[rank].exported) for rank in self.pieces
         }
 
     def incoming(self) -> dict[str, dict[int, Incoming]]:
         """Return what this rank gets, by route and trainer's rank, from where everything is now."""
         incoming: dict[str, dict[int, Incoming]] = {LOCAL: {}, **{kind.name: {} for kind in TRANSPORTS}}
-        memory, places = located(self.engine.regions.values()), places_of(self.engine)
+        memory, places = region_addresses(self.engine.regions.values()), places_of(self.engine)
         routes = self.routes()
         self.slab.arrange(self.pieces, [rank for rank, route in routes.items() if route in SENT])
         for rank, route in routes.items():
             pieces = self.pieces[rank]
             table, rounds = self.copies(rank, memory), self.rounds_of(rank)
             incoming[route][rank] = Incoming(
-                table, rounds, pieces.asked, pieces.into, self.memory[rank], places
+                table, rounds, pieces.requests, pieces.destinations, self.memory[rank], places
             )
             if route in SENT:
                 compile_block_kernels(table[BLOCKWISE[table[:, CODEC]], CODEC], False, self.device)
@@ -185,8 +184,8 @@ class Receiver:
     def rounds_of(self, rank: int) -> np.ndarray:
         """Return the round in which each piece of a trainer's rank comes."""
         pieces = self.pieces[rank]
-        of_regions = staged_rounds_of(self.engine)[pieces.into[:, 0]]
-        rounds: np.ndarray = np.where(self.slab.through[rank], pieces.parts[:, IN_ROUND], of_regions)
+        of_regions = staged_rounds_of(self.engine)[pieces.destinations[:, 0]]
+        rounds: np.ndarray = np.where(self.slab.through[rank], pieces.parts[:, PART_ROUND], of_regions)
         return rounds
 
     @property

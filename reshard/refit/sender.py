@@ -11,16 +11,16 @@ from reshard.core.errors import ReshardError
 from reshard.device.cuda import Allocation, exported, frees_of, generation_of, is_exportable
 from reshard.models.model import Model
 from reshard.refit.addresses import (
-    ASKED,
-    AT_ONCE,
-    ENCODED,
-    EXTENT,
-    ROUND,
+    DESTINATION,
+    DESTINATION_SHAPE,
+    REQUEST_CODEC,
+    REQUEST_COLUMNS,
     SHARD,
-    WHERE,
+    STAGED_ROUND,
+    UNSTAGED,
     allocations_of,
     as_sent,
-    located,
+    region_addresses,
     source_table,
 )
 from reshard.refit.agreement import Agreement
@@ -45,9 +45,9 @@ _published: WeakKeyDictionary[Trainer, tuple[tuple[Model, list[torch.dtype]], by
 class Sender:
     """A trainer's rank in a connection: what inference ranks ask it for, and where its memory is."""
 
-    def __init__(self, source: Trainer, members: RefitGroup, agreed: Agreement, device: torch.device) -> None:
-        self.source, self.members, self.agreed, self.device = source, members, agreed, device
-        self.asked: dict[int, np.ndarray] = {}  # `Pieces.asked` by inference rank
+    def __init__(self, source: Trainer, group: RefitGroup, agreed: Agreement, device: torch.device) -> None:
+        self.source, self.group, self.agreed, self.device = source, group, agreed, device
+        self.requests: dict[int, np.ndarray] = {}  # `Pieces.requests` by inference rank
         self.sizes = ShardSizes.of([], [])
         self.held_digest = self.memory_digest = b""  # of what was last posted
         # Addresses and allocations of the parameters when this rank last posted them, and torch's count of frees then.
@@ -68,27 +68,29 @@ class Sender:
             self.sizes = ShardSizes.of(held, dtype_names)
             _published[self.source] = (model, dtypes), header, parts, self.sizes
         self.held_digest = digest(header, parts)
-        self.members.post("held", header)
-        self.members.post("parts", parts)
+        self.group.post("held", header)
+        self.group.post("parts", parts)
 
     def receive_requests(self) -> None:
         """Read which pieces every inference rank wants, and post where they are."""
         engines = self.agreed.engines
-        requests = self.members.read_all(PieceRequest.key(self.members.rank), engines)
-        asked = {rank: self._pieces(rank, request) for rank, request in zip(engines, requests, strict=True)}
-        self.asked = {rank: pieces for rank, pieces in asked.items() if len(pieces)}
+        messages = self.group.read_all(PieceRequest.key(self.group.rank), engines)
+        requests = {
+            rank: self._pieces(rank, message) for rank, message in zip(engines, messages, strict=True)
+        }
+        self.requests = {rank: pieces for rank, pieces in requests.items() if len(pieces)}
         self.posted = self._find_memory()
         self._post_memory()
-        answer = RequestsRead(self.memory_digest, [digest(request) for request in requests])
-        self.members.post("asked", answer.encode())
+        answer = RequestsRead(self.memory_digest, [digest(message) for message in messages])
+        self.group.post("asked", answer.encode())
 
     def _pieces(self, rank: int, payload: bytes) -> np.ndarray:
         """Return the pieces that an inference rank wants. Raises ReshardError where this rank does not have them, or where that one
         has read something else of what this one holds than was sent."""
-        who = self.members.names[rank]
+        who = self.group.names[rank]
         request = PieceRequest.decode(payload, who)
         if request.held_digest != self.held_digest:
-            own_name = self.members.names[self.members.rank]
+            own_name = self.group.names[self.group.rank]
             raise ReshardError(
                 f"{who} has heard something else of what {own_name} holds than it has said: connect again"
             )
@@ -127,10 +129,10 @@ class Sender:
 
     def _read_by_others(self) -> list[int]:
         """Return the shards of this rank that other processes read where they lie, if they can."""
-        own_rank = self.members.rank
+        own_rank = self.group.rank
         shards = [
-            asked[:, SHARD]
-            for rank, asked in self.asked.items()
+            requests[:, SHARD]
+            for rank, requests in self.requests.items()
             if self.agreed.route(own_rank, rank, exported=True) == CUDA_IPC
         ]
         return np.unique(np.concatenate(shards)).tolist() if shards else []
@@ -145,32 +147,34 @@ class Sender:
                 "processes (expandable segments, or a virtual memory pool): use "
                 "backend='auto', or unset PYTORCH_CUDA_ALLOC_CONF"
             )
-        address, pitch, itemsize = located(self.source.regions).T
+        address, pitch, itemsize = region_addresses(self.source.regions).T
         handles = [(a.base, a.size, exported(a.base)) for a in allocations] if self.exported else []
         memory = TrainerMemory(np.stack([address, pitch * itemsize], 1), handles, self.exported)
-        self.memory_digest = memory.post(self.members)
+        self.memory_digest = memory.post(self.group)
 
     def routes(self) -> dict[int, str]:
         """Return how inference ranks get their pieces from here."""
-        return {rank: self.agreed.route(self.members.rank, rank, self.exported) for rank in self.asked}
+        return {rank: self.agreed.route(self.group.rank, rank, self.exported) for rank in self.requests}
 
     def outgoing(self) -> dict[str, dict[int, Outgoing]]:
         """Return what this rank sends, by route and inference rank."""
         outgoing: dict[str, dict[int, Outgoing]] = {route: {} for route in SENT}
-        memory = located(self.source.regions)
+        memory = region_addresses(self.source.regions)
         for rank, route in self.routes().items():
             if route in SENT:
-                outgoing[route][rank] = self.sent(memory, self.asked[rank])
+                outgoing[route][rank] = self.sent(memory, self.requests[rank])
         return outgoing
 
-    def sent(self, memory: np.ndarray, asked: np.ndarray) -> Outgoing:
+    def sent(self, memory: np.ndarray, requests: np.ndarray) -> Outgoing:
         """Return what an inference rank gets that asks for these pieces; `memory` is `located` of this rank's regions."""
-        asked = as_sent(asked)
-        table, count = source_table(memory, asked), len(asked)
-        if asked.shape[1] == ASKED:
-            into, places = np.zeros((count, 3), np.int64), np.zeros((0, PLACES), np.int64)
-            return Outgoing(table, np.full(count, AT_ONCE), into, places)
-        blocks = asked[BLOCKWISE[asked[:, ENCODED]]]
-        compile_block_kernels(blocks[:, ENCODED], True, self.device)
-        places = places_of_requests(blocks[:, WHERE], blocks[:, EXTENT], blocks[:, ENCODED])
-        return Outgoing(table, asked[:, ROUND], asked[:, WHERE], places)
+        requests = as_sent(requests)
+        table, count = source_table(memory, requests), len(requests)
+        if requests.shape[1] == REQUEST_COLUMNS:
+            destinations, places = np.zeros((count, 3), np.int64), np.zeros((0, PLACES), np.int64)
+            return Outgoing(table, np.full(count, UNSTAGED), destinations, places)
+        blocks = requests[BLOCKWISE[requests[:, REQUEST_CODEC]]]
+        compile_block_kernels(blocks[:, REQUEST_CODEC], True, self.device)
+        places = places_of_requests(
+            blocks[:, DESTINATION], blocks[:, DESTINATION_SHAPE], blocks[:, REQUEST_CODEC]
+        )
+        return Outgoing(table, requests[:, STAGED_ROUND], requests[:, DESTINATION], places)

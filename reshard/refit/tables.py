@@ -132,7 +132,7 @@ def tiles_of(table: np.ndarray, tile_bytes: int = TILE_BYTES) -> tuple[np.ndarra
 
 
 def tile_count(table: np.ndarray, tile_bytes: int = TILE_BYTES) -> int:
-    """Return how many tiles `tiles_of` cuts copies into."""
+    """Return how many tiles `tiles_of` cuts copies destinations."""
     rows, width = table[:, ROWS], table[:, WIDTH]
     read = bytes_in_source(width, table[:, CODEC])
     contiguous = (rows == 1) | ((table[:, SRC_PITCH] == read) & (table[:, DST_PITCH] == width))

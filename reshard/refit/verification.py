@@ -10,14 +10,14 @@ import numpy as np
 
 from reshard.core.errors import ReshardError, listed
 from reshard.refit.addresses import (
-    AT_ONCE,
-    ELEMENTS,
-    ENCODED,
-    as_held,
-    as_read,
+    COLUMN_COUNT,
+    REQUEST_CODEC,
+    UNSTAGED,
+    as_fragments,
     as_sent,
     destination_table,
-    located,
+    reading_destination,
+    region_addresses,
     source_table,
 )
 from reshard.refit.codecs import BLOCKWISE
@@ -40,21 +40,23 @@ class SentDigests:
     def begin(self) -> None:
         """Begin the digest of every piece. Blocks that travel as blocks count as what they become."""
         sender = self.sender
-        memory = located(sender.source.regions)
+        memory = region_addresses(sender.source.regions)
         for rank, route in sender.routes().items():
-            request = sender.asked[rank]
-            as_blocks = BLOCKWISE[as_sent(request)[:, ENCODED]] & (route in SENT)
+            request = sender.requests[rank]
+            as_blocks = BLOCKWISE[as_sent(request)[:, REQUEST_CODEC]] & (route in SENT)
             pieces = request[~as_blocks]
-            of_pieces = Digests(source_table(memory, as_held(pieces)), pieces[:, ELEMENTS], sender.device)
+            of_pieces = Digests(
+                source_table(memory, as_fragments(pieces)), pieces[:, COLUMN_COUNT], sender.device
+            )
             outgoing = sender.sent(memory, request[as_blocks])
-            blocks = cut_into_blocks(outgoing.table, outgoing.into, outgoing.places)
+            blocks = cut_into_blocks(outgoing.table, outgoing.destinations, outgoing.places)
             self.pending[rank] = of_pieces, digest_requantized(blocks, outgoing.places, sender.device)
 
     def post(self) -> None:
         """Publish the digests once they are computed."""
         for rank, (pieces, blocks) in self.pending.items():
             payload = np.concatenate([pieces.result(), blocks]).tobytes()
-            self.sender.members.post(f"digests/{rank}", payload)
+            self.sender.group.post(f"digests/{rank}", payload)
         self.pending = {}
 
 
@@ -73,23 +75,23 @@ class ReceivedDigests:
     def begin(self) -> None:
         """Begin the digest of every piece that lies here as the trainer has it, or has encoded it."""
         receiver = self.receiver
-        memory = located(receiver.engine.regions.values())
+        memory = region_addresses(receiver.engine.regions.values())
         # A verification that failed may have left some.
         self.pending, self.in_rounds, self.mismatches = {}, {}, []
         for rank, pieces in receiver.pieces.items():
             plain = ~self._made_here(rank) & ~self._as_blocks(rank)
-            table = as_read(destination_table(memory, pieces))[plain]
-            of_pieces = Digests(table, pieces.asked[plain, ELEMENTS], receiver.device)
+            table = reading_destination(destination_table(memory, pieces))[plain]
+            of_pieces = Digests(table, pieces.requests[plain, COLUMN_COUNT], receiver.device)
             self.pending[rank] = of_pieces, digest_served(self._blocks(rank, memory), receiver.device)
 
     def add_round(self, number: int) -> None:
         """Take the digests of what arrived in a round, and note the local tensors that differ from what it makes."""
         receiver = self.receiver
-        memory = located(receiver.engine.regions.values())
+        memory = region_addresses(receiver.engine.regions.values())
         for rank, pieces in receiver.pieces.items():
             in_round = receiver.rounds_of(rank) == number
-            table = as_read(receiver.copies(rank, memory)[in_round])
-            digests = Digests(table, pieces.asked[in_round, ELEMENTS], receiver.device)
+            table = reading_destination(receiver.copies(rank, memory)[in_round])
+            digests = Digests(table, pieces.requests[in_round, COLUMN_COUNT], receiver.device)
             self.in_rounds.setdefault(rank, np.zeros(len(in_round), np.int64))[in_round] = digests.result()
         if number in receiver.slab.numbers:
             self.mismatches.extend(receiver.slab.mismatches(number))
@@ -104,9 +106,9 @@ class ReceivedDigests:
         Raises ReshardError, naming the tensors, where one differs.
         """
         receiver = self.receiver
-        names = receiver.members.names
+        names = receiver.group.names
         tensors_sent = [
-            pieces.into[self._as_blocks(rank) | receiver.slab.through[rank], 0]
+            pieces.destinations[self._as_blocks(rank) | receiver.slab.through[rank], 0]
             for rank, pieces in receiver.pieces.items()
         ]
         pulled = {rank: receiver.pieces[rank].where(~receiver.slab.through[rank]) for rank in shards}
@@ -121,7 +123,7 @@ class ReceivedDigests:
         wrong_names: set[str] = set()
         for rank, (of_pieces, of_blocks) in self.pending.items():
             pieces, in_rounds, as_blocks = receiver.pieces[rank], self._in_rounds(rank), self._as_blocks(rank)
-            payload = receiver.members.read(f"digests/{receiver.members.rank}", rank)
+            payload = receiver.group.read(f"digests/{receiver.group.rank}", rank)
             plain_count = int((~as_blocks).sum())
             sent = decode_digests(payload, plain_count + len(of_blocks), names[rank])
             received = np.zeros(len(as_blocks), np.int64)
@@ -131,10 +133,12 @@ class ReceivedDigests:
                 received[made] = again.digests[rank][made[~receiver.slab.through[rank]]]
             if in_rounds.any():
                 received[in_rounds] = self.in_rounds[rank][in_rounds]
-            wrong = np.isin(pieces.into[:, 0], mismatches)
+            wrong = np.isin(pieces.destinations[:, 0], mismatches)
             wrong[~as_blocks] |= received[~as_blocks] != sent[:plain_count]
-            blocks = self._blocks(rank, located(receiver.engine.regions.values()))
-            wrong |= as_blocks & np.isin(pieces.into[:, 0], blocks.tensors[of_blocks != sent[plain_count:]])
+            blocks = self._blocks(rank, region_addresses(receiver.engine.regions.values()))
+            wrong |= as_blocks & np.isin(
+                pieces.destinations[:, 0], blocks.tensors[of_blocks != sent[plain_count:]]
+            )
             wrong_names.update(pieces.names[index] for index in np.flatnonzero(wrong))
         self.pending = {}
         if wrong_names:
@@ -149,18 +153,18 @@ class ReceivedDigests:
 
     def _in_rounds(self, rank: int) -> np.ndarray:
         """Return a mask over a trainer's rank's pieces: those that arrive in a round and become something else then."""
-        mask: np.ndarray = self.receiver.rounds_of(rank) != AT_ONCE
+        mask: np.ndarray = self.receiver.rounds_of(rank) != UNSTAGED
         return mask
 
     def _made_here(self, rank: int) -> np.ndarray:
         """Return a mask over a trainer's rank's pieces: those from which this engine makes what it serves."""
-        blockwise = BLOCKWISE[self.receiver.pieces[rank].asked[:, ENCODED]]
+        blockwise = BLOCKWISE[self.receiver.pieces[rank].requests[:, REQUEST_CODEC]]
         return self._in_rounds(rank) | (blockwise & ~self._as_blocks(rank))
 
     def _as_blocks(self, rank: int) -> np.ndarray:
         """Return a mask over a trainer's rank's pieces: those that arrive as blocks made by the trainer."""
         is_sent = self.receiver.routes()[rank] in SENT
-        blockwise = BLOCKWISE[self.receiver.pieces[rank].asked[:, ENCODED]]
+        blockwise = BLOCKWISE[self.receiver.pieces[rank].requests[:, REQUEST_CODEC]]
         mask: np.ndarray = blockwise & ~self.receiver.slab.through[rank] & is_sent
         return mask
 
@@ -168,7 +172,7 @@ class ReceivedDigests:
         """Return the blocks that arrive as such from a trainer's rank."""
         pieces = self.receiver.pieces[rank].where(self._as_blocks(rank))
         return cut_into_blocks(
-            destination_table(memory, pieces), pieces.into, places_of(self.receiver.engine)
+            destination_table(memory, pieces), pieces.destinations, places_of(self.receiver.engine)
         )
 
 

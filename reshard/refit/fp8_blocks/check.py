@@ -11,12 +11,12 @@ import torch
 from reshard.engines.base import Engine
 from reshard.quantization.fp8_blocks import BLOCK
 from reshard.refit.addresses import (
-    COUNT,
-    ELEMENTS,
-    ENCODED,
+    COLUMN_COUNT,
+    REQUEST_CODEC,
+    ROW_COUNT,
     Pieces,
-    as_read,
-    from_source,
+    reading_destination,
+    with_sources,
 )
 from reshard.refit.codecs import BEFORE_BLOCKS, PLAIN, by_rounding
 from reshard.refit.copies import CopyTable
@@ -57,7 +57,7 @@ def requantized(
     mapped. Of the local tensors in `sent`, some blocks came another way: only what these pieces
     reach is compared.
     """
-    digests = {rank: np.zeros(len(of_rank.into), np.int64) for rank, of_rank in pieces.items()}
+    digests = {rank: np.zeros(len(of_rank.destinations), np.int64) for rank, of_rank in pieces.items()}
     outcome = Requantized(digests, [])
     served = places_of(engine)
     boxes = _boxes(pieces, served, sent)
@@ -83,8 +83,10 @@ def _boxes(pieces: Mapping[int, Pieces], served: np.ndarray, sent: np.ndarray) -
     whole = np.flatnonzero(quantized & ~np.isin(np.arange(len(served)), sent))
     boxes = [np.concatenate([whole[:, None], np.zeros((len(whole), 2), np.int64), served[whole, SHAPE]], 1)]
     for of_rank in pieces.values():
-        chosen = np.isin(of_rank.into[:, 0], sent)
-        boxes.append(np.concatenate([of_rank.into, of_rank.asked[:, [COUNT, ELEMENTS]]], 1)[chosen])
+        chosen = np.isin(of_rank.destinations[:, 0], sent)
+        boxes.append(
+            np.concatenate([of_rank.destinations, of_rank.requests[:, [ROW_COUNT, COLUMN_COUNT]]], 1)[chosen]
+        )
     return np.concatenate(boxes)
 
 
@@ -92,7 +94,7 @@ def _pieces_of(pieces: Mapping[int, Pieces], tensors: np.ndarray) -> Iterator[tu
     """Yield the trainer's ranks that have pieces of these local tensors, with the indices of those
     pieces, and the pieces."""
     for rank, of_rank in pieces.items():
-        chosen = np.flatnonzero(tensors[of_rank.into[:, 0]])
+        chosen = np.flatnonzero(tensors[of_rank.destinations[:, 0]])
         if len(chosen):
             yield rank, chosen, of_rank.where(chosen)
 
@@ -107,17 +109,17 @@ def _gather(
 ) -> np.ndarray:
     """Copy pieces to where they belong in local tensors that begin at `first` elements of `held`,
     and return their digests."""
-    asked, (index, row, column) = pieces.asked.copy(), pieces.into.T
-    asked[:, ENCODED] = BEFORE_BLOCKS[asked[:, ENCODED]]
+    requests, (index, row, column) = pieces.requests.copy(), pieces.destinations.T
+    requests[:, REQUEST_CODEC] = BEFORE_BLOCKS[requests[:, REQUEST_CODEC]]
     pitch = served[index, SHAPE][:, 1] * BF16.size
-    table = empty_table(len(asked))
+    table = empty_table(len(requests))
     table[:, DST_PITCH] = pitch
     table[:, DST] = held.data_ptr() + (first[index] + column) * BF16.size + row * pitch
-    table[:, ROWS], table[:, WIDTH] = asked[:, COUNT], asked[:, ELEMENTS] * BF16.size
-    table[:, CODEC] = asked[:, ENCODED]
-    table = from_source(table, asked, shards)
+    table[:, ROWS], table[:, WIDTH] = requests[:, ROW_COUNT], requests[:, COLUMN_COUNT] * BF16.size
+    table[:, CODEC] = requests[:, REQUEST_CODEC]
+    table = with_sources(table, requests, shards)
     CopyTable(tiles_of(table)[0], device).run()
-    return Digests(as_read(table), asked[:, ELEMENTS], device).result()
+    return Digests(reading_destination(table), requests[:, COLUMN_COUNT], device).result()
 
 
 def _differing(
@@ -137,13 +139,13 @@ def _differing(
     own_places[:, PLACE] = np.stack([codes.data_ptr() + first_code, factors.data_ptr() + first_scale * 4], 1)
     own_places[:, PITCH] = np.stack([shapes[:, 1], blocks[:, 1]], 1)
     row, column, rows, columns = boxes[:, 1:].T
-    table, into = empty_table(len(boxes)), np.stack([inverse, row, column], 1)
+    table, destinations = empty_table(len(boxes)), np.stack([inverse, row, column], 1)
     width = shapes[inverse, 1]
     table[:, SRC] = held.data_ptr() + (first[boxes[:, 0]] + row * width + column) * BF16.size
     table[:, SRC_PITCH], table[:, ROWS], table[:, WIDTH] = width * BF16.size, rows, columns
     table[:, CODEC] = engine_places[inverse, ENCODING]
     for rounding, mask in by_rounding(table[:, CODEC]):
-        blocks_made = items_of(table[mask], into[mask], np.zeros(mask.sum(), np.int64), own_places)
+        blocks_made = items_of(table[mask], destinations[mask], np.zeros(mask.sum(), np.int64), own_places)
         BlockTable(blocks_made, rounding, device, np.arange(len(blocks_made.items))).run()
     at = np.stack([row, column], 1)
     of_scales = at // BLOCK, -(-(at + boxes[:, 3:]) // BLOCK) - at // BLOCK

@@ -73,15 +73,17 @@ class BlockItems(NamedTuple):
     tensors: np.ndarray
 
 
-def items_of(table: np.ndarray, into: np.ndarray, owners: np.ndarray, places: np.ndarray) -> BlockItems:
+def items_of(
+    table: np.ndarray, destinations: np.ndarray, owners: np.ndarray, places: np.ndarray
+) -> BlockItems:
     """Cut pieces at the borders of blocks, and collect the fragments of each item. Blocks that no
     piece reaches are in no item: they come by another way.
 
     `table` has the source's end and the codec of each piece filled in, `into` is its local tensor's
     index, row and column, and `places` says where the local tensors lie (`places_of`).
     """
-    items = cut(table, into, owners, places, ITEM_BLOCKS)
-    return items if _all_reached(items) else cut(table, into, owners, places, 1)
+    items = cut(table, destinations, owners, places, ITEM_BLOCKS)
+    return items if _all_reached(items) else cut(table, destinations, owners, places, 1)
 
 
 def _all_reached(blocks: BlockItems) -> bool:
@@ -96,10 +98,10 @@ def _all_reached(blocks: BlockItems) -> bool:
 
 
 def cut(
-    table: np.ndarray, into: np.ndarray, owners: np.ndarray, places: np.ndarray, blocks: int
+    table: np.ndarray, destinations: np.ndarray, owners: np.ndarray, places: np.ndarray, blocks: int
 ) -> BlockItems:
     """Return `items_of`, in items of so many blocks beside each other."""
-    index, row, column = into.T
+    index, row, column = destinations.T
     rows, columns = table[:, ROWS], table[:, WIDTH]  # a code has one byte
     wide = blocks * BLOCK
     first_row, first_column = row // BLOCK, column // wide

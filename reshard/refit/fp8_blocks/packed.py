@@ -56,10 +56,10 @@ BATCH = 4096  # blocks at a time, for a check: 64 MiB
 
 
 class Placed(NamedTuple):
-    """Copies, with the place in a local tensor that each goes to (`addresses.Pieces.into`)."""
+    """Copies, with the place in a local tensor that each goes to (`addresses.Pieces.destinations`)."""
 
     table: np.ndarray
-    into: np.ndarray
+    destinations: np.ndarray
 
 
 def compile_block_kernels(codecs: np.ndarray, encodes: bool, device: torch.device) -> None:
@@ -85,10 +85,10 @@ def compile_block_kernels(codecs: np.ndarray, encodes: bool, device: torch.devic
         compile_quantize(rounding, True, device, 1, size_of(SOURCE_SIZES[codecs[mask]]))
 
 
-def cut_into_blocks(table: np.ndarray, into: np.ndarray, places: np.ndarray) -> BlockItems:
+def cut_into_blocks(table: np.ndarray, destinations: np.ndarray, places: np.ndarray) -> BlockItems:
     """Return the blocks that pieces make up, each an item, for the end that `table` and `places`
     know: source or destination."""
-    return cut(table, into, np.zeros(len(table), np.int64), places, 1)
+    return cut(table, destinations, np.zeros(len(table), np.int64), places, 1)
 
 
 def places_of_requests(where: np.ndarray, extents: np.ndarray, codecs: np.ndarray) -> np.ndarray:
@@ -101,7 +101,7 @@ def places_of_requests(where: np.ndarray, extents: np.ndarray, codecs: np.ndarra
 
 def padding_outside(padding: Placed, sent: Iterable[BlockItems], places: np.ndarray) -> Placed:
     """Return the rows of padding that lie in no block that is sent, since those bring their own."""
-    blocks = cut(padding.table, padding.into, np.arange(len(padding.table)), places, 1)
+    blocks = cut(padding.table, padding.destinations, np.arange(len(padding.table)), places, 1)
     sent_codes = np.concatenate([*(each.items[:, CODES] for each in sent), np.zeros(0, np.int64)])
     item = np.repeat(np.arange(len(blocks.items)), blocks.items[:, FRAGMENTS])
     kept = ~np.isin(blocks.items[:, CODES], sent_codes)[item]
@@ -110,8 +110,8 @@ def padding_outside(padding: Placed, sent: Iterable[BlockItems], places: np.ndar
     pitch = places[tensor, PITCH.start]
     table = padding.table[row].copy()
     table[:, ROWS], table[:, WIDTH] = fragments[:, FRAGMENT_ROWS], fragments[:, FRAGMENT_COLUMNS]
-    into = np.stack([tensor, at // pitch + fragments[:, TOP], at % pitch + fragments[:, LEFT]], 1)
-    return Placed(table, into)
+    destinations = np.stack([tensor, at // pitch + fragments[:, TOP], at % pitch + fragments[:, LEFT]], 1)
+    return Placed(table, destinations)
 
 
 def _elements(items: np.ndarray) -> np.ndarray:

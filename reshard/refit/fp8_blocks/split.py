@@ -18,17 +18,17 @@ import torch
 from reshard.engines.base import Engine
 from reshard.quantization.fp8_blocks import BLOCK
 from reshard.refit.addresses import (
-    APART,
-    AT,
-    COLUMN,
-    COUNT,
-    ELEMENTS,
-    ENCODED,
-    IN_ROUND,
+    COLUMN_COUNT,
+    FIRST_COLUMN,
+    FIRST_ROW,
     NO_SLOT,
-    PARTS,
-    ROW,
-    SLOT,
+    PART_BYTE,
+    PART_COLUMNS,
+    PART_ROUND,
+    PART_SLOT,
+    PART_STRIDE,
+    REQUEST_CODEC,
+    ROW_COUNT,
     Pieces,
 )
 from reshard.refit.codecs import BEFORE_BLOCKS, BLOCKWISE, by_rounding
@@ -59,17 +59,17 @@ def split_pieces(pieces: Mapping[int, Pieces], shapes: np.ndarray, first_round: 
     each block belongs to one rank, or to pieces with one slot.
     """
     names = [name for of_rank in pieces.values() for name in of_rank.names]
-    asked = np.concatenate([of_rank.asked for of_rank in pieces.values()])
-    into = np.concatenate([of_rank.into for of_rank in pieces.values()])
-    ranks = np.repeat(list(pieces), [len(of_rank.into) for of_rank in pieces.values()])
-    begins, ends = into[:, 1:], into[:, 1:] + asked[:, [COUNT, ELEMENTS]]
+    requests = np.concatenate([of_rank.requests for of_rank in pieces.values()])
+    destinations = np.concatenate([of_rank.destinations for of_rank in pieces.values()])
+    ranks = np.repeat(list(pieces), [len(of_rank.destinations) for of_rank in pieces.values()])
+    begins, ends = destinations[:, 1:], destinations[:, 1:] + requests[:, [ROW_COUNT, COLUMN_COUNT]]
 
-    blockwise = np.flatnonzero(BLOCKWISE[asked[:, ENCODED]])
-    inner = _whole_blocks(begins, ends, shapes[into[:, 0]])
+    blockwise = np.flatnonzero(BLOCKWISE[requests[:, REQUEST_CODEC]])
+    inner = _whole_blocks(begins, ends, shapes[destinations[:, 0]])
     piece, row, column = _cut_blocks(begins[blockwise], ends[blockwise], inner[:, blockwise]).T
     piece = blockwise[piece]
     # One number for each block, in the order of tensor, row and column.
-    blocks, which = np.unique((into[piece, 0] << 40) | (row << 20) | column, return_inverse=True)
+    blocks, which = np.unique((destinations[piece, 0] << 40) | (row << 20) | column, return_inverse=True)
     least, most = np.full(len(blocks), ranks.max(initial=0)), np.full(len(blocks), ranks.min(initial=0))
     np.minimum.at(least, which, ranks[piece])
     np.maximum.at(most, which, ranks[piece])
@@ -86,18 +86,18 @@ def split_pieces(pieces: Mapping[int, Pieces], shapes: np.ndarray, first_round: 
     of_runs = _placed(slots, runs.slot, run_begins)
 
     cut = np.unique(runs.piece)
-    kept = np.setdiff1d(np.arange(len(into)), cut)
+    kept = np.setdiff1d(np.arange(len(destinations)), cut)
     rest = cut[(inner[1, cut] > inner[0, cut]).all(1)]  # what lies between
     origin = np.concatenate([kept, rest, runs.piece])
     new_begins = np.concatenate([begins[kept], inner[0, rest], run_begins])
     new_ends = np.concatenate([ends[kept], inner[1, rest], run_ends])
-    parts = np.concatenate([np.full((len(kept) + len(rest), PARTS), NO_SLOT), of_runs])
+    parts = np.concatenate([np.full((len(kept) + len(rest), PART_COLUMNS), NO_SLOT), of_runs])
     order = np.argsort(origin, kind="stable")
     origin, new_begins, new_ends, parts = (column[order] for column in (origin, new_begins, new_ends, parts))
-    new_asked = asked[origin]
-    new_asked[:, [ROW, COLUMN]] += new_begins - begins[origin]
-    new_asked[:, [COUNT, ELEMENTS]] = new_ends - new_begins
-    new_into = np.concatenate([into[origin, :1], new_begins], 1)
+    new_asked = requests[origin]
+    new_asked[:, [FIRST_ROW, FIRST_COLUMN]] += new_begins - begins[origin]
+    new_asked[:, [ROW_COUNT, COLUMN_COUNT]] = new_ends - new_begins
+    new_into = np.concatenate([destinations[origin, :1], new_begins], 1)
     cut_pieces = {}
     for rank in pieces:
         chosen = np.flatnonzero(ranks[origin] == rank)
@@ -153,13 +153,13 @@ def _runs(piece: np.ndarray, row: np.ndarray, column: np.ndarray, slot: np.ndarr
 def _placed(slots: np.ndarray, slot: np.ndarray, begins: np.ndarray) -> np.ndarray:
     """Return `Pieces.parts` of pieces that begin at a row and column of a local tensor, within
     these slots."""
-    parts = np.full((len(slot), PARTS), NO_SLOT)
+    parts = np.full((len(slot), PART_COLUMNS), NO_SLOT)
     placed = np.flatnonzero(slot != NO_SLOT)
     own = slots[slot[placed]]
     row, column = begins[placed, 0] % BLOCK, begins[placed, 1] - own[:, FIRST_BLOCK] * BLOCK
-    parts[placed, SLOT], parts[placed, IN_ROUND] = slot[placed], own[:, SLOT_ROUND]
-    parts[placed, APART] = own[:, SLOT_PITCH]
-    parts[placed, AT] = own[:, SLOT_BEGIN] + row * own[:, SLOT_PITCH] + column * BF16.size
+    parts[placed, PART_SLOT], parts[placed, PART_ROUND] = slot[placed], own[:, SLOT_ROUND]
+    parts[placed, PART_STRIDE] = own[:, SLOT_PITCH]
+    parts[placed, PART_BYTE] = own[:, SLOT_BEGIN] + row * own[:, SLOT_PITCH] + column * BF16.size
     return parts
 
 
@@ -209,16 +209,20 @@ class SplitBlocksSlab:
     def arrange(self, pieces: Mapping[int, Pieces], sent: Collection[int]) -> None:
         """Make ready for these pieces, of which the trainer's ranks in `sent` send theirs. Called
         again when what is served has moved."""
-        slots = np.concatenate([np.zeros(0, np.int64), *(pieces[rank].parts[:, SLOT] for rank in sent)])
+        slots = np.concatenate([np.zeros(0, np.int64), *(pieces[rank].parts[:, PART_SLOT] for rank in sent)])
         used = slots[slots != NO_SLOT]
-        self.through = {rank: np.isin(of_rank.parts[:, SLOT], used) for rank, of_rank in pieces.items()}
+        self.through = {rank: np.isin(of_rank.parts[:, PART_SLOT], used) for rank, of_rank in pieces.items()}
         self.pieces = Pieces.joined([of_rank.where(self.through[rank]) for rank, of_rank in pieces.items()])
-        _, asked, _, parts = self.pieces
-        ends = parts[:, AT] + (asked[:, COUNT] - 1) * parts[:, APART] + asked[:, ELEMENTS] * BF16.size
+        _, requests, _, parts = self.pieces
+        ends = (
+            parts[:, PART_BYTE]
+            + (requests[:, ROW_COUNT] - 1) * parts[:, PART_STRIDE]
+            + requests[:, COLUMN_COUNT] * BF16.size
+        )
         size = int(ends.max(initial=0))
         if self.memory is None or len(self.memory) != size:
             self.memory = torch.zeros(size, dtype=torch.uint8, device=self.device) if size else None
-        self.numbers = set(parts[:, IN_ROUND].tolist())
+        self.numbers = set(parts[:, PART_ROUND].tolist())
         self.made = {number: self._tables(number) for number in self.numbers}
 
     @property
@@ -228,7 +232,7 @@ class SplitBlocksSlab:
 
     def described(self) -> dict[str, int]:
         """Return, for logs, the bytes that come through it, in how many rounds, and its own bytes."""
-        moved = int(self.pieces.asked[:, [COUNT, ELEMENTS]].prod(1).sum()) * BF16.size
+        moved = int(self.pieces.requests[:, [ROW_COUNT, COLUMN_COUNT]].prod(1).sum()) * BF16.size
         size = 0 if self.memory is None else len(self.memory)
         return {"bytes": moved, "rounds": len(self.numbers), "slab_bytes": size}
 
@@ -239,10 +243,13 @@ class SplitBlocksSlab:
         through = self.through[rank]
         if self.memory is None or not through.any():
             return table
-        table, (_, asked, _, parts) = table.copy(), pieces.where(through)
-        table[through, DST] = self.memory.data_ptr() + parts[:, AT]
-        table[through, DST_PITCH], table[through, WIDTH] = parts[:, APART], asked[:, ELEMENTS] * BF16.size
-        table[through, CODEC] = BEFORE_BLOCKS[asked[:, ENCODED]]
+        table, (_, requests, _, parts) = table.copy(), pieces.where(through)
+        table[through, DST] = self.memory.data_ptr() + parts[:, PART_BYTE]
+        table[through, DST_PITCH], table[through, WIDTH] = (
+            parts[:, PART_STRIDE],
+            requests[:, COLUMN_COUNT] * BF16.size,
+        )
+        table[through, CODEC] = BEFORE_BLOCKS[requests[:, REQUEST_CODEC]]
         return table
 
     def make(self, number: int) -> None:
@@ -255,17 +262,17 @@ class SplitBlocksSlab:
         """Return the indices of the local tensors whose blocks are not what the parts in the slab
         make."""
         places = places_of(self.engine)
-        table, into = self._sources(number, places)
-        blocks = cut_into_blocks(table, into, places)
+        table, destinations = self._sources(number, places)
+        blocks = cut_into_blocks(table, destinations, places)
         wrong = digest_requantized(blocks, places, self.device) != digest_served(blocks, self.device)
         return [int(index) for index in np.unique(blocks.tensors[wrong])]
 
     def _tables(self, number: int) -> list[BlockTable]:
         places = places_of(self.engine)
-        table, into = self._sources(number, places)
+        table, destinations = self._sources(number, places)
         tables = []
         for rounding, mask in by_rounding(table[:, CODEC]):
-            blocks = items_of(table[mask], into[mask], np.zeros(mask.sum(), np.int64), places)
+            blocks = items_of(table[mask], destinations[mask], np.zeros(mask.sum(), np.int64), places)
             tables.append(BlockTable(blocks, rounding, self.device, np.arange(len(blocks.items))))
         return tables
 
@@ -273,9 +280,12 @@ class SplitBlocksSlab:
         """Return the table of a round's pieces with the source's end, the slab, filled in, and
         where the pieces go."""
         assert self.memory is not None
-        _, asked, into, parts = self.pieces.where(self.pieces.parts[:, IN_ROUND] == number)
-        table = empty_table(len(into))
-        table[:, SRC], table[:, SRC_PITCH] = self.memory.data_ptr() + parts[:, AT], parts[:, APART]
-        table[:, ROWS], table[:, WIDTH] = asked[:, COUNT], asked[:, ELEMENTS]
-        table[:, CODEC] = places[into[:, 0], ENCODING]
-        return table, into
+        _, requests, destinations, parts = self.pieces.where(self.pieces.parts[:, PART_ROUND] == number)
+        table = empty_table(len(destinations))
+        table[:, SRC], table[:, SRC_PITCH] = (
+            self.memory.data_ptr() + parts[:, PART_BYTE],
+            parts[:, PART_STRIDE],
+        )
+        table[:, ROWS], table[:, WIDTH] = requests[:, ROW_COUNT], requests[:, COLUMN_COUNT]
+        table[:, CODEC] = places[destinations[:, 0], ENCODING]
+        return table, destinations

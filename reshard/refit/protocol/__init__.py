@@ -26,5 +26,5 @@ what is out of bounds.
     (commit)         all, all                  comm's Commit
 
 A message that is valid, but not what its sender sent, is found by the answer to it: whoever asks says what it has read
-(`encoding.digest`), and is told what was asked.
+(`encoding.digest`), and is told what was asked for.
 """

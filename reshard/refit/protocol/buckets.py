@@ -5,27 +5,27 @@ from typing import Any
 
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
-from reshard.refit.addresses import AT_ONCE
+from reshard.refit.addresses import UNSTAGED
 from reshard.refit.protocol.encoding import exchange_json, is_number
 from reshard.refit.protocol.requests import MOST_ROUNDS
 
 MOST_BUCKETS = 1 << 20  # of one of the engines' rounds; above all that is of use
 
 
-def exchange_partner_counts(members: RefitGroup, partners: int) -> list[int]:
+def exchange_partner_counts(group: RefitGroup, partners: int) -> list[int]:
     """Tell all members with how many others this one exchanges buckets, and return what each says."""
-    counts = exchange_json(members, "partners", partners)
+    counts = exchange_json(group, "partners", partners)
     for rank, count in enumerate(counts):
         if not is_number(count, 0, len(counts)):
             raise ReshardError(
-                f"{members.names[rank]} says that it exchanges buckets with {count!r:.40} of {len(counts)} members"
+                f"{group.names[rank]} says that it exchanges buckets with {count!r:.40} of {len(counts)} members"
             )
     return counts
 
 
-def exchange_bucket_counts(members: RefitGroup, counts: Mapping[int, int]) -> dict[int, int]:
+def exchange_bucket_counts(group: RefitGroup, counts: Mapping[int, int]) -> dict[int, int]:
     """Tell all members how many buckets this one fills in each of the engines' rounds, and return how many each round takes."""
-    return most_buckets(exchange_json(members, "rounds", [*counts.items()]), members.names)
+    return most_buckets(exchange_json(group, "rounds", [*counts.items()]), group.names)
 
 
 def most_buckets(lists: Sequence[Any], names: Mapping[int, str]) -> dict[int, int]:
@@ -57,4 +57,4 @@ def most_buckets(lists: Sequence[Any], names: Mapping[int, str]) -> dict[int, in
 def _counts_buckets(pair: Any) -> bool:
     if not isinstance(pair, list) or len(pair) != 2:
         return False
-    return is_number(pair[0], AT_ONCE, MOST_ROUNDS) and is_number(pair[1], 0, MOST_BUCKETS)
+    return is_number(pair[0], UNSTAGED, MOST_ROUNDS) and is_number(pair[1], 0, MOST_BUCKETS)

@@ -93,20 +93,20 @@ def unpack_array(payload: bytes, what: str = "a message", widths: Collection[int
         return np.frombuffer(data, np.int64).reshape(-1, columns)
 
 
-def exchange_json(members: RefitGroup, key: str, value: Any) -> list[Any]:
+def exchange_json(group: RefitGroup, key: str, value: Any) -> list[Any]:
     """Post JSON, and return what all members posted, by rank. Raises ReshardError where this member's own did not arrive as it was
     sent, since the others then go by something else."""
     own = pack_json(value)
-    payloads = members.gather(key, own)
-    check_own(members, key, own, payloads[members.rank])
-    names = members.names
+    payloads = group.gather(key, own)
+    check_own(group, key, own, payloads[group.rank])
+    names = group.names
     return [unpack_json(payload, f"'{key}' of {names[rank]}") for rank, payload in enumerate(payloads)]
 
 
-def check_own(members: RefitGroup, key: str, sent: bytes, arrived: bytes) -> None:
+def check_own(group: RefitGroup, key: str, sent: bytes, arrived: bytes) -> None:
     """Raise ReshardError where what others read of this member is not what it sent."""
     if sent != arrived:
-        name = members.names[members.rank]
+        name = group.names[group.rank]
         raise ReshardError(f"'{key}' of {name} did not arrive as it was sent: connect again")
 
 

@@ -63,12 +63,12 @@ class DeviceInfo:
         return DeviceInfo(device.type, str(torch.cuda.get_device_properties(device).uuid) if is_gpu else "")
 
 
-def exchange_greetings(members: RefitGroup, own: Greeting) -> list[Greeting]:
+def exchange_greetings(group: RefitGroup, own: Greeting) -> list[Greeting]:
     """Greet all members, and return their greetings by rank; from here on errors name members as these do.
 
     Raises ReshardError where one speaks another protocol, is of another version, or says what makes no sense.
     """
-    messages = exchange_json(members, "hello", vars(own))
+    messages = exchange_json(group, "hello", vars(own))
     for rank, fields in enumerate(messages):
         if (
             not isinstance(fields, dict)
@@ -78,7 +78,7 @@ def exchange_greetings(members: RefitGroup, own: Greeting) -> list[Greeting]:
             raise ReshardError(
                 f"rank {rank} does not say who it is, and of which version: give all members the same reshard"
             )
-    members.names = {rank: fields["name"] for rank, fields in enumerate(messages)}
+    group.names = {rank: fields["name"] for rank, fields in enumerate(messages)}
     for fields in messages:
         _check_equal("protocol", fields, vars(own))
     greetings = [_checked_greeting(fields) for fields in messages]
@@ -87,11 +87,11 @@ def exchange_greetings(members: RefitGroup, own: Greeting) -> list[Greeting]:
     return greetings
 
 
-def exchange_devices(members: RefitGroup, own: DeviceInfo) -> list[DeviceInfo]:
+def exchange_devices(group: RefitGroup, own: DeviceInfo) -> list[DeviceInfo]:
     """Tell all members where this one's sides compute, and return what each says."""
     devices = []
-    for rank, fields in enumerate(exchange_json(members, "device", vars(own))):
-        name = members.names[rank]
+    for rank, fields in enumerate(exchange_json(group, "device", vars(own))):
+        name = group.names[rank]
         if not isinstance(fields, dict):
             raise ReshardError(f"{name} does not say where it computes")
         for key in ("device", "gpu"):
@@ -133,22 +133,22 @@ def _check_equal(key: str, fields: dict[str, Any], own: dict[str, Any]) -> None:
         raise ReshardError(f"{fields['name']} has {key} {fields[key]}, {own['name']} has {own[key]}")
 
 
-def post_config(members: RefitGroup, config: dict[str, Any]) -> bytes:
+def post_config(group: RefitGroup, config: dict[str, Any]) -> bytes:
     """Post the published config of the model that this inference rank serves; return the message."""
     payload = pack_json(config)
-    members.post("model", payload)
+    group.post("model", payload)
     return payload
 
 
-def one_config(members: RefitGroup, engines: Sequence[int], own: bytes) -> dict[str, Any]:
+def one_config(group: RefitGroup, engines: Sequence[int], own: bytes) -> dict[str, Any]:
     """Return the config that all inference ranks have posted, this one as `own`. Raises ReshardError where two serve different
     models."""
     configs: dict[int, dict[str, Any]] = {}
-    names = members.names
+    names = group.names
     for rank in engines:
-        payload = members.read("model", rank)
-        if rank == members.rank:
-            check_own(members, "model", own, payload)
+        payload = group.read("model", rank)
+        if rank == group.rank:
+            check_own(group, "model", own, payload)
         config = unpack_json(payload, f"the config of {names[rank]}")
         if not isinstance(config, dict):
             raise ReshardError(f"the config of {names[rank]} is a {type(config).__name__}, not an object")

@@ -8,7 +8,7 @@ import numpy as np
 from reshard.core.boxes import Box
 from reshard.core.dtypes import DTYPES
 from reshard.core.placement import LocalTensor, Part
-from reshard.refit.addresses import two
+from reshard.refit.addresses import rows_and_columns
 from reshard.refit.protocol.encoding import pack_array, pack_json, readable, unpack_array, unpack_json
 
 MOST_ELEMENTS = 1 << 56  # of a dim, or a local tensor
@@ -151,4 +151,4 @@ class ShardSizes(NamedTuple):
 
 
 def _rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
-    return (0, 0) if len(shape) > 2 else two(shape, 1)
+    return (0, 0) if len(shape) > 2 else rows_and_columns(shape, 1)

@@ -35,19 +35,19 @@ class TrainerMemory:
     allocations: Sequence[tuple[int, int, str]]
     exported: bool
 
-    def post(self, members: RefitGroup) -> bytes:
+    def post(self, group: RefitGroup) -> bytes:
         """Post it, and return its digest."""
         regions = pack_array(self.regions)
         memory = pack_json({"allocations": self.allocations, "exported": self.exported})
-        members.post("regions", regions)
-        members.post("memory", memory)
+        group.post("regions", regions)
+        group.post("memory", memory)
         return digest(regions, memory)
 
     @staticmethod
-    def read(members: RefitGroup, rank: int, expected_digest: bytes) -> "TrainerMemory":
+    def read(group: RefitGroup, rank: int, expected_digest: bytes) -> "TrainerMemory":
         """Read that of a trainer's rank. Raises ReshardError where it makes no sense, or has another digest than that rank said."""
-        who = members.names[rank]
-        regions, memory = (members.read(key, rank) for key in ("regions", "memory"))
+        who = group.names[rank]
+        regions, memory = (group.read(key, rank) for key in ("regions", "memory"))
         if digest(regions, memory) != expected_digest:
             raise ReshardError(f"what {who} says of its memory did not arrive as it was sent: connect again")
         what = f"what {who} says of its memory"
@@ -86,7 +86,7 @@ def is_handle(value: Any) -> bool:
 
 def check_regions(
     memory: TrainerMemory,
-    asked: np.ndarray,
+    requests: np.ndarray,
     held: ShardSizes,
     mapped: bool,
     who: str,
@@ -99,7 +99,7 @@ def check_regions(
         raise ReshardError(
             f"{who} says where {len(regions)} shards lie, and has published {len(held.shapes)}"
         )
-    shards, where = np.unique(asked[:, SHARD], return_index=True)
+    shards, where = np.unique(requests[:, SHARD], return_index=True)
     rows, columns = held.shapes[shards].T
     address, pitch = regions[shards].T
     width = columns * held.itemsizes[shards]
@@ -120,11 +120,11 @@ def check_regions(
 
 
 def exchange_unmapped(
-    members: RefitGroup, unmapped: Sequence[tuple[int, str]], trainers: Sequence[int]
+    group: RefitGroup, unmapped: Sequence[tuple[int, str]], trainers: Sequence[int]
 ) -> dict[tuple[int, int], str]:
     """Tell all members which trainers' ranks have memory that this one cannot map, and why. Returns that of all, by trainer's rank
     and inference rank."""
-    return check_unmapped(exchange_json(members, "unmapped", unmapped), trainers, members.names)
+    return check_unmapped(exchange_json(group, "unmapped", unmapped), trainers, group.names)
 
 
 def check_unmapped(

@@ -8,18 +8,18 @@ import numpy as np
 from reshard.core.dtypes import DTYPES
 from reshard.core.errors import ReshardError
 from reshard.refit.addresses import (
-    ASKED,
-    ASKED_OF_BLOCKS,
-    AT_ONCE,
-    COLUMN,
-    COUNT,
-    ELEMENTS,
-    ENCODED,
-    EXTENT,
-    ROUND,
-    ROW,
+    BLOCK_REQUEST_COLUMNS,
+    COLUMN_COUNT,
+    DESTINATION,
+    DESTINATION_SHAPE,
+    FIRST_COLUMN,
+    FIRST_ROW,
+    REQUEST_CODEC,
+    REQUEST_COLUMNS,
+    ROW_COUNT,
     SHARD,
-    WHERE,
+    STAGED_ROUND,
+    UNSTAGED,
 )
 from reshard.refit.codecs import BLOCKWISE, CODECS, PLAIN, ROUNDINGS
 from reshard.refit.protocol.encoding import DIGEST_BYTES, pack_array, unpack_array
@@ -51,7 +51,9 @@ class PieceRequest(NamedTuple):
     @staticmethod
     def decode(payload: bytes, who: str) -> "PieceRequest":
         """Return the request in a message of `who`."""
-        pieces = unpack_array(payload[DIGEST_BYTES:], f"what {who} asks for", (ASKED, ASKED_OF_BLOCKS))
+        pieces = unpack_array(
+            payload[DIGEST_BYTES:], f"what {who} asks for", (REQUEST_COLUMNS, BLOCK_REQUEST_COLUMNS)
+        )
         return PieceRequest(payload[:DIGEST_BYTES], pieces)
 
 
@@ -77,13 +79,17 @@ class RequestsRead(NamedTuple):
         return RequestsRead(digests[0], digests[1:])
 
 
-def check_pieces(asked: np.ndarray, held: ShardSizes, who: str, name_of: Callable[[int], str]) -> None:
-    """Check the pieces that `who` asks this trainer's rank for (`addresses.Pieces.asked`) against its shards."""
-    shard, count = asked[:, SHARD], len(held.shapes)
+def check_pieces(requests: np.ndarray, held: ShardSizes, who: str, name_of: Callable[[int], str]) -> None:
+    """Check the pieces that `who` asks this trainer's rank for (`addresses.Pieces.requests`) against its shards."""
+    shard, count = requests[:, SHARD], len(held.shapes)
     row = first_row((shard < 0) | (shard >= count))
     if row is not None:
         raise ReshardError(f"{who} asks for shard {shard[row]} of {count}, which are numbered from 0")
-    shapes, begins, lengths = held.shapes[shard], asked[:, [ROW, COLUMN]], asked[:, [COUNT, ELEMENTS]]
+    shapes, begins, lengths = (
+        held.shapes[shard],
+        requests[:, [FIRST_ROW, FIRST_COLUMN]],
+        requests[:, [ROW_COUNT, COLUMN_COUNT]],
+    )
     row = first_row(_leaves(begins, lengths, shapes))
     if row is not None:
         box = f"{lengths[row].tolist()} elements at {begins[row].tolist()}"
@@ -95,46 +101,50 @@ def check_pieces(asked: np.ndarray, held: ShardSizes, who: str, name_of: Callabl
     )
     if times_over > MOST_TIMES:
         raise ReshardError(f"{who} asks for {times_over:.0f} times all elements that this rank has")
-    codec, dtypes = asked[:, ENCODED], held.dtypes[shard]
+    codec, dtypes = requests[:, REQUEST_CODEC], held.dtypes[shard]
     row = first_row((codec < 0) | (codec >= len(CODECS)))
     if row is None:
         row = first_row(
             (codec != PLAIN) & (CODEC_SOURCES[codec] != dtypes)
-            | (BLOCKWISE[codec] & (asked.shape[1] == ASKED))
+            | (BLOCKWISE[codec] & (requests.shape[1] == REQUEST_COLUMNS))
         )
     if row is not None:
         has = list(DTYPES)[dtypes[row]]
         raise ReshardError(
             f"{who} asks for {name_of(int(shard[row]))} by codec {codec[row]}, which none of {has} is"
         )
-    if asked.shape[1] > ASKED:
-        _check_destinations(asked, who)
+    if requests.shape[1] > REQUEST_COLUMNS:
+        _check_destinations(requests, who)
 
 
-def _check_destinations(asked: np.ndarray, who: str) -> None:
+def _check_destinations(requests: np.ndarray, who: str) -> None:
     """Check where pieces go that are made into blocks on their way, and the rounds of all."""
-    numbers = asked[:, ROUND]
-    row = first_row((numbers < AT_ONCE) | (numbers >= MOST_ROUNDS))
+    numbers = requests[:, STAGED_ROUND]
+    row = first_row((numbers < UNSTAGED) | (numbers >= MOST_ROUNDS))
     if row is not None:
         raise ReshardError(
             f"{who} asks for pieces in round {numbers[row]}, and there are at most {MOST_ROUNDS:,}"
         )
-    blocks = asked[BLOCKWISE[asked[:, ENCODED]]]
-    tensor, begins, extents = blocks[:, WHERE.start], blocks[:, WHERE][:, 1:], blocks[:, EXTENT]
+    blocks = requests[BLOCKWISE[requests[:, REQUEST_CODEC]]]
+    tensor, begins, extents = (
+        blocks[:, DESTINATION.start],
+        blocks[:, DESTINATION][:, 1:],
+        blocks[:, DESTINATION_SHAPE],
+    )
     row = first_row((tensor < 0) | (tensor >= MOST_TENSORS))
     if row is not None:
         raise ReshardError(
             f"{who} asks for blocks of its tensor {tensor[row]}, and there are at most {MOST_TENSORS:,}"
         )
-    row = first_row((extents < 1).any(1) | _leaves(begins, blocks[:, [COUNT, ELEMENTS]], extents))
+    row = first_row((extents < 1).any(1) | _leaves(begins, blocks[:, [ROW_COUNT, COLUMN_COUNT]], extents))
     if row is not None:
-        box = f"{blocks[row, [COUNT, ELEMENTS]].tolist()} elements at {begins[row].tolist()}"
+        box = f"{blocks[row, [ROW_COUNT, COLUMN_COUNT]].tolist()} elements at {begins[row].tolist()}"
         raise ReshardError(
             f"{who} asks for blocks of {box} of its tensor {tensor[row]}, which has {extents[row].tolist()}"
         )
     # One tensor has one shape, and its blocks one rounding.
     of_tensors = np.zeros((int(tensor.max(initial=-1)) + 1, 3), np.int64)
-    of_blocks = np.concatenate([extents, CODEC_ROUNDINGS[blocks[:, ENCODED]][:, None]], 1)
+    of_blocks = np.concatenate([extents, CODEC_ROUNDINGS[blocks[:, REQUEST_CODEC]][:, None]], 1)
     of_tensors[tensor] = of_blocks
     row = first_row((of_tensors[tensor] != of_blocks).any(1))
     if row is not None:

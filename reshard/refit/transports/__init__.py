@@ -3,13 +3,18 @@
 A new transport is one module with a subclass of `Transport` (`reshard.refit.transports.base`):
 
 - `name`, by which a user may choose it as `backend`, and under which reports and `Link.describe` list it;
-- `reaches(pair)`, whether it can carry the bytes of a pair of ranks; `sends`, whether the trainer's rank takes part;
-- `prepare(outgoing, incoming, elsewhere)` makes its tables of copies, `run(number)` carries out those of a round;
+- `reaches(pair)`: True where it can carry the bytes of a pair of ranks; `sends`: True where the trainer's
+  rank takes part, False where it is only read;
+- `prepare(outgoing, incoming, elsewhere)` makes its tables of copies, `run(number)` carries out those of
+  one round;
 - `release()` unmaps others' memory, `close()` gives everything back;
-- where it needs to: `negotiate` with all members at connect, `follow` memory that has moved, `renew` after a refit that failed.
+- where it needs to: `negotiate` with all members at connect, `update_addresses` of memory that has moved,
+  `renew` after a refit that failed.
 
-Then add its name to `BACKENDS` in `reshard.refit.routes`, and its class to `TRANSPORTS` here, in order of preference. The link, the
-sides and the verification know no transport by name.
+Then add its name to `BACKENDS` in `reshard.refit.routes`, and its class to `TRANSPORTS` here, in order of
+preference. The link, the sides and the verification know no transport by name. `staged.py` is one to copy
+from: it packs into a slab and has one collective at connect. tests/test_refit.py and
+tests/test_refit_faults.py take a backend as a parameter: add the new name there.
 """
 
 from reshard.core.errors import ReshardError

@@ -9,50 +9,55 @@ import torch
 
 from reshard.comm.group import RefitGroup
 from reshard.engines.base import Engine
-from reshard.refit.addresses import AT_ONCE
+from reshard.refit.addresses import UNSTAGED
 from reshard.refit.protocol.memory import TrainerMemory
 from reshard.refit.routes import Pair
 
 
 class Outgoing(NamedTuple):
-    """The copies that a trainer's rank sends to one inference rank.
+    """The copies that a trainer's rank sends to one inference rank, a row of each array for each.
 
-    `table` are the copies with the source's end filled in, `rounds` the engine's round of each (`addresses.staged_rounds_of`). For what
-    travels in blocks of fp8, `into` says where each goes (`addresses.Pieces.into`), and `places` describes the local tensors there
-    (`fp8_blocks.packed.places_of_requests`).
+    `table` has the source's end filled in, `rounds` the engine's round (`addresses.staged_rounds_of`). For
+    blocks of fp8, `destinations` says where each goes (`addresses.Pieces`), and `places` describes the
+    local tensors there (`fp8_blocks.packed.places_of_requests`).
     """
 
     table: np.ndarray
     rounds: np.ndarray
-    into: np.ndarray
+    destinations: np.ndarray
     places: np.ndarray
 
     def of(self, number: int) -> "Outgoing":
-        """Return what goes in one of the engine's rounds."""
+        """Return the copies of one of the engine's rounds."""
         mask = self.rounds == number
-        return self._replace(table=self.table[mask], rounds=self.rounds[mask], into=self.into[mask])
+        return self._replace(
+            table=self.table[mask], rounds=self.rounds[mask], destinations=self.destinations[mask]
+        )
 
 
 class Incoming(NamedTuple):
-    """The copies that an inference rank gets from one trainer's rank.
+    """The copies that an inference rank gets from one trainer's rank, a row of each array for each.
 
-    `table` are the copies with the destination's end filled in, `rounds` this engine's round of each. `asked` and `into` are the
-    pieces' (`addresses.Pieces`), `memory` is the trainer's rank's, and `places` say where blocks of fp8 are served from
-    (`fp8_blocks.items.places_of`).
+    `table` has the destination's end filled in, `rounds` this engine's round. `requests` and
+    `destinations` are those of `addresses.Pieces`, `memory` says where the trainer's rank has its shards,
+    and `places` where blocks of fp8 are served from (`fp8_blocks.items.places_of`).
     """
 
     table: np.ndarray
     rounds: np.ndarray
-    asked: np.ndarray
-    into: np.ndarray
+    requests: np.ndarray
+    destinations: np.ndarray
     memory: TrainerMemory
     places: np.ndarray
 
     def of(self, number: int) -> "Incoming":
-        """Return what comes in one of its rounds."""
+        """Return the copies of one of its rounds."""
         mask = self.rounds == number
         return self._replace(
-            table=self.table[mask], rounds=self.rounds[mask], asked=self.asked[mask], into=self.into[mask]
+            table=self.table[mask],
+            rounds=self.rounds[mask],
+            requests=self.requests[mask],
+            destinations=self.destinations[mask],
         )
 
 
@@ -60,15 +65,15 @@ Flow = TypeVar("Flow", bound=Outgoing | Incoming)
 
 
 def rounds_in(flows: Mapping[int, Any]) -> set[int]:
-    """Return the numbers of the engines' rounds in what goes out, or comes in, besides `AT_ONCE`."""
-    return {int(number) for flow in flows.values() for number in np.unique(flow.rounds)} - {AT_ONCE}
+    """Return the numbers of the engines' rounds in what goes out, or comes in, besides `UNSTAGED`."""
+    return {int(number) for flow in flows.values() for number in np.unique(flow.rounds)} - {UNSTAGED}
 
 
 def by_round(flows: Mapping[int, Flow]) -> dict[int, dict[int, Flow]]:
-    """Return what goes out, or comes in, by the engine's round and then as before; `AT_ONCE` comes first."""
+    """Return what goes out, or comes in, by the engine's round and then as before; `UNSTAGED` comes first."""
     return {
         number: {rank: cast(Flow, flow.of(number)) for rank, flow in flows.items()}
-        for number in (AT_ONCE, *sorted(rounds_in(flows)))
+        for number in (UNSTAGED, *sorted(rounds_in(flows)))
     }
 
 
@@ -79,7 +84,7 @@ class Context(NamedTuple):
     the process ids of all members. `engine` is this member's, None where it has none.
     """
 
-    members: RefitGroup
+    group: RefitGroup
     device: torch.device
     backend: str
     bucket_bytes: int
@@ -89,10 +94,17 @@ class Context(NamedTuple):
 
 
 class Transport(ABC):
-    """One way of bytes between ranks.
+    """One way of bytes between ranks: the interface behind which NIXL, say, would be one more module.
 
-    `prepare` is called whenever one of the ends has moved. Both ends of a pair see the same pieces in the same order. `run` is called
-    by all members alike for `AT_ONCE`, then for each of `numbers` in order; in a verification once more.
+    In the order in which the link calls them, on every member:
+
+    - at connect: `reaches` decides which pairs it gets; `prepare`, then `negotiate` once;
+    - at a refit: `update_addresses` if memory has moved, and `prepare` again where that is not enough;
+      `run(UNSTAGED)`, then `run` for each of `numbers` in order, with `join` after each; `release`, `free`;
+    - with ``verify=True``: `run` for each of `numbers` once more;
+    - after a failure: `release`, and `renew` at the next refit.
+
+    Both ends of a pair see the same pieces in the same order.
     """
 
     name: ClassVar[str]
@@ -104,7 +116,7 @@ class Transport(ABC):
     received_bytes: Mapping[str, int] = {}  # that a refit brings to this rank, by route
     numbers: Set[int] = (
         frozenset()
-    )  # the engines' rounds in which there is something to do, besides `AT_ONCE`
+    )  # the engines' rounds in which there is something to do, besides `UNSTAGED`
     is_sending = False  # prepared copies read this trainer's rank's memory
     is_blocking = False  # a GPU may wait for a partner in `run`, however long that takes
     shards: Mapping[
@@ -113,7 +125,7 @@ class Transport(ABC):
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.members, self.device = context.members, context.device
+        self.group, self.device = context.group, context.device
 
     @staticmethod
     @abstractmethod
@@ -154,22 +166,22 @@ class Transport(ABC):
     def negotiate(self) -> None:  # noqa: B027
         """Agree with all members, once at connect, after the first `prepare`; called by all alike."""
 
-    def leave_room(self) -> None:  # noqa: B027
-        """From now on leave room on the GPU for a transport that `is_blocking`."""
+    def share_gpu(self) -> None:  # noqa: B027
+        """From now on run beside a transport that `is_blocking`, whose kernels need multiprocessors too."""
 
     def unmappable(self, memory: Mapping[int, TrainerMemory]) -> list[tuple[int, str]]:
         """Return which of these trainers' ranks have memory that this process cannot map, and why."""
         return []
 
-    def follow(self, memory: Mapping[int, TrainerMemory]) -> bool:
-        """Take the memory of the trainers' ranks that it reads, as it is now. Returns False where `prepare` is needed for that."""
+    def update_addresses(self, memory: Mapping[int, TrainerMemory]) -> bool:
+        """Take the addresses that the trainers' shards have now. Returns False where `prepare` is needed for that."""
         return True
 
-    def keep_only(self, memory: Mapping[int, TrainerMemory]) -> None:  # noqa: B027
-        """Unmap whatever of the trainers' ranks is not in their memory any more."""
+    def unmap_except(self, memory: Mapping[int, TrainerMemory]) -> None:  # noqa: B027
+        """Unmap all of the trainers' memory but this, which they still have."""
 
     def renew(self) -> None:  # noqa: B027
-        """Start anew after a refit that failed; called by all members alike."""
+        """Start anew after a refit that failed, with new communicators, say; called by all members alike."""
 
     def join(self) -> None:  # noqa: B027
         """Let the current stream wait for what `run` has enqueued on others."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from reshard.core.errors import ReshardError, rewrite_message
-from reshard.refit.addresses import AT_ONCE, SHARD, fills_of, from_source, staged_rounds_of
+from reshard.refit.addresses import SHARD, UNSTAGED, fills_of, staged_rounds_of, with_sources
 from reshard.refit.codecs import BLOCKWISE, block_codec, by_rounding
 from reshard.refit.copies import CopyTable
 from reshard.refit.fp8_blocks.items import FIRST_FRAGMENT, BlockTable, items_of, places_of
@@ -27,11 +27,11 @@ PADDING = -1  # in place of a trainer's rank, for rows that none has
 
 
 class OwnedCopies(NamedTuple):
-    """Copies with both ends filled in, where each goes (`addresses.Pieces.into`), the number of the shard that its source is in, and the
-    trainer's rank."""
+    """Copies with both ends filled in: where each goes (`addresses.Pieces.destinations`), the number of the
+    shard that its source is in, and the trainer's rank."""
 
     table: np.ndarray
-    into: np.ndarray
+    destinations: np.ndarray
     owners: np.ndarray
     ranks: np.ndarray
 
@@ -48,12 +48,12 @@ class CudaIpc(Transport):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self.rank, self.names = context.members.rank, context.members.names
+        self.rank, self.names = context.group.rank, context.group.names
         self.mapped = MappedMemory(self.device)
         self.shards: dict[int, np.ndarray] = {}
         self.first_owner: dict[int, int] = {}  # by trainer's rank: its first shard's number among all
         self.received_bytes = {LOCAL: 0, CUDA_IPC: 0}
-        self.leaves_room = False
+        self.shares_gpu = False
         self.lane: torch.cuda.Stream | None = None
         self.followed: dict[int, TrainerMemory] | None = None  # the memory that the tables are of, all mapped
         self.once: CopyTable | None = None
@@ -87,26 +87,31 @@ class CudaIpc(Transport):
         parts: list[OwnedCopies] = []
         for rank, flow in incoming.items():
             self.first_owner[rank] = next_owner
-            table = from_source(flow.table, flow.asked, self.shards[rank])
+            table = with_sources(flow.table, flow.requests, self.shards[rank])
             ranks = np.full(len(table), rank)
-            parts.append(OwnedCopies(table, flow.into, next_owner + flow.asked[:, SHARD], ranks))
+            parts.append(OwnedCopies(table, flow.destinations, next_owner + flow.requests[:, SHARD], ranks))
             next_owner += len(self.shards[rank])
             self.received_bytes[LOCAL if rank == self.rank else CUDA_IPC] += bytes_read_by(flow.table)
         self.fills = fills_of(engine, self.device)
         padding = self._padding(elsewhere)
         count = len(padding.table)
         parts.append(
-            OwnedCopies(padding.table, padding.into, np.zeros(count, np.int64), np.full(count, PADDING))
+            OwnedCopies(
+                padding.table, padding.destinations, np.zeros(count, np.int64), np.full(count, PADDING)
+            )
         )
         copies = OwnedCopies(*(np.concatenate(column) for column in zip(*parts, strict=True)))
         rounds = np.concatenate(
-            [*(flow.rounds for flow in incoming.values()), staged_rounds_of(engine)[padding.into[:, 0]]]
+            [
+                *(flow.rounds for flow in incoming.values()),
+                staged_rounds_of(engine)[padding.destinations[:, 0]],
+            ]
         )
         blockwise = BLOCKWISE[copies.table[:, CODEC]]
-        self.once = self._copy_table(copies.where(~blockwise & (rounds == AT_ONCE)))
+        self.once = self._copy_table(copies.where(~blockwise & (rounds == UNSTAGED)))
         self.blocks = self._block_tables(copies.where(blockwise))
         # Also rounds in which all that is not padding comes by another transport.
-        self.numbers = {*engine.staged_rounds.values(), *np.unique(rounds).tolist()} - {AT_ONCE}
+        self.numbers = {*engine.staged_rounds.values(), *np.unique(rounds).tolist()} - {UNSTAGED}
         self.rounds = {
             number: self._copy_table(copies.where(rounds == number)) for number in sorted(self.numbers)
         }
@@ -124,27 +129,27 @@ class CudaIpc(Transport):
         """Return copies of zeros into rows of padding, but for blocks that other transports bring whole. In blocks that are put together
         of several ranks' parts zeros are written twice."""
         assert self.context.engine is not None
-        table, into = self.fills.table, self.fills.into
+        table, destinations = self.fills.table, self.fills.destinations
         blockwise = BLOCKWISE[table[:, CODEC]]
         if not blockwise.any():
-            return Placed(table, into)
+            return Placed(table, destinations)
         brought = []
         for flow in elsewhere:
             mask = BLOCKWISE[flow.table[:, CODEC]]
-            brought.append(cut_into_blocks(flow.table[mask], flow.into[mask], flow.places))
+            brought.append(cut_into_blocks(flow.table[mask], flow.destinations[mask], flow.places))
         if not any(len(blocks.items) for blocks in brought):
-            return Placed(table, into)
+            return Placed(table, destinations)
         left = padding_outside(
-            Placed(table[blockwise], into[blockwise]), brought, places_of(self.context.engine)
+            Placed(table[blockwise], destinations[blockwise]), brought, places_of(self.context.engine)
         )
-        both = (table[~blockwise], left.table), (into[~blockwise], left.into)
+        both = (table[~blockwise], left.table), (destinations[~blockwise], left.destinations)
         return Placed(*map(np.concatenate, both))
 
     def _copy_table(self, copies: OwnedCopies) -> CopyTable:
         """Return the copies in an order in which the links to all peers are busy at once."""
         tiles, origin = tiles_of(copies.table)
         order = interleaved(copies.ranks[origin])
-        return CopyTable(tiles[order], self.device, copies.owners[origin][order], self.leaves_room)
+        return CopyTable(tiles[order], self.device, copies.owners[origin][order], self.shares_gpu)
 
     def _block_tables(self, copies: OwnedCopies) -> list[BlockTable]:
         """Return what is quantized on the way, by rounding."""
@@ -159,15 +164,15 @@ class CudaIpc(Transport):
             # Zeros of the same width as all else, for which there is a kernel already.
             chosen.table[padding, CODEC] = chosen.table[~padding, CODEC].max(initial=block_codec(rounding))
             owners = np.stack([chosen.owners, chosen.ranks], 1)
-            strips = items_of(chosen.table, chosen.into, owners, places)
+            strips = items_of(chosen.table, chosen.destinations, owners, places)
             order = interleaved(strips.owners[strips.items[:, FIRST_FRAGMENT], 1])
             tables.append(
                 BlockTable(strips._replace(owners=strips.owners[:, 0]), rounding, self.device, order)
             )
         return tables
 
-    def follow(self, memory: Mapping[int, TrainerMemory]) -> bool:
-        """See `Transport.follow`: shift the tables where shards have only moved."""
+    def update_addresses(self, memory: Mapping[int, TrainerMemory]) -> bool:
+        """See `Transport.update_addresses`: shift the tables where shards have only moved."""
         if self.context.engine is None:
             return True
         before = self.followed
@@ -209,17 +214,17 @@ class CudaIpc(Transport):
                 failures.append((rank, str(error)))
         return failures
 
-    def leave_room(self) -> None:
-        """See `Transport.leave_room`."""
-        self.leaves_room = True
+    def share_gpu(self) -> None:
+        """See `Transport.share_gpu`."""
+        self.shares_gpu = True
         for table in self._copy_tables:
             table.compile(aside=True)
 
     def run(self, number: int) -> None:
         """Enqueue the copies of a round: where room is left, in a stream of their own until `join`."""
-        if self.once is None or (number != AT_ONCE and number not in self.rounds):
+        if self.once is None or (number != UNSTAGED and number not in self.rounds):
             return
-        if not self.leaves_room or self.device.type == "cpu":
+        if not self.shares_gpu or self.device.type == "cpu":
             self._enqueue(number, None)
             return
         self.lane = torch.cuda.Stream(self.device)
@@ -228,7 +233,7 @@ class CudaIpc(Transport):
             self._enqueue(number, PROGRAMS_BESIDE_NCCL)
 
     def _enqueue(self, number: int, programs: int | None) -> None:
-        if number != AT_ONCE:
+        if number != UNSTAGED:
             self.rounds[number].run(programs)
             return
         assert self.once is not None
@@ -242,8 +247,8 @@ class CudaIpc(Transport):
             torch.cuda.current_stream(self.device).wait_stream(self.lane)
             self.lane = None
 
-    def keep_only(self, memory: Mapping[int, TrainerMemory]) -> None:
-        """See `Transport.keep_only`."""
+    def unmap_except(self, memory: Mapping[int, TrainerMemory]) -> None:
+        """See `Transport.unmap_except`."""
         self.mapped.close(but={handle for of_rank in memory.values() for *_, handle in of_rank.allocations})
 
     def release(self) -> None:

@@ -21,7 +21,7 @@ from reshard.comm.background import in_background
 from reshard.comm.client import LOOK_SECONDS
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, first_line, listed
-from reshard.refit.addresses import AT_ONCE
+from reshard.refit.addresses import UNSTAGED
 from reshard.refit.protocol.buckets import exchange_bucket_counts, exchange_partner_counts
 from reshard.refit.routes import NCCL, Pair
 from reshard.refit.tables import ALIGNMENT, DST, SRC, TILE_BYTES, bytes_packed
@@ -34,7 +34,7 @@ _communicators: "weakref.WeakSet[Any]" = weakref.WeakSet()  # of NCCL, made here
 
 
 def communicator_of(
-    members: RefitGroup, ranks: Sequence[int], device: torch.device, fresh: bool
+    group: RefitGroup, ranks: Sequence[int], device: torch.device, fresh: bool
 ) -> tuple[Any, Any]:
     """Return a communicator of these members, and the store that it needs as long as it is there: on GPUs torch's own where they
     are its ranks, since another takes memory of its own.
@@ -42,64 +42,59 @@ def communicator_of(
     A `fresh` one is not torch's: after an exchange that broke off, some ranks may have begun a collective
     that others never did. Raises ReshardError as soon as a member is gone, or fails, while it is made.
     """
-    if (
-        members.process_group is not None
-        and device.type == "cuda"
-        and len(ranks) == members.size
-        and not fresh
-    ):
+    if group.process_group is not None and device.type == "cuda" and len(ranks) == group.size and not fresh:
         with suppress(RuntimeError):
-            return members.process_group._get_backend(device), None
-    store = members.torch_store()
+            return group.process_group._get_backend(device), None
+    store = group.torch_store()
     # Torch's own waits end with their time limit only; so they are not this thread's.
     making = in_background(
-        lambda: _new_communicator(members, store, ranks.index(members.rank), len(ranks), device)
+        lambda: _new_communicator(group, store, ranks.index(group.rank), len(ranks), device)
     )
-    deadline = time.monotonic() + members.timeout
-    with members.reporting_alive():
+    deadline = time.monotonic() + group.timeout
+    with group.reporting_alive():
         while not wait([making], LOOK_SECONDS).done:
-            members.check()
+            group.check()
             if time.monotonic() > deadline:
                 break
     try:
         if making.done():
             return making.result(), store
-        reason = f"not made within {members.timeout:g} s"
+        reason = f"not made within {group.timeout:g} s"
     except RuntimeError as error:
         reason = first_line(error)
-    unresponsive = listed(members.names[rank] for rank in members.unresponsive_ranks())
+    unresponsive = listed(group.names[rank] for rank in group.unresponsive_ranks())
     raise ReshardError(
         f"there is no communicator for buckets ({reason}); {unresponsive or 'no member'} is silent"
     )
 
 
-def _new_communicator(members: RefitGroup, store: Any, index: int, size: int, device: torch.device) -> Any:
+def _new_communicator(group: RefitGroup, store: Any, index: int, size: int, device: torch.device) -> Any:
     # Under a name of its own: what a broken communicator has left in the store must not be read again.
     named, timeout = (
-        dist.PrefixStore(f"buckets/{members.transaction_number}", store),
-        timedelta(seconds=members.timeout),
+        dist.PrefixStore(f"buckets/{group.transaction_number}", store),
+        timedelta(seconds=group.timeout),
     )
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread, which is new
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        group = dist.ProcessGroupNCCL(named, index, size, options)
-        _communicators.add(group)
-        return group
+        communicator = dist.ProcessGroupNCCL(named, index, size, options)
+        _communicators.add(communicator)
+        return communicator
     gloo: Any = dist.ProcessGroupGloo
     # Of several networks the one on which the members met; by itself Gloo takes the one that the host's name
     # stands for.
     settings = gloo._Options()
-    settings._timeout, settings._devices = timeout, [gloo.create_device(hostname=members.local_address)]
+    settings._timeout, settings._devices = timeout, [gloo.create_device(hostname=group.local_address)]
     return gloo(named, index, size, settings)
 
 
 @atexit.register
 def _shut_down_communicators() -> None:
     """NCCL's threads may ask their store, which is Python's, until they end: not while Python itself ends."""
-    for group in list(_communicators):
+    for communicator in list(_communicators):
         with suppress(RuntimeError):
-            group.shutdown()
+            communicator.shutdown()
 
 
 class BucketStep(NamedTuple):
@@ -123,8 +118,8 @@ class Nccl(Transport):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.ranks = context.participants
-        self.group: Any = None
-        self.store: Any = None  # of the group, which does not keep it itself
+        self.communicator: Any = None
+        self.store: Any = None  # of the communicator, which does not keep it itself
         self.limit = 0  # bytes of one pair in one bucket; 0 where no pair of members goes this way
         # What was prepared before the size of buckets was agreed on.
         self.outgoing: Mapping[int, Outgoing] = {}
@@ -150,7 +145,7 @@ class Nccl(Transport):
     @property
     def is_blocking(self) -> bool:  # type: ignore[override]
         """See `Transport.is_blocking`: NCCL's first exchange returns when all have met, one over Gloo when it has ended."""
-        return self.group is not None
+        return self.communicator is not None
 
     @property
     def is_sending(self) -> bool:  # type: ignore[override]
@@ -165,7 +160,7 @@ class Nccl(Transport):
 
     def negotiate(self) -> None:
         """Agree with all members on the size of the buckets and their number, and make a communicator of those that have a side."""
-        partners = max(exchange_partner_counts(self.members, max(len(self.incoming), len(self.outgoing))))
+        partners = max(exchange_partner_counts(self.group, max(len(self.incoming), len(self.outgoing))))
         if not partners:
             return
         bucket_bytes = self.context.bucket_bytes
@@ -181,8 +176,8 @@ class Nccl(Transport):
         counts: dict[int, int] = {}
         for number, pair in self._pairs():
             counts[number] = max(counts.get(number, 0), pair.rounds)
-        self.buckets = exchange_bucket_counts(self.members, counts)
-        self.numbers = self.buckets.keys() - {AT_ONCE}  # of all engines: all that have a side take part
+        self.buckets = exchange_bucket_counts(self.group, counts)
+        self.numbers = self.buckets.keys() - {UNSTAGED}  # of all engines: all that have a side take part
         if self.device.type == "cuda":
             from reshard.refit.kernels import compile_copy
 
@@ -199,8 +194,8 @@ class Nccl(Transport):
         self._meet(fresh=True)
 
     def _meet(self, fresh: bool) -> None:
-        if self.limit and self.members.rank in self.ranks:
-            self.group, self.store = communicator_of(self.members, self.ranks, self.device, fresh)
+        if self.limit and self.group.rank in self.ranks:
+            self.communicator, self.store = communicator_of(self.group, self.ranks, self.device, fresh)
 
     def prepare(
         self,
@@ -225,7 +220,7 @@ class Nccl(Transport):
 
     def run(self, number: int) -> None:
         """Exchange what belongs to a round of the engines', in as many buckets as all members have agreed on."""
-        if self.group is None or not self.buckets.get(number):
+        if self.communicator is None or not self.buckets.get(number):
             return
         slots = [
             (self._buffer(self.sends_by_round), self._buffer(self.receives_by_round))
@@ -274,7 +269,7 @@ class Nccl(Transport):
                     if index >= SLOTS and packing is not None:
                         packing.wait_event(unpacked[index - SLOTS])
                     arriving, leaving = receive[: sum(splits_in)], send[: sum(splits_out)]
-                    works.append(self.group.alltoall_base(arriving, leaving, splits_in, splits_out))
+                    works.append(self.communicator.alltoall_base(arriving, leaving, splits_in, splits_out))
             if index:
                 with in_stream(unpacking):
                     works[index - 1].wait()
@@ -283,7 +278,7 @@ class Nccl(Transport):
                         unpacked.append(unpacking.record_event())
 
     def _buffer(self, pairs: Mapping[int, Mapping[int, PackedPair]]) -> torch.Tensor:
-        return torch.empty(self.limit * len(pairs[AT_ONCE]), dtype=torch.uint8, device=self.device)
+        return torch.empty(self.limit * len(pairs[UNSTAGED]), dtype=torch.uint8, device=self.device)
 
     def _step(self, number: int, index: int, send: int, receive: int) -> BucketStep:
         """Return the work on one bucket of a round, with its buffers at these addresses."""

@@ -58,7 +58,7 @@ class PackedPair:
         self.far, self.far_pitch = (DST, DST_PITCH) if end == SRC else (SRC, SRC_PITCH)
         blockwise = BLOCKWISE[flow.table[:, CODEC]]
         self.tiles, self.packed_width = _tiles(flow.table[~blockwise], end)
-        self.block_items = cut_into_blocks(flow.table[blockwise], flow.into[blockwise], flow.places)
+        self.block_items = cut_into_blocks(flow.table[blockwise], flow.destinations[blockwise], flow.places)
         self.sizes = np.concatenate(
             [self.tiles[:, ROWS] * self.packed_width, packed_bytes(self.block_items.items)]
         )

@@ -17,7 +17,7 @@ import torch
 
 from reshard.core.errors import ReshardError, listed, rewrite_message
 from reshard.device.cuda import cuda_free, cuda_memory, exported
-from reshard.refit.addresses import AT_ONCE
+from reshard.refit.addresses import UNSTAGED
 from reshard.refit.copies import wait_for_device
 from reshard.refit.protocol.encoding import readable
 from reshard.refit.protocol.memory import is_handle
@@ -188,10 +188,10 @@ class Staged(Transport):
         if self.slab is not None and self.slab.size != SLOTS * self.limit * len(outgoing):
             self._free_slab()
         if partners := sorted(outgoing.keys() | incoming.keys()):
-            names = self.members.names
+            names = self.group.names
             log.info(
                 "%s: bytes of %s are staged%s",
-                names[self.members.rank],
+                names[self.group.rank],
                 listed(names[rank] for rank in partners),
                 "" if self.context.backend == STAGED else UNMAPPABLE,
             )
@@ -202,7 +202,7 @@ class Staged(Transport):
 
     def run(self, number: int) -> None:
         """Pack and unpack what belongs to a round. Returns when this member has all of its own, and its readers have all of theirs."""
-        if number == AT_ONCE:
+        if number == UNSTAGED:
             self.sending, self.receiving = self._open()
             self.counts.clear()
         sends = {peer: rounds.get(number, []) for peer, rounds in self.sending.items()}
@@ -224,15 +224,15 @@ class Staged(Transport):
             if end == DST or index >= SLOTS:
                 self._wait(awaited, peer, self.counts[peer, end] + 1 - slots)
             packed.run()
-        if copies and not wait_for_device(self.device, self.members.timeout, self.members.report_alive):
-            raise ReshardError(f"the copies did not end within {self.members.timeout:g} s")
+        if copies and not wait_for_device(self.device, self.group.timeout, self.group.report_alive):
+            raise ReshardError(f"the copies did not end within {self.group.timeout:g} s")
         for peer in copies:
             self.counts[peer, end] += 1
-            self.members.post_count(f"{done}/{peer}", self.counts[peer, end])
+            self.group.post_count(f"{done}/{peer}", self.counts[peer, end])
 
     def _wait(self, step: str, peer: int, count: int) -> None:
-        with readable(f"'{step}' of {self.members.names[peer]}"):
-            self.members.wait_for_count(f"{step}/{self.members.rank}", peer, count)
+        with readable(f"'{step}' of {self.group.names[peer]}"):
+            self.group.wait_for_count(f"{step}/{self.group.rank}", peer, count)
 
     def _open(
         self,
@@ -244,7 +244,7 @@ class Staged(Transport):
                 self.slab = SharedSlab(SLOTS * self.limit * len(self.outgoing), self.device)
             starts = {peer: SLOTS * self.limit * index for index, peer in enumerate(self.outgoing)}
             location = SlabLocation(self.slab.number, self.slab.handle, self.limit, [*starts.items()])
-            self.members.post("slab", location.encode())
+            self.group.post("slab", location.encode())
             sends = {
                 peer: self._rounds(peer, flow, SRC, self.slab.address + starts[peer], self.limit)
                 for peer, flow in self.outgoing.items()
@@ -257,9 +257,9 @@ class Staged(Transport):
 
     def _slots_of(self, peer: int) -> tuple[int, int]:
         """Return where this member's slots begin in the slab of a trainer's rank, mapped here, and the bytes of one."""
-        who, rank = self.members.names[peer], self.members.rank
+        who, rank = self.group.names[peer], self.group.rank
         slab = SlabLocation.decode(
-            self.members.read("slab", peer), who, rank=rank, size=self.members.size, slots=SLOTS, limit_of=self._limit,
+            self.group.read("slab", peer), who, rank=rank, size=self.group.size, slots=SLOTS, limit_of=self._limit,
             may_have=lambda handle: is_slab_of(handle, self.context.processes[peer], self.device),
         )  # fmt: skip
         size = SLOTS * slab.limit * len(slab.starts)
