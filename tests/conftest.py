@@ -41,6 +41,8 @@ STARTS_PROCESSES = ("run_on_ranks", "tests.warm", "tests.vllm_server", "tests.en
 def place_of(path: Path) -> int:
     """Return a test file's place in the order of the run: `SLOWEST_FIRST`, other slow files, quick
     ones."""
+    if path.suffix == ".md":
+        return SLOWEST_FIRST.index("sleeping")  # a page starts commands, and some run a model
     stem = path.stem.removeprefix("test_")
     names = [name for name in SLOWEST_FIRST if stem == name or stem.startswith(f"{name}_")]
     if names:
