@@ -93,12 +93,14 @@ def rank_in(folder: str, number: str) -> None:
 
 
 def run_to_the_end(command, timeout: float, **options) -> subprocess.CompletedProcess:
-    """Run a command and take what it prints. One that does not end in time is killed with all that it has started."""
-    with subprocess.Popen(
-        [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    ) as process:
+    """Run a command and take what it prints. One that does not end in time is killed with all that it has started.
+
+    It prints into files: what it has started, and left behind when it failed, would keep a pipe open.
+    """
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        process = subprocess.Popen([*map(str, command)], stdout=stdout, stderr=stderr, text=True, **options)
         try:
-            stdout, stderr = process.communicate(timeout=timeout)
+            process.wait(timeout)
         except BaseException:
             import psutil
 
@@ -108,8 +110,13 @@ def run_to_the_end(command, timeout: float, **options) -> subprocess.CompletedPr
                 for one in [agent, *agent.children(recursive=True)]:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         one.kill()
+            process.wait()
             raise
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+        printed = []
+        for file in (stdout, stderr):
+            file.seek(0)
+            printed.append(file.read())
+    return subprocess.CompletedProcess(process.args, process.returncode, *printed)
 
 
 def torchrun(processes: int, python: str = sys.executable) -> list[str]:

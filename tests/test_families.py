@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from reshard import MegatronLayout, ReshardError, diff, hf_to_mcore, mcore_to_hf, read_model
 from reshard.megatron.arguments import family_of_args, megatron_args, mismatched_args, model_of_args
@@ -73,6 +74,42 @@ def test_a_row_that_does_not_follow_the_columns_is_refused_with_its_file(column,
     )
     with pytest.raises(ValueError, match=f"mappings.strange: {message}"):
         type("Strange", (base,), {"layer": rows, "__module__": "mappings.strange"})()
+
+
+# Fields of published configs and of the code beside them, which transformers' class does not read.
+PUBLISHED_ONLY = {"deepseek_v3": {"moe_layer_freq", "scoring_func", "topk_method"}}
+BASE = families()["qwen3"]
+MISTAKES = {
+    "a relation": ({"config": (("hidden_size", "hidden_size", "nto", "needed"), *BASE.config)}, "config, hidden_size: the relation 'nto'"),
+    "a default": ({"config": (("hidden_size", "hidden_size", "=", "neded"), *BASE.config)}, "config, hidden_size: the default 'neded'"),
+    "a config row too short": ({"config": (("hidden_size", "hidden_size", "="),)}, "config, hidden_size: a row has 4 columns"),
+    "a symbol of no field": ({"symbols": BASE.symbols | {"X": "hiden_size"}}, "symbols, X: no row of config has a field 'hiden_size'"),
+    "a letter of no symbol": ({"layer": ((ROW[0], "NX*D H", *ROW[2:]),)}, "layer, input_layernorm.weight: the shape 'NX[*]D H'"),
+    "a row too short": ({"layer": (ROW[:5],)}, "layer, input_layernorm.weight: a row has 6 columns"),
+    "always, and a condition": ({"layer": ((*ROW[:5], "dense, always"),)}, "layer, input_layernorm.weight: 'dense, always' says"),
+    "a comparison": ({"refused": (("head_dim !=qk_head_dim", (False,), "why"),)}, "refused, 'head_dim !=qk_head_dim': it is neither"),
+    "a field that is compared": ({"refused": (("head_dim != hed_dim", (False,), "why"),)}, "refused, head_dim != hed_dim: no row"),
+    "values that are no tuple": ({"refused": (("hidden_act", "silu", "why"),)}, "refused, hidden_act: the values 'silu'"),
+    "a window": ({"window": "from max_window_layer"}, "window: 'from max_window_layer' is none of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_table_is_a_sentence_that_names_file_and_row(mistake):
+    entries, message = MISTAKES[mistake]
+    type("Good", (type(BASE),), {"__module__": "mappings.good"})()
+    with pytest.raises(ValueError, match=f"^mappings.strange: {message}"):
+        type("Strange", (type(BASE),), entries | {"__module__": "mappings.strange"})()
+
+
+@pytest.mark.parametrize("name", families())
+def test_fields_that_are_refused_are_fields_of_transformers_class_or_of_the_table(name):
+    """A misspelled field would never be refused."""
+    family = families()[name]
+    rows = {spelling for field, others, *_ in family.spellings for spelling in (field, *others)}
+    known = {*CONFIG_MAPPING[name]().to_dict(), *rows, *family.always}
+    refused = {field.split(" != ")[0] for field, *_ in family.refused}
+    assert refused - known == PUBLISHED_ONLY.get(name, set())
 
 
 def test_what_a_mapping_file_does_not_say_is_as_the_class_has_it():

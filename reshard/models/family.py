@@ -10,10 +10,10 @@ from reshard.core.errors import ReshardError, listed
 from reshard.models.config_fields import MAPPED, WINDOW, whole_number
 from reshard.models.field_tables import NO_EFFECT, NO_EFFECT_ENDS
 from reshard.models.rope import megatron_rope, rope_of
+from reshard.models.table_checks import NEEDED as NEEDED
+from reshard.models.table_checks import check_family
 from reshard.models.tables import Row, read_rows
 
-# In place of a default: a config without the field is refused.
-NEEDED = ("needed", "needed, an amount")
 # Where null means what absence means, in transformers too.
 NULLABLE = ("head_dim", "num_key_value_heads", "num_nextn_predict_layers")
 # What Megatron's arguments are for every family here, unless its `megatron` says otherwise.
@@ -126,7 +126,8 @@ class Family:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        """Read the tables. Raises ValueError where a row does not follow the columns."""
+        """Read the tables. Raises ValueError, naming file and row, where one does not follow the columns."""
+        check_family(self, type(self).__module__)
         self.spellings = [
             (*_spelled(field), arg, relation, default) for field, arg, relation, default in self.config
         ]

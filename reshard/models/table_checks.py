@@ -1,0 +1,72 @@
+"""Checks of a mapping file when it is read: a mistake in a table is a sentence that names file, table and row.
+
+Without them a misspelled entry would mean something else, or nothing: a refusal that never fires
+lets another model through.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from reshard.models.config_fields import MAPPED, WINDOW
+
+COLUMNS = ("HF parameter", "shape", "Megatron parameter", "arrangement", "split", "where")
+CONFIG_COLUMNS = ("HF config field", "Megatron argument", "relation", "default")
+NEEDED = ("needed", "needed, an amount")  # in place of a default: a config without the field is refused
+RELATIONS = ("=", "not")
+WINDOWS = ("", "everywhere", "from max_window_layers")
+COMPARISON = re.compile(r"\w+( != \w+( \+ \w+)?)?")
+
+
+def check_family(family: Any, file: str) -> None:
+    """Raise ValueError, naming the file, for the first entry of a family's tables that says nothing."""
+    for problem in _problems(family):
+        raise ValueError(f"{file}: {problem}")
+
+
+def _problems(family: Any) -> Iterator[str]:
+    for row in family.config:
+        yield from _wrong_width("config", row, CONFIG_COLUMNS)
+    fields = {spelling for field, *_ in family.config for spelling in field.split("|")}
+    known = fields | set(MAPPED) | set(WINDOW) | set(family.reads)
+    for field, _, relation, default in family.config:
+        if relation not in RELATIONS:
+            yield f"config, {field}: the relation {relation!r} is none of {', '.join(RELATIONS)}"
+        if isinstance(default, str) and default not in NEEDED and set(default.split("/")) - fields:
+            yield f"config, {field}: the default {default!r} is neither a field of the table nor 'needed'"
+    for symbol, field in family.symbols.items():
+        if field not in fields | {family.shared_experts}:
+            yield f"symbols, {symbol}: no row of config has a field {field!r}"
+    for entry in ("first_dense", "shared_experts"):
+        if getattr(family, entry) and not re.fullmatch(r"\w+", getattr(family, entry)):
+            yield f"{entry}: {getattr(family, entry)!r} is no name of a field"
+    if family.window not in WINDOWS:
+        yield f"window: {family.window!r} is none of {', '.join(map(repr, WINDOWS))}"
+    for row in family.refused:
+        yield from _wrong_width("refused", row, ("field", "values", "reason"))
+        if not COMPARISON.fullmatch(row[0]):
+            yield f"refused, {row[0]!r}: it is neither a field, nor 'a != b', nor 'a != b + c'"
+        if not isinstance(row[1], tuple) or not row[1]:
+            yield f"refused, {row[0]}: the values {row[1]!r} are no tuple of those that are mapped"
+        compared = set(re.split(r" != | \+ ", row[0])[1:])
+        if compared - known:
+            yield f"refused, {row[0]}: no row of config has a field {sorted(compared - known)[0]!r}"
+    for table in ("model", "layer", "mtp"):
+        for row in getattr(family, table):
+            yield from _wrong_width(table, row, COLUMNS)
+            yield from _wrong_cells(table, row, family.symbols)
+
+
+def _wrong_width(table: str, row: Sequence[Any], columns: Sequence[str]) -> Iterator[str]:
+    if len(row) != len(columns):
+        yield f"{table}, {row[0]}: a row has {len(columns)} columns ({', '.join(columns)}), and not {len(row)}"
+
+
+def _wrong_cells(table: str, row: Sequence[str], symbols: Collection[str]) -> Iterator[str]:
+    name, shape, where = row[0], row[1], row[5]
+    unknown = [word for word in re.findall(r"[A-Za-z]+", shape) if word not in symbols]
+    if unknown and table != "mtp":  # a family without such layers has no symbols for them
+        yield f"{table}, {name}: the shape {shape!r} has a letter {unknown[0]!r} that symbols does not have"
+    words = [word.strip() for word in where.split(",")]
+    if "always" in words and len(set(words) - {"optional", "fp32", "unquantized"}) > 1:
+        yield f"{table}, {name}: {where!r} says always, and a condition"
