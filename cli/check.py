@@ -12,11 +12,11 @@ from reshard.cli.output import (
     progress_bar,
     workers_option,
 )
-from reshard.cli.places import Place
+from reshard.cli.places import PathOrHubId
 
 
 @click.command("check")
-@click.argument("path", type=Place())
+@click.argument("path", type=PathOrHubId())
 @workers_option
 @ignore_option
 @json_option

@@ -8,11 +8,13 @@ from pathlib import Path
 import click
 
 from reshard.cli.output import json_option, print_json
-from reshard.cli.places import Place
+from reshard.cli.places import PathOrHubId
 
 
 @click.command("demo")
-@click.option("--keep", type=Place(file_okay=False), help="Leave the checkpoints in this new directory.")
+@click.option(
+    "--keep", type=PathOrHubId(file_okay=False), help="Leave the checkpoints in this new directory."
+)
 @json_option
 def command(keep: str | None, as_json: bool) -> None:
     """Convert a small Qwen3-MoE to Megatron (TP2 PP2 EP2) and back, and prove each step. Takes half a minute,

@@ -10,13 +10,13 @@ from reshard.cli.output import (
     progress_bar,
     workers_option,
 )
-from reshard.cli.places import Place
+from reshard.cli.places import PathOrHubId
 
 
 @click.command("diff")
-@click.argument("a", type=Place())
-@click.argument("b", type=Place())
-@click.option("--hf-config", type=Place(), help="config.json to read a Megatron checkpoint with.")
+@click.argument("a", type=PathOrHubId())
+@click.argument("b", type=PathOrHubId())
+@click.option("--hf-config", type=PathOrHubId(), help="config.json to read a Megatron checkpoint with.")
 @click.option(
     "--worst", type=click.IntRange(min=1), default=10, show_default=True, help="How many tensors to show."
 )

@@ -14,13 +14,13 @@ from reshard.cli.output import (
     progress_bar,
     workers_option,
 )
-from reshard.cli.places import Place, check_command, resumable
+from reshard.cli.places import PathOrHubId, check_command, resumable
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE
 
 
 @click.command("hf-to-mcore")
-@click.argument("source", type=Place())
-@click.argument("destination", type=Place())
+@click.argument("source", type=PathOrHubId())
+@click.argument("destination", type=PathOrHubId())
 @layout_options
 @click.option(
     "--make-vocab-size-divisible-by",

@@ -5,12 +5,12 @@ from typing import Any
 import click
 
 from reshard.cli.output import ignore_option, json_option, print_json, print_note, size
-from reshard.cli.places import Place
+from reshard.cli.places import PathOrHubId
 
 
 @click.command("inspect")
-@click.argument("path", type=Place())
-@click.option("--hf-config", type=Place(), help="config.json to read a Megatron checkpoint with.")
+@click.argument("path", type=PathOrHubId())
+@click.option("--hf-config", type=PathOrHubId(), help="config.json to read a Megatron checkpoint with.")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @ignore_option
 @json_option

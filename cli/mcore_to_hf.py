@@ -6,15 +6,15 @@ from typing import Any
 import click
 
 from reshard.cli.output import ignore_option, json_option, print_report, progress_bar, workers_option
-from reshard.cli.places import Place, check_command, resumable
+from reshard.cli.places import PathOrHubId, check_command, resumable
 
 
 @click.command("mcore-to-hf")
-@click.argument("source", type=Place())
-@click.argument("destination", type=Place())
+@click.argument("source", type=PathOrHubId())
+@click.argument("destination", type=PathOrHubId())
 @click.option(
     "--hf-config",
-    type=Place(),
+    type=PathOrHubId(),
     help="config.json, or a directory with it and the tokenizer (default: the one beside the weights, else "
     "from the checkpoint's args).",
 )

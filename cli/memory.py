@@ -10,7 +10,7 @@ from reshard.cli.groups import grouped
 from reshard.cli.layout import LAYOUT_NAMES, layout_options, pop_layout, trainer_option, vllm_layout
 from reshard.cli.memory_options import GROUPS, memory_options
 from reshard.cli.output import ignore_option, json_option, print_json, print_note
-from reshard.cli.places import Place
+from reshard.cli.places import PathOrHubId
 from reshard.core.errors import ReshardError
 
 GIB = 1 << 30
@@ -19,7 +19,11 @@ SHOWN = 16
 
 @click.command("memory", cls=grouped(GROUPS))
 @click.option(
-    "--model", "path", type=Place(), required=True, help="Directory of either format, config.json, or hub id."
+    "--model",
+    "path",
+    type=PathOrHubId(),
+    required=True,
+    help="Directory of either format, config.json, or hub id.",
 )
 @trainer_option(names="tp=,pp=,vpp=,ep=,etp=,dp=,cp=, ...")
 @layout_options

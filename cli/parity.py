@@ -8,14 +8,14 @@ import click
 
 from reshard.cli.layout import engine_option, layout_options, pop_layout, trainer_option, vllm_layout
 from reshard.cli.output import ignore_option, json_option, print_json, quiet
-from reshard.cli.places import Place
+from reshard.cli.places import PathOrHubId
 from reshard.core.errors import ReshardError
 
 
 @click.command("parity")
-@click.argument("a", type=Place())
-@click.argument("b", type=Place())
-@click.option("--prompts", type=Place(), help="A line each: text, or JSON with text or tokens.")
+@click.argument("a", type=PathOrHubId())
+@click.argument("b", type=PathOrHubId())
+@click.option("--prompts", type=PathOrHubId(), help="A line each: text, or JSON with text or tokens.")
 @click.option(
     "--random",
     "count",
@@ -46,7 +46,7 @@ from reshard.core.errors import ReshardError
     help="Give a refitted vLLM in fp8 blocks the bits of vLLM's own loading, which may round twice.",
 )
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: bf16 with a GPU, fp32 without.")
-@click.option("--hf-config", type=Place(), help="config.json to read a Megatron checkpoint with.")
+@click.option("--hf-config", type=PathOrHubId(), help="config.json to read a Megatron checkpoint with.")
 @click.option(
     "--noise/--no-noise",
     default=None,
@@ -84,7 +84,7 @@ from reshard.core.errors import ReshardError
 )
 @click.option(
     "--html",
-    type=Place(dir_okay=False, writable=True),
+    type=PathOrHubId(dir_okay=False, writable=True),
     help="Also write a report with charts to this file.",
 )
 @click.option(

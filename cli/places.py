@@ -10,7 +10,7 @@ import click
 from reshard.core.errors import ReshardError
 
 
-class Place(click.Path):
+class PathOrHubId(click.Path):
     """A path or hub id. An empty one, such as of a shell variable that is not set, is refused: it
     would be the current directory."""
 

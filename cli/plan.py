@@ -7,7 +7,7 @@ import click
 
 from reshard.cli.layout import engine_option, megatron_sizes, trainer_option, vllm_layout
 from reshard.cli.output import ignore_option, json_option, print_json, print_note, progress_bar, size
-from reshard.cli.places import Place
+from reshard.cli.places import PathOrHubId
 from reshard.core.limits import MAX_VOCAB_MULTIPLE
 
 SHOWN = 16
@@ -28,7 +28,11 @@ _RATE = _Rate(min=0, min_open=True)
 
 @click.command("plan")
 @click.option(
-    "--model", "path", type=Place(), required=True, help="Directory of either format, config.json, or hub id."
+    "--model",
+    "path",
+    type=PathOrHubId(),
+    required=True,
+    help="Directory of either format, config.json, or hub id.",
 )
 @trainer_option(True, "tp=,pp=,vpp=,ep=,etp=,dp=,cp=, ...")
 @engine_option("vLLM's sizes: tp=,pp=,dp=, and ep or ep=round_robin for expert parallelism.", required=True)

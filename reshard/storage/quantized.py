@@ -60,7 +60,7 @@ class Quantized:
         # a scale.
         self.largest: dict[str, tuple[np.float32, np.dtype]] = {}
 
-    def parts(self, name: str) -> tuple[str, ...]:
+    def stored_names(self, name: str) -> tuple[str, ...]:
         """Return the names of the stored tensors that a canonical tensor becomes, its codes first."""
         return tuple(name + end for end in self.scheme.suffixes) if name in self.names else (name,)
 
@@ -87,7 +87,7 @@ class Quantized:
         Other weights that share a scale with it are read by `look`.
         """
         small = self.scheme.small_tensors(name, info.shape, lambda names: self._find_largest(names, look))
-        codes_name, scales_name, *others = self.parts(name)
+        codes_name, scales_name, *others = self.stored_names(name)
         codes_digest, scales_digest = xxhash.xxh3_128(), xxhash.xxh3_128()
         rows_per_scale, _ = self.scheme.scale_block(info.shape)
         for start, stop in info.slabs(SLAB_BYTES, rows_per_scale):

@@ -38,7 +38,7 @@ def stored_as(values: torch.Tensor, how: Compressed) -> dict[str, torch.Tensor]:
     return channels_torch.encode(values, scheme)
 
 
-class Matrix(NamedTuple):
+class CompressedMatrix(NamedTuple):
     """A matrix of plain weights by the name of its parameter, with the names of the parameters of
     its codes and scales, the shape of the scales as they are made, and the scale of each row, with
     experts below each other; None where each row or block has its own."""
@@ -87,7 +87,7 @@ class CompressedQuantizer(LayerQuantizer):
             elif split:
                 self.split_matrices.add(matrix.name)
 
-    def _rows(self, matrix: Matrix) -> int:
+    def _rows(self, matrix: CompressedMatrix) -> int:
         """Return the rows of a matrix, or of one of its experts."""
         of_plain = plain_templates(self.module) if self.how.packed is not None else self.templates
         return int(of_plain[matrix.name].shape[-2])
@@ -135,7 +135,7 @@ class CompressedQuantizer(LayerQuantizer):
 
 def _packed_matrix(
     name: str, module: torch.nn.Module, how: Compressed, templates: Mapping[str, torch.Tensor], key: str
-) -> Matrix:
+) -> CompressedMatrix:
     assert how.packed is not None
     plain = plain_templates(module)[key]
     codes, scales = f"{key}_packed", f"{key}_scale"
@@ -150,11 +150,11 @@ def _packed_matrix(
                 f"vLLM keeps the packed codes or scales of {name}.{key} in another way than is known to a "
                 "refit: serve in bf16"
             )
-    return Matrix(key, codes, scales, (*rows, groups), None)
+    return CompressedMatrix(key, codes, scales, (*rows, groups), None)
 
 
 def _shapes(
-    matrix: Matrix, templates: Mapping[str, torch.Tensor], parts: Sequence[Held]
+    matrix: CompressedMatrix, templates: Mapping[str, torch.Tensor], parts: Sequence[Held]
 ) -> dict[str, torch.Tensor]:
     """Return the shapes of published weights that a layer keeps with a packed matrix.
 
@@ -173,7 +173,7 @@ def _shapes(
 
 def _matrix(
     name: str, module: torch.nn.Module, how: Compressed, templates: Mapping[str, torch.Tensor], key: str
-) -> Matrix:
+) -> CompressedMatrix:
     scales, rows = templates.get(f"{key}_scale"), prod(templates[key].shape[:-1])
     unknown = ReshardError(
         f"vLLM keeps the scales of {name}.{key} in another way than is known to a refit: serve in bf16"
@@ -185,17 +185,17 @@ def _matrix(
         blocks = (-(-n // size) for n, size in zip(templates[key].shape[-2:], how.block, strict=True))
         if shape != (*templates[key].shape[:-2], *blocks):
             raise unknown
-        return Matrix(key, key, f"{key}_scale", shape, None)
+        return CompressedMatrix(key, key, f"{key}_scale", shape, None)
     if how.strategy == "channel":
         if count != rows:
             raise unknown
-        return Matrix(key, key, f"{key}_scale", shape, None)
+        return CompressedMatrix(key, key, f"{key}_scale", shape, None)
     widths: Any = getattr(module, "logical_widths", None) or [rows // count] * count
     if len(widths) != count or sum(widths) != rows:
         raise unknown
     device = next(module.parameters()).device
     scale_of_row = torch.repeat_interleave(torch.arange(count), torch.tensor(widths)).to(device)
-    return Matrix(key, key, f"{key}_scale", shape, scale_of_row)
+    return CompressedMatrix(key, key, f"{key}_scale", shape, scale_of_row)
 
 
 def _refuse_shared_scales(what: str, scale_of_row: torch.Tensor, parts: Sequence[Held]) -> None:

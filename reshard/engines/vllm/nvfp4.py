@@ -43,7 +43,7 @@ def check_columns(name: str, module: torch.nn.Module) -> None:
             )
 
 
-class Matrix(NamedTuple):
+class Nvfp4Matrix(NamedTuple):
     """A matrix, or those of so many `experts`, by the name that its plain weights have, with the
     names of the parameters of its codes, scales and global scale, and its rows. An expert has one
     global scale, however often vLLM keeps it."""
@@ -78,7 +78,7 @@ class Nvfp4Quantizer(LayerQuantizer):
                     f"vLLM keeps the codes or scales of {self.name}.{key} in another way than is known to a "
                     "refit: serve in bf16"
                 )
-            self.matrices.append(Matrix(key, parts, prod(experts), rows))
+            self.matrices.append(Nvfp4Matrix(key, parts, prod(experts), rows))
 
     @property
     def encoded_names(self) -> set[str]:

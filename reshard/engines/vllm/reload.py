@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from reshard.core.errors import ReshardError, first_line, listed
+from reshard.device.staging import ALIGNMENT
 from reshard.engines.vllm.compat import tensor_parallel_group
 from reshard.engines.vllm.compressed import CompressedQuantizer
 from reshard.engines.vllm.layers import (
@@ -44,7 +45,6 @@ from reshard.engines.vllm.weights.served import Served
 
 # The most that a round has, unless one layer alone is larger.
 ROUND_BYTES = 128 << 20
-ALIGNMENT = 256
 
 
 class Layer(NamedTuple):

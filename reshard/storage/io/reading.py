@@ -30,7 +30,7 @@ AHEAD_BYTES = 256 << 20
 PIECE_BYTES = 8 << 20
 
 
-class Region(NamedTuple):
+class TensorSlice(NamedTuple):
     """Rows `start` .. `stop` and columns `column` .. `column + columns` of a published tensor, as
     `TensorInfo` counts both. `key` belongs to the caller."""
 
@@ -61,33 +61,33 @@ class Weights:
         """Bytes read from the files so far."""
         return self.reader.read_bytes
 
-    def whole(self, name: str) -> Region:
+    def whole(self, name: str) -> TensorSlice:
         """Return a whole tensor as one region."""
         info = self.tensors[name]
-        return Region(name, name, 0, info.rows, 0, info.columns)
+        return TensorSlice(name, name, 0, info.rows, 0, info.columns)
 
-    def region_bytes(self, region: Region) -> int:
+    def region_bytes(self, region: TensorSlice) -> int:
         """Return the bytes of a region."""
         return (region.stop - region.start) * region.columns * self.tensors[region.name].dtype.size
 
-    def read_into(self, region: Region, out: np.ndarray) -> None:
+    def read_into(self, region: TensorSlice, out: np.ndarray) -> None:
         """Read a region into bytes ``[rows, columns * size]``. Raises ReshardError where a file
         cannot be read."""
         self.reader.read(region.name, Rows(region.start, region.stop, region.column, region.columns), out)
 
     def read_ahead(
-        self, regions: Iterable[Region], allocate: Callable[[int], np.ndarray], threads: int
-    ) -> Iterator[tuple[Region, np.ndarray]]:
+        self, regions: Iterable[TensorSlice], allocate: Callable[[int], np.ndarray], threads: int
+    ) -> Iterator[tuple[TensorSlice, np.ndarray]]:
         """Yield each region in turn, with its bytes ``[rows, columns * size]``, in memory that
         `allocate(bytes)` gives.
 
         No more than `AHEAD_BYTES`, or one region, is held besides the region that was yielded.
         """
-        waiting: deque[tuple[Region, np.ndarray, list[Future]]] = deque()
+        waiting: deque[tuple[TensorSlice, np.ndarray, list[Future]]] = deque()
         held = 0
         with ThreadPoolExecutor(threads, "reshard-read") as pool:
 
-            def start(region: Region) -> None:
+            def start(region: TensorSlice) -> None:
                 nonlocal held
                 held += self.region_bytes(region)
                 rows, width = (
@@ -99,7 +99,7 @@ class Weights:
                 parts = range(region.start, region.stop, step)
                 waiting.append((region, out, [pool.submit(self._part, region, a, step, out) for a in parts]))
 
-            def first() -> tuple[Region, np.ndarray]:
+            def first() -> tuple[TensorSlice, np.ndarray]:
                 nonlocal held
                 region, out, parts = waiting.popleft()
                 for part in parts:
@@ -119,7 +119,7 @@ class Weights:
                     for part in parts:
                         part.cancel()
 
-    def _part(self, region: Region, start: int, step: int, out: np.ndarray) -> None:
+    def _part(self, region: TensorSlice, start: int, step: int, out: np.ndarray) -> None:
         stop = min(start + step, region.stop)
         rows = out[start - region.start : stop - region.start]
         self.read_into(region._replace(start=start, stop=stop), rows)

@@ -42,30 +42,31 @@ class _Run:
 
     def run(self, settings: dict[str, Any]) -> Outcome:
         job, team = self.job, self.job.team
-        identity, places = job.source.identity()
-        # Hosts know the same file under different inodes: the places are compared by the first
-        # process alone.
-        shared = fingerprint(identity, settings, team.size)
+        contents, inodes = job.source.identity()
+        # Hosts know the same file under different inodes, so only the first process compares those.
+        run_fingerprint = fingerprint(contents, settings, team.size)
         files, published, unusable = OpenFiles.of_destination(write=True), False, False
         try:
-            if len(set(team.exchange(shared))) > 1:
+            if len(set(team.exchange(run_fingerprint))) > 1:
                 raise ReshardError(
                     "the processes of this run were given different sources, layouts or options",
                     resumable=True,
                 )
-            if any(team.together(lambda: self._open_workdir(fingerprint(shared, places)))):
+            if any(team.together(lambda: self._open_workdir(fingerprint(run_fingerprint, inodes)))):
                 published = True
                 return Outcome(len(job.tensors), was_published=True)
             results, resumed = self._write_all(files)
             checksums = {
-                part: checksum
+                stored_name: checksum
                 for result in results
-                for part, checksum in result.checksums.items()
+                for stored_name, checksum in result.checksums.items()
                 if checksum != "-"
             }
             team.conclude(lambda: self._publish(checksums))
             published = True
-            overflowed = {part: count for result in results for part, count in result.overflowed.items()}
+            overflowed = {
+                stored_name: count for result in results for stored_name, count in result.overflowed.items()
+            }
             return Outcome(len(resumed), overflowed)
         except BaseException as error:
             # An interrupt or a kill leaves the directory for --resume; what cannot be resumed goes
@@ -105,22 +106,27 @@ class _Run:
             resumed &= set(results[team.process].resumed)
         return results, resumed
 
-    def _write_shares(self, files: OpenFiles, spoiled: frozenset[str] = frozenset()) -> list[ShareResult]:
-        meanwhile = [self.slow_files] if self.slow_files is not None else []
-        answers = self.job.team.together(lambda: Share(self.job).write(files, spoiled, meanwhile))
+    def _write_shares(self, files: OpenFiles, to_rewrite: frozenset[str] = frozenset()) -> list[ShareResult]:
+        background_calls = [self.slow_files] if self.slow_files is not None else []
+        answers = self.job.team.together(lambda: Share(self.job).write(files, to_rewrite, background_calls))
         return [ShareResult(*answer) for answer in answers]
 
     def _changed_tensors(self, results: list[ShareResult]) -> frozenset[str]:
         """Return the stored tensors of an earlier run whose bytes are no longer those that it
         wrote. Each is read again by one process."""
         resumed = {
-            part for result in results for name in result.resumed for part in self.job.quantized.parts(name)
+            stored_name
+            for result in results
+            for name in result.resumed
+            for stored_name in self.job.quantized.stored_names(name)
         }
         if not resumed:
             return frozenset()
-        checksums = {part: checksum for result in results for part, checksum in result.checksums.items()}
+        checksums = {
+            stored_name: checksum for result in results for stored_name, checksum in result.checksums.items()
+        }
         answers = self.job.team.together(lambda: Share(self.job).changed_tensors(resumed, checksums))
-        return frozenset(part for parts in answers for part in parts)
+        return frozenset(stored_name for stored_names in answers for stored_name in stored_names)
 
     def _publish(self, checksums: dict[str, str]) -> None:
         job = self.job
@@ -137,7 +143,8 @@ class _Run:
         job = self.job
         for copy, primary in job.source.copies.items():
             copy_checksums, primary_checksums = (
-                [checksums[part] for part in job.quantized.parts(name)] for name in (copy, primary)
+                [checksums[stored_name] for stored_name in job.quantized.stored_names(name)]
+                for name in (copy, primary)
             )
             if copy_checksums != primary_checksums:
                 raise ReshardError(

@@ -51,15 +51,19 @@ class ConversionJob:
 
     def files_of(self, name: str) -> list[str]:
         """Return the files that a canonical tensor is written to, relative to the destination."""
-        return [str(strip.path) for part in self.quantized.parts(name) for strip in self.strips_of(part)]
+        return [
+            str(strip.path)
+            for stored_name in self.quantized.stored_names(name)
+            for strip in self.strips_of(stored_name)
+        ]
 
-    def strips_of(self, part: str) -> list[Strip]:
+    def strips_of(self, stored_name: str) -> list[Strip]:
         """Return the strips of a stored tensor; none of a copy, which is in no file."""
-        return self.destination.strips.get(part, [])
+        return self.destination.strips.get(stored_name, [])
 
-    def strips_below(self, part: str, root: Path, files: Iterable[str]) -> list[Strip]:
+    def strips_below(self, stored_name: str, root: Path, files: Iterable[str]) -> list[Strip]:
         """Return the strips of a stored tensor in some of the files, with their paths below `root`."""
-        return [s._replace(path=root / s.path) for s in self.strips_of(part) if str(s.path) in files]
+        return [s._replace(path=root / s.path) for s in self.strips_of(stored_name) if str(s.path) in files]
 
     def tensors_in(self, files: set[str]) -> tuple[list[str], set[str]]:
         """Return the canonical tensors of which some rows go to these files, and the stored tensors
@@ -72,7 +76,7 @@ class ConversionJob:
             reports = paths[0] in files if paths else self.team.process == 0
             if reports or any(path in files for path in paths):
                 names.append(name)
-                hashed.update(self.quantized.parts(name) if reports else ())
+                hashed.update(self.quantized.stored_names(name) if reports else ())
         return names, hashed
 
     def manifest_fields(self) -> dict[str, Any]:

@@ -33,27 +33,30 @@ class Share:
         self.file_names = files_of_process(job.destination.sizes, job.team.process, job.team.size)
         self.paths = {name: self.root / name for name in sorted(self.file_names)}
         self.names, self.hashed = job.tensors_in(self.file_names)
-        self.parts = [part for name in self.names for part in job.quantized.parts(name)]
+        self.stored_names = [
+            stored_name for name in self.names for stored_name in job.quantized.stored_names(name)
+        ]
 
     def write(
-        self, files: OpenFiles, spoiled: frozenset[str], meanwhile: list[BackgroundCall]
+        self, files: OpenFiles, to_rewrite: frozenset[str], background_calls: list[BackgroundCall]
     ) -> ShareResult:
-        """Write what the journal does not have as done; `spoiled` stored tensors are written again.
+        """Write what the journal does not have as done; `to_rewrite` stored tensors are written again.
 
-        `meanwhile` are calls whose results are taken as they come. Raises ReshardError where the
+        `background_calls` are calls whose results are taken as they come. Raises ReshardError where the
         source changes meanwhile.
         """
         with self.job.source.unchanged():
             journal = self._journal()
             try:
-                return self._write(files, journal, spoiled, meanwhile)
+                return self._write(files, journal, to_rewrite, background_calls)
             finally:
                 journal.close()
 
     def _journal(self) -> Journal:
         job = self.job
         files_of_parts = {
-            part: {str(strip.path) for strip in job.strips_of(part)} & self.file_names for part in self.parts
+            stored_name: {str(strip.path) for strip in job.strips_of(stored_name)} & self.file_names
+            for stored_name in self.stored_names
         }
         sizes = {name: job.destination.sizes[name] for name in self.file_names}
         path = job.workdir.path / f"journal-{job.team.process}"
@@ -63,20 +66,30 @@ class Share:
         self,
         files: OpenFiles,
         journal: Journal,
-        spoiled: frozenset[str],
-        meanwhile: list[BackgroundCall],
+        to_rewrite: frozenset[str],
+        background_calls: list[BackgroundCall],
     ) -> ShareResult:
         job = self.job
-        journal.unfinish(spoiled & set(self.parts))
+        journal.unfinish(to_rewrite & set(self.stored_names))
         journal.create(self.paths)
         for name, path in self.paths.items():
             files.resize(path, job.destination.sizes[name])
         finished = dict(journal.finished)
-        todo = [name for name in self.names if any(p not in finished for p in job.quantized.parts(name))]
-        self._write_tensors(todo, files, journal, finished, meanwhile)
+        todo = [
+            name for name in self.names if any(p not in finished for p in job.quantized.stored_names(name))
+        ]
+        self._write_tensors(todo, files, journal, finished, background_calls)
         return ShareResult(
-            {part: finished[part].checksum for part in self.parts if part in self.hashed},
-            {part: finished[part].overflowed for part in self.parts if finished[part].overflowed},
+            {
+                stored_name: finished[stored_name].checksum
+                for stored_name in self.stored_names
+                if stored_name in self.hashed
+            },
+            {
+                stored_name: finished[stored_name].overflowed
+                for stored_name in self.stored_names
+                if finished[stored_name].overflowed
+            },
             sorted(set(self.names) - set(todo)),
         )
 
@@ -86,7 +99,7 @@ class Share:
         files: OpenFiles,
         journal: Journal,
         finished: dict[str, Done],
-        meanwhile: list[BackgroundCall],
+        background_calls: list[BackgroundCall],
     ) -> None:
         """Write tensors and all that stands around them in this share's files; what is done goes to
         `finished`."""
@@ -94,7 +107,10 @@ class Share:
         sizes = {name: job.tensors[name].size_bytes for name in todo}
         total = sum(job.tensors[name].size_bytes for name in self.names)
         done = total - sum(sizes.values())
-        strips = {part: job.strips_below(part, self.root, self.file_names) for part in self.parts}
+        strips = {
+            stored_name: job.strips_below(stored_name, self.root, self.file_names)
+            for stored_name in self.stored_names
+        }
         writer = StripWriter(strips, files)
         report_progress = job.options.progress or (lambda done, total: None)
         # Workers are forked before the thread that syncs is there.
@@ -114,14 +130,16 @@ class Share:
             report_progress(done, total)
             for completed in workers.completed():
                 for name, written in completed:
-                    for part, value in written.items():
-                        finished[part] = value if part in self.hashed else _without_checksum(value)
-                        sync.written((part, finished[part]))
+                    for stored_name, value in written.items():
+                        finished[stored_name] = (
+                            value if stored_name in self.hashed else _without_checksum(value)
+                        )
+                        sync.written((stored_name, finished[stored_name]))
                     done += sizes[name]
                     report_progress(done, total)
                 job.team.check()
                 sync.check()
-                for call in (frames, *meanwhile):
+                for call in (frames, *background_calls):
                     call.check()
             errors_of_workers = workers.leave_all()
             frames.result()
@@ -150,7 +168,7 @@ class Share:
                 resumable=True,
             )
 
-    def changed_tensors(self, parts: set[str], checksums: dict[str, str]) -> list[str]:
+    def changed_tensors(self, stored_names: set[str], checksums: dict[str, str]) -> list[str]:
         """Read stored tensors of this share again; return those whose bytes no longer have their
         checksums.
 
@@ -159,25 +177,30 @@ class Share:
         """
         job, infos = self.job, self.job.destination.stored
         files = job.destination.sizes.keys()
-        strips = {part: job.strips_below(part, self.root, files) for part in parts & self.hashed}
+        strips = {
+            stored_name: job.strips_below(stored_name, self.root, files)
+            for stored_name in stored_names & self.hashed
+        }
         with OpenFiles.of_destination(write=False) as opened:
             reader = StripReader(infos, opened)
 
-            def differs(part: str) -> bool:
+            def differs(stored_name: str) -> bool:
                 try:
                     checksum = checksum_of(
-                        part,
-                        infos[part],
+                        stored_name,
+                        infos[stored_name],
                         lambda name, start, stop: reader.read_rows(name, start, stop, strips[name]),
                     )
                 except ReshardError:  # it cannot be read
                     return True
-                return checksum != checksums[part]
+                return checksum != checksums[stored_name]
 
             # Copies are in no file.
-            sizes = {part: infos[part].size_bytes for part, places in strips.items() if places}
+            sizes = {
+                stored_name: infos[stored_name].size_bytes for stored_name, places in strips.items() if places
+            }
             outcomes = run_jobs(sizes, differs, job.options.workers, check=job.team.check)
-            return [part for part, differ in outcomes.items() if differ]
+            return [stored_name for stored_name, differ in outcomes.items() if differ]
 
 
 def files_of_process(sizes: dict[Any, int], process: int, processes: int) -> set[Any]:

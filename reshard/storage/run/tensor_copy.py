@@ -46,10 +46,10 @@ class TensorCopy:
                 f"{overflow_notice(self.name, self.overflowed, self.info.dtype)}; choose another --dtype, "
                 f"or pass --allow-overflow"
             )
-        first = self.job.quantized.parts(self.name)[0]
+        first = self.job.quantized.stored_names(self.name)[0]
         return {
-            part: Done(checksum, self.overflowed if part == first else 0)
-            for part, checksum in checksums.items()
+            stored_name: Done(checksum, self.overflowed if stored_name == first else 0)
+            for stored_name, checksum in checksums.items()
         }
 
     def _copy_rows(self) -> str:

@@ -30,7 +30,7 @@ from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError, listed
 from reshard.device.box_loader import BoxLoader
 from reshard.device.live_boxes import LiveBox
-from reshard.device.memory import Region as LiveRegion
+from reshard.device.memory import Region
 from reshard.device.staging import ToDevice
 from reshard.engines.trace import Canonical, Trace, TracedCopy
 from reshard.engines.vllm import nvfp4
@@ -48,7 +48,7 @@ from reshard.quantization.nvfp4 import fused
 from reshard.quantization.nvfp4_torch import encode as encode_nvfp4
 from reshard.quantization.scheme import check_finite
 from reshard.storage.io.boxes import Rows
-from reshard.storage.io.reading import Region, Weights, weights_of_huggingface, weights_of_megatron
+from reshard.storage.io.reading import TensorSlice, Weights, weights_of_huggingface, weights_of_megatron
 from reshard.storage.sources.base import read_config
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.megatron import MegatronSource
@@ -368,7 +368,7 @@ def _read_boxes(model: torch.nn.Module, trace: Trace, weights: Weights) -> None:
             casts.append(copy)
             continue
         rows, columns = (*copy.box.lengths, 1)[:2]
-        region = LiveRegion(live[copy.parameter].data, copy.offset, copy.pitch or columns)
+        region = Region(live[copy.parameter].data, copy.offset, copy.pitch or columns)
         boxes.append(LiveBox(copy.name, copy.box, region, Rows(0, rows, 0, columns), dtype))
     with torch.no_grad():
         for fill in trace.fills:
@@ -378,7 +378,7 @@ def _read_boxes(model: torch.nn.Module, trace: Trace, weights: Weights) -> None:
         with ThreadPoolExecutor(threads(), "reshard-read") as pool:
             list(pool.map(loader.load, loader.batches(boxes)))
         into.close()
-        cast_regions = (_region(copy, weights) for copy in casts)
+        cast_regions = (_slice_of(copy, weights) for copy in casts)
         for cast_region, raw in weights.read_ahead(cast_regions, _memory, threads()):
             cast: TracedCopy = cast_region.key  # type: ignore[assignment]
             values = tensor_of(raw, weights.tensors[cast.name].dtype.name)
@@ -387,10 +387,10 @@ def _read_boxes(model: torch.nn.Module, trace: Trace, weights: Weights) -> None:
             parameter.as_strided(values.shape, (cast.pitch or cast_region.columns, 1), offset).copy_(values)
 
 
-def _region(copy: TracedCopy, weights: Weights) -> Region:
+def _slice_of(copy: TracedCopy, weights: Weights) -> TensorSlice:
     start, column = (*copy.box.offsets, 0)[:2]
     rows, columns = (*copy.box.lengths, 1)[:2]
-    return Region(copy, copy.name, start, start + rows, column, columns)
+    return TensorSlice(copy, copy.name, start, start + rows, column, columns)
 
 
 def _check_loaded(model: torch.nn.Module, model_config: ModelConfig, loaded: set[str] | None) -> None:
