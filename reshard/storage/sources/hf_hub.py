@@ -50,7 +50,8 @@ def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
         raise ReshardError(f"{source} is neither a directory nor a hub id: {first_line(error)}") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ReshardError(
-            f"{source} is not a directory here, and the hub could not be reached: {first_line(error)}"
+            f"{source} is not a directory here, and the hub could not be reached ({first_line(error).rstrip('.')}): "
+            f"where it can, run: hf download {name} --local-dir DIRECTORY, and give DIRECTORY here"
         ) from error
 
 

@@ -25,7 +25,11 @@ def open_source(
     if left is not None and (not path.exists() or locate(path) is None):
         raise ReshardError(left)
     if not path.exists():
-        raise ReshardError(f"{path} does not exist")
+        is_hub_id = not path.is_absolute() and str(path).count("/") == 1 and not path.parent.exists()
+        hint = (
+            ": a hub id is taken by hf-to-mcore, inspect, diff, parity, plan and memory" if is_hub_id else ""
+        )
+        raise ReshardError(f"{path} does not exist{hint}")
     if not path.is_dir():
         raise ReshardError(f"{path} is not a directory")
     if locate(path) is not None:
