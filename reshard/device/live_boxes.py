@@ -7,8 +7,8 @@ import torch
 
 from reshard.core.boxes import Box
 from reshard.core.dtypes import Dtype
-from reshard.device.memory import Region
-from reshard.device.staging import ALIGNMENT, byte_view
+from reshard.device.memory import ALIGNMENT, Region
+from reshard.device.staging import byte_view
 from reshard.storage.io.boxes import Rows
 
 T = TypeVar("T")

@@ -7,6 +7,8 @@ import torch
 
 from reshard.core.errors import ReshardError
 
+ALIGNMENT = 256  # bytes at which tensors start in a slab or a pinned buffer, as in torch's allocator
+
 
 class Region(NamedTuple):
     """Rows of a live tensor: the first element is `offset` elements after the tensor's first, rows follow

@@ -7,14 +7,12 @@ import numpy as np
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.device.memory import Region
+from reshard.device.memory import ALIGNMENT, Region
 from reshard.storage.io.boxes import Rows
 from reshard.storage.io.streams import SLAB_BYTES
 
 # Bytes of a copy from or to a GPU: smaller ones do not fill the link.
 PINNED_BYTES = 8 << 20
-# Where the tensors in a pinned buffer start, in bytes.
-ALIGNMENT = 256  # of tensors in one slab, as torch's allocator aligns its own
 # Bytes that HostMemory allocates at a time: a power of two, so that torch pins no more.
 BLOCK_BYTES = 256 << 20
 

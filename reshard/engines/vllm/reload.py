@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from reshard.core.errors import ReshardError, first_line, listed
-from reshard.device.staging import ALIGNMENT
+from reshard.device.memory import ALIGNMENT
 from reshard.engines.vllm.compat import tensor_parallel_group
 from reshard.engines.vllm.compressed import CompressedQuantizer
 from reshard.engines.vllm.layers import (
