@@ -55,7 +55,7 @@ class DeepseekV3(Family):
     rotary = "DR"
     rope_types = ("default", "yarn")
 
-    #    HF parameter                             shape              Megatron parameter                                    arrangement  split         where
+    #    HF parameter                             shape              Megatron parameter                                    arrangement  split         when
     layer = (
         ("input_layernorm.weight",                "H",               "input_layernorm.weight",                             "plain",     "-",          "always"),
         ("self_attn.q_proj.weight",               "NQ*DN+NQ*DR H",   "self_attention.linear_q_proj.weight",                "plain",     "tp 0",       "not q_lora_rank"),
@@ -66,14 +66,14 @@ class DeepseekV3(Family):
         ("self_attn.kv_a_layernorm.weight",       "RKV",             "self_attention.linear_kv_up_proj.layer_norm_weight", "plain",     "-",          "always"),
         ("self_attn.kv_b_proj.weight",            "NQ*DN+NQ*DV RKV", "self_attention.linear_kv_up_proj.weight",            "plain",     "tp 0",       "always"),
         ("self_attn.o_proj.weight",               "H NQ*DV",         "self_attention.linear_proj.weight",                  "plain",     "tp 1",       "always"),
-        ("self_attn.rotary_emb.inv_freq",         "DR/2",            "",                                                   "ignored",   "-",          "optional"),
+        ("self_attn.rotary_emb.inv_freq",         "DR/2",            "",                                                   "ignored",   "-",          "always", "optional"),
         ("post_attention_layernorm.weight",       "H",               "mlp.linear_fc1.layer_norm_weight",                   "plain",     "-",          "dense"),
         ("mlp.gate_proj.weight",                  "F H",             "mlp.linear_fc1.weight",                              "gate",      "tp 0",       "dense"),
         ("mlp.up_proj.weight",                    "F H",             "mlp.linear_fc1.weight",                              "up",        "tp 0",       "dense"),
         ("mlp.down_proj.weight",                  "H F",             "mlp.linear_fc2.weight",                              "plain",     "tp 1",       "dense"),
         ("post_attention_layernorm.weight",       "H",               "pre_mlp_layernorm.weight",                           "plain",     "-",          "moe"),
         ("mlp.gate.weight",                       "E H",             "mlp.router.weight",                                  "plain",     "-",          "moe"),
-        ("mlp.gate.e_score_correction_bias",      "E",               "mlp.router.expert_bias",                             "plain",     "-",          "moe, fp32"),
+        ("mlp.gate.e_score_correction_bias",      "E",               "mlp.router.expert_bias",                             "plain",     "-",          "moe", "fp32"),
         ("mlp.experts.{expert}.gate_proj.weight", "FE H",            "mlp.experts.experts.linear_fc1.weight",              "gate",      "etp 0",      "moe"),
         ("mlp.experts.{expert}.up_proj.weight",   "FE H",            "mlp.experts.experts.linear_fc1.weight",              "up",        "etp 0",      "moe"),
         ("mlp.experts.{expert}.down_proj.weight", "H FE",            "mlp.experts.experts.linear_fc2.weight",              "plain",     "etp 1",      "moe"),
@@ -82,11 +82,13 @@ class DeepseekV3(Family):
         ("mlp.shared_experts.down_proj.weight",   "H NS*FE",         "mlp.shared_experts.linear_fc2.weight",               "plain",     "tp 1",       "moe, n_shared_experts"),
     )  # fmt: skip
 
+    equal = (
+        ("num_attention_heads", "num_key_value_heads", "latent attention has a key for each head"),
+        ("head_dim", "qk_rope_head_dim", "transformers takes it as the rotary embedding's width"),
+        ("qk_head_dim", "qk_nope_head_dim + qk_rope_head_dim", "it is the sum of the two"),
+    )
     refused = (
         ("hidden_act", ("silu",), "Megatron's --swiglu is SiLU"),
-        ("num_attention_heads != num_key_value_heads", (False,), "latent attention has a key for each head"),
-        ("head_dim != qk_rope_head_dim", (False,), "transformers takes it as the rotary embedding's width"),
-        ("qk_head_dim != qk_nope_head_dim + qk_rope_head_dim", (False,), "it is the sum of the two"),
         ("attention_bias", (False,), "Megatron's add_bias_linear puts a bias on the MLP too"),
         ("scoring_func", ("sigmoid",), "only DeepSeek-V3's sigmoid router is mapped"),
         ("topk_method", ("noaux_tc",), "only DeepSeek-V3's router with a bias for each expert is mapped"),

@@ -50,7 +50,7 @@ class Glm4Moe(Family):
     rope_types = ("default", "linear")
     always = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
-    #    HF parameter                             shape      Megatron parameter                             arrangement  split    where
+    #    HF parameter                             shape      Megatron parameter                             arrangement  split    when
     layer = (
         ("input_layernorm.weight",                "H",       "self_attention.linear_qkv.layer_norm_weight", "plain",     "-",     "always"),
         ("self_attn.q_proj.weight",               "NQ*D H",  "self_attention.linear_qkv.weight",            "q",         "tp 0",  "always"),
@@ -68,7 +68,7 @@ class Glm4Moe(Family):
         ("mlp.down_proj.weight",                  "H F",     "mlp.linear_fc2.weight",                       "plain",     "tp 1",  "dense"),
         ("post_attention_layernorm.weight",       "H",       "pre_mlp_layernorm.weight",                    "plain",     "-",     "moe"),
         ("mlp.gate.weight",                       "E H",     "mlp.router.weight",                           "plain",     "-",     "moe"),
-        ("mlp.gate.e_score_correction_bias",      "E",       "mlp.router.expert_bias",                      "plain",     "-",     "moe, fp32"),
+        ("mlp.gate.e_score_correction_bias",      "E",       "mlp.router.expert_bias",                      "plain",     "-",     "moe", "fp32"),
         ("mlp.experts.{expert}.gate_proj.weight", "FE H",    "mlp.experts.experts.linear_fc1.weight",       "gate",      "etp 0", "moe"),
         ("mlp.experts.{expert}.up_proj.weight",   "FE H",    "mlp.experts.experts.linear_fc1.weight",       "up",        "etp 0", "moe"),
         ("mlp.experts.{expert}.down_proj.weight", "H FE",    "mlp.experts.experts.linear_fc2.weight",       "plain",     "etp 1", "moe"),

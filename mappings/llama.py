@@ -32,7 +32,7 @@ class Llama(Family):
         ("attention_dropout",       "attention_dropout",                   "=",      0.0),
     )  # fmt: skip
 
-    #    HF parameter                       shape      Megatron parameter                             arrangement  split   where
+    #    HF parameter                       shape      Megatron parameter                             arrangement  split   when
     layer = (
         ("input_layernorm.weight",          "H",       "self_attention.linear_qkv.layer_norm_weight", "plain",     "-",    "always"),
         ("self_attn.q_proj.weight",         "NQ*D H",  "self_attention.linear_qkv.weight",            "q",         "tp 0", "always"),
@@ -43,7 +43,7 @@ class Llama(Family):
         ("self_attn.v_proj.bias",           "NKV*D",   "self_attention.linear_qkv.bias",              "v",         "tp 0", "attention_bias"),
         ("self_attn.o_proj.weight",         "H NQ*D",  "self_attention.linear_proj.weight",           "plain",     "tp 1", "always"),
         ("self_attn.o_proj.bias",           "H",       "self_attention.linear_proj.bias",             "plain",     "-",    "attention_bias"),
-        ("self_attn.rotary_emb.inv_freq",   "D/2",     "",                                            "ignored",   "-",    "optional"),
+        ("self_attn.rotary_emb.inv_freq",   "D/2",     "",                                            "ignored",   "-",    "always", "optional"),
         ("post_attention_layernorm.weight", "H",       "mlp.linear_fc1.layer_norm_weight",            "plain",     "-",    "always"),
         ("mlp.gate_proj.weight",            "F H",     "mlp.linear_fc1.weight",                       "gate",      "tp 0", "always"),
         ("mlp.up_proj.weight",              "F H",     "mlp.linear_fc1.weight",                       "up",        "tp 0", "always"),
@@ -54,11 +54,5 @@ class Llama(Family):
     )  # fmt: skip
 
     # Refused by name: what Megatron-Core has no place for.
-    refused = (
-        ("hidden_act", ("silu",), "Megatron's --swiglu is SiLU"),
-        (
-            "attention_bias != mlp_bias",
-            (False,),
-            "Megatron's add_bias_linear puts a bias on both or on neither",
-        ),
-    )
+    refused = (("hidden_act", ("silu",), "Megatron's --swiglu is SiLU"),)
+    equal = (("attention_bias", "mlp_bias", "Megatron's add_bias_linear puts a bias on both or on neither"),)

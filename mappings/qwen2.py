@@ -36,7 +36,7 @@ class Qwen2(Family):
     no_effect = ("attention_bias",)
     always = {"qkv_bias": True, "use_qkv_bias": True}
 
-    #    HF parameter                       shape      Megatron parameter                             arrangement  split   where
+    #    HF parameter                       shape      Megatron parameter                             arrangement  split   when
     layer = (
         ("input_layernorm.weight",          "H",       "self_attention.linear_qkv.layer_norm_weight", "plain",     "-",    "always"),
         ("self_attn.q_proj.weight",         "NQ*D H",  "self_attention.linear_qkv.weight",            "q",         "tp 0", "always"),

@@ -34,7 +34,7 @@ class Qwen3(Family):
     window = "from max_window_layers"
     always = {"qkv_bias": False, "use_qk_norm": True, "qk_norm": True, "qk_layernorm": True}
 
-    #    HF parameter                       shape      Megatron parameter                             arrangement  split   where
+    #    HF parameter                       shape      Megatron parameter                             arrangement  split   when
     layer = (
         ("input_layernorm.weight",          "H",       "self_attention.linear_qkv.layer_norm_weight", "plain",     "-",    "always"),
         ("self_attn.q_proj.weight",         "NQ*D H",  "self_attention.linear_qkv.weight",            "q",         "tp 0", "always"),

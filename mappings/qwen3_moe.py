@@ -48,7 +48,7 @@ class Qwen3Moe(Family):
         "shared_expert_intermediate_size": 0,
     }
 
-    #    HF parameter                             shape      Megatron parameter                             arrangement  split    where
+    #    HF parameter                             shape      Megatron parameter                             arrangement  split    when
     layer = (
         ("input_layernorm.weight",                "H",       "self_attention.linear_qkv.layer_norm_weight", "plain",     "-",     "always"),
         ("self_attn.q_proj.weight",               "NQ*D H",  "self_attention.linear_qkv.weight",            "q",         "tp 0",  "always"),

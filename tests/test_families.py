@@ -87,8 +87,9 @@ MISTAKES = {
     "a letter of no symbol": ({"layer": ((ROW[0], "NX*D H", *ROW[2:]),)}, "layer, input_layernorm.weight: the shape 'NX[*]D H'"),
     "a row too short": ({"layer": (ROW[:5],)}, "layer, input_layernorm.weight: a row has 6 columns"),
     "always, and a condition": ({"layer": ((*ROW[:5], "dense, always"),)}, "layer, input_layernorm.weight: 'dense, always' says"),
-    "a comparison": ({"refused": (("head_dim !=qk_head_dim", (False,), "why"),)}, "refused, 'head_dim !=qk_head_dim': it is neither"),
-    "a field that is compared": ({"refused": (("head_dim != hed_dim", (False,), "why"),)}, "refused, head_dim != hed_dim: no row"),
+    "a mark": ({"layer": ((*ROW, "fp16"),)}, "no mark is called 'fp16'"),
+    "a field that is compared": ({"equal": (("head_dim", "hed_dim", "why"),)}, "equal, head_dim: no row of config has a field 'hed_dim'"),
+    "a sum": ({"equal": (("head_dim", "hidden_size +num_attention_heads", "why"),)}, "equal, head_dim: no row"),
     "values that are no tuple": ({"refused": (("hidden_act", "silu", "why"),)}, "refused, hidden_act: the values 'silu'"),
     "a window": ({"window": "from max_window_layer"}, "window: 'from max_window_layer' is none of"),
 }  # fmt: skip
@@ -106,9 +107,9 @@ def test_a_mistake_in_a_table_is_a_sentence_that_names_file_and_row(mistake):
 def test_fields_that_are_refused_are_fields_of_transformers_class_or_of_the_table(name):
     """A misspelled field would never be refused."""
     family = families()[name]
-    rows = {spelling for field, others, *_ in family.spellings for spelling in (field, *others)}
+    rows = {spelling for row in family.config_rows for spelling in row.spellings}
     known = {*CONFIG_MAPPING[name]().to_dict(), *rows, *family.always}
-    refused = {field.split(" != ")[0] for field, *_ in family.refused}
+    refused = {refusal.field for refusal in family.refusals}
     assert refused - known == PUBLISHED_ONLY.get(name, set())
 
 

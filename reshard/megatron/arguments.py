@@ -11,7 +11,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.formats.pickles import Name
 from reshard.megatron.layout import MegatronLayout
 from reshard.models.config_fields import ignore_hint, ignored
-from reshard.models.family import NEEDED, Family, families
+from reshard.models.family import Family, families
 from reshard.models.model import MAX_LAYERS, Model
 from reshard.models.numerics_args import DERIVED, NUMERICS_ARGS, as_named_now, disagreements, moe_pattern
 from reshard.models.rope import MLA_YARN, hf_rope
@@ -41,10 +41,10 @@ def megatron_args(model: Model) -> dict[str, Any]:
     """Return Megatron-LM's arguments for a model, without parallel sizes."""
     family = model.family
     args = dict(family.megatron)
-    for name, _, arg, relation, _ in family.spellings:
-        value = model.config[name]
+    for row in family.config_rows:
+        arg, value = row.argument, model.config[row.field]
         if value is not None and not (arg in LEFT_OUT and value == LEFT_OUT[arg]):
-            args[arg] = not value if relation == "not" else value
+            args[arg] = not value if row.relation == "not" else value
     args |= family.rope_args(model.config, model.where)
     if args.get("rope_type") == "rope" or args["position_embedding_type"] == "yarn":
         args["apply_rope_fusion"] = False  # Megatron's fused rotary embeddings lack it
@@ -194,19 +194,20 @@ def hf_config_of_args(family: Family, args: dict[str, Any], where: str) -> dict[
     }
     if args.get("add_bias_linear"):  # which sets add_qkv_bias too
         args = args | {"add_qkv_bias": family.megatron["add_qkv_bias"]}
-    for name, _, arg, relation, default in family.spellings:
+    for row in family.config_rows:
+        arg = row.argument
         value = args.get(arg)
         value = LEFT_OUT.get(arg) if value is None else value
         if arg == "num_query_groups" and not args.get("group_query_attention"):
             value = args.get("num_attention_heads")
         if arg == "moe_aux_loss_coeff" and isinstance(value, list):
             value = value[0] if len(value) == 1 else None
-        if value is None and default in NEEDED and arg != "num_experts":
+        if value is None and row.needed and arg != "num_experts":
             raise ReshardError(f"{where} has no {arg}, which {family.name} needs: {ADVICE}")
         if value is None and NUMERICS_ARGS.get(arg) is not DERIVED:
             value = NUMERICS_ARGS.get(arg)
-        if value is not None or relation == "not" or default is None:
-            config[name] = not value if relation == "not" else value
+        if value is not None or row.relation == "not" or (row.default is None and not row.needed):
+            config[row.field] = not value if row.relation == "not" else value
     config |= hf_rope(args)
     if family.partial_rotary is not None:
         percent = args.get("rotary_percent")

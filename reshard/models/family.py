@@ -2,15 +2,14 @@
 
 import importlib
 import pkgutil
-import re
 from functools import cache, cached_property
 from typing import Any
 
 from reshard.core.errors import ReshardError, listed
 from reshard.models.config_fields import MAPPED, WINDOW, whole_number
+from reshard.models.config_rows import ConfigRow, Equality, Refusal
 from reshard.models.field_tables import NO_EFFECT, NO_EFFECT_ENDS
 from reshard.models.rope import megatron_rope, rope_of
-from reshard.models.table_checks import NEEDED as NEEDED
 from reshard.models.table_checks import check_family
 from reshard.models.tables import Row, read_rows
 
@@ -68,8 +67,8 @@ class Family:
       max_window_layers`` on, or ``everywhere``; empty for a family without such fields. Only a config without
       any such layer is taken.
     - `reads`: fields that only its own methods read.
-    - `refused`: (field, values that are mapped, why others are not); ``a != b`` compares two fields, ``a != b
-      + c`` with a sum.
+    - `refused`: (field, values that are mapped, why others are not). `equal`: (field, another field or a sum of
+      fields that it has to equal, why).
     - `no_effect`: fields that change nothing of what the weights compute, besides those of
       `reshard.models.config_fields`. Any other field of transformers' class has to be at its default there.
     - `always`: fields that transformers' class does not have, and what they are for every model of the family;
@@ -89,7 +88,7 @@ class Family:
         ("model.embed_tokens.weight", "V H", "embedding.word_embeddings.weight", "vocab", "tp 0", "always"),
         ("model.norm.weight",         "H",   "decoder.final_layernorm.weight",   "plain", "-",    "always"),
         ("lm_head.weight",            "V H", "output_layer.weight",              "vocab", "tp 0", "not tie_word_embeddings"),
-        ("lm_head.weight",            "V H", "embedding.word_embeddings.weight", "copy",  "tp 0", "tie_word_embeddings, optional"),
+        ("lm_head.weight",            "V H", "embedding.word_embeddings.weight", "copy",  "tp 0", "tie_word_embeddings", "optional"),
     )  # fmt: skip
     mtp: tuple[tuple[str, ...], ...] = (
         ("enorm.weight",            "H",     "enorm.weight",                     "plain", "-",    "always"),
@@ -98,7 +97,7 @@ class Family:
         ("shared_head.norm.weight", "H",     "final_layernorm.weight",           "plain", "-",    "always"),
         ("embed_tokens.weight",     "V H",   "embedding.word_embeddings.weight", "copy",  "tp 0", "always"),
         ("shared_head.head.weight", "V H",   "output_layer.weight",              "copy",  "tp 0", "not tie_word_embeddings"),
-        ("shared_head.head.weight", "V H",   "embedding.word_embeddings.weight", "copy",  "tp 0", "tie_word_embeddings, optional"),
+        ("shared_head.head.weight", "V H",   "embedding.word_embeddings.weight", "copy",  "tp 0", "tie_word_embeddings", "optional"),
     )  # fmt: skip
     model_types: tuple[str, ...] = ()
     first_dense = ""
@@ -109,6 +108,7 @@ class Family:
     window = ""
     reads: tuple[str, ...] = ()
     refused: tuple[tuple[str, tuple, str], ...] = ()
+    equal: tuple[tuple[str, str, str], ...] = ()
     no_effect: tuple[str, ...] = ()
     always: dict[str, Any] = {}
     # place for people, module in transformers, module in Megatron
@@ -128,9 +128,11 @@ class Family:
     def __init__(self) -> None:
         """Read the tables. Raises ValueError, naming file and row, where one does not follow the columns."""
         check_family(self, type(self).__module__)
-        self.spellings = [
-            (*_spelled(field), arg, relation, default) for field, arg, relation, default in self.config
-        ]
+        self.config_rows = tuple(map(ConfigRow.of, self.config))
+        self.refusals: tuple[Refusal | Equality, ...] = (
+            *(Refusal(*row) for row in self.refused),
+            *(Equality(*row) for row in self.equal),
+        )
         self.has_experts = "E" in self.symbols
         self.latent = bool(self.megatron.get("multi_latent_attention"))
         self.local_names = LOCAL_NAMES_LATENT if self.latent else LOCAL_NAMES
@@ -143,8 +145,8 @@ class Family:
     @cached_property
     def fields(self) -> frozenset[str]:
         """The config fields that a row or a rule reads."""
-        rows = {spelling for name, others, *_ in self.spellings for spelling in (name, *others)}
-        refused = {part for field, *_ in self.refused for part in re.split(r" != | \+ ", field)}
+        rows = {spelling for row in self.config_rows for spelling in row.spellings}
+        refused = {name for refusal in self.refusals for name in refusal.fields}
         rules = {
             *MAPPED,
             *self.reads,
@@ -155,7 +157,7 @@ class Family:
 
     def field_of(self, argument: str) -> str | None:
         """Return the config field for an argument of Megatron's, or None."""
-        return next((name for name, _, arg, *_ in self.spellings if arg == argument), None)
+        return next((row.field for row in self.config_rows if row.argument == argument), None)
 
     def has_no_effect(self, name: str) -> bool:
         """Return True for a field that changes nothing of what the weights compute. One with a leading underscore is
@@ -230,11 +232,6 @@ class Family:
     def caveats(self, config: dict[str, Any], transformer_impl: str) -> list[str]:
         """Return a sentence for each thing that Megatron computes differently for this family alone."""
         return []
-
-
-def _spelled(field: str) -> tuple[str, list[str]]:
-    name, *aliases = field.split("|")
-    return name, aliases
 
 
 @cache

@@ -10,17 +10,17 @@ from reshard.core.errors import ReshardError, listed
 from reshard.models.config_defaults import DEFAULTS
 from reshard.models.config_fields import (
     ignored,
-    number,
     unmapped,
     unmapped_configs_allowed,
     whole_number,
     without,
 )
-from reshard.models.family import NEEDED, NULLABLE, Family, family_of
+from reshard.models.config_rows import ConfigRow
+from reshard.models.family import NULLABLE, Family, family_of
 from reshard.models.field_tables import DECIDES_ELSEWHERE
 from reshard.models.numerics_args import NUMERICS_ARGS, same_value
 from reshard.models.rope import inverse_frequencies
-from reshard.models.tables import KINDS, Row, shape_of
+from reshard.models.tables import ALWAYS, KINDS, Row, shape_of
 
 # Far above every published model. A config is checked against them before anything is made for each layer or
 # expert.
@@ -79,10 +79,11 @@ class Model:
         config = without(config, dropped)
         family = family_of(config, where)
         full = dict(config)
-        for name, aliases, arg, _, default in family.spellings:
-            if arg in NUMERICS_ARGS:
-                _check_null(name, aliases, default, config, where)
-            for alias in aliases:
+        for row in family.config_rows:
+            name = row.field
+            if row.argument in NUMERICS_ARGS:
+                _check_null(row, config, where)
+            for alias in row.aliases:
                 if full.get(name) is None:
                     full[name] = full.get(alias)
                 if full.get(alias) is not None and not same_value(full[alias], full[name]):
@@ -91,9 +92,9 @@ class Model:
                         f"same, is {full[alias]!r}"
                     )
             if full.get(name) is None:
-                full[name] = _default(name, default, full, where)
-        for name, _, _, _, default in family.spellings:
-            _check_kind(name, full[name], default, where)
+                full[name] = row.value_where_absent(full, where)
+        for row in family.config_rows:
+            row.check_value(full[row.field], where)
         for name in family.symbols.values():
             if full.get(name) is not None and not whole_number(full[name]):
                 raise ReshardError(
@@ -208,6 +209,8 @@ class Model:
         return all(self._holds(condition, kind) for condition in conditions)
 
     def _holds(self, condition: str, kind: str) -> bool:
+        if condition == ALWAYS:
+            return True
         if condition in KINDS:
             return condition == kind
         if condition.startswith("not "):
@@ -278,9 +281,10 @@ def different_fields(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
     if a.family.name != b.family.name:
         return {"architectures": (a.family.architecture, b.family.architecture)}
     different = {}
-    for name, _, arg, _, _ in a.family.spellings:
-        if arg in NUMERICS_ARGS and not same_value(a.config[name], b.config[name]):
-            different[name] = (a.config[name], b.config[name])
+    for row in a.family.config_rows:
+        values = a.config[row.field], b.config[row.field]
+        if row.argument in NUMERICS_ARGS and not same_value(*values):
+            different[row.field] = values
     if a.num_layers == b.num_layers and a.kinds != b.kinds:
         different["layers with experts"] = (a.moe_layers, b.moe_layers)
     if not same_value(a.family.rope_args(a.config, a.where), b.family.rope_args(b.config, b.where)):
@@ -288,55 +292,16 @@ def different_fields(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
     return different
 
 
-def _default(name: str, default: Any, config: dict[str, Any], where: str) -> Any:
-    """The value of an absent field: a literal, another field, or the quotient of two."""
-    if default in NEEDED:
-        raise ReshardError(
-            f"{where} has no field {name}, which {config.get('architectures', ['this model'])[0]} needs"
-        )
-    if not isinstance(default, str):
-        return default
-    first, _, second = default.partition("/")
-    return config[first] // config[second] if second else config[first]
-
-
 def _check_meaning(model: Model, unmapped_fields: str) -> None:
     """Raise ReshardError, naming them all, for fields by which the weights make a model that Megatron cannot
     hold, or that nothing maps: a sentence says which those are, empty without any."""
     family, config = model.family, model.config
-    wrong = [_refusal(name, allowed, why, config) for name, allowed, why in family.refused]
+    wrong = [refusal.sentence(config) for refusal in family.refusals]
     window = family.window_of(config)
     wrong.append(f"{window} makes layers attend to a window, which is not mapped" if window else "")
     wrong.append(unmapped_fields)
     if any(wrong):
         raise ReshardError(f"{model.where}: {'; '.join(filter(None, wrong))}")
-
-
-def _refusal(name: str, allowed: tuple, why: str, config: dict[str, Any]) -> str:
-    """Return what is wrong with a field that may have these values only; empty where nothing is."""
-    a, unequal, b = name.partition(" != ")
-    value = config.get(a, allowed[0])  # null is a value: transformers takes it for one
-    if unequal:
-        value = a in config and config[a] != sum(config.get(part) or 0 for part in b.split(" + "))
-    if value in allowed:
-        return ""
-    return f"{name}{'' if unequal else f' = {value!s:.80}'} cannot be held by Megatron: {why}"
-
-
-def _check_kind(name: str, value: Any, default: Any, where: str) -> None:
-    """Raise ReshardError where a field is not of its kind, which its default shows: a switch, an amount, or
-    else a whole number."""
-    if value is None:
-        return
-    if isinstance(default, bool):
-        good, kind = isinstance(value, bool), "true or false"
-    elif isinstance(default, float) or default == "needed, an amount":
-        good, kind = number(value) and value >= 0, "a number of at least 0"
-    else:
-        least = 0 if default == 0 else 1
-        good, kind = whole_number(value, least), "a positive whole number" if least else "a whole number"
-    if not good:
-        raise ReshardError(f"{where}: {name} is {value!r:.80}, which is not {kind}")
 
 
 def _check_sizes(family: Family, config: dict[str, Any], where: str) -> None:
@@ -361,11 +326,11 @@ def _check_sizes(family: Family, config: dict[str, Any], where: str) -> None:
             raise ReshardError(f"{where}: {part} {config[part]} does not divide {whole} {config[whole]}")
 
 
-def _check_null(name: str, aliases: list[str], default: Any, config: dict[str, Any], where: str) -> None:
+def _check_null(row: ConfigRow, config: dict[str, Any], where: str) -> None:
     """Raise ReshardError where a field is null that transformers would not take as absent: it may make
     another model, such as one whose switch is off."""
-    nulls = [spelling for spelling in (name, *aliases) if spelling in config and config[spelling] is None]
-    if nulls and default is not None and default not in NEEDED and name not in NULLABLE:
+    nulls = [name for name in row.spellings if name in config and config[name] is None]
+    if nulls and row.default is not None and row.field not in NULLABLE:
         raise ReshardError(
             f"{where}: {nulls[0]} is null, which is not what it is where it is absent: say which value is "
             f"meant, or leave it out"

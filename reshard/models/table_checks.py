@@ -9,13 +9,13 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from reshard.models.config_fields import MAPPED, WINDOW
+from reshard.models.config_rows import NEEDED, NEEDED_AMOUNT, Equality
+from reshard.models.tables import ALWAYS, words_of
 
-COLUMNS = ("HF parameter", "shape", "Megatron parameter", "arrangement", "split", "where")
+COLUMNS = ("HF parameter", "shape", "Megatron parameter", "arrangement", "split", "when")  # and marks
 CONFIG_COLUMNS = ("HF config field", "Megatron argument", "relation", "default")
-NEEDED = ("needed", "needed, an amount")  # in place of a default: a config without the field is refused
 RELATIONS = ("=", "not")
 WINDOWS = ("", "everywhere", "from max_window_layers")
-COMPARISON = re.compile(r"\w+( != \w+( \+ \w+)?)?")
 
 
 def check_family(family: Any, file: str) -> None:
@@ -32,7 +32,11 @@ def _problems(family: Any) -> Iterator[str]:
     for field, _, relation, default in family.config:
         if relation not in RELATIONS:
             yield f"config, {field}: the relation {relation!r} is none of {', '.join(RELATIONS)}"
-        if isinstance(default, str) and default not in NEEDED and set(default.split("/")) - fields:
+        if (
+            isinstance(default, str)
+            and default not in (NEEDED, NEEDED_AMOUNT)
+            and set(default.split("/")) - fields
+        ):
             yield f"config, {field}: the default {default!r} is neither a field of the table nor 'needed'"
     for symbol, field in family.symbols.items():
         if field not in fields | {family.shared_experts}:
@@ -44,16 +48,16 @@ def _problems(family: Any) -> Iterator[str]:
         yield f"window: {family.window!r} is none of {', '.join(map(repr, WINDOWS))}"
     for row in family.refused:
         yield from _wrong_width("refused", row, ("field", "values", "reason"))
-        if not COMPARISON.fullmatch(row[0]):
-            yield f"refused, {row[0]!r}: it is neither a field, nor 'a != b', nor 'a != b + c'"
         if not isinstance(row[1], tuple) or not row[1]:
             yield f"refused, {row[0]}: the values {row[1]!r} are no tuple of those that are mapped"
-        compared = set(re.split(r" != | \+ ", row[0])[1:])
-        if compared - known:
-            yield f"refused, {row[0]}: no row of config has a field {sorted(compared - known)[0]!r}"
+    for row in family.equal:
+        yield from _wrong_width("equal", row, ("field", "field or sum", "reason"))
+        unknown = sorted(set(Equality(*row).fields[1:]) - known)
+        if unknown:
+            yield f"equal, {row[0]}: no row of config has a field {unknown[0]!r}"
     for table in ("model", "layer", "mtp"):
         for row in getattr(family, table):
-            yield from _wrong_width(table, row, COLUMNS)
+            yield from _wrong_width(table, row[:-1] if len(row) == len(COLUMNS) + 1 else row, COLUMNS)
             yield from _wrong_cells(table, row, family.symbols)
 
 
@@ -63,10 +67,9 @@ def _wrong_width(table: str, row: Sequence[Any], columns: Sequence[str]) -> Iter
 
 
 def _wrong_cells(table: str, row: Sequence[str], symbols: Collection[str]) -> Iterator[str]:
-    name, shape, where = row[0], row[1], row[5]
+    name, shape, when = row[0], row[1], row[5]
     unknown = [word for word in re.findall(r"[A-Za-z]+", shape) if word not in symbols]
     if unknown and table != "mtp":  # a family without such layers has no symbols for them
         yield f"{table}, {name}: the shape {shape!r} has a letter {unknown[0]!r} that symbols does not have"
-    words = [word.strip() for word in where.split(",")]
-    if "always" in words and len(set(words) - {"optional", "fp32", "unquantized"}) > 1:
-        yield f"{table}, {name}: {where!r} says always, and a condition"
+    if ALWAYS in words_of(when) and len(words_of(when)) > 1:
+        yield f"{table}, {name}: {when!r} says always, and a condition"

@@ -11,9 +11,10 @@ A row ties one published parameter to its place in a Megatron parameter:
 | arrangement        | where its rows lie in the Megatron parameter (below)                                             |
 | split              | ``tp 0``: axis tp splits dim 0; ``etp``: expert tensor parallel; ``-``: every rank has all of    |
 |                    | it; a leading ``local`` means that only Megatron's local layers split it                         |
-| where              | what must hold, with commas between: ``dense`` or ``moe``, the kind of the layer; a field of the |
-|                    | config, or ``not`` and a field; ``always``. Besides: ``optional``, it may be absent; ``fp32``,   |
-|                    | it is never cast down; ``unquantized``, a linear layer that quantized checkpoints keep as it is  |
+| when               | what must hold, with commas between: ``dense`` or ``moe``, the kind of the layer; a field of the |
+|                    | config, or ``not`` and a field; or ``always``                                                    |
+| marks              | may be left out. ``optional``: a checkpoint may lack it; ``fp32``: it is never cast down;        |
+|                    | ``unquantized``: a linear layer that quantized checkpoints keep as it is                         |
 
 Arrangements are a closed set. Rows that share a Megatron parameter fill it together, in table order:
 
@@ -33,8 +34,8 @@ from math import prod
 ARRANGEMENTS = ("plain", "vocab", "q", "k", "v", "gate", "up", "copy", "ignored")
 SPLITS = ("-", "tp 0", "tp 1", "etp 0", "etp 1")
 KINDS = ("dense", "moe")
-# Of the column `where`: what is no condition.
-MARKS = ("always", "optional", "fp32", "unquantized")
+ALWAYS = "always"
+MARKS = ("optional", "fp32", "unquantized")
 
 
 @dataclass(frozen=True)
@@ -46,27 +47,23 @@ class Row:
     megatron: str
     arrangement: str
     split: str
-    where: str
-
-    @cached_property
-    def words(self) -> tuple[str, ...]:
-        """The entries of the last column."""
-        return tuple(word.strip() for word in self.where.split(","))
+    when: str
+    marks: str = ""
 
     @cached_property
     def conditions(self) -> tuple[str, ...]:
-        """The conditions under which the row applies."""
-        return tuple(word for word in self.words if word not in MARKS)
+        """The conditions under which the row applies, all of them."""
+        return words_of(self.when)
 
     @property
     def optional(self) -> bool:
         """True where a checkpoint may lack the parameter."""
-        return "optional" in self.words
+        return "optional" in words_of(self.marks)
 
     @property
     def fp32(self) -> bool:
         """True where the parameter keeps its precision when the others are cast down."""
-        return "fp32" in self.words
+        return "fp32" in words_of(self.marks)
 
     @property
     def quantizable(self) -> bool:
@@ -75,7 +72,7 @@ class Row:
         before an MTP layer have other names, and stay as they are."""
         *_, module, parameter = ("", *self.megatron.rsplit(".", 2))
         linear = parameter == "weight" and module.startswith("linear_")
-        return linear and len(self.shape.split()) == 2 and "unquantized" not in self.words
+        return linear and len(self.shape.split()) == 2 and "unquantized" not in words_of(self.marks)
 
     @property
     def of_experts(self) -> bool:
@@ -106,7 +103,7 @@ class Row:
 def read_rows(table: Iterable[tuple[str, ...]], file: str, fields: Iterable[str]) -> tuple[Row, ...]:
     """Read the rows of a table, whose conditions may name these fields of the config. Raises ValueError, naming the
     file, where a row does not follow the columns."""
-    rows, known = tuple(Row(*row) for row in table), {*KINDS, *fields}
+    rows, known = tuple(Row(*row) for row in table), {ALWAYS, *KINDS, *fields}
     for row in rows:
         if row.arrangement not in ARRANGEMENTS:
             raise ValueError(f"{file}: no arrangement is called {row.arrangement!r} ({row.hf})")
@@ -115,7 +112,19 @@ def read_rows(table: Iterable[tuple[str, ...]], file: str, fields: Iterable[str]
         for condition in row.conditions:
             if condition.removeprefix("not ") not in known:
                 raise ValueError(f"{file}: nothing maps the condition {condition!r} ({row.hf})")
+        for mark in words_of(row.marks):
+            if mark not in MARKS:
+                raise ValueError(f"{file}: no mark is called {mark!r} ({row.hf})")
     return rows
+
+
+def words_of(entry: str) -> tuple[str, ...]:
+    """Return the words of an entry with commas between them.
+
+    >>> words_of("moe, not tie_word_embeddings")
+    ('moe', 'not tie_word_embeddings')
+    """
+    return tuple(word.strip() for word in entry.split(",") if word.strip())
 
 
 def shape_of(expression: str, symbols: dict[str, int]) -> tuple[int, ...]:

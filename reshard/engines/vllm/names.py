@@ -62,7 +62,7 @@ def on_every_stage(model: Model) -> bool:
 def vllm_name(model: Model, row: Row) -> str:
     """Return the vLLM parameter that a row is part of, without the layer's prefix."""
     for condition, name in _names(model.family.name, row.hf):
-        if condition == "always" or model.holds([condition]):
+        if model.holds([condition]):
             return name
     return row.hf
 
