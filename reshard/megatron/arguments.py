@@ -12,7 +12,7 @@ from reshard.formats.pickles import Name
 from reshard.megatron.layout import MegatronLayout
 from reshard.models.config_fields import ignore_hint, ignored
 from reshard.models.family import Family, families
-from reshard.models.model import MAX_LAYERS, Model
+from reshard.models.model import MAX_LAYERS, Model, has_experts
 from reshard.models.numerics_args import DERIVED, NUMERICS_ARGS, as_named_now, disagreements, moe_pattern
 from reshard.models.rope import MLA_YARN, hf_rope
 
@@ -53,7 +53,8 @@ def megatron_args(model: Model) -> dict[str, Any]:
     if args["group_query_attention"] and args["num_query_groups"] == args["num_attention_heads"]:
         args["group_query_attention"] = False
     if model.num_experts:
-        args["moe_layer_freq"] = 1 if model.uniform else [int(kind == "moe") for kind in model.kinds]
+        pattern = [int(has_experts(kind)) for kind in model.kinds]
+        args["moe_layer_freq"] = 1 if all(pattern) else pattern
         if model.shared_width:
             args["moe_shared_expert_intermediate_size"] = model.shared_width
     else:

@@ -149,7 +149,7 @@ class MegatronLayout:
             fits = [n for n in divisors(s["NQ"]) if s.get("NKV", n) % n == 0 or n % s.get("NKV", n) == 0]
             heads = f"{s['NQ']} attention heads" + (f" in {s['NKV']} query groups" if "NKV" in s else "")
             raise ReshardError(f"--tp {self.tp} does not divide {heads}; sizes that do: {numbers(fits)}")
-        dense = [("F", "intermediate_size")] if "dense" in model.kinds else []
+        dense = [("F", "intermediate_size")] if len(model.moe_layers) < model.num_layers else []
         sizes = [(f"--tp {self.tp}", self.tp, s[symbol], name) for symbol, name in dense]
         if model.num_experts:
             sizes.append((f"--etp {self.expert_tp}", self.expert_tp, s["FE"], "moe_intermediate_size"))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from reshard.megatron.arguments import megatron_args
 from reshard.megatron.stages import Stage
 from reshard.memory.options import Recompute, TrainingSetup
-from reshard.models.model import Model
+from reshard.models.model import Model, has_experts
 
 # Elements of a router's saved tensors for each expert: logits, scores and the map of chosen ones.
 ROUTER = 3.5
@@ -64,7 +64,7 @@ class Sizes:
 
 def layer_tensors(model: Model, kind: str, z: Sizes) -> list[Saved]:
     """Return the rows of a decoder layer of kind ``dense`` or ``moe``."""
-    return _attention(model, z) + (_experts(model, z) if kind == "moe" else _mlp(model, z))
+    return _attention(model, z) + (_experts(model, z) if has_experts(kind) else _mlp(model, z))
 
 
 def _linear(z: Sizes) -> float:
@@ -244,7 +244,7 @@ def _gradients(model: Model, kind: str, z: Sizes) -> float:
     permutations."""
     s = model.symbols
     dense = 2 * (2 * s["H"] + 2 * s["F"] / z.tp)
-    return dense if kind == "dense" else 6 * routed_share(model, z) * s["H"]
+    return dense if not has_experts(kind) else 6 * routed_share(model, z) * s["H"]
 
 
 def _vocab(setup: TrainingSetup) -> float:

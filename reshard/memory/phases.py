@@ -159,7 +159,7 @@ def _profiled(model: Model, engine: EngineSetup) -> Band:
     """Return the memory of a forward of as many tokens as vLLM batches: a few hidden vectors, the widest product's, and
     logits of a batch of sequences."""
     s, t = model.symbols, engine.layout.tp
-    width = 3 * s.get("F", 0) / t if "dense" in model.kinds else 0.0
+    width = 3 * s.get("F", 0) / t if len(model.moe_layers) < model.num_layers else 0.0
     if model.num_experts:
         k = int(model.value_of("moe_router_topk"))
         width = max(width, k * (s["H"] + 3 * s["FE"] / (1 if engine.layout.expert_parallel else t)))

@@ -57,6 +57,7 @@ class Family:
       names by which the same architecture is published.
     - `model`, `mtp`: the rows outside the layers, and those of a multi-token-prediction layer besides the
       decoder layer in it.
+    - `kind_words`: the words that `layer_kinds` says of a layer, ``dense`` or ``moe`` among them.
     - `first_dense`: the field with the number of dense layers, after which all have experts.
       `shared_experts`: the field with the number of experts that every token goes to, each as wide as a
       routed one.
@@ -100,6 +101,7 @@ class Family:
         ("shared_head.head.weight", "V H",   "embedding.word_embeddings.weight", "copy",  "tp 0", "tie_word_embeddings", "optional"),
     )  # fmt: skip
     model_types: tuple[str, ...] = ()
+    kind_words: tuple[str, ...] = ("dense", "moe")
     first_dense = ""
     shared_experts = ""
     rotary = "D"
@@ -139,7 +141,8 @@ class Family:
         self.megatron = MEGATRON | (MEGATRON_MOE if self.has_experts else {}) | self.megatron
         tables = {"model": self.model, "layer": self.layer, "mtp": self.mtp}
         self.rows: dict[str, tuple[Row, ...]] = {
-            block: read_rows(table, type(self).__module__, self.fields) for block, table in tables.items()
+            block: read_rows(table, type(self).__module__, (*self.kind_words, *self.fields))
+            for block, table in tables.items()
         }
 
     @cached_property
@@ -171,7 +174,8 @@ class Family:
         return config
 
     def layer_kinds(self, config: dict[str, Any], where: str) -> tuple[str, ...]:
-        """Return ``dense`` or ``moe`` for each decoder layer. Raises ReshardError where a field does not say which."""
+        """Return the kind of each decoder layer: some of `kind_words`, with spaces between. Raises ReshardError where a
+        field does not say which."""
         layers = int(config["num_hidden_layers"])
         if not self.first_dense:
             return ("moe" if self.has_experts else "dense",) * layers

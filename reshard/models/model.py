@@ -20,7 +20,7 @@ from reshard.models.family import NULLABLE, Family, family_of
 from reshard.models.field_tables import DECIDES_ELSEWHERE
 from reshard.models.numerics_args import NUMERICS_ARGS, same_value
 from reshard.models.rope import inverse_frequencies
-from reshard.models.tables import ALWAYS, KINDS, Row, shape_of
+from reshard.models.tables import ALWAYS, Row, shape_of
 
 # Far above every published model. A config is checked against them before anything is made for each layer or
 # expert.
@@ -44,8 +44,8 @@ class Block(NamedTuple):
 class Model:
     """A model as the mapping tables see it.
 
-    `config` is the Hugging Face config with the family's defaults filled in, `kinds` says ``dense`` or
-    ``moe`` for each decoder layer, `mtp_layers` is the number of multi-token-prediction layers, `where` names
+    `config` is the Hugging Face config with the family's defaults filled in, `kinds` has the words of each
+    decoder layer's kind, such as ``dense`` or ``moe``, `mtp_layers` is the number of multi-token-prediction layers, `where` names
     the config in error messages. `ignored` has a sentence for each field or argument that was there, and was
     ignored as was asked.
     """
@@ -179,12 +179,12 @@ class Model:
     @cached_property
     def num_experts(self) -> int:
         """Routed experts in each MoE layer; 0 for a dense model."""
-        return self.symbols.get("E", 0) if "moe" in self.kinds else 0
+        return self.symbols.get("E", 0) if self.moe_layers else 0
 
-    @property
+    @cached_property
     def moe_layers(self) -> tuple[int, ...]:
         """The numbers of the decoder layers that have experts."""
-        return tuple(layer for layer, kind in enumerate(self.kinds) if kind == "moe")
+        return tuple(layer for layer, kind in enumerate(self.kinds) if has_experts(kind))
 
     @cached_property
     def uniform(self) -> bool:
@@ -211,10 +211,10 @@ class Model:
     def _holds(self, condition: str, kind: str) -> bool:
         if condition == ALWAYS:
             return True
-        if condition in KINDS:
-            return condition == kind
         if condition.startswith("not "):
-            return not self.config.get(condition.removeprefix("not "))
+            return not self._holds(condition.removeprefix("not "), kind)
+        if condition in self.family.kind_words:
+            return condition in kind.split()
         return bool(self.config.get(condition))
 
     def rows(self, block: str, kind: str = "") -> list[Row]:
@@ -273,6 +273,11 @@ def _instead(name: str, config: dict[str, Any]) -> str:
         if config.get(name) is not None
         else "the config is read as if it lacked it"
     )
+
+
+def has_experts(kind: str) -> bool:
+    """Return True for the kind of a layer that has experts."""
+    return "moe" in kind.split()
 
 
 def different_fields(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:

@@ -11,8 +11,8 @@ A row ties one published parameter to its place in a Megatron parameter:
 | arrangement        | where its rows lie in the Megatron parameter (below)                                             |
 | split              | ``tp 0``: axis tp splits dim 0; ``etp``: expert tensor parallel; ``-``: every rank has all of    |
 |                    | it; a leading ``local`` means that only Megatron's local layers split it                         |
-| when               | what must hold, with commas between: ``dense`` or ``moe``, the kind of the layer; a field of the |
-|                    | config, or ``not`` and a field; or ``always``                                                    |
+| when               | what must hold, with commas between: a word of the layer's kind, such as ``dense`` or ``moe``; a |
+|                    | field of the config; ``not`` and one of these; or ``always``                                     |
 | marks              | may be left out. ``optional``: a checkpoint may lack it; ``fp32``: it is never cast down;        |
 |                    | ``unquantized``: a linear layer that quantized checkpoints keep as it is                         |
 
@@ -33,7 +33,6 @@ from math import prod
 
 ARRANGEMENTS = ("plain", "vocab", "q", "k", "v", "gate", "up", "copy", "ignored")
 SPLITS = ("-", "tp 0", "tp 1", "etp 0", "etp 1")
-KINDS = ("dense", "moe")
 ALWAYS = "always"
 MARKS = ("optional", "fp32", "unquantized")
 
@@ -100,10 +99,10 @@ class Row:
         return words[-2], int(words[-1])
 
 
-def read_rows(table: Iterable[tuple[str, ...]], file: str, fields: Iterable[str]) -> tuple[Row, ...]:
-    """Read the rows of a table, whose conditions may name these fields of the config. Raises ValueError, naming the
-    file, where a row does not follow the columns."""
-    rows, known = tuple(Row(*row) for row in table), {ALWAYS, *KINDS, *fields}
+def read_rows(table: Iterable[tuple[str, ...]], file: str, known: Iterable[str]) -> tuple[Row, ...]:
+    """Read the rows of a table, whose conditions may name these `known` words and fields. Raises ValueError, naming
+    the file, where a row does not follow the columns."""
+    rows, known = tuple(Row(*row) for row in table), {ALWAYS, *known}
     for row in rows:
         if row.arrangement not in ARRANGEMENTS:
             raise ValueError(f"{file}: no arrangement is called {row.arrangement!r} ({row.hf})")

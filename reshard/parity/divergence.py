@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from reshard.core.errors import ReshardError, listed
 from reshard.megatron.layout import MegatronLayout
-from reshard.models.model import Model
+from reshard.models.model import Model, has_experts
 from reshard.parity.configs import config_differences
 from reshard.parity.huggingface import HuggingFace
 from reshard.parity.megatron import Megatron
@@ -108,7 +108,7 @@ def compared_outputs(model: Model) -> list[ModuleOutput]:
     for layer, kind in enumerate(model.kinds):
         path = f"{model.family.layers}{layer}"
         for place, module, _ in model.family.outputs:
-            name = "experts" if place == "MLP" and kind == "moe" else place
+            name = "experts" if place == "MLP" and has_experts(kind) else place
             points.append(
                 ModuleOutput(f"the {name} of layer {layer}", f"{path}.{module}", f"{path}.{module}.")
             )
