@@ -3,9 +3,8 @@
 The entries are explained in `reshard.models.family`, the columns of `layer` in `reshard.models.tables`.
 """
 
-from reshard.core.errors import ReshardError
-from reshard.models.config_fields import whole_number
 from reshard.models.family import Family
+from reshard.models.layer_kinds import MOE_STEP, moe_by_step, step_of_pattern
 
 
 class Qwen3Moe(Family):
@@ -39,7 +38,7 @@ class Qwen3Moe(Family):
 
     megatron = {"qk_layernorm": True}
     window = "everywhere"
-    reads = ("decoder_sparse_step", "mlp_only_layers")
+    reads = MOE_STEP
     always = {
         "qkv_bias": False,
         "use_qk_norm": True,
@@ -76,24 +75,8 @@ class Qwen3Moe(Family):
 
     def layer_kinds(self, config, where):
         """Experts in every `decoder_sparse_step`-th layer, but for those of `mlp_only_layers`."""
-        step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers") or []
-        step = 1 if step is None else step
-        if (
-            not whole_number(step)
-            or not isinstance(dense, list)
-            or not all(whole_number(layer, 0) for layer in dense)
-        ):
-            raise ReshardError(
-                f"{where}: decoder_sparse_step {step!r} and mlp_only_layers {dense!r} do not say which layers are dense"
-            )
-        sparse = {layer for layer in range(config["num_hidden_layers"]) if (layer + 1) % step == 0} - set(
-            dense
-        )
-        return tuple("moe" if layer in sparse else "dense" for layer in range(config["num_hidden_layers"]))
+        return tuple(moe_by_step(config, where))
 
     def kinds_as_fields(self, pattern):
         """Every layer in turn, and the dense ones by name."""
-        return {
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [layer for layer, moe in enumerate(pattern) if not moe],
-        }
+        return step_of_pattern(pattern)

@@ -29,9 +29,11 @@ TELLS_APART = (
     "add_qkv_bias",
     "moe_router_score_function",
     "moe_router_enable_expert_bias",
+    "attention_output_gate",
+    "experimental_attention_variant",
 )
 # Arguments of models that no family here has.
-OF_OTHER_FAMILIES = ("squared_relu", "apply_layernorm_1p", "hybrid_layer_pattern", "moe_latent_size")
+OF_OTHER_FAMILIES = ("squared_relu", "hybrid_layer_pattern", "moe_latent_size")
 # Tokens of a training sequence, at most: a run chooses them, not the model.
 TRAINING_LENGTH = 4096
 ADVICE = "pass --hf-config with the model's config.json"
@@ -55,12 +57,14 @@ def megatron_args(model: Model) -> dict[str, Any]:
     if model.num_experts:
         pattern = [int(has_experts(kind)) for kind in model.kinds]
         args["moe_layer_freq"] = 1 if all(pattern) else pattern
-        if model.shared_width:
+        if model.shared_width and family.shared_experts:
             args["moe_shared_expert_intermediate_size"] = model.shared_width
     else:
         args = {
             arg: value for arg, value in args.items() if arg != "num_experts" and not arg.startswith("moe_")
         }
+    if args.get("experimental_attention_variant") == "gated_delta_net":
+        args["linear_attention_freq"] = [int("linear" in kind.split()) for kind in model.kinds]
     args.pop("mtp_num_layers", None)
     if model.mtp_layers:
         args["mtp_num_layers"] = model.mtp_layers

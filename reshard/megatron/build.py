@@ -103,6 +103,8 @@ def _config_values(
         }
         if not torch.cuda.is_available():
             values |= {"use_cpu_initialization": True, "masked_softmax_fusion": False}
+            if args.get("experimental_attention_variant") == "gated_delta_net":
+                values["deterministic_mode"] = True  # in torch: the other kernels are Triton's
     return values
 
 
@@ -244,12 +246,16 @@ def layer_specs(config: Any, transformer_impl: str, vp_stage: int | None) -> tup
         from megatron.core.models.gpt.gpt_layer_specs import (
             get_gpt_decoder_block_spec,
             get_gpt_decoder_layer_specs,
-            get_gpt_mtp_block_spec,
         )
     except ImportError as error:
         raise compat.unknown("has not the layer specs that its models are built from") from error
 
     engine = transformer_impl == "transformer_engine"
+    if config.experimental_attention_variant == "gated_delta_net":
+        from reshard.megatron import gated_delta
+
+        decoder, last = gated_delta.layer_specs(config, transformer_impl, vp_stage)
+        return decoder, _mtp_spec(config, last, engine, vp_stage)
     decoder = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage
     )
@@ -264,12 +270,16 @@ def layer_specs(config: Any, transformer_impl: str, vp_stage: int | None) -> tup
                 attention.module = compat.MLAWithPlainQueries
             if not engine:
                 attention.submodules.core_attention = PlainCoreAttention
-    mtp = (
-        get_gpt_mtp_block_spec(config, last, use_transformer_engine=engine, vp_stage=vp_stage)
-        if config.mtp_num_layers
-        else None
-    )
-    return decoder, mtp
+    return decoder, _mtp_spec(config, last, engine, vp_stage)
+
+
+def _mtp_spec(config: Any, last: Any, engine: bool, vp_stage: int | None) -> Any:
+    """Return the spec of the MTP layers, which are layers such as `last`; None where there are none."""
+    if not config.mtp_num_layers:
+        return None
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    return get_gpt_mtp_block_spec(config, last, use_transformer_engine=engine, vp_stage=vp_stage)
 
 
 @contextmanager
@@ -283,13 +293,17 @@ def without_gpu() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    from reshard.megatron.compat import without_random_states, without_transformer_engine
+    from reshard.megatron.compat import (
+        without_linear_attention_kernels,
+        without_random_states,
+        without_transformer_engine,
+    )
 
     kept, kept_move = torch.cuda.current_device, torch.Tensor.cuda
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     try:
-        with without_random_states(), without_transformer_engine():
+        with without_random_states(), without_transformer_engine(), without_linear_attention_kernels():
             yield
     finally:
         torch.cuda.current_device = kept

@@ -49,8 +49,13 @@ NORMS = {
     "final_layernorm",
     "enorm",
     "hnorm",
+    "out_norm",
 }
-WITHOUT_STATE = {"embedding.word_embeddings", "output_layer", "mlp.router"}
+WITHOUT_STATE = {"embedding.word_embeddings", "output_layer", "mlp.router", "self_attention.conv1d"}
+
+
+# Of a parameter that Megatron saves in sections, each with a key of its own.
+FIRST_SECTION = "query"
 
 
 class Chunk(NamedTuple):
@@ -111,7 +116,7 @@ def extra_states_to_write(
     ranks = Ranks(model, layout)
     engine = transformer_impl == "transformer_engine"
     for p in mapping.parameters:
-        module, _, kind = p.name.rpartition(".")
+        module, _, kind = _without_section(p.name).rpartition(".")
         norm = module.rpartition(".")[2] in NORMS
         if kind != "weight" or module in WITHOUT_STATE or (norm and not engine):
             continue
@@ -123,6 +128,13 @@ def extra_states_to_write(
         prefix = key_of(p, model.uniform, "transformer_engine").removesuffix(p.name)
         for name in modules:
             yield NewObject(f"{prefix}{name}._extra_state/{place}", ranks.first(p))
+
+
+def _without_section(name: str) -> str:
+    """Return the name of the parameter that a section, such as ``in_proj.weight.key``, is a part of; of all but the
+    first section the name as it is."""
+    parameter, dot, section = name.partition(".weight.")
+    return f"{parameter}.weight" if dot and section == FIRST_SECTION else name
 
 
 def _stack(p: Parameter, model: Model) -> Stack:

@@ -107,6 +107,29 @@ def without_transformer_engine() -> Iterator[None]:
             del moe_utils.te_general_gemm
 
 
+@contextmanager
+def without_linear_attention_kernels() -> Iterator[None]:
+    """Let gated delta nets be built and run in torch where flash-linear-attention, whose names they use without a
+    check, is not installed."""
+    try:
+        common: Any = import_module("megatron.core.ssm.gated_delta_net.common")
+    except ImportError:  # before 0.19
+        yield
+        return
+    before = (common.HAVE_FLA, common.l2norm)
+    if not common.HAVE_FLA:
+        common.HAVE_FLA, common.l2norm = True, _unit_length
+    try:
+        yield
+    finally:
+        common.HAVE_FLA, common.l2norm = before
+
+
+def _unit_length(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """Return vectors of the last dim at length 1, as flash-linear-attention's ``l2norm`` does."""
+    return (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
 class _NoLinear:
     """A stand-in for a layer of Transformer Engine; no layer is an instance of it."""
 

@@ -17,7 +17,8 @@ WHEN_FALSE = {
     "add_bias_linear": "--disable-bias-linear", "apply_rope_fusion": "--no-rope-fusion",
     "yarn_correction_range_round_to_int": "--no-yarn-correction-range-round-to-int",
 }  # fmt: skip
-NO_FLAG = {"context_parallel_size", *MLA_YARN}
+# The second is spelled --apply-layernorm-1p, an argument of its own.
+NO_FLAG = {"context_parallel_size", "layernorm_zero_centered_gamma", *MLA_YARN}
 # Versions of Megatron-LM, as (major, minor): those whose parsers are known, and since when they have an
 # argument.
 OLDEST, NEWEST = (0, 12), (0, 20)

@@ -2,9 +2,11 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 
 from reshard.core.boxes import Box, whole
 from reshard.core.placement import Part
+from reshard.core.views import tensor_shapes
 from reshard.models.model import Block, Model
 from reshard.models.tables import Row
 
@@ -38,7 +40,8 @@ class ModelParameters:
     """A model's table, expanded: canonical shapes, copies and Megatron parameters.
 
     `copies` maps a canonical name to the name that has the same bytes; `ignored` and `optional` are canonical
-    names that may be present; `fp32` are those that are never cast down.
+    names that may be present; `fp32` are those that are never cast down, `less_one` those of which Megatron holds
+    the value less 1.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -47,6 +50,15 @@ class ModelParameters:
     ignored: frozenset[str]
     optional: frozenset[str]
     fp32: frozenset[str]
+    less_one: frozenset[str] = frozenset()
+
+    @cached_property
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the published tensors, each whole: of those that canonical tensors are views of, too.
+
+        Raises ReshardError for one that its views do not cover exactly once.
+        """
+        return tensor_shapes(self.shapes)
 
 
 def expand(
@@ -65,6 +77,7 @@ def expand(
         frozenset(expansion.ignored),
         frozenset(expansion.optional),
         frozenset(expansion.fp32),
+        frozenset(expansion.less_one),
     )
 
 
@@ -78,6 +91,7 @@ class _Expansion:
         self.ignored: set[str] = set()
         self.optional: set[str] = set()
         self.fp32: set[str] = set()
+        self.less_one: set[str] = set()
 
     def block(self, block: Block) -> None:
         groups: dict[str, list[Row]] = defaultdict(list)
@@ -111,7 +125,7 @@ class _Expansion:
         row, rest = rows[0], shapes[0][1:]
         length, padded, halves = sum(shape[0] for shape in shapes), 0, 1
         kinds = [r.arrangement for r in rows]
-        if kinds == ["q", "k", "v"]:
+        if kinds in (["q", "k", "v"], ["q", "q", "k", "v"]):
             parts = _query_groups(names, shapes, self.model.symbols["NKV"])
         elif kinds == ["gate", "up"]:
             halves = 2
@@ -133,6 +147,8 @@ class _Expansion:
         self.primary.setdefault(megatron, names[0])
         if row.fp32:
             self.fp32.update(names)
+        if row.less_one:
+            self.less_one.update(names)
         split = row.split_of(self.impl)
         self.parameters.append(
             Parameter(

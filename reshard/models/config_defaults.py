@@ -13,4 +13,5 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"is_encoder_decoder": False},
     "qwen3": {"is_encoder_decoder": False},
     "qwen3_moe": {"is_encoder_decoder": False},
+    "qwen3_next": {"is_encoder_decoder": False},
 }

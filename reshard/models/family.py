@@ -44,7 +44,8 @@ class Family:
 
     - `name`: transformers' ``model_type``; `architecture`: its model class, as ``architectures`` of a config
       names it.
-    - `symbols`: the letters of shapes, and the config fields that they stand for.
+    - `symbols`: the letters of shapes, and the config fields that they stand for. `derived`: further letters,
+      and the sizes that they stand for in terms of the others.
     - `config`: rows of (config field, Megatron's argument, relation, default). ``|`` joins the field's
       spellings; the relation is ``=`` or ``not``; the default is what transformers has where the field is
       absent: a value, another field, the quotient of two, or ``needed``. Its type is the field's: a switch,
@@ -102,6 +103,7 @@ class Family:
     )  # fmt: skip
     model_types: tuple[str, ...] = ()
     kind_words: tuple[str, ...] = ("dense", "moe")
+    derived: dict[str, str] = {}
     first_dense = ""
     shared_experts = ""
     rotary = "D"

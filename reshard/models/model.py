@@ -20,7 +20,7 @@ from reshard.models.family import NULLABLE, Family, family_of
 from reshard.models.field_tables import DECIDES_ELSEWHERE
 from reshard.models.numerics_args import NUMERICS_ARGS, same_value
 from reshard.models.rope import inverse_frequencies
-from reshard.models.tables import ALWAYS, Row, shape_of
+from reshard.models.tables import ALWAYS, Row, shape_of, size_of
 
 # Far above every published model. A config is checked against them before anything is made for each layer or
 # expert.
@@ -153,7 +153,10 @@ class Model:
     def symbols(self) -> dict[str, int]:
         """The letters of the family's shapes with this model's sizes."""
         values = {symbol: self.config.get(name) for symbol, name in self.family.symbols.items()}
-        return {symbol: int(value) for symbol, value in values.items() if value is not None}
+        symbols = {symbol: int(value) for symbol, value in values.items() if value is not None}
+        for symbol, expression in self.family.derived.items():
+            symbols[symbol] = size_of(expression, symbols)
+        return symbols
 
     def shape(self, expression: str) -> tuple[int, ...]:
         """The shape that a table's expression, such as ``NQ*D H``, stands for in this model."""
@@ -194,6 +197,8 @@ class Model:
     @property
     def shared_width(self) -> int:
         """The width of the experts that every token goes to, together; 0 where there are none."""
+        if not self.family.shared_experts:
+            return int(self.value_of("moe_shared_expert_intermediate_size") or 0) if self.num_experts else 0
         count = self.config.get(self.family.shared_experts) or 0
         return int(count) * int(self.value_of("moe_ffn_hidden_size")) if self.num_experts and count else 0
 
@@ -222,7 +227,9 @@ class Model:
         rows = self._rows.get((block, kind))
         if rows is None:
             rows = self._rows[block, kind] = [
-                row for row in self.family.rows[block] if self.holds(row.conditions, kind)
+                row.in_numbers(self.symbols)
+                for row in self.family.rows[block]
+                if self.holds(row.conditions, kind)
             ]
         return rows
 

@@ -26,7 +26,8 @@ NUMERICS_ARGS: dict[str, Any] = {
     "qk_layernorm": False, "qk_l2_norm": False, "attention_output_gate": False, "softmax_type": "vanilla", "softmax_scale": None,
     "window_size": None, "window_attn_skip_freq": None, "multi_latent_attention": False, "q_lora_rank": None, "kv_lora_rank": 32,
     "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "experimental_attention_variant": None,
-    "linear_attention_freq": None,
+    "linear_attention_freq": None, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
     # positions
     "position_embedding_type": "learned_absolute", "rotary_base": 10000, "rotary_percent": 1.0, "rotary_interleaved": False,
     "rotary_seq_len_interpolation_factor": None, "use_rope_scaling": False, "rope_scaling_factor": 8.0, "no_rope_freq": None,
@@ -60,6 +61,9 @@ _BY_LOSS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "original_max_position_embeddings",
         "beta_fast", "beta_slow")  # fmt: skip
 _NOT_MLA = ("kv_channels", "num_query_groups", "use_rope_scaling", "rotary_seq_len_interpolation_factor")
+# Read where the variant of attention is a linear one.
+_LINEAR = ("linear_attention_freq", "linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads", "linear_value_head_dim",
+           "linear_conv_kernel_dim")  # fmt: skip
 _YARN = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
 
 
@@ -105,6 +109,9 @@ def _settled(args: Mapping[str, Any]) -> dict[str, Any]:
             values[name] = None
     if values.get("moe_layer_freq") is not None and values.get("num_layers"):
         values["moe_layer_freq"] = moe_pattern(values["moe_layer_freq"], int(values["num_layers"]))
+    if values.get("linear_attention_freq") is not None and values.get("num_layers"):
+        frequency, layers = values["linear_attention_freq"], int(values["num_layers"])
+        values["linear_attention_freq"] = linear_pattern(frequency, layers)
     balancing = values.get("moe_router_load_balancing_type")
     if balancing is not None and all(
         kind in _BY_LOSS for kind in (balancing if isinstance(balancing, list) else [balancing])
@@ -127,6 +134,8 @@ def _without_effect(args: Mapping[str, Any]) -> set[str]:
     if args.get("moe_router_score_function") == "sigmoid":
         skipped.add("moe_router_pre_softmax")  # there is no softmax
     skipped |= set(_NOT_MLA if mla else _MLA)
+    if args.get("experimental_attention_variant") != "gated_delta_net":
+        skipped |= set(_LINEAR) - {"linear_attention_freq"}
     if not (args.get("rope_type") == "yarn" if mla else args.get("position_embedding_type") == "yarn"):
         skipped |= {*_YARN, *(name for name in NUMERICS_ARGS if name.startswith("yarn_"))}
         skipped |= {"original_max_position_embeddings", "beta_fast", "beta_slow"}
@@ -135,18 +144,33 @@ def _without_effect(args: Mapping[str, Any]) -> set[str]:
     return skipped
 
 
+def linear_pattern(frequency: Any, layers: int) -> list[int]:
+    """Return ``--linear-attention-freq`` as a 1 for each layer with linear attention and a 0 for each without: of a
+    number n every n-th is without.
+
+    Raises ValueError where it says nothing about so many layers.
+    """
+    if isinstance(frequency, int) and frequency > 0:
+        return [int((layer + 1) % frequency != 0) for layer in range(layers)]
+    return _pattern("linear_attention_freq", frequency, layers)
+
+
 def moe_pattern(frequency: Any, layers: int) -> list[int]:
     """Return ``--moe-layer-freq`` as a 1 for each layer with experts and a 0 for each without.
 
     Raises ValueError where it says nothing about so many layers.
     """
-    if isinstance(frequency, str):
-        frequency = [int(n) for n in frequency.strip("[]").split(",")]
     if isinstance(frequency, int):
         return [int(i % frequency == 0) for i in range(layers)]
-    if len(frequency) != layers:
-        raise ValueError(f"moe_layer_freq has {len(frequency)} entries for {layers} layers")
-    return [int(entry) for entry in frequency]
+    return _pattern("moe_layer_freq", frequency, layers)
+
+
+def _pattern(name: str, entries: Any, layers: int) -> list[int]:
+    if isinstance(entries, str):
+        entries = [int(n) for n in entries.strip("[]").split(",")]
+    if len(entries) != layers:
+        raise ValueError(f"{name} has {len(entries)} entries for {layers} layers")
+    return [int(entry) for entry in entries]
 
 
 def same_value(a: Any, b: Any) -> bool:

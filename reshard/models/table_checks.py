@@ -15,6 +15,9 @@ from reshard.models.tables import ALWAYS, words_of
 COLUMNS = ("HF parameter", "shape", "Megatron parameter", "arrangement", "split", "when")  # and marks
 CONFIG_COLUMNS = ("HF config field", "Megatron argument", "relation", "default")
 RELATIONS = ("=", "not")
+_SIZE = r"[\w*/+]+"
+_ENTRY = rf"(\{{expert\}}|:|{_SIZE}(:{_SIZE}( in {_SIZE})?)?)"
+BRACKETS = re.compile(rf"[^\[\]]+\[{_ENTRY}(, {_ENTRY})*\]")
 WINDOWS = ("", "everywhere", "from max_window_layers")
 
 
@@ -58,7 +61,7 @@ def _problems(family: Any) -> Iterator[str]:
     for table in ("model", "layer", "mtp"):
         for row in getattr(family, table):
             yield from _wrong_width(table, row[:-1] if len(row) == len(COLUMNS) + 1 else row, COLUMNS)
-            yield from _wrong_cells(table, row, family.symbols)
+            yield from _wrong_cells(table, row, {*family.symbols, *family.derived})
 
 
 def _wrong_width(table: str, row: Sequence[Any], columns: Sequence[str]) -> Iterator[str]:
@@ -68,8 +71,13 @@ def _wrong_width(table: str, row: Sequence[Any], columns: Sequence[str]) -> Iter
 
 def _wrong_cells(table: str, row: Sequence[str], symbols: Collection[str]) -> Iterator[str]:
     name, shape, when = row[0], row[1], row[5]
-    unknown = [word for word in re.findall(r"[A-Za-z]+", shape) if word not in symbols]
-    if unknown and table != "mtp":  # a family without such layers has no symbols for them
-        yield f"{table}, {name}: the shape {shape!r} has a letter {unknown[0]!r} that symbols does not have"
+    letters = {"the shape " + repr(shape): shape, "the part of a tensor": name.partition("[")[2]}
+    for cell, text in letters.items():
+        words = re.findall(r"[A-Za-z]+", text.replace("{expert}", "").replace(" in ", " "))
+        unknown = [word for word in words if word not in symbols]
+        if unknown and table != "mtp":  # a family without such layers has no symbols for them
+            yield f"{table}, {name}: {cell} has a letter {unknown[0]!r} that symbols does not have"
+    if "[" in name and not BRACKETS.fullmatch(name):
+        yield f"{table}, {name}: brackets hold an index, ':', 'a:b' or 'a:b in n' for each dim, with commas between"
     if ALWAYS in words_of(when) and len(words_of(when)) > 1:
         yield f"{table}, {name}: {when!r} says always, and a condition"

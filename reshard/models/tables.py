@@ -5,7 +5,9 @@ A row ties one published parameter to its place in a Megatron parameter:
 | column             | meaning                                                                                          |
 |--------------------|--------------------------------------------------------------------------------------------------|
 | HF parameter       | the published name; in `layer` and `mtp` rows without ``model.layers.{layer}.``; a row with      |
-|                    | ``{expert}`` stands for one tensor of each routed expert                                         |
+|                    | ``{expert}`` stands for one tensor of each routed expert. Brackets after the name say which part |
+|                    | of a published tensor it is: ``gate_up_proj[{expert}, 0:F]``, ``q_proj.weight[0:D in 2*D]``, see |
+|                    | `reshard.core.views`                                                                             |
 | shape              | of that tensor, in the family's `symbols`; ``NQ*D H`` is two dims                                |
 | Megatron parameter | its name in a checkpoint of Transformer Engine layers, without ``decoder.layers.{layer}.``       |
 | arrangement        | where its rows lie in the Megatron parameter (below)                                             |
@@ -14,27 +16,30 @@ A row ties one published parameter to its place in a Megatron parameter:
 | when               | what must hold, with commas between: a word of the layer's kind, such as ``dense`` or ``moe``; a |
 |                    | field of the config; ``not`` and one of these; or ``always``                                     |
 | marks              | may be left out. ``optional``: a checkpoint may lack it; ``fp32``: it is never cast down;        |
-|                    | ``unquantized``: a linear layer that quantized checkpoints keep as it is                         |
+|                    | ``unquantized``: a linear layer that quantized checkpoints keep as it is; ``less 1``: Megatron   |
+|                    | holds the value less 1, as its norms do with ``--apply-layernorm-1p``                            |
 
 Arrangements are a closed set. Rows that share a Megatron parameter fill it together, in table order:
 
 - ``plain``: the whole parameter, as it is.
 - ``vocab``: rows 0 .. vocab_size; the padding rows after them are zero.
-- ``q``, ``k``, ``v``: per query group, its query heads, then its key, then its value.
+- ``q``, ``k``, ``v``: per query group, its query heads, then its key, then its value. Of two ``q`` the second
+  are the gates of an attention's outputs.
 - ``gate``, ``up``: all gate rows, then all up rows; each half is split on its own.
 - ``copy``: the same bytes as the parameter's other row, which Megatron holds once.
 - ``ignored``: carries no weight; dropped on purpose.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
 ARRANGEMENTS = ("plain", "vocab", "q", "k", "v", "gate", "up", "copy", "ignored")
 SPLITS = ("-", "tp 0", "tp 1", "etp 0", "etp 1")
 ALWAYS = "always"
-MARKS = ("optional", "fp32", "unquantized")
+MARKS = ("optional", "fp32", "unquantized", "less 1")
 
 
 @dataclass(frozen=True)
@@ -65,12 +70,17 @@ class Row:
         return "fp32" in words_of(self.marks)
 
     @property
+    def less_one(self) -> bool:
+        """True where Megatron holds the published value less 1."""
+        return "less 1" in words_of(self.marks)
+
+    @property
     def quantizable(self) -> bool:
         """True for the weight of a linear layer, of attention, an MLP or experts: what published checkpoints in fp8
         quantize. Megatron names these modules ``linear_*``; its routers, embeddings, output layers and the projection
         before an MTP layer have other names, and stay as they are."""
         *_, module, parameter = ("", *self.megatron.rsplit(".", 2))
-        linear = parameter == "weight" and module.startswith("linear_")
+        linear = parameter == "weight" and module.startswith("linear_") and "[" not in self.hf
         return linear and len(self.shape.split()) == 2 and "unquantized" not in words_of(self.marks)
 
     @property
@@ -90,6 +100,10 @@ class Row:
             return
         for expert in experts:
             yield expert, prefix + self.hf.replace("{expert}", str(expert))
+
+    def in_numbers(self, symbols: Mapping[str, int]) -> "Row":
+        """Return the row with the expressions in the brackets of its name as numbers."""
+        return replace(self, hf=in_numbers(self.hf, symbols)) if "[" in self.hf else self
 
     def split_of(self, transformer_impl: str) -> tuple[str, int] | None:
         """Return the mesh axis and the dim that it splits, or None where every rank has all of the parameter."""
@@ -126,18 +140,43 @@ def words_of(entry: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in entry.split(",") if word.strip())
 
 
-def shape_of(expression: str, symbols: dict[str, int]) -> tuple[int, ...]:
+def shape_of(expression: str, symbols: Mapping[str, int]) -> tuple[int, ...]:
     """Return the shape that a table's expression stands for.
 
     >>> shape_of("NQ*D+2*D H", {"NQ": 4, "D": 8, "H": 64})
     (48, 64)
     """
-    return tuple(sum(_product(term, symbols) for term in dim.split("+")) for dim in expression.split())
+    return tuple(size_of(dim, symbols) for dim in expression.split())
 
 
-def _product(term: str, symbols: dict[str, int]) -> int:
+def size_of(expression: str, symbols: Mapping[str, int]) -> int:
+    """Return the number that a sum of products and quotients of symbols stands for."""
+    return sum(_product(term, symbols) for term in expression.split("+"))
+
+
+def in_numbers(name: str, symbols: Mapping[str, int]) -> str:
+    """Return a name with the expressions in its brackets as numbers.
+
+    >>> in_numbers("q_proj.weight[0:D in 2*D]", {"D": 8})
+    'q_proj.weight[0:8 in 16]'
+    >>> in_numbers("experts.gate_up_proj[{expert}, F:2*F]", {"F": 32})
+    'experts.gate_up_proj[{expert}, 32:64]'
+    """
+    tensor, bracket, selections = name.partition("[")
+    if not bracket:
+        return name
+    numbers = re.sub(r"(?<![{\w])[\w*/+]+", lambda match: _number(match[0], symbols), selections)
+    return tensor + bracket + numbers
+
+
+def _number(expression: str, symbols: Mapping[str, int]) -> str:
+    return expression if expression == "in" else str(size_of(expression, symbols))
+
+
+def _product(term: str, symbols: Mapping[str, int]) -> int:
     numerator, *denominators = term.split("/")
-    value = prod(int(f) if f.isdigit() else symbols[f] for f in numerator.split("*"))
-    for denominator in denominators:
-        value //= int(denominator)
-    return value
+
+    def factor(text: str) -> int:
+        return int(text) if text.isdigit() else symbols[text]
+
+    return prod(map(factor, numerator.split("*"))) // prod(map(factor, denominators))

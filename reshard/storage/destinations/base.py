@@ -23,6 +23,7 @@ class Destination(ABC):
 
     format: str
     has_slow_files = False
+    less_one: frozenset[str] = frozenset()  # tensors of which the files hold the value less 1
     sizes: dict[str, int]
     stored: dict[str, TensorInfo]
 

@@ -9,12 +9,13 @@ from typing import Any
 
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
+from reshard.core.views import tensor_of, tensor_shapes
 from reshard.formats import safetensors
 from reshard.models.model import Model
 from reshard.storage.destinations.base import Destination
 from reshard.storage.destinations.rank_files import file_bytes
 from reshard.storage.io.files import OpenFiles
-from reshard.storage.io.streams import Strip, TensorInfo, grouped_strips, strip_of
+from reshard.storage.io.streams import Strip, TensorInfo, strips_of_view
 from reshard.storage.manifest import file_entry, printable
 from reshard.storage.quantized import Quantized
 
@@ -49,8 +50,13 @@ class HuggingFaceFiles(Destination):
             beside,
         )
         laid_out: dict[str, tuple[Dtype, tuple[int, ...]]] = {}
+        views = {name: info for name, info in tensors.items() if tensor_of(name) != name}
+        shapes = tensor_shapes({name: info.shape for name, info in views.items()})
         for name, info in tensors.items():
-            laid_out |= quantized.stored(name, info)
+            if name in views:
+                laid_out[tensor_of(name)] = (info.dtype, shapes[tensor_of(name)])
+            else:
+                laid_out |= quantized.stored(name, info)
         if shard_bytes is None:
             total = sum(prod(shape) * dtype.size for dtype, shape in laid_out.values())
             shard_bytes = min(MAX_SHARD_BYTES, file_bytes(total))
@@ -58,16 +64,18 @@ class HuggingFaceFiles(Destination):
         self.new_files = safetensors.plan_files(laid_out, shard_bytes)
         self.placed = {name: tensor for file in self.new_files for name, tensor in file.tensors.items()}
         self.sizes = {file.name: file.size_bytes for file in self.new_files}
-        self.stored = {name: TensorInfo(t.shape, t.dtype) for name, t in self.placed.items()}
+        whole = {n: TensorInfo(t.shape, t.dtype) for n, t in self.placed.items() if n not in shapes}
+        self.stored = whole | views
 
     @cached_property
     def strips(self) -> dict[str, list[Strip]]:
         paths = {name: Path(name) for name in self.sizes}
-        zero = {name: (0,) * len(t.shape) for name, t in self.placed.items()}
-        return grouped_strips(
-            (n, strip_of(zero[n], t.shape, zero[n], t.shape, paths[t.file], t.offset, t.dtype.size))
-            for n, t in self.placed.items()
-        )
+        strips = {}
+        for name in self.stored:
+            tensor = self.placed[tensor_of(name)]
+            where = (paths[tensor.file], tensor.offset, tensor.dtype.size)
+            strips[name] = strips_of_view(name, tensor.shape, *where)
+        return strips
 
     def write_frames(self, root: Path, names: set[str], files: OpenFiles) -> None:
         for file in self.new_files:
@@ -97,7 +105,8 @@ class HuggingFaceFiles(Destination):
         dtype = next(t.dtype.name for n, t in self.tensors.items() if n not in self.fp32)
         if self.quantized.names:
             matrices = [name for name, info in self.tensors.items() if len(info.shape) == 2]
-            kept = {name.removesuffix(".weight") for name in matrices if name not in self.quantized.names}
+            unquantized = {tensor_of(name) for name in matrices if name not in self.quantized.names}
+            kept = {name.removesuffix(".weight") for name in unquantized}
             original_config = config.get("quantization_config")
             config["quantization_config"] = self.quantized.config(original_config, sorted(kept | {"lm_head"}))
         else:

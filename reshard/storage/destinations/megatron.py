@@ -58,6 +58,7 @@ class MegatronFiles(Destination):
         chunks = list(chunks_to_write(model, mapping, layout, transformer_impl))
         shapes = {n: t.shape for n, t in tensors.items() if n not in copies}
         self.plan = make_plan(Placement.canonical(shapes), Placement.of(shapes, (c.tensor for c in chunks)))
+        self.less_one = mapping.less_one
         self.directory = "release" if iteration is None else f"iter_{iteration:07d}"
         states = extra_states_to_write(model, mapping, layout, transformer_impl)
         self.within = "" if alone else f"{self.directory}/"

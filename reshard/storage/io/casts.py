@@ -48,6 +48,26 @@ def cast(slab: np.ndarray, source: Dtype, target: Dtype) -> np.ndarray:
         return slab.astype(target.numpy())
 
 
+def less_one(slab: np.ndarray, name: str) -> np.ndarray:
+    """Return the numbers less 1, as Megatron holds the weights of some norms.
+
+    Raises ReshardError, naming the tensor, where adding 1 would not give back every one of them.
+    """
+    less = (slab.astype(np.float32) - 1).astype(slab.dtype)
+    lost = int((plus_one(less) != slab).sum())
+    if lost:
+        raise ReshardError(
+            f"Megatron holds {name} less 1, and {lost:,} of its numbers have no such {slab.dtype.name} number: pass "
+            f"--dtype fp32"
+        )
+    return less
+
+
+def plus_one(slab: np.ndarray) -> np.ndarray:
+    """Return the numbers plus 1: the inverse of `less_one`."""
+    return (slab.astype(np.float32) + 1).astype(slab.dtype)
+
+
 def overflow(before: np.ndarray, after: np.ndarray, source: Dtype, target: Dtype) -> int:
     """Return how many finite numbers a cast has made infinite."""
     if source == target or target.name not in INFINITY or (source.name, target.name) in WIDENING:

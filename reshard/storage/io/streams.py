@@ -8,7 +8,7 @@ size of the model.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,6 +19,8 @@ import numpy as np
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
 from reshard.core.scratch import Scratch
+from reshard.core.views import View
+from reshard.storage.io.casts import less_one, plus_one
 from reshard.storage.io.files import OpenFiles
 
 # Small enough that a slab is still in the core's cache when it is hashed and written, large enough
@@ -53,11 +55,12 @@ def strip_of(
 ) -> Strip:
     """Return the strip of a box that lies at `at` in a row-major tensor of `shape`, which starts at
     byte `tensor_offset` of a file."""
-    if len(shape) > 2:
-        raise ReshardError(f"{path}: tensors of {len(shape)} dims have no rows and columns")
-    width, columns = (shape[1], lengths[1]) if len(shape) == 2 else (1, 1)
-    first = at[0] * width + (at[1] if len(shape) == 2 else 0)
-    column = box_offsets[1] if len(shape) == 2 else 0
+    if len(shape) > 2 and lengths[1:] != shape[1:]:
+        raise ReshardError(f"{path}: a box of some columns of a tensor of {len(shape)} dims has no strip")
+    two_dims = len(shape) == 2
+    width, columns = prod(shape[1:]), prod(lengths[1:])
+    first = at[0] * width + (at[1] if two_dims else 0)
+    column = box_offsets[1] if two_dims else 0
     return Strip(
         box_offsets[0],
         box_offsets[0] + lengths[0],
@@ -67,6 +70,21 @@ def strip_of(
         tensor_offset + first * itemsize,
         width,
     )
+
+
+def strips_of_view(
+    name: str, tensor_shape: tuple[int, ...], path: Path, tensor_offset: int, itemsize: int
+) -> list[Strip]:
+    """Return the strips of a canonical tensor that is a stored tensor of this shape, or a view of one that
+    takes whole rows. The tensor starts at byte `tensor_offset` of a file."""
+    view, row, strips = View.parse(name), 0, list[Strip]()
+    columns = prod(tensor_shape[max(1, len(view.selections)) :])
+    for piece in view.pieces(tensor_shape):
+        rows = piece.length // columns
+        offset = tensor_offset + piece.start * itemsize
+        strips.append(Strip(row, row + rows, 0, columns, path, offset, columns))
+        row += rows
+    return strips
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +116,13 @@ class TensorInfo:
 
 
 class StripReader:
-    """Reads canonical tensors that lie in files as strips."""
+    """Reads canonical tensors that lie in files as strips; those that the files hold `less_one`, plus 1."""
 
-    def __init__(self, tensors: Mapping[str, TensorInfo], files: OpenFiles) -> None:
+    def __init__(
+        self, tensors: Mapping[str, TensorInfo], files: OpenFiles, less_one: Collection[str] = ()
+    ) -> None:
         self.tensors, self.files, self.scratch = tensors, files, Scratch()
+        self.less_one = less_one
 
     def read_rows(self, name: str, start: int, stop: int, strips: list[Strip]) -> np.ndarray:
         """Read rows `start` .. `stop` of a tensor: an array ``[rows, columns]`` of its dtype, valid
@@ -124,17 +145,22 @@ class StripReader:
                 self.files.read_into(strip.path, offset, memoryview(rows.reshape(-1)[:needed]))
                 columns = slice(strip.column * size, (strip.column + strip.columns) * size)
                 slab[a - start : b - start, columns] = rows[:, : strip.columns * size]
-        return slab.view(info.dtype.numpy())
+        numbers = slab.view(info.dtype.numpy())
+        return plus_one(numbers) if name in self.less_one else numbers
 
 
 class StripWriter:
-    """Writes canonical tensors to files as strips."""
+    """Writes canonical tensors to files as strips; those that the files hold `less_one`, less 1."""
 
-    def __init__(self, strips: Mapping[str, list[Strip]], files: OpenFiles) -> None:
-        self.strips, self.files = strips, files
+    def __init__(
+        self, strips: Mapping[str, list[Strip]], files: OpenFiles, less_one: Collection[str] = ()
+    ) -> None:
+        self.strips, self.files, self.less_one = strips, files, less_one
 
     def write_rows(self, name: str, start: int, slab: np.ndarray) -> None:
         """Write an array ``[rows, columns]`` that begins at row `start` of a tensor."""
+        if name in self.less_one:
+            slab = less_one(slab, name)
         size = slab.itemsize
         raw = slab.view(np.uint8)
         for strip in self.strips.get(name, ()):

@@ -111,7 +111,7 @@ class Share:
             stored_name: job.strips_below(stored_name, self.root, self.file_names)
             for stored_name in self.stored_names
         }
-        writer = StripWriter(strips, files)
+        writer = StripWriter(strips, files, job.destination.less_one)
         report_progress = job.options.progress or (lambda done, total: None)
         # Workers are forked before the thread that syncs is there.
         with (
@@ -182,7 +182,7 @@ class Share:
             for stored_name in stored_names & self.hashed
         }
         with OpenFiles.of_destination(write=False) as opened:
-            reader = StripReader(infos, opened)
+            reader = StripReader(infos, opened, job.destination.less_one)
 
             def differs(stored_name: str) -> bool:
                 try:

@@ -12,6 +12,7 @@ import numpy as np
 from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import ReshardError, listed
 from reshard.core.scratch import Scratch
+from reshard.core.views import tensor_of
 from reshard.formats import safetensors
 from reshard.formats.small_files import read_json
 from reshard.megatron.parameters import expand
@@ -19,7 +20,7 @@ from reshard.models.model import Model
 from reshard.quantization import channels, compressed_tensors, fp8_blocks, modelopt
 from reshard.quantization.scheme import StoredWeight
 from reshard.storage.io.files import OpenFiles
-from reshard.storage.io.streams import Strip, TensorInfo
+from reshard.storage.io.streams import Strip, StripReader, TensorInfo, strips_of_view
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.manifest import read_manifest
 from reshard.storage.sources.base import Source, ignored_as_recorded, read_config
@@ -49,7 +50,7 @@ class HuggingFaceSource(Source):
         unread = sorted(p.name for p in path.glob("*.safetensors") if p.name not in self.paths)
         if unread:
             self.notices.append(f"not read, as transformers and vLLM do not: {listed(unread, 3)}")
-        prefix = f"model.layers.{self.model.num_layers}."
+        prefix = f"{self.model.family.layers}{self.model.num_layers}."
         if self.model.mtp_layers and not any(name.startswith(prefix) for name in self.stored):
             self.notices.append(
                 f"config.json announces {self.model.mtp_layers} MTP layers, but the files "
@@ -60,16 +61,16 @@ class HuggingFaceSource(Source):
         self.mapping = expand(self.model)
         self._quantization(dequantize_to)
         self._check()
+        self.reader = StripReader(self.tensors, self.files)
         self._note_large_files()
 
     def _count(self) -> None:
         """Raise ReshardError where the config speaks of more layers or experts than there are
         tensors, before they are listed."""
         model = self.model
-        for what, n in (
-            ("layers", model.num_layers + model.mtp_layers),
-            ("experts in all layers", model.num_experts * len(model.moe_layers)),
-        ):
+        packed = any(row.of_experts and "[" in row.hf for row in model.family.rows["layer"])
+        experts = 0 if packed else model.num_experts * len(model.moe_layers)
+        for what, n in (("layers", model.num_layers + model.mtp_layers), ("experts in all layers", experts)):
             if n > len(self.stored):
                 raise ReshardError(
                     f"{self.path}/config.json says {n:,} {what}, but the files hold only "
@@ -121,7 +122,10 @@ class HuggingFaceSource(Source):
     def _check(self) -> None:
         """Raise ReshardError unless the files hold exactly the table's tensors, with its shapes."""
         apart = {name for codes in self.codes.values() for name in codes.tensors} | {*self.left}
-        expected, stored = self.mapping.shapes, {n: t for n, t in self.stored.items() if n not in apart}
+        expected, stored = (
+            self.mapping.stored_shapes,
+            {n: t for n, t in self.stored.items() if n not in apart},
+        )
         stored |= {name: self._codes_of(name) for name in self.codes}
         missing = [n for n in expected if n not in stored and n not in self.mapping.optional]
         extra = [n for n in stored if n not in expected and n not in self.mapping.ignored]
@@ -132,7 +136,7 @@ class HuggingFaceSource(Source):
             raise ReshardError(f"{self.path} {'; it '.join(parts)}")
         in_blocks = self.quant_method in (None, fp8_blocks.METHOD)
         compressed = self.quant_method == compressed_tensors.METHOD
-        self.tensors = {}
+        dtypes = {}
         for name, shape in expected.items():
             if name not in stored:
                 continue
@@ -149,7 +153,12 @@ class HuggingFaceSource(Source):
                 raise ReshardError(f"{self.path}: {name} is {dtype.name} without {name}{suffix}")
             if not dtype.floating and name not in self.codes:
                 raise ReshardError(f"{self.path}: {name} has dtype {dtype.name}, which is not a weight's")
-            self.tensors[name] = TensorInfo(shape, self.dequantize_to if name in self.codes else dtype)
+            dtypes[name] = self.dequantize_to if name in self.codes else dtype
+        self.tensors = {
+            name: TensorInfo(shape, dtypes[tensor_of(name)])
+            for name, shape in self.mapping.shapes.items()
+            if tensor_of(name) in dtypes
+        }
         self.copies = {name: primary for name, primary in self.mapping.copies.items() if name in self.tensors}
         ignored = sorted(self.mapping.ignored & set(stored))
         if ignored:
@@ -161,6 +170,8 @@ class HuggingFaceSource(Source):
         return replace(self.stored[weight.tensors[0]], shape=weight.shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        if tensor_of(name) != name:
+            return self._view_rows(name, start, stop)
         stored = self.codes.get(name)
         if stored is None:
             return self._rows(self.stored[name], start, stop)
@@ -174,8 +185,24 @@ class HuggingFaceSource(Source):
         stored.decode(parts, start, weight, str(self.path))
         return weight
 
+    def _view_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Read rows of a view: from the files, or of a weight that is stored as codes from its rows."""
+        strips = self.strips(name)
+        if strips is not None:
+            return self.reader.read_rows(name, start, stop, strips)
+        info, tensor = self.tensors[name], tensor_of(name)
+        rows = self.scratch.array("view", stop - start, info.columns * info.dtype.size).view(
+            info.dtype.numpy()
+        )
+        for strip in strips_of_view(name, self.codes[tensor].shape, self.path, 0, 1):
+            first, last = max(start, strip.start), min(stop, strip.stop)
+            if first < last:
+                row = strip.offset // info.columns + first - strip.start
+                rows[first - start : last - start] = self.read_rows(tensor, row, row + last - first)
+        return rows
+
     def row_multiple(self, name: str) -> int:
-        stored = self.codes.get(name)
+        stored = self.codes.get(tensor_of(name))
         if stored is None or stored.scheme.scale_shape(stored.shape)[-1] == 1:
             return 1
         # Some of a block's rows: its numbers are looked up, and all of them would not stay in the
@@ -183,10 +210,10 @@ class HuggingFaceSource(Source):
         return -(-stored.scheme.scale_block(stored.shape)[0] // 4)
 
     def strips(self, name: str) -> list[Strip] | None:
-        if name in self.codes:
+        if tensor_of(name) in self.codes:
             return None
-        info, stored = self.tensors[name], self.stored[name]
-        return [Strip(0, info.rows, 0, info.columns, self.paths[stored.file], stored.offset, info.columns)]
+        stored = self.stored[tensor_of(name)]
+        return strips_of_view(name, stored.shape, self.paths[stored.file], stored.offset, stored.dtype.size)
 
     def dequantized_names(self) -> list[str]:
         return sorted(self.codes)
@@ -222,13 +249,19 @@ class HuggingFaceSource(Source):
         return rows.view(stored.dtype.numpy())
 
     def stored_tensors(self) -> dict[str, TensorInfo]:
-        """Return the tensors as the files have them: codes and scales apart."""
-        return {name: TensorInfo(t.shape, t.dtype) for name, t in self.stored.items()}
+        """Return the tensors as the files have them: codes and scales apart, and views in place of the tensors
+        whose parts they are."""
+        views = {n: info for n, info in self.tensors.items() if n not in self.stored and self._is_plain(n)}
+        parted = {tensor_of(name) for name in views}
+        return {n: TensorInfo(t.shape, t.dtype) for n, t in self.stored.items() if n not in parted} | views
+
+    def _is_plain(self, name: str) -> bool:
+        return tensor_of(name) not in self.codes
 
     def read_stored_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Read rows of a tensor as the files have it."""
-        stored = self.stored[name]
-        return self._rows(stored, start, stop)
+        stored = self.stored.get(name)
+        return self.read_rows(name, start, stop) if stored is None else self._rows(stored, start, stop)
 
     def hf_directory(self) -> Path | None:
         return self.path

@@ -10,6 +10,7 @@ import numpy as np
 import xxhash
 
 from reshard.core.errors import ReshardError, listed
+from reshard.core.views import tensor_of
 from reshard.formats.torch_dist import TRACKER
 from reshard.megatron.flags import FLAGS_FILE
 from reshard.storage.io.files import OpenFiles
@@ -149,6 +150,8 @@ class SourceChecks:
     def names(self, name: str) -> list[str]:
         """Return the listed tensors that a canonical tensor is read from: itself, or its codes and
         what belongs to them."""
+        if not self.plain(name) and tensor_of(name) != name:
+            return []  # rows of codes are not those of a view
         codes = self.source.codes.get(name) if isinstance(self.source, HuggingFaceSource) else None
         return [n for n in ((name,) if codes is None else codes.tensors) if n in self.entries]
 
@@ -162,7 +165,7 @@ class SourceChecks:
 
     def plain(self, name: str) -> bool:
         """Return True where a tensor is listed with the bytes that are read of it, not as codes."""
-        return not (isinstance(self.source, HuggingFaceSource) and name in self.source.codes)
+        return not (isinstance(self.source, HuggingFaceSource) and tensor_of(name) in self.source.codes)
 
     def watch(self, name: str) -> "Watch | None":
         """Return what checks a tensor while it is read, None where nothing is listed."""

@@ -1,0 +1,50 @@
+"""Rules by which configs say of what kind their layers are, for families that share one."""
+
+from typing import Any
+
+from reshard.core.errors import ReshardError
+from reshard.models.config_fields import whole_number
+
+# Config fields that `moe_by_step` and `attention_by_layer_types` read.
+MOE_STEP = ("decoder_sparse_step", "mlp_only_layers")
+LAYER_TYPES = ("layer_types", "full_attention_interval")
+
+
+def moe_by_step(config: dict[str, Any], where: str) -> list[str]:
+    """Return ``moe`` for every `decoder_sparse_step`-th layer but those of `mlp_only_layers`, and ``dense`` for the
+    others. Raises ReshardError where the two fields do not say which."""
+    step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers") or []
+    step = 1 if step is None else step
+    are_layers = isinstance(dense, list) and all(whole_number(layer, 0) for layer in dense)
+    if not whole_number(step) or not are_layers:
+        raise ReshardError(
+            f"{where}: decoder_sparse_step {step!r} and mlp_only_layers {dense!r} do not say which layers are dense"
+        )
+    layers = range(config["num_hidden_layers"])
+    return ["moe" if (layer + 1) % step == 0 and layer not in dense else "dense" for layer in layers]
+
+
+def step_of_pattern(pattern: list[int]) -> dict[str, Any]:
+    """Return the fields that `moe_by_step` reads for a pattern with 1 for each layer with experts: every layer in
+    turn, and the dense ones by name."""
+    return {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer, moe in enumerate(pattern) if not moe],
+    }
+
+
+def attention_by_layer_types(config: dict[str, Any], where: str) -> list[str]:
+    """Return ``linear`` or ``full`` for each layer's attention: by `layer_types`, else ``full`` for every
+    `full_attention_interval`-th. Raises ReshardError where the two do not say which."""
+    layers, types = config["num_hidden_layers"], config.get("layer_types")
+    interval = config.get("full_attention_interval")
+    interval = 4 if interval is None else interval
+    if types is None and whole_number(interval):
+        return ["linear" if (layer + 1) % interval else "full" for layer in range(layers)]
+    known = {"linear_attention": "linear", "full_attention": "full"}
+    if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
+        raise ReshardError(
+            f"{where}: layer_types {types!r:.80} and full_attention_interval {interval!r:.20} do not say which of "
+            f"{layers} layers have linear attention"
+        )
+    return [known[kind] for kind in types]
