@@ -4,7 +4,7 @@ The entries are explained in `reshard.models.family`, the columns of `layer` in 
 """
 
 from reshard.models.family import Family
-from reshard.models.layer_kinds import MOE_STEP, moe_by_step, step_of_pattern
+from reshard.models.layer_kinds import moe_by_step, step_of_pattern
 
 
 class Qwen3Moe(Family):
@@ -38,7 +38,7 @@ class Qwen3Moe(Family):
 
     megatron = {"qk_layernorm": True}
     window = "everywhere"
-    reads = MOE_STEP
+    reads = ("decoder_sparse_step", "mlp_only_layers")
     always = {
         "qkv_bias": False,
         "use_qk_norm": True,

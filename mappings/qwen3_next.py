@@ -5,13 +5,7 @@ The entries are explained in `reshard.models.family`, the columns of `layer` in 
 """
 
 from reshard.models.family import Family
-from reshard.models.layer_kinds import (
-    LAYER_TYPES,
-    MOE_STEP,
-    attention_by_layer_types,
-    moe_by_step,
-    step_of_pattern,
-)
+from reshard.models.layer_kinds import attention_by_layer_types, moe_by_step, step_of_pattern
 
 
 class Qwen3Next(Family):
@@ -60,7 +54,7 @@ class Qwen3Next(Family):
         "experimental_attention_variant": "gated_delta_net", "moe_shared_expert_gate": True,
     }  # fmt: skip
     partial_rotary = 0.25
-    reads = (*MOE_STEP, *LAYER_TYPES)
+    reads = ("decoder_sparse_step", "mlp_only_layers", "layer_types", "full_attention_interval")
 
     #    HF parameter                                        shape        Megatron parameter                             arrangement split    when
     layer = (

@@ -15,6 +15,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from reshard.models.family import families
@@ -41,6 +42,9 @@ GLM = GQA | dict(
     head_dim=16, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, n_shared_experts=1, first_k_dense_replace=1,
     n_group=1, topk_group=1, routed_scaling_factor=2.5, norm_topk_prob=True, attention_bias=True, use_qk_norm=True,
     partial_rotary_factor=0.5, num_mtp_layers=0,
+)  # fmt: skip
+NEXT = MOE | dict(
+    linear_num_key_heads=4, linear_key_head_dim=8, linear_num_value_heads=8, linear_value_head_dim=12, shared_expert_intermediate_size=40,
 )  # fmt: skip
 # Without q and k norm, as GLM-4.5-Air; and what no published config has: more shared experts, groups, another part of each head that turns.
 GLM_AIR = GLM | dict(use_qk_norm=False, num_experts_per_tok=4, n_shared_experts=2, first_k_dense_replace=2, n_group=4, topk_group=2,
@@ -78,6 +82,7 @@ VARIANTS = {
     "qwen3-moe-step": Qwen3MoeConfig(
         **MOE | dict(norm_topk_prob=False), tie_word_embeddings=False, decoder_sparse_step=2
     ),
+    "qwen3-next": Qwen3NextConfig(**NEXT, tie_word_embeddings=False),
     "deepseek-v3": DeepseekV3Config(**MLA, tie_word_embeddings=False, **rope(YARN)),
     "deepseek-v3-no-q-lora": DeepseekV3Config(**MLA | dict(q_lora_rank=None), tie_word_embeddings=False),
     "glm4-moe": Glm4MoeConfig(**GLM, tie_word_embeddings=False),

@@ -96,6 +96,9 @@ class PlainAttention(MegatronModule):
         return mixed.reshape(*mixed.shape[:2], -1)
 
 
+KEPT = contextlib.ExitStack()  # what holds until this process ends
+
+
 def without_cuda() -> None:
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.get_device_properties = lambda *a: SimpleNamespace(major=9, minor=0)
@@ -148,6 +151,20 @@ def parsed(flags: list[str], world_size: int = 1, take=None):
     return args
 
 
+def local_specs(config, vp_stage: int | None):
+    """Megatron's local layers of a stage, and a list that ends with the model's last."""
+    if config.experimental_attention_variant == "gated_delta_net":
+        from reshard.megatron import compat, gated_delta
+
+        KEPT.enter_context(compat.without_linear_attention_kernels())
+        config.deterministic_mode = True
+        spec, last = gated_delta.layer_specs(config, "local", vp_stage)
+        return spec, [last]
+    options = {"use_transformer_engine": False, "normalization": "RMSNorm"}
+    spec = get_gpt_decoder_block_spec(config, vp_stage=vp_stage, **options)
+    return spec, get_gpt_decoder_layer_specs(config, **options)
+
+
 def build(flags: list[str], parallel_output: bool = False):
     """A list of model chunks (one per virtual stage) for this rank, and the args."""
     args = parse(flags, torch.distributed.get_world_size())
@@ -168,12 +185,7 @@ def build(flags: list[str], parallel_output: bool = False):
     models = []
     for stage in range(chunks):
         vp_stage = stage if chunks > 1 else None
-        spec = get_gpt_decoder_block_spec(
-            config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
-        )
-        layer_specs = get_gpt_decoder_layer_specs(
-            config, use_transformer_engine=False, normalization="RMSNorm"
-        )
+        spec, layer_specs = local_specs(config, vp_stage)
         for layer in (*spec.layer_specs, *layer_specs):
             attention = layer.submodules.self_attention.submodules
             if config.multi_latent_attention:

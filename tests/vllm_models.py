@@ -11,5 +11,6 @@ def register() -> None:
     """Tell vLLM's registry the classes themselves."""
     from vllm.model_executor.models import ModelRegistry
 
-    for architecture in {family.architecture for family in families().values()}:
+    ours = {name for family in families().values() for name in (family.architecture, family.wrapped_in)}
+    for architecture in ours & ModelRegistry.models.keys():
         ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())

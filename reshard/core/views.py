@@ -91,6 +91,11 @@ class View(NamedTuple):
             raise ValueError(f"{name!r} is neither a name nor a name with brackets at its end")
         return View(match["tensor"], _selections(match["selections"]))
 
+    @property
+    def row_dim(self) -> int:
+        """The dim of the tensor that is the view's first."""
+        return next((dim for dim, s in enumerate(self.selections) if not s.drops), len(self.selections))
+
     def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the least shape of a tensor of which this is a view of `shape`. Raises ValueError where the two
         do not fit."""

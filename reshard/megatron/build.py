@@ -255,7 +255,8 @@ def layer_specs(config: Any, transformer_impl: str, vp_stage: int | None) -> tup
         from reshard.megatron import gated_delta
 
         decoder, last = gated_delta.layer_specs(config, transformer_impl, vp_stage)
-        return decoder, _mtp_spec(config, last, engine, vp_stage)
+        mtp = _mtp_spec(config, last, engine, vp_stage)
+        return decoder, mtp if engine or mtp is None else gated_delta.local_mtp(mtp)
     decoder = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage
     )

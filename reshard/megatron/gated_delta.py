@@ -78,6 +78,12 @@ def _local_layer(layer: Any, linear: int) -> Any:
     return replace(layer, submodules=modules)
 
 
+def local_mtp(spec: Any) -> Any:
+    """Return the spec of local MTP layers with norms around 0."""
+    layers = [replace(layer, submodules=_with_norms(layer.submodules)) for layer in spec.layer_specs]
+    return replace(spec, layer_specs=layers)
+
+
 def _with_norms(submodules: Any) -> Any:
     norms = {
         name: ZeroCenteredNorm for name, module in vars(submodules).items() if module is WrappedTorchNorm

@@ -1,8 +1,7 @@
 """Megatron's parameters, derived from a table and a model: each whole, made of canonical pieces."""
 
 from collections import defaultdict
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 
 from reshard.core.boxes import Box, whole
 from reshard.core.placement import Part
@@ -41,7 +40,7 @@ class ModelParameters:
 
     `copies` maps a canonical name to the name that has the same bytes; `ignored` and `optional` are canonical
     names that may be present; `fp32` are those that are never cast down, `less_one` those of which Megatron holds
-    the value less 1.
+    the value less 1. `packed` has the parts of tensors that files may hold in place of canonical ones.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -51,14 +50,15 @@ class ModelParameters:
     optional: frozenset[str]
     fp32: frozenset[str]
     less_one: frozenset[str] = frozenset()
+    packed: dict[str, str] = field(default_factory=dict)
 
-    @cached_property
-    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the published tensors, each whole: of those that canonical tensors are views of, too.
+    def stored_shapes(self, packed: bool) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the published tensors, each whole, with experts `packed` in one or each on its own.
 
         Raises ReshardError for one that its views do not cover exactly once.
         """
-        return tensor_shapes(self.shapes)
+        places = self.packed if packed else {}
+        return tensor_shapes({places.get(name, name): shape for name, shape in self.shapes.items()})
 
 
 def expand(
@@ -78,6 +78,7 @@ def expand(
         frozenset(expansion.optional),
         frozenset(expansion.fp32),
         frozenset(expansion.less_one),
+        expansion.packed,
     )
 
 
@@ -92,6 +93,8 @@ class _Expansion:
         self.optional: set[str] = set()
         self.fp32: set[str] = set()
         self.less_one: set[str] = set()
+        self.packed: dict[str, str] = {}
+        self.packed_rows = dict(model.family.packed)
 
     def block(self, block: Block) -> None:
         groups: dict[str, list[Row]] = defaultdict(list)
@@ -107,6 +110,12 @@ class _Expansion:
                 groups[row.megatron].append(row)
             if row.optional:
                 self.optional.add(name)
+            if row.hf in self.packed_rows:
+                part = replace(row, hf=self.packed_rows[row.hf]).in_numbers(self.model.symbols)
+                names = zip(
+                    row.names(block.published, experts), part.names(block.published, experts), strict=True
+                )
+                self.packed.update((name, place) for (_, name), (_, place) in names)
         for megatron, rows in groups.items():
             shapes = [self.model.shape(row.shape) for row in rows]
             for named in zip(*(row.names(block.published, experts) for row in rows), strict=True):

@@ -75,6 +75,13 @@ class Family:
       `reshard.models.config_fields`. Any other field of transformers' class has to be at its default there.
     - `always`: fields that transformers' class does not have, and what they are for every model of the family;
       at another value they are refused.
+    - `packed`: (name of a row, the part of a tensor of all experts that published files may have in its place).
+      Both are read; this is what is written.
+    - `wrapped_in`: the architecture of a model that has this one as its language model, its config under
+      ``text_config`` and its names behind ``model.language_model.``; `wrapper_type`: its ``model_type``;
+      `towers`: what the names of its other tensors begin with. They are carried from disk to disk unchanged.
+    - `mtp_prefixes`: what the names of an MTP layer's own tensors, and of those of the decoder layer in it, begin
+      with; ``{layer}`` counts on from the decoder layers, ``{index}`` from 0.
     - `layers`, `ends`, `outputs`: where the modules are whose outputs transformers and Megatron both have.
     """
 
@@ -115,6 +122,11 @@ class Family:
     equal: tuple[tuple[str, str, str], ...] = ()
     no_effect: tuple[str, ...] = ()
     always: dict[str, Any] = {}
+    packed: tuple[tuple[str, str], ...] = ()
+    wrapped_in = ""
+    wrapper_type = ""
+    towers: tuple[str, ...] = ()
+    mtp_prefixes = ("model.layers.{layer}.", "model.layers.{layer}.")
     # place for people, module in transformers, module in Megatron
     layers = "model.layers."
     ends = (
@@ -260,6 +272,14 @@ def families() -> dict[str, Family]:
     return by_name
 
 
+def is_wrapped(family: Family, config: dict) -> bool:
+    """Return True for the config of a model that has one of this family as its language model."""
+    names = [str(name) for name in (config.get("architectures") or [])]
+    return bool(family.wrapped_in) and (
+        family.wrapped_in in names or (not names and config.get("model_type") == family.wrapper_type)
+    )
+
+
 def family_of(config: dict, where: str) -> Family:
     """Return the family of a Hugging Face config. Raises ReshardError, naming those that there are, where no table covers
     it."""
@@ -267,15 +287,18 @@ def family_of(config: dict, where: str) -> Family:
     lowercase_names = {name.lower() for name in names}  # LLaMAForCausalLM, in the first conversions
     for family in families().values():
         kind = config.get("model_type")
-        if family.architecture.lower() in lowercase_names or (not names and kind == family.name):
-            if kind not in (None, family.name, *family.model_types):
+        wrapped = is_wrapped(family, config)
+        if wrapped or family.architecture.lower() in lowercase_names or (not names and kind == family.name):
+            if kind not in (None, family.name, family.wrapper_type or None, *family.model_types):
                 raise ReshardError(
-                    f"{where}: model_type is {kind!r:.80}, but architectures names {family.architecture}, "
+                    f"{where}: model_type is {kind!r:.80}, but architectures names {names[0]}, "
                     f"which is a {family.name}: correct the one that is wrong"
                 )
             return family
     wanted = " ".join(str(names[0] if names else config.get("model_type") or "").split())[:100]
-    known = {family.architecture: family for family in families().values()}
+    known = {
+        name for family in families().values() for name in (family.architecture, family.wrapped_in) if name
+    }
     if not wanted:
         raise ReshardError(
             f"{where} names neither architectures nor model_type; the known ones are {listed(sorted(known))}"

@@ -5,10 +5,6 @@ from typing import Any
 from reshard.core.errors import ReshardError
 from reshard.models.config_fields import whole_number
 
-# Config fields that `moe_by_step` and `attention_by_layer_types` read.
-MOE_STEP = ("decoder_sparse_step", "mlp_only_layers")
-LAYER_TYPES = ("layer_types", "full_attention_interval")
-
 
 def moe_by_step(config: dict[str, Any], where: str) -> list[str]:
     """Return ``moe`` for every `decoder_sparse_step`-th layer but those of `mlp_only_layers`, and ``dense`` for the

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from reshard.models.config_fields import (
     without,
 )
 from reshard.models.config_rows import ConfigRow
-from reshard.models.family import NULLABLE, Family, family_of
+from reshard.models.family import NULLABLE, Family, family_of, is_wrapped
 from reshard.models.field_tables import DECIDES_ELSEWHERE
 from reshard.models.numerics_args import NUMERICS_ARGS, same_value
 from reshard.models.rope import inverse_frequencies
@@ -46,7 +46,8 @@ class Model:
 
     `config` is the Hugging Face config with the family's defaults filled in, `kinds` has the words of each
     decoder layer's kind, such as ``dense`` or ``moe``, `mtp_layers` is the number of multi-token-prediction layers, `where` names
-    the config in error messages. `ignored` has a sentence for each field or argument that was there, and was
+    the config in error messages. `wrapped` is True for the language model of a larger one, whose names begin with
+    ``model.language_model.``. `ignored` has a sentence for each field or argument that was there, and was
     ignored as was asked.
     """
 
@@ -54,6 +55,7 @@ class Model:
     config: dict[str, Any]
     kinds: tuple[str, ...]
     mtp_layers: int = 0
+    wrapped: bool = False
     where: str = field(default="config.json", compare=False)
     ignored: dict[str, str] = field(default_factory=dict, compare=False)
     unread: tuple[str, ...] = field(default=(), compare=False)
@@ -78,6 +80,9 @@ class Model:
         dropped = {name: value for name, value in config.items() if name in ignored()}
         config = without(config, dropped)
         family = family_of(config, where)
+        wrapped = is_wrapped(family, config)
+        if wrapped:
+            config = _language_model(config, where)
         full = dict(config)
         for row in family.config_rows:
             name = row.field
@@ -107,9 +112,8 @@ class Model:
         }
         mtp = full.get(family.field_of("mtp_num_layers") or "") or 0
         leftover = unmapped(config, family.fields, family.has_no_effect, DEFAULTS[family.name], family.always)
-        model = Model(
-            family, full, family.layer_kinds(full, where), int(mtp), where, notices, leftover.unread
-        )
+        kinds = family.layer_kinds(full, where)
+        model = Model(family, full, kinds, int(mtp), wrapped, where, notices, leftover.unread)
         with model.objecting():
             _check_meaning(model, leftover.sentence)
         return model
@@ -227,11 +231,35 @@ class Model:
         rows = self._rows.get((block, kind))
         if rows is None:
             rows = self._rows[block, kind] = [
-                row.in_numbers(self.symbols)
-                for row in self.family.rows[block]
-                if self.holds(row.conditions, kind)
+                self._as_published(row) for row in self.family.rows[block] if self.holds(row.conditions, kind)
             ]
         return rows
+
+    def _as_published(self, row: Row) -> Row:
+        """Return a row with the name that this model's files have."""
+        return replace(row.in_numbers(self.symbols), hf=self.published_name(row.in_numbers(self.symbols).hf))
+
+    def published_name(self, name: str) -> str:
+        """Return a name as this model's files have it, behind ``model.language_model.`` where it is wrapped."""
+        inside = self.wrapped and name.startswith("model.")
+        return "model.language_model." + name.removeprefix("model.") if inside else name
+
+    def is_of_tower(self, name: str) -> bool:
+        """Return True for a published tensor of another part of the model that this language model is in."""
+        return self.wrapped and name.startswith(self.family.towers)
+
+    def layer_prefix(self, layer: int) -> str:
+        """Return what the published names of a decoder layer begin with."""
+        return self.published_name(f"{self.family.layers}{layer}.")
+
+    def mtp_prefixes(self, index: int) -> tuple[str, str]:
+        """Return what the published names of an MTP layer's own tensors, and of those of the decoder layer in it,
+        begin with."""
+        own, inside = (
+            self.published_name(prefix.format(layer=self.num_layers + index, index=index))
+            for prefix in self.family.mtp_prefixes
+        )
+        return own, inside
 
     @cached_property
     def _rows(self) -> dict[tuple[str, str], list[Row]]:
@@ -240,15 +268,14 @@ class Model:
     def blocks(self) -> Iterator["Block"]:
         """Yield the model's blocks in the order of its names: the parameters outside the layers, each decoder layer,
         each MTP layer."""
-        layers = self.family.layers
         yield Block("", "", None, False, self.rows("model"))
         for layer, kind in enumerate(self.kinds):
-            yield Block(f"{layers}{layer}.", "decoder.layers.", layer, False, self.rows("layer", kind))
+            yield Block(self.layer_prefix(layer), "decoder.layers.", layer, False, self.rows("layer", kind))
         for index in range(self.mtp_layers):
-            published, prefix = f"{layers}{self.num_layers + index}.", f"mtp.layers.{index}."
-            yield Block(published, prefix, index, True, self.rows("mtp", self.kinds[-1]))
+            (own, inside), prefix = self.mtp_prefixes(index), f"mtp.layers.{index}."
+            yield Block(own, prefix, index, True, self.rows("mtp", self.kinds[-1]))
             yield Block(
-                published, f"{prefix}transformer_layer.", index, True, self.rows("layer", self.kinds[-1])
+                inside, f"{prefix}transformer_layer.", index, True, self.rows("layer", self.kinds[-1])
             )
 
     def quantizable(self) -> frozenset[str]:
@@ -271,6 +298,15 @@ class Model:
         rope = self.rope()
         dims = int(self.symbols[self.family.rotary] * rope["partial_rotary_factor"])
         return inverse_frequencies(rope, dims)
+
+
+def _language_model(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the config of the language model in a larger one, with what the larger one's own fields say of it."""
+    inner = config.get("text_config")
+    if not isinstance(inner, dict):
+        raise ReshardError(f"{where}: text_config is {inner!r:.80}, not the config of a language model")
+    outer = {name: value for name, value in config.items() if name not in ("text_config", "vision_config")}
+    return inner | outer | {"model_type": inner.get("model_type")}
 
 
 def _instead(name: str, config: dict[str, Any]) -> str:

@@ -177,10 +177,14 @@ def mcore_to_hf(
     worker_count(workers)
     options = RunOptions(overwrite, resume, sync, workers, dry_run, progress, allow_overflow)
     with Team.from_environment() as team, closing(MegatronSource(Path(source), config, family)) as src:
+        _check_towers(src)
         checks, workdir = _check_both_ends(src, destination, team, options)
         tensors = _tensors_to_store(src, target)
         quantized = _quantized(scheme_name, scheme, src, tensors)
-        files = HuggingFaceFiles(src.model, src.mapping.fp32, tensors, quantized, shard_bytes, src.hf_files())
+        packed = {} if quantized.names else src.mapping.packed  # codes are those of whole tensors
+        files = HuggingFaceFiles(
+            src.model, src.mapping.fp32, tensors, quantized, shard_bytes, src.hf_files(), packed
+        )
         settings = {
             "dtype": target and target.name,
             "quantize": {None: False, "fp8": True}.get(scheme_name, scheme_name),
@@ -203,6 +207,15 @@ def _check_both_ends(
     if not options.dry_run:
         team.together(lambda: workdir.check_destination() if team.process == 0 else None)
     return checks, workdir
+
+
+def _check_towers(source: MegatronSource) -> None:
+    """Raise ReshardError where a larger model is to be written, and only its language model is there."""
+    if source.model.wrapped and not source.towers:
+        raise ReshardError(
+            f"{source.path} has the language model of {source.model.family.wrapped_in} only: pass --hf-config with the "
+            f"Hugging Face directory that it comes from, whose other tensors are carried along"
+        )
 
 
 def _tensors_to_store(source: Source, target: Dtype | None) -> dict[str, TensorInfo]:

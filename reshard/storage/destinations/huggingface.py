@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from reshard.core.dtypes import Dtype
@@ -28,7 +29,8 @@ class HuggingFaceFiles(Destination):
 
     `quantized` says which are stored as codes, and how; `beside` are config, tokenizer and
     generation config. `shard_bytes` None is 5 GB, or less where a model would not fill 16 files,
-    which are written at once, but not less than 1 GB.
+    which are written at once, but not less than 1 GB. `packed` has the parts of tensors that canonical ones
+    become.
     """
 
     format = "huggingface"
@@ -41,7 +43,9 @@ class HuggingFaceFiles(Destination):
         quantized: Quantized,
         shard_bytes: int | None,
         beside: Mapping[str, Path],
+        packed: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        self.places = {name: packed.get(name, name) for name in tensors}
         self.model, self.fp32, self.tensors, self.quantized, self.beside = (
             model,
             fp32,
@@ -50,11 +54,12 @@ class HuggingFaceFiles(Destination):
             beside,
         )
         laid_out: dict[str, tuple[Dtype, tuple[int, ...]]] = {}
-        views = {name: info for name, info in tensors.items() if tensor_of(name) != name}
-        shapes = tensor_shapes({name: info.shape for name, info in views.items()})
+        views = {name: info for name, info in tensors.items() if tensor_of(self.places[name]) != name}
+        shapes = tensor_shapes({self.places[name]: info.shape for name, info in views.items()})
         for name, info in tensors.items():
             if name in views:
-                laid_out[tensor_of(name)] = (info.dtype, shapes[tensor_of(name)])
+                tensor = tensor_of(self.places[name])
+                laid_out[tensor] = (info.dtype, shapes[tensor])
             else:
                 laid_out |= quantized.stored(name, info)
         if shard_bytes is None:
@@ -72,9 +77,10 @@ class HuggingFaceFiles(Destination):
         paths = {name: Path(name) for name in self.sizes}
         strips = {}
         for name in self.stored:
-            tensor = self.placed[tensor_of(name)]
+            place = self.places.get(name, name)
+            tensor = self.placed[tensor_of(place)]
             where = (paths[tensor.file], tensor.offset, tensor.dtype.size)
-            strips[name] = strips_of_view(name, tensor.shape, *where)
+            strips[name] = strips_of_view(place, tensor.shape, *where)
         return strips
 
     def write_frames(self, root: Path, names: set[str], files: OpenFiles) -> None:

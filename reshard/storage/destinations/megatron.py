@@ -1,15 +1,17 @@
 """A Megatron ``torch_dist`` checkpoint, laid out before a byte is written."""
 
 import json
+import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from reshard.core.dtypes import Dtype
 from reshard.core.placement import Placement
 from reshard.core.planner import make_plan
-from reshard.formats import torch_dist
+from reshard.formats import safetensors, torch_dist
 from reshard.megatron.arguments import arguments, checkpoint_args
 from reshard.megatron.checkpoint import chunks_to_write, extra_states_to_write
 from reshard.megatron.flags import FLAGS_FILE, command_line
@@ -19,10 +21,10 @@ from reshard.models.model import Model
 from reshard.storage.destinations.base import Destination
 from reshard.storage.destinations.rank_files import RankFiles
 from reshard.storage.io.files import OpenFiles
-from reshard.storage.io.streams import Strip, TensorInfo
-from reshard.storage.manifest import printable
+from reshard.storage.io.streams import Strip, TensorInfo, strips_of_view
+from reshard.storage.manifest import file_entry, printable
 from reshard.storage.sources.base import has_tokenizer
-from reshard.storage.sources.paths import HF_FILES
+from reshard.storage.sources.paths import HF_FILES, TOWERS
 
 
 class MegatronFiles(Destination):
@@ -56,7 +58,9 @@ class MegatronFiles(Destination):
         vocab = padded_vocab_size(model.symbols["V"], make_vocab_size_divisible_by, layout.tp)
         mapping = expand(model, transformer_impl, vocab)
         chunks = list(chunks_to_write(model, mapping, layout, transformer_impl))
-        shapes = {n: t.shape for n, t in tensors.items() if n not in copies}
+        towers = {n: (t.dtype, t.shape) for n, t in tensors.items() if model.is_of_tower(n)}
+        self.towers = _tower_file(towers) if towers else None
+        shapes = {n: t.shape for n, t in tensors.items() if n not in copies and n not in towers}
         self.plan = make_plan(Placement.canonical(shapes), Placement.of(shapes, (c.tensor for c in chunks)))
         self.less_one = mapping.less_one
         self.directory = "release" if iteration is None else f"iter_{iteration:07d}"
@@ -64,6 +68,8 @@ class MegatronFiles(Destination):
         self.within = "" if alone else f"{self.directory}/"
         self.rank_files = RankFiles(self.directory, self.within, chunks, states, tensors)
         self.sizes = self.rank_files.sizes()
+        if self.towers is not None:
+            self.sizes[self.towers.name] = self.towers.size_bytes
         self.dtype = tensors[next(iter(tensors))].dtype
         self.args = arguments(
             model, layout, vocab, make_vocab_size_divisible_by, self.dtype, transformer_impl
@@ -72,10 +78,16 @@ class MegatronFiles(Destination):
 
     @cached_property
     def strips(self) -> dict[str, list[Strip]]:
-        return self.rank_files.strips(self.plan)
+        strips = self.rank_files.strips(self.plan)
+        for name, tensor in self.towers.tensors.items() if self.towers is not None else ():
+            where = (Path(tensor.file), tensor.offset, tensor.dtype.size)
+            strips[name] = strips_of_view(name, tensor.shape, *where)
+        return strips
 
     def write_frames(self, root: Path, names: set[str], files: OpenFiles) -> None:
         self.rank_files.write_containers(root, names, files)
+        if self.towers is not None and self.towers.name in names:
+            files.write(root / self.towers.name, 0, self.towers.head)
 
     def fields(self, family: str, source: object, quantized: list[str]) -> dict[str, Any]:
         return {"format": self.format, "family": family, "source": printable(source), "layout": asdict(self.layout),
@@ -99,4 +111,16 @@ class MegatronFiles(Destination):
         return small | {f"{HF_FILES}/{name}": path.read_bytes() for name, path in self.beside.items()}
 
     def entries(self) -> dict[str, dict[str, Any]]:
-        return self.rank_files.entries()
+        entries = self.rank_files.entries()
+        if self.towers is not None:
+            size, head = self.towers.size_bytes, self.towers.head
+            entries[self.towers.name] = file_entry(size, [head], around_tensors=True)
+        return entries
+
+
+def _tower_file(tensors: dict[str, tuple[Dtype, tuple[int, ...]]]) -> safetensors.NewFile:
+    """Lay out the file of the tensors around the language model, in the checkpoint's ``hf/``."""
+    name = f"{HF_FILES}/{TOWERS}"
+    [file] = safetensors.plan_files(tensors, sys.maxsize)
+    placed = {tensor_name: replace(tensor, file=name) for tensor_name, tensor in file.tensors.items()}
+    return replace(file, name=name, tensors=placed)

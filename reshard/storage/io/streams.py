@@ -78,7 +78,7 @@ def strips_of_view(
     """Return the strips of a canonical tensor that is a stored tensor of this shape, or a view of one that
     takes whole rows. The tensor starts at byte `tensor_offset` of a file."""
     view, row, strips = View.parse(name), 0, list[Strip]()
-    columns = prod(tensor_shape[max(1, len(view.selections)) :])
+    columns = prod(tensor_shape[view.row_dim + 1 :])
     for piece in view.pieces(tensor_shape):
         rows = piece.length // columns
         offset = tensor_offset + piece.start * itemsize

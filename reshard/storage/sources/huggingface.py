@@ -50,7 +50,7 @@ class HuggingFaceSource(Source):
         unread = sorted(p.name for p in path.glob("*.safetensors") if p.name not in self.paths)
         if unread:
             self.notices.append(f"not read, as transformers and vLLM do not: {listed(unread, 3)}")
-        prefix = f"{self.model.family.layers}{self.model.num_layers}."
+        prefix, _ = self.model.mtp_prefixes(0)
         if self.model.mtp_layers and not any(name.startswith(prefix) for name in self.stored):
             self.notices.append(
                 f"config.json announces {self.model.mtp_layers} MTP layers, but the files "
@@ -68,8 +68,7 @@ class HuggingFaceSource(Source):
         """Raise ReshardError where the config speaks of more layers or experts than there are
         tensors, before they are listed."""
         model = self.model
-        packed = any(row.of_experts and "[" in row.hf for row in model.family.rows["layer"])
-        experts = 0 if packed else model.num_experts * len(model.moe_layers)
+        experts = 0 if model.family.packed else model.num_experts * len(model.moe_layers)
         for what, n in (("layers", model.num_layers + model.mtp_layers), ("experts in all layers", experts)):
             if n > len(self.stored):
                 raise ReshardError(
@@ -122,10 +121,12 @@ class HuggingFaceSource(Source):
     def _check(self) -> None:
         """Raise ReshardError unless the files hold exactly the table's tensors, with its shapes."""
         apart = {name for codes in self.codes.values() for name in codes.tensors} | {*self.left}
-        expected, stored = (
-            self.mapping.stored_shapes,
-            {n: t for n, t in self.stored.items() if n not in apart},
-        )
+        packed = any(tensor_of(place) in self.stored for place in self.mapping.packed.values())
+        self.packed = self.mapping.packed if packed else {}
+        towers = self.model.family.towers if self.model.wrapped else ()
+        expected = self.mapping.stored_shapes(packed)
+        expected |= {n: t.shape for n, t in self.stored.items() if towers and n.startswith(towers)}
+        stored = {n: t for n, t in self.stored.items() if n not in apart}
         stored |= {name: self._codes_of(name) for name in self.codes}
         missing = [n for n in expected if n not in stored and n not in self.mapping.optional]
         extra = [n for n in stored if n not in expected and n not in self.mapping.ignored]
@@ -154,15 +155,20 @@ class HuggingFaceSource(Source):
             if not dtype.floating and name not in self.codes:
                 raise ReshardError(f"{self.path}: {name} has dtype {dtype.name}, which is not a weight's")
             dtypes[name] = self.dequantize_to if name in self.codes else dtype
+        carried = {name: shape for name, shape in expected.items() if towers and name.startswith(towers)}
         self.tensors = {
-            name: TensorInfo(shape, dtypes[tensor_of(name)])
-            for name, shape in self.mapping.shapes.items()
-            if tensor_of(name) in dtypes
+            name: TensorInfo(shape, dtypes[self._tensor_of(name)])
+            for name, shape in (self.mapping.shapes | carried).items()
+            if self._tensor_of(name) in dtypes
         }
         self.copies = {name: primary for name, primary in self.mapping.copies.items() if name in self.tensors}
         ignored = sorted(self.mapping.ignored & set(stored))
         if ignored:
             self.notices.append(f"ignored on purpose: {listed(ignored, 3)}")
+
+    def _tensor_of(self, name: str) -> str:
+        """Return the tensor of the files that a canonical tensor is, or lies in."""
+        return tensor_of(self.packed.get(name, name))
 
     def _codes_of(self, name: str) -> safetensors.Tensor:
         """Return the stored codes of a weight, with the shape that they have once they are decoded."""
@@ -170,7 +176,7 @@ class HuggingFaceSource(Source):
         return replace(self.stored[weight.tensors[0]], shape=weight.shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        if tensor_of(name) != name:
+        if self._tensor_of(name) != name:
             return self._view_rows(name, start, stop)
         stored = self.codes.get(name)
         if stored is None:
@@ -190,11 +196,11 @@ class HuggingFaceSource(Source):
         strips = self.strips(name)
         if strips is not None:
             return self.reader.read_rows(name, start, stop, strips)
-        info, tensor = self.tensors[name], tensor_of(name)
+        info, tensor = self.tensors[name], self._tensor_of(name)
         rows = self.scratch.array("view", stop - start, info.columns * info.dtype.size).view(
             info.dtype.numpy()
         )
-        for strip in strips_of_view(name, self.codes[tensor].shape, self.path, 0, 1):
+        for strip in strips_of_view(self.packed.get(name, name), self.codes[tensor].shape, self.path, 0, 1):
             first, last = max(start, strip.start), min(stop, strip.stop)
             if first < last:
                 row = strip.offset // info.columns + first - strip.start
@@ -202,7 +208,7 @@ class HuggingFaceSource(Source):
         return rows
 
     def row_multiple(self, name: str) -> int:
-        stored = self.codes.get(tensor_of(name))
+        stored = self.codes.get(self._tensor_of(name))
         if stored is None or stored.scheme.scale_shape(stored.shape)[-1] == 1:
             return 1
         # Some of a block's rows: its numbers are looked up, and all of them would not stay in the
@@ -210,10 +216,10 @@ class HuggingFaceSource(Source):
         return -(-stored.scheme.scale_block(stored.shape)[0] // 4)
 
     def strips(self, name: str) -> list[Strip] | None:
-        if tensor_of(name) in self.codes:
+        if self._tensor_of(name) in self.codes:
             return None
-        stored = self.stored[tensor_of(name)]
-        return strips_of_view(name, stored.shape, self.paths[stored.file], stored.offset, stored.dtype.size)
+        stored, place = self.stored[self._tensor_of(name)], self.packed.get(name, name)
+        return strips_of_view(place, stored.shape, self.paths[stored.file], stored.offset, stored.dtype.size)
 
     def dequantized_names(self) -> list[str]:
         return sorted(self.codes)
@@ -251,12 +257,13 @@ class HuggingFaceSource(Source):
     def stored_tensors(self) -> dict[str, TensorInfo]:
         """Return the tensors as the files have them: codes and scales apart, and views in place of the tensors
         whose parts they are."""
-        views = {n: info for n, info in self.tensors.items() if n not in self.stored and self._is_plain(n)}
-        parted = {tensor_of(name) for name in views}
+        views = {n: info for n, info in self.tensors.items() if n not in self.stored and not self.is_coded(n)}
+        parted = {self._tensor_of(name) for name in views}
         return {n: TensorInfo(t.shape, t.dtype) for n, t in self.stored.items() if n not in parted} | views
 
-    def _is_plain(self, name: str) -> bool:
-        return tensor_of(name) not in self.codes
+    def is_coded(self, name: str) -> bool:
+        """Return True for a canonical tensor that the files have as codes."""
+        return self._tensor_of(name) in self.codes
 
     def read_stored_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Read rows of a tensor as the files have it."""

@@ -12,19 +12,20 @@ from reshard.core.dtypes import DTYPES
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import Placement
 from reshard.core.planner import PlanError, Transfer, make_plan
-from reshard.formats import torch_dist, torch_zip
+from reshard.formats import safetensors, torch_dist, torch_zip
 from reshard.megatron.arguments import check_args, model_of_args
 from reshard.megatron.checkpoint import check_language_model, placement_of_keys, vocab_rows
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
 from reshard.storage.io.files import OpenFiles
-from reshard.storage.io.streams import Strip, StripReader, TensorInfo, strip_of
+from reshard.storage.io.streams import Strip, StripReader, TensorInfo, strip_of, strips_of_view
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.manifest import read_manifest
 from reshard.storage.run.partial import unfinished
 from reshard.storage.sources.base import Source, ignored_as_recorded, read_config
 from reshard.storage.sources.paths import (
     HF_FILES,
+    TOWERS,
     config_beside,
     config_of_args,
     locate,
@@ -92,6 +93,8 @@ class MegatronSource(Source):
         }
         self.tensors |= {name: self.tensors[primary] for name, primary in self.copies.items()}
         self.tensors = {name: self.tensors[name] for name in self.mapping.shapes if name in self.tensors}
+        self.tower_directory, self.towers = self._towers()
+        self.tensors |= {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in self.towers.items()}
         self.paths: dict[str, Path] = {}
         self.known_frames: dict[int, list[tuple[bytes, bytes, torch_zip.StoredTensor]]] = defaultdict(list)
         self._note_large_files()
@@ -146,7 +149,24 @@ class MegatronSource(Source):
             )
         return model_of_args(args, where, family), "args"
 
+    def _towers(self) -> tuple[Path, dict[str, safetensors.Tensor]]:
+        """Return the tensors around the language model, and the directory of their files: the checkpoint's ``hf/``, or
+        the directory of the config that was given. None of a model that is only a language model."""
+        directory = self.config_directory or self.root / HF_FILES
+        if not self.model.wrapped:
+            return directory, {}
+        if (directory / TOWERS).is_file():
+            return directory, safetensors.read_header(directory / TOWERS)
+        if self.hf_config is None or not self.hf_config.is_dir():
+            return directory, {}
+        stored = safetensors.read_directory(self.hf_config)
+        return self.hf_config, {n: tensor for n, tensor in stored.items() if self.model.is_of_tower(n)}
+
     def strips(self, name: str) -> list[Strip]:
+        tower = self.towers.get(name)
+        if tower is not None:
+            path = self.tower_directory / tower.file
+            return strips_of_view(name, tower.shape, path, tower.offset, tower.dtype.size)
         return [self._strip(transfer) for transfer in self.transfers[self.copies.get(name, name)]]
 
     def _strip(self, transfer: Transfer) -> Strip:
@@ -215,6 +235,7 @@ class MegatronSource(Source):
             self.root / MANIFEST,
             (self.config_directory or self.root / HF_FILES) / "config.json",
             *config,
+            *{self.tower_directory / tensor.file for tensor in self.towers.values()},
         ]
         return [*small, *(checkpoint.directory / name for name in sorted(names)), *self._beside()]
 

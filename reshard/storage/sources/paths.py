@@ -18,6 +18,8 @@ from reshard.formats import torch_dist
 from reshard.formats.small_files import MAX_COPIED_BYTES, read_file, read_json
 from reshard.storage.manifest import NAME as MANIFEST
 
+# In the ``hf/`` of a Megatron checkpoint: the tensors of a larger model around the language model.
+TOWERS = "towers.safetensors"
 HF_FILES = "hf"
 ADAPTER = "adapter_config.json"  # peft's
 # Directories that people name, and where in them a trainer leaves the weights.

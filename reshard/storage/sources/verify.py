@@ -10,7 +10,6 @@ import numpy as np
 import xxhash
 
 from reshard.core.errors import ReshardError, listed
-from reshard.core.views import tensor_of
 from reshard.formats.torch_dist import TRACKER
 from reshard.megatron.flags import FLAGS_FILE
 from reshard.storage.io.files import OpenFiles
@@ -21,7 +20,7 @@ from reshard.storage.run.workers import BATCH_BYTES, run_jobs
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.huggingface import HuggingFaceSource
 from reshard.storage.sources.megatron import MegatronSource
-from reshard.storage.sources.paths import HF_FILES
+from reshard.storage.sources.paths import HF_FILES, TOWERS
 
 ON_PURPOSE = f"if that was meant, remove its {MANIFEST} and convert again"
 
@@ -90,6 +89,8 @@ def changed_files(
 def _tensor_spans(source: Source | None, name: str) -> list[tuple[int, int]]:
     """Return the first byte and the end of every tensor in a file, in order."""
     if isinstance(source, MegatronSource):
+        if name == f"{HF_FILES}/{TOWERS}":
+            return sorted((t.offset, t.offset + t.size_bytes) for t in source.towers.values())
         file = Path(name).name
         chunks = [stored for key in source.checkpoint.keys.values() for stored in key.chunks.values()]
         tensors = [source.tensor_at(stored) for stored in chunks if stored.file == file]
@@ -150,7 +151,7 @@ class SourceChecks:
     def names(self, name: str) -> list[str]:
         """Return the listed tensors that a canonical tensor is read from: itself, or its codes and
         what belongs to them."""
-        if not self.plain(name) and tensor_of(name) != name:
+        if not self.plain(name) and name not in self.source.codes:  # type: ignore[attr-defined]
             return []  # rows of codes are not those of a view
         codes = self.source.codes.get(name) if isinstance(self.source, HuggingFaceSource) else None
         return [n for n in ((name,) if codes is None else codes.tensors) if n in self.entries]
@@ -165,7 +166,7 @@ class SourceChecks:
 
     def plain(self, name: str) -> bool:
         """Return True where a tensor is listed with the bytes that are read of it, not as codes."""
-        return not (isinstance(self.source, HuggingFaceSource) and tensor_of(name) in self.source.codes)
+        return not (isinstance(self.source, HuggingFaceSource) and self.source.is_coded(name))
 
     def watch(self, name: str) -> "Watch | None":
         """Return what checks a tensor while it is read, None where nothing is listed."""
