@@ -27,12 +27,6 @@ PLAIN = {
 }  # fmt: skip
 EXPERTS = PLAIN | {"num_experts": 8, "moe_router_topk": 2, "moe_layer_freq": 1, "moe_ffn_hidden_size": 14336}
 STRANGERS = {
-    "Mixtral": EXPERTS | {"moe_router_score_function": "softmax", "moe_router_pre_softmax": False},
-    "Mixtral, saved by a version without the later arguments": {
-        name: value
-        for name, value in EXPERTS.items()
-        if name not in ("qk_layernorm", "multi_latent_attention", "add_qkv_bias")
-    },
     "Qwen2-MoE": EXPERTS
     | {"add_qkv_bias": True, "moe_shared_expert_intermediate_size": 5632, "moe_shared_expert_gate": True},
     "DeepSeek-V2": EXPERTS
@@ -55,7 +49,15 @@ def test_args_are_of_the_one_family_that_made_them_and_a_wrong_one_that_is_named
         assert sum(not mismatched_args(family, args) for family in families().values()) == 1
     for name in ("qwen3_moe", "glm4_moe"):
         with pytest.raises(ReshardError, match="makes another model of the weights"):
-            model_of_args(STRANGERS["Mixtral"], "args", name)
+            model_of_args(EXPERTS | {"moe_router_score_function": "softmax"}, "args", name)
+
+
+def test_args_of_mixtral_as_megatron_lms_own_example_has_them_are_read():
+    """Without the width of an expert, which is that of the MLP then, and arguments that came later."""
+    later = ("qk_layernorm", "multi_latent_attention", "add_qkv_bias", "moe_ffn_hidden_size")
+    for args in (EXPERTS, {name: value for name, value in EXPERTS.items() if name not in later}):
+        read = model_of_args(args, "args")
+        assert read.family.name == "mixtral" and read.symbols["FE"] == 14336 and read.num_experts == 8
 
 
 def test_any_two_families_differ_in_an_argument_by_which_both_are_identified():

@@ -19,6 +19,7 @@ from reshard.megatron.parameters import expand
 from reshard.models.family import families
 from reshard.models.model import Model
 from reshard.quantization.fp8_blocks import decode
+from tests.checkpoints import make
 from tests.oracle import dequantized, hf_tensors, megatron_tensors, same, stored_tensors
 
 CONFIG = {
@@ -266,29 +267,38 @@ def test_what_stays_as_it_is_is_what_qwen_names_in_its_published_config(name):
     assert kept == published | {"model.embed_tokens"} and len(kept) == config["num_hidden_layers"] + 2
 
 
-def test_a_router_is_known_by_its_place_in_megatron_and_an_exception_by_its_mark():
-    """With Mixtral's name of a router, and a linear layer as DSA's indexer has one that stays in
-    bf16."""
-    base = type(families()["qwen3_moe"])
-    rows = tuple(
-        ("block_sparse_moe.gate.weight", *row[1:]) if row[0] == "mlp.gate.weight" else row
-        for row in base.layer
+@pytest.mark.parametrize("variant", ["mixtral", "minimax-m2"])
+def test_routers_under_names_of_their_own_stay_as_they_are(variant, tmp_path):
+    """As MiniMaxAI/MiniMax-M2.5, whose config names what is not quantized, has it."""
+    source = make(tmp_path / "hf", variant, torch.bfloat16)
+    hf_to_mcore(source, tmp_path / "mcore")
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "fp8", quantize="fp8")
+    before, after = hf_tensors(source), hf_tensors(tmp_path / "fp8")
+    codes = {name for name, tensor in after.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert codes == {
+        name for name, t in before.items() if t.ndim == 2 and ".layers." in name and ".gate." not in name
+    }
+    assert (
+        same(before, {name: after[name] for name in before.keys() - codes} | {n: before[n] for n in codes})
+        == []
     )
-    indexer = (
+
+
+def test_a_linear_layer_with_a_mark_stays_as_it_is():
+    """As DSA's indexer has one that stays in bf16."""
+    base = type(families()["qwen3_moe"])
+    row = (
         "self_attn.indexer.weights_proj.weight",
         "H H",
         "self_attention.indexer.linear_weights_proj.weight",
         "plain",
         "-",
+        "always",
     )
     quantizable = {}
-    for mark in ("always", "always, unquantized"):
-        family = type(
-            "Other", (base,), {"layer": (*rows, (*indexer, mark)), "__module__": "mappings.other"}
-        )()
-        quantizable[mark] = {row.hf for row in family.rows["layer"] if row.quantizable}
-        assert (
-            "block_sparse_moe.gate.weight" not in quantizable[mark]
-            and "mlp.experts.{expert}.up_proj.weight" in quantizable[mark]
-        )
-    assert quantizable["always"] - quantizable["always, unquantized"] == {indexer[0]}
+    for marks in ("", "unquantized"):
+        entries = {"layer": (*base.layer, (*row, marks)), "__module__": "mappings.other"}
+        quantizable[marks] = {r.hf for r in type("Other", (base,), entries)().rows["layer"] if r.quantizable}
+    assert (
+        quantizable[""] - quantizable["unquantized"] == {row[0]} and "mlp.gate.weight" not in quantizable[""]
+    )

@@ -39,8 +39,9 @@ def test_args_that_describe_no_model_are_refused():
     assert model_of_args(args, "args").kinds == model("qwen3-moe-mixed").kinds
     for change, message in (({"moe_layer_freq": "every second"}, "cannot be read as a model's"), ({"num_layers": None}, "num_layers"),
                             ({"moe_layer_freq": [1]}, "1 entries for 4 layers"), ({"squared_relu": True}, "squared_relu"),
-                            ({"qk_layernorm": False}, "no family here has .*qk_layernorm = False"),  # Mixtral's
-                            ({"qk_layernorm": None}, "no family here has .*qk_layernorm = None")):  # fmt: skip
+                            ({"qk_layernorm": False}, "moe_layer_freq is .* makes another model of the weights than mixtral models here"),
+                            ({"qk_layernorm": False, "add_qkv_bias": True}, "no family here has .*qk_layernorm = False"),
+                            ({"qk_layernorm": None, "add_qkv_bias": True}, "no family here has .*qk_layernorm = None")):  # fmt: skip
         with pytest.raises(ReshardError, match=message):
             model_of_args(args | change, "args")
     with pytest.raises(ReshardError, match="--family gpt is not one of"):

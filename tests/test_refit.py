@@ -38,6 +38,16 @@ LAYOUTS = [
     ("deepseek-v3-no-q-lora", f"{TP} 2 {EP} 4 {ETP} 1", 4, dict(tp=2), 2, False),
     ("glm4-moe", f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, pp=2), 4, True),
     ("glm4-moe-air", f"{TP} 2 {EP} 2 {ETP} 2", 4, dict(tp=2, enable_expert_parallel=True), 2, False),
+    ("mixtral", f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, enable_expert_parallel=True), 2, False),
+    (
+        "minimax-m2",
+        f"{TP} 4 {EP} 2 {ETP} 2",
+        4,
+        dict(tp=4),
+        4,
+        True,
+    ),  # twice the query groups, and the key heads
+    ("minimax-m2", f"{PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, pp=2), 4, False),
     ("qwen3", f"{TP} 2", 2, dict(tp=1, dp=2), 2, True),
     ("llama", f"{TP} 2", 2, dict(tp=2, dp=2), 4, False),
     ("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, dp=2), 4, True),

@@ -204,7 +204,7 @@ def hf_config_of_args(family: Family, args: dict[str, Any], where: str) -> dict[
     config |= hf_rope(args)
     if family.partial_rotary is not None:
         percent = args.get("rotary_percent")
-        config["partial_rotary_factor"] = 1.0 if percent is None else percent
+        config |= family.share_as_fields(1.0 if percent is None else percent, config)
     if family.has_experts:
         pattern = moe_pattern(args.get("moe_layer_freq") or 1, int(args["num_layers"]))
         config |= family.kinds_as_fields(pattern)

@@ -66,9 +66,11 @@ class Family:
     - `first_dense`: the field with the number of dense layers, after which all have experts.
       `shared_experts`: the field with the number of experts that every token goes to, each as wide as a
       routed one.
+    - `in_memory`: the names, within a layer, of parameters that a transformers model has under other names than
+      its checkpoint.
     - `rotary`: the symbol of a head's dims that turn; `partial_rotary`: which share of them does where the
-      config does not say, None where it is all and nothing else is mapped; `rope_types`: the rotary
-      embeddings that Megatron has for it.
+      config does not say, None where it is all and nothing else is mapped; `rope_theta`: the base where it
+      does not say; `rope_types`: the rotary embeddings that Megatron has for it.
     - `window`: which layers attend to a window where ``use_sliding_window`` is set: ``from
       max_window_layers`` on, or ``everywhere``; empty for a family without such fields. Only a config without
       any such layer is taken.
@@ -111,8 +113,10 @@ class Family:
     specs = ""
     first_dense = ""
     shared_experts = ""
+    in_memory: tuple[tuple[str, str], ...] = ()
     rotary = "D"
     partial_rotary: float | None = None
+    rope_theta = 10000.0
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     window = ""
     reads: tuple[str, ...] = ()
@@ -217,7 +221,19 @@ class Family:
 
     def rope(self, config: dict[str, Any], where: str = "config.json") -> dict[str, Any]:
         """Return the rotary settings of a config, see `rope_of`."""
-        return rope_of(config, where, 1.0 if self.partial_rotary is None else self.partial_rotary)
+        share = 1.0 if self.partial_rotary is None else self.partial_rotary
+        return rope_of(config, where, share, self.rope_theta)
+
+    def share_as_fields(self, share: float, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the config fields for the share of a head's dims that turn."""
+        return {"partial_rotary_factor": share}
+
+    def published_module(self, module: str) -> str:
+        """Return the published name of a module of a layer, which a transformers model may have under another."""
+        for published, in_memory in self.in_memory:
+            if in_memory.startswith(f"{module}."):
+                return published.partition(".")[0]
+        return module
 
     # Megatron's arguments
 

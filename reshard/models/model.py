@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -243,6 +243,21 @@ class Model:
             yield Block(
                 published, f"{prefix}transformer_layer.", index, True, self.rows("layer", self.kinds[-1])
             )
+
+    def names_in_memory(self) -> dict[str, str]:
+        """Return the published names of parameters that a transformers model has under other names, by those."""
+        renamed = dict(self.family.in_memory)
+        return {
+            in_memory: published
+            for block in self.blocks()
+            for row in block.rows
+            if row.hf in renamed
+            for (_, in_memory), (_, published) in zip(
+                replace(row, hf=renamed[row.hf]).names(block.published, range(self.num_experts)),
+                row.names(block.published, range(self.num_experts)),
+                strict=True,
+            )
+        }
 
     def quantizable(self) -> frozenset[str]:
         """The published names of the weights that checkpoints in fp8 quantize."""
