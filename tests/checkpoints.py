@@ -48,10 +48,10 @@ GLM = GQA | dict(
 GLM_AIR = GLM | dict(use_qk_norm=False, num_experts_per_tok=4, n_shared_experts=2, first_k_dense_replace=2, n_group=4, topk_group=2,
                      partial_rotary_factor=0.25)  # fmt: skip
 MIXTRAL = GQA | dict(num_local_experts=8, num_experts_per_tok=2)
-# What vLLM and transformers read of the published config: vLLM the dims that turn, transformers their share.
+# With what transformers' class does not have, and vLLM reads.
 MINIMAX = MIXTRAL | dict(
     head_dim=16, rotary_dim=8, num_experts_per_tok=3, use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True,
-    scoring_func="sigmoid", shared_intermediate_size=0, num_mtp_modules=3, use_mtp=True,
+    scoring_func="sigmoid",
 )  # fmt: skip
 LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                    original_max_position_embeddings=8192)  # fmt: skip
@@ -124,7 +124,6 @@ SERVED = {
     "served-moe-blocks": Qwen3MoeConfig(**MOE | WIDE | dict(hidden_size=384, head_dim=64, moe_intermediate_size=256), tie_word_embeddings=False),
     "served-glm4-moe": Glm4MoeConfig(**GLM | WIDE | dict(head_dim=64), tie_word_embeddings=False),
     "served-mixtral": MixtralConfig(**MIXTRAL | WIDE | dict(head_dim=32), tie_word_embeddings=False),
-    "served-minimax-m2": MiniMaxM2Config(**MINIMAX | WIDE | dict(head_dim=64, rotary_dim=32), tie_word_embeddings=False),
     "served-deepseek-v3": DeepseekV3Config(
         **MLA | dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=4, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32),
         tie_word_embeddings=False, **rope(YARN),
