@@ -46,11 +46,13 @@ class Qwen35(Family):
         ("attention_dropout",               "attention_dropout",                   "=",      0.0),
     )  # fmt: skip
 
+    identifies = {"num_experts": False, "qk_layernorm": True, "add_qkv_bias": False, "experimental_attention_variant": "gated_delta_net"}  # fmt: skip
     megatron = {
         "qk_layernorm": True, "attention_output_gate": True, "apply_layernorm_1p": True, "layernorm_zero_centered_gamma": True,
         "experimental_attention_variant": "gated_delta_net",
     }  # fmt: skip
     hf = {"model_type": "qwen3_5_text"}
+    specs = "reshard.megatron.gated_delta:layer_specs"
     partial_rotary = 0.25
     reads = ("layer_types", "full_attention_interval")
     always = {"attn_output_gate": True, "mtp_use_dedicated_embeddings": False}  # fmt: skip

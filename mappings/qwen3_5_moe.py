@@ -49,11 +49,14 @@ class Qwen35Moe(Family):
         ("router_aux_loss_coef",            "moe_aux_loss_coeff",                  "=",      0.001),
     )  # fmt: skip
 
+    # Qwen3-Next's are the same in Megatron.
+    identifies = {"num_experts": True, "qk_layernorm": True, "add_qkv_bias": False, "experimental_attention_variant": "gated_delta_net"}  # fmt: skip
     megatron = {
         "qk_layernorm": True, "attention_output_gate": True, "apply_layernorm_1p": True, "layernorm_zero_centered_gamma": True,
         "experimental_attention_variant": "gated_delta_net", "moe_shared_expert_gate": True,
     }  # fmt: skip
     hf = {"model_type": "qwen3_5_moe_text"}
+    specs = "reshard.megatron.gated_delta:layer_specs"
     partial_rotary = 0.25
     reads = ("layer_types", "full_attention_interval")
     always = {"attn_output_gate": True, "mtp_use_dedicated_embeddings": False, "norm_topk_prob": True, "decoder_sparse_step": 1}  # fmt: skip

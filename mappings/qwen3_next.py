@@ -49,10 +49,13 @@ class Qwen3Next(Family):
         ("router_aux_loss_coef",            "moe_aux_loss_coeff",                  "=",      0.001),
     )  # fmt: skip
 
+    # Qwen3.5's with experts are the same in Megatron.
+    identifies = {"num_experts": True, "qk_layernorm": True, "add_qkv_bias": False, "experimental_attention_variant": "gated_delta_net"}  # fmt: skip
     megatron = {
         "qk_layernorm": True, "attention_output_gate": True, "apply_layernorm_1p": True, "layernorm_zero_centered_gamma": True,
         "experimental_attention_variant": "gated_delta_net", "moe_shared_expert_gate": True,
     }  # fmt: skip
+    specs = "reshard.megatron.gated_delta:layer_specs"
     partial_rotary = 0.25
     reads = ("decoder_sparse_step", "mlp_only_layers", "layer_types", "full_attention_interval")
 

@@ -12,7 +12,11 @@ from transformers import (
     DeepseekV3Config,
     Glm4MoeConfig,
     LlamaConfig,
+    MiniMaxM2Config,
+    MixtralConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -49,6 +53,12 @@ NEXT = MOE | dict(
 # Without q and k norm, as GLM-4.5-Air; and what no published config has: more shared experts, groups, another part of each head that turns.
 GLM_AIR = GLM | dict(use_qk_norm=False, num_experts_per_tok=4, n_shared_experts=2, first_k_dense_replace=2, n_group=4, topk_group=2,
                      partial_rotary_factor=0.25)  # fmt: skip
+MIXTRAL = GQA | dict(num_local_experts=8, num_experts_per_tok=2)
+# With what transformers' class does not have, and vLLM reads.
+MINIMAX = MIXTRAL | dict(
+    head_dim=16, rotary_dim=8, num_experts_per_tok=3, use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True,
+    scoring_func="sigmoid",
+)  # fmt: skip
 LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                    original_max_position_embeddings=8192)  # fmt: skip
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=40.0, mscale=1.0, mscale_all_dim=1.0, beta_fast=32, beta_slow=1,
@@ -83,10 +93,16 @@ VARIANTS = {
         **MOE | dict(norm_topk_prob=False), tie_word_embeddings=False, decoder_sparse_step=2
     ),
     "qwen3-next": Qwen3NextConfig(**NEXT, tie_word_embeddings=False),
+    "qwen3.5": Qwen3_5TextConfig(
+        **{name: value for name, value in NEXT.items() if "exp" not in name and "moe" not in name}
+    ),
+    "qwen3.5-moe": Qwen3_5MoeTextConfig(**NEXT, tie_word_embeddings=False),
     "deepseek-v3": DeepseekV3Config(**MLA, tie_word_embeddings=False, **rope(YARN)),
     "deepseek-v3-no-q-lora": DeepseekV3Config(**MLA | dict(q_lora_rank=None), tie_word_embeddings=False),
     "glm4-moe": Glm4MoeConfig(**GLM, tie_word_embeddings=False),
     "glm4-moe-air": Glm4MoeConfig(**GLM_AIR, tie_word_embeddings=False),
+    "mixtral": MixtralConfig(**MIXTRAL, tie_word_embeddings=False),
+    "minimax-m2": MiniMaxM2Config(**MINIMAX, tie_word_embeddings=False),
 }
 
 # DeepSeek-V3's architecture with the published fields of Kimi-K2-Instruct and Moonlight-16B-A3B, at small sizes.
@@ -118,6 +134,7 @@ SERVED = {
     ),
     "served-moe-blocks": Qwen3MoeConfig(**MOE | WIDE | dict(hidden_size=384, head_dim=64, moe_intermediate_size=256), tie_word_embeddings=False),
     "served-glm4-moe": Glm4MoeConfig(**GLM | WIDE | dict(head_dim=64), tie_word_embeddings=False),
+    "served-mixtral": MixtralConfig(**MIXTRAL | WIDE | dict(head_dim=32), tie_word_embeddings=False),
     "served-deepseek-v3": DeepseekV3Config(
         **MLA | dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=4, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32),
         tie_word_embeddings=False, **rope(YARN),

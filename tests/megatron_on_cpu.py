@@ -34,6 +34,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import MegatronModule, multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.spec_utils import import_module
 from megatron.training import global_vars
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 from megatron.training.checkpointing import load_checkpoint
@@ -198,6 +199,8 @@ def build(flags: list[str], parallel_output: bool = False):
                     mla_qk_norm_config.QKNormConfigResolver._mla_fused_linear_or_default = (
                         lambda self, linear, name: linear
                     )
+        if args.spec is not None:
+            spec = import_module(args.spec)  # as Megatron-LM does
         mtp = None
         if config.mtp_num_layers:
             mtp = get_gpt_mtp_block_spec(

@@ -76,8 +76,8 @@ def megatron_tensors(
             return layer >= config["first_k_dense_replace"]
         return (
             experts > 0
-            and layer not in config["mlp_only_layers"]
-            and (layer + 1) % config["decoder_sparse_step"] == 0
+            and layer not in config.get("mlp_only_layers", ())
+            and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
         )
 
     def padded(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,14 +124,23 @@ def megatron_tensors(
                     out[f"mlp.linear_fc2.{kind}"] = get(f"mlp.down_proj.{kind}")
             return out
         out["pre_mlp_layernorm.weight"] = get("post_attention_layernorm.weight")
-        out["mlp.router.weight"] = get("mlp.gate.weight")
-        expert = lambda e, name: get(f"mlp.experts.{e}.{name}_proj.weight")  # noqa: E731
+        mixtral = f"{prefix}block_sparse_moe.gate.weight" in hf
+        block = "block_sparse_moe" if mixtral else "mlp"
+        names = (
+            {"gate": "w1", "up": "w3", "down": "w2"}
+            if mixtral
+            else {x: f"{x}_proj" for x in ("gate", "up", "down")}
+        )
+        out["mlp.router.weight"] = get(f"{block}.gate.weight")
+        expert = lambda e, name: get(f"{block}.experts.{e}.{names[name]}.weight")  # noqa: E731
         out["mlp.experts.experts.linear_fc1.weight"] = torch.stack(
             [torch.cat([expert(e, "gate"), expert(e, "up")]) for e in range(experts)]
         )
         out["mlp.experts.experts.linear_fc2.weight"] = torch.stack(
             [expert(e, "down") for e in range(experts)]
         )
+        if f"{prefix}block_sparse_moe.e_score_correction_bias" in hf:
+            out["mlp.router.expert_bias"] = get("block_sparse_moe.e_score_correction_bias")
         if f"{prefix}mlp.gate.e_score_correction_bias" in hf:
             out["mlp.router.expert_bias"] = get("mlp.gate.e_score_correction_bias")
             shared = "mlp.shared_experts."

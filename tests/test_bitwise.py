@@ -94,7 +94,16 @@ def draw_layout(variant):
 )
 @pytest.mark.parametrize(
     "variant",
-    ["llama-bias", "qwen2-tied", "qwen3", "qwen3-moe", "qwen3-moe-mixed", "deepseek-v3", "glm4-moe"],
+    [
+        "llama-bias",
+        "qwen2-tied",
+        "qwen3",
+        "qwen3-moe",
+        "qwen3-moe-mixed",
+        "deepseek-v3",
+        "glm4-moe",
+        "minimax-m2",
+    ],
 )
 @given(data=st.data())
 def test_any_layout_holds_the_same_tensors(variant, data, checkpoint, tmp_path_factory):

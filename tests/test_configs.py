@@ -24,8 +24,6 @@ PUBLISHED = [
     json.loads(line) for line in (Path(__file__).parent / "published_configs.jsonl").read_text().splitlines()
 ]
 NOT_SUPPORTED = {
-    "mistralai/Mixtral-8x7B-v0.1": "MixtralForCausalLM",
-    "mistralai/Mixtral-8x22B-v0.1": "MixtralForCausalLM",
     "openai/gpt-oss-20b": "GptOssForCausalLM",
     "openai/gpt-oss-120b": "GptOssForCausalLM",
     "Qwen/Qwen1.5-MoE-A2.7B-Chat": "Qwen2MoeForCausalLM",
@@ -83,6 +81,9 @@ OF_FAMILY = {
                   "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
     "deepseek_v3": {"rope_interleave": False, "use_expert_bias": True, "moe_router_logit_softcapping": 1.0},
     "glm4_moe": {"scoring_func": "softmax", "sliding_window": 4096},
+    "mixtral": {"qkv_bias": True, "use_qk_norm": True, "scoring_func": "sigmoid", "shared_intermediate_size": 512, "rotary_dim": 64},
+    "minimax_m2": {"scoring_func": "softmax", "use_qk_norm": False, "qk_norm_type": "per_head", "use_routing_bias": False,
+                   "shared_intermediate_size": 512, "attn_type_list": [1, 0], "attention_bias": True, "sliding_window": 4096},
 }  # fmt: skip
 
 
@@ -118,6 +119,7 @@ HARMLESS = {
 @pytest.mark.parametrize("kind", families())
 def test_metadata_and_harmless_values_pass_silently_and_unknown_names_are_noted(kind):
     config = next(c for c in CONFIGS.values() if c["architectures"] == [families()[kind].architecture])
+    config = {name: value for name, value in config.items() if name != "auto_map"}
     before = Model.from_hf(config)
     assert Model.from_hf(config | METADATA | HARMLESS).notices == before.notices
     made = Model.from_hf(config | {"my_favorite": 7, "another": {"a": 1}, "nothing": None})
@@ -140,11 +142,17 @@ def test_code_of_a_publisher_may_read_any_field_and_known_code_does_not():
 # The oracle: what the code of the installed transformers and vLLM reads of a config.
 
 # Of a training loss, of what a call returns, of caches: nothing of what the weights compute.
-READ_WITHOUT_EFFECT = {"pad_token_id", "output_router_logits", "router_aux_loss_coef", "_attn_implementation"}
+READ_WITHOUT_EFFECT = {
+    "pad_token_id",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
+    "_attn_implementation",
+}
 VLLM_FILES = {"deepseek_v3": "deepseek_v2"}
 # vLLM's own: of other models in the same file, of drafts, or no field.
 VLLM_ONLY = {"get_text_config", "target_layer_count", "moe_router_dtype", "indexer_rope_interleave", "index_topk_freq",
-             "index_topk_pattern", "index_skip_topk_offset"}  # fmt: skip
+             "index_topk_pattern", "index_skip_topk_offset", "max_model_len"}  # fmt: skip
 
 
 def fields_read(path: Path) -> set[str]:
@@ -278,8 +286,8 @@ def test_inspect_and_check_answer_whatever_a_config_means(checkpoint, tmp_path):
 
 
 def test_inspect_shows_what_a_directory_of_an_unknown_architecture_holds(tmp_path):
-    [mixtral] = [entry["config"] for entry in PUBLISHED if entry["name"] == "mistralai/Mixtral-8x7B-v0.1"]
-    (tmp_path / "config.json").write_text(json.dumps(mixtral))
+    [qwen2_moe] = [entry["config"] for entry in PUBLISHED if entry["name"] == "Qwen/Qwen1.5-MoE-A2.7B-Chat"]
+    (tmp_path / "config.json").write_text(json.dumps(qwen2_moe))
     save_file(
         {"a.weight": torch.zeros(3, 4), "b": torch.zeros(5, dtype=torch.bfloat16)},
         tmp_path / "model.safetensors",
@@ -287,11 +295,11 @@ def test_inspect_shows_what_a_directory_of_an_unknown_architecture_holds(tmp_pat
     found = inspect(tmp_path)
     assert (found.family, found.architecture, found.parameters, found.size_bytes) == (
         "not mapped",
-        "MixtralForCausalLM",
+        "Qwen2MoeForCausalLM",
         17,
         58,
     )
-    assert "MixtralForCausalLM is not supported" in found.notices[0]
+    assert "Qwen2MoeForCausalLM is not supported" in found.notices[0]
     done = cli("inspect", tmp_path, "--tensors")
     assert done.returncode == 0 and "a.weight" in done.stdout and "is not supported" in done.stderr
     (tmp_path / "config.json").write_text("{")

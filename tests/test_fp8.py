@@ -231,17 +231,19 @@ def test_fp8_that_does_not_add_up_is_refused(spoil, published, tmp_path):
 # What is quantized
 
 
-# The linear layers of the checkpoints that are published in fp8 (DeepSeek-V3's index, Qwen3's and
-# GLM-4.5's configs), as patterns by hand.
+# The linear layers of the checkpoints that are published in fp8 (DeepSeek-V3's index, Qwen3's,
+# GLM-4.5's and MiniMax-M2's configs), as patterns by hand.
 LINEAR = (
     r"self_attn\.(q|k|v|o|q_a|q_b|kv_b)_proj|self_attn\.kv_a_proj_with_mqa",
-    r"mlp\.(experts\.\d+\.|shared_experts\.)?(gate|up|down)_proj",
+    r"mlp\.(experts\.\d+\.|shared_experts\.)?(gate|up|down)_proj|block_sparse_moe\.experts\.\d+\.w[123]",
 )
 QUANTIZED = re.compile(rf"model\.layers\.\d+\.({'|'.join(LINEAR)})\.weight")
 
 
 @pytest.mark.parametrize("way", ["fp8", "fp8_per_channel"])
-@pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3", "qwen3-moe", "deepseek-v3", "glm4-moe"])
+@pytest.mark.parametrize(
+    "variant", ["llama", "qwen2", "qwen3", "qwen3-moe", "deepseek-v3", "glm4-moe", "mixtral", "minimax-m2"]
+)
 def test_every_family_is_quantized_where_published_checkpoints_are(variant, way, checkpoint, tmp_path):
     mtp = variant in ("deepseek-v3", "glm4-moe")
     source = checkpoint(variant, mtp=mtp)
@@ -266,29 +268,21 @@ def test_what_stays_as_it_is_is_what_qwen_names_in_its_published_config(name):
     assert kept == published | {"model.embed_tokens"} and len(kept) == config["num_hidden_layers"] + 2
 
 
-def test_a_router_is_known_by_its_place_in_megatron_and_an_exception_by_its_mark():
-    """With Mixtral's name of a router, and a linear layer as DSA's indexer has one that stays in
-    bf16."""
+def test_a_linear_layer_with_a_mark_stays_as_it_is():
+    """As DSA's indexer has one that stays in bf16."""
     base = type(families()["qwen3_moe"])
-    rows = tuple(
-        ("block_sparse_moe.gate.weight", *row[1:]) if row[0] == "mlp.gate.weight" else row
-        for row in base.layer
-    )
-    indexer = (
+    row = (
         "self_attn.indexer.weights_proj.weight",
         "H H",
         "self_attention.indexer.linear_weights_proj.weight",
         "plain",
         "-",
+        "always",
     )
     quantizable = {}
-    for mark in ("always", "always, unquantized"):
-        family = type(
-            "Other", (base,), {"layer": (*rows, (*indexer, mark)), "__module__": "mappings.other"}
-        )()
-        quantizable[mark] = {row.hf for row in family.rows["layer"] if row.quantizable}
-        assert (
-            "block_sparse_moe.gate.weight" not in quantizable[mark]
-            and "mlp.experts.{expert}.up_proj.weight" in quantizable[mark]
-        )
-    assert quantizable["always"] - quantizable["always, unquantized"] == {indexer[0]}
+    for marks in ("", "unquantized"):
+        entries = {"layer": (*base.layer, (*row, marks)), "__module__": "mappings.other"}
+        quantizable[marks] = {r.hf for r in type("Other", (base,), entries)().rows["layer"] if r.quantizable}
+    assert (
+        quantizable[""] - quantizable["unquantized"] == {row[0]} and "mlp.gate.weight" not in quantizable[""]
+    )

@@ -18,6 +18,8 @@ CASES = [
     ("qwen3-moe-mixed", {"shard": 3}, {"tp": 2}, 2, False),
     ("deepseek-v3", {"shard": 2, "tp": 2}, {"tp": 4}, 4, True),
     ("deepseek-v3-no-q-lora", {"replicate": 2, "shard": 2}, {"tp": 2}, 2, False),
+    ("mixtral", {"shard": 3}, {"tp": 2}, 2, False),
+    ("minimax-m2", {"replicate": 2, "shard": 2}, {"tp": 4}, 4, True),
 ]
 BLOCKS = {"quantization": "fp8_per_block"}
 WIDEST = 256 * 384  # bytes of a row of blocks of the widest matrix that has parts of some

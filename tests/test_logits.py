@@ -94,6 +94,13 @@ RELOADS = [
     ("deepseek-v3-no-q-lora", MegatronLayout(tp=4, ep=2, etp=2), f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4),
     ("glm4-moe", MegatronLayout(tp=2, pp=2, ep=4, etp=1), f"{TP} 4 {EP} 2 {ETP} 2", 4),
     ("glm4-moe-air", MegatronLayout(pp=2, vpp=2, ep=2, etp=1), f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4),
+    ("mixtral", MegatronLayout(tp=2, pp=2, ep=4, etp=1), f"{TP} 4 {EP} 2 {ETP} 2", 4),
+    (
+        "minimax-m2",
+        MegatronLayout(tp=2, pp=2, ep=2, etp=1),
+        f"{TP} 4 {EP} 4 {ETP} 1",
+        4,
+    ),  # twice the key heads
 ]
 
 

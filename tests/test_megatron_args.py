@@ -20,7 +20,7 @@ ANOTHER = {
     "window_size": (128, 0), "softmax_scale": 0.1, "layernorm_zero_centered_gamma": True, "normalization": "LayerNorm",
     "swiglu": False, "qk_l2_norm": True, "attention_output_gate": True, "glu_linear_offset": 1.0, "softmax_type": "learnable",
     "moe_shared_expert_gate": True, "moe_expert_capacity_factor": 1.25, "moe_router_load_balancing_type": "sinkhorn",
-    "experimental_attention_variant": "dsa", "moe_router_num_groups": 4,
+    "moe_router_num_groups": 4,
 }  # fmt: skip
 
 
@@ -39,8 +39,9 @@ def test_args_that_describe_no_model_are_refused():
     assert model_of_args(args, "args").kinds == model("qwen3-moe-mixed").kinds
     for change, message in (({"moe_layer_freq": "every second"}, "cannot be read as a model's"), ({"num_layers": None}, "num_layers"),
                             ({"moe_layer_freq": [1]}, "1 entries for 4 layers"), ({"squared_relu": True}, "squared_relu"),
-                            ({"qk_layernorm": False}, "no family here has .*qk_layernorm = False"),  # Mixtral's
-                            ({"qk_layernorm": None}, "no family here has .*qk_layernorm = None")):  # fmt: skip
+                            ({"qk_layernorm": False}, "moe_layer_freq is .* makes another model of the weights than mixtral models here"),
+                            ({"qk_layernorm": False, "add_qkv_bias": True}, "no family here has .*qk_layernorm = False"),
+                            ({"qk_layernorm": None, "add_qkv_bias": True}, "no family here has .*qk_layernorm = None")):  # fmt: skip
         with pytest.raises(ReshardError, match=message):
             model_of_args(args | change, "args")
     with pytest.raises(ReshardError, match="--family gpt is not one of"):
@@ -50,7 +51,7 @@ def test_args_that_describe_no_model_are_refused():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_arguments_are_those_of_the_family_that_made_them(variant):
     made = model(variant)
-    back = model_of_args(megatron_args(made), "args")
+    back = model_of_args(megatron_args(made), "args", made.family.name)
     assert (
         back.family == made.family and back.kinds == made.kinds and megatron_args(back) == megatron_args(made)
     )

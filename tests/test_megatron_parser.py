@@ -159,6 +159,7 @@ NOT_RESTORED = """--norm-epsilon --qk-layernorm --use-rope-scaling --rope-scalin
 --expert-model-parallel-size --expert-tensor-parallel-size""".split()
 RESTORED = [
     "glm4-moe",
+    "minimax-m2",
     "llama-rope-tied",
     "llama-bias",
     "qwen2",

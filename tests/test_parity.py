@@ -15,6 +15,7 @@ from reshard.parity.huggingface import HuggingFace
 from reshard.parity.prompts import random_prompts
 from reshard.parity.routing import compare_routing
 from reshard.parity.systems import ScoringOptions, System
+from tests.checkpoints import VARIANTS
 from tests.parity_runs import run
 from tests.ranks import run_on_ranks
 
@@ -34,6 +35,8 @@ SAME = [
     ("deepseek-v3", MegatronLayout(tp=2, ep=2, etp=1), dict(tp=2, pp=2, ep=2, etp=1)),
     ("deepseek-v3-no-q-lora", MegatronLayout(pp=2), dict(ep=4, etp=1)),
     ("glm4-moe", MegatronLayout(tp=2, ep=2, etp=1), dict(tp=2, pp=2, ep=2, etp=1)),
+    ("mixtral", MegatronLayout(pp=2, ep=2, etp=1), dict(ep=4, etp=1)),
+    ("minimax-m2", MegatronLayout(tp=2, ep=2, etp=1), dict(tp=4, ep=2, etp=1)),
 ]
 
 
@@ -44,8 +47,14 @@ def test_a_converted_model_passes_at_any_layout(variant, written, loaded, megatr
     assert report["ok"] and report["overall"]["tokens"] == 2 * (8 + 32) and len(report["prompts"]) == 4
     assert report["overall"]["max_abs"] < 1e-4 and report["overall"]["mean_abs"] < 1e-6
     assert report["overall"]["argmax_agreement"] == 1.0 and report["overall"]["kl"] < 1e-7
-    if "moe" in variant or "deepseek" in variant:
-        layers = {"qwen3-moe": 4, "qwen3-moe-step": 2}.get(variant, 3)
+    if VARIANTS[variant].model_type not in ("llama", "qwen2", "qwen3"):
+        layers = {
+            "qwen3-moe-mixed": 3,
+            "qwen3-moe-step": 2,
+            "deepseek-v3": 3,
+            "deepseek-v3-no-q-lora": 3,
+            "glm4-moe": 3,
+        }.get(variant, 4)
         assert report["routing"]["choices"] == layers * 80 and report["routing"]["differing"] == 0
     else:
         assert report["routing"] is None

@@ -51,12 +51,8 @@ def top_k_scaling(tensors, config):
 
 
 def one_expert(tensors, config):
-    for part in ("gate_proj", "up_proj", "down_proj"):
-        swapped(
-            tensors,
-            f"model.layers.3.mlp.experts.0.{part}.weight",
-            f"model.layers.3.mlp.experts.1.{part}.weight",
-        )
+    for name in [name for name in tensors if "layers.3" in name and ".experts.0." in name]:
+        swapped(tensors, name, name.replace(".experts.0.", ".experts.1."))
 
 
 def vocabulary(tensors, config):
@@ -73,6 +69,9 @@ def vocabulary(tensors, config):
     ("glm4-moe", partial_rotary, {"tp": 2}, "the attention of layer 0", []),
     ("glm4-moe", router_bias, {}, "the experts of layer 1", ["gate.e_score_correction_bias"]),
     ("qwen3-moe", one_expert, {"ep": 2, "etp": 1}, "the experts of layer 3", ["experts.0.", "experts.1."]),
+    ("mixtral", one_expert, {}, "the experts of layer 3", ["experts.0.", "experts.1."]),
+    ("minimax-m2", query_norm, {"tp": 2}, "the attention of layer 0", ["q_norm"]),
+    ("minimax-m2", router_bias, {"pp": 2}, "the experts of layer 0", ["e_score_correction_bias"]),
     ("qwen3", vocabulary, {"tp": 2}, "the embedding", ["embed_tokens"]),
 ])  # fmt: skip
 def test_a_seeded_fault_is_caught_and_located(

@@ -247,6 +247,13 @@ PUBLISHED["Moonlight-16B-A3B"] = (
         "moe_intermediate_size": 1408, "n_shared_experts": 2, "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27,
         "num_key_value_heads": 16, "q_lora_rank": None, "rms_norm_eps": 1e-05, "rope_scaling": None, "routed_scaling_factor": 2.446},
     15.96, MegatronLayout(tp=2, pp=3, ep=8, etp=1))  # fmt: skip
+_LINES = (Path(__file__).parent / "published_configs.jsonl").read_text().splitlines()
+_CONFIGS = {entry["name"].rpartition("/")[2]: entry["config"] for entry in map(json.loads, _LINES)}
+PUBLISHED |= {
+    "Mixtral-8x7B-v0.1": (_CONFIGS["Mixtral-8x7B-v0.1"], 46.7, MegatronLayout(tp=2, pp=4, ep=8, etp=1)),
+    "Mixtral-8x22B-v0.1": (_CONFIGS["Mixtral-8x22B-v0.1"], 140.6, MegatronLayout(tp=4, pp=4, ep=4, etp=2)),
+    "MiniMax-M2.7": (_CONFIGS["MiniMax-M2.7"], 228.7, MegatronLayout(tp=8, pp=2, ep=32, etp=1)),
+}  # fmt: skip
 # What Megatron-Core 0.19 cannot be told, or computes otherwise.
 CAVEATS = {
     "Kimi-K2": ["Megatron-LM has no flag for beta_fast 1.0 of the rotary embedding: set it in the trainer's config"],
@@ -265,13 +272,11 @@ def sparse_checkpoint(folder: Path, config: dict) -> Path:
     for name, shape in mapping.shapes.items():
         if name in mapping.optional:
             continue
-        fp8 = (
-            "quantization_config" in config and len(shape) == 2 and "_proj" in name and "eh_proj" not in name
-        )
-        tensors[name] = (
-            DTYPES["float8_e4m3fn" if fp8 else "float32" if name in mapping.fp32 else config["torch_dtype"]],
-            shape,
-        )
+        linear = ("_proj" in name and "eh_proj" not in name) or ".experts." in name
+        fp8 = "quantization_config" in config and len(shape) == 2 and linear
+        usual = config.get("torch_dtype") or config["dtype"]
+        dtype = "float8_e4m3fn" if fp8 else "float32" if name in mapping.fp32 else usual
+        tensors[name] = (DTYPES[dtype], shape)
         if fp8:
             tensors[name + "_scale_inv"] = (DTYPES["float32"], tuple(-(-n // 128) for n in shape))
     files = safetensors.plan_files(tensors, 5 * 10**9)

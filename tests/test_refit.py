@@ -38,6 +38,16 @@ LAYOUTS = [
     ("deepseek-v3-no-q-lora", f"{TP} 2 {EP} 4 {ETP} 1", 4, dict(tp=2), 2, False),
     ("glm4-moe", f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, pp=2), 4, True),
     ("glm4-moe-air", f"{TP} 2 {EP} 2 {ETP} 2", 4, dict(tp=2, enable_expert_parallel=True), 2, False),
+    ("mixtral", f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, enable_expert_parallel=True), 2, False),
+    (
+        "minimax-m2",
+        f"{TP} 4 {EP} 2 {ETP} 2",
+        4,
+        dict(tp=4),
+        4,
+        True,
+    ),  # twice the query groups, and the key heads
+    ("minimax-m2", f"{PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, pp=2), 4, False),
     ("qwen3", f"{TP} 2", 2, dict(tp=1, dp=2), 2, True),
     ("llama", f"{TP} 2", 2, dict(tp=2, dp=2), 4, False),
     ("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, dp=2), 4, True),
@@ -277,7 +287,7 @@ def test_what_had_moved_before_a_refit_that_failed_is_found_by_the_next(converte
         assert "give all the same" in said and wrong == []
 
 
-@pytest.mark.parametrize("variant", ["deepseek-v3", "glm4-moe"])
+@pytest.mark.parametrize("variant", ["deepseek-v3", "glm4-moe", "minimax-m2"])
 def test_a_family_without_vllm_names_goes_by_the_traced_layout(variant, converted, tmp_path):
     refit(converted(variant), f"{PP} 2", 2, dict(tp=2), 2, False, tmp_path, traced=True)
 
@@ -312,6 +322,7 @@ def test_an_engine_with_parameters_that_nothing_brings_is_refused_by_name(
         ("qwen3-moe", "nothing"),
         ("deepseek-v3", "nothing"),
         ("glm4-moe", "nothing"),
+        ("minimax-m2", "nothing"),
         ("qwen3-moe", "kind"),
         ("qwen3-moe", "loader"),
     ],

@@ -35,6 +35,14 @@ TRAINERS = {
         ("--rotary-percent 0.25", "rotary_percent is 0.25, but the served model's is 0.5"),
         ("--moe-router-pre-softmax", "no error"),  # as some trainers say of a router that has no softmax
     ],
+    "minimax-m2": [
+        ("", "no error"),
+        ("--rotary-percent 1.0", "rotary_percent is 1.0, but the served model's is 0.5"),
+        (
+            "--moe-router-topk-scaling-factor 2.5",
+            "moe_router_topk_scaling_factor is 2.5, but the served model's is None",
+        ),
+    ],
     "deepseek-v3": [
         ("", "no error"),
         ("--rotary-scaling-factor 20", "rotary_scaling_factor is 20.0, but the served model's is 40.0"),
@@ -65,6 +73,7 @@ CHANGED = {
         ("rotary_pos_emb.scaling_factor", 3.0, "rotary_pos_emb has inv_freq"),
     ],
     "glm4-moe": [("rotary_pos_emb.inv_freq", ("first", 2), "rotary_pos_emb turns 2 pairs of dims, but the served model's 4")],
+    "minimax-m2": [("rotary_pos_emb.inv_freq", ("first", 2), "rotary_pos_emb turns 2 pairs of dims, but the served model's 4")],
     "deepseek-v3": [("decoder.layers.0.self_attention.rotary_pos_emb.rotary_base", 20000, "self_attention.rotary_pos_emb has inv_freq")],
 }  # fmt: skip
 

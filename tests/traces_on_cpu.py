@@ -16,8 +16,8 @@ def traces(rank: int, directory: str, change: str, engine: dict) -> dict:
     model = VllmModel(module, config)
     canonical = canonical_tensors(model.model, config.model_config.dtype)
     layers, held = expert_layers(model.model), model.rank.experts
-    experts = module.get_submodule(layers[-1].prefix + "mlp.experts")
-    loader = next(m for m in experts.modules() if "w13_weight" in m._parameters)
+    last = module.get_submodule(layers[-1].prefix.removesuffix("."))
+    loader = next(m for m in last.modules() if "w13_weight" in m._parameters)
     if change == "kind":
         loader.__class__ = type("Other", (type(loader),), {})
     elif change == "loader":

@@ -118,7 +118,9 @@ def extra_states_to_write(
     for p in mapping.parameters:
         module, _, kind = _without_section(p.name).rpartition(".")
         norm = module.rpartition(".")[2] in NORMS
-        if kind != "weight" or module in WITHOUT_STATE or (norm and not engine):
+        # Transformer Engine normalizes each head by itself, or what is as wide as a token.
+        own = engine and p.shape in ((model.symbols.get("D"),), (model.symbols["H"],))
+        if kind != "weight" or module in WITHOUT_STATE or (norm and not own):
             continue
         modules = [module]
         if engine and module == "self_attention.linear_proj":

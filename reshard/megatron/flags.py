@@ -107,6 +107,8 @@ def command_line(
                 flags.append(WHEN_FALSE[name])
             elif value and name not in WHEN_FALSE:
                 flags.append(flag)
+        elif name == "spec":  # a module, and a name in it
+            flags.append(" ".join([flag, *value]))
         elif isinstance(value, list):
             flags.append(f"{flag} [{','.join(map(str, value))}]")
         else:

@@ -152,7 +152,7 @@ class MegatronLayout:
         dense = [("F", "intermediate_size")] if len(model.moe_layers) < model.num_layers else []
         sizes = [(f"--tp {self.tp}", self.tp, s[symbol], name) for symbol, name in dense]
         if model.num_experts:
-            sizes.append((f"--etp {self.expert_tp}", self.expert_tp, s["FE"], "moe_intermediate_size"))
+            sizes.append((f"--etp {self.expert_tp}", self.expert_tp, s["FE"], model.family.symbols["FE"]))
             sizes.append((f"--ep {self.ep}", self.ep, model.num_experts, "experts"))
             if model.shared_width:
                 sizes.append(

@@ -7,7 +7,7 @@ from reshard.core.boxes import Box, whole
 from reshard.core.placement import Part
 from reshard.core.views import tensor_shapes
 from reshard.models.model import Block, Model
-from reshard.models.tables import Row
+from reshard.models.tables import HEADS, Row
 
 TRANSFORMER_IMPLS = ("transformer_engine", "local")
 
@@ -142,7 +142,7 @@ class _Expansion:
                 Part(n, whole(s), (i * s[0], *(0,) * len(rest)))
                 for i, (n, s) in enumerate(zip(names, shapes, strict=True))
             ]
-        elif kinds in (["plain"], ["vocab"]):
+        elif len(kinds) == 1 and kinds[0] in ("plain", "vocab", *HEADS):
             parts = [Part(names[0], whole(shapes[0]), (0,) * len(shapes[0]))]
             if kinds == ["vocab"] and self.padded_vocab:
                 padded = self.padded_vocab - length

@@ -10,6 +10,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"is_encoder_decoder": False, "rope_interleave": True},
     "glm4_moe": {"is_encoder_decoder": False},
     "llama": {"is_encoder_decoder": False},
+    "minimax_m2": {"is_encoder_decoder": False},
+    "mixtral": {"is_encoder_decoder": False},
     "qwen2": {"is_encoder_decoder": False},
     "qwen3": {"is_encoder_decoder": False},
     "qwen3_5": {"is_encoder_decoder": False},

@@ -51,6 +51,9 @@ class Family:
       absent: a value, another field, the quotient of two, or ``needed``. Its type is the field's: a switch,
       an amount (with a point, or ``needed, an amount``), or else a whole number.
     - `layer`: the rows of a decoder layer, in the columns of `reshard.models.tables`.
+    - `identifies`: values of Megatron's arguments by which a checkpoint without a Hugging Face config is taken for
+      one of this family: True for an argument that is set, False for one that is not. Any two families differ
+      in one.
 
     and, where the values below do not hold, any of these:
 
@@ -59,12 +62,16 @@ class Family:
     - `model`, `mtp`: the rows outside the layers, and those of a multi-token-prediction layer besides the
       decoder layer in it.
     - `kind_words`: the words that `layer_kinds` says of a layer, ``dense`` or ``moe`` among them.
+    - `specs`: ``module:function``, where Megatron's own specs have not the layers of this family. The function
+      takes and returns what `reshard.megatron.specs.standard_specs` does.
     - `first_dense`: the field with the number of dense layers, after which all have experts.
       `shared_experts`: the field with the number of experts that every token goes to, each as wide as a
       routed one.
+    - `in_memory`: the names, within a layer, of parameters that a transformers model has under other names than
+      its checkpoint.
     - `rotary`: the symbol of a head's dims that turn; `partial_rotary`: which share of them does where the
-      config does not say, None where it is all and nothing else is mapped; `rope_types`: the rotary
-      embeddings that Megatron has for it.
+      config does not say, None where it is all and nothing else is mapped; `rope_theta`: the base where it
+      does not say; `rope_types`: the rotary embeddings that Megatron has for it.
     - `window`: which layers attend to a window where ``use_sliding_window`` is set: ``from
       max_window_layers`` on, or ``everywhere``; empty for a family without such fields. Only a config without
       any such layer is taken.
@@ -90,6 +97,7 @@ class Family:
     symbols: dict[str, str]
     config: tuple[tuple[str, str, str, Any], ...]
     layer: tuple[tuple[str, ...], ...]
+    identifies: dict[str, Any]
 
     megatron: dict[str, Any] = {}
     hf: dict[str, Any] = {}
@@ -111,10 +119,13 @@ class Family:
     model_types: tuple[str, ...] = ()
     kind_words: tuple[str, ...] = ("dense", "moe")
     derived: dict[str, str] = {}
+    specs = ""
     first_dense = ""
     shared_experts = ""
+    in_memory: tuple[tuple[str, str], ...] = ()
     rotary = "D"
     partial_rotary: float | None = None
+    rope_theta = 10000.0
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     window = ""
     reads: tuple[str, ...] = ()
@@ -224,7 +235,19 @@ class Family:
 
     def rope(self, config: dict[str, Any], where: str = "config.json") -> dict[str, Any]:
         """Return the rotary settings of a config, see `rope_of`."""
-        return rope_of(config, where, 1.0 if self.partial_rotary is None else self.partial_rotary)
+        share = 1.0 if self.partial_rotary is None else self.partial_rotary
+        return rope_of(config, where, share, self.rope_theta)
+
+    def share_as_fields(self, share: float, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the config fields for the share of a head's dims that turn."""
+        return {"partial_rotary_factor": share}
+
+    def published_module(self, module: str) -> str:
+        """Return the published name of a module of a layer, which a transformers model may have under another."""
+        for published, in_memory in self.in_memory:
+            if in_memory.startswith(f"{module}."):
+                return published.partition(".")[0]
+        return module
 
     # Megatron's arguments
 

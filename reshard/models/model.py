@@ -278,6 +278,21 @@ class Model:
                 inside, f"{prefix}transformer_layer.", index, True, self.rows("layer", self.kinds[-1])
             )
 
+    def names_in_memory(self) -> dict[str, str]:
+        """Return the published names of parameters that a transformers model has under other names, by those."""
+        renamed = dict(self.family.in_memory)
+        return {
+            in_memory: published
+            for block in self.blocks()
+            for row in block.rows
+            if row.hf in renamed
+            for (_, in_memory), (_, published) in zip(
+                replace(row, hf=renamed[row.hf]).names(block.published, range(self.num_experts)),
+                row.names(block.published, range(self.num_experts)),
+                strict=True,
+            )
+        }
+
     def quantizable(self) -> frozenset[str]:
         """The published names of the weights that checkpoints in fp8 quantize."""
         return frozenset(

@@ -93,7 +93,10 @@ def as_named_now(args: Mapping[str, Any]) -> dict[str, Any]:
     # Before 0.14, which brought rope_type.
     if args.get("multi_latent_attention") and "rope_type" not in args and args.get("max_position_embeddings"):
         former["original_max_position_embeddings"] = args["max_position_embeddings"]
-    return former | {name: value for name, value in args.items() if name not in _FORMERLY}
+    named = former | {name: value for name, value in args.items() if name not in _FORMERLY}
+    if named.get("num_experts") and named.get("moe_ffn_hidden_size") is None and "ffn_hidden_size" in named:
+        named["moe_ffn_hidden_size"] = named["ffn_hidden_size"]
+    return named
 
 
 def _settled(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,6 +136,8 @@ def _without_effect(args: Mapping[str, Any]) -> set[str]:
         skipped.add("ffn_hidden_size")  # of dense layers, of which there are none
     if args.get("moe_router_score_function") == "sigmoid":
         skipped.add("moe_router_pre_softmax")  # there is no softmax
+    if args.get("spec"):
+        skipped.add("spec")  # of layers whose weights have shapes of their own
     skipped |= set(_NOT_MLA if mla else _MLA)
     if args.get("experimental_attention_variant") != "gated_delta_net":
         skipped |= set(_LINEAR) - {"linear_attention_freq"}

@@ -34,10 +34,12 @@ NEEDED = {
 }
 
 
-def rope_of(config: dict[str, Any], where: str = "config.json", share: float = 1.0) -> dict[str, Any]:
+def rope_of(
+    config: dict[str, Any], where: str = "config.json", share: float = 1.0, theta: float = 10000.0
+) -> dict[str, Any]:
     """Return the rotary settings of a config as one dict with at least ``rope_type``, ``rope_theta`` and
     ``partial_rotary_factor``; absent ones as transformers fills them in, null ones left out. `share` is the
-    part of a head's dims that turns where nothing says so.
+    part of a head's dims that turns, and `theta` the base, where nothing says so.
 
     Raises ReshardError where they are no numbers that could be meant, or two spellings of the same thing
     differ.
@@ -57,7 +59,7 @@ def rope_of(config: dict[str, Any], where: str = "config.json", share: float = 1
                     f"{where} says {name} = {rope[name]!s:.60} and {name} = {value!s:.60} for its rotary "
                     f"embedding: keep one of them"
                 )
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": share} | rope
+    rope = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share} | rope
     if rope["rope_type"] in ("llama3", "yarn") and config.get("max_position_embeddings"):
         rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     _check_numbers(rope, where)

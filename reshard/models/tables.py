@@ -24,7 +24,8 @@ Arrangements are a closed set. Rows that share a Megatron parameter fill it toge
 - ``plain``: the whole parameter, as it is.
 - ``vocab``: rows 0 .. vocab_size; the padding rows after them are zero.
 - ``q``, ``k``, ``v``: per query group, its query heads, then its key, then its value. Of two ``q`` the second
-  are the gates of an attention's outputs.
+  are the gates of an attention's outputs. A row alone is the whole parameter; an engine splits it by heads, as it
+  splits attention.
 - ``gate``, ``up``: all gate rows, then all up rows; each half is split on its own.
 - ``copy``: the same bytes as the parameter's other row, which Megatron holds once.
 - ``ignored``: carries no weight; dropped on purpose.
@@ -37,6 +38,7 @@ from functools import cached_property
 from math import prod
 
 ARRANGEMENTS = ("plain", "vocab", "q", "k", "v", "gate", "up", "copy", "ignored")
+HEADS = ("q", "k", "v")
 SPLITS = ("-", "tp 0", "tp 1", "etp 0", "etp 1")
 ALWAYS = "always"
 MARKS = ("optional", "fp32", "unquantized", "less 1")

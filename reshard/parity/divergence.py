@@ -109,9 +109,8 @@ def compared_outputs(model: Model) -> list[ModuleOutput]:
         path = f"{model.family.layers}{layer}"
         for place, module, _ in model.family.outputs:
             name = "experts" if place == "MLP" and has_experts(kind) else place
-            points.append(
-                ModuleOutput(f"the {name} of layer {layer}", f"{path}.{module}", f"{path}.{module}.")
-            )
+            prefix = f"{path}.{model.family.published_module(module)}."
+            points.append(ModuleOutput(f"the {name} of layer {layer}", f"{path}.{module}", prefix))
         points.append(ModuleOutput(f"the output of layer {layer}", path, path + "."))
     points.append(ModuleOutput(norm, before_last, before_last + "."))
     return [*points, ModuleOutput(head, at_last, (at_first if model.tied else at_last) + ".")]

@@ -15,6 +15,8 @@ from reshard.quantization import modelopt
 from reshard.quantization.compressed_tensors import METHOD, NVFP4_FORMAT
 from reshard.storage.sources.base import read_config
 
+ROUTER = "mlp.router.weight"
+
 
 class HuggingFace(ForwardSystem):
     """A Hugging Face directory in transformers."""
@@ -76,14 +78,18 @@ class HuggingFace(ForwardSystem):
         return [self.module]
 
     def routers(self) -> dict[int, torch.nn.Module]:
+        family = self.model.family
+        [published] = {row.hf for row in family.rows["layer"] if row.megatron == ROUTER}
+        module = dict(family.in_memory).get(published, published).removesuffix(".weight")
         return {
-            layer: self.module.get_submodule(f"model.layers.{layer}.mlp.gate")
+            layer: self.module.get_submodule(f"{family.layers}{layer}.{module}")
             for layer in self.model.moe_layers
         }
 
     def choices(self, router: Any, inputs: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         logits, _, experts = output
-        bias = getattr(router, "e_score_correction_bias", None)
+        # A router that has no bias of its own may be given one.
+        bias = getattr(router, "e_score_correction_bias", inputs[1] if len(inputs) > 1 else None)
         return experts, logits.float() if bias is None else logits.float().sigmoid() + bias.float()
 
     def close(self) -> None:

@@ -3,8 +3,8 @@ refit.
 
 Every parameter is a DTensor, which says itself which box of the whole it has here
 (``compute_local_shape_and_global_offset``); nothing is gathered. Parameters have their published names, but
-for experts: transformers 5 keeps those of a layer in one tensor, ``experts.gate_up_proj [experts, 2 * F, H]``
-and ``experts.down_proj [experts, H, F]``.
+for those of `Family.in_memory`, and for experts: transformers 5 keeps those of a layer in one tensor,
+``experts.gate_up_proj [experts, 2 * F, H]`` and ``experts.down_proj [experts, H, F]``.
 """
 
 from collections.abc import Iterator, Mapping
@@ -154,8 +154,8 @@ class FsdpModel(Trainer):
 
     def publish(self, model: Model) -> list[LocalTensor]:
         """See `Trainer.publish`."""
-        shapes = expand(model).shapes
-        tensors = [local for held in self.held for local in _locals(held, shapes)]
+        shapes, published_names = expand(model).shapes, model.names_in_memory()
+        tensors = [local for held in self.held for local in _locals(held, shapes, published_names)]
         unknown = sorted({self._names[index] for index, local in enumerate(tensors) if local is None})
         if unknown:
             raise ReshardError(
@@ -205,22 +205,26 @@ def _box(name: str, tensor: torch.Tensor) -> Box:
     return Box(tuple(offsets), tuple(lengths))
 
 
-def _locals(held: LocalParameter, shapes: Mapping[str, tuple[int, ...]]) -> list[LocalTensor | None]:
+def _locals(
+    held: LocalParameter, shapes: Mapping[str, tuple[int, ...]], published_names: Mapping[str, str]
+) -> list[LocalTensor | None]:
     """Return the local tensors of a parameter, one for each of its regions; None where the model has no such tensor.
 
     Raises ReshardError where it has another shape.
     """
     if len(held.shape) < 3:
-        if held.name not in shapes:
+        name = published_names.get(held.name, held.name)
+        if name not in shapes:
             return [None]
-        _check_shape(held, shapes[held.name])
+        _check_shape(held, shapes[name])
         zero = (0,) * len(held.shape)
-        return [LocalTensor(0, held.box.lengths, (Part(held.name, held.box, zero),))]
+        return [LocalTensor(0, held.box.lengths, (Part(name, held.box, zero),))]
     (first, row, column), (experts, rows, columns) = held.box
     prefix, _, fused = held.name.rpartition(".")
     tensors: list[LocalTensor | None] = []
     for expert in range(first, first + experts):
         names = [f"{prefix}.{expert}.{part}.weight" for part in FUSED.get(fused, ())]
+        names = [published_names.get(name, name) for name in names]
         if not names or names[0] not in shapes:
             tensors.append(None)
             continue

@@ -19,7 +19,7 @@ from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.core.splits import split
 from reshard.engines.vllm.names import on_every_stage, vllm_name
 from reshard.models.model import Model
-from reshard.models.tables import Row
+from reshard.models.tables import HEADS, Row
 
 VOCAB_MULTIPLE = 64
 # Arrangements of rows without a vLLM parameter: it holds equal parameters once.
@@ -268,7 +268,7 @@ class _Expansion:
     def _box(self, row: Row, hf: str, shape: tuple[int, ...]) -> tuple[Box, int]:
         """Return the box of a canonical tensor that this rank has, and the rows of padding after
         it."""
-        axis_and_dim = row.split_of("transformer_engine")
+        axis_and_dim = ("tp", 0) if row.arrangement in HEADS else row.split_of("transformer_engine")
         replicated = self.rank.sequence_parallel and self.model.family.shared_experts in row.conditions
         if axis_and_dim is None or replicated:
             return whole(shape), 0
@@ -283,7 +283,7 @@ class _Expansion:
             start, length = shard.offsets[0], shard.lengths[0]
             vocab_rows = min(max(shape[0] - start, 0), length)
             return Box((min(start, shape[0]), 0), (vocab_rows, shape[1])), length - vocab_rows
-        if row.arrangement in ("k", "v"):
+        if row.arrangement in HEADS[1:]:  # keys and values
             heads = self.model.symbols["NKV"]
             if ranks > heads:
                 if ranks % heads:

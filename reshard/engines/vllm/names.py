@@ -24,6 +24,11 @@ NAMES = (
     ("mlp.experts.{expert}.up_proj.weight",   "mlp.experts.routed_experts.w13_weight", "always"),
     ("mlp.experts.{expert}.down_proj.weight", "mlp.experts.routed_experts.w2_weight",  "always"),
 )  # fmt: skip
+BLOCK_SPARSE_MOE = (
+    ("block_sparse_moe.experts.{expert}.w1.weight", "block_sparse_moe.experts.routed_experts.w13_weight", "always"),
+    ("block_sparse_moe.experts.{expert}.w3.weight", "block_sparse_moe.experts.routed_experts.w13_weight", "always"),
+    ("block_sparse_moe.experts.{expert}.w2.weight", "block_sparse_moe.experts.routed_experts.w2_weight",  "always"),
+)  # fmt: skip
 LATENT_ATTENTION = (
     ("self_attn.q_proj.*",             "self_attn.q_proj.*",           "always"),
     ("self_attn.q_a_proj.*",           "self_attn.fused_qkv_a_proj.*", "q_lora_rank"),
@@ -46,6 +51,8 @@ FAMILIES = {
     "qwen3_moe": VllmFamily(on_every_stage=True),
     "deepseek_v3": VllmFamily(LATENT_ATTENTION),
     "glm4_moe": VllmFamily(),
+    "mixtral": VllmFamily(BLOCK_SPARSE_MOE, on_every_stage=True),
+    "minimax_m2": VllmFamily(BLOCK_SPARSE_MOE),
 }
 
 
