@@ -9,17 +9,14 @@ from reshard.models.layer_kinds import attention_by_layer_types
 
 
 class Qwen35(Family):
-    name = "qwen3_5"
+    name = "qwen3_5_text"
     architecture = "Qwen3_5ForCausalLM"
-    model_types = ("qwen3_5_text",)
-    wrapped_in = "Qwen3_5ForConditionalGeneration"
-    wrapper_type = "qwen3_5"
+    wrapped_in = ("Qwen3_5ForConditionalGeneration", "qwen3_5")
     towers = ("model.visual.",)
     symbols = {
         "V": "vocab_size", "H": "hidden_size", "F": "intermediate_size",
         "NQ": "num_attention_heads", "NKV": "num_key_value_heads", "D": "head_dim",
-        "NK": "linear_num_key_heads", "DK": "linear_key_head_dim", "NV": "linear_num_value_heads", "DV": "linear_value_head_dim",
-        "W": "linear_conv_kernel_dim",
+        "NK": "linear_num_key_heads", "DK": "linear_key_head_dim", "NV": "linear_num_value_heads", "DV": "linear_value_head_dim", "W": "linear_conv_kernel_dim",
     }  # fmt: skip
     derived = {"C": "2*NK*DK+NV*DV"}
     kind_words = ("dense", "moe", "linear", "full")
@@ -46,16 +43,15 @@ class Qwen35(Family):
         ("attention_dropout",               "attention_dropout",                   "=",      0.0),
     )  # fmt: skip
 
-    identifies = {"num_experts": False, "qk_layernorm": True, "add_qkv_bias": False, "experimental_attention_variant": "gated_delta_net"}  # fmt: skip
+    identifies = {"num_experts": False, "qk_layernorm": True, "multi_latent_attention": False, "experimental_attention_variant": "gated_delta_net"}  # fmt: skip
     megatron = {
         "qk_layernorm": True, "attention_output_gate": True, "apply_layernorm_1p": True, "layernorm_zero_centered_gamma": True,
         "experimental_attention_variant": "gated_delta_net",
     }  # fmt: skip
-    hf = {"model_type": "qwen3_5_text"}
     specs = "reshard.megatron.gated_delta:layer_specs"
     partial_rotary = 0.25
     reads = ("layer_types", "full_attention_interval")
-    always = {"attn_output_gate": True, "mtp_use_dedicated_embeddings": False}  # fmt: skip
+    always = {"mlp_only_layers": [], "attn_output_gate": True, "mtp_use_dedicated_embeddings": False}  # fmt: skip
     no_effect = ("mamba_ssm_dtype",)
 
     #    HF parameter                                     shape        Megatron parameter                             arrangement  split   when
@@ -98,16 +94,11 @@ class Qwen35(Family):
     refused = (
         ("hidden_act", ("silu",), "Megatron's --swiglu is SiLU"),
         ("attention_bias", (False,), "Megatron's add_bias_linear puts a bias on the MLP too"),
-        ("mlp_only_layers", ([], None), "none of its layers has experts"),
     )
 
     def layer_kinds(self, config, where):
         """Linear or full attention."""
         return tuple(f"dense {attention}" for attention in attention_by_layer_types(config, where))
-
-    def kinds_as_fields(self, pattern):
-        """No field says which layers have experts."""
-        return {}
 
     def rope(self, config, where="config.json"):
         """Of text all three sections of its positions are the same."""

@@ -8,17 +8,14 @@ from reshard.models.layer_kinds import attention_by_layer_types
 
 
 class Qwen35Moe(Family):
-    name = "qwen3_5_moe"
+    name = "qwen3_5_moe_text"
     architecture = "Qwen3_5MoeForCausalLM"
-    model_types = ("qwen3_5_moe_text",)
-    wrapped_in = "Qwen3_5MoeForConditionalGeneration"
-    wrapper_type = "qwen3_5_moe"
+    wrapped_in = ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe")
     towers = ("model.visual.",)
     symbols = {
         "V": "vocab_size", "H": "hidden_size", "E": "num_experts", "FE": "moe_intermediate_size", "FS": "shared_expert_intermediate_size",
         "NQ": "num_attention_heads", "NKV": "num_key_value_heads", "D": "head_dim",
-        "NK": "linear_num_key_heads", "DK": "linear_key_head_dim", "NV": "linear_num_value_heads", "DV": "linear_value_head_dim",
-        "W": "linear_conv_kernel_dim",
+        "NK": "linear_num_key_heads", "DK": "linear_key_head_dim", "NV": "linear_num_value_heads", "DV": "linear_value_head_dim", "W": "linear_conv_kernel_dim",
     }  # fmt: skip
     derived = {"C": "2*NK*DK+NV*DV"}
     kind_words = ("dense", "moe", "linear", "full")
@@ -40,6 +37,7 @@ class Qwen35Moe(Family):
         ("linear_conv_kernel_dim",          "linear_conv_kernel_dim",              "=",      4),
         ("num_experts|num_local_experts",   "num_experts",                         "=",      "needed"),
         ("num_experts_per_tok",             "moe_router_topk",                     "=",      "needed"),
+        ("moe_intermediate_size",           "ffn_hidden_size",                     "=",      "needed"),
         ("moe_intermediate_size",           "moe_ffn_hidden_size",                 "=",      "needed"),
         ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "=",      512),
         ("mtp_num_hidden_layers",           "mtp_num_layers",                      "=",      0),
@@ -50,16 +48,15 @@ class Qwen35Moe(Family):
     )  # fmt: skip
 
     # Qwen3-Next's are the same in Megatron.
-    identifies = {"num_experts": True, "qk_layernorm": True, "add_qkv_bias": False, "experimental_attention_variant": "gated_delta_net"}  # fmt: skip
+    identifies = {"num_experts": True, "qk_layernorm": True, "multi_latent_attention": False, "experimental_attention_variant": "gated_delta_net", "moe_router_score_function": "softmax"}  # fmt: skip
     megatron = {
         "qk_layernorm": True, "attention_output_gate": True, "apply_layernorm_1p": True, "layernorm_zero_centered_gamma": True,
         "experimental_attention_variant": "gated_delta_net", "moe_shared_expert_gate": True,
     }  # fmt: skip
-    hf = {"model_type": "qwen3_5_moe_text"}
     specs = "reshard.megatron.gated_delta:layer_specs"
     partial_rotary = 0.25
     reads = ("layer_types", "full_attention_interval")
-    always = {"attn_output_gate": True, "mtp_use_dedicated_embeddings": False, "norm_topk_prob": True, "decoder_sparse_step": 1}  # fmt: skip
+    always = {"mlp_only_layers": [], "attn_output_gate": True, "mtp_use_dedicated_embeddings": False, "norm_topk_prob": True, "decoder_sparse_step": 1}  # fmt: skip
     no_effect = ("mamba_ssm_dtype",)
 
     #    HF parameter                                     shape        Megatron parameter                             arrangement  split    when
@@ -112,16 +109,11 @@ class Qwen35Moe(Family):
     refused = (
         ("hidden_act", ("silu",), "Megatron's --swiglu is SiLU"),
         ("attention_bias", (False,), "Megatron's add_bias_linear puts a bias on the MLP too"),
-        ("mlp_only_layers", ([], None), "its layers all have experts"),
     )
 
     def layer_kinds(self, config, where):
         """Linear or full attention."""
         return tuple(f"moe {attention}" for attention in attention_by_layer_types(config, where))
-
-    def kinds_as_fields(self, pattern):
-        """No field says which layers have experts."""
-        return {}
 
     def rope(self, config, where="config.json"):
         """Of text all three sections of its positions are the same."""

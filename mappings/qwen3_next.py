@@ -50,13 +50,14 @@ class Qwen3Next(Family):
     )  # fmt: skip
 
     # Qwen3.5's with experts are the same in Megatron.
-    identifies = {"num_experts": True, "qk_layernorm": True, "add_qkv_bias": False, "experimental_attention_variant": "gated_delta_net"}  # fmt: skip
+    identifies = {"num_experts": True, "qk_layernorm": True, "multi_latent_attention": False, "experimental_attention_variant": "gated_delta_net", "moe_router_score_function": "softmax"}  # fmt: skip
     megatron = {
         "qk_layernorm": True, "attention_output_gate": True, "apply_layernorm_1p": True, "layernorm_zero_centered_gamma": True,
         "experimental_attention_variant": "gated_delta_net", "moe_shared_expert_gate": True,
     }  # fmt: skip
     specs = "reshard.megatron.gated_delta:layer_specs"
     partial_rotary = 0.25
+    always = {"attn_output_gate": True}
     reads = ("decoder_sparse_step", "mlp_only_layers", "layer_types", "full_attention_interval")
 
     #    HF parameter                                        shape        Megatron parameter                             arrangement split    when

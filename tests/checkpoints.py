@@ -48,7 +48,7 @@ GLM = GQA | dict(
     partial_rotary_factor=0.5, num_mtp_layers=0,
 )  # fmt: skip
 NEXT = MOE | dict(
-    linear_num_key_heads=4, linear_key_head_dim=8, linear_num_value_heads=8, linear_value_head_dim=12, shared_expert_intermediate_size=40,
+    linear_num_key_heads=8, linear_key_head_dim=8, linear_num_value_heads=16, linear_value_head_dim=12, shared_expert_intermediate_size=40,
 )  # fmt: skip
 # Without q and k norm, as GLM-4.5-Air; and what no published config has: more shared experts, groups, another part of each head that turns.
 GLM_AIR = GLM | dict(use_qk_norm=False, num_experts_per_tok=4, n_shared_experts=2, first_k_dense_replace=2, n_group=4, topk_group=2,

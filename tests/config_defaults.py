@@ -22,7 +22,7 @@ def defaults() -> dict[str, dict]:
     """By family and field."""
     found = {}
     for name, family in sorted(families().items()):
-        config = PretrainedConfig().to_dict() | CONFIG_MAPPING[name]().get_text_config().to_dict()
+        config = PretrainedConfig().to_dict() | CONFIG_MAPPING[name]().to_dict()
         found[name] = {
             key: config[key]
             for key in sorted(config)

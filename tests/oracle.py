@@ -86,14 +86,52 @@ def megatron_tensors(
     def qkv(prefix: str, kind: str) -> torch.Tensor:
         heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
         q, k, v = (hf[f"{prefix}self_attn.{x}_proj.{kind}"] for x in "qkv")
+        if len(q) == 2 * heads * config["head_dim"] and linear_layers:  # each head's query, then its gate
+            d = config["head_dim"]
+            q, gate = q.reshape(heads, 2, d, -1).unbind(1)
+            parts = [t.reshape(groups, -1, d, q.shape[-1]) for t in (q, gate, k, v)]
+            return torch.cat(parts, dim=1).reshape(-1, q.shape[-1])
         d = len(q) // heads
         q, k, v = (t.reshape(groups, -1, d, *t.shape[1:]) for t in (q, k, v))
         return torch.cat([q, k, v], dim=1).reshape((heads + 2 * groups) * d, *q.shape[3:])
 
+    linear_layers = any(name.endswith("linear_attn.A_log") for name in hf)
+
+    def linear_attention(prefix: str) -> dict[str, torch.Tensor]:
+        """The names that Megatron's gated delta net saves its sections under."""
+        keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+        key_rows, value_rows = (
+            keys * config["linear_key_head_dim"],
+            values * config["linear_value_head_dim"],
+        )
+        get = lambda name: hf[f"{prefix}linear_attn.{name}"]  # noqa: E731
+        sizes = [key_rows, key_rows, value_rows]
+        if f"{prefix}linear_attn.in_proj_qkvz.weight" in hf:  # one key head's rows after the other's
+            grouped = get("in_proj_qkvz.weight").reshape(keys, -1, config["hidden_size"])
+            per_group = [size // keys for size in (*sizes, value_rows)]
+            q, k, v, z = (t.reshape(-1, config["hidden_size"]) for t in grouped.split(per_group, dim=1))
+            b, a = (
+                t.reshape(-1, config["hidden_size"])
+                for t in get("in_proj_ba.weight").reshape(keys, -1, config["hidden_size"]).chunk(2, dim=1)
+            )
+        else:
+            q, k, v = get("in_proj_qkv.weight").split(sizes)
+            z, b, a = (get(f"in_proj_{x}.weight") for x in "zba")
+        convolutions = get("conv1d.weight").split(sizes)
+        out = {f"in_proj.weight.{n}": t for n, t in zip(("query", "key", "value", "z", "beta", "alpha"), (q, k, v, z, b, a), strict=True)}  # fmt: skip
+        out |= {f"conv1d.weight.{n}": t for n, t in zip(("query", "key", "value"), convolutions, strict=True)}
+        out |= {"A_log": get("A_log"), "dt_bias": get("dt_bias"), "out_proj.weight": get("out_proj.weight")}
+        out["out_norm.weight"] = get("norm.weight") - 1
+        out["in_proj.layer_norm_weight"] = hf[f"{prefix}input_layernorm.weight"]
+        return {f"self_attention.{name}": tensor for name, tensor in out.items()}
+
     def layer(prefix: str, moe: bool) -> dict[str, torch.Tensor]:
         get = lambda name: hf[prefix + name]  # noqa: E731
-        out = {"self_attention.linear_proj.weight": get("self_attn.o_proj.weight")}
-        if latent:
+        linear = f"{prefix}linear_attn.A_log" in hf
+        out = {} if linear else {"self_attention.linear_proj.weight": get("self_attn.o_proj.weight")}
+        if linear:
+            out |= linear_attention(prefix)
+        elif latent:
             out["input_layernorm.weight"] = get("input_layernorm.weight")
             names = {"kv_a_proj_with_mqa.weight": "linear_kv_down_proj.weight", "kv_a_layernorm.weight": "linear_kv_up_proj.layer_norm_weight",
                      "kv_b_proj.weight": "linear_kv_up_proj.weight", "q_a_proj.weight": "linear_q_down_proj.weight",
@@ -141,6 +179,13 @@ def megatron_tensors(
         )
         if f"{prefix}block_sparse_moe.e_score_correction_bias" in hf:
             out["mlp.router.expert_bias"] = get("block_sparse_moe.e_score_correction_bias")
+        if f"{prefix}mlp.shared_expert_gate.weight" in hf:
+            shared = "mlp.shared_expert."
+            out["mlp.shared_experts.gate_weight"] = get("mlp.shared_expert_gate.weight")
+            out["mlp.shared_experts.linear_fc1.weight"] = torch.cat(
+                [get(f"{shared}gate_proj.weight"), get(f"{shared}up_proj.weight")]
+            )
+            out["mlp.shared_experts.linear_fc2.weight"] = get(f"{shared}down_proj.weight")
         if f"{prefix}mlp.gate.e_score_correction_bias" in hf:
             out["mlp.router.expert_bias"] = get("mlp.gate.e_score_correction_bias")
             shared = "mlp.shared_experts."
@@ -158,7 +203,7 @@ def megatron_tensors(
         result["output_layer.weight"] = padded(hf["lm_head.weight"])
     kinds = [is_moe(i) for i in range(layers)]
     held = [layer(f"model.layers.{i}.", moe) for i, moe in enumerate(kinds)]
-    if len(set(kinds)) == 1:
+    if len(set(kinds)) == 1 and not linear_layers:
         result |= {f"decoder.layers.{name}": torch.stack([one[name] for one in held]) for name in held[0]}
     else:
         result |= {

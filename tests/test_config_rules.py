@@ -29,7 +29,7 @@ REFUSED = [
     ("llama", {"hidden_act": "gelu"}, "hidden_act = gelu"),
     ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func = softmax"),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not supported; the architectures that are: .*LlamaForCausalLM"),
-    ("qwen3", {"architectures": ["Qwen3NextForCausalLM"]}, "Qwen3NextForCausalLM is not supported"),
+    ("qwen3", {"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM is not supported"),
     # fields that nothing maps
     ("deepseek-v3", {"rope_interleave": False}, "rope_interleave = False may make another model"),
     ("qwen3-moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size = 64 may make another"),

@@ -46,7 +46,7 @@ def test_args_are_of_the_one_family_that_made_them_and_a_wrong_one_that_is_named
     for variant in VARIANTS:
         args = megatron_args(Model.from_hf(config_of(variant)))
         fitting = {family.name for family in families().values() if not mismatched_args(family, args)}
-        if fitting == {"qwen3_next", "qwen3_5_moe"}:
+        if fitting == {"qwen3_next", "qwen3_5_moe_text"}:
             with pytest.raises(ReshardError, match="args may be of .*: pass --hf-config .*, or --family"):
                 family_of_args(args, "args")
         else:
@@ -67,7 +67,7 @@ def test_args_of_mixtral_as_megatron_lms_own_example_has_them_are_read():
 def test_any_two_families_differ_in_an_argument_by_which_both_are_identified():
     for a, b in itertools.combinations(families().values(), 2):
         common = a.identifies.keys() & b.identifies.keys()
-        same_in_megatron = {a.name, b.name} == {"qwen3_next", "qwen3_5_moe"}
+        same_in_megatron = {a.name, b.name} == {"qwen3_next", "qwen3_5_moe_text"}
         told_apart = any(a.identifies[name] != b.identifies[name] for name in common)
         assert told_apart != same_in_megatron, (a.name, b.name)
 

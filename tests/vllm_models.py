@@ -11,6 +11,6 @@ def register() -> None:
     """Tell vLLM's registry the classes themselves."""
     from vllm.model_executor.models import ModelRegistry
 
-    ours = {name for family in families().values() for name in (family.architecture, family.wrapped_in)}
+    ours = {name for family in families().values() for name in (family.architecture, family.wrapped_in[0])}
     for architecture in ours & ModelRegistry.models.keys():
         ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())

@@ -14,8 +14,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mixtral": {"is_encoder_decoder": False},
     "qwen2": {"is_encoder_decoder": False},
     "qwen3": {"is_encoder_decoder": False},
-    "qwen3_5": {"is_encoder_decoder": False},
-    "qwen3_5_moe": {"is_encoder_decoder": False},
+    "qwen3_5_moe_text": {"is_encoder_decoder": False},
+    "qwen3_5_text": {"is_encoder_decoder": False},
     "qwen3_moe": {"is_encoder_decoder": False},
     "qwen3_next": {"is_encoder_decoder": False},
 }

@@ -84,9 +84,9 @@ class Family:
       at another value they are refused.
     - `packed`: (name of a row, the part of a tensor of all experts that published files may have in its place).
       Both are read; this is what is written.
-    - `wrapped_in`: the architecture of a model that has this one as its language model, its config under
-      ``text_config`` and its names behind ``model.language_model.``; `wrapper_type`: its ``model_type``;
-      `towers`: what the names of its other tensors begin with. They are carried from disk to disk unchanged.
+    - `wrapped_in`: architecture and ``model_type`` of a model that has this one as its language model, its config
+      under ``text_config`` and its names behind ``model.language_model.``; `towers`: what the names of its other
+      tensors begin with, which are carried from disk to disk unchanged.
     - `mtp_prefixes`: what the names of an MTP layer's own tensors, and of those of the decoder layer in it, begin
       with; ``{layer}`` counts on from the decoder layers, ``{index}`` from 0.
     - `layers`, `ends`, `outputs`: where the modules are whose outputs transformers and Megatron both have.
@@ -134,8 +134,7 @@ class Family:
     no_effect: tuple[str, ...] = ()
     always: dict[str, Any] = {}
     packed: tuple[tuple[str, str], ...] = ()
-    wrapped_in = ""
-    wrapper_type = ""
+    wrapped_in = ("", "")
     towers: tuple[str, ...] = ()
     mtp_prefixes = ("model.layers.{layer}.", "model.layers.{layer}.")
     # place for people, module in transformers, module in Megatron
@@ -297,10 +296,8 @@ def families() -> dict[str, Family]:
 
 def is_wrapped(family: Family, config: dict) -> bool:
     """Return True for the config of a model that has one of this family as its language model."""
-    names = [str(name) for name in (config.get("architectures") or [])]
-    return bool(family.wrapped_in) and (
-        family.wrapped_in in names or (not names and config.get("model_type") == family.wrapper_type)
-    )
+    names, (architecture, kind) = config.get("architectures") or [], family.wrapped_in
+    return bool(architecture) and (architecture in names or (not names and config.get("model_type") == kind))
 
 
 def family_of(config: dict, where: str) -> Family:
@@ -312,16 +309,19 @@ def family_of(config: dict, where: str) -> Family:
         kind = config.get("model_type")
         wrapped = is_wrapped(family, config)
         if wrapped or family.architecture.lower() in lowercase_names or (not names and kind == family.name):
-            if kind not in (None, family.name, family.wrapper_type or None, *family.model_types):
+            if kind not in (
+                None,
+                family.name,
+                *family.model_types,
+                *(family.wrapped_in[1:] if wrapped else ()),
+            ):
                 raise ReshardError(
                     f"{where}: model_type is {kind!r:.80}, but architectures names {names[0]}, "
                     f"which is a {family.name}: correct the one that is wrong"
                 )
             return family
     wanted = " ".join(str(names[0] if names else config.get("model_type") or "").split())[:100]
-    known = {
-        name for family in families().values() for name in (family.architecture, family.wrapped_in) if name
-    }
+    known = {n for family in families().values() for n in (family.architecture, family.wrapped_in[0]) if n}
     if not wanted:
         raise ReshardError(
             f"{where} names neither architectures nor model_type; the known ones are {listed(sorted(known))}"

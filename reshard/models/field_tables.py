@@ -72,7 +72,7 @@ DECIDES_ELSEWHERE: dict[str, tuple[Any, ...]] = {
     "lm_head_multiplier": (1,), "output_multiplier_scale": (1,), "mup_enabled": (False,),
     "use_mup": (False,), "mup_scale": (1,), "hidden_act": ("silu",), "hidden_activation": ("silu",),
     "activation_function": ("silu",), "mlp_activation": ("silu",), "use_swiglu": (True,),
-    "swiglu_limit": (), "swiglu_alpha": (),
+    "swiglu_limit": (), "swiglu_alpha": (), "layer_scale": (False,),
     # experts
     "num_experts": (0,), "num_local_experts": (0,), "n_routed_experts": (0,),
     "moe_num_experts": (0,), "is_moe": (False,), "use_moe": (False,),

@@ -181,7 +181,8 @@ def mcore_to_hf(
         checks, workdir = _check_both_ends(src, destination, team, options)
         tensors = _tensors_to_store(src, target)
         quantized = _quantized(scheme_name, scheme, src, tensors)
-        packed = {} if quantized.names else src.mapping.packed  # codes are those of whole tensors
+        # Codes are those of whole tensors.
+        packed = src.mapping.packed if src.experts_packed and not quantized.names else {}
         files = HuggingFaceFiles(
             src.model, src.mapping.fp32, tensors, quantized, shard_bytes, src.hf_files(), packed
         )
@@ -213,7 +214,7 @@ def _check_towers(source: MegatronSource) -> None:
     """Raise ReshardError where a larger model is to be written, and only its language model is there."""
     if source.model.wrapped and not source.towers:
         raise ReshardError(
-            f"{source.path} has the language model of {source.model.family.wrapped_in} only: pass --hf-config with the "
+            f"{source.path} has the language model of {source.model.family.wrapped_in[0]} only: pass --hf-config with the "
             f"Hugging Face directory that it comes from, whose other tensors are carried along"
         )
 

@@ -104,6 +104,7 @@ def _problem(manifest: dict[str, Any]) -> str:
         "quantized": list,
         "files": dict,
         "ignored_config_fields": list,
+        "experts_packed": bool,
     }
     for field, kind in kinds.items():
         if not isinstance(

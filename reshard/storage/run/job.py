@@ -85,4 +85,6 @@ class ConversionJob:
         model = self.source.model
         quantized = sorted(self.quantized.names) or sorted(self.source.dequantized_names())
         fields = self.destination.fields(model.family.name, self.source_name, quantized)
+        if self.source.mapping.packed and not self.source.experts_packed:
+            fields = fields | {"experts_packed": False}
         return fields | ({"ignored_config_fields": sorted(model.ignored)} if model.ignored else {})

@@ -122,7 +122,7 @@ class HuggingFaceSource(Source):
         """Raise ReshardError unless the files hold exactly the table's tensors, with its shapes."""
         apart = {name for codes in self.codes.values() for name in codes.tensors} | {*self.left}
         packed = any(tensor_of(place) in self.stored for place in self.mapping.packed.values())
-        self.packed = self.mapping.packed if packed else {}
+        self.packed, self.experts_packed = (self.mapping.packed if packed else {}), packed
         towers = self.model.family.towers if self.model.wrapped else ()
         expected = self.mapping.stored_shapes(packed)
         expected |= {n: t.shape for n, t in self.stored.items() if towers and n.startswith(towers)}

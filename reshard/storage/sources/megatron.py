@@ -69,6 +69,7 @@ class MegatronSource(Source):
         )
         manifest = self.manifest()
         recorded = set((manifest or {}).get("tensors", {}))
+        self.experts_packed = (manifest or {}).get("experts_packed", True)
         # what this tool wrote holds weights and empty states only
         self.notices = taken + (placed.notices if manifest is None else [])
         self.notices += self.model.notices
