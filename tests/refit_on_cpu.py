@@ -313,8 +313,11 @@ def moved_before_a_failure(
     return said, sorted(name for name in expected if held[name] != expected[name])
 
 
-def of_a_table_without(rank: int, sides: dict, directory: str, rows: list[str], traced: bool):
-    """What is said of an engine of a family whose table lacks these rows, where vLLM's loader needs none of their tensors; and whether it is fit."""
+def of_a_table_without(
+    rank: int, sides: dict, directory: str, rows: list[str], traced: bool, engine: dict, extra: str
+):
+    """What is said of an engine of a family whose table lacks these rows, where vLLM's loader needs none of their tensors, or of one
+    whose last norm has another tensor, a parameter or a buffer called `extra`; and whether it is fit."""
     from reshard.models.family import families
 
     start(rank, sides)
@@ -323,7 +326,13 @@ def of_a_table_without(rank: int, sides: dict, directory: str, rows: list[str], 
         family.rows["layer"] = tuple(kept)
     if traced:
         without_vllm_names()
-    module, config = engine_of(directory, load_format="dummy")
+    module, config = engine_of(directory, load_format="dummy", **engine)
+    if extra:
+        norm = module.get_submodule("model.norm")
+        if extra == "table":
+            norm.register_buffer(extra, torch.zeros(3, dtype=torch.int64))
+        else:
+            norm.register_parameter(extra, torch.nn.Parameter(torch.zeros(3)))
     return caught(lambda: VllmModel(module, config)), guard_of(module, config).ready
 
 

@@ -1,20 +1,16 @@
 """vLLM as the destination of a refit, and vLLM that starts from a Megatron checkpoint."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from reshard.core.extras import importing
+from reshard.core.lazy import lazy
 
 if TYPE_CHECKING:
     from reshard.engines.vllm.live import VllmModel
     from reshard.engines.vllm.worker import RefitExtension
 
-_MODULES = {"VllmModel": "live", "RefitExtension": "worker"}
 __all__ = ["RefitExtension", "VllmModel"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        with importing("vllm"):
-            return getattr(import_module(f"reshard.engines.vllm.{_MODULES[name]}"), name)
-    raise AttributeError(f"module 'reshard.engines.vllm' has no attribute {name!r}")
+__getattr__ = lazy(
+    __name__,
+    {"RefitExtension": "reshard.engines.vllm.worker", "VllmModel": "reshard.engines.vllm.live"},
+    extra="vllm",
+)

@@ -394,19 +394,34 @@ def _slice_of(copy: TracedCopy, weights: Weights) -> TensorSlice:
 
 
 def _check_loaded(model: torch.nn.Module, model_config: ModelConfig, loaded: set[str] | None) -> None:
-    """Raise ReshardError if parameters of a model that is not quantized got nothing, as vLLM's own
-    loader does."""
-    if loaded is None or model_config.quantization is not None:
+    """Raise ReshardError if parameters got nothing, given the names of those that vLLM has `loaded`;
+    None if the model does not say so.
+
+    Of layers that are quantized, something of each has to be loaded: scales need not be in a
+    checkpoint. Scales of the attention's cache need not be either.
+    """
+    if loaded is None:
         return
-    processed = {
-        f"{name}.{parameter}" if name else parameter
-        for name, module in model.named_modules()
-        if hasattr(getattr(module, "quant_method", None), "process_weights_after_loading")
-        for parameter, _ in module.named_parameters()
-    }
-    missing = [name for name, _ in model.named_parameters() if name not in loaded | processed]
+    missing = []
+    for layer, names in _parameters_by_layer(model).items():
+        kind = type(getattr(model.get_submodule(layer), "quant_method", None)).__name__
+        if kind.endswith("KVCacheMethod"):
+            continue
+        # vLLM says ``experts.w13_weight`` for ``experts.routed_experts.w13_weight``.
+        outer = layer.rpartition(".")[0]
+        absent = [name for name in names if not loaded & {name, outer + name.removeprefix(layer)}]
+        if kind in ("NoneType", *PLAIN_METHODS) or len(absent) == len(names):
+            missing += absent
     if missing:
         raise ReshardError(f"{model_config.model} has nothing for vLLM's {listed(missing, 3)}")
+
+
+def _parameters_by_layer(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Return the names of a model's parameters, tied ones once, by the module that has them."""
+    by_layer: dict[str, list[str]] = {}
+    for name, _ in model.named_parameters():
+        by_layer.setdefault(name.rpartition(".")[0], []).append(name)
+    return by_layer
 
 
 def tensor_of(raw: np.ndarray, dtype: str) -> torch.Tensor:
