@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from reshard.core.extras import importing
 from reshard.engines.vllm.compat import known
-from reshard.engines.vllm.processing import loading_templates
+from reshard.engines.vllm.quantized.processing import loading_templates
 
 with importing("vllm"):
     import torch

@@ -22,8 +22,8 @@ from reshard.engines.trace import Canonical, Trace
 from reshard.engines.vllm.compat import draft_load_format, draft_model, driver_worker
 from reshard.engines.vllm.guard import VllmGuard, guard_of
 from reshard.engines.vllm.layers import kernel_of, processing_of
-from reshard.engines.vllm.recipes import Held
-from reshard.engines.vllm.reload import Reloads
+from reshard.engines.vllm.quantized.recipes import Held
+from reshard.engines.vllm.quantized.reload import Reloads
 from reshard.engines.vllm.weights.accounts import ADAPTERS, other_accounts
 from reshard.engines.vllm.weights.block_scales import find_scales, layers_in_blocks
 from reshard.engines.vllm.weights.canonical import canonical_tensors, expert_layers, mtp_names

@@ -33,10 +33,10 @@ from reshard.device.live_boxes import LiveBox
 from reshard.device.memory import Region
 from reshard.device.staging import ToDevice
 from reshard.engines.trace import Canonical, Trace, TracedCopy
-from reshard.engines.vllm import nvfp4
-from reshard.engines.vllm.compressed import stored_as
 from reshard.engines.vllm.layers import NVFP4, Compressed, compressed_of, method_of
 from reshard.engines.vllm.load_format.checkpoint import config_directory, megatron_directory, wants_fp8_blocks
+from reshard.engines.vllm.quantized import nvfp4
+from reshard.engines.vllm.quantized.compressed import stored_as
 from reshard.engines.vllm.weights.stand_ins import trace_model
 from reshard.engines.vllm.weights.supported import PLAIN_METHODS
 from reshard.megatron.parameters import expand

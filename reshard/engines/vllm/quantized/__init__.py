@@ -1,0 +1,1 @@
+"""Layers that vLLM quantizes: what a refit makes of plain weights for each kind of them."""
