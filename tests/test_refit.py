@@ -282,6 +282,14 @@ def test_a_family_without_vllm_names_goes_by_the_traced_layout(variant, converte
     refit(converted(variant), f"{PP} 2", 2, dict(tp=2), 2, False, tmp_path, traced=True)
 
 
+@pytest.mark.parametrize(
+    ("variant", "engine"), [("qwen3-moe", {"enable_expert_parallel": True}), ("deepseek-v3", {})]
+)
+def test_a_family_whose_names_have_a_prefix_is_refitted_by_the_table(variant, engine, converted, tmp_path):
+    options = {"tp": 2, **engine}
+    refit(converted(variant), f"{PP} 2", 2, options, 2, False, tmp_path, nested=True)
+
+
 # A variant; the rows that its table lacks; how vLLM serves it; a tensor that it has besides; and what nothing
 # would be brought into.
 FP8 = {"quantization": "fp8"}

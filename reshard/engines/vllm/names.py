@@ -32,10 +32,15 @@ LATENT_ATTENTION = (
 
 
 class VllmFamily(NamedTuple):
-    """A family's `names`, which come before `NAMES`; with `on_every_stage`, embedding and output
-    are not only at a pipeline's ends."""
+    """What vLLM does with a family.
+
+    `names` come before `NAMES`. `prefixes` are what published names begin with, and what vLLM's
+    begin with instead, as in its ``WeightsMapper``; the first that fits counts. With
+    `on_every_stage`, embedding and output are not only at a pipeline's ends.
+    """
 
     names: tuple[tuple[str, str, str], ...] = ()
+    prefixes: tuple[tuple[str, str], ...] = ()
     on_every_stage: bool = False
 
 
@@ -57,6 +62,15 @@ def is_known(model: Model) -> bool:
 def on_every_stage(model: Model) -> bool:
     """Tell whether vLLM has embedding and output on every stage of a pipeline."""
     return _family(model.family.name).on_every_stage
+
+
+def in_vllm(model: Model, published: str) -> str:
+    """Return a published name, or what several begin with, under the prefix that it has in
+    vLLM."""
+    for prefix, vllm_prefix in _family(model.family.name).prefixes:
+        if published.startswith(prefix):
+            return vllm_prefix + published.removeprefix(prefix)
+    return published
 
 
 def vllm_name(model: Model, row: Row) -> str:
