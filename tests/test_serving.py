@@ -147,24 +147,32 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(checkpoint, tmp_path):
         assert sentence in results and "\n" not in results, results
 
 
+# What a directory lacks, the name of one such tensor, and of what vLLM would have nothing for.
+LACKING = {
+    "mlp.experts.": ("model.layers.0.mlp.experts.0.gate_proj.weight", "model.layers.0.mlp.experts.routed_experts.w13_weight"),
+    "layers.1.self_attn.o_proj": ("model.layers.1.self_attn.o_proj.weight",) * 2,
+    "layers.1.self_attn.k_norm": ("model.layers.1.self_attn.k_norm.weight",) * 2,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("engine", [{}, {"quantization": "fp8"}])
 def test_a_directory_that_lacks_weights_is_refused_by_name(engine, checkpoint, tmp_path):
-    """vLLM's own loader leaves such layers as they were made."""
-    cases = {"mlp.experts.": "model.layers.0.mlp.experts.routed_experts.w13_weight",
-             "layers.1.self_attn.o_proj": "model.layers.1.self_attn.o_proj.weight",
-             "layers.1.self_attn.k_norm": "model.layers.1.self_attn.k_norm.weight"}  # fmt: skip
+    """vLLM's own loader leaves such layers as they were."""
+    whole = checkpoint("qwen3-moe")
     directories = []
-    for lacking in cases:
-        directories.append(shutil.copytree(checkpoint("qwen3-moe"), tmp_path / lacking))
-        weights = load_file(tmp_path / lacking / "model.safetensors")
+    for lacking in LACKING:
+        directories.append(shutil.copytree(whole, tmp_path / lacking))
+        weights = load_file(directories[-1] / "model.safetensors")
         kept = {name: tensor for name, tensor in weights.items() if lacking not in name}
         assert len(kept) < len(weights)
-        save_file(kept, tmp_path / lacking / "model.safetensors")
-    outcome = run_on_ranks(
-        1, "refused", [(one, RESHARD | engine) for one in directories], module="serving_on_cpu"
-    )[0]
-    for name, results in zip(cases.values(), outcome, strict=True):
-        assert f"has nothing for vLLM's {name}" in results, results
+        save_file(kept, directories[-1] / "model.safetensors")
+    arguments = whole, directories, RESHARD | engine
+    [(whole_again, outcome)] = run_on_ranks(1, "lacking", *arguments, module="serving_on_cpu")
+    assert whole_again == ["no error"] * 3
+    for (name, parameter), (loaded, reloaded, without_table) in zip(LACKING.values(), outcome, strict=True):
+        for sentence in (loaded, reloaded):
+            assert "of the model's tensors: " in sentence and name in sentence, sentence
+        assert f"has nothing for vLLM's {parameter}" in without_table, without_table
 
 
 def test_a_source_that_is_rewritten_while_it_is_loaded_is_named(checkpoint, tmp_path):

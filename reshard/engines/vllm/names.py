@@ -9,9 +9,10 @@ from functools import cache
 from typing import NamedTuple
 
 from reshard.models.model import Model
-from reshard.models.tables import Row
+from reshard.models.tables import Row, words_of
 
-# published name, vLLM's parameter, where; `*` is the rest of the name: weight or bias
+# published name, vLLM's parameter, when (as in `reshard.models.tables`); `*` is the rest of the name:
+# weight or bias
 NAMES = (
     ("self_attn.q_proj.*",                    "self_attn.qkv_proj.*",                  "always"),
     ("self_attn.k_proj.*",                    "self_attn.qkv_proj.*",                  "always"),
@@ -75,8 +76,8 @@ def in_vllm(model: Model, published: str) -> str:
 
 def vllm_name(model: Model, row: Row) -> str:
     """Return the vLLM parameter that a row is part of, without the layer's prefix."""
-    for condition, name in _names(model.family.name, row.hf):
-        if model.holds([condition]):
+    for when, name in _names(model.family.name, row.hf):
+        if model.holds(words_of(when)):
             return name
     return row.hf
 
@@ -87,11 +88,11 @@ def _family(name: str) -> VllmFamily:
 
 @cache
 def _names(family: str, hf: str) -> list[tuple[str, str]]:
-    """Return (condition, vLLM's parameter) of each entry that a published name matches."""
+    """Return (when, vLLM's parameter) of each entry that a published name matches."""
     matches = []
-    for pattern, parameter, condition in (*_family(family).names, *NAMES):
+    for pattern, parameter, when in (*_family(family).names, *NAMES):
         module, star, _ = pattern.partition("*")
         if hf == pattern or (star and hf.startswith(module) and "." not in hf.removeprefix(module)):
             name = parameter.replace("*", hf.removeprefix(module)) if star else parameter
-            matches.append((condition, name))
+            matches.append((when, name))
     return matches
